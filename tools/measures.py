@@ -22,7 +22,7 @@ from typing import Any
 PACKAGE = Path(__file__).parents[1] / "src" / "crossshard"
 # The words by which a file knows a way of the step.
 FEATURES = {
-    "workers": r"\bsync_every\b|\bStreaming\b|\bouter_\w+|\.outer\b|\bOuter(State)?\b|\bLocalSGD\b",
+    "workers": r"\bsync_(every|streaming)\b|\bouter_(optimizer|reduce_dtype)\b|\bLocalSGD",
     "virtual shards": r"\bvirtual_shards\b|\btakes_nodes\b|\bVirtualLoss\b",
     "a loss over the batch": r"\b(is_)?over_batch\b|\bOnMesh\b|\bBatchLoss\b",
 }

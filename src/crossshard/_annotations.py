@@ -10,6 +10,8 @@ from jax.typing import ArrayLike
 
 # Nested containers, of any kind that JAX knows, with leaves of any kind: JAX has no narrower type.
 PyTree: TypeAlias = Any
+# What a user passes as an option, before it is checked.
+Given: TypeAlias = Any
 # What json.dumps takes, and json.loads returns.
 Json: TypeAlias = Any
 # A scalar, or a scalar with what the loss returns besides: aux, model state, or both.

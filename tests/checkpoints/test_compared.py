@@ -14,6 +14,7 @@ import pytest
 from crossshard import CrossShardOptimizer, Nonfinite, make_train_step
 from crossshard.checkpoints.fingerprint import NOT_COMPARED, fingerprint, part_of
 from crossshard.pipeline import DynamicLossScale, Quantized
+from crossshard.pipeline.pipeline import STAGES, Pipeline
 from crossshard.step import StepOptions
 from crossshard.step.train_step import config_of
 from examples.gradient_noise import GradientNoise
@@ -95,11 +96,14 @@ def config_with(options: dict[str, Any]) -> Any:
 
 def fields_of(part: Any) -> Iterator[tuple[type, str, Any]]:
     """Each field of a step: the part that it is of, its name and its value."""
+    if isinstance(part, Pipeline):
+        # Of each stage that is compared, all options.
+        yield from ((Pipeline, name, value) for name, value in part.options.items())
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if part_of(value) is not None:
             yield from fields_of(value)
-        else:
+        elif (type(part), field.name) != (Pipeline, "options"):
             kind = part_of(part)
             assert kind is not None
             yield kind, field.name, value
@@ -110,6 +114,7 @@ def test_each_option_has_an_example():
     for function in (make_train_step, CrossShardOptimizer.__new__):
         names |= set(inspect.signature(function).parameters) - {"cls", "options"}
     assert names == set(EXAMPLES)
+    assert names >= {name for kind in STAGES for name in kind.options}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -127,7 +132,9 @@ def test_each_option_is_compared_or_declared_not_to_be(name: str):
     ]
     # A loss is wrapped in a function that is made anew each time.
     assert changed or name == "loss_fn"
-    undeclared = [field for part, field in changed if field not in NOT_COMPARED[part]]
+    silent = {name for kind in STAGES if not kind.is_compared for name in kind.options}
+    declared = {**NOT_COMPARED, Pipeline: NOT_COMPARED[Pipeline] | silent}
+    undeclared = [field for part, field in changed if field not in declared[part]]
     assert (first != last) == bool(undeclared), changed
     # What is declared by mistake would change what a state means without a word.
     assert (first == last) == (name in SILENT)

@@ -1,5 +1,6 @@
 """The worked example of CONTRIBUTING.md: a stage written outside of the package."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -8,9 +9,16 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from crossshard import CrossshardError, CrossShardOptimizer, Stage, make_train_step
-from crossshard.pipeline import Aggregator, Phase
-from crossshard.pipeline.pipeline import Pipeline
+from crossshard import (
+    Checkpoints,
+    CrossshardError,
+    CrossShardOptimizer,
+    Stage,
+    _check,
+    make_train_step,
+)
+from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointWarning, IncomingError
+from crossshard.pipeline import Aggregator, Phase, pipeline
 from examples.gradient_noise import GradientNoise
 from tests.pipeline.ways import WAYS, trained
 from tests.quick import deep
@@ -90,19 +98,87 @@ def test_it_is_one_short_file():
     assert len(list(filter(None, lines))) <= 30
 
 
-def test_inside_the_package_it_is_one_line(monkeypatch):
-    """That in the tuple of the stages, and not even a ``preprocess=``."""
-    own = GradientNoise(ETA, GAMMA, seed=3)
-    stages = Pipeline.stages.func
-    with_line = property(lambda self: (*stages(self)[:1], own, *stages(self)[1:]))
-    monkeypatch.setattr(Pipeline, "stages", with_line)
-    step = make_train_step(loss_fn, optax.sgd(RATE), num_shards=N)
-    state = step.init({"kernel": KERNEL})
-    for x in BATCHES:
-        state, _ = step(state, x)
-    np.testing.assert_allclose(state.params["kernel"], in_numpy(N), rtol=0, atol=2e-6)
-    np.testing.assert_array_equal(state.opt_state.preprocess.count, np.full(N, STEPS))
-    assert "local gradient → GradientNoise → mean" in step.describe()
+@dataclasses.dataclass(frozen=True)
+class NoisySteps(GradientNoise):
+    """The same inside the package: with an option of its own, and a state by its own name."""
+
+    state_field = "noise"
+    scope = "noise"
+    options = ("noise_eta",)
+    needs_local = "noise_eta adds noise to"
+
+    @classmethod
+    def from_options(cls, options):
+        eta = options.get("noise_eta")
+        if eta is None:
+            return None
+        if _check.number("noise_eta", eta) < 0:
+            raise ArgumentError(f"noise_eta is a variance; got {eta}.")
+        return cls(eta, GAMMA, seed=3)
+
+
+@pytest.fixture
+def one_more_line(monkeypatch):
+    """The tuple of the stages with one more line."""
+    first, *others = pipeline.STAGES
+    monkeypatch.setattr(pipeline, "STAGES", (first, NoisySteps, *others))
+
+
+@pytest.mark.usefixtures("one_more_line")
+class TestInsideThePackageItIsOneFileAndOneLine:
+    def test_it_runs_where_the_line_is(self):
+        step = make_train_step(loss_fn, optax.sgd(RATE), num_shards=N, noise_eta=ETA)
+        state = step.init({"kernel": KERNEL})
+        for x in BATCHES:
+            state, _ = step(state, x)
+        np.testing.assert_allclose(state.params["kernel"], in_numpy(N), rtol=0, atol=2e-6)
+        np.testing.assert_array_equal(state.opt_state.of("noise").count, np.full(N, STEPS))
+        assert "local gradient → NoisySteps → mean" in step.describe()
+
+    @pytest.mark.parametrize("way", sorted(WAYS.keys() - {"vmap", "variables, pairs", "step"}))
+    def test_the_other_ways_in_take_it(self, way):
+        wrapped = CrossShardOptimizer(optax.sgd(RATE), noise_eta=ETA)
+        batches = BATCHES.reshape(STEPS, N, 2, 40)
+        *_, (last, _) = trained(way, wrapped, loss_fn, {"kernel": KERNEL}, batches, number=N)
+        np.testing.assert_allclose(last["kernel"], [in_numpy(N)] * N, rtol=0, atol=2e-6)
+
+    def test_its_option_is_checked(self):
+        with pytest.raises(ArgumentError, match="noise_eta is a variance; got -1"):
+            CrossShardOptimizer(optax.sgd(RATE), noise_eta=-1.0)
+        with pytest.raises(ArgumentTypeError, match="Did you mean noise_eta"):
+            make_train_step(loss_fn, optax.sgd(RATE), noise_etta=ETA)
+        wrapped = CrossShardOptimizer(optax.sgd(RATE), noise_eta=ETA)
+        with pytest.raises(ArgumentError, match="Both the optimizer and make_train_step"):
+            make_train_step(loss_fn, wrapped, num_shards=N, noise_eta=ETA)
+
+    def test_what_it_needs_is_refused(self):
+        wrapped = CrossShardOptimizer(optax.sgd(RATE), incoming="summed", noise_eta=ETA)
+        update = lambda g: wrapped.update(g, wrapped.init(g), g)[0]
+        with pytest.raises(IncomingError, match=r"noise_eta adds noise to.*leave noise_eta out"):
+            jax.vmap(update, axis_name="shards")(np.ones((N, 3), np.float32))
+
+    @pytest.mark.parametrize("after", [8, 2])
+    def test_a_checkpoint_has_its_state(self, tmp_path, after):
+        make = lambda shards, eta=ETA: make_train_step(
+            loss_fn, optax.sgd(RATE), num_shards=shards, noise_eta=eta
+        )
+        step = make(8)
+        state = step.init({"kernel": KERNEL})
+        for x in BATCHES[:2]:
+            state, _ = step(state, x)
+        with Checkpoints(tmp_path, step) as checkpoints:
+            checkpoints.save(state)
+        there = make(after)
+        restored, _ = Checkpoints(tmp_path, there).restore_latest(there.init({"kernel": KERNEL}))
+        np.testing.assert_array_equal(restored.opt_state.of("noise").count, np.full(after, 2))
+        if after == 8:
+            for one, other in zip(*map(jax.tree.leaves, (restored, state)), strict=True):
+                np.testing.assert_array_equal(one, other)
+        # Another value is told, and so is a step without it.
+        for eta, told in ((0.4, "noise_eta is 0.3 in it, and 0.4 here"), (None, "noise is gone")):
+            other = make(after, eta)
+            with pytest.warns(CheckpointWarning, match=told):
+                Checkpoints(tmp_path, other).restore_latest(other.init({"kernel": KERNEL}))
 
 
 def test_describe_names_it():

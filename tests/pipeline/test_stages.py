@@ -1,5 +1,8 @@
 """The order of the stages is data: one tuple, sorted by phase, that everything else loops over."""
 
+import re
+import typing
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,14 +11,18 @@ import numpy as np
 import optax
 import pytest
 
+import crossshard
 from crossshard import CrossShardOptimizer, CrossShardState
 from crossshard.errors import NestedReductionError
 from crossshard.pipeline.means import to_average
+from crossshard.pipeline.pipeline import STAGES
 from crossshard.pipeline.stage import Phase
+from crossshard.pipeline.stages.local_sgd import LocalSGD
 from crossshard.pipeline.update.arrays import Parts
 from crossshard.pipeline.update.owners import Owners
 from crossshard.pipeline.update.plan import Planner, WeightUpdate
 from crossshard.shards.axes import Shards
+from crossshard.step import StepOptions
 
 EVERY = {
     "preprocess": optax.trace(0.9),
@@ -42,12 +49,26 @@ def test_they_stand_in_the_order_of_their_phases(options):
 def test_each_has_its_own_field_of_the_state():
     fields = [stage.state_field for stage in stages(EVERY) if stage.state_field]
     # Workers that synchronise rarely are for whole steps.
-    assert sorted([*fields, "outer"]) == sorted(CrossShardState._fields)
+    assert sorted([*fields, "outer", "others"]) == sorted(CrossShardState._fields)
 
 
 def test_those_that_are_not_asked_for_are_not_there():
     without = {type(stage).__name__ for stage in stages({})}
     assert without == {"Weigh", "Aggregate", "Optimize"}
+
+
+def test_few_files_know_of_workers_that_synchronise_rarely():
+    words = re.compile("|".join([*LocalSGD.options, "LocalSGD"]))
+    package = Path(crossshard.__file__).parent
+    naming = {file.name for file in package.rglob("*.py") if words.search(file.read_text())}
+    # Its line, its options for type checkers, what it rules out, and what it makes of a state.
+    assert len(naming - {"local_sgd.py"}) <= 4, naming
+
+
+def test_each_option_is_declared_by_one_stage():
+    options = [name for stage in STAGES for name in stage.options]
+    assert len(options) == len(set(options))
+    assert {*options} - {"preprocess"} <= {*typing.get_type_hints(StepOptions)}
 
 
 def test_what_stages_say_of_shapes_is_checked():

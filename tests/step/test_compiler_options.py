@@ -70,9 +70,9 @@ def test_parameters_in_parts_travel_beside_the_sums(monkeypatch: pytest.MonkeyPa
 
 def test_what_streams_travels_beside_the_sums():
     limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
-    assert compiler_options("gpu", 8, streaming=True) == {**compiler_options("gpu", 8), limit: 2}
+    assert compiler_options("gpu", 8, beside=True) == {**compiler_options("gpu", 8), limit: 2}
     # Workers of one shard have no other sums, and on older GPUs no scheduler that hides any.
-    assert "xla_gpu_enable_latency_hiding_scheduler" in compiler_options("gpu", 1, streaming=True)
+    assert "xla_gpu_enable_latency_hiding_scheduler" in compiler_options("gpu", 1, beside=True)
 
 
 def test_other_steps_have_none():

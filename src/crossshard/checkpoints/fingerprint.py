@@ -20,7 +20,6 @@ from crossshard.pipeline.aggregators.aggregator import Aggregator
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.preprocess import Preprocess
-from crossshard.pipeline.stages.streaming import Streaming
 from crossshard.pipeline.update.optimize import takes_value
 from crossshard.step.config import StepConfig
 from crossshard.step.losses.loss import StepLoss
@@ -45,8 +44,9 @@ NOT_COMPARED: dict[type, set[str]] = {
         "record",
         "is_summed",
     },
-    # The manifest has the groups; metrics only look; the others no step has, or they name axes.
-    Pipeline: {"groups", "metrics", "axis_name", "incoming", "accumulate"},
+    # The manifest has the groups; no step has the others, or they name axes. What is compared of
+    # the options the stages say.
+    Pipeline: {"groups", "axis_name", "incoming", "options"},
 }
 # What the user calls them, where fields have other names.
 _NAMES = {
@@ -54,9 +54,6 @@ _NAMES = {
     "over": "loss_over",
     "same_bits": "virtual_shards",
     "keys_of_rows": "rng_per='row'",
-    "outer": "sync_every",
-    "outer.optimizer": "outer_optimizer",
-    "outer.aggregator": "outer_reduce_dtype",
 }
 
 
@@ -67,11 +64,8 @@ def fingerprint(config: StepConfig, params: Any) -> Fingerprint:
       config: what the step is made of.
       params: the types of one set of parameters.
     """
-    outer = config.pipeline.outer
     updates: dict[str, Update] = {}
-    # The kind of the stage, and what its state is cut into.
-    streaming = f"{outer.every} pieces" if isinstance(outer, Streaming) else None
-    options: dict[str, str | None] = {"sync_streaming": streaming}
+    options: dict[str, str | None] = {}
     for field, value in compared(config):
         for name, told in _told(field, value, params):
             if isinstance(told, Update):
@@ -87,9 +81,11 @@ def part_of(value: Any) -> type | None:
 
 
 def compared(part: Any) -> Iterator[tuple[str, Any]]:
-    """The names and the values of the fields of a step, or of a part of it, that are compared."""
+    """The names and the values of what is compared of a step, or of a part of it."""
     kind = part_of(part)
     assert kind is not None
+    if isinstance(part, Pipeline):
+        yield from part.written().items()
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if part_of(value) is not None:
@@ -115,19 +111,22 @@ def _told(name: str, value: Any, params: Any) -> Iterator[tuple[str, str | Updat
         told, kind = str(value.describe()), type(value).__name__
         yield said, told if kind in told else f"{told} of {kind}"
         # Attributes that are no fields may count calls, or tell a process from others.
-        fields: Any = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-        for field in fields:
+        for field in _fields(value):
             each = getattr(value, field.name)
             if field.compare and _is_plain(each):
                 yield f"{said}.{field.name}", _in_words(each)
-    elif _is_ours(value) and dataclasses.is_dataclass(value) and dataclasses.fields(value):
+    elif (_is_ours(value) or isinstance(value, Stage)) and _fields(value):
         # One says nonfinite="skip", and Nonfinite("skip", max_consecutive=5).
-        first, *others = dataclasses.fields(value)
+        first, *others = _fields(value)
         yield from _told(name, getattr(value, first.name), params)
         for field in others:
             yield from _told(f"{name}.{field.name}", getattr(value, field.name), params)
     else:
         yield said, _in_words(value)
+
+
+def _fields(value: Any) -> tuple[Any, ...]:
+    return dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
 
 
 def _is_ours(value: Any) -> bool:

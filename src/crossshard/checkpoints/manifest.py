@@ -9,6 +9,7 @@ from crossshard._hash import sha256
 from crossshard._typed import typed
 from crossshard.checkpoints.files import read_json
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointMismatchError
+from crossshard.pipeline.pipeline import STAGES
 
 VERSION = 4
 # What is known of an option of version 3: that it was on, and that the loss was not over the batch.
@@ -179,7 +180,8 @@ def _of_version_3(update: Any, preprocess: Any, options: Any, **others: Any) -> 
     """A fingerprint as crossshard 0.2.0 wrote it, as it is written now."""
     updates = {"optimizer": update, "preprocess": preprocess}
     # It did not have these, and of others it said more or less.
-    off = dict.fromkeys(("aggregator", "sync_every", "sync_streaming", "virtual_shards"))
+    later = (name for kind in STAGES if kind.of_steps for name in kind.options)
+    off = dict.fromkeys(("aggregator", "virtual_shards", *later))
     options = {**off, **options}
     options |= {name: ON for name in ("loss_scale", "weight") if options.get(name) is not None}
     of_batch = "loss_over='batch'"

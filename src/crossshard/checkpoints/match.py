@@ -9,6 +9,7 @@ from crossshard.checkpoints.leaves import Leaf
 from crossshard.checkpoints.manifest import NOT_BATCH, ON, Fingerprint, Manifest, Update
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
+from crossshard.pipeline.pipeline import STAGES
 from crossshard.step.options import AVERAGE, MASTERS, OPTIMIZER, key_of, said
 
 _ADVICE = "Build the step as it was when it was saved"
@@ -59,7 +60,6 @@ class Match:
 
     def find(self, manifest: Manifest, leaves: list[Leaf], here: Fingerprint) -> None:
         """Find the arrays of a state in a checkpoint."""
-        cut = _of_option("sync_streaming", manifest.fingerprint, here)
         was, now = _wrapped(manifest.fingerprint), _wrapped(here)
         written = {key_of(leaf.path, **was): at for at, leaf in enumerate(manifest.leaves)}
         other_masters = manifest.fingerprint.options.get(MASTERS) != here.options[MASTERS]
@@ -73,7 +73,9 @@ class Match:
             self.kept.add(option)
             each = manifest.leaves[at]
             if each.shape != leaf.on_disk.shape:
-                self.refuse(cut if option == "outer" else None)
+                for kind in STAGES:
+                    if kind.state_field == option and kind.shaped_by:
+                        self.refuse(_of_option(kind.shaped_by, manifest.fingerprint, here))
                 self.refuse(
                     f"{leaf.path} has the shape {each.shape} in it, and {leaf.on_disk.shape} here"
                 )
@@ -131,7 +133,9 @@ def match(
     for each in compared:
         found.add(_of_states(*each))
     if (manifest.groups is None) != (layout.groups is None):
-        found.refuse(_of_option("sync_every", written, here))
+        for kind in STAGES:
+            if kind.joins_groups:
+                found.refuse(_of_option(kind.options[0], written, here))
     found.refuse(_of_groups(manifest, layout))
     if manifest.rng != str(state.rng_impl):
         found.refuse(f"its random key is of {manifest.rng}, and here of {state.rng_impl}")
@@ -216,7 +220,7 @@ def _first(written: Update, here: Update) -> str:
 def _of_option(name: str, written: Fingerprint, here: Fingerprint) -> str | None:
     if name not in written.options:
         return None
-    was, now = written.options[name], here.options[name]
+    was, now = written.options[name], here.options.get(name)
     is_alike = (
         was == now or (was == ON and now is not None) or (was == NOT_BATCH and now != "batch")
     )
@@ -225,7 +229,7 @@ def _of_option(name: str, written: Fingerprint, here: Fingerprint) -> str | None
 
 def _of_groups(manifest: Manifest, layout: StateLayout) -> str | None:
     # Workers that synchronise rarely may be others.
-    if manifest.groups == groups_of(layout) or layout.pipeline.outer is not None:
+    if manifest.groups == groups_of(layout) or layout.pipeline.joins_groups:
         return None
     return f"its groups are {manifest.groups}, and here {groups_of(layout)}"
 

@@ -363,19 +363,13 @@ class StateLayout:
     def on_other_shards(self, state: TrainState) -> TrainState:
         """A state of one set of parameters, taken from other shards to these, as it is stored here.
 
-        Of workers that synchronise rarely, the new ones have what the others had on average.
+        Of what each has of its own, the new ones have what the others had on average, unless the
+        stage says otherwise.
         """
         common = lambda placement, x: of_all(x) if placement.per_shard else x
         one, before, number = self._map(common, state), state.opt_state, self.number_of_shards
-        of_sums = {"aggregate": self.pipeline.sums_by.on_other_shards(before.aggregate, number)}
-        if self.pipeline.outer is not None:
-            # What a worker holds back is of its own mean, and there is no such worker any more.
-            drop = lambda x: x * 0 if jnp.issubdtype(x.dtype, jnp.inexact) else x
-            of_sums["aggregate"] = jax.tree.map(drop, of_sums["aggregate"])
-            sums = self.pipeline.outer.aggregator.on_other_shards(before.outer.aggregate, number)
-            of_sums["outer"] = before.outer._replace(aggregate=sums)
         spread = self._spread(one)
-        opt_state = spread.opt_state._replace(**of_sums)
+        opt_state = self.pipeline.moved_to(before, spread.opt_state, number)
         return self.pack(dataclasses.replace(spread, opt_state=opt_state))
 
     # The checks of a state.
@@ -435,9 +429,9 @@ class StateLayout:
             )
         others = [
             name
-            for name in state.opt_state._fields[:-1]
-            if jax.tree.structure(getattr(state.opt_state, name))
-            != jax.tree.structure(getattr(self.types, name))
+            for name in dict.fromkeys([*state.opt_state.names, *self.types.names])
+            if jax.tree.structure(state.opt_state.of(name))
+            != jax.tree.structure(self.types.of(name))
         ]
         if others:
             raise ArgumentError(
@@ -445,12 +439,7 @@ class StateLayout:
                 f"keeps another state, or none. Write step.reshard(other.unshard(state)), which "
                 f"makes what is new and drops what is gone."
             )
-        if not self._has_these_pieces(state):
-            raise ArgumentError(
-                "The state is of a step with sync_streaming and another sync_every, or one of two "
-                "has it and the other has not: what the outer optimizer keeps is cut into other "
-                "pieces. Choose the parameters with other.model(state) and init with them."
-            )
+        self.pipeline.check_states(state.opt_state, self.types)
         structure = jax.tree.structure(state.opt_state.inner_state)
         expected = jax.tree.structure(self.types.inner_state)
         if structure != expected:
@@ -459,19 +448,6 @@ class StateLayout:
                 f"{structure}. If only ema or master_dtype differ, write "
                 f"step.reshard(other.unshard(state))."
             )
-
-    def _has_these_pieces(self, state: TrainState) -> bool:
-        """Whether what the workers have in common, if there is any, has the shapes of this step."""
-        outer, stage = state.opt_state.outer, self.pipeline.outer
-        if stage is None:
-            return True
-        trees = stage.placements(outer), outer, self.types.outer
-        leaves = zip(*map(jax.tree.leaves, trees), strict=True)
-        return all(
-            x.shape[placement.per_shard :] == like.shape
-            for placement, x, like in leaves
-            if hasattr(x, "shape")  # what is to be made has none yet
-        )
 
 
 def shards_of(mesh: Mesh, axes: tuple[str, ...]) -> Shards:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, NoReturn, Self, TypeAlias, Unpack, final
 
 import jax
@@ -37,16 +37,11 @@ from crossshard.optimizer.arguments import (
     reads,
 )
 from crossshard.optimizer.node import register_node
-from crossshard.optimizer.transformation import (
-    Transformation,
-    check_preprocess,
-    check_transformation,
-)
-from crossshard.pipeline.options import Options, check_names, check_options
-from crossshard.pipeline.pipeline import Pipeline
+from crossshard.optimizer.transformation import Transformation
+from crossshard.pipeline.options import Options
+from crossshard.pipeline.pipeline import Pipeline, check_names
 from crossshard.pipeline.stage import Stage
-from crossshard.pipeline.stages.accumulate import Accumulate
-from crossshard.pipeline.stages.preprocess import Preprocess
+from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation
 from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.arrays import Parts
 from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
@@ -128,7 +123,6 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         **options: Unpack[Options],
     ) -> Self:
         check_names(CrossShardOptimizer, options, Options)
-        accumulate_steps, stages = check_options(options)
         reduction = check_reduction(reduction)
         inner = check_transformation(opt)
         _refuse_nested(inner)
@@ -139,11 +133,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             check_group_assignment(group_assignment),
             check_axis_name(axis_name),
             check_incoming(incoming),
-            preprocess=check_preprocess(preprocess),
-            **stages,
+            options={"preprocess": preprocess, **options},
         )
-        if accumulate_steps > 1:
-            pipeline = dataclasses.replace(pipeline, accumulate=Accumulate(accumulate_steps))
         where = check_weight_update(weight_update)
         if where is WeightUpdate.AUTO:
             raise ArgumentError(
@@ -550,21 +541,32 @@ def transformation_of(optimizer: Any) -> Transformation:
     return Transformation(pipeline, WeightUpdate.REPLICATED, "CrossShardOptimizer", inner)
 
 
-def pipeline_of(optimizer: Transformation, stages: Mapping[str, Any]) -> Pipeline:
-    """The pipeline of an optimizer, with further stages, as ``check_options`` returns them.
+def pipeline_of(optimizer: Transformation, options: Mapping[str, Any]) -> Pipeline:
+    """The pipeline of an optimizer, with further options.
 
     Raises:
-      ArgumentError: the optimizer has such an option already.
+      ArgumentError: an option is invalid, or the optimizer has it already.
+      ArgumentTypeError: an option is invalid.
     """
     pipeline = optimizer.pipeline
-    for name in stages:
-        if getattr(pipeline, name):
-            # Few bits are an aggregator.
-            what = "reduce_dtype, or aggregator" if name == "aggregator" else name
+    if not options:
+        return pipeline
+    # Which checks them first.
+    given = dataclasses.replace(pipeline, options=options).options
+    asked = {name: value for name, value in given.items() if _is_asked(value)}
+    sums = ("reduce_dtype", "aggregator")
+    for name in asked:
+        both = sums if name in sums else (name,)
+        if any(_is_asked(pipeline.options.get(each)) for each in both):
             raise ArgumentError(
-                f"Both the optimizer and make_train_step were given {what}. Pass it to one of them."
+                f"Both the optimizer and make_train_step were given {', or '.join(both)}. Pass it "
+                f"to one of them."
             )
-    return dataclasses.replace(pipeline, **stages)
+    return pipeline.with_options(**asked)
+
+
+def _is_asked(value: Any) -> bool:
+    return value is not None and not (isinstance(value, Sized) and len(value) == 0)
 
 
 def _refuse_nested(inner: Any) -> None:

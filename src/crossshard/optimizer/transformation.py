@@ -21,11 +21,10 @@ from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.status import check_incoming
 from crossshard.optimizer.arguments import check_functions
 from crossshard.pipeline.arrive import arrive
-from crossshard.pipeline.own import check_stage
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.stage import Gradients, Stage, StageContext
+from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
-from crossshard.pipeline.stages.preprocess import Preprocess
+from crossshard.pipeline.stages.preprocess import Preprocess, maker_of
 from crossshard.pipeline.stages.weigh import as_weight, check_weighable
 from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.arrays import Arrays, Whole
@@ -67,7 +66,7 @@ class Transformation:
     @property
     def of_optax(self) -> str:
         """What was wrapped, by the name of the function that makes it."""
-        return f"optax {_maker_of(self.inner)}"
+        return f"optax {maker_of(self.inner)}"
 
     @property
     def transformations(self) -> list[optax.GradientTransformationExtraArgs]:
@@ -268,76 +267,3 @@ def _other_axes(param: Any, axes: tuple[str, ...]) -> PartitionSpec:
 
 def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec)
-
-
-def _maker_of(transformation: optax.GradientTransformation) -> str:
-    """The name of the function that makes a transformation."""
-    name = getattr(transformation.update, "__qualname__", type(transformation).__name__)
-    return name.split(".")[0]
-
-
-_ROOTS_OF_OTHERS = {
-    "keras": "Keras",
-    "tf_keras": "Keras",
-    "tensorflow": "TensorFlow",
-    "torch": "PyTorch",
-}
-# Where an optimizer of theirs has another name in Optax.
-_EQUIVALENTS = {"gradientdescent": "sgd", "momentum": "sgd(lr, momentum)"}
-
-
-def check_transformation(opt: Any, what: str = "The optimizer") -> optax.GradientTransformation:
-    """``opt`` if it is an Optax transformation, else an error that names what to write.
-
-    Raises:
-      ArgumentTypeError: not a transformation; names the missing method, or the Optax equivalent.
-    """
-    if isinstance(opt, optax.GradientTransformation):
-        return opt
-    given = opt if isinstance(opt, type) else type(opt)
-    for base in given.__mro__:
-        library = _ROOTS_OF_OTHERS.get(base.__module__.split(".")[0])
-        if library:
-            stem = given.__name__.lower().removesuffix("optimizer")
-            equivalent = _EQUIVALENTS.get(stem, stem if hasattr(optax, stem) else None)
-            write = f"optax.{equivalent}" if equivalent else "an Optax optimizer"
-            raise ArgumentTypeError(
-                f"{what} must be an Optax transformation; got {library}'s "
-                f"{given.__name__}. Write {write} instead."
-            )
-    missing = [method for method in ("init", "update") if not callable(getattr(opt, method, None))]
-    if not missing and not isinstance(opt, type):
-        return optax.GradientTransformation(opt.init, opt.update)
-    if callable(opt):
-        name = getattr(opt, "__name__", repr(opt))
-        raise ArgumentTypeError(
-            f"{what} must be an Optax transformation; got the function or class {name}, "
-            f"which returns one. Call it: {name}(learning_rate)."
-        )
-    tx = " Pass its .tx." if hasattr(opt, "tx") else ""
-    raise ArgumentTypeError(
-        f"{what} must be an Optax transformation, with init and update; got "
-        f"{type(opt).__name__} ({_check.shown(opt, 80)}), which has no "
-        f"{' and no '.join(missing)}.{tx}"
-    )
-
-
-def check_preprocess(preprocess: Any) -> Stage | None:
-    """``preprocess`` as a stage; ``None`` if there is none.
-
-    Raises:
-      ArgumentError: a stage with attributes that a stage there cannot have.
-      ArgumentTypeError: neither an Optax transformation nor a stage.
-      NestedReductionError: it reduces over the shards itself.
-    """
-    if preprocess is None:
-        return None
-    if isinstance(preprocess, Stage):
-        check_stage(preprocess)
-        return preprocess
-    if isinstance(preprocess, type) and issubclass(preprocess, Stage):
-        raise ArgumentTypeError(
-            f"preprocess must be a stage; got the class {preprocess.__name__}. Call it."
-        )
-    transformation = check_transformation(preprocess, "preprocess")
-    return Preprocess(optax.with_extra_args_support(transformation), _maker_of(transformation))

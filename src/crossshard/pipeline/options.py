@@ -1,9 +1,5 @@
 """Options: the stages that a user may ask for, declared once for all ways to use the package."""
 
-import difflib
-import functools
-import inspect
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict
 
@@ -14,13 +10,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from crossshard import _check
 from crossshard.collectives.codec import DTYPES, Codec
-from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.pipeline.aggregators.aggregator import Aggregator, check_aggregator
+from crossshard.errors import ArgumentError
+from crossshard.pipeline.aggregators.aggregator import Aggregator
 from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized
-from crossshard.pipeline.stages.loss_scale import DynamicLossScale, check_loss_scale
-from crossshard.pipeline.stages.metrics import check_metrics
-from crossshard.pipeline.stages.nonfinite import Nonfinite, check_nonfinite
-from crossshard.pipeline.update.averages import check_ema
+from crossshard.pipeline.stages.loss_scale import DynamicLossScale
+from crossshard.pipeline.stages.nonfinite import Nonfinite
 
 
 class Options(TypedDict, total=False):
@@ -72,64 +66,6 @@ class Options(TypedDict, total=False):
     nonfinite: str | Nonfinite | None
 
 
-def check_options(options: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The number of microbatches, and the fields of a ``Pipeline`` for what is not left out.
-
-    Raises:
-      ArgumentError, ArgumentTypeError: an invalid value.
-    """
-    checks: dict[str, Callable[[Any], Any]] = {
-        "reduce_dtype": check_reduce_dtype,
-        "aggregator": check_aggregator,
-        "loss_scale": check_loss_scale,
-        "master_dtype": functools.partial(check_dtype, "master_dtype"),
-        "ema": check_ema,
-        "metrics": check_metrics,
-        "nonfinite": check_nonfinite,
-    }
-    checked = {name: check(options[name]) for name, check in checks.items() if name in options}
-    if isinstance(checked.get("reduce_dtype"), FewBits):
-        if checked.get("aggregator"):
-            raise ArgumentError(
-                f"reduce_dtype={options['reduce_dtype']!r:.60} sends gradients in few bits, and "
-                f"aggregator={checked['aggregator']!r:.60} in a way of its own. Leave one of them "
-                f"out."
-            )
-        checked["aggregator"] = checked.pop("reduce_dtype")
-    number = _check.whole_number("accumulate_steps", options.get("accumulate_steps", 1))
-    return number, {name: value for name, value in checked.items() if value}
-
-
-def check_names(function: Any, options: Mapping[str, Any], declared: Any) -> None:
-    """Raise unless each option is one that a ``TypedDict`` declares.
-
-    Raises:
-      ArgumentTypeError: an unknown name; says which one was meant.
-    """
-    declared_names = sorted(typing.get_type_hints(declared))
-    for name in options.keys() - declared_names:
-        known = [*inspect.signature(function).parameters, *declared_names]
-        if name in _OF_STEPS:
-            raise ArgumentTypeError(
-                f"{function.__name__} takes no argument {name!r}, since it hands out one update. "
-                f"Write make_train_step(..., {name}=...)."
-            )
-        close = difflib.get_close_matches(name, known, 1)
-        meant = f" Did you mean {close[0]}?" if close else ""
-        raise ArgumentTypeError(
-            f"{function.__name__} takes no argument {name!r}.{meant} Its options are "
-            f"{', '.join(declared_names)}."
-        )
-
-
-# What only a whole step can do.
-_OF_STEPS = (
-    "sync_every",
-    "sync_streaming",
-    "outer_optimizer",
-    "outer_reduce_dtype",
-    "virtual_shards",
-)
 # The dtypes that an option takes, and in words.
 _DTYPES = {
     "gather_dtype": (

@@ -6,9 +6,12 @@ its stages.
 
 import contextlib
 import dataclasses
+import difflib
 import functools
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+import inspect
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +19,9 @@ import optax
 from jax import lax
 
 from crossshard import _check
+from crossshard._annotations import Given
 from crossshard.collectives.sums import sum_over_shards
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus
@@ -27,29 +31,45 @@ from crossshard.pipeline.own import check_returned
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
 from crossshard.pipeline.stages.accumulate import Accumulate
 from crossshard.pipeline.stages.aggregate import Aggregate
+from crossshard.pipeline.stages.local_sgd import LocalSGD
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
-from crossshard.pipeline.stages.metrics import LocalNorms, Metrics, need_local
+from crossshard.pipeline.stages.metrics import LocalNorms, Metrics
 from crossshard.pipeline.stages.nonfinite import (
     REPORTED,
     Nonfinite,
     ReportNonfinite,
     as_counted,
-    check_fits,
     if_not_finite,
     is_sound,
     of_no_shard,
     with_finite,
 )
-from crossshard.pipeline.stages.outer import Outer
+from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.stages.weigh import Weigh
-from crossshard.pipeline.state import CrossShardState
+from crossshard.pipeline.state import CrossShardState, name_at
 from crossshard.pipeline.update.averages import Decay
 from crossshard.pipeline.update.optimize import Optimize, Updated
 from crossshard.shards.axes import Shards, current_shards
 from crossshard.shards.groups import GroupAssignment, over_all_shards, size_of_group
-from crossshard.shards.placement import PER_SHARD, REPLICATED
 
 _TO_REDUCTION = (Phase.ARRIVAL, Phase.LOCAL, Phase.REDUCTION)
+
+
+# The stages in the order in which they run, which is also that of their phases. A new one is one
+# line here: each makes itself from the options, and says what becomes of its state.
+STAGES: tuple[type[Stage], ...] = (
+    Accumulate,
+    ReportNonfinite,
+    Preprocess,
+    LocalNorms,
+    Weigh,
+    Aggregate,
+    DynamicLossScale,
+    Nonfinite,
+    Optimize,
+    Metrics,
+    LocalSGD,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,17 +82,7 @@ class Pipeline:
       groups: the groups that reduce independently; ``None`` for all shards.
       axis_name: the mesh axes of the shards; empty to infer them at trace time.
       incoming: the status of incoming gradients; ``None`` to read it from their types.
-      accumulate: the stage that sums the gradients of several calls; ``None`` to update at each.
-      preprocess: the stage on local gradients; ``None`` without one.
-      reduce_dtype: the dtype in which gradients are sent; ``None`` for their own, or float32.
-      aggregator: what sums the gradients, if not XLA.
-      loss_scale: the stage that skips steps that overflow; ``None`` without one.
-      nonfinite: the stage that keeps out what is not finite; ``None`` without one.
-      master_dtype: the dtype of master weights; ``None`` without them.
-      ema: the decay of the moving average of the parameters, or a schedule of it; ``None``
-        without one.
-      metrics: the names of the metrics of each update.
-      outer: the stage that synchronises workers, which are the groups; ``None`` without one.
+      options: the options from which the stages make themselves, by name, as the user passed them.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -80,65 +90,118 @@ class Pipeline:
     groups: GroupAssignment | None = None
     axis_name: tuple[str, ...] = ()
     incoming: GradientStatus | None = None
-    accumulate: Accumulate | None = None
-    preprocess: Stage | None = None
-    reduce_dtype: Any = None
-    aggregator: Aggregator | None = None
-    loss_scale: DynamicLossScale | None = None
-    nonfinite: Nonfinite | None = None
-    master_dtype: Any = None
-    ema: Decay | None = None
-    metrics: tuple[str, ...] = ()
-    outer: Outer | None = None
+    # An option may have no hash, such as a dict of dtypes.
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if self.aggregator is not None and self.reduce_dtype is not None:
-            raise ArgumentError(
-                f"reduce_dtype={str(self.reduce_dtype)!r} is for the sum that XLA computes, and "
-                f"gradients are already to be summed {self.aggregator.describe()}. Leave one of "
-                f"them out."
-            )
-        if self.nonfinite is not None:
-            check_fits(self.nonfinite, self.reduction, has_loss_scale=self.loss_scale is not None)
+        # Some iterables can be read only once, and each copy of a pipeline reads them again.
+        again = lambda x: tuple(x) if isinstance(x, Iterator) else x
+        options = {name: again(value) for name, value in self.options.items()}
+        object.__setattr__(self, "options", options)
+        _ = self.stages  # which checks the options
 
     @functools.cached_property
+    def _made(self) -> dict[type[Stage], Stage]:
+        """The stages by the classes that have made them; a user's own is made by Preprocess."""
+        names = "inner", "reduction", "groups", "axis_name"
+        options = {**{name: getattr(self, name) for name in names}, **self.options}
+        made = {kind: kind.from_options(options) for kind in STAGES}
+        return {kind: stage for kind, stage in made.items() if stage is not None}
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages in the order in which they run, which is also that of their phases."""
-        of_metrics = REPLICATED if self.over_all_shards else PER_SHARD
-        every = (
-            self.accumulate,
-            self.nonfinite and ReportNonfinite(self.excludes_shards),
-            self.preprocess,
-            LocalNorms() if need_local(self.metrics) else None,
-            Weigh(),
-            Aggregate(self.reduction, self.groups, self.axis_name, self.sums_by),
-            self.loss_scale,
-            self.nonfinite,
-            self.optimize,
-            Metrics(self.metrics, self.optimizer, of_metrics) if self.metrics else None,
-            self.outer,
-        )
-        return tuple(stage for stage in every if stage is not None)
+        """The stages in the order in which they run."""
+        return tuple(self._made.values())
+
+    def with_workers(self, number: int) -> Self:
+        """The same pipeline, with each of so many shards as a group if there are no groups."""
+        alone = GroupAssignment(tuple((shard,) for shard in range(number)))
+        return dataclasses.replace(self, groups=self.groups or alone)
+
+    def with_options(self, **options: Any) -> Self:
+        """The same pipeline with other values of these options."""
+        return dataclasses.replace(self, options={**self.options, **options})
+
+    def without(self, is_dropped: Callable[[type[Stage]], bool]) -> Self:
+        """The same pipeline without some kinds of stages."""
+        dropped = {name for kind in STAGES if is_dropped(kind) for name in kind.options}
+        kept = {name: value for name, value in self.options.items() if name not in dropped}
+        return dataclasses.replace(self, options=kept)
+
+    # The stages that the rest of the package asks for, and their options.
 
     @property
-    def sums_by(self) -> Aggregator:
-        """What sums the gradients."""
-        return self.aggregator or Plain(self.reduce_dtype)
+    def accumulate(self) -> Accumulate | None:
+        """The stage that sums the gradients of several calls; ``None`` to update at each."""
+        return cast(Accumulate | None, self._made.get(Accumulate))
 
     @property
-    def _stateful(self) -> dict[str, Stage]:
-        """The stages with a state, by its field."""
-        return {stage.state_field: stage for stage in self.stages if stage.state_field}
+    def preprocess(self) -> Stage | None:
+        """The stage on local gradients; ``None`` without one."""
+        return self._made.get(Preprocess)
 
-    @functools.cached_property
+    @property
+    def loss_scale(self) -> DynamicLossScale | None:
+        """The stage that skips steps that overflow; ``None`` without one."""
+        return cast(DynamicLossScale | None, self._made.get(DynamicLossScale))
+
+    @property
+    def nonfinite(self) -> Nonfinite | None:
+        """The stage that keeps out what is not finite; ``None`` without one."""
+        return cast(Nonfinite | None, self._made.get(Nonfinite))
+
+    @property
     def optimize(self) -> Optimize:
         """The stage that updates."""
-        return Optimize(self.inner, self.master_dtype, self.ema)
+        return cast(Optimize, self._made[Optimize])
 
     @property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The inner optimizer, with a moving average and master weights if asked for."""
         return self.optimize.optimizer
+
+    @property
+    def master_dtype(self) -> Any:
+        """The dtype of master weights; ``None`` without them."""
+        return self.optimize.master_dtype
+
+    @property
+    def ema(self) -> Decay | None:
+        """The decay of the average of the parameters, or a schedule; ``None`` without one."""
+        return self.optimize.ema
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the metrics of each update."""
+        stage = cast(Metrics | None, self._made.get(Metrics))
+        return () if stage is None else stage.names
+
+    @property
+    def sums_by(self) -> Aggregator:
+        """What sums the gradients."""
+        return cast(Aggregate, self._made[Aggregate]).aggregator
+
+    @property
+    def aggregator(self) -> Aggregator | None:
+        """What sums the gradients, if not XLA."""
+        return None if isinstance(self.sums_by, Plain) else self.sums_by
+
+    @property
+    def reduce_dtype(self) -> Any:
+        """The dtype in which XLA sends gradients; ``None`` for their own, or float32."""
+        return self.sums_by.dtype if isinstance(self.sums_by, Plain) else None
+
+    @property
+    def joins_groups(self) -> bool:
+        """Whether a stage makes the parameters of all groups, which are workers, one again."""
+        return any(stage.joins_groups for stage in self.stages)
+
+    # Their states.
+
+    @property
+    def _stateful(self) -> dict[str, Stage]:
+        """The stages with a state, by its name."""
+        return {stage.state_field: stage for stage in self.stages if stage.state_field}
 
     def init(self, params: Any) -> CrossShardState:
         """One shard's state of every stage before the first step."""
@@ -146,17 +209,55 @@ class Pipeline:
         for name, state in made.items():
             # JAX keeps numbers from one step to the next, and nothing else.
             _check.arrays(f"The state of {name}", state, or_types=True)
-        return CrossShardState(**made)
+        return CrossShardState().with_states(**made)
 
     def may_differ(self, path: Any) -> bool:
         """Whether the state at a path may differ between shards with equal parameters."""
-        stage = self._stateful.get(path[0].name)
+        stage = self._stateful.get(name_at(path))
         return stage is not None and stage.placement.per_shard
 
     def placements(self, state: CrossShardState, inner: Any = ()) -> CrossShardState:
         """The placement of each array of a state, given those of the inner optimizer."""
-        found = {name: s.placements(getattr(state, name)) for name, s in self._stateful.items()}
-        return CrossShardState(**found)._replace(inner_state=inner)
+        found = {name: s.placements(state.of(name)) for name, s in self._stateful.items()}
+        return CrossShardState().with_states(**{**found, "inner_state": inner})
+
+    def moved_to(
+        self, state: CrossShardState, spread: CrossShardState, number: int
+    ) -> CrossShardState:
+        """The states on another number of shards; see ``Stage.moved_to``."""
+        moved = {}
+        for name, stage in self._stateful.items():
+            moved[name] = stage.moved_to(state.of(name), spread.of(name), number)
+            if stage.phase is Phase.REDUCTION and self.joins_groups:
+                # What a worker holds back is of its own mean, and it is no more.
+                drop = lambda x: x * 0 if jnp.issubdtype(x.dtype, jnp.inexact) else x
+                moved[name] = jax.tree.map(drop, moved[name])
+        return spread.with_states(**moved)
+
+    def check_states(self, state: CrossShardState, types: CrossShardState) -> None:
+        """Raise unless these stages can go on from the states of other ones.
+
+        Raises:
+          ArgumentError: one of them is not of the shapes that it has here.
+        """
+        for name, stage in self._stateful.items():
+            stage.check_state(state.of(name), types.of(name))
+
+    def exported(self, state: CrossShardState, params: Any) -> Any:
+        """The parameters of a model of all groups, of parameters ``[shards, …]``."""
+        for name, stage in self._stateful.items():
+            params = stage.exported(state.of(name), params)
+        return params
+
+    def written(self) -> dict[str, Given]:
+        """The options that a checkpoint tells, and a restore compares; ``None`` if one is off."""
+        compared = [kind for kind in STAGES if kind.is_compared]
+        found = dict.fromkeys(name for kind in compared for name in kind.options)
+        for kind in compared:
+            stage = self._made.get(kind)
+            if stage is not None:
+                found |= {"preprocess": stage} if kind is Preprocess else stage.written()
+        return found
 
     def describe(
         self,
@@ -334,9 +435,9 @@ class Pipeline:
         gradients, state = self.run((Phase.UPDATE,), gradients, state, context)
         if gradients.skip is not None:
             names = [name for name, s in self._stateful.items() if s.phase in _TO_REDUCTION]
-            new, old = ({name: getattr(s, name) for name in names} for s in (state, before))
+            new, old = ({name: s.of(name) for name in names} for s in (state, before))
             keep = lambda new, old: jnp.where(gradients.skip, old, new)
-            state = state._replace(**jax.tree.map(keep, new, old))
+            state = state.with_states(**jax.tree.map(keep, new, old))
         return gradients, state
 
     def run(
@@ -353,7 +454,7 @@ class Pipeline:
                 continue
             if stage.phase < Phase.REDUCTION and stage.needs_local:
                 gradients = as_local(gradients, context, stage.needs_local)
-            before = getattr(state, stage.state_field) if stage.state_field else ()
+            before = state.of(stage.state_field) if stage.state_field else ()
             with jax.named_scope(stage.scope) if stage.scope else contextlib.nullcontext():
                 returned = stage.update(gradients, before, context)
             if stage is self.preprocess:
@@ -363,7 +464,7 @@ class Pipeline:
             if stage.phase in (Phase.ARRIVAL, Phase.LOCAL):
                 after = _unless_weightless(gradients, after, before)
             if stage.state_field:
-                state = state._replace(**{stage.state_field: after})
+                state = state.with_states(**{stage.state_field: after})
         return gradients, state
 
     # Queries of the callers before they call it.
@@ -371,8 +472,9 @@ class Pipeline:
     @property
     def needs_own_gradient(self) -> bool:
         """Whether a stage before the reduction needs the whole gradient of each shard."""
-        reads = self.preprocess, self.nonfinite, self.aggregator
-        return any(stage is not None for stage in reads) or need_local(self.metrics)
+        before = [s for s in self.stages if s.phase in (Phase.ARRIVAL, Phase.LOCAL)]
+        needs = any(stage.needs_local or stage is self.preprocess for stage in before)
+        return needs or self.aggregator is not None
 
     @property
     def excludes_shards(self) -> bool:
@@ -410,3 +512,43 @@ def _unless_weightless(gradients: Gradients, after: Any, before: Any) -> Any:
     if weight is None:
         return after
     return jax.tree.map(lambda new, old: jnp.where(weight != 0, new, old), after, before)
+
+
+def names_of_options() -> set[str]:
+    """The names of the options of stages that a step passes on: it accumulates in its own way."""
+    return {
+        name for kind in STAGES for name in kind.options if kind not in (Preprocess, Accumulate)
+    }
+
+
+def check_names(
+    function: Any, options: Mapping[str, Any], declared: Any, *, of_steps: bool = False
+) -> None:
+    """Raise unless each option is one that a ``TypedDict`` or a stage declares.
+
+    Args:
+      function: what takes the options.
+      options: the options, by name.
+      declared: the ``TypedDict``.
+      of_steps: whether it makes whole steps.
+
+    Raises:
+      ArgumentTypeError: an unknown name; says which one was meant.
+    """
+    others = {name for kind in STAGES if kind.of_steps for name in kind.options}
+    others |= {"virtual_shards"}
+    of_stages = names_of_options() - (set() if of_steps else others)
+    declared_names = sorted(of_stages | set(typing.get_type_hints(declared)))
+    for name in options.keys() - declared_names:
+        known = [*inspect.signature(function).parameters, *declared_names]
+        if name in others:
+            raise ArgumentTypeError(
+                f"{function.__name__} takes no argument {name!r}, since it hands out one update. "
+                f"Write make_train_step(..., {name}=...)."
+            )
+        close = difflib.get_close_matches(name, known, 1)
+        meant = f" Did you mean {close[0]}?" if close else ""
+        raise ArgumentTypeError(
+            f"{function.__name__} takes no argument {name!r}.{meant} Its options are "
+            f"{', '.join(declared_names)}."
+        )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from crossshard._annotations import PyTree
+from crossshard._annotations import Given, PyTree
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentTypeError, IncomingError
 from crossshard.gradients.status import GradientStatus, Statuses
@@ -205,9 +205,17 @@ class Stage(abc.ABC):
       placement: the placement of its state on the mesh, ``REPLICATED`` or ``PER_SHARD``.
       phase: when it runs; by default when ``preprocess`` does.
       scope: its name in profiles.
-      state_field: the field of ``CrossShardState`` with its state; empty without one.
+      state_field: the name of its state in ``CrossShardState``; empty without one.
       needs_local: before the reduction, what it does to each shard's local gradient, as an error
         says; empty if it takes gradients that are already summed.
+      options: the names of the options that it declares.
+      of_steps: whether they are for whole steps alone.
+      is_compared: whether a restore compares them: not if they change nothing of what a state
+        becomes.
+      shaped_by: the one of them that decides the shapes of its state; empty if none does.
+      joins_groups: whether it makes the parameters of all groups one again, so that groups may
+        change, and a state has parameters of all.
+      sends_beside: whether it communicates while the loss is computed.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from crossshard import CrossShardOptimizer, Stage
@@ -226,6 +234,27 @@ class Stage(abc.ABC):
     scope: str = "preprocess"
     state_field: str = "preprocess"
     needs_local: str = "preprocess applies to"
+    options: tuple[str, ...] = ("preprocess",)
+    of_steps: bool = False
+    is_compared: bool = True
+    shaped_by: str = ""
+    joins_groups: bool = False
+
+    @property
+    def sends_beside(self) -> bool:
+        """Whether it communicates while the loss is computed."""
+        return False
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Given]) -> "Stage | None":
+        """The stage that the user asks for; ``None`` if it is not asked for. Checks its options.
+
+        Args:
+          options: what the user has passed, by name; and of the pipeline ``"inner"``, the
+            optimizer, ``"reduction"``, ``"groups"`` and ``"axis_name"``.
+        """
+        del options
+        return None
 
     def init(self, params: PyTree) -> PyTree:
         """The state before the first step; one shard's, if the state is per shard."""
@@ -241,6 +270,36 @@ class Stage(abc.ABC):
         self, gradients: Gradients, state: PyTree, context: StageContext
     ) -> tuple[Gradients, PyTree]:
         """The gradients for the next stage, and this stage's next state."""
+
+    def check_state(self, state: PyTree, types: PyTree) -> None:
+        """Raise unless a state of this structure is one that this stage can go on from.
+
+        Args:
+          state: the state, ``[shards, …]`` where each shard has its own; without arrays where it
+            has yet to be made.
+          types: the types of one shard's.
+        """
+        del state, types
+
+    def moved_to(self, state: PyTree, spread: PyTree, number: int) -> PyTree:
+        """The state on another number of shards.
+
+        Args:
+          state: the state that the others had, ``[shards, …]`` where each has its own.
+          spread: the same, of which each of the new shards has what the others had on average.
+          number: the number of the new shards.
+        """
+        del state, number
+        return spread
+
+    def exported(self, state: PyTree, params: PyTree) -> PyTree:
+        """The parameters of a model, of these: other ones if the state has those of all groups."""
+        del state
+        return params
+
+    def written(self) -> dict[str, Given]:
+        """The values of its options that a checkpoint tells in words, and a restore compares."""
+        return {self.options[0]: self} if self.options else {}
 
     def describe(self) -> str:
         """A short description; empty for the half of a stage, which has no state of its own."""

@@ -13,7 +13,7 @@ _OF_A_HOST = 8
 
 
 def compiler_options(
-    platform: str, shards: int, *, in_parts: bool = False, streaming: bool = False
+    platform: str, shards: int, *, in_parts: bool = False, beside: bool = False
 ) -> dict[str, bool | int]:
     """The options for a step on these devices, without those that the user has set in XLA_FLAGS.
 
@@ -27,14 +27,14 @@ def compiler_options(
       platform: of the devices, as ``device.platform``.
       shards: the number of shards that reduce together.
       in_parts: whether parameters are gathered, too.
-      streaming: whether workers send each other pieces of the parameters beside that.
+      beside: whether a stage communicates beside that, too.
 
     >>> compiler_options("cpu", 8)
     {}
     >>> compiler_options("gpu", 8)["xla_gpu_reduce_scatter_combine_threshold_bytes"]
     3932160
     """
-    if platform != "gpu" or (shards == 1 and not streaming):
+    if platform != "gpu" or (shards == 1 and not beside):
         return {}
     options: dict[str, bool | int] = {
         "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -42,8 +42,8 @@ def compiler_options(
     }
     if in_parts and shards > _OF_A_HOST:
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 3
-    if streaming:
-        # Else the workers' sum and those inside of a worker would wait for each other.
+    if beside:
+        # Else its collectives and those of the gradients would wait for each other.
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 2
     flags = _users_flags()
     return {name: value for name, value in options.items() if name not in flags}

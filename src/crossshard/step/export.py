@@ -45,8 +45,8 @@ def arrays_of(
     """
     if shard is not None:
         shard = _check.index("shard", shard, config.number_of_shards, "shards")
-    synchronises = config.pipeline.outer is not None and shard is None
-    if config.is_grouped and shard is None and not synchronises:
+    joins = config.pipeline.joins_groups and shard is None
+    if config.is_grouped and shard is None and not joins:
         raise ArgumentError(
             f"With group_assignment {config.pipeline.groups} the parameters differ between "
             f"shards. Choose one: model(state, shard=0)."
@@ -54,9 +54,8 @@ def arrays_of(
     # An index is an array on the host.
     with jax.transfer_guard("allow"):
         params = state.params if unshard is None else _average(state, config, unshard)
-        if synchronises:
-            anchor = state.opt_state.outer.anchor
-            params = jax.tree.map(lambda x, p: x.astype(p.dtype), anchor, state.params)
+        if joins:
+            params = config.pipeline.exported(state.opt_state, state.params)
         elif config.is_grouped:
             params = jax.tree.map(lambda x: x[shard], params)
         model_state = state.model_state

@@ -19,8 +19,8 @@ from crossshard.model.model_state import check_model_state
 from crossshard.model.models import check_wrt
 from crossshard.optimizer.cross_shard_optimizer import pipeline_of, transformation_of
 from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized
-from crossshard.pipeline.options import Options, check_gather_dtype, check_names, check_options
-from crossshard.pipeline.pipeline import Pipeline
+from crossshard.pipeline.options import Options, check_gather_dtype
+from crossshard.pipeline.pipeline import Pipeline, check_names, names_of_options
 from crossshard.pipeline.stages.weigh import check_weighable
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
 from crossshard.shards.devices import mesh_and_axes, number_of_shards
@@ -31,7 +31,6 @@ from crossshard.step.losses.loss import LossOver, RngPer, StepLoss, check_rng_pe
 from crossshard.step.losses.rows import RowsLoss
 from crossshard.step.losses.virtual import InOrder, VirtualLoss, check_virtual_shards
 from crossshard.step.microbatches import check_aux_reduction
-from crossshard.step.rarely import check_outer, with_workers
 from crossshard.step.refusals import check_together
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep
@@ -204,10 +203,11 @@ def make_train_step(
     """
     _check.function("loss_fn", loss_fn)
     wrapped = transformation_of(optimizer)
-    check_names(make_train_step, options, StepOptions)
+    check_names(make_train_step, options, StepOptions, of_steps=True)
     _check.flag("has_aux", has_aux)
-    accumulate_steps, stages = check_options(options)
-    pipeline = pipeline_of(wrapped, stages)
+    accumulate_steps = _check.whole_number("accumulate_steps", options.get("accumulate_steps", 1))
+    of_stages = names_of_options()
+    pipeline = pipeline_of(wrapped, {x: y for x, y in options.items() if x in of_stages})
     where, axes = mesh_and_axes(num_shards, mesh, axis_name, pipeline.axis_name)
     kind = check_model_state(model_state)
     takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
@@ -228,14 +228,8 @@ def make_train_step(
         "is_summed": pipeline.reduction is Reduction.SUM,
     }
     number = number_of_shards(where, axes)
-    outer = check_outer(
-        options.get("sync_every"),
-        options.get("outer_optimizer"),
-        options.get("outer_reduce_dtype"),
-        sync_streaming=options.get("sync_streaming", False),
-    )
-    if outer is not None:
-        pipeline = with_workers(pipeline, outer, number)
+    if pipeline.joins_groups:
+        pipeline = pipeline.with_workers(number)
     pipeline = _check_pipeline(pipeline, number, weight)
     virtual = check_virtual_shards(options.get("virtual_shards"), number)
     sharding, rest = check_weight_update(weight_update), _check.choice("params", params, Rest)
@@ -258,7 +252,7 @@ def make_train_step(
     loss: StepLoss
     if virtual is not None:
         loss = VirtualLoss(**of_loss, same_bits=virtual)
-        pipeline = dataclasses.replace(pipeline, aggregator=InOrder(virtual))
+        pipeline = pipeline.with_options(aggregator=InOrder(virtual))
     else:
         loss = BatchLoss(**of_loss) if over is LossOver.BATCH else RowsLoss(**of_loss)
     if isinstance(pipeline.aggregator, FewBits):
@@ -292,7 +286,7 @@ def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:
         )
     if pipeline.groups is not None:
         pipeline.groups.check_covers(number)
-    if pipeline.over_all_shards:
+    if pipeline.groups is not None and pipeline.over_all_shards:
         # One group of all shards, in any order, is the same as no groups.
         pipeline = dataclasses.replace(pipeline, groups=None)
     if pipeline.incoming not in (None, GradientStatus.LOCAL):

@@ -28,7 +28,7 @@ Key = tuple[str, str]
 def key_of(path: str, *, masters: bool, average: bool) -> Key:
     """The option and the place of an array, given its path in a state with or without these two."""
     if not path.startswith(_INNER):
-        found = re.match(r"\.opt_state\.(\w+)", path)
+        found = re.match(r"\.opt_state\.(?:others\[')?(\w+)", path)
         return (found[1] if found else ""), path
     rest = path.removeprefix(_INNER)
     for option, field, has in ((MASTERS, ".masters", masters), (AVERAGE, ".ema", average)):
@@ -173,7 +173,7 @@ def _initial(pipeline: Pipeline, params: Any, masters: Any) -> Any:
     made = pipeline.init(params)
     if masters is None:
         return made
-    of_masters = dataclasses.replace(pipeline, master_dtype=None).init(masters)
+    of_masters = pipeline.with_options(master_dtype=None).init(masters)
     return made._replace(inner_state=MastersState(masters, of_masters.inner_state))
 
 

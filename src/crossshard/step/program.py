@@ -12,7 +12,6 @@ from crossshard.distributed.programs import check_same_program
 from crossshard.distributed.progress import PROGRESS
 from crossshard.errors import CrossshardError
 from crossshard.model.state import TrainState
-from crossshard.pipeline.stages.streaming import Streaming
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.arguments import check_not_of_mesh
@@ -55,7 +54,7 @@ class Program:
             platform,
             reduce_together,
             in_parts=config.in_parts,
-            streaming=isinstance(config.pipeline.outer, Streaming),
+            beside=any(stage.sends_beside for stage in config.pipeline.stages),
         )
         run = _mesh.under_automatic_axes(self._run, mesh, self._specs)
         self._jit = functools.partial(

@@ -14,6 +14,7 @@ from crossshard.errors import ArgumentError, LossError
 from crossshard.gradients.reduction import Reduction
 from crossshard.pipeline.aggregators.few_bits import FewBits
 from crossshard.pipeline.pipeline import Pipeline
+from crossshard.pipeline.stages.metrics import Metrics
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.batch_axes import BatchAxes, take_rows
 from crossshard.step.losses.loss import LossOver
@@ -35,14 +36,18 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
     """
     config = config_of(step)
     # Metrics may be those of the optimizer that it had.
-    pipeline = dataclasses.replace(config.pipeline, inner=optimizer, metrics=(), outer=None)
+    pipeline = config.pipeline.without(lambda kind: kind is Metrics or kind.joins_groups)
+    pipeline = dataclasses.replace(pipeline, inner=optimizer)
     if not alone:
         function = dataclasses.replace(config.function, pipeline=pipeline, sentinel=None)
         if of_few_bits(step):
             function = _in_all_bits(function)
         return TrainStep(dataclasses.replace(config, function=function))
     pipeline = Pipeline(
-        pipeline.inner, Reduction.MEAN, None, pipeline.axis_name, preprocess=pipeline.preprocess
+        pipeline.inner,
+        Reduction.MEAN,
+        axis_name=pipeline.axis_name,
+        options={"preprocess": pipeline.preprocess},
     )
     function = dataclasses.replace(
         config.function, pipeline=pipeline, loss=config.loss.alone(), sentinel=None
@@ -67,7 +72,7 @@ def of_few_bits(step: TrainStep) -> str:
 def _in_all_bits(function: StepFunction) -> StepFunction:
     pipeline, gather_dtype = function.pipeline, function.gather_dtype
     if isinstance(pipeline.aggregator, FewBits):
-        pipeline = dataclasses.replace(pipeline, aggregator=None)
+        pipeline = pipeline.with_options(reduce_dtype=None, aggregator=None)
     gather_dtype = None if isinstance(gather_dtype, Codec) else gather_dtype
     return dataclasses.replace(function, pipeline=pipeline, gather_dtype=gather_dtype)
 

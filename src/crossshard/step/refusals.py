@@ -100,7 +100,7 @@ def check_together(
     """
     local = [name for name in pipeline.metrics if need_local((name,))]
     groups, nonfinite, dtype = pipeline.groups, pipeline.nonfinite, pipeline.reduce_dtype
-    workers = pipeline.outer is not None
+    workers = pipeline.joins_groups
     ways = (
         Way(
             workers,

@@ -65,7 +65,7 @@ class Resharder:
         with _mesh.in_place_of_the_users_mesh(config.mesh):
             state = completed(layout, state, jax.tree.leaves(where))
         if not (layout.is_of_these_shards(state) and self._is_of_these_workers(layout, state)):
-            if config.is_grouped and config.pipeline.outer is None:
+            if config.is_grouped and not config.pipeline.joins_groups:
                 raise ArgumentError(
                     f"The state has groups over another number of shards than "
                     f"{layout.number_of_shards}. Choose one shard's parameters with "
@@ -77,7 +77,7 @@ class Resharder:
 
     def _is_of_these_workers(self, layout: StateLayout, state: TrainState) -> bool:
         """Whether all shards of each worker have the same, if there are workers."""
-        if layout.groups is None or layout.pipeline.outer is None:
+        if layout.groups is None or not layout.pipeline.joins_groups:
             return True
         members = layout.groups.members
 

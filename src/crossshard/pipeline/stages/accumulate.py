@@ -1,13 +1,15 @@
 """Accumulate: the mean gradient of several microbatches, which is reduced once."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from crossshard import _check
+from crossshard._annotations import Given
 from crossshard.collectives.sums import wide, widen
 from crossshard.errors import ArgumentError
 from crossshard.gradients.scalars import is_inexact
@@ -47,6 +49,15 @@ class Accumulate(Stage):
     phase = Phase.CALL
     scope = state_field = "accumulate"
     needs_local = "accumulate_steps adds up"
+    options = ("accumulate_steps",)
+    # Of a step the loss tells it.
+    is_compared = False
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Given]) -> Self | None:
+        """The stage of a number of calls; ``None`` for one."""
+        steps = _check.whole_number("accumulate_steps", options.get("accumulate_steps", 1))
+        return cls(steps) if steps > 1 else None
 
     def init(self, params: Any) -> AccumulateState:
         """Zeros."""

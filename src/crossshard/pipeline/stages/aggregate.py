@@ -2,16 +2,21 @@
 
 import dataclasses
 import itertools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
+from crossshard._annotations import Given, PyTree
 from crossshard.collectives.sums import widen
+from crossshard.errors import ArgumentError
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus, Statuses, check_shapes
-from crossshard.pipeline.aggregators.aggregator import Aggregator, Summands
+from crossshard.pipeline.aggregators.aggregator import Aggregator, Summands, check_aggregator
+from crossshard.pipeline.aggregators.few_bits import FewBits
 from crossshard.pipeline.aggregators.plain import Plain
+from crossshard.pipeline.options import check_reduce_dtype
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.partition import Partition
@@ -40,10 +45,46 @@ class Aggregate(Stage):
     placement = PER_SHARD
     scope = "reduce"
     state_field = "aggregate"
+    options = ("reduce_dtype", "aggregator")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Given]) -> Self:
+        """The stage, which is always there.
+
+        Raises:
+          ArgumentError: no such dtype, or two ways to sum.
+          ArgumentTypeError: not an aggregator.
+        """
+        wire = check_reduce_dtype(options.get("reduce_dtype"))
+        aggregator = check_aggregator(options.get("aggregator"))
+        if aggregator is not None and isinstance(wire, FewBits):
+            raise ArgumentError(
+                f"reduce_dtype={options['reduce_dtype']!r:.60} sends gradients in few bits, and "
+                f"aggregator={aggregator!r:.60} in a way of its own. Leave one of them out."
+            )
+        if aggregator is not None and wire is not None:
+            raise ArgumentError(
+                f"reduce_dtype={str(wire)!r} is for the sum that XLA computes, and gradients are "
+                f"already to be summed {aggregator.describe()}. Leave one of them out."
+            )
+        if aggregator is None:
+            aggregator = wire if isinstance(wire, FewBits) else Plain(wire)
+        return cls(options["reduction"], options["groups"], options["axis_name"], aggregator)
 
     def init(self, params: Any) -> Any:
         """The aggregator's own state."""
         return self.aggregator.init(params)
+
+    def moved_to(self, state: PyTree, spread: PyTree, number: int) -> PyTree:
+        """The aggregator's state, as it says."""
+        del spread
+        return self.aggregator.on_other_shards(state, number)
+
+    def written(self) -> dict[str, Given]:
+        """The dtype, or the aggregator."""
+        if isinstance(self.aggregator, Plain):
+            return {"reduce_dtype": self.aggregator.dtype}
+        return {"aggregator": self.aggregator}
 
     def describe(self) -> str:
         """``mean over all shards``, with the axes and the dtype if they are given."""

@@ -1,6 +1,7 @@
 """Loss scale: gradients of a scaled loss in float16, and the skipping of steps that overflow."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _check
-from crossshard._annotations import PyTree
+from crossshard._annotations import Given, PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 
@@ -52,6 +53,7 @@ class DynamicLossScale(Stage):
 
     phase = Phase.UPDATE
     scope = state_field = "loss_scale"
+    options = ("loss_scale",)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -69,6 +71,24 @@ class DynamicLossScale(Stage):
                     f"whole number >= 1, growth_factor >= 1 and 0 < backoff_factor < 1; got "
                     f"{name}={getattr(self, name)!r}."
                 )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Given]) -> "DynamicLossScale | None":
+        """The stage of ``loss_scale``; ``None`` without one.
+
+        Raises:
+          ArgumentTypeError: neither ``"dynamic"`` nor a ``DynamicLossScale``.
+        """
+        given = options.get("loss_scale")
+        if given is None or isinstance(given, DynamicLossScale):
+            return given
+        if isinstance(given, str) and given == "dynamic":
+            return cls()
+        initial = f"(initial={given!r})" if isinstance(given, int | float) else ""
+        raise ArgumentTypeError(
+            f"loss_scale must be 'dynamic' or a crossshard.DynamicLossScale; got "
+            f"{_check.described(given)}. Write crossshard.DynamicLossScale{initial or '()'}."
+        )
 
     def init(self, params: PyTree) -> LossScaleState:
         """The initial scale."""
@@ -98,20 +118,3 @@ class DynamicLossScale(Stage):
     def describe(self) -> str:
         """``skip if not finite``."""
         return "skip if not finite"
-
-
-def check_loss_scale(loss_scale: Any) -> DynamicLossScale | None:
-    """The stage of the ``loss_scale`` argument; ``None`` without one.
-
-    Raises:
-      ArgumentTypeError: neither ``"dynamic"`` nor a ``DynamicLossScale``.
-    """
-    if loss_scale is None or isinstance(loss_scale, DynamicLossScale):
-        return loss_scale
-    if isinstance(loss_scale, str) and loss_scale == "dynamic":
-        return DynamicLossScale()
-    initial = f"(initial={loss_scale!r})" if isinstance(loss_scale, int | float) else ""
-    raise ArgumentTypeError(
-        f"loss_scale must be 'dynamic' or a crossshard.DynamicLossScale; got "
-        f"{_check.described(loss_scale)}. Write crossshard.DynamicLossScale{initial or '()'}."
-    )

@@ -2,19 +2,21 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from crossshard import _check
+from crossshard._annotations import Given
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.arrays import squared_norm
-from crossshard.shards.groups import size_of_group
-from crossshard.shards.placement import REPLICATED, Placement
+from crossshard.pipeline.update.optimize import Optimize
+from crossshard.shards.groups import over_all_shards, size_of_group
+from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 
 NAMES = {
     "grad_norm": "the norm of the reduced gradient",
@@ -43,6 +45,12 @@ class LocalNorms(Stage):
     scope = "metrics"
     state_field = ""
     needs_local = "metrics measure"
+    options = ()
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Given]) -> Self | None:
+        """The stage, if a metric needs it."""
+        return cls() if need_local(check_metrics(options.get("metrics", ()))) else None
 
     def update(
         self, gradients: Gradients, state: Any, context: StageContext
@@ -74,6 +82,19 @@ class Metrics(Stage):
 
     phase = Phase.UPDATE
     scope = state_field = "metrics"
+    options = ("metrics",)
+    # They only look.
+    is_compared = False
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Given]) -> Self | None:
+        """The stage of these names; ``None`` without any."""
+        names = check_metrics(options.get("metrics", ()))
+        if not names:
+            return None
+        optimize = Optimize.from_options(options)
+        placement = REPLICATED if over_all_shards(options["groups"]) else PER_SHARD
+        return cls(names, optimize.optimizer, placement)
 
     def init(self, params: Any) -> Any:
         """Zeros, before the first update.

@@ -3,8 +3,8 @@
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from crossshard import _check
-from crossshard._annotations import PyTree
+from crossshard._annotations import Given, PyTree
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.reduction import Reduction
@@ -98,6 +98,7 @@ class Nonfinite(Stage):
 
     phase = Phase.UPDATE
     scope = state_field = "nonfinite"
+    options = ("nonfinite",)
 
     def __post_init__(self) -> None:
         action = _check.choice("nonfinite", self.action, OnNonfinite)
@@ -105,6 +106,36 @@ class Nonfinite(Stage):
         object.__setattr__(self, "action", action)
         if action is OnNonfinite.RAISE:
             object.__setattr__(self, "max_consecutive", 1)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Given]) -> "Nonfinite | None":
+        """The stage of ``nonfinite``; ``None`` without one.
+
+        Raises:
+          ArgumentError: an unknown word, or what contradicts other options.
+          ArgumentTypeError: neither a word nor a ``Nonfinite``.
+        """
+        given = options.get("nonfinite")
+        if given is None:
+            return None
+        if not isinstance(given, Nonfinite | str):
+            raise ArgumentTypeError(
+                f"nonfinite is 'quarantine', 'skip', 'raise', None or a crossshard.Nonfinite; got "
+                f"{_check.described(given)}."
+            )
+        found = Nonfinite(given) if isinstance(given, str) else given
+        if found.excludes_shards and options["reduction"] is Reduction.SUM:
+            raise ArgumentError(
+                "nonfinite='quarantine' leaves a shard out of the mean, but the reduction is SUM, "
+                "which would be smaller without it. Use MEAN, or nonfinite='skip'."
+            )
+        if options.get("loss_scale") is not None and found.action is not OnNonfinite.SKIP:
+            raise ArgumentError(
+                f"A dynamic loss scale is found by steps that overflow, and are skipped, which "
+                f"nonfinite={str(found.action)!r} does not do. Use nonfinite='skip', which names "
+                f"the shard."
+            )
+        return found
 
     @property
     def excludes_shards(self) -> bool:
@@ -158,6 +189,13 @@ class ReportNonfinite(Stage):
     scope = "nonfinite"
     state_field = ""
     needs_local = "nonfinite checks"
+    options = ()
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Given]) -> Self | None:
+        """The half of ``Nonfinite`` on each shard's gradient."""
+        stage = Nonfinite.from_options(options)
+        return None if stage is None else cls(stage.excludes_shards)
 
     def update(
         self, gradients: Gradients, state: Any, context: StageContext
@@ -319,35 +357,3 @@ def _value(x: Any) -> int:
     """A number of the state, also if the array has one for each shard, of which all are equal."""
     local = x.addressable_data(0) if isinstance(x, jax.Array) else x
     return int(np.ravel(jax.device_get(local))[0])
-
-
-def check_nonfinite(nonfinite: Any) -> Nonfinite | None:
-    """The stage of the ``nonfinite`` argument; ``None`` without one.
-
-    Raises:
-      ArgumentError: an unknown word.
-      ArgumentTypeError: neither a word nor a ``Nonfinite``.
-    """
-    if nonfinite is None or isinstance(nonfinite, Nonfinite):
-        return nonfinite
-    if isinstance(nonfinite, str):
-        return Nonfinite(nonfinite)
-    raise ArgumentTypeError(
-        f"nonfinite is 'quarantine', 'skip', 'raise', None or a crossshard.Nonfinite; got "
-        f"{_check.described(nonfinite)}."
-    )
-
-
-def check_fits(nonfinite: Nonfinite, reduction: Reduction, *, has_loss_scale: bool) -> None:
-    """Raise ArgumentError if what is asked for contradicts the rest of a pipeline."""
-    if nonfinite.excludes_shards and reduction is Reduction.SUM:
-        raise ArgumentError(
-            "nonfinite='quarantine' leaves a shard out of the mean, but the reduction is SUM, "
-            "which would be smaller without it. Use MEAN, or nonfinite='skip'."
-        )
-    if has_loss_scale and nonfinite.action is not OnNonfinite.SKIP:
-        raise ArgumentError(
-            f"A dynamic loss scale is found by steps that overflow, and are skipped, which "
-            f"nonfinite={str(nonfinite.action)!r} does not do. Use nonfinite='skip', which names "
-            f"the shard."
-        )

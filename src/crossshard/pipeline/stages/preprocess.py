@@ -1,13 +1,18 @@
 """Preprocess: an Optax transformation of each shard's local gradient, before it is reduced."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from crossshard import _check
+from crossshard._annotations import Given
+from crossshard.errors import ArgumentTypeError
 from crossshard.gradients.nesting import inside_optimizer
+from crossshard.pipeline.own import check_stage
 from crossshard.pipeline.stage import Gradients, Stage, StageContext
 from crossshard.shards.axes import Shards
 from crossshard.shards.placement import PER_SHARD
@@ -27,6 +32,27 @@ class Preprocess(Stage):
     name: str
 
     placement = PER_SHARD
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Given]) -> Stage | None:
+        """The transformation as a stage, or the user's own stage; ``None`` without one.
+
+        Raises:
+          ArgumentError: a stage with attributes that a stage there cannot have.
+          ArgumentTypeError: neither an Optax transformation nor a stage.
+        """
+        preprocess = options.get("preprocess")
+        if preprocess is None:
+            return None
+        if isinstance(preprocess, Stage):
+            check_stage(preprocess)
+            return preprocess
+        if isinstance(preprocess, type) and issubclass(preprocess, Stage):
+            raise ArgumentTypeError(
+                f"preprocess must be a stage; got the class {preprocess.__name__}. Call it."
+            )
+        transformation = check_transformation(preprocess, "preprocess")
+        return cls(optax.with_extra_args_support(transformation), maker_of(transformation))
 
     def init(self, params: Any) -> Any:
         """The transformation's own state."""
@@ -64,3 +90,55 @@ def _own_key(x: Any, shards: Shards) -> Any:
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or not shards.axes:
         return x
     return own_stream(x, shards.index())
+
+
+def maker_of(transformation: optax.GradientTransformation) -> str:
+    """The name of the function that makes a transformation."""
+    name = getattr(transformation.update, "__qualname__", type(transformation).__name__)
+    return name.split(".")[0]
+
+
+_ROOTS_OF_OTHERS = {
+    "keras": "Keras",
+    "tf_keras": "Keras",
+    "tensorflow": "TensorFlow",
+    "torch": "PyTorch",
+}
+# Where an optimizer of theirs has another name in Optax.
+_EQUIVALENTS = {"gradientdescent": "sgd", "momentum": "sgd(lr, momentum)"}
+
+
+def check_transformation(opt: Any, what: str = "The optimizer") -> optax.GradientTransformation:
+    """``opt`` if it is an Optax transformation, else an error that names what to write.
+
+    Raises:
+      ArgumentTypeError: not a transformation; names the missing method, or the Optax equivalent.
+    """
+    if isinstance(opt, optax.GradientTransformation):
+        return opt
+    given = opt if isinstance(opt, type) else type(opt)
+    for base in given.__mro__:
+        library = _ROOTS_OF_OTHERS.get(base.__module__.split(".")[0])
+        if library:
+            stem = given.__name__.lower().removesuffix("optimizer")
+            equivalent = _EQUIVALENTS.get(stem, stem if hasattr(optax, stem) else None)
+            write = f"optax.{equivalent}" if equivalent else "an Optax optimizer"
+            raise ArgumentTypeError(
+                f"{what} must be an Optax transformation; got {library}'s "
+                f"{given.__name__}. Write {write} instead."
+            )
+    missing = [method for method in ("init", "update") if not callable(getattr(opt, method, None))]
+    if not missing and not isinstance(opt, type):
+        return optax.GradientTransformation(opt.init, opt.update)
+    if callable(opt):
+        name = getattr(opt, "__name__", repr(opt))
+        raise ArgumentTypeError(
+            f"{what} must be an Optax transformation; got the function or class {name}, "
+            f"which returns one. Call it: {name}(learning_rate)."
+        )
+    tx = " Pass its .tx." if hasattr(opt, "tx") else ""
+    raise ArgumentTypeError(
+        f"{what} must be an Optax transformation, with init and update; got "
+        f"{type(opt).__name__} ({_check.shown(opt, 80)}), which has no "
+        f"{' and no '.join(missing)}.{tx}"
+    )

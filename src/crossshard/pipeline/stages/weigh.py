@@ -1,7 +1,8 @@
 """Weigh: each shard's gradient times its weight in the mean."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from crossshard import _check
+from crossshard._annotations import Given
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.scalars import is_number
@@ -61,6 +63,13 @@ class Weigh(Stage):
     scope = "weigh"
     state_field = ""
     needs_local = ""
+    options = ()
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Given]) -> Self:
+        """The stage, which is always there: a call, or another stage, may bring a weight."""
+        del options
+        return cls()
 
     def update(
         self, gradients: Gradients, state: Any, context: StageContext

@@ -4,21 +4,24 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from crossshard import _check, _jax
+from crossshard._annotations import Given
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import check_shapes
 from crossshard.jaxprs.dependence import returned_inputs, sources
 from crossshard.jaxprs.walk import equations_of
 from crossshard.jaxprs.xla import in_loop, zeros
+from crossshard.pipeline.options import check_dtype
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.averages import (
     Decay,
+    check_ema,
     describe_decay,
     with_masters,
     with_moving_average,
@@ -59,6 +62,21 @@ class Optimize(Stage):
     phase = Phase.UPDATE
     scope = ""
     state_field = "inner_state"
+    options = ("master_dtype", "ema")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Given]) -> Self:
+        """The stage, which is always there.
+
+        Raises:
+          ArgumentError, ArgumentTypeError: no such dtype, or no such decay.
+        """
+        dtype = check_dtype("master_dtype", options.get("master_dtype"))
+        return cls(options["inner"], dtype, check_ema(options.get("ema")))
+
+    def written(self) -> dict[str, Given]:
+        """The dtype and the decay."""
+        return {"master_dtype": self.master_dtype, "ema": self.ema}
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:

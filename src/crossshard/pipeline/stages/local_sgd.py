@@ -1,0 +1,443 @@
+"""Local SGD: workers that train alone for some steps, and then become one again.
+
+By the mean of their parameters (local SGD, Stich 2019, arXiv 1805.09767); by an outer optimizer
+(DiLoCo, Douillard et al. 2023, arXiv 2311.08105); or a piece in every step (Streaming DiLoCo,
+Douillard et al. 2025, arXiv 2501.18512).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from crossshard import _check
+from crossshard._annotations import Given, PyTree
+from crossshard.collectives.bucketing import bucketed_sum
+from crossshard.collectives.sums import wide, widen
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.gradients.nesting import inside_optimizer
+from crossshard.gradients.reduction import Reduction
+from crossshard.jaxprs.slices import why_not_elementwise
+from crossshard.jaxprs.xla import in_loop, opaque_false
+from crossshard.pipeline.aggregators.aggregator import Peers
+from crossshard.pipeline.aggregators.few_bits import FewBits
+from crossshard.pipeline.aggregators.plain import Plain
+from crossshard.pipeline.options import check_reduce_dtype
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.stages.preprocess import check_transformation
+from crossshard.pipeline.update.arrays import Arrays, Parts, Whole
+from crossshard.pipeline.update.optimize import Updated
+from crossshard.shards.groups import GroupAssignment, size_of_group
+from crossshard.shards.partition import Partition, partition_for
+from crossshard.shards.placement import PER_SHARD, REPLICATED
+
+
+class LocalSGDState(NamedTuple):
+    """What all workers have in common.
+
+    Attributes:
+      anchor: the parameters after the last synchronisation, with at least 32 bits.
+      inner_state: the state of the outer optimizer.
+      count: int32[], the number of steps so far, skipped ones among them.
+      aggregate: the state of the outer sum, one per shard.
+    """
+
+    anchor: PyTree
+    inner_state: PyTree
+    count: PyTree
+    aggregate: PyTree = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalSGD(Stage):
+    """Synchronises the workers: each is a group of shards, and has parameters of its own.
+
+    The pseudogradient of a worker is the anchor less its parameters. The outer optimizer updates
+    the anchor with the mean over the workers, and all go on from there.
+
+    With ``streaming`` each step synchronises one piece of every array, and each piece once in a
+    round. The pseudogradient is of the parameters before the step, and what comes of it is used
+    after the step, so that neither waits for the other. What the worker's step does to the piece
+    meanwhile is added to the piece of the anchor. The states of the outer optimizer and of the sum
+    are ``[pieces, …]``.
+
+    Attributes:
+      every: the number of steps from one synchronisation to the next.
+      optimizer: the outer optimizer.
+      aggregator: what sums the pseudogradients.
+      streaming: whether each step synchronises a piece.
+    """
+
+    every: int
+    optimizer: optax.GradientTransformationExtraArgs
+    aggregator: Plain | FewBits
+    streaming: bool = False
+
+    phase = Phase.UPDATE
+    scope = state_field = "outer"
+    options = ("sync_every", "outer_optimizer", "outer_reduce_dtype", "sync_streaming")
+    of_steps = True
+    shaped_by = "sync_streaming"
+    joins_groups = True
+
+    @property
+    def sends_beside(self) -> bool:
+        """Whether each step sends a piece."""
+        return self.streaming
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Given]) -> Self | None:
+        """The stage of these options; ``None`` without ``sync_every``.
+
+        Raises:
+          ArgumentError: not a positive number, a dtype that is none, or the others without it.
+          ArgumentTypeError: not a whole number, no Optax optimizer, or no bool.
+        """
+        streaming = _check.flag("sync_streaming", options.get("sync_streaming", False))
+        given = {name: options.get(name) for name in cls.options[1:3]}
+        if options.get("sync_every") is None:
+            for name, value in {**given, "sync_streaming": streaming or None}.items():
+                if value is not None:
+                    raise ArgumentError(
+                        f"{name} is for workers that train alone for some steps. Say for how many: "
+                        f"sync_every=20, or leave {name} out."
+                    )
+            return None
+        every = _check.whole_number(
+            "sync_every", options["sync_every"], hint="It counts steps, such as 20."
+        )
+        # The mean of the parameters is that of a rate of 1.
+        found = optax.sgd(1.0) if given["outer_optimizer"] is None else given["outer_optimizer"]
+        if isinstance(getattr(found, "reduction", None), Reduction):
+            raise ArgumentTypeError(
+                "outer_optimizer updates with the mean over the workers, so it reduces nothing "
+                "itself. Pass the Optax optimizer without CrossShardOptimizer."
+            )
+        found = optax.with_extra_args_support(check_transformation(found, "outer_optimizer"))
+        wire = check_reduce_dtype(given["outer_reduce_dtype"], "outer_reduce_dtype", by_axis=False)
+        return cls(every, found, wire if isinstance(wire, FewBits) else Plain(wire), streaming)
+
+    def init(self, params: PyTree) -> LocalSGDState:
+        """The state before the first step, of which the anchor is the parameters."""
+        # Copied, since two arrays of a donated state must not share a buffer.
+        copy = lambda p: jnp.array(p, wide(jnp.result_type(p)), copy=True)
+        anchor = jax.tree.map(copy, params)
+        if self.streaming:
+            self._check_elementwise(anchor)
+            cut = lambda at: jax.tree.map(lambda x: self._piece_of(x).cut(x, at), anchor)
+            pieces = jax.vmap(cut)(jnp.arange(self.every))
+            over_pieces = functools.partial(jax.vmap, axis_size=self.every)
+        else:
+            pieces, over_pieces = anchor, functools.partial(lambda init: init)
+        with inside_optimizer():
+            inner_state = over_pieces(self.optimizer.init)(pieces)
+        aggregate = over_pieces(self.aggregator.init)(pieces)
+        return LocalSGDState(anchor, inner_state, jnp.int32(0), aggregate)
+
+    def placements(self, state: LocalSGDState) -> LocalSGDState:
+        """All shards have the same, but for what the sum keeps."""
+        of_all = jax.tree.map(lambda _: REPLICATED, state)
+        own = jax.tree.map(lambda _: PER_SHARD, state.aggregate)
+        return of_all._replace(aggregate=own)
+
+    def check_state(self, state: LocalSGDState, types: LocalSGDState) -> None:
+        """Raise ArgumentError if the state is cut into other pieces."""
+        trees = self.placements(state), state, types
+        leaves = zip(*map(jax.tree.leaves, trees), strict=True)
+        shapes = ((x, p.per_shard, like) for p, x, like in leaves if hasattr(x, "shape"))
+        if any(x.shape[per_shard:] != like.shape for x, per_shard, like in shapes):
+            raise ArgumentError(
+                "The state is of a step with sync_streaming and another sync_every, or one of two "
+                "has it and the other has not: what the outer optimizer keeps is cut into other "
+                "pieces. Choose the parameters with other.model(state) and init with them."
+            )
+
+    def moved_to(self, state: LocalSGDState, spread: PyTree, number: int) -> LocalSGDState:
+        """What the sum keeps is shared out; the new workers have all else in common, too."""
+        sums = self.aggregator.on_other_shards(state.aggregate, number)
+        return state._replace(aggregate=sums)
+
+    def exported(self, state: LocalSGDState, params: PyTree) -> PyTree:
+        """The parameters after the last synchronisation, in their own dtypes."""
+        return jax.tree.map(lambda x, p: x.astype(p.dtype), state.anchor, params)
+
+    def written(self) -> dict[str, Given]:
+        """Of ``sync_streaming``, what the state is cut into."""
+        return {
+            "sync_every": self.every,
+            "outer_optimizer": self.optimizer,
+            "outer_reduce_dtype": self.aggregator,
+            "sync_streaming": f"{self.every} pieces" if self.streaming else None,
+        }
+
+    def describe(self) -> str:
+        """How often, and how it is sent."""
+        sent = self.aggregator.describe()
+        mean = f"mean over the workers{f' {sent}' * bool(sent)}"
+        if self.streaming:
+            part = "the" if self.every == 1 else f"the next 1/{self.every} of the"
+            return f"every step {part} {mean}, beside the step, and its outer update"
+        often = "every step" if self.every == 1 else f"every {self.every} steps"
+        return f"{often} the {mean}, and the outer update"
+
+    def update(
+        self, gradients: Gradients, state: LocalSGDState, context: StageContext
+    ) -> tuple[Gradients, LocalSGDState]:
+        """The updated parameters, synchronised if it is time, and the next state."""
+        synchronise = self._piece_synchronised if self.streaming else self._synchronised
+        return synchronise(gradients, state, context)
+
+    def _synchronised(
+        self, gradients: Gradients, state: LocalSGDState, context: StageContext
+    ) -> tuple[Gradients, LocalSGDState]:
+        assert gradients.updated is not None
+        updated = gradients.updated
+        state = state._replace(count=optax.safe_increment(context.agreed(state.count)))
+
+        def synchronise(_: PyTree, state: LocalSGDState) -> tuple[PyTree, LocalSGDState]:
+            moved = self._moved(updated, state, context)
+            mean, aggregate = self._mean(moved, context.arrays, state.aggregate, context)
+            with inside_optimizer():
+                updates, inner_state = self.optimizer.update(mean, state.inner_state, state.anchor)
+            anchor = optax.apply_updates(state.anchor, updates)
+            params = jax.tree.map(lambda x, p: x.astype(p.dtype), anchor, updated.result)
+            return params, LocalSGDState(anchor, inner_state, state.count, aggregate)
+
+        is_due = state.count % self.every == 0
+        keep = lambda params, state: (params, state)
+        result, after = lax.cond(is_due, synchronise, keep, updated.result, state)
+        return gradients.replace(updated=updated._replace(result=result)), after
+
+    @staticmethod
+    def _moved(updated: Updated, state: LocalSGDState, context: StageContext) -> PyTree:
+        """The pseudogradient of this shard's worker, split as the optimizer's arrays are."""
+        # Of what every worker began with, which may have fewer bits than the anchor.
+        rounded = jax.tree.map(lambda x, p: x.astype(p.dtype), state.anchor, updated.result)
+        start = context.arrays.split(rounded)
+        # Not of the updated parameters, which are rounded: right after a synchronisation it is
+        # the update itself.
+        one = lambda start, before, update: -((widen(before) - widen(start)) + widen(update))
+        return jax.tree.map(one, start, updated.params, updated.updates)
+
+    def _mean(
+        self, moved: PyTree, arrays: Arrays, state: PyTree, context: StageContext
+    ) -> tuple[PyTree, PyTree]:
+        """The mean over the workers, in full, and the next state of the aggregator."""
+        shards, groups = context.shards, context.groups
+        if groups is None:
+            return arrays.gather(moved), state
+        across = Peers(shards.within(_across(groups)))
+        mean = lambda tree: jax.tree.map(lambda x: x / len(groups.groups), tree)
+        aggregator = self.aggregator
+        # Of slices, which the shards of a worker have, each sums its own.
+        if isinstance(aggregator, Plain):
+            return arrays.gather(mean(aggregator.sum(moved, (), across)[0])), state
+        # What a worker holds back is the sum of what its shards keep, so that the sum over all
+        # shards is that over the workers, whatever their number.
+        take, keep = _times(groups.size), _times(1 / groups.size)
+        if isinstance(arrays, Parts):
+            take = functools.partial(_slices_of_held, arrays)
+            keep = functools.partial(_held_of_slices, arrays)
+        total, after = aggregator.sum(mean(moved), aggregator.change_held(state, take), across)
+        return arrays.gather(total), aggregator.change_held(after, keep)
+
+    # One piece in each step.
+
+    def _piece_synchronised(
+        self, gradients: Gradients, state: LocalSGDState, context: StageContext
+    ) -> tuple[Gradients, LocalSGDState]:
+        assert gradients.updated is not None
+        # Shards that count differently would sum different pieces.
+        count = context.agreed(state.count)
+        at = count % self.every
+        cut = lambda tree: jax.tree.map(lambda x: self._piece_of(x).cut(x, at), tree)
+        add = lambda x, update: self._piece_of(x).add(x, update, at)
+        of_piece = lambda x: lax.dynamic_index_in_dim(x, at, 0, keepdims=False)
+        keep = lambda x, own: lax.dynamic_update_index_in_dim(x, own, at, 0)
+
+        def moved(x: jax.Array, start: jax.Array, now: jax.Array) -> jax.Array:
+            # Of what the worker began with, which may have fewer bits than the anchor.
+            return self._piece_of(x).own(widen(start.astype(now.dtype)) - widen(now), at)
+
+        before, anchor = context.params, cut(state.anchor)
+        pseudogradient = jax.tree.map(moved, before, anchor, cut(before))
+        inner_state, aggregate = jax.tree.map(of_piece, (state.inner_state, state.aggregate))
+        mean, aggregate = self._mean(
+            *self._within_a_worker(pseudogradient, context), aggregate, context
+        )
+
+        def synchronised(updated: PyTree) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+            with inside_optimizer():
+                found, after = self.optimizer.update(mean, inner_state, anchor)
+            updates = jax.tree.map(lambda x, u: self._piece_of(x).own(u, at), before, found)
+            # The pseudogradient takes the worker back to the anchor.
+            back = jax.tree.map(jnp.add, updates, pseudogradient)
+            return jax.tree.map(add, updated, back), (updates, after)
+
+        updated, on_cpus = gradients.updated, context.shards.platform == "cpu"
+        # XLA is to write over the parameters, and not to compute them where they are read.
+        result, (updates, inner_state) = (
+            in_loop(synchronised, updated.result, skip=opaque_false(count))
+            if on_cpus
+            else synchronised(jax.tree.map(lax.optimization_barrier, updated.result))
+        )
+        after = LocalSGDState(
+            jax.tree.map(add, state.anchor, updates),
+            jax.tree.map(keep, state.inner_state, inner_state),
+            optax.safe_increment(count),
+            jax.tree.map(keep, state.aggregate, aggregate),
+        )
+        return gradients.replace(updated=updated._replace(result=result)), after
+
+    def _piece_of(self, x: Any) -> "_Pieces":
+        return _Pieces(jnp.shape(x), self.every)
+
+    def _within_a_worker(self, pieces: PyTree, context: StageContext) -> tuple[PyTree, Arrays]:
+        """The pieces as the shards of a worker split them between them."""
+        if not isinstance(context.arrays, Parts):
+            return pieces, Whole()
+        number = size_of_group(context.groups, context.shards.number)
+        partitions = tuple(partition_for(x.shape, number) for x in jax.tree.leaves(pieces))
+        arrays = Parts(partitions, context.shards, context.groups)
+        return arrays.split(pieces), arrays
+
+    def _check_elementwise(self, anchor: PyTree) -> None:
+        """Raise unless the outer optimizer updates a piece as it would update the whole.
+
+        Raises:
+          ArgumentError: it does not.
+        """
+
+        def update(params: PyTree, state: PyTree, gradients: PyTree) -> tuple[PyTree, PyTree]:
+            with inside_optimizer():
+                updates, after = self.optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), after
+
+        def whole(x: jax.Array) -> jax.ShapeDtypeStruct:
+            piece = self._piece_of(x).shape
+            # A number cannot be cut, and is none of the others' pieces.
+            longer = (*piece[:-1], 2) if piece == x.shape else x.shape
+            return jax.ShapeDtypeStruct(longer, x.dtype)
+
+        part = lambda x: jax.ShapeDtypeStruct(self._piece_of(x).shape or (1,), x.dtype)
+        trees = [jax.tree.map(kind, anchor) for kind in (whole, part)]
+        with inside_optimizer():
+            states = [jax.eval_shape(self.optimizer.init, tree) for tree in trees]
+        pairs = [(tree, state, tree) for tree, state in zip(trees, states, strict=True)]
+        obstacle = why_not_elementwise(update, *pairs)
+        if obstacle is not None:
+            raise ArgumentError(
+                f"sync_streaming updates one piece of the parameters at a time, and this "
+                f"outer_optimizer is not elementwise: {obstacle}. Leave sync_streaming out, or "
+                f"pass one such as optax.sgd(0.7, momentum=0.9, nesterov=True)."
+            )
+
+
+def _slices_of_held(arrays: Parts, held: PyTree) -> PyTree:
+    """This shard's slices of what the shards of its worker hold back together."""
+    assert arrays.groups is not None
+    leaves, tree = jax.tree.flatten(held, is_leaf=_is_none)
+    pairs = [each for each in zip(leaves, arrays.params, strict=True) if each[0] is not None]
+    kept, partitions = [x for x, _ in pairs], [partition for _, partition in pairs]
+    sums = iter(bucketed_sum(kept, partitions, arrays.shards.within(arrays.groups)))
+    return tree.unflatten([None if x is None else next(sums) for x in leaves])
+
+
+def _held_of_slices(arrays: Parts, held: PyTree) -> PyTree:
+    """What this shard holds back, in full: its slices, and its part of what is not split."""
+    groups = arrays.groups
+    assert groups is not None
+    index = arrays.shards.within(groups).position()
+
+    def one(x: jax.Array | None, partition: Partition) -> jax.Array | None:
+        if x is None or partition.number == 1:
+            return None if x is None else x / groups.size
+        axis = partition.axis or 0
+        whole = jnp.zeros(partition.packed_shape, x.dtype)
+        start = index * x.shape[axis]
+        return partition.unpack(lax.dynamic_update_slice_in_dim(whole, x, start, axis))
+
+    leaves, tree = jax.tree.flatten(held, is_leaf=_is_none)
+    return tree.unflatten(list(map(one, leaves, arrays.params)))
+
+
+def _is_none(x: object) -> bool:
+    return x is None
+
+
+def _times(factor: float) -> Callable[[PyTree], PyTree]:
+    return lambda tree: jax.tree.map(lambda x: x * factor, tree)
+
+
+def _across(groups: GroupAssignment) -> GroupAssignment | None:
+    """The shards with the same position in their groups; ``None`` if these are all shards."""
+    if groups.size == 1:
+        return None
+    return GroupAssignment(tuple(map(tuple, groups.members.T.tolist())))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    """How an array is cut: into rows where it has many of them, else between any two numbers.
+
+    All pieces have one shape, with as many dimensions as the array. The last row of a piece may
+    be the next one's first.
+
+    Attributes:
+      array: the shape of the array.
+      number: the number of pieces.
+    """
+
+    array: tuple[int, ...]
+    number: int
+
+    @property
+    def _view(self) -> tuple[int, ...]:
+        rows = math.prod(self.array[:-1])
+        # The last row of a piece, which is sent for nothing, is then a small part of it.
+        in_rows = len(self.array) > 1 and rows >= _MANY * self.number
+        return (rows, self.array[-1]) if in_rows else (math.prod(self.array),)
+
+    @property
+    def _rows(self) -> int:
+        return -(-self._view[0] // self.number)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of each piece."""
+        view = (self._rows, *self._view[1:])
+        return (1,) * (len(self.array) - len(view)) + view if self.array else ()
+
+    def _start(self, at: Any) -> Any:
+        # The same as at · rows // number, which may overflow.
+        each, rest = divmod(self._view[0], self.number)
+        return at * each + at * rest // self.number
+
+    def cut(self, x: jax.Array, at: Any) -> jax.Array:
+        """The piece with this index."""
+        view = jnp.reshape(x, self._view)
+        return lax.dynamic_slice_in_dim(view, self._start(at), self._rows).reshape(self.shape)
+
+    def own(self, piece: jax.Array, at: Any) -> jax.Array:
+        """The piece, with zeros in its last row if that is the next one's."""
+        if self._view[0] % self.number == 0:
+            return piece
+        view = piece.reshape(self._rows, *self._view[1:])
+        row = lax.broadcasted_iota(jnp.int32, view.shape, 0)
+        is_own = (row < self._start(at + 1) - self._start(at)).reshape(piece.shape)
+        return jnp.where(is_own, piece, 0)
+
+    def add(self, x: jax.Array, piece: jax.Array, at: Any) -> jax.Array:
+        """The array with this added to the piece."""
+        new = (widen(self.cut(x, at)) + piece).astype(x.dtype)
+        view, rows = jnp.reshape(x, self._view), new.reshape(self._rows, *self._view[1:])
+        return lax.dynamic_update_slice_in_dim(view, rows, self._start(at), 0).reshape(self.array)
+
+
+_MANY = 16
