@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
 from crossshard.collectives.sums import gather_parts, scatter_sum
 from crossshard.shards.axes import Shards
-from crossshard.shards.partition import ANY, TPU, TileShape, partition_for
+from crossshard.shards.cut import ANY, TPU, TileShape, partition_for
 
 MESH = jax.make_mesh((8,), ("s",), axis_types=(AxisType.Auto,))
 # In two stages, as on a torus.

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from crossshard.pipeline.update import owners as module
 from crossshard.pipeline.update.owners import Block, Blocks, blocks_of, owners_of, take
-from crossshard.shards.partition import ANY, TPU, Partition
+from crossshard.shards.cut import ANY, TPU, Partition
 
 NUMBER = 4
 _rng = np.random.default_rng(3)

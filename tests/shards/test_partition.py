@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from crossshard.shards.partition import (
+from crossshard.shards.cut import (
     ANY,
     TPU,
     Partition,

@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from crossshard.errors import ArgumentError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.shards.partition import partition_along_axis
-from crossshard.shards.placement import Placement
+from crossshard.shards.cut import Placement, partition_along_axis
 from crossshard.step.options import NEW
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from crossshard import _jax
 from crossshard.collectives.sums import send_gathered, send_scattered, send_sum
 from crossshard.shards.axes import Shards
-from crossshard.shards.partition import Partition
+from crossshard.shards.cut import Partition
 
 Bucket = list[tuple[jax.Array, Partition]]
 

@@ -16,7 +16,7 @@ from crossshard import _jax
 from crossshard.collectives.codec import LANES, Codec
 from crossshard.collectives.sums import exchange, gather_parts, send_gathered, send_scattered
 from crossshard.shards.axes import Shards
-from crossshard.shards.partition import Partition
+from crossshard.shards.cut import Partition
 
 # Arrays of so many rows on each shard have a collective of their own.
 _MANY = 512

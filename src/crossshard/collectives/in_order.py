@@ -16,7 +16,7 @@ from jax import lax
 from crossshard.collectives.bucketing import Bucket, by_bucket, split_bucket
 from crossshard.collectives.sums import exchange, gather_parts
 from crossshard.shards.axes import Shards
-from crossshard.shards.partition import Partition
+from crossshard.shards.cut import Partition
 
 
 def levels_within(count: int) -> int:

@@ -23,16 +23,19 @@ from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.arrays import Arrays, Parts
 from crossshard.pipeline.update.owners import Owners
 from crossshard.shards.axes import Shards
-from crossshard.shards.devices import sends_beside_products, slices_in_order, torus_factors
-from crossshard.shards.groups import GroupAssignment
-from crossshard.shards.model_axes import only, other_axes_like
-from crossshard.shards.partition import (
+from crossshard.shards.cut import (
+    PER_SHARD,
+    REPLICATED,
     WHOLE,
     Partition,
+    Placement,
+    only,
+    other_axes_like,
     partition_along_axis,
     tile_for,
 )
-from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
+from crossshard.shards.devices import sends_beside_products, slices_in_order, torus_factors
+from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.random_streams import own_stream
 
 

@@ -31,9 +31,7 @@ from crossshard.pipeline.update.arrays import Arrays, Whole
 from crossshard.pipeline.update.plan import Planner, WeightUpdate, check_blocks
 from crossshard.shards.axes import Shards
 from crossshard.shards.context import get_shard_context
-from crossshard.shards.model_axes import only
-from crossshard.shards.partition import Partition, map_partitions
-from crossshard.shards.placement import Placement
+from crossshard.shards.cut import Partition, Placement, map_partitions, only
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -8,7 +8,7 @@ from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
 from crossshard.pipeline.stages.nonfinite import Nonfinite, NonfiniteState
 from crossshard.pipeline.state import CrossShardState
-from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
+from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
 
 __all__ = [
     "PER_SHARD",

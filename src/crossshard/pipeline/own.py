@@ -9,7 +9,7 @@ from crossshard import _check
 from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.stage import Gradients, Phase, Stage
-from crossshard.shards.placement import PER_SHARD, REPLICATED
+from crossshard.shards.cut import PER_SHARD, REPLICATED
 
 
 def check_stage(stage: Stage) -> None:

@@ -18,8 +18,8 @@ from crossshard.gradients.status import GradientStatus, Statuses
 from crossshard.pipeline.means import average
 from crossshard.pipeline.update.arrays import Arrays, Whole
 from crossshard.shards.axes import Shards
+from crossshard.shards.cut import REPLICATED, Placement
 from crossshard.shards.groups import GroupAssignment
-from crossshard.shards.placement import REPLICATED, Placement
 
 if TYPE_CHECKING:
     from crossshard.pipeline.update.optimize import Updated

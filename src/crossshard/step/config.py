@@ -19,8 +19,8 @@ from crossshard.model.models import check_params, partition
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.plan import Planner, WeightUpdate
+from crossshard.shards.cut import check_fits, only, other_axes_of
 from crossshard.shards.devices import number_of_shards
-from crossshard.shards.model_axes import check_fits, only, other_axes_of
 from crossshard.shards.put import put_whole, types_on
 from crossshard.step.losses.loss import StepLoss
 from crossshard.step.step_function import StepFunction

@@ -14,7 +14,7 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
 from crossshard.model.state import TrainState
 from crossshard.pipeline.update.owners import Owners
-from crossshard.shards.partition import Partition
+from crossshard.shards.cut import Partition
 from crossshard.step.losses.loss import LossOver
 from crossshard.step.step_function import StepFunction
 

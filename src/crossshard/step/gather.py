@@ -24,8 +24,8 @@ from crossshard.pipeline.aggregators.plain import as_sent
 from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stages.accumulate import add, mean
 from crossshard.shards.axes import Shards
+from crossshard.shards.cut import Partition
 from crossshard.shards.groups import GroupAssignment
-from crossshard.shards.partition import Partition
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from crossshard.model.layout import StateLayout, strong_copy
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.averages import MastersState, MovingAverageState
-from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
+from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
 
 # In place of an array that a state lacks.
 NEW = type("New", (), {})()

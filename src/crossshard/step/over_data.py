@@ -20,8 +20,8 @@ from crossshard.gradients.scalars import is_number
 from crossshard.model.models import Skeleton, combine
 from crossshard.shards.batch_axes import join, resized, take_rows
 from crossshard.shards.context import shard_context
+from crossshard.shards.cut import only
 from crossshard.shards.devices import are_of_all_processes
-from crossshard.shards.model_axes import only
 from crossshard.shards.put import put
 from crossshard.step.batches import BatchShardings, check_rows
 from crossshard.step.config import StepConfig

@@ -17,9 +17,8 @@ from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.nonfinite import new_nans, own_weight
 from crossshard.pipeline.update.arrays import Arrays, Global
+from crossshard.shards.cut import map_partitions, only
 from crossshard.shards.groups import size_of_group
-from crossshard.shards.model_axes import only
-from crossshard.shards.partition import map_partitions
 from crossshard.step.batches import check_same_rows
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.loss import StepLoss

@@ -15,7 +15,7 @@ from crossshard.errors import ArgumentTypeError
 from crossshard.pipeline.own import check_like, check_pair
 from crossshard.pipeline.stage import StageContext
 from crossshard.shards.axes import Shards
-from crossshard.shards.partition import Partition
+from crossshard.shards.cut import Partition
 
 
 @dataclasses.dataclass(frozen=True)

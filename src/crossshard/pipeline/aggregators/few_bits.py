@@ -20,8 +20,8 @@ from crossshard.gradients.scalars import is_inexact
 from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers, Summands
 from crossshard.pipeline.stage import StageContext
 from crossshard.shards.axes import Shards
+from crossshard.shards.cut import Partition
 from crossshard.shards.groups import GroupAssignment
-from crossshard.shards.partition import Partition
 
 
 class Rounding(enum.StrEnum):

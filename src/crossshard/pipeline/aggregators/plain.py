@@ -11,7 +11,7 @@ from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.collectives.sums import widen
 from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers, Summands
 from crossshard.pipeline.stage import StageContext
-from crossshard.shards.partition import Partition
+from crossshard.shards.cut import Partition
 
 
 @dataclasses.dataclass(frozen=True)

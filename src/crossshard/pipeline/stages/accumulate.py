@@ -16,7 +16,7 @@ from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import check_shapes
 from crossshard.pipeline.means import average
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
-from crossshard.shards.placement import PER_SHARD, REPLICATED
+from crossshard.shards.cut import PER_SHARD, REPLICATED
 
 
 class AccumulateState(NamedTuple):

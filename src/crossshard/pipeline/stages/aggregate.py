@@ -18,9 +18,8 @@ from crossshard.pipeline.aggregators.few_bits import FewBits
 from crossshard.pipeline.aggregators.plain import Plain
 from crossshard.pipeline.options import check_reduce_dtype
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
+from crossshard.shards.cut import PER_SHARD, Partition
 from crossshard.shards.groups import GroupAssignment
-from crossshard.shards.partition import Partition
-from crossshard.shards.placement import PER_SHARD
 
 
 @dataclasses.dataclass(frozen=True)

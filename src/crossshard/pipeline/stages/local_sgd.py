@@ -33,9 +33,8 @@ from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.stages.preprocess import check_transformation
 from crossshard.pipeline.update.arrays import Arrays, Parts, Whole
 from crossshard.pipeline.update.optimize import Updated
+from crossshard.shards.cut import PER_SHARD, REPLICATED, Partition, partition_for
 from crossshard.shards.groups import GroupAssignment, size_of_group
-from crossshard.shards.partition import Partition, partition_for
-from crossshard.shards.placement import PER_SHARD, REPLICATED
 
 
 class LocalSGDState(NamedTuple):

@@ -15,8 +15,8 @@ from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.arrays import squared_norm
 from crossshard.pipeline.update.optimize import Optimize
+from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
 from crossshard.shards.groups import over_all_shards, size_of_group
-from crossshard.shards.placement import PER_SHARD, REPLICATED, Placement
 
 NAMES = {
     "grad_norm": "the norm of the reduced gradient",

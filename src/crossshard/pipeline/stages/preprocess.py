@@ -15,7 +15,7 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.pipeline.own import check_stage
 from crossshard.pipeline.stage import Gradients, Stage, StageContext
 from crossshard.shards.axes import Shards
-from crossshard.shards.placement import PER_SHARD
+from crossshard.shards.cut import PER_SHARD
 from crossshard.shards.random_streams import own_stream
 
 

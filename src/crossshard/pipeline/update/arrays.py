@@ -17,9 +17,8 @@ from crossshard.collectives.sums import sum_over_shards, widen
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.scalars import is_inexact
 from crossshard.shards.axes import Shards
+from crossshard.shards.cut import Partition, map_partitions, only
 from crossshard.shards.groups import GroupAssignment
-from crossshard.shards.model_axes import only
-from crossshard.shards.partition import Partition, map_partitions
 
 # An optimizer's update, of gradients, state and parameters.
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]

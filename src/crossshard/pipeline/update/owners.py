@@ -29,7 +29,7 @@ from crossshard.jaxprs.rewrite import Pieces
 from crossshard.jaxprs.xla import in_loop
 from crossshard.pipeline.update.arrays import Arrays, Update, squared_norm_of_slices
 from crossshard.shards.axes import Shards
-from crossshard.shards.partition import Partition, TileShape, partition_along_axis
+from crossshard.shards.cut import Partition, TileShape, partition_along_axis
 
 # An array, by its place in a list, or one of its layers along the first axis.
 Block = tuple[int, int | None]

@@ -28,18 +28,18 @@ from crossshard.pipeline.update.arrays import Arrays, Global, Parts, Whole
 from crossshard.pipeline.update.optimize import Unread, find_unread, takes_value
 from crossshard.pipeline.update.owners import Block, Owners, bytes_of_type, cost_of, owners_of
 from crossshard.shards.axes import Shards
-from crossshard.shards.groups import GroupAssignment, size_of_group
-from crossshard.shards.model_axes import other_axes_like
-from crossshard.shards.partition import (
+from crossshard.shards.cut import (
     ANY,
     WHOLE,
     Partition,
     TileShape,
     map_partitions,
+    other_axes_like,
     partition_along_axis,
     partition_for,
     tile_for,
 )
+from crossshard.shards.groups import GroupAssignment, size_of_group
 
 
 class WeightUpdate(enum.StrEnum):

@@ -14,8 +14,7 @@ from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients, StageContext
-from crossshard.shards.model_axes import only
-from crossshard.shards.partition import map_partitions
+from crossshard.shards.cut import map_partitions, only
 from crossshard.step.arguments import check_not_of_shards
 from crossshard.step.gather import AtUse, OnMesh
 from crossshard.step.losses.loss import LossOver, StepLoss, Work

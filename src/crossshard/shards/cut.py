@@ -1,16 +1,19 @@
-"""Partition: how an array is split into one slice per shard, packed and unpacked."""
+"""How an array is cut: into a slice for each shard, over other axes of the mesh, or not at all."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from crossshard.errors import ArgumentError
 from crossshard.shards.devices import between_cpus, sends_beside_products
+from crossshard.shards.groups import GroupAssignment
 
 # Smaller arrays stay replicated: sharding them costs more than it saves.
 _FEW = 1024
@@ -259,3 +262,223 @@ def map_partitions(
     """A pytree of ``function(partition, leaf)`` for each leaf."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten([function(*pair) for pair in zip(partitions, leaves, strict=True)])
+
+
+# ---- How one array lies on the mesh.
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How one array is placed: replicated, partitioned over the shards, or one per shard.
+
+    Attributes:
+      partition: how it is split over the shards; ``None`` if it is not.
+      per_shard: whether each shard has its own array, stored as ``[shards, …]``.
+      groups: with both, the groups within which the array is split: each shard has its slice of
+        its group's array.
+
+    >>> Placement(per_shard=True).stored_shape((3,), number_of_shards=8)
+    (8, 3)
+    """
+
+    partition: Partition | None = None
+    per_shard: bool = False
+    groups: GroupAssignment | None = None
+
+    @property
+    def other_axes(self) -> PartitionSpec:
+        """Its spec on the other axes of the mesh."""
+        return WHOLE if self.partition is None else self.partition.other_axes
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a shard has only a slice of the array."""
+        return self.partition is not None and self.partition.number > 1
+
+    def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
+        """The ``PartitionSpec`` of the stored array, given the shard axes."""
+        if self.per_shard:
+            return PartitionSpec(axes, *self.other_axes)
+        return WHOLE if self.partition is None else self.partition.spec(axes)
+
+    def beside(self, shape: tuple[int, ...], other_axes: PartitionSpec) -> "Placement":
+        """The same, for an array of a shape that is split over other axes, too."""
+        partition = self.partition or Partition(tuple(shape))
+        return dataclasses.replace(
+            self, partition=dataclasses.replace(partition, other_axes=other_axes)
+        )
+
+    def local(self, stored: jax.Array) -> jax.Array:
+        """One shard's array, from its block of the stored array."""
+        return stored[0] if self.per_shard else stored
+
+    def stored(self, local: jax.Array) -> jax.Array:
+        """The inverse of ``local``."""
+        return local[None] if self.per_shard else local
+
+    def stored_shape(self, shape: tuple[int, ...], number_of_shards: int) -> tuple[int, ...]:
+        """The shape of the stored array, given the shape of the array."""
+        if not self.per_shard:
+            return self.partition.packed_shape if self.partition is not None else shape
+        local = self.partition.local_shape if self.partition is not None else shape
+        return (number_of_shards, *local)
+
+    def pack(self, array: jax.Array) -> jax.Array:
+        """The stored array, from the array, or from ``[shards, …]`` if there is one per shard."""
+        if self.partition is None or not self.is_split:
+            return jnp.asarray(array)
+        if self.groups is None:
+            return self.partition.pack(array)
+        number, shape = self.partition.number, self.partition.local_shape
+        if self.partition.axis:
+            parts = jnp.stack(jnp.split(array, number, self.partition.axis + 1), 1)
+        else:
+            parts = jax.vmap(self.partition.pack)(array).reshape(array.shape[0], number, *shape)
+        return parts[np.arange(array.shape[0]), self.groups.position_of]
+
+    def unpack(self, stored: jax.Array) -> jax.Array:
+        """The inverse of ``pack``."""
+        if self.partition is None or not self.is_split:
+            return jnp.asarray(stored)
+        if self.groups is None:
+            return self.partition.unpack(stored)
+        of_groups = stored[self.groups.members]
+        if self.partition.axis:
+            along = self.partition.axis + 1
+            of_groups = jnp.concatenate(list(jnp.moveaxis(of_groups, 1, 0)), along)
+        of_groups = of_groups.reshape(-1, *self.partition.packed_shape)
+        return jax.vmap(self.partition.unpack)(of_groups)[self.groups.group_of]
+
+
+# The placements of a stage's state.
+REPLICATED = Placement()
+"""Every shard has the same value."""
+PER_SHARD = Placement(per_shard=True)
+"""Each shard has a value of its own, stored as ``[shards, …]``."""
+
+
+# ---- How arrays are split over other axes, such as those of a model.
+
+
+def only(spec: Iterable[Any], axes: Iterable[str]) -> PartitionSpec:
+    """The spec of these axes alone, without trailing ``None``s."""
+    kept = [tuple(name for name in _names(entry) if name in axes) or None for entry in spec]
+    while kept and not kept[-1]:
+        kept.pop()
+    return PartitionSpec(*kept)
+
+
+def other_axes_of(
+    tree: Any, mesh: Mesh, axes: Sequence[str], *, in_parts: bool = False
+) -> tuple[PartitionSpec, ...]:
+    """For each array of a pytree its spec on the other axes of the mesh.
+
+    Args:
+      tree: arrays, or types with shardings.
+      mesh: the mesh of the step.
+      axes: its shard axes.
+      in_parts: whether arrays may be split over the shards, since parameters rest in parts.
+
+    Returns:
+      One entry per leaf; empty if no array is split.
+
+    Raises:
+      ArgumentError: an array is on another mesh, or is split over the shards.
+    """
+    found = tuple(
+        _other_axes_of(_name(path[1:]), x, mesh, axes, in_parts)
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    )
+    return found if any(found) else ()
+
+
+def _other_axes_of(
+    name: str, x: Any, mesh: Mesh, axes: Sequence[str], in_parts: bool
+) -> PartitionSpec:
+    sharding = getattr(x, "sharding", None)
+    if sharding is None or sharding.is_fully_replicated:
+        return PartitionSpec()
+    others = [axis for axis in mesh.axis_names if axis not in axes]
+    if in_parts and not others:
+        # It is moved to where it rests, from any devices.
+        return PartitionSpec()
+    spec = getattr(sharding, "spec", None)
+    found = f"{name} is sharded over devices ({sharding if spec is None else spec})"
+    if not others:
+        raise ArgumentError(
+            f"{found}, but in this step every shard has all parameters in full. For parameters "
+            f"that rest in parts write make_train_step(..., params='sharded'). For whole ones "
+            f"replicate it, with jax.device_put(params, NamedSharding(mesh, PartitionSpec())). "
+            f"For a model that is split over an axis, name the shard axes: "
+            f"make_train_step(..., mesh=mesh, axis_name=...)."
+        )
+    if not isinstance(sharding, NamedSharding) or (
+        sharding.mesh.axis_names != mesh.axis_names
+        or getattr(sharding.mesh, "devices", mesh.devices).tolist() != mesh.devices.tolist()
+    ):
+        raise ArgumentError(
+            f"{found}, which is not the mesh of the step, with axes {dict(mesh.shape)}. Write "
+            f"jax.device_put(params, NamedSharding(mesh, spec)), with a spec over "
+            f"{', '.join(others)}."
+        )
+    if only(sharding.spec, axes) and not in_parts:
+        raise ArgumentError(
+            f"{found}, and {', '.join(axes)} is a shard axis: every shard has all parameters. The "
+            f"step itself splits the optimizer state over the shards. Split parameters over "
+            f"{', '.join(others)} only, or leave out of axis_name what splits them; for parameters "
+            f"that rest in parts write make_train_step(..., params='sharded')."
+        )
+    return only(sharding.spec, others)
+
+
+def other_axes_like(
+    state: Any, params: Any, other_axes: Sequence[PartitionSpec]
+) -> tuple[PartitionSpec, ...]:
+    """For each array of an optimizer's state the entry of its parameter, if it has its shape.
+
+    An array belongs to the parameter whose path ends its own, as in ``mu['layer']['kernel']``.
+    """
+    known: dict[tuple[Any, ...], PartitionSpec] = {
+        (*map(str, path), x.shape): own
+        for (path, x), own in zip(
+            jax.tree_util.tree_leaves_with_path(params), other_axes, strict=True
+        )
+        if own
+    }
+
+    def of(path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        names = [*map(str, path)]
+        ends = ((*names[start:], shape) for start in range(len(names) + 1))
+        return next((known[end] for end in ends if end in known), PartitionSpec())
+
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return tuple(of(path, x.shape) if known else PartitionSpec() for path, x in leaves)
+
+
+def check_fits(params: Any, other_axes: Sequence[PartitionSpec], mesh: Mesh) -> None:
+    """Raise unless parameters can be split so on a mesh.
+
+    Raises:
+      ArgumentError: the mesh has no such axis, or a dimension does not divide.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (path, x), own in zip(leaves, other_axes, strict=False):
+        try:
+            NamedSharding(mesh, own).shard_shape(x.shape)
+        except ValueError as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise ArgumentError(
+                f"{_name(path)}, of shape {x.shape}, is split as {own}, which a "
+                f"mesh of {dict(mesh.shape)} cannot: {reason}. For a state of another mesh write "
+                f"step.reshard(other.unshard(state))."
+            ) from error
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "params" + jax.tree_util.keystr(path).removesuffix(".value")
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    if entry is None or isinstance(entry, str):
+        return () if entry is None else (entry,)
+    return tuple(entry)
