@@ -291,7 +291,7 @@ def test_a_majority_is_more_than_half(number: int):
         np.uint32([0, 1, 3, 7]), size=(number, 200), p=(0.1, 0.6, 0.2, 0.1)
     )
     shards = Shards(number, ("shards",))
-    verdict = jax.vmap(lambda own: judge(own, shards, None), axis_name="shards")(words)
+    verdict = jax.vmap(lambda own: judge(own, shards), axis_name="shards")(words)
     verdict = jax.tree.map(np.asarray, verdict)
     for leaf, column in enumerate(words.T):
         ((most, votes),) = collections.Counter(column.tolist()).most_common(1)

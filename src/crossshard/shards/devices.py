@@ -109,7 +109,7 @@ def mesh_for(num_shards: int, mesh: Any) -> Mesh:
     if mesh is None:
         return shard_mesh(num_shards)
     if not isinstance(mesh, Mesh):
-        raise ArgumentTypeError(f"mesh must be a Mesh; got {type(mesh).__name__}.")
+        raise ArgumentTypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
     if num_shards != 1:
         check_number_of_devices(num_shards, mesh)
     warn_of_deadlock(mesh)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import crossshard
-from crossshard.step import leaf as leaves
+from crossshard.step import gather as leaves
 
 LAYERS, WIDTH, HIDDEN, SHARDS = 2, 64, 1024, 8
 
