@@ -8,6 +8,8 @@ import abc
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+from jax.extend.core import Literal
+
 from crossshard import _jax
 
 Fact = TypeVar("Fact")
@@ -106,7 +108,7 @@ def follow(
     known.update(zip(_aligned(jaxpr.invars for jaxpr in opened), inputs, strict=True))
 
     def fact_of(atoms: tuple[Any, ...], equation: Any = None) -> Fact:
-        literals = [atom for atom in atoms if _jax.is_literal(atom)]
+        literals = [atom for atom in atoms if isinstance(atom, Literal)]
         if len(literals) == len(atoms):
             return analysis.literal([literal.val for literal in literals], equation)
         # Variables that were never paired are different values.

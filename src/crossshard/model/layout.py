@@ -94,7 +94,7 @@ class StateLayout:
         """The number of shards."""
         return self.shards.number
 
-    @property
+    @functools.cached_property
     def shards(self) -> Shards:
         """The shards, inside ``shard_map``."""
         return shards_of(self.mesh, self.axes)
