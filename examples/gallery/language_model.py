@@ -84,7 +84,8 @@ def main(optimizer=OPTIMIZER, steps=60, picture=None):
         sizes = held(state.params), held(state.opt_state), sent.bytes_sent
         cells = [f"{size / 1e6:.2f} MB" for size in (*sizes, sent.lower_bound)]
         print("{:27}  {:10}  {:15}  {:13}  {}".format(f"{option}={value!r}", *cells))
-        assert sent.ratio < 1.01
+        # In parts, the backward pass gathers the layers again.
+        assert sent.ratio < (1.5 if option == "params" else 1.01)
     _, curve = train(step, steps, training, held_out)  # in parts
     print(
         "\nstep  held-out loss", *(f"{step:4}  {loss:.3f}" for step, loss in curve), sep="\n"
