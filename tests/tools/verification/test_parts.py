@@ -115,8 +115,8 @@ def test_a_fault_of_sums_in_the_backward_pass_is_named(
     kind, factor, change = FAULTS[name]
     plain = leaves.bucketed_sum
 
-    def wrong(arrays: Any, partitions: Any, shards: Any, groups: Any) -> Any:
-        return plain([change(x, shards) for x in arrays], partitions, shards, groups)
+    def wrong(arrays: Any, partitions: Any, shards: Any) -> Any:
+        return plain([change(x, shards) for x in arrays], partitions, shards)
 
     monkeypatch.setattr(leaves, "bucketed_sum", wrong)
     found = crossshard.verify(sharded(params=rest), params(), batch())
