@@ -108,7 +108,7 @@ def made(optimizer: Any, place: str = "sharded", number: int = N, **options: Any
 
 
 def dealt_of(step: Any, params: Any = PARAMS) -> Any:
-    return layout_of(step, step.init(params)).plan
+    return layout_of(step, step.init(params)).arrays
 
 
 @pytest.mark.parametrize("place", deep_but(["parts"], PLACES))

@@ -58,7 +58,7 @@ class StateLayout:
     Attributes:
       mesh: the mesh.
       axes: its shard axes.
-      plan: how the parameters and the optimizer's state are split, and where the update runs.
+      arrays: how the parameters and the optimizer's state are split, and where the update runs.
       why: the reason for that, in a few words.
       groups: the groups whose parameters differ; ``None`` if all shards have the same.
       pipeline: the pipeline, whose stages have states.
@@ -73,7 +73,7 @@ class StateLayout:
 
     mesh: Mesh
     axes: tuple[str, ...]
-    plan: Arrays
+    arrays: Arrays
     why: str
     groups: GroupAssignment | None
     pipeline: Pipeline
@@ -110,21 +110,21 @@ class StateLayout:
         Args:
           frozen: the arrays that are not trained, or their types.
         """
-        if not self.plan.in_parts:
+        if not self.arrays.in_parts:
             return self.other_axes
-        partitions = *self.plan.params, *self.partitions_of_frozen(frozen)
+        partitions = *self.arrays.params, *self.partitions_of_frozen(frozen)
         in_parts = tuple(each.spec(self.axes) for each in partitions)
         return in_parts + self.other_axes[len(in_parts) :]
 
     def partitions_of_frozen(self, frozen: Any) -> tuple[Partition, ...]:
         """The partition of each array that is not trained: large ones rest as parameters do."""
-        first, leaves = len(self.plan.params), jax.tree.leaves(frozen)
+        first, leaves = len(self.arrays.params), jax.tree.leaves(frozen)
         others = self.other_axes[first : first + len(leaves)] or [WHOLE] * len(leaves)
-        tile = tile_for(self.mesh, self.plan.in_parts)
+        tile = tile_for(self.mesh, self.arrays.in_parts)
 
         def one(x: Any, own: PartitionSpec) -> Partition:
             split = partition_along_axis(x.shape, self.number_of_shards, tile, own)
-            stays = not self.plan.in_parts or not is_inexact(x) or split.is_small
+            stays = not self.arrays.in_parts or not is_inexact(x) or split.is_small
             return Partition(x.shape, other_axes=own) if stays else split
 
         return tuple(map(one, leaves, others))
@@ -140,12 +140,12 @@ class StateLayout:
         """The placement of every array of a state."""
         own = REPLICATED if self.groups is None else PER_SHARD
         params, frozen = _all(own, state.params), _all(REPLICATED, state.frozen)
-        if self.plan.in_parts:
+        if self.arrays.in_parts:
             placed = lambda parts, tree: jax.tree.structure(tree).unflatten(map(Placement, parts))
-            params = placed(self.plan.params, state.params)
+            params = placed(self.arrays.params, state.params)
             frozen = placed(self.partitions_of_frozen(state.frozen), state.frozen)
         model_state = PER_SHARD if state.per_shard else REPLICATED
-        of_inner = [Placement(each, own.per_shard, self.groups) for each in self.plan.state]
+        of_inner = [Placement(each, own.per_shard, self.groups) for each in self.arrays.state]
         inner = jax.tree.structure(state.opt_state.inner_state).unflatten(of_inner)
         opt_state = self.pipeline.placements(state.opt_state, inner)
         arrays: Any = state  # of which each is replaced by its placement
@@ -248,11 +248,11 @@ class StateLayout:
     @functools.cached_property
     def own(self) -> "StateLayout":
         """The same without rows: every array in its own shape, or in slices of it."""
-        plan = self.plan
-        if not isinstance(plan, Owners):
+        arrays = self.arrays
+        if not isinstance(arrays, Owners):
             return self
-        kept = plan.state_in_slices, plan.unread, plan.in_parts
-        return dataclasses.replace(self, plan=Parts(plan.params, plan.shards, None, *kept))
+        kept = arrays.state_in_slices, arrays.unread, arrays.in_parts
+        return dataclasses.replace(self, arrays=Parts(arrays.params, arrays.shards, None, *kept))
 
     def collected(self, state: TrainState) -> TrainState:
         """The state as ``own`` places it."""
@@ -270,15 +270,15 @@ class StateLayout:
     def _moved(
         self, how: str, state: TrainState, one: "StateLayout", other: "StateLayout"
     ) -> TrainState:
-        plan = self.plan
-        if not isinstance(plan, Owners) or not plan.state_blocks:
+        arrays = self.arrays
+        if not isinstance(arrays, Owners) or not arrays.state_blocks:
             return state
         leaves, tree = jax.tree.flatten(state.opt_state.inner_state)
         before, after = (
-            [each.spec(self.axes) for each in layout.plan.state] for layout in (one, other)
+            [each.spec(self.axes) for each in layout.arrays.state] for layout in (one, other)
         )
         run = _jax.shard_map(
-            getattr(plan, how),
+            getattr(arrays, how),
             mesh=self.mesh,
             axis_names=frozenset(self.axes),
             in_specs=(before,),
@@ -417,7 +417,7 @@ class StateLayout:
         shapes = [
             (*leaf.shape[: placement.per_shard], *partition.shape)
             for leaf, placement, partition in zip(
-                jax.tree.leaves(inner), own, self.own.plan.state, strict=True
+                jax.tree.leaves(inner), own, self.own.arrays.state, strict=True
             )
         ]
         _check_shapes("The optimizer state", inner, shapes)

@@ -1,4 +1,4 @@
-"""The current shards, found from the shard context and the bound mesh axes."""
+"""The current shards, found from the shard context and the bound mesh axes, and their groups."""
 
 import dataclasses
 import math

@@ -21,7 +21,7 @@ from crossshard.step.step_function import StepFunction
 
 def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> str:
     """The pipeline, the weight update with its reason, and the arrays with their sizes."""
-    plan, mesh = layout.plan, layout.mesh
+    arrays, mesh = layout.arrays, layout.mesh
     axes = ", ".join(f"{name}: {number}" for name, number in mesh.shape.items())
     kind = layout.model_state
     kept = "one, as the loss returns it" if layout.has_one_state else kind and _KEPT[kind]
@@ -29,12 +29,12 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
     over = f" over {', '.join(layout.axes)}" * bool(layout.unnamed_axes)
     shards = f"{count(layout.number_of_shards, 'shard')}{over} on the mesh ({axes})"
     in_parts, of_frozen = None, "neither differentiated nor sent"
-    if plan.in_parts:
+    if arrays.in_parts:
         in_parts, of_frozen = layout, "not differentiated"
     return "\n".join(
         [
-            function.describe(plan),
-            f"{shards}; weight update {plan.where}: {layout.why}",
+            function.describe(arrays),
+            f"{shards}; weight update {arrays.where}: {layout.why}",
             *_updated(layout, state),
             *_over(function, layout.number_of_shards),
             *_parameters(function, layout, state),
@@ -82,12 +82,12 @@ def _over(function: StepFunction, shards: int) -> list[str]:
 
 def _updated(layout: StateLayout, state: TrainState) -> list[str]:
     """How each parameter is updated, if not all are in the same way."""
-    plan = layout.plan
-    if not isinstance(plan, Owners):
+    arrays = layout.arrays
+    if not isinstance(arrays, Owners):
         return []
-    leafwise, by_text = plan.leafwise, dict[str, list[int]]()
-    for place, partition in enumerate(plan.params):
-        is_owned = place in plan.owned
+    leafwise, by_text = arrays.leafwise, dict[str, list[int]]()
+    for place, partition in enumerate(arrays.params):
+        is_owned = place in arrays.owned
         if place in leafwise.stacked and (is_owned or partition.number > 1):
             text = "layer by layer, each on one shard"
         elif is_owned:
@@ -97,8 +97,8 @@ def _updated(layout: StateLayout, state: TrainState) -> list[str]:
         else:
             text = "whole on every shard"
         by_text.setdefault(text, []).append(place)
-    names = _named(state.params, range(len(plan.params)))
-    of_whole = {i: owner for (i, row), owner in plan.owners.items() if row is None}
+    names = _named(state.params, range(len(arrays.params)))
+    of_whole = {i: owner for (i, row), owner in arrays.owners.items() if row is None}
     owner = lambda i: f" (shard {of_whole[i]})" if i in of_whole else ""
     return [
         f"  updated {text}: {', '.join(names[i] + owner(i) for i in places)}"
@@ -108,7 +108,7 @@ def _updated(layout: StateLayout, state: TrainState) -> list[str]:
 
 def _parameters(function: StepFunction, layout: StateLayout, state: TrainState) -> list[str]:
     """Where the parameters rest, where they are gathered, and where their gradients are summed."""
-    if not any(each.number > 1 for each in layout.plan.params) or not layout.plan.in_parts:
+    if not any(each.number > 1 for each in layout.arrays.params) or not layout.arrays.in_parts:
         whole = f"parameters: {_sizes(state.params, None)}, whole on every shard"
         names = _named(state.params, layout.uses.latest or ())
         summed = f"gradients summed row by row, in the backward pass: {', '.join(names)}"
@@ -118,14 +118,14 @@ def _parameters(function: StepFunction, layout: StateLayout, state: TrainState) 
         why = "since a stage needs each shard's own gradient"
         return [*lines, f"  all are gathered at once, at the start of the step, {why}"]
     uses = layout.uses.latest
-    if uses is None and any(each.travels_alone for each in layout.plan.params):
+    if uses is None and any(each.travels_alone for each in layout.arrays.params):
         return [
             *lines,
             "  where each is gathered is known once the step has been lowered, or called",
         ]
     by_text: dict[str, list[int]] = {}
     for place, (partition, x) in enumerate(
-        zip(layout.plan.params, jax.tree.leaves(state.params), strict=True)
+        zip(layout.arrays.params, jax.tree.leaves(state.params), strict=True)
     ):
         text = _gathered(function, partition, x, (uses or {}).get(place))
         by_text.setdefault(text, []).append(place)

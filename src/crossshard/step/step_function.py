@@ -81,7 +81,7 @@ class StepFunction:
     ) -> tuple[TrainState, dict[str, Any]]:
         context = self._context(layout, batch)
         # XLA splits the work of an update that needs whole arrays: it runs outside of shard_map.
-        is_global = isinstance(layout.plan, Global)
+        is_global = isinstance(layout.arrays, Global)
         at_use = self._at_use(layout, state, context)
         work = self.loss.work(layout, state, batch, at_use, self._scale)
 
@@ -192,14 +192,14 @@ class StepFunction:
 
     def _context(self, layout: StateLayout, batch: Any) -> StageContext:
         shards = layout.shards
-        is_global, weight = isinstance(layout.plan, Global), self.loss.weight
+        is_global, weight = isinstance(layout.arrays, Global), self.loss.weight
         parts = self.loss.parts(shards.number)
         context = StageContext(
             shards,
             layout.groups,
-            arrays=layout.plan,
+            arrays=layout.arrays,
             divisor=self.pipeline.divisor(parts),
-            unread=layout.plan.unread,
+            unread=layout.arrays.unread,
             examples=self.loss.number_of_rows(batch) // parts if weight is None else 1,
             skips_by_loop=layout.groups is None and not is_global and shards.platform == "cpu",
             apply_updates=True,
@@ -207,12 +207,12 @@ class StepFunction:
         return self.loss.in_context(context)
 
     def _at_use(self, layout: StateLayout, state: TrainState, context: StageContext) -> AtUse:
-        plan, pipeline = layout.plan, self.pipeline
+        arrays, pipeline = layout.arrays, self.pipeline
         return AtUse(
-            plan.params,
+            arrays.params,
             context.shards,
             context.groups,
-            plan.in_parts,
+            arrays.in_parts,
             context.unread,
             pipeline.reduce_dtype,
             self.gather_dtype,
@@ -246,7 +246,7 @@ class StepFunction:
         if not is_global:
             return Progress(layout.specs(state), aux, of_group)
         of_part = lambda part, _: PartitionSpec(*only(part.spec(names), names))
-        split = map_partitions(of_part, layout.plan.params, state.params)
+        split = map_partitions(of_part, layout.arrays.params, state.params)
         gradients = Gradients(split, {"value": whole}, whole, whole, whole, whole)
         return Progress(layout.specs(state), aux, of_group, gradients)
 
@@ -264,12 +264,12 @@ class StepFunction:
 
     # Texts and metrics.
 
-    def describe(self, plan: Arrays | None = None) -> str:
+    def describe(self, arrays: Arrays | None = None) -> str:
         """The stages in the order in which they run, in one line."""
         return self.pipeline.describe(
-            ("update",) if plan is None else plan.steps,
+            ("update",) if arrays is None else arrays.steps,
             weighted=self.loss.weight is not None,
-            in_parts=plan is not None and plan.in_parts,
+            in_parts=arrays is not None and arrays.in_parts,
             of_loss=self.loss.gradient,
             microbatches=self.loss.accumulate_steps,
         )
@@ -308,9 +308,9 @@ class StepFunction:
 
 def to_read(layout: StateLayout, state: TrainState) -> AtUse:
     """How one shard gets parameters that it only reads."""
-    plan = layout.plan
+    arrays = layout.arrays
     frozen = use_of_frozen(layout, state.frozen)
-    return AtUse(plan.params, layout.shards, in_parts=plan.in_parts, frozen=frozen)
+    return AtUse(arrays.params, layout.shards, in_parts=arrays.in_parts, frozen=frozen)
 
 
 def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) -> AtUse | None:

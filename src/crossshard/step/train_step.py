@@ -120,8 +120,8 @@ class TrainStep:
     def __repr__(self) -> str:
         config = self._config
         axes = ", ".join(f"{name}: {size}" for name, size in config.mesh.shape.items())
-        plan = None if self._latest is None else self._latest[0].plan
-        return f"TrainStep({config.loss.name} on {axes}; {config.function.describe(plan)})"
+        arrays = None if self._latest is None else self._latest[0].arrays
+        return f"TrainStep({config.loss.name} on {axes}; {config.function.describe(arrays)})"
 
     def __str__(self) -> str:
         config = self._config

@@ -54,7 +54,7 @@ class BatchLoss(StepLoss):
         found, axes = self._of_batch(layout, state, batch, at_use, scale(state)), layout.axes
         whole, of_one = PartitionSpec(), lambda each, _: only(each.spec(axes), axes)
         given = found.loss, found.values, found.model_state, found.terms
-        specs = whole, map_partitions(of_one, layout.plan.params, found.values), whole, whole
+        specs = whole, map_partitions(of_one, layout.arrays.params, found.values), whole, whole
 
         def of_shard(before: TrainState, given: Any, weight: Any) -> tuple[LocalResult, Any]:
             del weight
@@ -72,7 +72,7 @@ class BatchLoss(StepLoss):
         Gradients of which each shard updates a slice come in these slices, so that XLA may sum into
         them what its devices computed.
         """
-        partitions, at_use = layout.plan.params, on_all_rows(at_use, layout)
+        partitions, at_use = layout.arrays.params, on_all_rows(at_use, layout)
         assert at_use.on_mesh is not None
 
         def compute(state: TrainState, batch: Any, scale: Any) -> LocalResult:
