@@ -21,18 +21,26 @@ from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.update.optimize import takes_value
-from crossshard.step.config import StepConfig
-from crossshard.step.losses.loss import StepLoss
-from crossshard.step.options import OPTIMIZER, PREPROCESS
-from crossshard.step.step_function import StepFunction
+from crossshard.step.function import StepConfig
+from crossshard.step.losses.rows import StepLoss
+from crossshard.step.state import OPTIMIZER, PREPROCESS
 
 # The parts of a step, and of each the fields that are not compared. All others are, so that a new
 # one is: whoever adds one that changes nothing of what a state becomes writes it down here.
 NOT_COMPARED: dict[type, set[str]] = {
-    # Where arrays are, which a restore changes. What is trained the arrays tell.
-    StepConfig: {"mesh", "outer_mesh", "axes", "weight_update", "in_parts", "donate", "wrt"},
-    # A name, and what only looks.
-    StepFunction: {"name", "sentinel"},
+    # Where arrays are, which a restore changes. What is trained the arrays tell. And a name, and
+    # what only looks.
+    StepConfig: {
+        "mesh",
+        "outer_mesh",
+        "axes",
+        "weight_update",
+        "in_parts",
+        "donate",
+        "wrt",
+        "name",
+        "sentinel",
+    },
     # The user's code and what it takes; what becomes of metrics; what is known of a trace; and
     # what the reduction tells.
     StepLoss: {

@@ -10,7 +10,7 @@ from crossshard.checkpoints.manifest import NOT_BATCH, ON, Fingerprint, Manifest
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import STAGES
-from crossshard.step.options import AVERAGE, MASTERS, OPTIMIZER, key_of, said
+from crossshard.step.state import AVERAGE, MASTERS, OPTIMIZER, key_of, said
 
 _ADVICE = "Build the step as it was when it was saved"
 _ANYWAY = "restore_latest(state, strict=False), which keeps what fits"

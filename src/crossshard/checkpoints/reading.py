@@ -25,7 +25,7 @@ from crossshard.distributed.agreement import exchange
 from crossshard.errors import CheckpointMismatchError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.step.options import NEW, completed
+from crossshard.step.state import NEW, completed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from crossshard.shards.batch_axes import (
 )
 from crossshard.shards.devices import number_of_shards
 from crossshard.shards.put import own_parts, put
-from crossshard.step.weight import SumOf, Weight, weight_of
+from crossshard.step.microbatches import SumOf, Weight, weight_of
 
 
 def check_entries(batch_axis: Any, names: Any, weight: Weight | None) -> BatchAxes:

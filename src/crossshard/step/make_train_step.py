@@ -25,16 +25,13 @@ from crossshard.pipeline.stages.weigh import check_weighable
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
 from crossshard.shards.devices import mesh_and_axes, number_of_shards
 from crossshard.step.batches import check_entries
-from crossshard.step.config import StepConfig
+from crossshard.step.function import StepConfig
 from crossshard.step.losses.batch import BatchLoss
-from crossshard.step.losses.loss import LossOver, RngPer, StepLoss, check_rng_per
-from crossshard.step.losses.rows import RowsLoss
+from crossshard.step.losses.rows import LossOver, RngPer, StepLoss, check_rng_per
 from crossshard.step.losses.virtual import InOrder, VirtualLoss, check_virtual_shards
-from crossshard.step.microbatches import check_aux_reduction
+from crossshard.step.microbatches import check_aux_reduction, check_weight
 from crossshard.step.refusals import check_together
-from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep
-from crossshard.step.weight import check_weight
 
 
 class StepOptions(Options, total=False):
@@ -254,7 +251,7 @@ def make_train_step(
         loss = VirtualLoss(**of_loss, same_bits=virtual)
         pipeline = pipeline.with_options(aggregator=InOrder(virtual))
     else:
-        loss = BatchLoss(**of_loss) if over is LossOver.BATCH else RowsLoss(**of_loss)
+        loss = BatchLoss(**of_loss) if over is LossOver.BATCH else StepLoss(**of_loss)
     if isinstance(pipeline.aggregator, FewBits):
         pipeline.aggregator.check_axes(axes, pipeline.groups)
     sentinel = check_divergence_options(
@@ -267,12 +264,21 @@ def make_train_step(
             f"rest in parts; those that are whole it would round for good. Pass "
             f"params='sharded', or, for weights of 16 bits, master_dtype='float32'."
         )
-    function = StepFunction(loss, pipeline, wrapped.name, sentinel, gather_dtype)
-    sharding = WeightUpdate.SHARDED if in_parts else sharding
-    donates = _check.flag("donate", donate)
-    inner = _mesh.with_automatic_axes(where)
-    chosen = axes, sharding, in_parts, check_wrt(wrt), donates
-    return TrainStep(StepConfig(function, inner, where, *chosen))
+    config = StepConfig(
+        loss,
+        pipeline,
+        wrapped.name,
+        sentinel,
+        gather_dtype,
+        _mesh.with_automatic_axes(where),
+        where,
+        axes,
+        WeightUpdate.SHARDED if in_parts else sharding,
+        in_parts,
+        donate=_check.flag("donate", donate),
+        wrt=check_wrt(wrt),
+    )
+    return TrainStep(config)
 
 
 def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:

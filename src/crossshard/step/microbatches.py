@@ -1,5 +1,6 @@
-"""Microbatches: what a shard computes from its rows, in several pieces; and what becomes of aux."""
+"""What a shard computes from its rows, in several pieces: how much each counts, and their aux."""
 
+import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,14 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard import _check
+from crossshard import _check, _jax
+from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.mean import MeanSums
+from crossshard.gradients.mean import Mean, MeanSums, counts_of, part_of_mean
 from crossshard.gradients.scalars import is_inexact, is_number
+from crossshard.jaxprs.dependence import depends
 from crossshard.pipeline.means import average, to_average, to_sum
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, add, mean
+from crossshard.pipeline.stages.weigh import as_weight
+from crossshard.shards.axes import Shards
 from crossshard.shards.batch_axes import BatchAxes
+from crossshard.shards.groups import GroupAssignment, size_of_group
 
 
 class LocalResult(NamedTuple):
@@ -284,3 +290,169 @@ def _check_reducible(path: Any, leaf: Any, reduction: AuxReduction) -> None:
         f"aux{jax.tree_util.keystr(path)} is {dtype}, of which a step takes no {reduction}. Pass "
         f"aux_reduction={instead}."
     )
+
+
+Weight = Callable[[Any], Any]
+
+
+def check_weight(weight: Any) -> Weight | None:
+    """The weight function of the ``weight`` argument: from a shard's batch to its weight.
+
+    Raises:
+      ArgumentTypeError: ``weight`` is neither a function nor the name of an entry.
+    """
+    if weight is None or callable(weight):
+        return weight
+    if isinstance(weight, str):
+        return SumOf(weight)
+    raise ArgumentTypeError(
+        f"weight must be the name of the batch's entry that counts examples or tokens, or a "
+        f"function from a shard's batch to its weight; got {_check.described(weight)}."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class SumOf:
+    """The sum of one entry of the batch, such as a mask."""
+
+    key: str
+
+    def __call__(self, batch: Any) -> Any:
+        if not isinstance(batch, dict) or self.key not in batch:
+            known = list(batch) if isinstance(batch, dict) else type(batch).__name__
+            raise ArgumentError(
+                f"weight={self.key!r} names an entry of the batch, but the batch has {known}."
+            )
+        return jnp.sum(jnp.asarray(batch[self.key], float))
+
+
+def check_weight_is_read(
+    weight: Weight, batch: Any, loss: Callable[[Any, Any], Any], params: Any
+) -> None:
+    """Raise if a loss does not read the entry of the batch that counts its rows.
+
+    Args:
+      weight: the weight function.
+      batch: one shard's rows of the batch.
+      loss: the loss as a function of the batch and the parameters.
+      params: the parameters, or their types.
+
+    Raises:
+      ArgumentError: the loss does not read the entry, so rows of weight 0 count in it.
+    """
+    if not isinstance(weight, SumOf):
+        return
+    key = weight.key
+    # Raises if there is no such entry.
+    jax.eval_shape(weight, batch)
+    of_entry = lambda entry, params: loss({**batch, key: entry}, params)
+    if not depends(of_entry, batch[key], params):
+        raise ArgumentError(
+            f"weight={key!r} means that batch[{key!r}] counts rows, but the loss does not read it, "
+            f"so rows of weight 0, such as those of padding, count in its mean. Write "
+            f"(loss_of_rows * batch[{key!r}]).sum() / batch[{key!r}].sum(). If the loss leaves "
+            f"such rows out on its own, pass weight=lambda batch: batch[{key!r}].sum()."
+        )
+
+
+def weight_of(weight: Weight, batch: Any) -> jax.Array:
+    """float[]: the weight of one shard's rows of the batch; for errors see ``as_weight``."""
+    return as_weight(weight(batch), "weight returned")
+
+
+# The counts of each term, and the model state after the rows that have them, of the rows of one
+# piece, given the model state before and the index of the microbatch.
+CountOfPiece = Callable[[Any, Any, Any], tuple[tuple[Any, ...], Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting:
+    """How the counts of a ``Mean`` are summed over the parts of the batch.
+
+    Attributes:
+      shards: the shards that have them.
+      groups: the groups that reduce independently; ``None`` for all shards.
+      pieces: how many parts each shard has.
+      weight: float[], 0 if this shard is left out, else 1; ``None`` if none is.
+      counts: float[] of each term, of the whole batch; ``None`` if each shard has one part, which
+        sums them where they are computed.
+    """
+
+    shards: Shards
+    groups: GroupAssignment | None
+    pieces: int
+    weight: Any = None
+    counts: tuple[Any, ...] | None = None
+
+    def part(self, mean: Mean) -> jax.Array:
+        """The loss of one part, so that the mean of the parts' losses is that of the batch."""
+        counts = self.counts or self.over_shards(jnp.stack(counts_of(mean)))
+        parts = size_of_group(self.groups, self.shards.number)
+        if self.weight is not None:
+            parts = sum_over_shards(self.weight, self.shards.within(self.groups))
+        return part_of_mean(mean, counts, parts * self.pieces)
+
+    def over_shards(self, counts: jax.Array) -> tuple[Any, ...]:
+        """The sum of a shard's counts over the shards that are not left out."""
+        own = lax.stop_gradient(counts)
+        own = own if self.weight is None else jnp.where(self.weight != 0, own, 0)
+        return tuple(sum_over_shards(own, self.shards.within(self.groups)))
+
+    def with_counts(self, counts: Any) -> "Counting":
+        """The same, where the counts are known."""
+        return dataclasses.replace(self, counts=counts)
+
+    def in_order(self, counts: jax.Array) -> tuple[Any, ...]:
+        """The sum over virtual shards, ``[of this shard, terms]``, the same for any number."""
+        each = len(counts)
+        every = jnp.zeros((self.shards.number, *counts.shape), counts.dtype)
+        every = sum_over_shards(every.at[self.shards.index()].set(counts), self.shards)
+        rows = list(every.reshape(self.shards.number * each, -1))
+        while len(rows) > 1:
+            odd = rows[len(rows) // 2 * 2 :]
+            pairs = zip(rows[::2], rows[1::2], strict=False)
+            rows = [one + other for one, other in pairs] + odd
+        return tuple(rows[0])
+
+
+def counts_of_pieces(count: CountOfPiece, number: int, pieces: Any, model_state: Any) -> jax.Array:
+    """float[terms]: what the microbatches of a shard, or of a virtual one, count together.
+
+    Args:
+      count: computes the counts of one.
+      number: how many there are.
+      pieces: their rows, stacked.
+      model_state: the state before the first.
+    """
+
+    def one(before: Any, piece: Any) -> tuple[Any, Any]:
+        counts, after = count(piece[1], before, piece[0])
+        as_stored = jax.tree.map(lambda x, y: x.astype(y.dtype), after, before)
+        return as_stored, jnp.stack(counts)
+
+    return lax.scan(one, model_state, (jnp.arange(number), pieces))[1].sum(0)
+
+
+def pruned(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, computed without what it does not need for that."""
+    jaxpr, types = jax.make_jaxpr(function, return_shape=True)(*args)
+    run = _jax.as_function(_jax.without_unread(jaxpr))
+    return jax.tree.unflatten(jax.tree.structure(types), run(*jax.tree.leaves(args)))
+
+
+def check_takes_mean(*, weight: Any, is_summed: bool) -> None:
+    """Raise if a loss that returns a ``Mean`` contradicts the step.
+
+    Raises:
+      ArgumentError: it does.
+    """
+    if weight is not None:
+        raise ArgumentError(
+            "The loss returns a Mean, which says what its rows count, and weight= says it again. "
+            "Leave weight out."
+        )
+    if is_summed:
+        raise ArgumentError(
+            "The loss returns a Mean, which is a mean over the whole batch, and the optimizer's "
+            "reduction is SUM, which adds up the losses of shards. Use reduction='mean'."
+        )

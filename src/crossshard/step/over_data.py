@@ -24,9 +24,10 @@ from crossshard.shards.cut import only
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.shards.put import put
 from crossshard.step.batches import BatchShardings, check_rows
-from crossshard.step.config import StepConfig
+from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
-from crossshard.step.weight import SumOf
+from crossshard.step.losses.rows import with_frozen
+from crossshard.step.microbatches import SumOf
 
 
 class ToRead(NamedTuple):
@@ -192,7 +193,7 @@ class OverData:
             params, frozen, model_state = arrays
 
             def run(params: Any) -> Any:
-                return at_use.with_frozen(functools.partial(of_model, params), frozen)
+                return with_frozen(at_use, functools.partial(of_model, params), frozen)
 
             def of_model(params: Any, frozen: Any) -> Any:
                 model = combine(skeleton, params, frozen, model_state)

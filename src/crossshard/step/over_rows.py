@@ -1,14 +1,22 @@
-"""Checks that the loss of a step is a mean over rows, so that the shards' mean is the batch's."""
+"""Whether a loss is a mean over rows, so that the shards' mean is the batch's; and rowwise."""
 
 import dataclasses
+import functools
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from crossshard.errors import LossError
-from crossshard.gradients.mean import Mean, Term
+from crossshard import _check, _jax
+from crossshard._annotations import PyTree
+from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
+from crossshard.gradients.mean import Mean, Moved, Term, with_moved
+from crossshard.jaxprs.divisor import agree, value_in
+from crossshard.jaxprs.kernels import Assumptions
 from crossshard.jaxprs.mean_over_rows import (
     ADDS_SHARDS,
     ADDS_UNLIKE,
@@ -16,32 +24,84 @@ from crossshard.jaxprs.mean_over_rows import (
     SAME_NOISE,
     Finding,
     OverRows,
+    assuming,
+    by_itself,
+    facts_of,
     found,
     is_free,
     is_mean,
     is_sum,
 )
 from crossshard.jaxprs.row_facts import Free, Total
-from crossshard.step.weight import (
-    AS_MEAN,
-    Divisor,
-    SumOf,
-    Weight,
-    is_exact,
-    name_of,
-    not_of_the_batch,
-)
+from crossshard.shards.batch_axes import BatchAxes, join
+from crossshard.step.microbatches import SumOf, Weight
 
 # What a part of a Mean has to be.
 A_SUM = "a sum over the rows"
+
+
 A_MEAN = "the same for any rows, or a mean over them"
+
+
 THE_SAME = "the same for any rows"
+
+
 # Of a recurrent network over [time, rows, …].
 _OTHER_AXIS = "If the rows are along another axis, write batch_axis=1, or its number. "
-_WAYS_ON = (
+
+
+WAYS_ON = (
     "Write loss_over='batch', and the loss is given all rows; or loss_over='shard', if each "
     "shard's own loss is meant."
 )
+# So little behind a count float32 rounds off.
+_ROUNDED = 1e-6
+
+
+AS_MEAN = (
+    "Return the two sums, which are then added up over all shards before they are divided:\n"
+    "    total, count = (losses * mask).sum(), mask.sum()\n"
+    "    return crossshard.Mean(total, count)\n"
+    "and leave weight out."
+)
+
+
+class Arguments(NamedTuple):
+    """What a loss is computed from.
+
+    Attributes:
+      given: the rows of the batch, and their keys.
+      whole: the entries of the batch that have no rows.
+      both: the parameters, trained and frozen.
+      of_all: the model state, if all shards have the same.
+      own: the key of the shard, and its model state.
+    """
+
+    given: Any
+    whole: Any
+    both: Any
+    of_all: Any
+    own: Any
+
+
+def types_of(tree: Any) -> tuple[Any, ...]:
+    """The structure of a pytree, and the types of its leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+
+
+class Divisor(NamedTuple):
+    """The sum over rows that divides a loss.
+
+    Attributes:
+      of_batch: computes it, float[], from a batch.
+      is_of_piece: whether of a piece.
+      is_weight: whether the weight is shown to be it, or it times a constant, for any batch.
+    """
+
+    of_batch: Callable[[Any], Any]
+    is_of_piece: bool
+    is_weight: bool
 
 
 class Doubt(NamedTuple):
@@ -70,7 +130,7 @@ class UndecidedError(LossError):
         self.doubt, self.divisor = doubt, divisor
         super().__init__(
             f"{doubt.sentence} The first call of the step checks it by numbers; a step that is "
-            f"lowered or traced before that has none. {_WAYS_ON}"
+            f"lowered or traced before that has none. {WAYS_ON}"
         )
 
 
@@ -147,39 +207,91 @@ class OverRowsRecord:
             shown = "in the first batch weight= is what it divides by"
         return f"{self.latest}" + f"; {shown}" * is_shown
 
+    def look(
+        self,
+        skeleton: Any,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        traced: tuple[Any, Any],
+        batch_axes: BatchAxes,
+        *,
+        times: int,
+        shards: Any,
+        weight: Weight | None,
+        summed: bool,
+        microbatches: int,
+    ) -> tuple[Finding, Divisor | None]:
+        """What a loss is in its rows, and what divides it.
 
-def check_over_rows(
+        Args:
+          skeleton: the static part of the model.
+          function: the loss, as a function of its arguments.
+          arguments: these.
+          traced: its jaxpr, and the tree of what it returns.
+          batch_axes: along which axes the arrays of the batch have their rows.
+          times: of how many pieces the batch is.
+          shards: the axes of the shards, if they have names.
+          weight: the weight function of the step, if it has one.
+          summed: whether the shards' losses are added up.
+          microbatches: how many of a shard are averaged.
+
+        Raises:
+          LossError: the mean over the shards would not be the loss of the whole batch.
+          UndecidedError: that is not known.
+        """
+        (rows, keys), whole = arguments.given, arguments.whole
+        key = skeleton, times, *types_of(arguments)
+        if key not in self.known:
+            axes = batch_axes.of_rows(rows)
+            first, tree = traced
+            # Its outputs are the first of them.
+            of_loss = jax.tree.unflatten(tree, range(tree.num_leaves)).loss
+            named_in: list[Any] = []
+            assumed = Assumptions()
+            facts = facts_of(
+                function,
+                *arguments[:-1],
+                own=arguments.own,
+                axes=[*axes, *[0] * len(jax.tree.leaves(keys))],
+                times=times,
+                first=first,
+                shards=shards,
+                only=len(jax.tree.leaves(of_loss)),
+                named_in=named_in,
+                assumed=assumed,
+            )
+            finding = finding_of(jax.tree.unflatten(jax.tree.structure(of_loss), facts))
+            finding = by_itself(assuming(finding, assumed), named_in[0])
+            self.known[key] = finding
+            if finding.kind is OverRows.RATIO and weight is not None:
+                self.divisors[key] = divisor_of(
+                    finding, named_in[0], arguments, batch_axes.split, weight
+                )
+            if finding.kind is OverRows.MEAN and weight is not None:
+                check_weight_of_mean(weight, rows, whole, axes=axes, times=times)
+        finding, divisor = self.known[key], self.divisors.get(key)
+        self.latest = finding
+        _check_over_rows(finding, rows, weight, summed, microbatches, self, divisor)
+        return finding, divisor
+
+
+def _check_over_rows(
     finding: Finding,
     rows: Any,
-    *,
     weight: Weight | None,
     summed: bool,
     microbatches: int,
     record: OverRowsRecord,
     divisor: Divisor | None,
 ) -> None:
-    """Raise if a loss is no mean over rows.
-
-    Args:
-      finding: what its trace shows.
-      rows: the rows of the batch.
-      weight: the weight function of the step, if it has one.
-      summed: whether the shards' losses are added up.
-      microbatches: how many of a shard are averaged.
-      record: what numbers have shown.
-      divisor: what divides the loss, if that is known.
-
-    Raises:
-      LossError: the mean over the shards would not be the loss of the whole batch.
-      UndecidedError: that is not known.
-    """
+    """Raise if a loss is no mean over rows, or nobody knows; see ``OverRowsRecord.look``."""
     where = f" ({finding.source})" if finding.source else ""
     if finding.kind is OverRows.COMPARED and finding.reason == SAME_NOISE:
         raise LossError(
             f"The loss draws {finding.reason}{where}, so that rows of several shards get the same "
             f"numbers, and all rows of the batch would not. Let the loss take a key as its last "
             f"parameter, rng, which is each shard's own; or keep the key in "
-            f"model_state='per_shard'. {_WAYS_ON}"
+            f"model_state='per_shard'. {WAYS_ON}"
         )
     # Where two quotients may divide by the same sum, numbers would have to tell them apart.
     if finding.kind is not OverRows.MEAN and finding.reason == ADDS_UNLIKE:
@@ -192,7 +304,7 @@ def check_over_rows(
             f"mean of the shards' losses is not that of the whole batch. Leave the number of rows "
             f"out of the regulariser. Return each quotient as a Mean, and add them up: "
             f"crossshard.Mean(total, count) + crossshard.Mean(other, its_count); a mean over rows "
-            f"is Mean(losses.sum(), losses.size). Or: {_WAYS_ON}"
+            f"is Mean(losses.sum(), losses.size). Or: {WAYS_ON}"
         )
     if finding.kind is OverRows.COMPARED and finding.reason == ADDS_SHARDS:
         raise LossError(
@@ -204,13 +316,13 @@ def check_over_rows(
         raise LossError(
             f"The loss returns a Mean, and {finding.of} {finding.reason}{where}. Return the sum "
             f"over the rows and how many count in it, Mean((losses * mask).sum(), mask.sum()), and "
-            f"no mean or quotient of them; where nothing counts, the Mean is 0. Or: {_WAYS_ON}"
+            f"no mean or quotient of them; where nothing counts, the Mean is 0. Or: {WAYS_ON}"
         )
     if finding.kind is OverRows.COMPARED:
         raise LossError(
             f"The loss compares rows of the batch: {finding.reason}{where}. Each shard has its own "
             f"rows, so that the mean of the shards' losses is not that of the whole batch. "
-            f"{_OTHER_AXIS if finding.reason == MEETS_EARLIER else ''}{_WAYS_ON}"
+            f"{_OTHER_AXIS if finding.reason == MEETS_EARLIER else ''}{WAYS_ON}"
         )
     if finding.kind is OverRows.UNDECIDED:
         what = "the loss is a mean over the rows of the batch"
@@ -251,59 +363,6 @@ def _ask_numbers(
         raise UndecidedError(doubt, divisor)
 
 
-def not_by_numbers(
-    doubt: Doubt, rows: str, together: float, mean: float, gradients: float = 0.0
-) -> LossError:
-    """The error for a loss of which numbers do not show that it is a mean over rows.
-
-    Args:
-      doubt: what its trace does not decide.
-      rows: whose rows were taken together.
-      together: the loss of these rows.
-      mean: the mean of the shards' own losses.
-      gradients: how far the gradients are apart, relative to the largest; 0 if not compared.
-    """
-    numbers = f"of rows of {rows} the loss is {together:.6g}, and the mean of the shards' losses "
-    numbers += f"is {mean:.6g}"
-    if gradients:
-        numbers += f"; the gradients are {gradients:.2g} of the largest apart"
-    if not all(map(math.isfinite, (together, mean, gradients))):
-        return LossError(
-            f"{doubt.sentence} And numbers that are not finite cannot show it: {numbers}. Make "
-            f"them finite in the first call. Or: {_WAYS_ON}"
-        )
-    return LossError(f"{doubt.sentence} And by numbers it is not so: {numbers}. {_WAYS_ON}")
-
-
-def not_alone(doubt: Doubt, operation: str, change: str, apart: float) -> LossError:
-    """The error for an operation that does not compute each row alone.
-
-    Args:
-      doubt: what the trace of the loss does not decide.
-      operation: what it is.
-      change: what was changed of the rows.
-      apart: how far that changed its results, relative to them; of integers, how many.
-    """
-    if not math.isfinite(apart):
-        return LossError(
-            f"{doubt.sentence} And numbers that are not finite cannot show it of {operation}. Make "
-            f"them finite in the first call. Or: {_WAYS_ON}"
-        )
-    return LossError(
-        f"{doubt.sentence} And by numbers it is not so: of the same rows {change}, the results of "
-        f"{operation} are {apart:.2g} of their size apart. {_WAYS_ON}"
-    )
-
-
-def not_of_other_rows(doubt: Doubt, error: Exception) -> LossError:
-    """The error for a loss that raises one when it is given some of a shard's rows."""
-    said = str(error).partition("\n")[0]
-    return LossError(
-        f"{doubt.sentence} And it cannot be computed of half of a shard's rows, to compare "
-        f"numbers: {type(error).__name__}: {said:.200} {_WAYS_ON}"
-    )
-
-
 def _check_weight(
     finding: Finding,
     where: str,
@@ -313,7 +372,7 @@ def _check_weight(
     record: OverRowsRecord,
 ) -> None:
     """Raise unless the weight is the sum by which a ratio divides."""
-    entry = name_of(rows, finding.entry)
+    entry = _name_of(rows, finding.entry)
     if weight is None:
         passed = f"Pass weight={entry!r}, which is how much a shard counts. Or: " if entry else ""
         raise LossError(
@@ -333,3 +392,211 @@ def _check_weight(
     if not divisor.is_weight:
         what = f"Nothing proves that weight= is what the loss divides by{where}."
         _ask_numbers(finding, what, rows, record, divisor)
+
+
+def divisor_of(
+    finding: Finding,
+    jaxpr: Any,
+    arguments: Arguments,
+    split: Callable[[Any], tuple[Any, Any]],
+    weight: Weight,
+) -> Divisor | None:
+    """What divides a loss that is a ratio of two sums; ``None`` if more than the batch says it.
+
+    Args:
+      finding: what its trace shows.
+      jaxpr: the trace that this is of.
+      arguments: what the loss of a piece is computed from, or the types of that.
+      split: splits a batch into its rows, and its entries that have none.
+      weight: the weight of the step.
+    """
+    (rows, keys), whole, *_ = arguments
+    sizes = [len(jax.tree.leaves(each)) for each in (rows, keys, whole)]
+    value = None if finding.by is None else value_in(jaxpr, finding.by)
+    after = sizes[0] + sizes[1]
+    places = [*range(sizes[0]), *range(after, after + sizes[2])]
+    if value is None or not set(value.reads) <= set(places):
+        return None
+    read = [places.index(place) for place in value.reads]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals]
+    is_of_piece = [x.shape for x in types] == [jnp.shape(x) for x in jax.tree.leaves(arguments)]
+
+    def of_batch(batch: Any) -> Any:
+        leaves = jax.tree.leaves(split(batch))
+        return value.compute(*(leaves[place] for place in read))
+
+    of = lambda tree, found: jax.tree.unflatten(jax.tree.structure(tree), found)
+    all_rows, all_whole = of(rows, types[: sizes[0]]), of(whole, types[after : after + sizes[2]])
+    given = join(all_rows, all_whole)
+    is_weight = isinstance(weight, SumOf) and _name_of(rows, finding.entry) == weight.key
+    of_weight = lambda batch: jnp.asarray(weight(batch), float)
+    return Divisor(of_batch, is_of_piece, is_weight or agree(of_weight, of_batch, given))
+
+
+def is_exact(finding: Finding) -> bool:
+    """Whether the mean that is weighed by the divisors of the shards is that of the batch.
+
+    So it is unless what the loss does behind the sum changes a shard's and not that of the batch.
+    """
+    if finding.moved == "guard":
+        # By which number a shard was divided that counts nothing tells what it has above.
+        return not (finding.bound and math.isfinite(finding.bound))
+    small = {"": 0.0, "max": 1.0, "plus": _ROUNDED}[finding.moved]
+    return not finding.moved or (finding.counts and abs(finding.bound) <= small)
+
+
+def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: Any) -> Mean:
+    """A piece's ratio as the ``Mean`` that it is; the last of its terms has the weight alone."""
+    moved, count = Moved(finding.moved, finding.bound, not finding.power), divisor.of_batch(batch)
+    by = lax.stop_gradient(moved(count))
+    wide = loss.astype(jnp.promote_types(loss.dtype, by.dtype))
+    return with_moved(Mean(wide * by, count), moved) + 0.0 * Mean(0.0, weight, "weight")
+
+
+def check_weight_of_mean(weight: Weight, rows: Any, whole: Any, **how: Any) -> None:
+    """Raise unless the weight of a loss that is a mean over rows is the same for all shards.
+
+    Args:
+      weight: the weight.
+      rows: the rows of a piece of the batch, or their types.
+      whole: the entries that have none.
+      **how: the axes of the rows, and of how many pieces the batch is, as of ``facts_of``.
+
+    Raises:
+      LossError: some shards would count more than others.
+    """
+    of = lambda rows, whole, own: jnp.asarray(weight(join(rows, whole)), float)
+    (fact,) = facts_of(of, rows, whole, **how)
+    if isinstance(fact, Free) and not fact.own:
+        return
+    if isinstance(weight, SumOf):
+        entry = f"batch[{weight.key!r}]"
+        raise LossError(
+            f"The loss is a mean over rows, in which all rows count the same, and "
+            f"weight={weight.key!r} lets a shard count as the sum of {entry}. Divide by that sum: "
+            f"(losses * {entry}).sum() / {entry}.sum(). Or leave weight out."
+        )
+    raise LossError(
+        f"The loss is a mean over rows, in which all rows count the same, and weight= lets shards "
+        f"count differently: {said(weight)}. Leave weight out. Or if rows are to count "
+        f"differently: {AS_MEAN}"
+    )
+
+
+def said(weight: Weight) -> str:
+    """A weight as its author wrote it."""
+    if isinstance(weight, SumOf):
+        return f"{weight.key!r}, which is batch[{weight.key!r}].sum()"
+    try:
+        lines, first = inspect.getsourcelines(weight)
+        file = inspect.getsourcefile(weight) or ""
+    except (OSError, TypeError):
+        return "weight=, a function"
+    text = " ".join(line.strip() for line in lines[:3]) + (" …" if len(lines) > 3 else "")
+    return f"{text} ({'/'.join(file.split('/')[-3:])}:{first})"
+
+
+def another_sum(weight: Weight, finding: Finding, numbers: str = "") -> LossError:
+    """The error for a weight that is not what the loss divides by."""
+    code = f"{finding.code} ({finding.source})" if finding.code else finding.source
+    return LossError(
+        f"The loss divides by one sum over rows, and weight= is another:\n"
+        f"    the loss: {code}\n    the weight: {said(weight)}\n{numbers}{AS_MEAN}"
+    )
+
+
+def not_of_the_batch(weight: Weight, finding: Finding) -> LossError:
+    """The error for a divisor that is no sum of what the batch alone has, or cannot be seen."""
+    return LossError(
+        f"The loss divides by a sum over rows ({finding.source}) that cannot be computed from the "
+        f"rows of one shard alone: it depends on more than the batch, is within a loop or a "
+        f"branch, or the loss is another program for so few rows. So it cannot be compared with "
+        f"{said(weight)}. {AS_MEAN}"
+    )
+
+
+def _name_of(rows: Any, place: int | None) -> str | None:
+    """The name of the entry of a batch whose only array is this one of its leaves."""
+    if not isinstance(rows, dict) or place is None:
+        return None
+    path: Sequence[Any] = jax.tree_util.tree_leaves_with_path(rows)[place][0]
+    return str(path[0].key) if len(path) == 1 else None
+
+
+def rowwise(
+    function: Callable[..., PyTree], *, in_axes: PyTree = 0, out_axes: PyTree = 0
+) -> Callable[..., PyTree]:
+    """Says that a function computes each row of its outputs from the same row of its inputs alone.
+
+    ``make_train_step`` proves that a loss is a mean over rows, and cannot see into every kernel, or
+    through rows that are sorted on their way, as those of experts are. It believes this word, and
+    tries the function by numbers in the first call of the step: with the same rows in another
+    order, beside other rows, and in halves; and so its gradient. The function runs as it would
+    without: under ``jit``, ``grad``, ``vmap`` and ``jax.checkpoint``, too.
+
+    Args:
+      function: takes and returns pytrees of arrays, all of them with as many rows.
+      in_axes: the axis of the rows in each positional argument, as of ``jax.vmap``: one for all, or
+        a tuple; ``None`` for what has no rows, such as parameters. Keyword arguments have none.
+      out_axes: the axis of the rows in the outputs.
+
+    Returns:
+      the function, which raises ``ArgumentError`` where the numbers of rows differ.
+
+    Raises:
+      ArgumentTypeError: it is no function.
+
+    >>> import jax.numpy as jnp
+    >>> def experts(x, weights):  # x[rows, features], weights[experts, features]
+    ...     chosen = jnp.argmax(x @ weights.T, -1)
+    ...     order = jnp.argsort(chosen)
+    ...     of_each = jax.lax.ragged_dot(
+    ...         x[order], weights[:, :, None], jnp.bincount(chosen, length=len(weights))
+    ...     )
+    ...     return jnp.zeros((len(x), 1)).at[order].set(of_each)
+    >>> rowwise(experts, in_axes=(0, None))(jnp.ones((4, 3)), jnp.ones((2, 3))).shape
+    (4, 1)
+    """
+    if not callable(function):
+        raise ArgumentTypeError(
+            f"rowwise takes a function; got {type(function).__name__}. Write "
+            f"rowwise(function)(x), or @rowwise above it."
+        )
+    name = getattr(function, "__name__", type(function).__name__)
+
+    # As a decorator it keeps the function's own name; the call has this one in the trace.
+    def called(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        axes = in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
+        if len(axes) != len(args):
+            raise ArgumentError(
+                f"in_axes has {len(axes)} entries, and {name} got {len(args)} positional arguments."
+            )
+        rows = _lengths("in_axes", tuple(axes), args)
+        out = function(*args, **kwargs)
+        numbers = {*rows, *_lengths("out_axes", out_axes, out)}
+        if len(numbers) != 1 or not rows:
+            raise ArgumentError(
+                f"rowwise({name}) takes and returns arrays with as many rows; got "
+                f"{sorted(rows)} rows, and returned {sorted(numbers)}. Say where the rows are: "
+                f"in_axes=(0, None) for a second argument without rows; out_axes=1."
+            )
+        return out
+
+    called.__name__ = called.__qualname__ = f"{_jax.ROWWISE}_{name}"
+    return functools.wraps(function)(jax.jit(called))
+
+
+def _lengths(what: str, axes: PyTree, tree: PyTree) -> set[int]:
+    """The numbers of rows of the arrays that have some."""
+    try:
+        each = jax.tree.broadcast(axes, tree, is_leaf=lambda x: x is None)
+        pairs = zip(
+            jax.tree.leaves(each, is_leaf=lambda x: x is None), jax.tree.leaves(tree), strict=True
+        )
+        return {int(jnp.shape(x)[axis]) for axis, x in pairs if axis is not None}
+    except (IndexError, TypeError, ValueError) as error:
+        types = jax.tree.map(lambda x: jnp.shape(x), tree)
+        raise ArgumentError(
+            f"{what}={_check.shown(axes)} does not fit arrays of shapes "
+            f"{_check.shown(types, 200)}: {error!s:.200}"
+        ) from error

@@ -14,7 +14,7 @@ from crossshard.model.model_state import ModelState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.metrics import need_local
 from crossshard.pipeline.update.plan import Rest, WeightUpdate
-from crossshard.step.losses.loss import LossOver
+from crossshard.step.losses.rows import LossOver
 from crossshard.step.microbatches import AuxReduction
 
 

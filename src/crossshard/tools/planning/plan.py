@@ -16,7 +16,7 @@ from crossshard import _check
 from crossshard._annotations import Loss, PyTree
 from crossshard.errors import ArgumentError
 from crossshard.model.models import partition
-from crossshard.step.description import bytes_on_device
+from crossshard.step.describe import bytes_on_device
 from crossshard.step.rebuild import axes_of_batch
 from crossshard.tools.inspection.collectives import Collective
 from crossshard.tools.inspection.inspect import inspect
