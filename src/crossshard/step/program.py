@@ -38,15 +38,7 @@ class Program:
         mesh, loss, groups = config.outer_mesh, config.loss, config.pipeline.groups
         self._config = config
         self._states = states
-        self._place = BatchPlacer(
-            mesh,
-            config.axes,
-            loss.weight,
-            loss.batch_axes,
-            loss.accumulate_steps,
-            virtual_shards=loss.same_bits,
-            takes_weight=not loss.has_one_state,
-        )
+        self._place = BatchPlacer(mesh, config.axes, loss)
         self._in_processes = len(processes_of(mesh)) > 1
         self._is_watched = are_of_all_processes(mesh)
         self._agreed: set[Any] = set()
