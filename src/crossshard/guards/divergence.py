@@ -68,12 +68,7 @@ class Divergence(NamedTuple):
 
 
 def check_divergence_options(every: Any, on_divergence: Any) -> "Sentinel | None":
-    """The checked ``check_divergence`` and ``on_divergence`` arguments.
-
-    Raises:
-      ArgumentError: not a positive number, an unknown action, or an action without a number.
-      ArgumentTypeError: not a whole number.
-    """
+    """The checked ``check_divergence`` and ``on_divergence`` arguments."""
     action = _check.choice("on_divergence", on_divergence, OnDivergence)
     if every is None:
         if action is not OnDivergence.RAISE:

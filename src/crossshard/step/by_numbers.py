@@ -69,9 +69,6 @@ def check_by_numbers(
       state: the state, which stays valid.
       batch: the batch, on the devices.
       doubt: what its trace does not decide.
-
-    Raises:
-      LossError: the loss is no mean over rows.
     """
     given = jax.tree.map(lambda x: _mesh.on_mesh(x, layout.mesh), (state, batch))
     with _mesh.in_place_of_the_users_mesh(layout.mesh):
@@ -145,8 +142,21 @@ def _check_operations(
     for tried, (distance, allowed) in zip(trials[-1], apart, strict=True):
         # Which is so of numbers that are not finite, too.
         if not allowed <= 1:
-            raise not_alone(doubt, tried.operation, tried.change, float(distance))
+            if not math.isfinite(distance):
+                raise _not_finite(doubt, f" of {tried.operation}")
+            raise LossError(
+                f"{doubt.sentence} And by numbers it is not so: of the same rows {tried.change}, "
+                f"the results of {tried.operation} are {distance:.2g} of their size apart. "
+                f"{WAYS_ON}"
+            )
     return True
+
+
+def _not_finite(doubt: Doubt, of: str) -> LossError:
+    return LossError(
+        f"{doubt.sentence} And numbers that are not finite cannot show it{of}. Make them finite in "
+        f"the first call. Or: {WAYS_ON}"
+    )
 
 
 class _NotDecidedError(Exception):
@@ -182,7 +192,11 @@ def _run(
     except _NotDecidedError:
         raise
     except Exception as error:  # a loss may raise anything on other shapes
-        raise not_of_other_rows(doubt, error) from error
+        said = str(error).partition("\n")[0]
+        raise LossError(
+            f"{doubt.sentence} And it cannot be computed of half of a shard's rows, to compare "
+            f"numbers: {type(error).__name__}: {said:.200} {WAYS_ON}"
+        ) from error
     return jax.device_get(compiled(*given)), precision
 
 
@@ -309,7 +323,13 @@ def _check_apart(
         )
     # Which is so of numbers that are not finite, too: they show nothing.
     if not (values <= allowed[0] and gradients <= allowed[1]):
-        raise not_by_numbers(doubt, rows, both, mean, gradients)
+        numbers = f"of rows of {rows} the loss is {both:.6g}, and the mean of the shards' losses "
+        numbers += f"is {mean:.6g}"
+        if gradients:
+            numbers += f"; the gradients are {gradients:.2g} of the largest apart"
+        if not all(map(math.isfinite, (both, mean, gradients))):
+            raise _not_finite(doubt, f": {numbers}")
+        raise LossError(f"{doubt.sentence} And by numbers it is not so: {numbers}. {WAYS_ON}")
 
 
 def _moved(loss: StepLoss, rows: Any) -> Any:
@@ -458,17 +478,7 @@ def _least(given: Any, precision: float) -> float:
 def check_weight_by_numbers(
     config: StepConfig, batch: Any, finding: Finding, divisor: Divisor
 ) -> None:
-    """Raise unless both are equal in each piece of a batch, which are two numbers of each.
-
-    Args:
-      config: the step.
-      batch: the batch, on the devices.
-      finding: what the loss is in its rows.
-      divisor: what divides it.
-
-    Raises:
-      LossError: the weight is another sum.
-    """
+    """Raise unless weight and divisor are equal in each piece of a batch, two numbers of each."""
     loss, shards = config.loss, config.number_of_shards
     weight = loss.weight
     assert weight is not None
@@ -500,59 +510,6 @@ def check_weight_by_numbers(
             of = f"In part {place} of {len(found)} of this batch" if len(found) > 1 else "Here"
             numbers = f"{of} the loss divides by {divides:.7g}, and weight= is {of_weight:.7g}.\n"
             raise another_sum(weight, finding, numbers)
-
-
-def not_by_numbers(
-    doubt: Doubt, rows: str, together: float, mean: float, gradients: float = 0.0
-) -> LossError:
-    """The error for a loss of which numbers do not show that it is a mean over rows.
-
-    Args:
-      doubt: what its trace does not decide.
-      rows: whose rows were taken together.
-      together: the loss of these rows.
-      mean: the mean of the shards' own losses.
-      gradients: how far the gradients are apart, relative to the largest; 0 if not compared.
-    """
-    numbers = f"of rows of {rows} the loss is {together:.6g}, and the mean of the shards' losses "
-    numbers += f"is {mean:.6g}"
-    if gradients:
-        numbers += f"; the gradients are {gradients:.2g} of the largest apart"
-    if not all(map(math.isfinite, (together, mean, gradients))):
-        return LossError(
-            f"{doubt.sentence} And numbers that are not finite cannot show it: {numbers}. Make "
-            f"them finite in the first call. Or: {WAYS_ON}"
-        )
-    return LossError(f"{doubt.sentence} And by numbers it is not so: {numbers}. {WAYS_ON}")
-
-
-def not_alone(doubt: Doubt, operation: str, change: str, apart: float) -> LossError:
-    """The error for an operation that does not compute each row alone.
-
-    Args:
-      doubt: what the trace of the loss does not decide.
-      operation: what it is.
-      change: what was changed of the rows.
-      apart: how far that changed its results, relative to them; of integers, how many.
-    """
-    if not math.isfinite(apart):
-        return LossError(
-            f"{doubt.sentence} And numbers that are not finite cannot show it of {operation}. Make "
-            f"them finite in the first call. Or: {WAYS_ON}"
-        )
-    return LossError(
-        f"{doubt.sentence} And by numbers it is not so: of the same rows {change}, the results of "
-        f"{operation} are {apart:.2g} of their size apart. {WAYS_ON}"
-    )
-
-
-def not_of_other_rows(doubt: Doubt, error: Exception) -> LossError:
-    """The error for a loss that raises one when it is given some of a shard's rows."""
-    said = str(error).partition("\n")[0]
-    return LossError(
-        f"{doubt.sentence} And it cannot be computed of half of a shard's rows, to compare "
-        f"numbers: {type(error).__name__}: {said:.200} {WAYS_ON}"
-    )
 
 
 # Noise is switched off.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard import _check, _jax
+from crossshard import _check
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, part_of_mean
@@ -162,11 +162,7 @@ class AuxReduction(enum.StrEnum):
 
 
 def check_aux_reduction(reduction: Any, has_aux: bool) -> Any:
-    """The checked ``aux_reduction`` argument, a pytree of reductions; ``None`` is per shard.
-
-    Raises:
-      ArgumentError: an unknown reduction, or the loss returns no ``aux``.
-    """
+    """The checked ``aux_reduction`` argument, a pytree of reductions; ``None`` is per shard."""
     if reduction is not None and not has_aux:
         raise ArgumentError(
             f"aux_reduction={_check.shown(reduction)} reduces aux, but the loss returns none. Pass "
@@ -182,12 +178,7 @@ def check_aux_reduction(reduction: Any, has_aux: bool) -> Any:
 
 
 def aux_of_microbatches(reduction: Any, aux: Any, weights: jax.Array | None) -> Any:
-    """A shard's ``aux`` from that of its microbatches, stacked; per shard it stays stacked.
-
-    Raises:
-      ArgumentError: the reductions are not a prefix of ``aux``.
-      ArgumentTypeError: a leaf cannot be reduced so.
-    """
+    """A shard's ``aux`` from that of its microbatches, stacked; per shard it stays stacked."""
 
     def one(path: Any, leaf: Any, each: AuxReduction) -> Any:
         if each is AuxReduction.PER_SHARD:
@@ -206,12 +197,7 @@ def aux_of_microbatches(reduction: Any, aux: Any, weights: jax.Array | None) -> 
 
 
 def aux_to_reduce(reduction: Any, aux: Any, weight: jax.Array | None) -> dict[str, Any]:
-    """What the aggregate must sum, by name, to reduce ``aux``.
-
-    Raises:
-      ArgumentError: the reductions are not a prefix of ``aux``.
-      ArgumentTypeError: a leaf is not a number, or cannot be reduced so.
-    """
+    """What the aggregate must sum, by name, to reduce ``aux``."""
     check_aux(aux)
     summands = []
     for (path, leaf), each in _pairs(reduction, aux):
@@ -296,11 +282,7 @@ Weight = Callable[[Any], Any]
 
 
 def check_weight(weight: Any) -> Weight | None:
-    """The weight function of the ``weight`` argument: from a shard's batch to its weight.
-
-    Raises:
-      ArgumentTypeError: ``weight`` is neither a function nor the name of an entry.
-    """
+    """The weight function of the ``weight`` argument: from a shard's batch to its weight."""
     if weight is None or callable(weight):
         return weight
     if isinstance(weight, str):
@@ -329,17 +311,7 @@ class SumOf:
 def check_weight_is_read(
     weight: Weight, batch: Any, loss: Callable[[Any, Any], Any], params: Any
 ) -> None:
-    """Raise if a loss does not read the entry of the batch that counts its rows.
-
-    Args:
-      weight: the weight function.
-      batch: one shard's rows of the batch.
-      loss: the loss as a function of the batch and the parameters.
-      params: the parameters, or their types.
-
-    Raises:
-      ArgumentError: the loss does not read the entry, so rows of weight 0 count in it.
-    """
+    """Raise if a loss of a batch and parameters does not read the entry that counts its rows."""
     if not isinstance(weight, SumOf):
         return
     key = weight.key
@@ -358,11 +330,6 @@ def check_weight_is_read(
 def weight_of(weight: Weight, batch: Any) -> jax.Array:
     """float[]: the weight of one shard's rows of the batch; for errors see ``as_weight``."""
     return as_weight(weight(batch), "weight returned")
-
-
-# The counts of each term, and the model state after the rows that have them, of the rows of one
-# piece, given the model state before and the index of the microbatch.
-CountOfPiece = Callable[[Any, Any, Any], tuple[tuple[Any, ...], Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,10 +365,6 @@ class Counting:
         own = own if self.weight is None else jnp.where(self.weight != 0, own, 0)
         return tuple(sum_over_shards(own, self.shards.within(self.groups)))
 
-    def with_counts(self, counts: Any) -> "Counting":
-        """The same, where the counts are known."""
-        return dataclasses.replace(self, counts=counts)
-
     def in_order(self, counts: jax.Array) -> tuple[Any, ...]:
         """The sum over virtual shards, ``[of this shard, terms]``, the same for any number."""
         each = len(counts)
@@ -413,46 +376,3 @@ class Counting:
             pairs = zip(rows[::2], rows[1::2], strict=False)
             rows = [one + other for one, other in pairs] + odd
         return tuple(rows[0])
-
-
-def counts_of_pieces(count: CountOfPiece, number: int, pieces: Any, model_state: Any) -> jax.Array:
-    """float[terms]: what the microbatches of a shard, or of a virtual one, count together.
-
-    Args:
-      count: computes the counts of one.
-      number: how many there are.
-      pieces: their rows, stacked.
-      model_state: the state before the first.
-    """
-
-    def one(before: Any, piece: Any) -> tuple[Any, Any]:
-        counts, after = count(piece[1], before, piece[0])
-        as_stored = jax.tree.map(lambda x, y: x.astype(y.dtype), after, before)
-        return as_stored, jnp.stack(counts)
-
-    return lax.scan(one, model_state, (jnp.arange(number), pieces))[1].sum(0)
-
-
-def pruned(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns, computed without what it does not need for that."""
-    jaxpr, types = jax.make_jaxpr(function, return_shape=True)(*args)
-    run = _jax.as_function(_jax.without_unread(jaxpr))
-    return jax.tree.unflatten(jax.tree.structure(types), run(*jax.tree.leaves(args)))
-
-
-def check_takes_mean(*, weight: Any, is_summed: bool) -> None:
-    """Raise if a loss that returns a ``Mean`` contradicts the step.
-
-    Raises:
-      ArgumentError: it does.
-    """
-    if weight is not None:
-        raise ArgumentError(
-            "The loss returns a Mean, which says what its rows count, and weight= says it again. "
-            "Leave weight out."
-        )
-    if is_summed:
-        raise ArgumentError(
-            "The loss returns a Mean, which is a mean over the whole batch, and the optimizer's "
-            "reduction is SUM, which adds up the losses of shards. Use reduction='mean'."
-        )

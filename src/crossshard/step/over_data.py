@@ -62,13 +62,7 @@ class OverData:
         )
 
     def evaluate(self, metric_fn: Callable[..., Any], model: ToRead, batches: Iterable[Any]) -> Any:
-        """The mean of each value that ``metric_fn`` returns, over all examples.
-
-        Raises:
-          ArgumentError: there is no batch, no example counts, or processes pass unequal numbers
-            of batches.
-          ArgumentTypeError: ``batches`` is a single batch.
-        """
+        """The mean of each value that ``metric_fn`` returns, over all examples."""
         sums = lambda *batch: self._sums(metric_fn, *model, *batch)
         # In 64 bits, since the sums of many batches would round.
         found = [
@@ -99,13 +93,7 @@ class OverData:
     def _over(
         self, call: str, batches: Iterable[Any], run: Callable[[Any, jax.Array], Any]
     ) -> Iterator[Any]:
-        """What ``run`` returns for each batch on the devices, given which of its rows count.
-
-        Raises:
-          ArgumentError: there is no batch, its arrays have unequal numbers of rows, or processes
-            pass unequal numbers of batches.
-          ArgumentTypeError: ``batches`` is a single batch.
-        """
+        """What ``run`` returns for each batch on the devices, given which of its rows count."""
         is_one = isinstance(batches, dict | str | bytes) or hasattr(batches, "dtype")
         if is_one or not isinstance(batches, Iterable):
             raise ArgumentTypeError(

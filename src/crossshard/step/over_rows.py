@@ -461,9 +461,6 @@ def check_weight_of_mean(weight: Weight, rows: Any, whole: Any, **how: Any) -> N
       rows: the rows of a piece of the batch, or their types.
       whole: the entries that have none.
       **how: the axes of the rows, and of how many pieces the batch is, as of ``facts_of``.
-
-    Raises:
-      LossError: some shards would count more than others.
     """
     of = lambda rows, whole, own: jnp.asarray(weight(join(rows, whole)), float)
     (fact,) = facts_of(of, rows, whole, **how)

@@ -30,9 +30,6 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
       step: the step.
       optimizer: in the place of the wrapped one.
       alone: for one shard, without what only several need; on devices of this process.
-
-    Raises:
-      ArgumentError: no shard has all of its devices in this process.
     """
     config = config_of(step)
     # Metrics may be those of the optimizer that it had.
@@ -111,11 +108,7 @@ def on_part_of_mesh(x: Any, mesh: Mesh) -> Any:
 
 
 def own_rows(step: TrainStep, batch: Any) -> Any:
-    """What this process passes of a batch of all processes.
-
-    Raises:
-      ArgumentError: the rows do not divide over the shards.
-    """
+    """What this process passes of a batch of all processes."""
     if jax.process_count() == 1:
         return batch
     config = config_of(step)

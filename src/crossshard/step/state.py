@@ -406,9 +406,6 @@ def adopted(layout: StateLayout, state: TrainState) -> tuple[TrainState, list[st
 
     Returns:
       The state, with ``NEW`` where an option is new; and what was done, in words.
-
-    Raises:
-      ArgumentError: its preprocessor is another one.
     """
     own, structure = jax.tree.flatten(layout.types)
     if jax.tree.structure(state.opt_state) == structure:

@@ -119,9 +119,6 @@ def _check_convolutions(jaxpr: Any, rows: int) -> None:
     The gradient of a convolution's kernel for each row, as ``vmap`` of ``grad`` makes it, is one
     convolution with a group for each row; split by rows, it returns other numbers (seen with JAX
     0.10.2 on CPUs).
-
-    Raises:
-      LossError: there is one.
     """
     for equation in equations_of(jaxpr):
         if equation.primitive.name != "conv_general_dilated":

@@ -16,7 +16,6 @@ from crossshard.gradients.autodiff import check_sums, scaled, split_loss, unscal
 from crossshard.gradients.mean import Mean, counts_of, sums_of
 from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import GradientStatus
-from crossshard.jaxprs.mean_over_rows import Finding
 from crossshard.jaxprs.xla import opaque_false
 from crossshard.model import model_state as model_states
 from crossshard.model.layout import StateLayout
@@ -39,18 +38,14 @@ from crossshard.step.microbatches import (
     aux_of_microbatches,
     aux_to_reduce,
     check_aux,
-    check_takes_mean,
     check_weight_is_read,
-    counts_of_pieces,
     over_microbatches,
     pieces_of,
-    pruned,
     reduced_aux,
     weight_of,
 )
 from crossshard.step.over_rows import (
     Arguments,
-    Divisor,
     OverRowsRecord,
     as_mean,
     is_exact,
@@ -281,7 +276,8 @@ class StepLoss:
         self.record.returns_mean = None
         counting = Counting(at_use.shards, at_use.groups, self.pieces(at_use.shards.number), weight)
         if in_pieces:
-            counting = counting.with_counts(self._counts(state, batch, at_use, counting))
+            counts = self._counts(state, batch, at_use, counting)
+            counting = dataclasses.replace(counting, counts=counts)
         return counting
 
     def _counts(
@@ -293,9 +289,7 @@ class StepLoss:
 
         def of_piece(rows: Any, model_state: Any, shard: Any, index: Any) -> tuple[Any, Any]:
             here, batch = dataclasses.replace(state, model_state=model_state), join(rows, whole)
-            keys = self._keys(here, batch, shard, index)
-            run = self._once_traced(here, batch, keys, at_use)
-            run, _ = self._weighed(run, here, batch, keys, at_use)
+            run, _ = self._prepared(here, batch, self._keys(here, batch, shard, index), at_use)
 
             def of_both(both: tuple[Any, Any]) -> tuple[Any, Any]:
                 out = run(both)
@@ -311,8 +305,13 @@ class StepLoss:
 
         def of_shard(rows: Any, shard: Any) -> Any:
             pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_interleaved)
-            count = lambda rows, model_state, index: of_piece(rows, model_state, shard, index)
-            return counts_of_pieces(count, number, pieces, state.model_state)
+
+            def one(before: Any, piece: Any) -> tuple[Any, Any]:
+                counts, after = of_piece(piece[1], before, shard, piece[0])
+                as_stored = jax.tree.map(lambda x, y: x.astype(y.dtype), after, before)
+                return as_stored, jnp.stack(counts)
+
+            return lax.scan(one, state.model_state, (jnp.arange(number), pieces))[1].sum(0)
 
         def of_parts(rows: Any) -> Any:
             count = counting.pieces // number
@@ -327,8 +326,8 @@ class StepLoss:
             if not self.record.returns_mean:
                 return None
             if self.same_bits is None:
-                return counting.over_shards(pruned(of_shard, rows, shard))
-            return counting.in_order(pruned(of_parts, rows))
+                return counting.over_shards(_pruned(of_shard, rows, shard))
+            return counting.in_order(_pruned(of_parts, rows))
 
     def _of_shard(
         self, state: TrainState, batch: Any, at_use: AtUse, shard: Any, counting: Counting
@@ -353,8 +352,11 @@ class StepLoss:
         every, last = at_use, None
         if not at_use.in_parts:
             every = dataclasses.replace(at_use, waits=True)
-            of_one = jax.tree.map(lambda x: x[0], pieces)
-            if self._sums_in_loops(with_(at_use), of_one, state):
+            first, found = jax.tree.map(lambda x: x[0], pieces), list[bool]()
+            look = lambda *args: found.append(any(with_(at_use)(*args).early))
+            jax.eval_shape(look, first, state.model_state, jnp.int32(0))
+            # It may have loops in whose backward pass gradients are summed.
+            if found[0]:
                 # The backward pass adds gradients of the scaled loss to them.
                 last = lambda sums: with_(
                     dataclasses.replace(at_use, before=_scaled(sums, scale_of(state)))
@@ -369,14 +371,6 @@ class StepLoss:
             last,
         )
         return local._replace(aux=aux_of_microbatches(self.aux_reduction, aux, weights))
-
-    @staticmethod
-    def _sums_in_loops(compute: Compute, rows: Any, state: TrainState) -> bool:
-        """Whether the loss has loops in whose backward pass gradients are summed."""
-        found: list[bool] = []
-        look = lambda *args: found.append(any(compute(*args).early))
-        jax.eval_shape(look, rows, state.model_state, jnp.int32(0))
-        return found[0]
 
     def _of_rows(
         self,
@@ -402,17 +396,22 @@ class StepLoss:
             self.record.returns_mean = isinstance(out.loss, Mean)
             if not isinstance(out.loss, Mean):
                 return out.loss, (out.model_state, out.aux, None)
-            check_takes_mean(weight=weight, is_summed=self.is_summed)
-            terms = sums_of(out.loss)
-            return counting.part(out.loss), (out.model_state, out.aux, terms)
+            if weight is not None:
+                raise ArgumentError(
+                    "The loss returns a Mean, which says what its rows count, and weight= says it "
+                    "again. Leave weight out."
+                )
+            if self.is_summed:
+                raise ArgumentError(
+                    "The loss returns a Mean, which is a mean over the whole batch, and the "
+                    "optimizer's reduction is SUM, which adds up the losses of shards. Use "
+                    "reduction='mean'."
+                )
+            return counting.part(out.loss), (out.model_state, out.aux, sums_of(out.loss))
 
         with shard_context(shards.number, axis_name=shards.axes):
             types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
-            run = self._once_traced(state, batch, keys, at_use)
-            if self.weight is not None:
-                of_batch = lambda batch, both: run(both, batch).loss
-                check_weight_is_read(self.weight, batch, of_batch, types)
-            run, weight = self._weighed(run, state, batch, keys, at_use)
+            run, weight = self._prepared(state, batch, keys, at_use)
             if self.model_state is ModelState.MEAN and not self.has_one_state:
                 self._check_equal(state, types, batch, run, keys)
             with jax.named_scope("loss"):
@@ -469,10 +468,6 @@ class StepLoss:
 
     # Tracing it once, for the proof and for the step.
 
-    def _is_proven(self, shards: int) -> bool:
-        """Whether the loss has to be proven a mean over rows."""
-        return self.over is LossOver.ROWS and self.parts(shards) * self.accumulate_steps > 1
-
     def arguments(self, state: TrainState, both: Any, batch: Any, keys: Keys) -> Arguments:
         """What the loss is computed from, by what rows and shards have to do with it."""
         rows, whole = self.split(batch)
@@ -502,15 +497,22 @@ class StepLoss:
             self.record.traces[key] = found
         return self.record.traces[key]
 
-    def _once_traced(
+    def _prepared(
         self, state: TrainState, batch: Any, keys: Keys, at_use: AtUse
-    ) -> Callable[..., Returned]:
-        """The loss as a function of the parameters, and of other rows, keys or states."""
+    ) -> tuple[Callable[..., Returned], Any]:
+        """The loss as it is divided, and the weight of its rows; ``None`` if a ``Mean`` has it.
+
+        It is a function of the parameters, and of other rows, keys or states. Raises if it may be
+        no mean over the rows.
+        """
+        shards = at_use.shards.number
+        is_proven = self.over is LossOver.ROWS and self.parts(shards) * self.accumulate_steps > 1
+        types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
 
         def run(
             both: Any, batch: Any = batch, keys: Keys = keys, state: TrainState = state
         ) -> Returned:
-            if not self._is_proven(at_use.shards.number):
+            if not is_proven:
                 return self.run(state, both, batch, keys)
             arguments = self.arguments(state, both, batch, keys)
             jaxpr, tree = self._trace(state, arguments)
@@ -518,21 +520,26 @@ class StepLoss:
             returned: Returned = jax.tree.unflatten(tree, found)
             return returned
 
-        return run
-
-    def _weighed(
-        self,
-        run: Callable[..., Returned],
-        state: TrainState,
-        batch: Any,
-        keys: Keys,
-        at_use: AtUse,
-    ) -> tuple[Callable[..., Returned], Any]:
-        """The loss as it is divided, and the weight of its rows; ``None`` if a ``Mean`` has it."""
-        weight = None if self.weight is None else weight_of(self.weight, batch)
-        if not self._is_proven(at_use.shards.number):
+        weight = None
+        if self.weight is not None:
+            of_batch = lambda batch, both: run(both, batch).loss
+            check_weight_is_read(self.weight, batch, of_batch, types)
+            weight = weight_of(self.weight, batch)
+        if not is_proven:
             return run, weight
-        finding, divisor = self._look(state, batch, keys, at_use)
+        arguments, context = self.arguments(state, types, batch, keys), get_shard_context()
+        finding, divisor = self.record.look(
+            state.skeleton,
+            functools.partial(self.of_arguments, state),
+            arguments,
+            self._trace(state, arguments),
+            self.batch_axes,
+            times=self.parts(shards) * self.accumulate_steps,
+            shards=None if context is None else context.axis_name,
+            weight=self.weight,
+            summed=self.is_summed,
+            microbatches=self.accumulate_steps,
+        )
         if divisor is None or not divisor.is_of_piece:
             return run, weight
         if is_exact(finding):
@@ -544,25 +551,6 @@ class StepLoss:
             return found._replace(loss=as_mean(found.loss, divisor, finding, batch, weight))
 
         return as_sums, None
-
-    def _look(
-        self, state: TrainState, batch: Any, keys: Keys, at_use: AtUse
-    ) -> tuple[Finding, Divisor | None]:
-        """What the loss is in its rows, and what divides it; raises if it may not be that."""
-        types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
-        arguments, context = self.arguments(state, types, batch, keys), get_shard_context()
-        return self.record.look(
-            state.skeleton,
-            functools.partial(self.of_arguments, state),
-            arguments,
-            self._trace(state, arguments),
-            self.batch_axes,
-            times=self.parts(at_use.shards.number) * self.accumulate_steps,
-            shards=None if context is None else context.axis_name,
-            weight=self.weight,
-            summed=self.is_summed,
-            microbatches=self.accumulate_steps,
-        )
 
     def _check_equal(
         self,
@@ -592,6 +580,13 @@ class StepLoss:
 def with_frozen(at_use: AtUse, function: Callable[[Any], Any], frozen: Any) -> Any:
     """What a function of the arrays that are not trained returns; as ``AtUse.call``."""
     return function(frozen) if at_use.frozen is None else at_use.frozen.call(function, frozen)
+
+
+def _pruned(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, computed without what it does not need for that."""
+    jaxpr, types = jax.make_jaxpr(function, return_shape=True)(*args)
+    run = _jax.as_function(_jax.without_unread(jaxpr))
+    return jax.tree.unflatten(jax.tree.structure(types), run(*jax.tree.leaves(args)))
 
 
 def scale_of(state: TrainState) -> Any:

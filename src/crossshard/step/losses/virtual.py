@@ -38,12 +38,7 @@ from crossshard.step.microbatches import LocalResult, pieces_of
 
 
 def check_virtual_shards(given: Any, shards: int) -> int | None:
-    """The checked number of virtual shards on so many shards; ``None`` without them.
-
-    Raises:
-      ArgumentError: the shards do not divide them.
-      ArgumentTypeError: it is no int.
-    """
+    """The checked number of virtual shards on so many shards; ``None`` without them."""
     if given is None:
         return None
     number = _check.whole_number("virtual_shards", given)
@@ -83,7 +78,7 @@ class VirtualLoss(StepLoss):
         def compute(index: Any, rows: Any, given: Any) -> tuple[LocalResult, dict[str, Any]]:
             params, frozen, model_state, whole, counts = given
             here = dataclasses.replace(state, params=params, frozen=frozen, model_state=model_state)
-            index, own = shard * count + index, counting.with_counts(counts)
+            index, own = shard * count + index, dataclasses.replace(counting, counts=counts)
             local = self._of_shard(here, join(rows, whole), at_use, index, own)
             return local, self.sums(local)
 
@@ -135,9 +130,6 @@ def _over_virtual_shards(
       given: what else the computation reads.
       state: the state of this shard.
       at_use: how the loss gets its parameters.
-
-    Raises:
-      AxisError: the loss communicates with other shards.
     """
 
     params, structure = jax.tree.flatten(state.params)
