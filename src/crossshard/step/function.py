@@ -160,7 +160,8 @@ class StepConfig:
             how, gradients = {}, gradients.replace(sums=loss.sums(local))
         if local.terms is not None:
             # The gradients of a Mean are divided by what all shards count.
-            how["recounted"] = lambda w: (lambda found: (found.values, found.loss))(compute(w)[0])
+            of_found = lambda found, _: (found.values, found.loss)
+            how["recounted"] = lambda weight: of_found(*compute(weight))
         with jax.named_scope(self.name):
             gradients, opt_state = pipeline.reduce(gradients, opt_state, context, **how)
         if excludes:

@@ -36,28 +36,14 @@ from crossshard.jaxprs.row_facts import Free, Total
 from crossshard.shards.batch_axes import BatchAxes, join
 from crossshard.step.microbatches import SumOf, Weight
 
-# What a part of a Mean has to be.
-A_SUM = "a sum over the rows"
-
-
-A_MEAN = "the same for any rows, or a mean over them"
-
-
-THE_SAME = "the same for any rows"
-
-
 # Of a recurrent network over [time, rows, …].
 _OTHER_AXIS = "If the rows are along another axis, write batch_axis=1, or its number. "
-
-
 WAYS_ON = (
     "Write loss_over='batch', and the loss is given all rows; or loss_over='shard', if each "
     "shard's own loss is meant."
 )
 # So little behind a count float32 rounds off.
 _ROUNDED = 1e-6
-
-
 AS_MEAN = (
     "Return the two sums, which are then added up over all shards before they are divided:\n"
     "    total, count = (losses * mask).sum(), mask.sum()\n"
@@ -139,7 +125,8 @@ def finding_of(facts: Any) -> Finding:
     if not isinstance(facts, Mean):
         return found(facts)
     findings = [each for term in facts.terms for each in _of_term(term)]
-    findings.append(_if(is_mean(facts.rest), facts.rest, "what is added to the Means", A_MEAN))
+    a_mean = "the same for any rows, or a mean over them"
+    findings.append(_if(is_mean(facts.rest), facts.rest, "what is added to the Means", a_mean))
     order = OverRows.COMPARED, OverRows.OVER_SHARDS, OverRows.UNDECIDED
     return min(
         (each for each in findings if each.kind in order),
@@ -151,11 +138,12 @@ def finding_of(facts: Any) -> Finding:
 def _of_term(term: Term) -> Iterator[Finding]:
     """What the parts of a term are, each to be a sum over rows, or a mean with a fixed count."""
     of = f"of the Mean {term.name!r}" if term.name else "of the Mean"
-    yield _if(is_free(term.scale), term.scale, f"what multiplies the quotient {of}", THE_SAME)
+    scale, same, a_sum = term.scale, "the same for any rows", "a sum over the rows"
+    yield _if(is_free(scale), scale, f"what multiplies the quotient {of}", same)
     if is_mean(term.total) and is_mean(term.count):
         return
-    yield _if(is_sum(term.total), term.total, f"the total {of}", A_SUM)
-    yield _if(is_sum(term.count), term.count, f"the count {of}", A_SUM)
+    yield _if(is_sum(term.total), term.total, f"the total {of}", a_sum)
+    yield _if(is_sum(term.count), term.count, f"the count {of}", a_sum)
 
 
 def _if(holds: bool, fact: Any, what: str, expected: str) -> Finding:
@@ -286,6 +274,14 @@ def _check_over_rows(
 ) -> None:
     """Raise if a loss is no mean over rows, or nobody knows; see ``OverRowsRecord.look``."""
     where = f" ({finding.source})" if finding.source else ""
+
+    def ask_numbers(sentence: str, divisor: Divisor | None = None) -> None:
+        """Raise unless numbers have shown, for rows of these types, what the trace does not."""
+        types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
+        doubt = Doubt(finding, sentence, types)
+        if doubt not in record.by_numbers:
+            raise UndecidedError(doubt, divisor)
+
     if finding.kind is OverRows.COMPARED and finding.reason == SAME_NOISE:
         raise LossError(
             f"The loss draws {finding.reason}{where}, so that rows of several shards get the same "
@@ -328,7 +324,7 @@ def _check_over_rows(
         what = "the loss is a mean over the rows of the batch"
         if finding.of:
             what = f"{finding.of} is a sum over the rows of the batch"
-        _ask_numbers(finding, f"Nothing proves that {what}: {finding.reason}{where}.", rows, record)
+        ask_numbers(f"Nothing proves that {what}: {finding.reason}{where}.")
     if finding.kind is OverRows.SUM and not summed:
         raise LossError(
             "The loss is a sum over the rows of the batch, and the mean of the shards' sums is "
@@ -343,35 +339,19 @@ def _check_over_rows(
             f"accumulate_steps; or write loss_over='shard', if this mean is meant."
         )
     if finding.kind is OverRows.RATIO:
-        _check_weight(finding, where, rows, weight, divisor, record)
+        unknown = _check_weight(finding, where, rows, weight, divisor)
+        if unknown:
+            ask_numbers(unknown, divisor)
     if finding.assumes:
-        what = f"each row is computed alone by {', '.join(finding.assumes)}"
-        _ask_numbers(finding, f"Nothing proves that {what}.", rows, record)
-
-
-def _ask_numbers(
-    finding: Finding,
-    sentence: str,
-    rows: Any,
-    record: OverRowsRecord,
-    divisor: Divisor | None = None,
-) -> None:
-    """Raise unless numbers have shown, for rows of these types, what the trace does not."""
-    types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
-    doubt = Doubt(finding, sentence, types)
-    if doubt not in record.by_numbers:
-        raise UndecidedError(doubt, divisor)
+        ask_numbers(
+            f"Nothing proves that each row is computed alone by {', '.join(finding.assumes)}."
+        )
 
 
 def _check_weight(
-    finding: Finding,
-    where: str,
-    rows: Any,
-    weight: Weight | None,
-    divisor: Divisor | None,
-    record: OverRowsRecord,
-) -> None:
-    """Raise unless the weight is the sum by which a ratio divides."""
+    finding: Finding, where: str, rows: Any, weight: Weight | None, divisor: Divisor | None
+) -> str:
+    """Raise unless the weight is the sum by which a ratio divides; what is not known of that."""
     entry = _name_of(rows, finding.entry)
     if weight is None:
         passed = f"Pass weight={entry!r}, which is how much a shard counts. Or: " if entry else ""
@@ -385,13 +365,17 @@ def _check_weight(
             f"The loss divides by the sum of batch[{entry!r}]{where}, and weight={weight.key!r} "
             f"counts another entry. Pass weight={entry!r}."
         )
-    if not is_exact(finding) and (divisor is None or not divisor.is_of_piece):
-        raise not_of_the_batch(weight, finding)
-    if divisor is None or not (divisor.is_weight or divisor.is_of_piece):
-        raise not_of_the_batch(weight, finding)
-    if not divisor.is_weight:
-        what = f"Nothing proves that weight= is what the loss divides by{where}."
-        _ask_numbers(finding, what, rows, record, divisor)
+    is_of_piece = divisor is not None and divisor.is_of_piece
+    is_weight = divisor is not None and divisor.is_weight
+    if not is_of_piece and not (is_weight and is_exact(finding)):
+        # It is no sum of what the batch alone has, or it cannot be seen.
+        raise LossError(
+            f"The loss divides by a sum over rows ({finding.source}) that cannot be computed from "
+            f"the rows of one shard alone: it depends on more than the batch, is within a loop or "
+            f"a branch, or the loss is another program for so few rows. So it cannot be compared "
+            f"with {said(weight)}. {AS_MEAN}"
+        )
+    return "" if is_weight else f"Nothing proves that weight= is what the loss divides by{where}."
 
 
 def divisor_of(
@@ -499,16 +483,6 @@ def another_sum(weight: Weight, finding: Finding, numbers: str = "") -> LossErro
     return LossError(
         f"The loss divides by one sum over rows, and weight= is another:\n"
         f"    the loss: {code}\n    the weight: {said(weight)}\n{numbers}{AS_MEAN}"
-    )
-
-
-def not_of_the_batch(weight: Weight, finding: Finding) -> LossError:
-    """The error for a divisor that is no sum of what the batch alone has, or cannot be seen."""
-    return LossError(
-        f"The loss divides by a sum over rows ({finding.source}) that cannot be computed from the "
-        f"rows of one shard alone: it depends on more than the batch, is within a loop or a "
-        f"branch, or the loss is another program for so few rows. So it cannot be compared with "
-        f"{said(weight)}. {AS_MEAN}"
     )
 
 

@@ -358,9 +358,8 @@ class StepLoss:
             # It may have loops in whose backward pass gradients are summed.
             if found[0]:
                 # The backward pass adds gradients of the scaled loss to them.
-                last = lambda sums: with_(
-                    dataclasses.replace(at_use, before=_scaled(sums, scale_of(state)))
-                )
+                scale = scale_of(state)
+                last = lambda sums: with_(dataclasses.replace(at_use, before=_scaled(sums, scale)))
         local, aux, weights = over_microbatches(
             number,
             with_(every),
