@@ -7,7 +7,7 @@ from pathlib import Path
 
 _OURS = f"{Path(__file__).parents[2]}/"
 # The frames that call our command are not user code.
-_COMMAND = f"{_OURS}tools/cli/"
+_COMMAND = f"{_OURS}tools/cli.py:"
 
 # The libraries that a training script calls, and the standard library.
 _LIBRARIES = re.compile(
