@@ -24,8 +24,8 @@ from crossshard.shards.devices import cpu_devices
 from crossshard.tools.diagnosis.doctor import SECONDS, SIZES, diagnose
 from crossshard.tools.inspection.collectives import KINDS
 from crossshard.tools.inspection.contract import Contract
+from crossshard.tools.inspection.hlo import users_line
 from crossshard.tools.inspection.inspect import is_program, named_bytes, program_of
-from crossshard.tools.inspection.source import users_line
 from crossshard.tools.planning.topology import KNOWN, topology
 
 _FINE, _BROKEN, _REFUSED = 0, 1, 2
@@ -326,7 +326,7 @@ def _inspect(options: argparse.Namespace) -> int:
     with _in_one_sentence(f"The step of {options.factory} cannot be inspected"):
         report = crossshard.inspect(program, options.parameters, axis_name=options.axis_name)
     print(report.to_json(indent=2) if options.json else report.table())
-    breaches = contract.breaches(report)
+    breaches = list(contract.breaches(report))
     for breach in breaches:
         print(f"crossshard: {breach.sentence}.", file=sys.stderr)
     return _BROKEN if breaches else _FINE

@@ -12,8 +12,7 @@ from jax import lax
 
 import crossshard
 from crossshard.tools.inspection.collectives import collectives
-from crossshard.tools.inspection.hlo import parse
-from crossshard.tools.inspection.source import source_of, users_line
+from crossshard.tools.inspection.hlo import parse, source_of, users_line
 from tests.tools.inspection.test_hlo import ASYNCHRONOUS
 from tests.tools.steps import SPLIT, WHOLE, over
 
