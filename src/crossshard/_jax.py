@@ -844,27 +844,6 @@ def outside_of_traces() -> AbstractContextManager[object]:
     return _core.eval_context()
 
 
-def placing(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
-    """The function of these arguments, whose ``device_put`` also places what ``jit`` traces."""
-    closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
-    tree = jax.tree.structure(out)
-
-    def run(*args: Any) -> Any:
-        values = dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
-        values |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        read = lambda atom: atom.val if is_literal(atom) else values[atom]
-        for equation in closed.jaxpr.eqns:
-            given = list(map(read, equation.invars))
-            if equation.primitive.name == "device_put":
-                found = list(map(_placed, given, equation.params["devices"]))
-            else:
-                found = bound(equation, given)
-            values |= dict(zip(equation.outvars, found, strict=True))
-        return jax.tree.unflatten(tree, list(map(read, closed.jaxpr.outvars)))
-
-    return run
-
-
 def bound(equation: Any, given: Sequence[Any]) -> list[Any]:
     """The outputs of an equation for these inputs, under its names and in its context."""
     params = equation.primitive.get_bind_params(equation.params)
@@ -880,8 +859,3 @@ def at_source_of(equation: Any) -> AbstractContextManager[object]:
     source = equation.source_info
     names = _source_info_util.current_name_stack() + source.name_stack
     return _source_info_util.user_context(source.traceback, name_stack=names)
-
-
-def _placed(x: Any, where: Any) -> Any:
-    is_named = isinstance(where, jax.sharding.NamedSharding)
-    return lax.with_sharding_constraint(x, where) if is_named else x

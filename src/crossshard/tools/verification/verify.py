@@ -27,10 +27,9 @@ from crossshard.step.rebuild import (
     with_sgd,
 )
 from crossshard.step.train_step import TrainStep
-from crossshard.tools.verification.conclude import conclude, with_work
+from crossshard.tools.verification.conclude import Fault, Verification, conclude
 from crossshard.tools.verification.measurement import Measurement
-from crossshard.tools.verification.report import Fault, Verification
-from crossshard.tools.verification.snapshot import map_arrays
+from crossshard.tools.verification.runs import map_arrays
 
 # Steps of a random one, with other keys each, of which the mean is compared.
 _SAMPLES = 64
@@ -131,9 +130,7 @@ def _verify(
     number = len(jax.devices()) if num_shards is None else check_num_shards(num_shards)
     axes = check_input_axes(None, batch_axis).of(batch, {})
     measurement = Measurement(step, batch, axes, key, _check_groups(groups, number))
-    found = _found(measurement, lambda found: found)
-    # The last question takes three compilations.
-    return with_work(found, measurement) if found.ok else found
+    return _found(measurement, lambda found: found)
 
 
 def _found(
