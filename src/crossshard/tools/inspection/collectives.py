@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from crossshard.pipeline.stages.nonfinite import RARE
+from crossshard.step.rebuild import RARE
 from crossshard.tools.inspection.groups import Groups, groups_of
 from crossshard.tools.inspection.hlo import (
     Array,

@@ -10,10 +10,9 @@ from typing import Any, Protocol, TypeAlias
 import jax
 from jax.sharding import NamedSharding
 
-from crossshard import _check
+from crossshard import TrainState, _check
 from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.model.state import TrainState
 from crossshard.tools.inspection.collectives import collectives
 from crossshard.tools.inspection.groups import Axes, axes_of, joined_shards, with_slices
 from crossshard.tools.inspection.hlo import Module, parse

@@ -16,14 +16,11 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard import _check
+from crossshard import _check, make_train_step
 from crossshard._annotations import Loss, PyTree
 from crossshard._text import count, size, table
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.model.models import partition
-from crossshard.step.description import bytes_on_device
-from crossshard.step.make_train_step import make_train_step
-from crossshard.step.rebuild import axes_of_batch
+from crossshard.step.rebuild import axes_of_batch, bytes_on_device, number_of_parameters
 from crossshard.tools.inspection.collectives import Collective
 from crossshard.tools.inspection.inspect import inspect
 from crossshard.tools.planning.topology import Topology
@@ -285,8 +282,7 @@ def plan(
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(_Compiling.compile, found))
         candidates = [each.read() for each in found]
-    _, trained, frozen, *_ = partition(model, options.get("wrt"))
-    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((trained, frozen)))
+    parameters = number_of_parameters(model, options.get("wrt"))
     return Plan(topology, where.size, parameters, candidates)
 
 

@@ -13,11 +13,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.jaxprs.primitives import DRAWS
-from crossshard.jaxprs.walk import equations_within
 from crossshard.shards import batch_axes
 from crossshard.shards.batch_axes import BatchAxes
 from crossshard.shards.random_streams import is_key, may_be_raw_key, own_stream
+from crossshard.step.rebuild import draws
 
 Snapshot = dict[str, "Copies"]
 Factory = Callable[[Any, int], Any]
@@ -178,11 +177,7 @@ class BuiltStep:
             traced = jax.make_jaxpr(of_arrays)(*(x for x in leaves if isinstance(x, _ARRAYS)))
         except Exception:  # of any kind: not every step can be traced as a whole
             return None
-        return any(
-            each.primitive.name in DRAWS
-            for equation in traced.jaxpr.eqns
-            for each in (equation, *equations_within(equation))
-        )
+        return draws(traced)
 
     def _args(self, batch: Sequence[Any], key: Any, seed: int) -> list[Any]:
         keys = [] if key is None else [jax.random.fold_in(key, seed) if seed else key]
