@@ -12,13 +12,12 @@ import jax
 from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Json
 from crossshard.checkpoints.fingerprint import fingerprint
-from crossshard.checkpoints.folder import Folder
-from crossshard.checkpoints.keeping import Keeping, notes_of
+from crossshard.checkpoints.folder import Damaged, Folder
 from crossshard.checkpoints.leaves import check_devices
-from crossshard.checkpoints.manifest import Damaged, Fingerprint, check_data
+from crossshard.checkpoints.manifest import Fingerprint, check_data
 from crossshard.checkpoints.preemption import Preemption
 from crossshard.checkpoints.reading import Found, read_params, read_state
-from crossshard.checkpoints.saving import Saving
+from crossshard.checkpoints.saving import Saving, notes_of
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -78,10 +77,8 @@ class Checkpoints:
         self._folder, self._step, self._keep = Folder(folder), step, keep
         self._preemption: Preemption | None = None
         self._fingerprints: dict[int, tuple[StateLayout, Fingerprint]] = {}
-        numbers = self._folder.numbers(step.mesh, create=True)
-        keeping = Keeping(self._folder, keep, keep_best)
-        self._saving = Saving(self._folder, step.mesh, keeping, numbers)
-        self._may_write = not numbers
+        self._saving = Saving(self._folder, step.mesh, keep, keep_best)
+        self._may_write = not self._saving.numbers
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self._folder.path)!r}, keep={self._keep})"

@@ -2,28 +2,23 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from crossshard._hash import sha256
 from crossshard._typed import typed
-from crossshard.checkpoints.files import read_json
+from crossshard.checkpoints.folder import MOST_BYTES, Damaged, read_json
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointMismatchError
+from crossshard.model.layout import StateLayout
 from crossshard.pipeline.pipeline import STAGES
 
 VERSION = 4
 # What is known of an option of version 3: that it was on, and that the loss was not over the batch.
 ON, NOT_BATCH = "on", "not batch"
-# Where it is, in the folder of a checkpoint.
-FOLDER, FILE = "manifest", "manifest.json"
-# A thousand times what a large model needs. Files of which Orbax reads all are held to it too.
-MOST_BYTES = 64 << 20
+FILE = "manifest.json"
 # So that a number on disk cannot ask for all memory: an array of each shard has this many rows.
 _MOST_SHARDS = 1 << 16
-
-
-class Damaged(Exception):
-    """A checkpoint is not what was written; the text says what is wrong with it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +59,7 @@ class Fingerprint:
 
 @dataclasses.dataclass(frozen=True)
 class WrittenLeaf:
-    """What the manifest says of one array.
-
-    Attributes:
-      path: where it is in the state.
-      shape: its shape on disk.
-      dtype: the name of its dtype.
-      hash: the hash of its values.
-    """
+    """What the manifest says of one array: where it is in the state, and what is on disk."""
 
     path: str
     shape: tuple[int, ...]
@@ -103,10 +91,17 @@ class Manifest:
     leaves: list[WrittenLeaf]
     data: Any
 
-    def to_json(self) -> dict[str, Any]:
-        """As it is written."""
+    def to_json(self, hashes: Sequence[str] = ()) -> dict[str, Any]:
+        """As it is written, with the hashes of its arrays once these are known."""
         body = {"version": VERSION, **dataclasses.asdict(self)}
+        for leaf, found in zip(body["leaves"], hashes, strict=False):
+            leaf["hash"] = found
         return {**body, "sha256": sha256(body)}
+
+
+def groups_of(layout: StateLayout) -> list[list[int]] | None:
+    """The groups whose parameters differ, as a manifest has them."""
+    return None if layout.groups is None else [list(group) for group in layout.groups.groups]
 
 
 def check_data(data: Any) -> None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from crossshard.checkpoints.leaves import Leaf
-from crossshard.checkpoints.manifest import NOT_BATCH, ON, Fingerprint, Manifest, Update
+from crossshard.checkpoints.manifest import NOT_BATCH, ON, Fingerprint, Manifest, Update, groups_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import STAGES
@@ -172,11 +172,6 @@ def match_params(manifest: Manifest, leaves: list[Leaf], layout: StateLayout) ->
         found.refuse(f"{leaf.path} is {was} in it, and {now} here" if was != now else None)
         found.read[at[leaf.path]] = leaf
     return found
-
-
-def groups_of(layout: StateLayout) -> list[list[int]] | None:
-    """The groups whose parameters differ, as a manifest has them."""
-    return None if layout.groups is None else [list(group) for group in layout.groups.groups]
 
 
 def _wrapped(fingerprint: Fingerprint) -> dict[str, bool]:

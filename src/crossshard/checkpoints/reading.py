@@ -9,17 +9,9 @@ import jax
 
 from crossshard import _mesh
 from crossshard._hash import hash_of
-from crossshard.checkpoints.files import printable
-from crossshard.checkpoints.folder import Folder
+from crossshard.checkpoints.folder import Damaged, Folder, printable
 from crossshard.checkpoints.leaves import Leaf, from_disk, leaves_of
-from crossshard.checkpoints.manifest import (
-    FILE,
-    FOLDER,
-    Damaged,
-    Fingerprint,
-    Manifest,
-    read_manifest,
-)
+from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, read_manifest
 from crossshard.checkpoints.match import Different, Match, match, match_params
 from crossshard.distributed.agreement import exchange
 from crossshard.errors import CheckpointMismatchError
@@ -95,11 +87,10 @@ def _read(
     refused: Exception | None = None
     try:
         folder.check(number)
-        path = folder.of(number)
-        manifest = read_manifest(path / FOLDER / FILE, number)
+        manifest = read_manifest(folder.note(number, FILE), number)
         leaves, state = _as_written(manifest, layout, state)
         matched = matches(manifest, leaves)
-        read = storage.read(path, matched.read, len(manifest.leaves))
+        read = storage.read(folder.of(number), matched.read, len(manifest.leaves))
     except Different as error:
         refused = CheckpointMismatchError(
             f"Checkpoint {number} in {folder.path} is not of this step: {error}"

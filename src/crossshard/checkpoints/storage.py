@@ -15,17 +15,14 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
-from crossshard.checkpoints.folder import in_words
+from crossshard.checkpoints.folder import ARRAYS, NOTES, Damaged, in_words
 from crossshard.checkpoints.leaves import Leaf
-from crossshard.checkpoints.manifest import FOLDER, Damaged
 
-# The folder of the arrays, beside that of the manifest.
-_ARRAYS = "state"
 # So that a device that reads a part of an array need not read all of it.
 _PIECE = 16 << 20
 
 
-class _NotesHandler(ocp.AsyncCheckpointHandler):
+class _NotesHandler(ocp.JsonCheckpointHandler):
     """Writes, in the background and in the first process, texts that a function returns.
 
     The manifest is one of them: it has the hashes, which are computed while the arrays are written.
@@ -40,14 +37,6 @@ class _NotesHandler(ocp.AsyncCheckpointHandler):
                     (directory / name).write_text(text)
 
         return [future.CommitFutureAwaitingContractedSignals(write(), name="crossshard")]
-
-    def save(self, *args: Any, **kwargs: Any) -> None:
-        """Not used: the arrays are written in the background, too."""
-        raise NotImplementedError
-
-    def restore(self, *args: Any, **kwargs: Any) -> None:
-        """Not used: crossshard reads the file itself, with distrust."""
-        raise NotImplementedError
 
 
 # Orbax knows no handler that has arguments for one of both only.
@@ -75,8 +64,8 @@ def checkpointer() -> ocp.AsyncCheckpointer:
     of_arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, of_arrays))
     handlers = {
-        _ARRAYS: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
-        FOLDER: _NotesHandler(),
+        ARRAYS: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+        NOTES: _NotesHandler(),
     }
     # Else threads that write wait ten minutes, also at exit, for one that cannot make a folder.
     options = ocp.AsyncOptions(create_directories_asynchronously=False)
@@ -122,8 +111,8 @@ def start(
     named = {str(place): array for place, array in enumerate(arrays)}
     pieces = ocp.SaveArgs(chunk_byte_size=_PIECE)
     parts = {
-        _ARRAYS: ocp.args.PyTreeSave(named, dict.fromkeys(named, pieces)),
-        FOLDER: _Notes(notes),
+        ARRAYS: ocp.args.PyTreeSave(named, dict.fromkeys(named, pieces)),
+        NOTES: _Notes(notes),
     }
     orbax.save(folder, args=ocp.args.Composite(**parts))
 
@@ -140,7 +129,7 @@ def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax
       Damaged: an array is missing, has another shape, or cannot be read.
     """
     # Without the checkpointer, at whose barrier the other processes would wait for one that fails.
-    handler, folder = ocp.PyTreeCheckpointHandler(), folder / _ARRAYS
+    handler, folder = ocp.PyTreeCheckpointHandler(), folder / ARRAYS
     try:
         types = handler.metadata(folder).tree
     except Exception as error:  # Orbax and TensorStore raise what they like on damaged files.
