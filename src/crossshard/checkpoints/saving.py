@@ -34,22 +34,16 @@ _MOST_BYTES = 64
 class Saving:
     """The one writer of a folder, from its first checkpoint until it is closed.
 
-    Attributes:
-      numbers: the numbers of the checkpoints, ascending. Only the first process deletes any, so
-        that the others may know more.
-      damaged: those that were found damaged.
-      taken: the number of steps of the last state; ``None`` before, and after a failure.
-
-    Args:
-      folder: the folder.
-      mesh: the mesh whose processes save together.
-      newest: how many of the newest checkpoints stay, beside those that are pinned.
-      best: how many of those with the highest scores stay.
+    The processes of the mesh save together. The newest checkpoints stay, so many of those with the
+    highest scores, and those that are pinned.
     """
 
     def __init__(self, folder: Folder, mesh: Mesh, newest: int, best: int):
+        # The numbers of the checkpoints, ascending, and of those that were found damaged. Only the
+        # first process deletes any, so that the others may know more.
         self.numbers: list[int] = folder.numbers(mesh, create=True)
         self.damaged: set[int] = set()
+        # The number of steps of the last state; ``None`` before, and after a failure.
         self.taken: int | None = None
         self._folder, self._mesh, self._newest, self._best = folder, mesh, newest, best
         self._lock = Lock(folder.path, remote=folder.remote)
@@ -69,12 +63,7 @@ class Saving:
     ) -> None:
         """Begin to write a state, once the one before is written; the next step may donate it.
 
-        Args:
-          layout: its layout.
-          state: the state.
-          fingerprint: that of the step.
-          data: what the user saves beside it.
-          notes: texts to write beside the manifest, by the names of their files.
+        The notes are texts to write beside the manifest, by the names of their files.
 
         Raises:
           ArgumentError: the processes would write different states or data.
@@ -130,21 +119,13 @@ class Saving:
             raise self._failed(error) from error
 
     def wait(self) -> None:
-        """Wait until all is written, and deleted that does not stay.
-
-        Raises:
-          CheckpointError: the last one could not be written.
-        """
+        """Wait until all is written, and deleted that does not stay; raises as ``start``."""
         self._finish()
         while self._deleting:
             self._deleting.pop().join()
 
     def close(self) -> None:
-        """Wait, and let others write.
-
-        Raises:
-          CheckpointError: the last one could not be written.
-        """
+        """Wait, and let others write; raises as ``start``."""
         try:
             self.wait()
         finally:

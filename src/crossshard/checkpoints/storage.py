@@ -109,21 +109,13 @@ def start(
     """
     _ours.add(str(folder))
     named = {str(place): array for place, array in enumerate(arrays)}
-    pieces = ocp.SaveArgs(chunk_byte_size=_PIECE)
-    parts = {
-        ARRAYS: ocp.args.PyTreeSave(named, dict.fromkeys(named, pieces)),
-        NOTES: _Notes(notes),
-    }
+    pieces = dict.fromkeys(named, ocp.SaveArgs(chunk_byte_size=_PIECE))
+    parts = {ARRAYS: ocp.args.PyTreeSave(named, pieces), NOTES: _Notes(notes)}
     orbax.save(folder, args=ocp.args.Composite(**parts))
 
 
 def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax.Array]:
     """Read arrays onto the mesh, by their places among so many; each process reads its parts.
-
-    Args:
-      folder: that of the checkpoint.
-      leaves: the arrays to read, by their places among those that were written.
-      number: how many were written.
 
     Raises:
       Damaged: an array is missing, has another shape, or cannot be read.
@@ -139,25 +131,24 @@ def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax
     if set(types) != set(map(str, range(number))):
         raise Damaged("it has more arrays than its manifest")
 
-    def restore(some: list[int], *, partial: bool) -> dict[str, jax.Array]:
+    def restore(some: Mapping[int, Leaf]) -> dict[str, jax.Array]:
         how = {
             str(place): ocp.ArrayRestoreArgs(
-                sharding=leaves[place].on_disk.sharding, global_shape=leaves[place].on_disk.shape
+                sharding=leaf.on_disk.sharding, global_shape=leaf.on_disk.shape
             )
-            for place in some
+            for place, leaf in some.items()
         }
-        args = ocp.args.PyTreeRestore(
-            item=dict.fromkeys(how, 0), restore_args=how, partial_restore=partial
-        )
+        is_part = len(some) < number
+        args = ocp.args.PyTreeRestore(dict.fromkeys(how, 0), how, partial_restore=is_part)
         found: dict[str, jax.Array] = handler.restore(folder, args=args)
         return found
 
     try:
-        found = restore(list(leaves), partial=len(leaves) < number)
+        found = restore(leaves)
     except Exception as error:
         for place, leaf in leaves.items():
             try:
-                restore([place], partial=True)
+                restore({place: leaf})
             except Exception as its_own:
                 raise Damaged(f"{leaf.path} cannot be read ({in_words(its_own)})") from None
         raise Damaged(f"its arrays cannot be read ({in_words(error)})") from None
@@ -168,13 +159,11 @@ def _check_type(leaf: Leaf, found: Any) -> None:
     """Raise unless an array on disk has the type of its leaf, before memory is taken for it."""
     if found is None:
         raise Damaged(f"{leaf.path} is missing")
-    shape, dtype = tuple(found.shape), str(found.dtype)
-    if (shape, dtype) != (leaf.on_disk.shape, str(leaf.on_disk.dtype)):
-        raise Damaged(
-            f"{leaf.path} is {dtype}{list(shape)} on disk, and {leaf.on_disk.dtype}"
-            f"{list(leaf.on_disk.shape)} in the manifest"
-        )
+    on_disk = leaf.on_disk
+    was, now = (f"{x.dtype}{[*x.shape]}" for x in (found, on_disk))
+    if was != now:
+        raise Damaged(f"{leaf.path} is {was} on disk, and {now} in the manifest")
     # A piece of an array is read as a whole.
     chunk = found.storage.chunk_shape if found.storage is not None else None
-    if chunk is not None and math.prod(chunk) > max(1, math.prod(shape)):
+    if chunk is not None and math.prod(chunk) > max(1, math.prod(on_disk.shape)):
         raise Damaged(f"{leaf.path} is stored in pieces that are larger than it is, {chunk}")
