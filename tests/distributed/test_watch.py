@@ -16,8 +16,7 @@ import pytest
 
 from crossshard import _jax
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
-from crossshard.distributed.addresses import free_port
-from crossshard.distributed.job import VERDICTS, Job
+from crossshard.distributed.job import VERDICTS, Job, free_port
 from crossshard.distributed.supervisor.judge import Kind, Report, State, Timeouts, Verdict
 from crossshard.distributed.supervisor.watch import _Watch
 from tests.quick import deep

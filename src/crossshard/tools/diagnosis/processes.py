@@ -14,9 +14,8 @@ from typing import Any
 
 from crossshard import _jax
 from crossshard._text import listed
-from crossshard.distributed.addresses import split_address
 from crossshard.distributed.initialize import initialize
-from crossshard.distributed.job import ADDRESS, NUMBER, OWN, Job, find_job
+from crossshard.distributed.job import ADDRESS, NUMBER, OWN, Job, find_job, split_address
 from crossshard.errors import CrossshardError
 from crossshard.tools.diagnosis.report import Finding
 from crossshard.tools.quiet import quiet
