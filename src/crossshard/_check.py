@@ -1,4 +1,8 @@
-"""Checks of arguments: each returns what is right, or says what was given and what to write."""
+"""Checks of arguments: each returns what is right, or says what was given and what to write.
+
+What is of another type is an ``ArgumentTypeError``, and another value an ``ArgumentError``. The
+first argument is the name that the caller knows; a hint is a sentence after the refusal.
+"""
 
 import enum
 import numbers
@@ -18,17 +22,7 @@ _MOST = 2**31 - 1
 
 
 def choice(name: str, given: object, among: type[_E], hint: str = "") -> _E:
-    """One of a few words, as the member of an enum.
-
-    Args:
-      name: that of the argument, here and below.
-      given: the member, or its word.
-      among: the enum.
-      hint: a sentence after a refusal.
-
-    Raises:
-      ArgumentError: it is none of them.
-    """
+    """One of a few words, as the member of an enum."""
     values = [each.value for each in among]
     # Not of an array, whose comparison is another one.
     if isinstance(given, str) and given in values:
@@ -39,12 +33,7 @@ def choice(name: str, given: object, among: type[_E], hint: str = "") -> _E:
 
 
 def word(name: str, given: object, hint: str = "") -> str:
-    """A string that can be read; it is in a program, a profile or a message.
-
-    Raises:
-      ArgumentError: it is empty, or not of letters that can be printed.
-      ArgumentTypeError: it is no string.
-    """
+    """A string that can be read; it is in a program, a profile or a message."""
     if not isinstance(given, str):
         raise ArgumentTypeError(f"{name} must be a string; got {described(given)}.{_after(hint)}")
     if not given:
@@ -57,12 +46,7 @@ def word(name: str, given: object, hint: str = "") -> str:
 def whole_number(
     name: str, given: Any, least: int | None = 1, hint: str = "", *, most: int | None = _MOST
 ) -> int:
-    """An int, which may be numpy's; of any size if ``least`` is ``None``, else at most int32's.
-
-    Raises:
-      ArgumentError: it is too small, or too large.
-      ArgumentTypeError: it is none; True and False are none.
-    """
+    """An int, which may be numpy's; of any size if ``least`` is ``None``, else at most int32's."""
     try:
         found = None if isinstance(given, bool) else operator.index(given)
     except TypeError:
@@ -78,12 +62,7 @@ def whole_number(
 
 
 def index(name: str, given: Any, number: int, of: str) -> int:
-    """The index of one of so many, such as of ``of="shards"``.
-
-    Raises:
-      ArgumentError: there is no such one; a negative one there is not.
-      ArgumentTypeError: it is no int.
-    """
+    """The index of one of so many, such as of ``of="shards"``."""
     found = whole_number(name, given, least=None)
     if not 0 <= found < number:
         raise ArgumentError(
@@ -93,12 +72,7 @@ def index(name: str, given: Any, number: int, of: str) -> int:
 
 
 def number(name: str, given: Any, hint: str = "") -> float:
-    """A real number.
-
-    Raises:
-      ArgumentError: it is larger than a float.
-      ArgumentTypeError: it is none; True and False are none.
-    """
+    """A real number."""
     if isinstance(given, np.ndarray) and given.shape == ():
         given = given.item()
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
@@ -110,50 +84,28 @@ def number(name: str, given: Any, hint: str = "") -> float:
 
 
 def finite(name: str, given: Any, hint: str = "") -> None:
-    """Raise unless a number is finite; what is computed, or on a device, is not looked at.
-
-    Raises:
-      ArgumentError: it is not, in JAX's default precision.
-    """
+    """Raise unless a number is finite; what is computed, or on a device, is not looked at."""
     wide = jax.dtypes.canonicalize_dtype(float)
     if not isinstance(given, jax.Array) and not np.isfinite(np.asarray(given, wide)).all():
         raise ArgumentError(f"{name} must be finite; got {shown(given)}.{_after(hint)}")
 
 
 def flag(name: str, given: object) -> bool:
-    """True or False.
-
-    Raises:
-      ArgumentTypeError: it is neither.
-    """
+    """True or False."""
     if not isinstance(given, bool | np.bool_):
         raise ArgumentTypeError(f"{name} must be True or False; got {described(given)}.")
     return bool(given)
 
 
 def function(name: str, given: object) -> Callable[..., Any]:
-    """What can be called.
-
-    Raises:
-      ArgumentTypeError: it cannot.
-    """
+    """What can be called."""
     if not callable(given):
         raise ArgumentTypeError(f"{name} must be a function; got {described(given)}.")
     return given
 
 
 def array(name: str, given: Any, *, or_type: bool = False) -> Any:
-    """A number or an array that JAX can hold.
-
-    Args:
-      name: that of the argument.
-      given: the number or array.
-      or_type: whether it may be a ``jax.ShapeDtypeStruct``, to compile for.
-
-    Raises:
-      ArgumentError: it was deleted, or is too large an int.
-      ArgumentTypeError: it is none.
-    """
+    """A number or an array that JAX can hold; or its ``ShapeDtypeStruct``, to compile for."""
     dtype = getattr(given, "dtype", None)
     if isinstance(given, jax.core.Tracer) or (or_type and isinstance(given, jax.ShapeDtypeStruct)):
         return given
@@ -201,10 +153,7 @@ def arrays(name: str, tree: Any, *, or_types: bool = False) -> None:
 
 
 def as_array(name: str, given: Any) -> jax.Array:
-    """An array of JAX's, from what ``array`` takes, or from lists of it.
-
-    Raises: as ``array``.
-    """
+    """An array of JAX's, from what ``array`` takes, or from lists of it."""
     if not isinstance(given, list | tuple):
         return jnp.asarray(array(name, given))
     for leaf in jax.tree.leaves(given):

@@ -51,12 +51,7 @@ def read_incoming(
     reduction: Reduction,
     grouped: bool,
 ) -> GradientStatus:
-    """The status of a gradient, from its declaration or its type.
-
-    Raises:
-      DoubleReductionError: nothing is declared, and the gradient is invariant.
-      IncomingError: the gradient is declared summed or reduced, but is varying.
-    """
+    """The status of a gradient, from its declaration or its type, which must not contradict it."""
     if declared is GradientStatus.SUMMED and grouped:
         raise IncomingError(
             f"{name} is declared as summed over all {shards.number} shards, but this optimizer "
@@ -138,8 +133,7 @@ def check_gradient_dtype(name: str, gradient: Any) -> None:
 def check_shapes(gradients: Any, like: Any, what: str = "its parameter") -> None:
     """Raise unless gradients have the shapes of their parameters, or of their updates.
 
-    Raises:
-      ArgumentError: the shapes differ, as with per-example gradients.
+    Per-example gradients have others.
     """
     given, expected = (
         jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse) for tree in (gradients, like)
