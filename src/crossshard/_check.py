@@ -4,9 +4,12 @@ What is of another type is an ``ArgumentTypeError``, and another value an ``Argu
 first argument is the name that the caller knows; a hint is a sentence after the refusal.
 """
 
+import dataclasses
 import enum
 import numbers
 import operator
+import types
+import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 
 _E = TypeVar("_E", bound=enum.Enum)
@@ -172,6 +176,38 @@ def _can_be_held(dtype: np.dtype) -> bool:
     return bool(is_number and dtype.itemsize <= (16 if dtype.kind == "c" else 8))
 
 
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is an array or a Python number, of which a bool is one.
+
+    >>> is_number(3), is_number("3")
+    (True, False)
+    """
+    return hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a number is floating or complex, so that it can be differentiated."""
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+
+
+def scalar(value: Any, what: str = "A loss", kinds: tuple[Any, ...] = (jnp.floating,)) -> Any:
+    """A scalar of one of these kinds of dtype, which may be the value of a variable."""
+    value = value.get_value() if isinstance(value, nnx.Variable) else value
+    if not is_number(value):
+        raise ArgumentTypeError(f"{what} must be a floating scalar; got {type(value).__name__}.")
+    array(what, value)
+    dtype, shape = jnp.result_type(value), jnp.shape(value)
+    if shape != ():
+        raise ArgumentError(
+            f"{what} must be a floating scalar; got {dtype}[{','.join(map(str, shape))}], of shape "
+            f"{shape}. Reduce it first, with jnp.mean, or with jnp.sum, as TensorFlow does for "
+            f"a loss that is not a scalar."
+        )
+    if not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+        raise ArgumentTypeError(f"{what} must be a floating scalar; got {dtype}[].")
+    return value
+
+
 def described(given: object) -> str:
     """What was given, and its type.
 
@@ -196,3 +232,34 @@ def shown(given: object, width: int = 60) -> str:
 
 def _after(hint: str) -> str:
     return f" {hint}" if hint else ""
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """What JSON has read, as a value of an annotation; nobody vouches for such a text.
+
+    The annotation is a dataclass, int from 0, str, a StrEnum, list, tuple, dict, ``… | None`` or
+    Any. Raises a ``ValueError`` unless it is such a value, with the same keys.
+
+    >>> typed(dict[str, tuple[int, ...]], {"shape": [3, 4]})
+    {'shape': (3, 4)}
+    """
+    of, origin = typing.get_args(kind), typing.get_origin(kind)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        if isinstance(value, dict) and value.keys() == hints.keys():
+            return kind(**{name: typed(hints[name], value[name]) for name in hints})  # type: ignore[operator]
+    elif origin is types.UnionType:
+        return None if value is None else typed(of[0], value)
+    elif isinstance(kind, enum.EnumType):
+        return kind(value)
+    elif origin in (list, tuple) and isinstance(value, list):
+        return origin(typed(of[0], each) for each in value)
+    elif origin is dict and isinstance(value, dict):
+        return {key: typed(of[1], each) for key, each in value.items()}
+    elif (
+        kind is Any
+        or (kind is str and type(value) is str)
+        or (kind is int and type(value) is int and 0 <= value <= 1 << 62)
+    ):
+        return value
+    raise ValueError(f"{kind} is not what {value!r:.60} is.")

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from crossshard._check import typed
 from crossshard._hash import sha256
-from crossshard._typed import typed
 from crossshard.checkpoints.files import read_json
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointMismatchError
 from crossshard.pipeline.pipeline import STAGES

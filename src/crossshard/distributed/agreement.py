@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from crossshard import _check, _jax
+from crossshard._check import typed
 from crossshard._hash import crc32
-from crossshard._typed import typed
 from crossshard.distributed.progress import PROGRESS, waiting
 from crossshard.errors import (
     ArgumentError,

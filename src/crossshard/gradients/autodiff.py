@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from crossshard import _jax
+from crossshard import _check, _jax
 from crossshard.collectives.sums import widen
 from crossshard.errors import ArgumentTypeError, AxisError
 from crossshard.gradients.mean import Mean
-from crossshard.gradients.scalars import check_scalar
 from crossshard.jaxprs.walk import Analysis, Equations, equations_within, follow
 from crossshard.shards.axes import Shards, UntypedAxes, untyped_axes
 
@@ -35,7 +34,7 @@ def split_loss(
             f"two. If it returned (loss, aux), pass has_aux=True."
         )
     loss, aux = out if has_aux else (out, None)
-    return loss if isinstance(loss, Mean) else check_scalar(loss, kinds=kinds), aux
+    return loss if isinstance(loss, Mean) else _check.scalar(loss, kinds=kinds), aux
 
 
 def scaled(loss: Any, scale: Any) -> Any:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from crossshard import _check
 from crossshard._annotations import PyTree
+from crossshard._check import is_inexact, is_number
 from crossshard._flax import AnyVariable, nnx, rebound
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.autodiff import (
@@ -22,7 +23,6 @@ from crossshard.gradients.autodiff import (
     unscale,
 )
 from crossshard.gradients.mean import Mean, part_of_shard
-from crossshard.gradients.scalars import is_inexact, is_number
 from crossshard.shards.axes import Shards, check_no_further, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
 

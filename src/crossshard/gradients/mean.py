@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from crossshard import _check
+from crossshard._check import is_number
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
-from crossshard.gradients.scalars import check_scalar, is_number
 from crossshard.shards.axes import Shards
 
 
@@ -91,8 +91,8 @@ class Mean:
     __array_ufunc__ = None
 
     def __init__(self, total: ArrayLike, count: ArrayLike, name: str | None = None):
-        check_scalar(total, "The total of a Mean")
-        check_scalar(count, "The count of a Mean", (jnp.floating, jnp.integer))
+        _check.scalar(total, "The total of a Mean")
+        _check.scalar(count, "The count of a Mean", (jnp.floating, jnp.integer))
         if name is not None:
             _check.word("The name of a Mean", name)
         is_fixed = not isinstance(count, jax.Array) and bool(count)
@@ -172,7 +172,7 @@ def _factor(x: Any, what: str) -> Any:
             f"A Mean was {what} {type(x).__name__}. Means add up; a number may multiply or divide "
             f"one, or be added."
         )
-    return check_scalar(x, f"What a Mean is {what}", (jnp.floating, jnp.integer))
+    return _check.scalar(x, f"What a Mean is {what}", (jnp.floating, jnp.integer))
 
 
 @functools.partial(

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
+from crossshard._check import is_inexact
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError
-from crossshard.gradients.scalars import is_inexact
 from crossshard.model.model_state import ModelState, holds_keys
 from crossshard.model.models import Skeleton
 from crossshard.model.state import TrainState

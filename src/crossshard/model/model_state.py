@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from crossshard import _check
+from crossshard._check import is_inexact, is_number
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.scalars import is_inexact, is_number
 from crossshard.jaxprs.dependence import sources
 from crossshard.pipeline.means import average, to_average
 from crossshard.pipeline.stage import Gradients

@@ -13,10 +13,10 @@ import numpy as np
 import optax
 
 from crossshard import _check
+from crossshard._check import is_inexact
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.gradients.scalars import is_inexact
 from crossshard.jaxprs.dependence import depends, hands_on
 from crossshard.model.model_state import OVERWRITTEN
 from crossshard.pipeline.update.optimize import takes_value

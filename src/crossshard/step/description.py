@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from crossshard._check import is_inexact
 from crossshard._text import count, size
-from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import leaf_name
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState

@@ -11,8 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from crossshard import _check, _mesh
 from crossshard._annotations import Filter, Loss, PyTree
 from crossshard.errors import ArgumentError
-from crossshard.gradients.reduction import Reduction
-from crossshard.gradients.status import GradientStatus
+from crossshard.gradients.status import GradientStatus, Reduction
 from crossshard.guards.divergence import check_divergence_options
 from crossshard.model.model_state import check_model_state, with_rng
 from crossshard.model.models import check_wrt

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.collectives.codec import Codec
 from crossshard.errors import ArgumentError, LossError
-from crossshard.gradients.reduction import Reduction
+from crossshard.gradients.status import Reduction
 from crossshard.pipeline.aggregators.few_bits import FewBits
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.metrics import Metrics

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from crossshard import _check
-from crossshard._typed import typed
+from crossshard._check import typed
 from crossshard.distributed.progress import NAME, NO_ROWS
 from crossshard.errors import ArgumentError
 
