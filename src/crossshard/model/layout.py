@@ -86,11 +86,6 @@ class StateLayout:
         """The axes of the shards."""
         return self.shards.axes
 
-    @property
-    def unnamed_axes(self) -> tuple[str, ...]:
-        """The other axes of the mesh."""
-        return self.shards.other_axes
-
     def specs_of_arrays(self, frozen: Any) -> tuple[PartitionSpec, ...]:
         """The specs with which ``initial`` gets its arrays, without those that are whole."""
         if not self.arrays.in_parts:
@@ -136,14 +131,21 @@ class StateLayout:
 
         def placed(own: Placement, tree: Any, partitions: Iterable[Partition] = ()) -> Any:
             """The placements of arrays that are split so, or over the other axes alone."""
-            split = map(Placement, partitions if self.arrays.in_parts else ())
+            split = map(Placement, partitions)
             one = lambda x: beside(next(split, own), x, next(specs, WHOLE))
             return jax.tree.map(one, tree)
 
-        params = placed(own, state.params, self.arrays.params)
-        frozen = placed(REPLICATED, state.frozen, self.partitions_of_frozen(state.frozen))
+        in_parts = self.arrays.in_parts
+        params = placed(own, state.params, self.arrays.params if in_parts else ())
+        of_frozen = self.partitions_of_frozen(state.frozen) if in_parts else ()
+        frozen = placed(REPLICATED, state.frozen, of_frozen)
         model_state = placed(PER_SHARD if state.per_shard else REPLICATED, state.model_state)
-        of_inner = [Placement(each, own.per_shard, self.groups) for each in self.arrays.state]
+        of_inner = [
+            Placement(each, own.per_shard, self.groups)
+            if each.number > 1 or each.other_axes
+            else own
+            for each in self.arrays.state
+        ]
         inner = jax.tree.structure(state.opt_state.inner_state).unflatten(of_inner)
         stages = self.pipeline.placements(state.opt_state)
         if self.other_axes:
@@ -213,7 +215,7 @@ class StateLayout:
 
     def constrain(self, state: TrainState) -> TrainState:
         """The state as it is placed, since XLA decides about other axes."""
-        if not self.unnamed_axes:
+        if not self.shards.other_axes:
             return state
         return jax.lax.with_sharding_constraint(state, self.shardings(state))
 
