@@ -160,7 +160,8 @@ def _connect(job: Job, bind: str | None, timeout: float, stall_timeout: float) -
         missing = [each for each in map(str, range(job.num_processes)) if came and each not in came]
         why = _why(address, missing)
         if missing:
-            late = Verdict(Kind.BEHIND, int(missing[0]), "initialize", int(timeout))
+            how = f"has not entered initialize for {int(timeout)} seconds, and others wait for it"
+            late = Verdict.of(Kind.STALLED, int(missing[0]), how)
             tell_launcher(job.process_id, str(late))
     except jax.errors.JaxRuntimeError as error:
         why = f"{str(error).splitlines()[0]:.300}"

@@ -161,11 +161,9 @@ class Kind(enum.StrEnum):
     DIED = "died"
     FAILED = "failed"
     LEFT = "left"
-    BEHIND = "behind"
+    # It stands still, or has gone another way, but says so.
+    STALLED = "stalled"
     SILENT = "silent"
-    DIFFERS = "differs"
-    ELSEWHERE = "elsewhere"
-    ALONE = "alone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,68 +172,35 @@ class Verdict(_Told):
 
     kind: Kind
     process: int = 0  # with which something is wrong
-    # The exception, or the call that it has not entered, or has with other rows, or that another
-    # process has entered.
-    what: str = "nothing"
-    seconds: int = 0  # for how long
-    place: str = NOWHERE  # the line at which it stands
-    rows: str = NO_ROWS  # what it has entered the call with
-    other: int = 0  # another process
-    expected: str = NO_ROWS  # what that one has entered the call with
-    entered: str = ""  # the call that it has entered last; empty if `what` says all
+    sentence: str = ""  # what happened, and where that process stands
 
     @property
     def code(self) -> int:
         """The exit code of the others."""
-        stalled = (Kind.BEHIND, Kind.SILENT, Kind.DIFFERS, Kind.ELSEWHERE, Kind.ALONE)
-        return PROCESS_STALLED if self.kind in stalled else PROCESS_LOST
+        stalled = self.kind in (Kind.STALLED, Kind.SILENT)
+        return PROCESS_STALLED if stalled else PROCESS_LOST
 
-    def sentence(self) -> str:
-        """What happened, in a sentence, and where the process stands, in another."""
-        who, what, seconds = f"process {self.process}", self.what, f"{self.seconds} seconds"
-        stands = "" if self.place == NOWHERE else f" It stands at {self.place}."
-        wait = f", and others wait for it.{stands}"
-        match self.kind:
-            case Kind.DONE:
-                return "all processes have come to their ends."
-            case Kind.DIED:
-                return f"{who} died."
-            case Kind.FAILED:
-                return f"{who} ended with {what}."
-            case Kind.LEFT:
-                return f"{who} left before {what}, which others have entered."
-            case Kind.BEHIND if self.entered == what:
-                return f"{who} has stood still in {what} for {seconds}{wait}"
-            case Kind.BEHIND if self.entered:
-                return (
-                    f"{who} has entered nothing after {self.entered} for {seconds}, and others "
-                    f"wait for it in {what}.{stands}"
-                )
-            case Kind.BEHIND:
-                return f"{who} has not entered {what} for {seconds}{wait}"
-            case Kind.SILENT:
-                last = f" It has entered {self.entered} last." if self.entered else ""
-                return f"{who} has not been heard of for {seconds}.{last}{stands}"
-            case Kind.ELSEWHERE:
-                return (
-                    f"{who} has entered {self.entered}, and process {self.other} {what} in "
-                    f"its place. Every process must make the same calls, in the same order.{stands}"
-                )
-            case Kind.DIFFERS:
-                # "float32[4,3],int32[4]" without the sizes.
-                dtypes = [re.sub(r"\[[^\]]*\]", "", each) for each in (self.rows, self.expected)]
-                mend = (
-                    "Pass as many rows in every process, or weight=, the batch's entry that counts "
-                    "them."
-                    if dtypes[0] == dtypes[1]
-                    else "Pass arrays of the same dtypes in every process."
-                )
-                return (
-                    f"{who} has entered {what} with {self.rows}, and process {self.other} "
-                    f"with {self.expected}. {mend}"
-                )
-            case Kind.ALONE:
-                return f"nothing was entered for {seconds} after {what}.{stands}"
+    @classmethod
+    def of(cls, kind: Kind, process: int, how: str, place: str = NOWHERE) -> "Verdict":
+        """The verdict on a process that did something."""
+        return cls(kind, process, f"process {process} {how}.{stands_at(place)}")
+
+
+def left_before(call: str, process: int) -> Verdict:
+    """The verdict on a process that has come to its end before a call of the others."""
+    return Verdict.of(Kind.LEFT, process, f"left before {call}, which others have entered")
+
+
+def unheard(process: int, seconds: float, last: str = "", place: str = NOWHERE) -> Verdict:
+    """The verdict on a process that tells nothing any more."""
+    also = f". It has entered {last} last" if last else ""
+    how = f"has not been heard of for {int(seconds)} seconds{also}"
+    return Verdict.of(Kind.SILENT, process, how, place)
+
+
+def stands_at(place: str) -> str:
+    """The sentence that says where a process stands, if that is known."""
+    return "" if place == NOWHERE else f" It stands at {place}."
 
 
 class Judge:
@@ -273,7 +238,7 @@ class Judge:
         gone = {report.gone for report in self._reports.values()}
         for process in running:
             if process in gone:
-                return Verdict(Kind.DIED, process)
+                return Verdict.of(Kind.DIED, process, "died")
         failed = {
             process: self._for("failed", process)
             for process, report in self._reports.items()
@@ -284,9 +249,9 @@ class Judge:
         # Its runtime may have failed since another process, of another machine, died.
         for process in running:
             if self._silent[process] >= FAILURE_SECONDS:
-                return Verdict(Kind.DIED, process)
+                return Verdict.of(Kind.DIED, process, "died")
         first = max(failed, key=lambda process: failed[process])
-        return Verdict(Kind.FAILED, first, self._reports[first].error)
+        return Verdict.of(Kind.FAILED, first, f"ended with {self._reports[first].error}")
 
     def _of_calls(self) -> Verdict | None:
         reports = self._reports
@@ -317,15 +282,20 @@ class Judge:
         for process, seconds in behind.items():
             own = reports[process]
             if own.state is State.LEFT and seconds >= FAILURE_SECONDS:
-                return Verdict(Kind.LEFT, process, what)
+                return left_before(what, process)
             waited = min(seconds, self._still[process])
             may_take = self._timeouts.of(ahead.inner or ahead.latest)
             if own.state is State.RUNNING and waited >= may_take:
                 if self._silent[process] >= FAILURE_SECONDS:
                     return self._is_silent(process)
-                says_all = own.calls == ahead.calls - 1 or ahead.calls == 0
-                last = "" if says_all else own.latest
-                return Verdict(Kind.BEHIND, process, what, int(waited), own.place, entered=last)
+                wait = f"for {int(waited)} seconds, and others wait for it"
+                if own.calls == ahead.calls - 1 or not ahead.calls:
+                    how = f"has not entered {what} {wait}"
+                elif own.latest == what:
+                    how = f"has stood still in {what} {wait}"
+                else:
+                    how = f"has entered nothing after {own.latest} {wait} in {what}"
+                return Verdict.of(Kind.STALLED, process, how, own.place)
         return None
 
     def _of_rows(self, call: int, rows: dict[int, str]) -> Verdict | None:
@@ -333,21 +303,30 @@ class Judge:
             return None
         odd, usual = _odd(rows)
         what = next(each.latest for each in self._reports.values() if each.calls == call)
-        return Verdict(Kind.DIFFERS, odd, what, rows=rows[odd], other=usual, expected=rows[usual])
+        # "float32[4,3],int32[4]" without the sizes.
+        dtypes = {re.sub(r"\[[^\]]*\]", "", rows[each]) for each in (odd, usual)}
+        mend = "Pass arrays of the same dtypes in every process"
+        if len(dtypes) == 1:
+            mend = (
+                "Pass as many rows in every process, or weight=, the batch's entry that counts them"
+            )
+        how = f"has entered {what} with {rows[odd]}, and process {usual} with {rows[usual]}. {mend}"
+        return Verdict.of(Kind.STALLED, odd, how)
 
     def _of_other_ways(self, call: int, entered: dict[int, str]) -> Verdict | None:
         waited = self._for("calls", call)
         odd, usual = _odd(entered)
         for one, other in ((odd, usual), (usual, odd)):
-            left = [self._reports[each].state is State.LEFT for each in (one, other)]
-            if left == [True, False] and waited >= FAILURE_SECONDS:
-                return Verdict(Kind.LEFT, one, entered[other])
+            has_left = [self._reports[each].state is State.LEFT for each in (one, other)]
+            if has_left == [True, False] and waited >= FAILURE_SECONDS:
+                return left_before(entered[other], one)
         if waited < min(map(self._timeouts.of, entered.values())):
             return None
-        place = self._reports[odd].place
-        return Verdict(
-            Kind.ELSEWHERE, odd, entered[usual], place=place, other=usual, entered=entered[odd]
+        how = (
+            f"has entered {entered[odd]}, and process {usual} {entered[usual]} in its place. Every "
+            f"process must make the same calls, in the same order"
         )
+        return Verdict.of(Kind.STALLED, odd, how, self._reports[odd].place)
 
     def _of_silence(self) -> Verdict | None:
         for process, report in self._reports.items():
@@ -357,9 +336,9 @@ class Judge:
         return None
 
     def _is_silent(self, process: int) -> Verdict:
-        report, seconds = self._reports[process], int(self._silent[process])
-        entered = report.latest if report.calls else ""
-        return Verdict(Kind.SILENT, process, "nothing", seconds, report.place, entered=entered)
+        report = self._reports[process]
+        last = report.latest if report.calls else ""
+        return unheard(process, self._silent[process], last, report.place)
 
 
 def _odd(words: Mapping[int, str]) -> tuple[int, int]:

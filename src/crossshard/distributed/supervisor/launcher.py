@@ -30,7 +30,13 @@ from crossshard.distributed.job import (
     told_launcher,
 )
 from crossshard.distributed.supervisor import guard
-from crossshard.distributed.supervisor.judge import PROCESS_LOST, PROCESS_STALLED, Kind, Verdict
+from crossshard.distributed.supervisor.judge import (
+    PROCESS_LOST,
+    PROCESS_STALLED,
+    Kind,
+    Verdict,
+    left_before,
+)
 from crossshard.errors import ArgumentError
 
 # How long a process may take to end after a signal, to save a checkpoint; as Slurm and Kubernetes.
@@ -378,12 +384,12 @@ class _Family:
         absent = next((each for each in sorted(ended) if str(each) not in connected), None)
         if not connected or absent is None:
             return None
-        verdict = Verdict(Kind.LEFT, absent, "initialize")
+        verdict = left_before("initialize", absent)
         return Ending(verdict.code, absent, f"{_in_short(verdict)}; {_OTHERS}")
 
 
 def _in_short(verdict: Verdict) -> str:
-    return verdict.sentence().partition(". ")[0].rstrip(".")
+    return verdict.sentence.partition(". ")[0].rstrip(".")
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:

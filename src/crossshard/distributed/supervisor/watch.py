@@ -31,6 +31,8 @@ from crossshard.distributed.supervisor.judge import (
     Timeouts,
     Verdict,
     is_before_steps,
+    stands_at,
+    unheard,
 )
 
 _EVERY = 0.5
@@ -73,8 +75,8 @@ def watch_alone(seconds: float) -> None:
             moves = is_before_steps(PROGRESS.latest) or PROGRESS.inside or PROGRESS.calls != calls
             calls, idle = PROGRESS.calls, 0.0 if moves else idle + _EVERY
             if idle >= seconds:
-                what = PROGRESS.latest
-                _leave(0, Verdict(Kind.ALONE, 0, what, int(idle), _place()))
+                what = f"nothing was entered for {int(idle)} seconds after {PROGRESS.latest}."
+                _leave(0, Verdict(Kind.STALLED, 0, what + stands_at(_place())))
 
     PROGRESS.is_alone = True
     threading.Thread(target=tick, name="crossshard watch", daemon=True).start()
@@ -193,9 +195,9 @@ class _Watch:
             if self._failing_since is not None and (
                 self._clock - self._failing_since > _ANSWER_SECONDS
             ):
-                self._leave(Verdict(Kind.DIED, 0))
+                self._leave(Verdict.of(Kind.DIED, 0, "died"))
             elif silent >= self._timeouts.silence(PROGRESS.latest) and self._process != 0:
-                self._leave(Verdict(Kind.SILENT, 0, seconds=int(silent)))
+                self._leave(unheard(0, silent))
 
     def _note_gap(self) -> None:
         now = time.monotonic()
@@ -250,7 +252,7 @@ class _Watch:
         seconds, until = self._gap
         if verdict.kind is Kind.DIED and seconds and self._ticked - until < _RECENT_SECONDS:
             # This process stood still: the others have left for that, and have not died.
-            verdict = Verdict(Kind.SILENT, self._process, seconds=int(seconds))
+            verdict = unheard(self._process, seconds)
         _leave(self._process, verdict, self._stacks)
 
     def _speak_before_abort(self, _: int) -> None:
@@ -258,7 +260,7 @@ class _Watch:
             os._exit(1)
         if self._verdict is None and answers(str(self._job.coordinator_address)):
             return  # it aborts for a reason of its own
-        self._leave(self._verdict or Verdict(Kind.DIED, 0))
+        self._leave(self._verdict or Verdict.of(Kind.DIED, 0, "died"))
 
     def _at_exit(self) -> None:
         """Wait for the others, which may need this process; keep its exit code."""
@@ -295,7 +297,7 @@ def _leave(process: int, verdict: Verdict, stood: str | None = None) -> None:
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(0.5)
-    line = f"crossshard: {verdict.sentence()} Process {process} leaves."
+    line = f"crossshard: {verdict.sentence} Process {process} leaves."
     if verdict.code == PROCESS_STALLED:
         # The main thread may have printed a part of a line.
         line = f"\n{stood or _stacks()}\n{line}"
