@@ -140,12 +140,7 @@ class StateLayout:
         of_frozen = self.partitions_of_frozen(state.frozen) if in_parts else ()
         frozen = placed(REPLICATED, state.frozen, of_frozen)
         model_state = placed(PER_SHARD if state.per_shard else REPLICATED, state.model_state)
-        of_inner = [
-            Placement(each, own.per_shard, self.groups)
-            if each.number > 1 or each.other_axes
-            else own
-            for each in self.arrays.state
-        ]
+        of_inner = [Placement(each, own.per_shard, self.groups) for each in self.arrays.state]
         inner = jax.tree.structure(state.opt_state.inner_state).unflatten(of_inner)
         stages = self.pipeline.placements(state.opt_state)
         if self.other_axes:
