@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from crossshard import _check, _jax
+from crossshard._check import is_inexact
 from crossshard.errors import ArgumentError
 from crossshard.gradients.autodiff import split_loss
 from crossshard.gradients.mean import Mean, counts_of, per_row, sums_of
-from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.kernels import Assumptions
 from crossshard.jaxprs.mean_over_rows import Finding, OverRows, assuming, by_itself, facts_of
