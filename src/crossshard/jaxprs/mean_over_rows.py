@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _jax
-from crossshard.jaxprs.kernels import Assumptions, of_kernel
+from crossshard.jaxprs.kernels import Assumptions, is_rowwise, of_kernel
 from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
 from crossshard.jaxprs.row_facts import (
     Chunks,
@@ -54,7 +54,6 @@ from crossshard.jaxprs.row_moves import (
     batches_of,
     drawn,
     gathered,
-    is_random,
     merged,
     of_index,
     of_own_numbers,
@@ -62,8 +61,26 @@ from crossshard.jaxprs.row_moves import (
     scattered,
 )
 from crossshard.jaxprs.row_sums import ADDS_UNLIKE, added, divided, divisor_of, of_sums
-from crossshard.jaxprs.same_program import do_the_same, is_same_program, scales
-from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, equations_of, follow
+from crossshard.jaxprs.same_program import (
+    do_the_same,
+    is_same_program,
+    rule_of_derivative,
+    scales,
+    takes_cotangents,
+)
+from crossshard.jaxprs.walk import (
+    Analysis,
+    Equations,
+    Mismatch,
+    Scan,
+    control_flow,
+    equations_of,
+    follow,
+    has_own_derivative,
+    is_ref,
+    named_axes,
+    opened,
+)
 from crossshard.shards.batch_axes import resized
 
 __all__ = [
@@ -162,7 +179,7 @@ def by_itself(finding: Finding, jaxpr: Any) -> Finding:
     of_program = finding.reason in (_FAILS, _DIFFERS, _OF_FEW)
     if finding.kind in (OverRows.MEAN, OverRows.UNDECIDED) and not of_program:
         for each in equations_of(jaxpr):
-            if each.primitive.name != "axis_index" and _jax.names_axes(each):
+            if each.primitive.name != "axis_index" and named_axes(each):
                 name = str(each.primitive.name)
                 return Finding(OverRows.OVER_SHARDS, name, _jax.sources_of(each))
     return finding
@@ -413,10 +430,10 @@ class _OverRows(Analysis[Fact]):
             case _:
                 return pair.undecided(f"rows decide a {name}")
 
-    def enters_with(self, equations: Equations, inputs: Sequence[Fact]) -> bool:
-        kinds = [_jax.control_flow(each) for each in equations]
-        loops = [each for each in kinds if isinstance(each, _jax.Scan)]
-        if _jax.is_rowwise(equations[0]):
+    def enters(self, equations: Equations, inputs: Sequence[Fact]) -> bool:
+        kinds = [control_flow(each) for each in equations]
+        loops = [each for each in kinds if isinstance(each, Scan)]
+        if is_rowwise(equations[0]):
             return False
         in_chunks = bool(loops) and any(isinstance(fact, Chunks) for fact in inputs)
         return len({each.steps for each in loops}) < 2 and not in_chunks
@@ -443,7 +460,7 @@ class _OverRows(Analysis[Fact]):
     def returned(
         self, equations: Equations, inputs: Sequence[Fact], outputs: Sequence[Fact]
     ) -> Sequence[Fact]:
-        if self._derives and _jax.has_own_derivative(equations[0]):
+        if self._derives and has_own_derivative(equations[0]):
             obstacle = self._of_derivative(equations, inputs, outputs)
             if obstacle is not None:
                 outputs = [worst([fact, obstacle]) or obstacle for fact in outputs]
@@ -468,11 +485,11 @@ class _OverRows(Analysis[Fact]):
         if pair.name == "select_n" and inputs[0] == Never():
             # As where an index is negative, which the number of a row is not.
             return [inputs[1]]
-        if any(map(_jax.is_ref, (*pair.one.invars, *pair.one.outvars))):
+        if any(map(is_ref, (*pair.one.invars, *pair.one.outvars))):
             return [pair.undecided("a value that is written in place")] * number
         if pair.name == "axis_index":
             return [Free(own=True)]
-        if _jax.names_axes(pair.one):
+        if named_axes(pair.one):
             return self._over_shards(pair, inputs)
         if pair.one.effects and pair.name != "scan":
             return [pair.undecided(f"{pair.name}, which has an effect")] * number
@@ -501,7 +518,7 @@ class _OverRows(Analysis[Fact]):
         the rows of a shard as that does. What brings rows of other shards compares all that it
         means to.
         """
-        names = {x for x in jax.tree.leaves(_jax.named_axes(pair.one)) if isinstance(x, str)}
+        names = named_axes(pair.one)
         elsewhere = self._shards is not None and not names & set(self._shards)
         brings = pair.name not in OVER_SHARDS and not elsewhere
         by_itself = Obstacle(OverRows.OVER_SHARDS, pair.name, pair.one, brings=brings)
@@ -587,7 +604,7 @@ class _OverRows(Analysis[Fact]):
         """Of a kernel, or another program, that is made anew in each trace."""
         free = [fact for fact in inputs if isinstance(fact, Free) and not fact.power]
         atoms = [(*each.invars, *each.outvars) for each in pair[:2]]
-        same = all(map(_same_shape, *atoms)) and not is_random(pair.name)
+        same = all(map(_same_shape, *atoms)) and pair.name not in KEYS
         if len(free) < len(inputs) or not (same and do_the_same(*pair[:2])):
             return pair.undecided(_DIFFERS)
         return [Free(own=any(fact.own for fact in free))] * len(pair.one.outvars)
@@ -634,7 +651,7 @@ class _OverRows(Analysis[Fact]):
         free = [fact for fact in inputs if isinstance(fact, Free)]
         if len(free) == 2 and _is_never(name, *free):
             return [Never()]
-        if is_random(name) and KEYS.get(name) is None:
+        if KEYS.get(name, 0) is None:
             return pair.undecided(f"{name}, of which nothing is known")
         own, power = any(fact.own for fact in free), power_of(pair, inputs)
         if power is None:
@@ -661,7 +678,7 @@ class _OverRows(Analysis[Fact]):
             return [Rows(axis, 1, inner, power, constant=True, zero=zero, counts=counts)]
         if name == "tile":
             return [Rows(axis, 1, inner, power, constant=inner == 1)]
-        if is_random(name):
+        if name in KEYS:
             return drawn(pair, inputs, axis) if inner == 1 else pair.undecided(f"{name} of rows")
         return pair.undecided(f"{name} with the number of rows")
 
@@ -720,7 +737,7 @@ class _OverRows(Analysis[Fact]):
 
         Each turn reads its own row, or chunk, alone, and does the same with it.
         """
-        loops: Any = [_jax.control_flow(each) for each in (pair.one, pair.other)]
+        loops: Any = [control_flow(each) for each in (pair.one, pair.other)]
         constants, carried = loops[0].constants, loops[0].carried
         first, number = constants + carried, len(pair.one.outvars)
         unknown = [pair.undecided("a scan over the rows")] * number
@@ -746,8 +763,10 @@ class _OverRows(Analysis[Fact]):
                     return unknown
         # What is carried is passed on, or a sum of rows.
         before: Any = inputs[constants:first]
-        passed = [_jax.passes_on(loops[0], place) for place in range(carried)]
-        drawn = [x.own and _jax.is_key(loops[0], place) for place, x in enumerate(before)]
+        body = opened(loops[0].body)
+        both = list(zip(body.invars[constants:first], body.outvars, strict=False))
+        passed = [given is out for given, out in both]
+        drawn = [x.own and _is_key(given) for x, (given, _) in zip(before, both, strict=True)]
         free = list(map(any, zip(passed, drawn, strict=True)))
         carry: list[Fact] = [
             fact if alone else SoFar() for fact, alone in zip(before, free, strict=True)
@@ -805,7 +824,7 @@ class _OverRows(Analysis[Fact]):
         """A linear system, which the user says how to solve, forwards and in the gradient."""
         first, *rest = [
             follow(self, [jaxpr for jaxpr, _ in both], [inputs[place] for place in both[0][1]])
-            for both in zip(*map(_jax.solvers_of, (pair.one, pair.other)), strict=True)
+            for both in zip(*map(_solvers_of, pair[:2]), strict=True)
         ]
         if all(all(map(is_slope, first, other)) for other in rest):
             return first
@@ -820,7 +839,7 @@ class _OverRows(Analysis[Fact]):
         pair, one = self._pair(equations), equations[0]
         given = [fact for fact, x in zip(inputs, one.invars, strict=True) if is_inexact(x)]
         returned = [fact for fact, x in zip(outputs, one.outvars, strict=True) if is_inexact(x)]
-        backward = one.primitive.name.startswith("custom_vjp")
+        backward = takes_cotangents(one)
         if worst(outputs) is not None or not returned:
             return None
         if not backward and all(isinstance(fact, Free) for fact in inputs):
@@ -832,7 +851,7 @@ class _OverRows(Analysis[Fact]):
             slopes, expected = expected, slopes
         obstacle = worst([*slopes, *expected])
         try:
-            rules = [_jax.rule_of_derivative(each, backward=backward) for each in equations]
+            rules = list(map(rule_of_derivative, equations))
         except Exception:  # a rule of the user may raise anything
             return unknown
         without_rules = _OverRows(
@@ -848,6 +867,23 @@ class _OverRows(Analysis[Fact]):
             reason = f"in a gradient of its own, {obstacle.reason}"
             return replace(obstacle, reason=reason, equation=obstacle.equation or pair.one)
         return None if all(map(is_slope, found, [*expected, *returned])) else unknown
+
+
+def _solvers_of(equation: Any) -> list[tuple[Any, list[int]]]:
+    """The jaxprs of a ``custom_linear_solve`` that multiply and solve, and their inputs."""
+    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    found, first, right = [], 0, range(sum(lengths), len(equation.invars))
+    for jaxpr, length in zip(jaxprs, lengths, strict=True):
+        if jaxpr is not None:
+            found.append((jaxpr, [*range(first, first + length), *right]))
+        first += length
+    return found
+
+
+def _is_key(atom: Any) -> bool:
+    """Whether a value is a PRNG key, of a type or of old."""
+    dtype = atom.aval.dtype
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32)
 
 
 def _times(name: str, facts: Sequence[Free]) -> int:

@@ -1,6 +1,5 @@
 """What becomes of rows: where they are after an equation, and whether each is still its own."""
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
     """The facts of the outputs, of inputs that are rows or free of the batch."""
     name = pair.name
     rows = [fact for fact in inputs if isinstance(fact, Rows)]
-    if is_random(name):
+    if name in KEYS:
         return drawn(pair, inputs)
     power = power_of(pair, inputs)
     if power is None:
@@ -424,12 +423,6 @@ SAME_NOISE = "noise from a key that is the same on every shard"
 
 # What makes more of a key than there was: a number, or keys.
 _DRAWS = frozenset({"random_bits", "random_gamma", "random_split"})
-
-
-@functools.cache
-def is_random(name: str) -> bool:
-    """Whether the name of a primitive says that it is about random numbers."""
-    return any(word in name for word in ("random", "rng", "threefry"))
 
 
 def drawn(pair: Pair, inputs: Sequence[Fact], axis: int | None = None) -> list[Fact] | Obstacle:

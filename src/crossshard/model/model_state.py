@@ -12,7 +12,7 @@ from crossshard import _check
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_inexact, is_number
-from crossshard.jaxprs.dependence import sources
+from crossshard.jaxprs.walk import sources
 from crossshard.model.loss import is_named_as_key, is_named_as_rng
 from crossshard.pipeline.means import average, to_average
 from crossshard.pipeline.stage import Gradients

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
-from crossshard import _check, _jax
+from crossshard import _check
 from crossshard.errors import ArgumentError
 from crossshard.gradients.autodiff import split_loss
 from crossshard.gradients.mean import Mean, counts_of, per_row, sums_of
@@ -19,7 +20,7 @@ from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.kernels import Assumptions
 from crossshard.jaxprs.mean_over_rows import Finding, OverRows, assuming, by_itself, facts_of
-from crossshard.jaxprs.xla import opaque_false
+from crossshard.jaxprs.rewrite import opaque_false
 from crossshard.model import model_state as model_states
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
@@ -552,7 +553,7 @@ class StepLoss(abc.ABC):
                 return self._run(state, both, batch, keys)
             arguments = self._arguments(state, both, batch, keys)
             jaxpr, tree = self._trace(state, arguments)
-            found = _jax.as_function(jaxpr)(*jax.tree.leaves(arguments))
+            found = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments))
             returned: Returned = jax.tree.unflatten(tree, found)
             return returned
 

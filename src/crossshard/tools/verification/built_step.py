@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import lax
 
 from crossshard import _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.jaxprs.primitives import DRAWS
+from crossshard.jaxprs.rewrite import evaluate
 from crossshard.jaxprs.walk import equations_within
 from crossshard.shards import batch_axes
 from crossshard.shards.batch_axes import BatchAxes
@@ -204,7 +206,9 @@ class BuiltStep:
     def flops(self, batch: Sequence[Any], key: Any = None) -> float | None:
         """The floating-point operations of one device, as the compiler counts them, if it does."""
         function, arrays = self._function_of_arrays(batch, key)
-        compiled = jax.jit(_jax.placing(function, arrays)).lower(*arrays).compile()
+        jaxpr = jax.make_jaxpr(function)(*arrays)
+        placed = lambda *given: evaluate(jaxpr, given, _placing)
+        compiled = jax.jit(placed).lower(*arrays).compile()
         shardings = jax.tree.leaves(compiled.output_shardings)
         if max(len(each.device_set) for each in shardings) < self.number:
             return None  # the step places its arrays where this cannot see it
@@ -253,6 +257,16 @@ class BuiltStep:
             f"{'trees' if len(trees) > 1 else 'a tree'} of the same structure as the "
             f"{len(trees)} of the state that make_step returned. It returned {_described(out)}."
         )
+
+
+def _placing(equation: Any, given: list[Any]) -> list[Any]:
+    """The outputs of an equation; a ``device_put`` also places what ``jit`` traces."""
+    if equation.primitive.name != "device_put":
+        return _jax.bound(equation, given)
+    return [
+        lax.with_sharding_constraint(x, where) if isinstance(where, jax.NamedSharding) else x
+        for x, where in zip(given, equation.params["devices"], strict=True)
+    ]
 
 
 def changed(before: Snapshot, after: Snapshot) -> list[str]:
