@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from crossshard.jaxprs.mean_over_rows import SAME_NOISE, OverRows, over_rows
 from crossshard.jaxprs.primitives import KEYS
+from crossshard.jaxprs.row_facts import SAME_NOISE, OverRows
+from tests.jaxprs.proving import over_rows
 
 ROWS, WIDTH = 6, 4
 W = np.float32(np.random.default_rng(0).normal(size=WIDTH))

@@ -8,9 +8,9 @@ axis has rows there, and a literal that grows as much counts them.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,13 @@ from crossshard import _jax
 from crossshard.jaxprs.kernels import Assumptions, is_rowwise, of_kernel
 from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
 from crossshard.jaxprs.row_facts import (
+    ADDS_SHARDS,
+    MEETS_EARLIER,
     Chunks,
     Fact,
     Free,
     Index,
     Inverse,
-    Never,
     Obstacle,
     OneRow,
     OverRows,
@@ -49,18 +50,20 @@ from crossshard.jaxprs.row_facts import (
     tangent,
     worst,
 )
-from crossshard.jaxprs.row_moves import (
-    SAME_NOISE,
+from crossshard.jaxprs.row_rules import (
+    added,
     batches_of,
+    divided,
+    divisor_of,
     drawn,
     gathered,
     merged,
     of_index,
     of_own_numbers,
     of_rows,
+    of_sums,
     scattered,
 )
-from crossshard.jaxprs.row_sums import ADDS_UNLIKE, added, divided, divisor_of, of_sums
 from crossshard.jaxprs.same_program import (
     do_the_same,
     is_same_program,
@@ -82,19 +85,6 @@ from crossshard.jaxprs.walk import (
     opened,
 )
 from crossshard.shards.batch_axes import resized
-
-__all__ = [
-    "ADDS_SHARDS",
-    "ADDS_UNLIKE",
-    "MEETS_EARLIER",
-    "SAME_NOISE",
-    "Finding",
-    "OverRows",
-    "over_rows",
-]
-
-MEETS_EARLIER = "a row meets those before it"
-ADDS_SHARDS = "the shards' means are added up"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,123 +127,75 @@ class Finding:
         return f"{self.kind.value}{reason}{f' ({self.source})' if self.source else ''}{alone}"
 
 
-def over_rows(
-    loss: Callable[..., Any],
-    batch: Any,
-    *others: Any,
-    own: Any = (),
-    axes: Sequence[int] | None = None,
-    times: int = 2,
-    first: Any = None,
-    shards: Sequence[str] | None = None,
-) -> Finding:
-    """What ``loss(batch, *others, own)`` is in the rows of the batch; see ``facts_of``.
+class Proof(NamedTuple):
+    """What is known of the outputs of a function.
 
-    A loss that sums over the shards by itself is said to, unless something else is wrong.
-
-    >>> import jax.numpy as jnp
-    >>> over_rows(lambda x, w, own: ((x @ w) ** 2).mean(), jnp.ones((4, 3)), jnp.ones(3)).kind
-    <OverRows.MEAN: 'a mean over the rows'>
-    >>> over_rows(lambda x, w, own: (x @ w).std(), jnp.ones((4, 3)), jnp.ones(3)).kind
-    <OverRows.COMPARED: 'a comparison of rows'>
+    Attributes:
+      facts: what each is in the rows of its batch.
+      jaxpr: the one whose variables they name.
+      assumed: what is assumed of operations.
     """
-    if first is None:
-        first = jax.make_jaxpr(loss)(jax.tree.map(_type_of, batch), *others, own)
-    how: Any = {"own": own, "axes": axes, "times": times, "first": first, "shards": shards}
-    assumed = Assumptions()
-    (fact,) = facts_of(loss, batch, *others, **how, assumed=assumed)
-    return by_itself(assuming(found(fact), assumed), first)
+
+    facts: tuple[Fact, ...]
+    jaxpr: Any
+    assumed: Assumptions
+
+    def concluded(self, finding: Finding) -> Finding:
+        """What a loss is of which these facts tell so much, with what that assumes.
+
+        One that sums over the shards by itself is said to, unless something else is wrong.
+        """
+        if finding.kind in (OverRows.COMPARED, OverRows.UNDECIDED) and self.assumed.names():
+            # Of rows only if these operations compute each row alone.
+            finding = replace(finding, kind=OverRows.UNDECIDED)
+        else:
+            finding = replace(finding, assumes=self.assumed.names())
+        of_program = finding.reason in (_FAILS, _DIFFERS, _OF_FEW)
+        if finding.kind in (OverRows.MEAN, OverRows.UNDECIDED) and not of_program:
+            for each in equations_of(self.jaxpr):
+                if each.primitive.name != "axis_index" and named_axes(each):
+                    name = str(each.primitive.name)
+                    return Finding(OverRows.OVER_SHARDS, name, _jax.sources_of(each))
+        return finding
 
 
-def assuming(finding: Finding, assumed: Assumptions) -> Finding:
-    """The finding with what it assumes of operations."""
-    names = assumed.names()
-    if names and finding.kind is OverRows.COMPARED:
-        # Of rows only if these operations compute each row alone.
-        return replace(finding, kind=OverRows.UNDECIDED)
-    return finding if finding.kind is OverRows.UNDECIDED else replace(finding, assumes=names)
-
-
-def by_itself(finding: Finding, jaxpr: Any) -> Finding:
-    """The same finding, or that a loss sums over the shards by itself if nothing else is wrong."""
-    of_program = finding.reason in (_FAILS, _DIFFERS, _OF_FEW)
-    if finding.kind in (OverRows.MEAN, OverRows.UNDECIDED) and not of_program:
-        for each in equations_of(jaxpr):
-            if each.primitive.name != "axis_index" and named_axes(each):
-                name = str(each.primitive.name)
-                return Finding(OverRows.OVER_SHARDS, name, _jax.sources_of(each))
-    return finding
-
-
-def facts_of(
-    function: Callable[..., Any],
-    batch: Any,
-    *others: Any,
-    own: Any = (),
-    axes: Sequence[int] | None = None,
+def prove(
+    traces: Sequence[Any],
+    inputs: Sequence[Fact],
+    rows: int,
     times: int = 2,
-    first: Any = None,
     shards: Sequence[str] | None = None,
-    only: int | None = None,
-    named_in: list[Any] | None = None,
-    assumed: Assumptions | None = None,
-) -> tuple[Fact, ...]:
-    """What each output of ``function(batch, *others, own)`` is in the rows of the batch.
+) -> Proof | None:
+    """What each output of a function is in the rows of its batch; ``None`` asks for a trace more.
 
-    The two traces have the numbers of rows that it is proven for: those of the batch, and
-    ``times`` as many. So what it asks Python for the number of rows is answered as in the step.
+    The first two traces have the numbers of rows that it is proven for, those of one piece and of
+    ``times`` pieces. So what it asks Python for the number of rows is answered as in the step. With
+    few rows a third, with twice as many again, may have to show what they do.
 
     Args:
-      function: returns a pytree; its leaves are the outputs.
-      batch: a pytree of arrays or types, each with rows: those of one piece.
-      *others: what has no rows.
-      own: what has none either, and differs from piece to piece, such as PRNG keys.
-      axes: for each array of the batch the axis of its rows; axis 0 of all if ``None``.
+      traces: the jaxprs of the function; in place of a later one the error that it raised.
+      inputs: what is known of its inputs; see ``facts_of_inputs``.
+      rows: how many a piece has.
       times: of how many pieces the whole is, at least 2.
-      first: the jaxpr of the function with the batch as it is, if there is one already.
       shards: the mesh axes of the shards; all that are named if ``None``.
-      only: how many of the first outputs are looked at; all if ``None``.
-      named_in: gets the jaxpr whose variables the facts name.
-      assumed: gets what is assumed of operations.
     """
-    leaves, tree = jax.tree.flatten(batch)
-    axes = [0] * len(leaves) if axes is None else axes
-    rows = leaves[0].shape[axes[0]]
-
-    def traced(number: int) -> Any:
-        # Of another mesh, jnp.where would place them anew, which the first trace does not.
-        of_number = tree.unflatten(
-            [
-                jax.typeof(x).update(shape=resized(x.shape, axis, number))
-                for x, axis in zip(leaves, axes, strict=True)
-            ]
-        )
-        return looked_at(jax.make_jaxpr(function)(of_number, *others, own))
-
-    looked_at = lambda jaxpr: jaxpr if only is None else _jax.without_unread(jaxpr, only)
-    first = traced(rows) if first is None else looked_at(first)
-    assumed = Assumptions() if assumed is None else assumed
-    named_in = [] if named_in is None else named_in
-    named_in.append(first)
-    inputs = facts_of_inputs(leaves, axes, others, own)
-    try:
-        whole = traced(times * rows)
-    except Exception as error:  # a function may raise anything on other shapes
-        fails = Obstacle(OverRows.UNDECIDED, _FAILS, source=_jax.source_of_error(error))
-        return (fails,) * len(first.out_avals)
+    (first, whole, *more), assumed = traces, Assumptions()
+    if isinstance(whole, Exception):
+        fails = Obstacle(OverRows.UNDECIDED, _FAILS, source=_jax.source_of_error(whole))
+        return Proof((fails,) * len(first.out_avals), first, assumed)
     facts = followed((first, whole), inputs, rows, times, shards, assumed)
     if rows >= _MANY or not any(isinstance(fact, Obstacle) for fact in facts):
-        return facts
+        return Proof(facts, first, assumed)
     # With one row JAX leaves out what would repeat it: a program of more rows is looked at, and
     # whether that of one is the same.
-    try:
-        larger = traced(2 * times * rows)
-    except Exception:  # a function may raise anything on other shapes
-        return facts
+    if not more:
+        return None
+    (larger,) = more
+    if isinstance(larger, Exception):
+        return Proof(facts, first, assumed)
     general = followed((whole, larger), inputs, times * rows, 2, shards, assumed)
     if all(isinstance(fact, Obstacle) for fact in general):
-        return facts
-    named_in[:] = [whole]
+        return Proof(facts, first, assumed)
     same = is_same_program((first, whole, larger), (rows, times * rows, 2 * times * rows))
     few = Obstacle(OverRows.UNDECIDED, _OF_FEW)
 
@@ -262,17 +204,28 @@ def facts_of(
             return fact
         return of_more if same else few if fact.kind is OverRows.UNDECIDED else fact
 
-    return tuple(map(better, facts, general))
+    return Proof(tuple(map(better, facts, general)), whole, assumed)
 
 
-def _type_of(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+def types_with(batch: Any, axes: Sequence[int], rows: int) -> Any:
+    """The types of a batch with so many rows, which are along these axes of its arrays."""
+    leaves, tree = jax.tree.flatten(batch)
+    # Of another mesh, jnp.where would place them anew, which the first trace does not.
+    of = lambda x, axis: jax.typeof(x).update(shape=resized(x.shape, axis, rows))
+    return tree.unflatten(list(map(of, leaves, axes)))
 
 
 def facts_of_inputs(
     leaves: Sequence[Any], axes: Sequence[int], others: Any, own: Any
 ) -> list[Fact]:
-    """The facts of the inputs of a function; see ``facts_of``."""
+    """The facts of the inputs of a function.
+
+    Args:
+      leaves: the arrays of the batch, which come first.
+      axes: the axis of the rows of each.
+      others: what has no rows.
+      own: what has none either, and differs from piece to piece, such as PRNG keys.
+    """
     inputs: list[Fact] = [
         Rows(axis, entry=place, counts=not is_inexact_type(x.dtype))
         for place, (x, axis) in enumerate(zip(leaves, axes, strict=True))
@@ -311,7 +264,7 @@ _OF_FEW = "it computes something different with this number of rows"
 
 def is_mean(fact: Fact) -> bool:
     """Whether the mean of the pieces' values is that of the whole."""
-    return isinstance(fact, Free | Total | Never) and found(fact).kind is OverRows.MEAN
+    return isinstance(fact, Free | Total) and found(fact).kind is OverRows.MEAN
 
 
 def is_sum(fact: Fact) -> bool:
@@ -324,7 +277,7 @@ def is_sum(fact: Fact) -> bool:
 
 def is_free(fact: Fact) -> bool:
     """Whether a value is the same for each piece and for the whole."""
-    return isinstance(fact, Never) or (isinstance(fact, Free) and not (fact.power or fact.own))
+    return isinstance(fact, Free) and not (fact.power or fact.own)
 
 
 def found(fact: Fact) -> Finding:
@@ -348,7 +301,7 @@ def found(fact: Fact) -> Finding:
             )
         case Free(times=times) if times > 1:
             return Finding(OverRows.COMPARED, ADDS_SHARDS)
-        case Free(power=0) | Total(power=0, moved="") | Never():
+        case Free(power=0) | Total(power=0, moved=""):
             return Finding(OverRows.MEAN)
         case Total(power=1, moved=""):
             return Finding(OverRows.SUM)
@@ -421,7 +374,7 @@ class _OverRows(Analysis[Fact]):
     def control(self, equations: Equations, decides: Fact) -> Fact | None:
         name, pair = equations[0].primitive.name, self._pair(equations)
         match decides:
-            case Free(power=0) | Never():
+            case Free(power=0):
                 return None
             case Obstacle() | OneRow(0) | Some():
                 return decides
@@ -482,7 +435,7 @@ class _OverRows(Analysis[Fact]):
             return []
         if pair.name in PASSES and len(inputs) == number:
             return inputs
-        if pair.name == "select_n" and inputs[0] == Never():
+        if pair.name == "select_n" and is_zero(inputs[0]):
             # As where an index is negative, which the number of a row is not.
             return [inputs[1]]
         if any(map(is_ref, (*pair.one.invars, *pair.one.outvars))):
@@ -550,7 +503,7 @@ class _OverRows(Analysis[Fact]):
 
     def _pair(self, equations: Equations) -> Pair:
         one, other = equations
-        return Pair(one, other, self._rows, self._times)
+        return Pair(one, other, self._rows, self._times, str(one.primitive.name))
 
     def _of_shape(self, pair: Pair, fact: Fact, one: Any, other: Any) -> Fact:
         """The fact of an output, given its shapes."""
@@ -569,7 +522,7 @@ class _OverRows(Analysis[Fact]):
             grown[fact.axis] *= self._times
             return fits and tuple(grown) == shapes[1]
         if not isinstance(fact, Rows | Index):
-            return isinstance(fact, Obstacle | Never) or shapes[0] == shapes[1]
+            return isinstance(fact, Obstacle) or shapes[0] == shapes[1]
         slices = 1 if isinstance(fact, Index) else fact.outer * fact.inner
         if fact.axis >= len(shapes[0]) or shapes[0][fact.axis] != slices * self._rows:
             return False
@@ -650,7 +603,7 @@ class _OverRows(Analysis[Fact]):
         name, number = pair.name, len(pair.one.outvars)
         free = [fact for fact in inputs if isinstance(fact, Free)]
         if len(free) == 2 and _is_never(name, *free):
-            return [Never()]
+            return [Free(number=0)]
         if KEYS.get(name, 0) is None:
             return pair.undecided(f"{name}, of which nothing is known")
         own, power = any(fact.own for fact in free), power_of(pair, inputs)
@@ -693,8 +646,9 @@ class _OverRows(Analysis[Fact]):
     # Numbers of rows.
 
     def _of_index(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        if pair.name == "lt" and isinstance(inputs[0], Index) and is_zero(inputs[1]):
-            return [Never()]
+        match inputs:
+            case [Index(axis, None), other] if pair.name == "lt" and is_zero(other):
+                return [Rows(axis, constant=True, zero=True)]
         if pair.name == "random_fold_in":
             return of_own_numbers(pair, inputs)
         if pair.name == "gather" or pair.name.startswith("scatter"):
@@ -725,7 +679,7 @@ class _OverRows(Analysis[Fact]):
                     if adds and before in (None, by):
                         return [SoFar(by, are_counts(pair, inputs))]
             return pair.compared(MEETS_EARLIER)
-        if not all(isinstance(fact, OneRow | Free | Never) for fact in inputs):
+        if not all(isinstance(fact, OneRow | Free) for fact in inputs):
             return pair.undecided("a row meets others")
         power = power_of(pair, inputs)
         if power is None:

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from crossshard import _jax, _mesh
 from crossshard.gradients.scalars import is_inexact
 from crossshard.jaxprs.kernels import Assumptions
-from crossshard.jaxprs.mean_over_rows import Finding, OverRows, facts_of_inputs, followed
+from crossshard.jaxprs.mean_over_rows import Finding, facts_of_inputs, followed
+from crossshard.jaxprs.row_facts import OverRows
 from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState

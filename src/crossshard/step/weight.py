@@ -17,7 +17,7 @@ from crossshard import _check, _jax
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
 from crossshard.gradients.mean import Mean, Moved, counts_of, part_of_mean, with_moved
-from crossshard.jaxprs.mean_over_rows import Finding, facts_of
+from crossshard.jaxprs.mean_over_rows import Finding, facts_of_inputs, prove, types_with
 from crossshard.jaxprs.rewrite import evaluate, flat
 from crossshard.jaxprs.row_facts import Free
 from crossshard.jaxprs.walk import Call, constants, control_flow, depends, opened
@@ -382,7 +382,13 @@ def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: A
 
 
 def check_weight_of_mean(
-    weight: Weight, rows: Any, whole: Any, join: Callable[[Any, Any], Any], **how: Any
+    weight: Weight,
+    rows: Any,
+    whole: Any,
+    join: Callable[[Any, Any], Any],
+    *,
+    axes: Sequence[int],
+    times: int,
 ) -> None:
     """Raise unless the weight of a loss that is a mean over rows is the same for all shards.
 
@@ -391,13 +397,24 @@ def check_weight_of_mean(
       rows: the rows of a piece of the batch, or their types.
       whole: the entries that have none.
       join: joins them to a batch.
-      **how: the axes of the rows, and of how many pieces the batch is, as of ``facts_of``.
+      axes: for each array of the rows the axis along which they are.
+      times: of how many pieces the batch is.
 
     Raises:
       LossError: some shards would count more than others.
     """
-    of = lambda rows, whole, own: jnp.asarray(weight(join(rows, whole)), float)
-    (fact,) = facts_of(of, rows, whole, **how)
+    of = lambda rows, whole: jnp.asarray(weight(join(rows, whole)), float)
+    leaves, proof = jax.tree.leaves(rows), None
+    traces: list[Any] = [jax.make_jaxpr(of)(rows, whole)]
+    each = leaves[0].shape[axes[0]]
+    while proof is None:
+        try:
+            more = types_with(rows, axes, len(traces) * times * each)
+            traces.append(jax.make_jaxpr(of)(more, whole))
+        except Exception as error:  # a weight may raise anything on other shapes
+            traces.append(error)
+        proof = prove(traces, facts_of_inputs(leaves, axes, whole, ()), each, times)
+    (fact,) = proof.facts
     if isinstance(fact, Free) and not fact.own:
         return
     if isinstance(weight, SumOf):
