@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _check, _jax, _mesh
@@ -255,7 +256,7 @@ def _in_pieces(initial: Initial, inputs: list[Any]) -> TrainState:
         own = types[start : start + _MOST]
         wanted = [start <= place < start + _MOST for place in range(len(types))]
         pruned, taken = _jax.pruned(jaxpr, wanted)
-        run = jax.jit(_jax.as_function(pruned), out_shardings=[x.sharding for x in own])
+        run = jax.jit(jaxpr_as_fun(pruned), out_shardings=[x.sharding for x in own])
         made += run(*itertools.compress(inputs, taken))
     return tree.unflatten(made)
 
