@@ -191,11 +191,11 @@ def test_keys_in_a_state_that_all_shards_share_are_no_noise_of_rows():
 
 
 def test_what_microbatches_trace_again_is_proven_once(monkeypatch: pytest.MonkeyPatch):
-    from crossshard.step import over_rows
+    from crossshard.step.losses import rows as step_loss
 
     seen = []
-    look = over_rows.facts_of
-    monkeypatch.setattr(over_rows, "facts_of", lambda *a, **k: seen.append(1) or look(*a, **k))
+    look = step_loss.facts_of_inputs
+    monkeypatch.setattr(step_loss, "facts_of_inputs", lambda *a: seen.append(1) or look(*a))
     step = made(mean, accumulate_steps=2)
     step.lower(step.abstract_init(W), BATCH)
     step.lower(step.abstract_init(W), {name: x[:8] for name, x in BATCH.items()})

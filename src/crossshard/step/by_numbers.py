@@ -15,17 +15,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from crossshard import _jax, _mesh
+from crossshard._check import is_inexact
 from crossshard.errors import LossError
 from crossshard.gradients.mean import Mean, per_row
-from crossshard.gradients.scalars import is_inexact
-from crossshard.jaxprs.divisor import are_equal
 from crossshard.jaxprs.kernels import Assumptions
-from crossshard.jaxprs.mean_over_rows import (
-    Finding,
-    OverRows,
-    facts_of_inputs,
-    followed,
-)
+from crossshard.jaxprs.mean_over_rows import Finding, facts_of_inputs, followed
+from crossshard.jaxprs.row_facts import OverRows
 from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
@@ -38,8 +33,16 @@ from crossshard.step.gather import AtUse
 from crossshard.step.losses.batch import on_all_rows
 from crossshard.step.losses.rows import Keys, StepLoss, value_and_grad, with_frozen
 from crossshard.step.microbatches import LocalResult, pieces_of, weight_of
-from crossshard.step.operations import Trial
-from crossshard.step.over_rows import WAYS_ON, Arguments, Divisor, Doubt, another_sum, finding_of
+from crossshard.step.operations import Trial, precision_of
+from crossshard.step.over_rows import (
+    WAYS_ON,
+    Arguments,
+    Divisor,
+    Doubt,
+    another_sum,
+    are_equal,
+    finding_of,
+)
 
 # Sums over rows in another order differ by less, in float32; in coarser floats at least by a unit
 # of their precision, and at most by so many.
@@ -178,7 +181,7 @@ def _on_shards(layout: StateLayout, loss: StepLoss, on_shard: Any, given: Any) -
 def _compiled(function: Callable[..., Any], given: Any, out: Any = None) -> tuple[Any, float]:
     """A function, compiled, and the precision of its floats."""
     traced = jax.jit(function, out_shardings=out).trace(*given)
-    precision = max(map(_jax.precision_of, equations_of(traced.jaxpr)), default=0.0)
+    precision = max(map(precision_of, equations_of(traced.jaxpr)), default=0.0)
     return traced.lower().compile(), precision
 
 
@@ -272,7 +275,8 @@ def _check_whole(
         whole, _ = _compiled(of_batch, (*given, types), (out[0], *out))
     except Exception:  # a loss may raise anything on other shapes, and a kernel may not be split
         return False
-    sizes = [_jax.temporary_bytes(each) for each in (mean, whole)]
+    needs: Any = [each.memory_analysis() for each in (mean, whole)]
+    sizes = [int(getattr(each, "temp_size_in_bytes", 0)) for each in needs]
     if sizes[1] > 2 * sizes[0] + _SPARE:
         return False
     *apart, gradients = whole(*given, mean(*given))

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from crossshard import _check
+from crossshard._check import is_inexact, is_number
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, part_of_mean
-from crossshard.gradients.scalars import is_inexact, is_number
-from crossshard.jaxprs.dependence import depends
+from crossshard.jaxprs.walk import depends
 from crossshard.pipeline.means import average, to_average, to_sum
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, add, mean

@@ -1,5 +1,6 @@
 """Whether a loss is a mean over rows, so that the shards' mean is the batch's; and rowwise."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import inspect
@@ -9,30 +10,37 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from crossshard import _check, _jax
 from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
 from crossshard.gradients.mean import Mean, Moved, Term, with_moved
-from crossshard.jaxprs.divisor import agree, value_in
-from crossshard.jaxprs.kernels import Assumptions
+from crossshard.jaxprs.kernels import ROWWISE
 from crossshard.jaxprs.mean_over_rows import (
-    ADDS_SHARDS,
-    ADDS_UNLIKE,
-    MEETS_EARLIER,
-    SAME_NOISE,
     Finding,
-    OverRows,
-    assuming,
-    by_itself,
-    facts_of,
+    Proof,
+    facts_of_inputs,
     found,
     is_free,
     is_mean,
     is_sum,
+    prove,
+    types_with,
 )
-from crossshard.jaxprs.row_facts import Free, Total
+from crossshard.jaxprs.rewrite import evaluate, flat
+from crossshard.jaxprs.row_facts import (
+    ADDS_SHARDS,
+    ADDS_UNLIKE,
+    MEETS_EARLIER,
+    SAME_NOISE,
+    Free,
+    OverRows,
+    Total,
+)
+from crossshard.jaxprs.walk import Call, constants, control_flow, opened
 from crossshard.shards.batch_axes import BatchAxes, join
 from crossshard.step.microbatches import SumOf, Weight
 
@@ -42,6 +50,9 @@ WAYS_ON = (
     "Write loss_over='batch', and the loss is given all rows; or loss_over='shard', if each "
     "shard's own loss is meant."
 )
+# How often two functions are compared on numbers that are drawn; and up to which relative
+# difference two float32 sums of the same numbers, in another order, are equal.
+_TRIALS, _TOLERANCE = 4, 1e-5
 # So little behind a count float32 rounds off.
 _ROUNDED = 1e-6
 AS_MEAN = (
@@ -195,30 +206,45 @@ class OverRowsRecord:
             shown = "in the first batch weight= is what it divides by"
         return f"{self.latest}" + f"; {shown}" * is_shown
 
-    def look(
+    def conclude(
         self,
-        skeleton: Any,
-        function: Callable[..., Any],
+        key: Any,
+        proof: Proof,
+        returned: Any,
         arguments: Arguments,
-        traced: tuple[Any, Any],
         batch_axes: BatchAxes,
-        *,
         times: int,
-        shards: Any,
         weight: Weight | None,
-        summed: bool,
-        microbatches: int,
+    ) -> None:
+        """Remember what a loss is in its rows, and what divides it.
+
+        Args:
+          key: the types of all that it takes, by which it is asked for.
+          proof: what its traces show.
+          returned: what it returned: any number, or a ``Mean`` of such.
+          arguments: the types of what it is computed from.
+          batch_axes: along which axes the arrays of the batch have their rows.
+          times: of how many pieces the batch is.
+          weight: the weight function of the step, if it has one.
+        """
+        structure = jax.tree.structure(returned)
+        finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
+        self.known[key] = finding
+        if finding.kind is OverRows.RATIO and weight is not None:
+            split = batch_axes.split
+            self.divisors[key] = divisor_of(finding, proof.jaxpr, arguments, split, weight)
+        if finding.kind is OverRows.MEAN and weight is not None:
+            rows = arguments.given[0]
+            check_weight_of_mean(weight, rows, arguments.whole, batch_axes.of_rows(rows), times)
+
+    def checked(
+        self, key: Any, rows: Any, weight: Weight | None, summed: bool, microbatches: int
     ) -> tuple[Finding, Divisor | None]:
         """What a loss is in its rows, and what divides it.
 
         Args:
-          skeleton: the static part of the model.
-          function: the loss, as a function of its arguments.
-          arguments: these.
-          traced: its jaxpr, and the tree of what it returns.
-          batch_axes: along which axes the arrays of the batch have their rows.
-          times: of how many pieces the batch is.
-          shards: the axes of the shards, if they have names.
+          key: as of ``conclude``.
+          rows: the rows of a piece of the batch.
           weight: the weight function of the step, if it has one.
           summed: whether the shards' losses are added up.
           microbatches: how many of a shard are averaged.
@@ -227,36 +253,6 @@ class OverRowsRecord:
           LossError: the mean over the shards would not be the loss of the whole batch.
           UndecidedError: that is not known.
         """
-        (rows, keys), whole = arguments.given, arguments.whole
-        key = skeleton, times, *types_of(arguments)
-        if key not in self.known:
-            axes = batch_axes.of_rows(rows)
-            first, tree = traced
-            # Its outputs are the first of them.
-            of_loss = jax.tree.unflatten(tree, range(tree.num_leaves)).loss
-            named_in: list[Any] = []
-            assumed = Assumptions()
-            facts = facts_of(
-                function,
-                *arguments[:-1],
-                own=arguments.own,
-                axes=[*axes, *[0] * len(jax.tree.leaves(keys))],
-                times=times,
-                first=first,
-                shards=shards,
-                only=len(jax.tree.leaves(of_loss)),
-                named_in=named_in,
-                assumed=assumed,
-            )
-            finding = finding_of(jax.tree.unflatten(jax.tree.structure(of_loss), facts))
-            finding = by_itself(assuming(finding, assumed), named_in[0])
-            self.known[key] = finding
-            if finding.kind is OverRows.RATIO and weight is not None:
-                self.divisors[key] = divisor_of(
-                    finding, named_in[0], arguments, batch_axes.split, weight
-                )
-            if finding.kind is OverRows.MEAN and weight is not None:
-                check_weight_of_mean(weight, rows, whole, axes=axes, times=times)
         finding, divisor = self.known[key], self.divisors.get(key)
         self.latest = finding
         _check_over_rows(finding, rows, weight, summed, microbatches, self, divisor)
@@ -272,7 +268,7 @@ def _check_over_rows(
     record: OverRowsRecord,
     divisor: Divisor | None,
 ) -> None:
-    """Raise if a loss is no mean over rows, or nobody knows; see ``OverRowsRecord.look``."""
+    """Raise if a loss is no mean over rows, or nobody knows; see ``OverRowsRecord.checked``."""
     where = f" ({finding.source})" if finding.source else ""
 
     def ask_numbers(sentence: str, divisor: Divisor | None = None) -> None:
@@ -396,25 +392,126 @@ def divisor_of(
     """
     (rows, keys), whole, *_ = arguments
     sizes = [len(jax.tree.leaves(each)) for each in (rows, keys, whole)]
-    value = None if finding.by is None else value_in(jaxpr, finding.by)
+    value = None if finding.by is None else _sum_in(jaxpr, finding.by)
     after = sizes[0] + sizes[1]
     places = [*range(sizes[0]), *range(after, after + sizes[2])]
-    if value is None or not set(value.reads) <= set(places):
+    if value is None or not set(value[1]) <= set(places):
         return None
-    read = [places.index(place) for place in value.reads]
+    compute, reads = value
+    read = [places.index(place) for place in reads]
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals]
     is_of_piece = [x.shape for x in types] == [jnp.shape(x) for x in jax.tree.leaves(arguments)]
 
     def of_batch(batch: Any) -> Any:
         leaves = jax.tree.leaves(split(batch))
-        return value.compute(*(leaves[place] for place in read))
+        return compute(*(leaves[place] for place in read))
 
     of = lambda tree, found: jax.tree.unflatten(jax.tree.structure(tree), found)
     all_rows, all_whole = of(rows, types[: sizes[0]]), of(whole, types[after : after + sizes[2]])
     given = join(all_rows, all_whole)
     is_weight = isinstance(weight, SumOf) and _name_of(rows, finding.entry) == weight.key
     of_weight = lambda batch: jnp.asarray(weight(batch), float)
-    return Divisor(of_batch, is_of_piece, is_weight or agree(of_weight, of_batch, given))
+    return Divisor(of_batch, is_of_piece, is_weight or _agree(of_weight, of_batch, given))
+
+
+def _sum_in(jaxpr: Any, of: Any) -> tuple[Callable[..., Any], list[int]] | None:
+    """What computes the sum of a value in a closed jaxpr, and which inputs of that it reads.
+
+    ``None`` if the value is within a loop, or in a branch.
+
+    Args:
+      jaxpr: the jaxpr.
+      of: a variable of it; the place of an input; or ``(output, of)``, a value in the call that has
+        this output. See ``Total.of``.
+    """
+    found: list[bool] = []
+
+    def compute(*args: Any) -> Any:
+        value = args[of] if isinstance(of, int) else _value_in(jaxpr, args, of)
+        found.append(value is not None)
+        return jnp.asarray(jnp.sum(0.0 if value is None else value), float)
+
+    traced = jax.make_jaxpr(compute)(*jaxpr.in_avals)
+    kept, reads = _jax.pruned(traced, [True])
+    if not found[0] or any(isinstance(x, jax.core.Tracer) for x in kept.consts):
+        return None
+    run = jaxpr_as_fun(kept)
+    return lambda *args: run(*args)[0], [place for place, each in enumerate(reads) if each]
+
+
+def _value_in(jaxpr: Any, args: Sequence[Any], of: Any) -> Any:
+    """The value, if it is computed at the top of the jaxpr or in calls."""
+    (output, inner), wanted, body = of if isinstance(of, tuple) else (None, of), of, opened(jaxpr)
+    while isinstance(wanted, tuple):
+        _, wanted = wanted
+    known = dict(zip(body.constvars, constants(jaxpr), strict=True))
+    known |= dict(zip(body.invars, args, strict=True))
+    found = [known[wanted]] if wanted in known else []
+
+    def on(equation: Any, given: list[Any]) -> list[Any]:
+        call = control_flow(equation) if equation.outvars[:1] == [output] else None
+        if isinstance(call, Call) and not found:
+            value = _value_in(_jax.closed(call.jaxpr), given, inner)
+            found.extend([] if value is None else [value])
+        outputs = _jax.bound(equation, given)
+        pairs = zip(equation.outvars, outputs, strict=True)
+        found.extend(value for variable, value in pairs if variable is wanted)
+        return outputs
+
+    evaluate(jaxpr, args, on)
+    return found[0] if found else None
+
+
+def _agree(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> bool:
+    """Whether two functions of inputs of these types are one program, or agree on drawn numbers.
+
+    One may be the other times a constant.
+    """
+    traced = [jax.make_jaxpr(each)(*types) for each in (one, other)]
+    if len({str(_jax.without_unread(flat(each))) for each in traced}) == 1:
+        return True
+    both = jax.make_jaxpr(lambda *args: (one(*args), other(*args)))(*types)
+    kept, reads = _jax.pruned(both, [True, True])
+    if any(isinstance(x, jax.core.Tracer) for x in kept.consts):
+        return False
+    leaves = [x for x, is_read in zip(jax.tree.leaves(types), reads, strict=True) if is_read]
+    draw = np.random.default_rng(0)
+
+    def run() -> Any:
+        both = jax.jit(jaxpr_as_fun(kept))
+        draws = ([_drawn(draw, x.shape, x.dtype) for x in leaves] for _ in range(_TRIALS))
+        with jax.enable_x64(x64):
+            return np.array([jax.device_get(both(*each)) for each in draws], np.float64)
+
+    # What is traced, and the mesh there, belong to a thread; on the axes of a mesh that the user
+    # has set, arrays would lie.
+    x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        found = thread.submit(run).result()
+    first, by = found[0]
+    if not np.isfinite(found).all() or not first or not by:
+        return False
+    return all(are_equal(x * by, y * first) for x, y in found)
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two sums of the same numbers are equal but for rounding."""
+    one, other = np.float64(one), np.float64(other)
+    return bool(np.abs(one - other) <= _TOLERANCE * max(np.abs(one), np.abs(other)))
+
+
+def _drawn(draw: np.random.Generator, shape: Any, dtype: Any) -> Any:
+    """Numbers of a dtype: small ones, and zeros among them; integers of both signs."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        keys = jnp.asarray(draw.integers(0, 2**31, int(np.prod(shape))), jnp.uint32)
+        return jax.vmap(jax.random.key)(keys).reshape(shape)
+    if dtype == np.bool_:
+        return draw.random(shape) < 0.5
+    if jnp.issubdtype(dtype, jnp.integer):
+        low = 0 if jnp.issubdtype(dtype, jnp.unsignedinteger) else -2
+        return jnp.asarray(draw.integers(low, 4, shape), dtype)
+    zeros = draw.random(shape) < 0.3
+    return jnp.asarray(np.where(zeros, 0, draw.uniform(0, 2, shape)), dtype)
 
 
 def is_exact(finding: Finding) -> bool:
@@ -437,17 +534,30 @@ def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: A
     return with_moved(Mean(wide * by, count), moved) + 0.0 * Mean(0.0, weight, "weight")
 
 
-def check_weight_of_mean(weight: Weight, rows: Any, whole: Any, **how: Any) -> None:
+def check_weight_of_mean(
+    weight: Weight, rows: Any, whole: Any, axes: Sequence[int], times: int
+) -> None:
     """Raise unless the weight of a loss that is a mean over rows is the same for all shards.
 
     Args:
       weight: the weight.
       rows: the rows of a piece of the batch, or their types.
       whole: the entries that have none.
-      **how: the axes of the rows, and of how many pieces the batch is, as of ``facts_of``.
+      axes: for each array of the rows the axis along which they are.
+      times: of how many pieces the batch is.
     """
-    of = lambda rows, whole, own: jnp.asarray(weight(join(rows, whole)), float)
-    (fact,) = facts_of(of, rows, whole, **how)
+    of = lambda rows, whole: jnp.asarray(weight(join(rows, whole)), float)
+    leaves, proof = jax.tree.leaves(rows), None
+    traces: list[Any] = [jax.make_jaxpr(of)(rows, whole)]
+    each = leaves[0].shape[axes[0]]
+    while proof is None:
+        try:
+            more = types_with(rows, axes, len(traces) * times * each)
+            traces.append(jax.make_jaxpr(of)(more, whole))
+        except Exception as error:  # a weight may raise anything on other shapes
+            traces.append(error)
+        proof = prove(traces, facts_of_inputs(leaves, axes, whole, ()), each, times)
+    (fact,) = proof.facts
     if isinstance(fact, Free) and not fact.own:
         return
     if isinstance(weight, SumOf):
@@ -553,7 +663,7 @@ def rowwise(
             )
         return out
 
-    called.__name__ = called.__qualname__ = f"{_jax.ROWWISE}_{name}"
+    called.__name__ = called.__qualname__ = f"{ROWWISE}_{name}"
     return functools.wraps(function)(jax.jit(called))
 
 

@@ -9,14 +9,16 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from crossshard import _check, _jax
+from crossshard._check import is_inexact
 from crossshard.errors import ArgumentError
 from crossshard.gradients.autodiff import check_sums, scaled, split_loss, unscale
 from crossshard.gradients.mean import Mean, counts_of, sums_of
-from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import GradientStatus
-from crossshard.jaxprs.xla import opaque_false
+from crossshard.jaxprs.mean_over_rows import Proof, facts_of_inputs, prove, types_with
+from crossshard.jaxprs.rewrite import opaque_false
 from crossshard.model import model_state as model_states
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
@@ -504,8 +506,8 @@ class StepLoss:
         It is a function of the parameters, and of other rows, keys or states. Raises if it may be
         no mean over the rows.
         """
-        shards = at_use.shards.number
-        is_proven = self.over is LossOver.ROWS and self.parts(shards) * self.accumulate_steps > 1
+        times = self.parts(at_use.shards.number) * self.accumulate_steps
+        is_proven = self.over is LossOver.ROWS and times > 1
         types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
 
         def run(
@@ -515,7 +517,7 @@ class StepLoss:
                 return self.run(state, both, batch, keys)
             arguments = self.arguments(state, both, batch, keys)
             jaxpr, tree = self._trace(state, arguments)
-            found = _jax.as_function(jaxpr)(*jax.tree.leaves(arguments))
+            found = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments))
             returned: Returned = jax.tree.unflatten(tree, found)
             return returned
 
@@ -526,18 +528,13 @@ class StepLoss:
             weight = weight_of(self.weight, batch)
         if not is_proven:
             return run, weight
-        arguments, context = self.arguments(state, types, batch, keys), get_shard_context()
-        finding, divisor = self.record.look(
-            state.skeleton,
-            functools.partial(self.of_arguments, state),
-            arguments,
-            self._trace(state, arguments),
-            self.batch_axes,
-            times=self.parts(shards) * self.accumulate_steps,
-            shards=None if context is None else context.axis_name,
-            weight=self.weight,
-            summed=self.is_summed,
-            microbatches=self.accumulate_steps,
+        arguments = self.arguments(state, types, batch, keys)
+        key = state.skeleton, times, *types_of(arguments)
+        if key not in self.record.known:
+            proof, tree = self._proof(state, arguments, times)
+            self.record.conclude(key, proof, tree, arguments, self.batch_axes, times, self.weight)
+        finding, divisor = self.record.checked(
+            key, arguments.given[0], self.weight, self.is_summed, self.accumulate_steps
         )
         if divisor is None or not divisor.is_of_piece:
             return run, weight
@@ -550,6 +547,30 @@ class StepLoss:
             return found._replace(loss=as_mean(found.loss, divisor, finding, batch, weight))
 
         return as_sums, None
+
+    def _proof(self, state: TrainState, arguments: Arguments, times: int) -> tuple[Proof, Any]:
+        """What it is in its rows, of which the batch has ``times`` pieces; and what it returns."""
+        given, *others, own = arguments
+        first, tree = self._trace(state, arguments)
+        # Its outputs are the first of them.
+        returned = jax.tree.unflatten(tree, range(tree.num_leaves)).loss
+        outputs = len(jax.tree.leaves(returned))
+        axes, context = self.batch_axes.of_rows(given[0]), get_shard_context()
+        each = jax.tree.leaves(given[0])[0].shape[axes[0]]
+        axes = [*axes, *[0] * len(jax.tree.leaves(given[1]))]
+        inputs = facts_of_inputs(jax.tree.leaves(given), axes, others, own)
+        of_arguments = functools.partial(self.of_arguments, state)
+        traces, proof = [_jax.without_unread(first, outputs)], None
+        while proof is None:
+            more = types_with(given, axes, len(traces) * times * each)
+            try:
+                jaxpr = jax.make_jaxpr(of_arguments)(*arguments._replace(given=more))
+                traces.append(_jax.without_unread(jaxpr, outputs))
+            except Exception as error:  # a loss may raise anything on other shapes
+                traces.append(error)
+            shards = None if context is None else context.axis_name
+            proof = prove(traces, inputs, each, times, shards)
+        return proof, returned
 
     def _check_equal(
         self,
@@ -584,7 +605,7 @@ def with_frozen(at_use: AtUse, function: Callable[[Any], Any], frozen: Any) -> A
 def _pruned(function: Callable[..., Any], *args: Any) -> Any:
     """What a function returns, computed without what it does not need for that."""
     jaxpr, types = jax.make_jaxpr(function, return_shape=True)(*args)
-    run = _jax.as_function(_jax.without_unread(jaxpr))
+    run = jaxpr_as_fun(_jax.without_unread(jaxpr))
     return jax.tree.unflatten(jax.tree.structure(types), run(*jax.tree.leaves(args)))
 
 
