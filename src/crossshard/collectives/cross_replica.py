@@ -92,8 +92,6 @@ def all_to_all(
     """
     shards = _shards("all_to_all", axis_name, check_group_assignment(group_assignment))
     x = _numeric(x, "all_to_all")
-    if shards.groups is not None:
-        shards.groups.check_covers(shards.number)
     concat = _dimension(x, concat_dimension, "concat_dimension")
     split = _dimension(x, split_dimension, "split_dimension")
     if _check.whole_number("split_count", split_count, least=None) != shards.size:
@@ -204,7 +202,7 @@ def _check_pairs(pairs: Any, number: int) -> list[tuple[int, int]]:
 
 
 def _shards(function: str, axis_name: Any, groups: GroupAssignment | None = None) -> Shards:
-    return current_shards(check_axis_name(axis_name), what=function).within(groups)
+    return current_shards(check_axis_name(axis_name), groups, what=function)
 
 
 def _numeric(x: Any, function: str) -> jax.Array:

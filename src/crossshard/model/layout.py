@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +33,6 @@ from crossshard.shards.cut import (
     partition_along_axis,
     tile_for,
 )
-from crossshard.shards.devices import sends_beside_products, slices_in_order, torus_factors
 from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.random_streams import own_stream
 
@@ -57,10 +55,9 @@ class StateLayout:
 
     Attributes:
       mesh: the mesh.
-      axes: its shard axes.
+      shards: the shards, inside ``shard_map``.
       arrays: how the parameters and the optimizer's state are split, and where the update runs.
       why: the reason for that, in a few words.
-      groups: the groups whose parameters differ; ``None`` if all shards have the same.
       pipeline: the pipeline, whose stages have states.
       params: the types of one set of parameters.
       model_state: how the state that a loss returns is kept; ``None`` if it returns none.
@@ -72,10 +69,9 @@ class StateLayout:
     """
 
     mesh: Mesh
-    axes: tuple[str, ...]
+    shards: Shards
     arrays: Arrays
     why: str
-    groups: GroupAssignment | None
     pipeline: Pipeline
     params: Any = dataclasses.field(compare=False)
     model_state: ModelState | None = None
@@ -90,14 +86,19 @@ class StateLayout:
         return types
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The shard axes of the mesh."""
+        return self.shards.axes
+
+    @property
+    def groups(self) -> GroupAssignment | None:
+        """The groups whose parameters differ; ``None`` if all shards have the same."""
+        return self.shards.groups
+
+    @property
     def number_of_shards(self) -> int:
         """The number of shards."""
         return self.shards.number
-
-    @functools.cached_property
-    def shards(self) -> Shards:
-        """The shards, inside ``shard_map``."""
-        return shards_of(self.mesh, self.axes)
 
     @property
     def unnamed_axes(self) -> tuple[str, ...]:
@@ -252,7 +253,7 @@ class StateLayout:
         if not isinstance(arrays, Owners):
             return self
         kept = arrays.state_in_slices, arrays.unread, arrays.in_parts
-        return dataclasses.replace(self, arrays=Parts(arrays.params, arrays.shards, None, *kept))
+        return dataclasses.replace(self, arrays=Parts(arrays.params, arrays.shards, *kept))
 
     def collected(self, state: TrainState) -> TrainState:
         """The state as ``own`` places it."""
@@ -451,20 +452,6 @@ class StateLayout:
                 f"{structure}. If only ema or master_dtype differ, write "
                 f"step.reshard(other.unshard(state))."
             )
-
-
-def shards_of(mesh: Mesh, axes: tuple[str, ...]) -> Shards:
-    """The shards on these axes of a mesh, inside ``shard_map``."""
-    return Shards(
-        math.prod(mesh.shape[axis] for axis in axes),
-        axes,
-        manual=True,
-        torus_factors=torus_factors(mesh),
-        other_axes=tuple(axis for axis in mesh.axis_names if axis not in axes),
-        platform=mesh.devices.flat[0].platform,
-        in_rings=sends_beside_products(mesh),
-        slices=slices_in_order(mesh),
-    )
 
 
 def _all(placement: Placement, tree: Any) -> Any:

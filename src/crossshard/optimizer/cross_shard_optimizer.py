@@ -463,21 +463,21 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
     ) -> tuple[jax.Array, list[tuple[jax.Array | None, AnyVariable]]]:
         """This shard's loss, and the pairs that ``compute_gradients`` returns."""
         loss, axes = check_loss(loss), self._pipeline.axis_name
-        number = self._pipeline.shards().number
+        shards = self._pipeline.shards()
         found = named_variables(trained_by_default() if var_list is None else var_list)
         variables = [variable for variable, _ in found.values()]
         value, gradients, empty = differentiate(
             loss,
             variables,
             shards_of_gradient(axes),
-            self._pipeline.divisor(number),
+            self._pipeline.divisor(shards.size),
             grad_loss,
             var_list,
             self._loss_scale(),
             axes,
             self._shards_of_mean,
         )
-        self.computed.add(found, number, empty)
+        self.computed.add(found, shards.number, empty)
         return value, list(zip(gradients, variables, strict=True))
 
     def _shards_of_mean(self) -> Shards:
@@ -500,7 +500,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 "shard that nonfinite='quarantine' leaves out. Use make_train_step, which does "
                 "so, or nonfinite='skip'."
             )
-        return pipeline.shards(warn=False).within(pipeline.groups)
+        return pipeline.shards(warn=False)
 
     def _loss_scale(self) -> jax.Array | None:
         """The current scale of the loss; ``None`` without one."""
@@ -511,10 +511,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     def _origin(self, variables: list[AnyVariable]) -> GradientStatus | None:
         """What the gradients of variables are, if nobody has declared it."""
-        number = self._pipeline.shards(warn=False).number
-        divisor = self._pipeline.divisor(number)
+        shards = self._pipeline.shards(warn=False)
+        divisor = self._pipeline.divisor(shards.size)
         declared = self._pipeline.incoming is not None
-        return self.computed.origin(variables, number, divisor, declared=declared)
+        return self.computed.origin(variables, shards.number, divisor, declared=declared)
 
     def _make_missing_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
         def make(missing: Mapping[str, AnyVariable]) -> None:

@@ -80,7 +80,7 @@ class Transformation:
         if self.weight_update is WeightUpdate.SHARDED:
             shards = self.pipeline.shards()
             plan = self._plan(params, shards)
-            index = shards.within(self.pipeline.groups).position()
+            index = shards.position()
             local = lambda partition, x: partition.local_slice(x, index)
             state = state._replace(inner_state=map_partitions(local, plan.state, state.inner_state))
         return self._map_stages(self._on_each_shard, state)
@@ -149,11 +149,10 @@ class Transformation:
             )
             context = StageContext(
                 shards,
-                self.pipeline.groups,
                 params,
                 extra_args,
                 self._arrays(like, state.inner_state, shards),
-                self.pipeline.divisor(shards.number),
+                self.pipeline.divisor(shards.size),
             )
             reduced, after = self.pipeline.update(gradients, state, context)
             assert reduced.updated is not None
@@ -189,7 +188,7 @@ class Transformation:
     def _plan(self, params: Any, shards: Shards) -> Arrays:
         """How arrays are split, where each shard can update nothing but its slices."""
         pipeline, wanted = self.pipeline, self.weight_update
-        planner = Planner(pipeline.optimizer, params, shards, pipeline.groups, wanted=wanted)
+        planner = Planner(pipeline.optimizer, params, shards, wanted=wanted)
         return planner.plan()[0]
 
     def _arrays(self, params: Any, state: Any, shards: Shards) -> Arrays:

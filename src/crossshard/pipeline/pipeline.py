@@ -50,7 +50,7 @@ from crossshard.pipeline.state import CrossShardState, name_at
 from crossshard.pipeline.update.averages import Decay
 from crossshard.pipeline.update.optimize import Optimize, Updated
 from crossshard.shards.axes import Shards, current_shards
-from crossshard.shards.groups import GroupAssignment, over_all_shards, size_of_group
+from crossshard.shards.groups import GroupAssignment, over_all_shards
 
 _TO_REDUCTION = (Phase.ARRIVAL, Phase.LOCAL, Phase.REDUCTION)
 
@@ -411,7 +411,7 @@ class Pipeline:
             def named(done: tuple[Gradients, Any], own: Any) -> tuple[tuple[Gradients, Any], Any]:
                 reduced, after = done
                 report = examined(gradients.replace(values=own)).sums[REPORTED]
-                found = sum_over_shards(report, context.shards.within(context.groups))
+                found = sum_over_shards(report, context.shards)
                 found = of_no_shard(found) if context.over_batch else found
                 return (reduced.replace(sums={**reduced.sums, REPORTED: found}), after), own
 
@@ -483,10 +483,7 @@ class Pipeline:
 
     def shards(self, *, warn: bool = True) -> Shards:
         """The current shards; checks the groups against their number."""
-        shards = current_shards(self.axis_name, warn=warn)
-        if self.groups is not None:
-            self.groups.check_covers(shards.number)
-        return shards
+        return current_shards(self.axis_name, self.groups, warn=warn)
 
     @property
     def over_all_shards(self) -> bool:
@@ -497,13 +494,11 @@ class Pipeline:
         """Whether all groups skip the update: a global step is one for all of them."""
         if skip is None or self.over_all_shards:
             return skip
-        return StageContext(self.shards(warn=False), self.groups).on_all_shards(skip)
+        return StageContext(self.shards(warn=False)).on_all_shards(skip)
 
-    def divisor(self, number_of_shards: int) -> int:
-        """The divisor of MEAN: the number of shards that reduce together; 1 under SUM."""
-        if self.reduction is Reduction.SUM:
-            return 1
-        return size_of_group(self.groups, number_of_shards)
+    def divisor(self, number: int) -> int:
+        """The divisor of the sum over so many shards: 1 under SUM."""
+        return 1 if self.reduction is Reduction.SUM else number
 
 
 def _unless_weightless(gradients: Gradients, after: Any, before: Any) -> Any:

@@ -19,7 +19,6 @@ from crossshard.pipeline.means import average
 from crossshard.pipeline.update.arrays import Arrays, Whole
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import REPLICATED, Placement
-from crossshard.shards.groups import GroupAssignment
 
 if TYPE_CHECKING:
     from crossshard.pipeline.update.optimize import Updated
@@ -135,8 +134,8 @@ class StageContext:
     """The context in which a stage runs.
 
     Attributes:
-      shards: the shards that run it; ``shards.index()`` is the index of this one, int32[].
-      groups: the groups that reduce independently; ``None`` for all shards.
+      shards: the shards that run it, with their groups; ``shards.index()`` is the index of this
+        one, int32[].
       params: the full parameters; ``None`` if the caller passed none.
       extra_args: the caller's extra arguments.
       arrays: how the optimizer's arrays are split.
@@ -161,7 +160,6 @@ class StageContext:
     """
 
     shards: Shards
-    groups: GroupAssignment | None = None
     params: PyTree = None
     extra_args: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
     arrays: Arrays = dataclasses.field(default_factory=Whole)
@@ -178,9 +176,9 @@ class StageContext:
 
         ``differs`` says that it may differ within a group.
         """
-        if self.groups is None and not differs:
+        if self.shards.groups is None and not differs:
             return flag
-        return sum_over_shards(jnp.float32(~flag), self.shards) == 0
+        return sum_over_shards(jnp.float32(~flag), self.shards.all) == 0
 
     def agreed(self, count: Int[Array, ""]) -> Int[Array, ""]:
         """The count of most shards.
@@ -193,7 +191,7 @@ class StageContext:
             return count
         own = jnp.where(jnp.arange(number) == self.shards.index(), count, 0)
         # The median, which is what more than half of them have.
-        return jnp.sort(sum_over_shards(own, self.shards))[number // 2]
+        return jnp.sort(sum_over_shards(own, self.shards.all))[number // 2]
 
 
 class Stage(abc.ABC):

@@ -46,9 +46,19 @@ class Shards:
     slices: int = 1
     groups: GroupAssignment | None = None
 
-    def within(self, groups: GroupAssignment | None) -> Self:
-        """The same shards, of which others reduce together."""
-        return self if groups is self.groups else dataclasses.replace(self, groups=groups)
+    @property
+    def all(self) -> Self:
+        """The same shards, all of which reduce together."""
+        return self if self.groups is None else dataclasses.replace(self, groups=None)
+
+    @property
+    def across(self) -> Self:
+        """The same shards, of which those with one position in their groups reduce together."""
+        groups = self.groups
+        if groups is None or groups.size == 1:
+            return self.all
+        columns = GroupAssignment(tuple(map(tuple, groups.members.T.tolist())))
+        return dataclasses.replace(self, groups=columns)
 
     @property
     def size(self) -> int:
@@ -120,7 +130,11 @@ class Shards:
 
 
 def current_shards(
-    axis_name: tuple[str, ...] = (), *, warn: bool = True, what: str = "CrossShardOptimizer"
+    axis_name: tuple[str, ...] = (),
+    groups: GroupAssignment | None = None,
+    *,
+    warn: bool = True,
+    what: str = "CrossShardOptimizer",
 ) -> Shards:
     """The current shards: over the named axes, else the context's, else the only bound axis.
 
@@ -129,8 +143,16 @@ def current_shards(
 
     Raises:
       AxisError: a named axis is not bound but others are, or several are bound and none is named.
+      GroupAssignmentError: the groups are not a partition of the shards.
       ShardContextError: the context and the axes have different numbers of shards.
     """
+    shards = _current_shards(axis_name, warn, what)
+    if groups is not None:
+        groups.check_covers(shards.number)
+    return dataclasses.replace(shards, groups=groups)
+
+
+def _current_shards(axis_name: tuple[str, ...], warn: bool, what: str) -> Shards:
     bound = _jax.bound_axes()
     context = get_shard_context()
     axes = axis_name or (context.axis_name if context else ())
@@ -142,7 +164,7 @@ def current_shards(
                 f"is bound here: assuming 1 shard. Run the step with crossshard.shard, or inside "
                 f"jax.shard_map.",
                 ShardContextWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         return Shards(context.number_of_shards if context else 1)
     if not axes and len(bound) > 1:

@@ -20,7 +20,9 @@ from crossshard.errors import (
     DeadlockWarning,
     ShardContextError,
 )
+from crossshard.shards.axes import Shards
 from crossshard.shards.context import check_axis_name, check_num_shards
+from crossshard.shards.groups import GroupAssignment
 
 AXIS = "shards"
 
@@ -288,6 +290,21 @@ def mesh_in_force(num_shards: Any, axes: tuple[str, ...] = ()) -> Mesh | None:
         return None
     fits = num_shards in (None, number_of_shards(found, axes or found.axis_names))
     return found if fits else None
+
+
+def shards_on(mesh: Mesh, axes: tuple[str, ...], groups: GroupAssignment | None) -> Shards:
+    """The shards on these axes of a mesh, inside ``shard_map``."""
+    return Shards(
+        number_of_shards(mesh, axes),
+        axes,
+        manual=True,
+        torus_factors=torus_factors(mesh),
+        other_axes=tuple(axis for axis in mesh.axis_names if axis not in axes),
+        platform=mesh.devices.flat[0].platform,
+        in_rings=sends_beside_products(mesh),
+        slices=slices_in_order(mesh),
+        groups=groups,
+    )
 
 
 def number_of_shards(mesh: Mesh, axes: tuple[str, ...]) -> int:

@@ -59,11 +59,6 @@ class GroupAssignment:
         return str([list(group) for group in self.groups])
 
 
-def size_of_group(groups: GroupAssignment | None, number_of_shards: int) -> int:
-    """The number of shards that reduce together."""
-    return number_of_shards if groups is None else groups.size
-
-
 def over_all_shards(groups: GroupAssignment | None) -> bool:
     """Whether a reduction within groups is the same on every shard."""
     return groups is None or len(groups.groups) == 1

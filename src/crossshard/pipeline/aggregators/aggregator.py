@@ -141,7 +141,7 @@ class Aggregator(abc.ABC):
         self, summands: Summands, state: PyTree, context: StageContext
     ) -> tuple[list[jax.Array], PyTree]:
         """This shard's slice of the sum of each of the arrays, and the next state."""
-        shards = context.shards.within(context.groups)
+        shards = context.shards
         returned = self.sum(summands.gradients, state, Peers(shards))
         name = f"{type(self).__name__}.sum"
         totals, after = check_pair(returned, name, "(sums, state)", state)

@@ -151,8 +151,8 @@ class FewBits(Aggregator):
             x if place is None else leaves[place]
             for x, place in zip(summands.arrays, summands.places, strict=True)
         ]
-        shards = context.shards.within(context.groups)
-        sums, kept = self._sent(arrays, summands.partitions, summands.places, state, shards)
+        given = summands.partitions, summands.places, state, context.shards
+        sums, kept = self._sent(arrays, *given)
         lost = [jnp.zeros_like(x) for x in leaves]
         for place, x in zip(summands.places, kept, strict=True):
             if place is not None:

@@ -41,8 +41,7 @@ class Plain(Aggregator):
             x if place is None else as_sent(x, self.dtype)
             for x, place in zip(summands.arrays, summands.places, strict=True)
         ]
-        shards = context.shards.within(context.groups)
-        return bucketed_sum(sent, summands.partitions, shards), state
+        return bucketed_sum(sent, summands.partitions, context.shards), state
 
     def describe(self) -> str:
         """The dtype, if it is given."""

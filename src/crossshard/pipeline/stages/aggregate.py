@@ -107,7 +107,6 @@ class Aggregate(Stage):
         divisor = context.divisor
         if self.aggregator.divides_before:
             gradients, divisor = _divided(gradients, context), 1
-        shards, groups = context.shards, context.groups
         to_owners = context.arrays.to_owners
         if self.aggregator.takes_nodes:
             to_owners = jax.vmap(to_owners)
@@ -136,7 +135,7 @@ class Aggregate(Stage):
             if status[place] is None or early[place]:
                 return leaf
             leaf = leaf[0] if self.aggregator.takes_nodes else leaf
-            return partitions[place].local_slice(widen(leaf), shards.within(groups).position())
+            return partitions[place].local_slice(widen(leaf), context.shards.position())
 
         extra, values = tree.unflatten(list(map(summed, range(len(leaves)), leaves)))
         dtypes = gradients.dtypes

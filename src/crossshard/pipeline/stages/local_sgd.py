@@ -34,7 +34,6 @@ from crossshard.pipeline.stages.preprocess import check_transformation
 from crossshard.pipeline.update.arrays import Arrays, Parts, Whole
 from crossshard.pipeline.update.optimize import Updated
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Partition, partition_for
-from crossshard.shards.groups import GroupAssignment, size_of_group
 
 
 class LocalSGDState(NamedTuple):
@@ -228,10 +227,9 @@ class LocalSGD(Stage):
         self, moved: PyTree, arrays: Arrays, state: PyTree, context: StageContext
     ) -> tuple[PyTree, PyTree]:
         """The mean over the workers, in full, and the next state of the aggregator."""
-        shards, groups = context.shards, context.groups
+        groups, across = context.shards.groups, Peers(context.shards.across)
         if groups is None:
             return arrays.gather(moved), state
-        across = Peers(shards.within(_across(groups)))
         mean = lambda tree: jax.tree.map(lambda x: x / len(groups.groups), tree)
         aggregator = self.aggregator
         # Of slices, which the shards of a worker have, each sums its own.
@@ -301,9 +299,9 @@ class LocalSGD(Stage):
         """The pieces as the shards of a worker split them between them."""
         if not isinstance(context.arrays, Parts):
             return pieces, Whole()
-        number = size_of_group(context.groups, context.shards.number)
-        partitions = tuple(partition_for(x.shape, number) for x in jax.tree.leaves(pieces))
-        arrays = Parts(partitions, context.shards, context.groups)
+        shards = context.shards
+        partitions = tuple(partition_for(x.shape, shards.size) for x in jax.tree.leaves(pieces))
+        arrays = Parts(partitions, shards)
         return arrays.split(pieces), arrays
 
     def _check_elementwise(self, anchor: PyTree) -> None:
@@ -340,23 +338,20 @@ class LocalSGD(Stage):
 
 def _slices_of_held(arrays: Parts, held: PyTree) -> PyTree:
     """This shard's slices of what the shards of its worker hold back together."""
-    assert arrays.groups is not None
     leaves, tree = jax.tree.flatten(held, is_leaf=_is_none)
     pairs = [each for each in zip(leaves, arrays.params, strict=True) if each[0] is not None]
     kept, partitions = [x for x, _ in pairs], [partition for _, partition in pairs]
-    sums = iter(bucketed_sum(kept, partitions, arrays.shards.within(arrays.groups)))
+    sums = iter(bucketed_sum(kept, partitions, arrays.shards))
     return tree.unflatten([None if x is None else next(sums) for x in leaves])
 
 
 def _held_of_slices(arrays: Parts, held: PyTree) -> PyTree:
     """What this shard holds back, in full: its slices, and its part of what is not split."""
-    groups = arrays.groups
-    assert groups is not None
-    index = arrays.shards.within(groups).position()
+    index = arrays.shards.position()
 
     def one(x: jax.Array | None, partition: Partition) -> jax.Array | None:
         if x is None or partition.number == 1:
-            return None if x is None else x / groups.size
+            return None if x is None else x / arrays.shards.size
         axis = partition.axis or 0
         whole = jnp.zeros(partition.packed_shape, x.dtype)
         start = index * x.shape[axis]
@@ -372,13 +367,6 @@ def _is_none(x: object) -> bool:
 
 def _times(factor: float) -> Callable[[PyTree], PyTree]:
     return lambda tree: jax.tree.map(lambda x: x * factor, tree)
-
-
-def _across(groups: GroupAssignment) -> GroupAssignment | None:
-    """The shards with the same position in their groups; ``None`` if these are all shards."""
-    if groups.size == 1:
-        return None
-    return GroupAssignment(tuple(map(tuple, groups.members.T.tolist())))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.arrays import squared_norm
 from crossshard.pipeline.update.optimize import Optimize
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
-from crossshard.shards.groups import over_all_shards, size_of_group
+from crossshard.shards.groups import over_all_shards
 
 NAMES = {
     "grad_norm": "the norm of the reduced gradient",
@@ -140,7 +140,7 @@ class Metrics(Stage):
 
 
 def _of_noise(gradients: Gradients, context: StageContext) -> Mapping[str, Any]:
-    number = size_of_group(context.groups, context.shards.number)
+    number = context.shards.size
     total = gradients.weight
     active: Any = number if total is None else gradients.sums["shards_with_weight"]
     local = gradients.sums["squared_norm"] / (number if total is None else total)

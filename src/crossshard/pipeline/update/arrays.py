@@ -18,7 +18,6 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.scalars import is_inexact
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition, map_partitions, only
-from crossshard.shards.groups import GroupAssignment
 
 # An optimizer's update, of gradients, state and parameters.
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -135,12 +134,10 @@ class Parts(Arrays):
     Attributes:
       params, state, unread, in_parts: see ``Arrays``.
       shards: the shards that have the slices.
-      groups: the groups within which arrays are split; ``None`` for all shards.
     """
 
     params: tuple[Partition, ...]
     shards: Shards
-    groups: GroupAssignment | None = None
     state: tuple[Partition, ...] = ()
     unread: tuple[bool, ...] = ()
     in_parts: bool = False
@@ -150,13 +147,13 @@ class Parts(Arrays):
 
     def squared_norm(self, tree: Any) -> Float[Array, ""]:
         """The squared norm of the arrays of which this shard has slices."""
-        return squared_norm_of_slices(tree, self.params, self.shards, self.groups)
+        return squared_norm_of_slices(tree, self.params, self.shards)
 
     def split(self, tree: Any) -> Any:
         """This shard's slices."""
         if self.in_parts:
             return tree
-        index = self.shards.within(self.groups).position()
+        index = self.shards.position()
         local = lambda partition, x: partition.local_slice(x, index)
         return map_partitions(local, self.params, tree)
 
@@ -165,7 +162,7 @@ class Parts(Arrays):
         if self.in_parts:
             return tree
         parts, structure = jax.tree.flatten(tree)
-        whole = bucketed_gather(parts, self.params, self.shards.within(self.groups))
+        whole = bucketed_gather(parts, self.params, self.shards)
         return structure.unflatten(whole)
 
 
@@ -232,13 +229,10 @@ def squared_norm(tree: Any) -> Float[Array, ""]:
 
 
 def squared_norm_of_slices(
-    tree: Any,
-    partitions: Sequence[Partition],
-    shards: Shards,
-    groups: GroupAssignment | None = None,
+    tree: Any, partitions: Sequence[Partition], shards: Shards
 ) -> Float[Array, ""]:
     """The squared norm of arrays of which each shard, or each of a group, has its slices."""
     pairs = list(zip(jax.tree.leaves(tree), partitions, strict=True))
     own = squared_norm([leaf for leaf, partition in pairs if partition.number > 1])
     whole = squared_norm([leaf for leaf, partition in pairs if partition.number == 1])
-    return sum_over_shards(own, shards.within(groups)) + whole
+    return sum_over_shards(own, shards) + whole

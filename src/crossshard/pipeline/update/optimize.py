@@ -26,7 +26,6 @@ from crossshard.pipeline.update.averages import (
     with_masters,
     with_moving_average,
 )
-from crossshard.shards.groups import over_all_shards
 
 
 class Updated(NamedTuple):
@@ -104,7 +103,7 @@ class Optimize(Stage):
         """The reduced gradients with the update, and the optimizer's next state."""
         arrays, skip, applies = context.arrays, gradients.skip, context.apply_updates
         extra_args, params = self._extra_args(gradients, context), context.params
-        if not over_all_shards(context.groups):
+        if context.shards.is_grouped:
             # Typed as they leave, or the branches of an optimizer would not have equal types.
             typed = lambda x: context.shards.as_varying(x) if jnp.shape(x) else x
             state, params = jax.tree.map(typed, (state, params))

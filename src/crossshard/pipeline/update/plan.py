@@ -39,7 +39,6 @@ from crossshard.shards.cut import (
     partition_for,
     tile_for,
 )
-from crossshard.shards.groups import GroupAssignment, size_of_group
 
 
 class WeightUpdate(enum.StrEnum):
@@ -85,8 +84,7 @@ class Planner:
     Attributes:
       optimizer: the inner optimizer.
       params: the parameters, a pytree with shapes and dtypes.
-      shards: the shards.
-      groups: the groups within which arrays are split; ``None`` for all shards.
+      shards: the shards; with groups, arrays are split within each of these.
       mesh: the mesh; ``None`` inside a ``shard_map`` of the user's. There, and with groups, only
         slices are possible.
       wanted: the requested weight update.
@@ -100,7 +98,6 @@ class Planner:
     optimizer: optax.GradientTransformationExtraArgs
     params: Any
     shards: Shards
-    groups: GroupAssignment | None = None
     mesh: Mesh | None = None
     wanted: WeightUpdate = WeightUpdate.AUTO
     in_parts: bool = False
@@ -120,7 +117,7 @@ class Planner:
         self._check_state_stays()
         if self.wanted is WeightUpdate.REPLICATED:
             return self._whole, "as requested"
-        if self._number == 1:
+        if self.shards.size == 1:
             return self._whole, "there is one shard"
         # Parameters that are kept in parts keep their shapes, so that they are split along an axis.
         params = self._cut(partition_along_axis if self.in_parts else partition_for)
@@ -140,13 +137,13 @@ class Planner:
         arguments = self._whole_and_slices(params, state)
         if self._apart is None and is_elementwise(self._update, *arguments):
             kept = state, self._unread.gradients, self.in_parts
-            return Parts(params, self.shards, self.groups, *kept), "the update is elementwise"
+            return Parts(params, self.shards, *kept), "the update is elementwise"
         return self._if_not_elementwise(params, arguments)
 
     def _if_not_elementwise(self, params: Partitions, arguments: Any) -> tuple[Arrays, str]:
         """A plan leaf by leaf if it can be, else whole, or on global arrays."""
         auto, same_bits = self.wanted is WeightUpdate.AUTO, self.virtual_shards is not None
-        only_parts = self.mesh is None or self.groups is not None
+        only_parts = self.mesh is None or self.shards.groups is not None
         not_leafwise = ""
         if only_parts and not auto:
             obstacle = why_not_elementwise(self._update, *arguments)
@@ -302,10 +299,6 @@ class Planner:
         return whole_and_slices(self._params, self._state, params, state)
 
     @property
-    def _number(self) -> int:
-        return size_of_group(self.groups, self.shards.number)
-
-    @property
     def _tile(self) -> TileShape:
         return ANY if self.mesh is None else tile_for(self.mesh, self.in_parts)
 
@@ -351,7 +344,7 @@ class Planner:
         return None
 
     def _slices(self, split_one: Callable[..., Partition], whole: Partition) -> Partition:
-        return split_one(whole.shape, self._number, self._tile, whole.other_axes)
+        return split_one(whole.shape, self.shards.size, self._tile, whole.other_axes)
 
     def _cut(self, split_one: Callable[..., Partition]) -> Partitions:
         """The parameters in slices; what is not sent is not gathered either."""

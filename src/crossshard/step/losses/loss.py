@@ -311,7 +311,7 @@ class StepLoss(abc.ABC):
         self.record.traces.clear()
         # Unknown for a step that is traced anew, whose batch may have other entries.
         self.record.returns_mean = None
-        counting = Counting(at_use.shards, at_use.groups, self.pieces(at_use.shards.number), weight)
+        counting = Counting(at_use.shards, self.pieces(at_use.shards.number), weight)
         if in_pieces:
             counting = counting.with_counts(self._counts(state, batch, at_use, counting))
         return counting
