@@ -28,9 +28,10 @@ from crossshard.shards.cut import (
     WHOLE,
     Partition,
     Placement,
-    only,
+    map_placements,
     other_axes_like,
     partition_along_axis,
+    stored_shapes,
     tile_for,
 )
 from crossshard.shards.groups import GroupAssignment
@@ -137,8 +138,19 @@ class StateLayout:
         of_function = self.model_state is ModelState.PER_SHARD
         return state.skeleton.is_nnx or of_function or self.groups is not None
 
+    @functools.cached_property
+    def _placed(self) -> dict[Any, TrainState]:
+        return {}
+
     def placements(self, state: TrainState) -> TrainState:
         """The placement of every array of a state."""
+        leaves, tree = jax.tree.flatten(state)
+        key = tree, tuple(jnp.shape(leaf) for leaf in leaves)
+        if key not in self._placed:
+            self._placed[key] = self._placements(state)
+        return self._placed[key]
+
+    def _placements(self, state: TrainState) -> TrainState:
         own = REPLICATED if self.groups is None else PER_SHARD
         params, frozen = _all(own, state.params), _all(REPLICATED, state.frozen)
         if self.arrays.in_parts:
@@ -191,23 +203,16 @@ class StateLayout:
 
     def specs(self, state: TrainState) -> TrainState:
         """The spec of every array of a state over the shards."""
-        axes = self.axes
-        return self._map(lambda placement, _: only(placement.spec(axes), axes), state)
+        return map_placements(Placement.spec_over, self.placements(state), axes=self.axes)
 
     def shardings(self, state: TrainState) -> TrainState:
         """The sharding of every array of a state."""
-        return self._map(
-            lambda placement, _: NamedSharding(self.mesh, placement.spec(self.axes)), state
-        )
+        given = {"mesh": self.mesh, "axes": self.axes}
+        return map_placements(Placement.sharding, self.placements(state), **given)
 
     def unsharded(self, state: TrainState) -> TrainState:
         """The sharding of every array of an unsharded state: split over the other axes alone."""
-        return self._map(
-            lambda placement, _: NamedSharding(
-                self.mesh, PartitionSpec(*[None] * placement.per_shard, *placement.other_axes)
-            ),
-            state,
-        )
+        return map_placements(Placement.unsharded, self.placements(state), mesh=self.mesh)
 
     def incoming(self, state: TrainState) -> TrainState:
         """The sharding of every array of an unsharded state that comes to the mesh.
@@ -290,21 +295,21 @@ class StateLayout:
 
     def local(self, state: TrainState) -> TrainState:
         """One shard's state, inside ``shard_map``."""
-        return self._map(lambda placement, x: placement.local(x), state)
+        return map_placements(Placement.local, self.placements(state), state)
 
     def stored(self, state: TrainState) -> TrainState:
         """The inverse of ``local``."""
-        return self._map(lambda placement, x: placement.stored(x), state)
+        return map_placements(Placement.stored, self.placements(state), state)
 
     def pack(self, state: TrainState) -> TrainState:
         """The state as it is stored, from arrays in the optimizer's own shapes."""
-        own = self.own
-        return self.dealt_out(own._map(lambda placement, x: placement.pack(x), state))
+        placements = self.own.placements(state)
+        return self.dealt_out(map_placements(Placement.pack, placements, state))
 
     def unpack(self, state: TrainState) -> TrainState:
         """The inverse of ``pack``."""
-        own = self.own
-        return own._map(lambda placement, x: placement.unpack(x), self.collected(state))
+        placements = self.own.placements(state)
+        return map_placements(Placement.unpack, placements, self.collected(state))
 
     def _map(self, function: Callable[[Placement, Any], Any], state: TrainState) -> TrainState:
         return jax.tree.map(function, self.placements(state), state)
@@ -401,11 +406,7 @@ class StateLayout:
             ("What is frozen", state.frozen, placements.frozen),
             ("The model state", state.model_state, placements.model_state),
         ):
-            shapes = [
-                placement.stored_shape(leaf.shape[placement.per_shard :], self.number_of_shards)
-                for placement, leaf in zip(*map(jax.tree.leaves, (where, tree)), strict=True)
-            ]
-            _check_shapes(what, tree, shapes)
+            _check_shapes(what, tree, stored_shapes(where, tree, self.number_of_shards))
 
     def check_unsharded(self, state: TrainState) -> None:
         """Raise unless the arrays of a state of this optimizer have the optimizer's own shapes.
@@ -431,22 +432,26 @@ class StateLayout:
                 f"diverge, and this step is one {'without' if state.grouped else 'with'} them. "
                 f"Choose parameters with other.model(state) and init with them."
             )
-        others = [
-            name
-            for name in dict.fromkeys([*state.opt_state.names, *self.types.names])
-            if jax.tree.structure(state.opt_state.of(name))
-            != jax.tree.structure(self.types.of(name))
-        ]
-        if others:
+        if jax.tree.structure(state.opt_state) != jax.tree.structure(self.types):
+            self._refuse_another(state.opt_state)
+        self.pipeline.check_states(state.opt_state, self.types)
+
+    def _refuse_another(self, given: CrossShardState) -> None:
+        """Raise for a state of other stages, or of another optimizer."""
+        structures = {
+            name: [jax.tree.structure(of.of(name)) for of in (given, self.types)]
+            for name in dict.fromkeys([*given.names, *self.types.names, "inner_state"])
+        }
+        others = [name for name, (one, other) in structures.items() if one != other]
+        stages = " and ".join(name for name in others if name != "inner_state")
+        if stages:
             raise ArgumentError(
-                f"The state is of a step with other options: of {' and '.join(others)} this one "
+                f"The state is of a step with other options: of {stages} this one "
                 f"keeps another state, or none. Write step.reshard(other.unshard(state)), which "
                 f"makes what is new and drops what is gone."
             )
-        self.pipeline.check_states(state.opt_state, self.types)
-        structure = jax.tree.structure(state.opt_state.inner_state)
-        expected = jax.tree.structure(self.types.inner_state)
-        if structure != expected:
+        structure, expected = structures["inner_state"]
+        if others:
             raise ArgumentError(
                 f"The optimizer state is another optimizer's: expected {expected}, got "
                 f"{structure}. If only ema or master_dtype differ, write "

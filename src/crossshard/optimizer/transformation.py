@@ -20,7 +20,6 @@ from crossshard.errors import (
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.status import check_incoming
 from crossshard.optimizer.arguments import check_functions
-from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
@@ -138,8 +137,7 @@ class Transformation:
                 for name in ("value", "grad")
                 if extra_args.get(name) is not None
             }
-            gradients = arrive(
-                self.pipeline,
+            gradients = self.pipeline.arrive(
                 updates,
                 shards,
                 declared=check_incoming(incoming),

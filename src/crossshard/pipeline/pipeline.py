@@ -24,7 +24,7 @@ from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.reduction import Reduction
-from crossshard.gradients.status import GradientStatus
+from crossshard.gradients.status import GradientStatus, Statuses, statuses_of
 from crossshard.pipeline.aggregators.aggregator import Aggregator
 from crossshard.pipeline.aggregators.plain import Plain
 from crossshard.pipeline.own import check_returned
@@ -105,7 +105,12 @@ class Pipeline:
         """The stages by the classes that have made them; a user's own is made by Preprocess."""
         names = "inner", "reduction", "groups", "axis_name"
         options = {**{name: getattr(self, name) for name in names}, **self.options}
-        made = {kind: kind.from_options(options) for kind in STAGES}
+        asked = [
+            kind
+            for kind in STAGES
+            if kind.is_always_there or not options.keys().isdisjoint({*kind.options, kind.asked_by})
+        ]
+        made = {kind: kind.from_options(options) for kind in asked}
         return {kind: stage for kind, stage in made.items() if stage is not None}
 
     @property
@@ -198,7 +203,7 @@ class Pipeline:
 
     # Their states.
 
-    @property
+    @functools.cached_property
     def _stateful(self) -> dict[str, Stage]:
         """The stages with a state, by its name."""
         return {stage.state_field: stage for stage in self.stages if stage.state_field}
@@ -295,6 +300,75 @@ class Pipeline:
         return " → ".join(dict.fromkeys(filter(None, texts)))
 
     # Running it.
+
+    def arrive(
+        self,
+        values: Any,
+        shards: Shards,
+        *,
+        declared: GradientStatus | None = None,
+        extra: Mapping[str, Any] | None = None,
+        weight: jax.Array | None = None,
+        params: Any = None,
+        widened: bool = False,
+        early: tuple[bool, ...] = (),
+    ) -> Gradients:
+        """The gradients with the status of each leaf, and the dtype in which it is to be reduced.
+
+        Args:
+          values: a pytree of this shard's arrays.
+          shards: the shards that reduce.
+          declared: their declared status; ``None`` for the pipeline's, or to read it from types.
+          extra: further values to reduce with them.
+          weight: float[], the weight of this shard.
+          params: the parameters, if they are known.
+          widened: whether the values have more bits than the gradients that they stand for.
+          early: for each leaf whether the backward pass has summed it; see ``Gradients``.
+
+        Raises:
+          DoubleReductionError, IncomingError, ArgumentTypeError: see ``statuses_of``.
+        """
+        declared, extra = declared or self.incoming, dict(extra or {})
+        how: Any = {"reduction": self.reduction, "grouped": not self.over_all_shards}
+        extra_status: Statuses = ()
+        for name in sorted(extra):
+            known = declared
+            if name == "value" and declared in (None, GradientStatus.SCALED):
+                # A loss is local, unless it is invariant.
+                invariant = shards.has_vma and not shards.is_varying(extra[name])
+                known = GradientStatus.REDUCED if invariant else GradientStatus.LOCAL
+            extra_status += statuses_of({name: extra[name]}, shards, known, **how)
+        done = early or (False,) * len(jax.tree.leaves(values))
+        status = tuple(
+            GradientStatus.SUMMED if is_done else each
+            for each, is_done in zip(
+                statuses_of(values, shards, declared, **how), done, strict=True
+            )
+        )
+        widened = widened or self.accumulate is not None
+
+        def dtype_of(leaf: Any, param: Any, status: GradientStatus | None, is_done: bool) -> Any:
+            # compute_gradients divides in float32, and 16-bit parameters need 16-bit gradients.
+            is_wide = is_done or widened or status is GradientStatus.SCALED
+            dtype = jnp.result_type(param if is_wide else leaf)
+            if master_dtype is not None and status is not None:
+                dtype = jnp.promote_types(dtype, master_dtype)
+            return dtype
+
+        master_dtype = self.master_dtype
+        # The parameters of optax.lookahead have more leaves than the gradients.
+        like = jax.tree.leaves(values if params is None else params)
+        dtypes = map(dtype_of, jax.tree.leaves(values), like, status, done)
+        dtypes_of_extra = map(jnp.result_type, jax.tree.leaves(extra))
+        return Gradients(
+            values,
+            extra,
+            weight,
+            status=status,
+            extra_status=extra_status,
+            early=early,
+            dtypes=(*dtypes_of_extra, *dtypes),
+        )
 
     def update(
         self, gradients: Gradients, state: CrossShardState, context: StageContext

@@ -206,7 +206,9 @@ class Stage(abc.ABC):
       state_field: the name of its state in ``CrossShardState``; empty without one.
       needs_local: before the reduction, what it does to each shard's local gradient, as an error
         says; empty if it takes gradients that are already summed.
-      options: the names of the options that it declares.
+      options: the names of the options that it declares, of which one asks for it.
+      asked_by: the option of another stage that asks for it, too; empty if none does.
+      is_always_there: whether it is there without being asked for.
       of_steps: whether they are for whole steps alone.
       is_compared: whether a restore compares them: not if they change nothing of what a state
         becomes.
@@ -233,6 +235,8 @@ class Stage(abc.ABC):
     state_field: str = "preprocess"
     needs_local: str = "preprocess applies to"
     options: tuple[str, ...] = ("preprocess",)
+    asked_by: str = ""
+    is_always_there: bool = False
     of_steps: bool = False
     is_compared: bool = True
     shaped_by: str = ""
@@ -245,7 +249,7 @@ class Stage(abc.ABC):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> "Stage | None":
-        """The stage that the user asks for; ``None`` if it is not asked for. Checks its options.
+        """The stage that options ask for; ``None`` if they turn it off. Checks its options.
 
         Args:
           options: what the user has passed, by name; and of the pipeline ``"inner"``, the

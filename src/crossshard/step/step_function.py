@@ -12,7 +12,6 @@ from crossshard import _jax
 from crossshard.guards.divergence import Sentinel
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.nonfinite import new_nans, own_weight
@@ -220,8 +219,7 @@ class StepFunction:
 
     def _arrive(self, local: LocalResult, context: StageContext) -> Gradients:
         weighed = local.sums is not None
-        return arrive(
-            self.pipeline,
+        return self.pipeline.arrive(
             local.values,
             context.shards,
             declared=self.loss.status,

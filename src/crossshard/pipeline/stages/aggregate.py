@@ -45,10 +45,11 @@ class Aggregate(Stage):
     scope = "reduce"
     state_field = "aggregate"
     options = ("reduce_dtype", "aggregator")
+    is_always_there = True
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
-        """The stage, which is always there.
+        """The stage.
 
         Raises:
           ArgumentError: no such dtype, or two ways to sum.

@@ -64,10 +64,12 @@ class Weigh(Stage):
     state_field = ""
     needs_local = ""
     options = ()
+    # A call, or another stage, may bring a weight.
+    is_always_there = True
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
-        """The stage, which is always there: a call, or another stage, may bring a weight."""
+        """The stage."""
         del options
         return cls()
 

@@ -62,10 +62,11 @@ class Optimize(Stage):
     scope = ""
     state_field = "inner_state"
     options = ("master_dtype", "ema")
+    is_always_there = True
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
-        """The stage, which is always there.
+        """The stage.
 
         Raises:
           ArgumentError, ArgumentTypeError: no such dtype, or no such decay.
