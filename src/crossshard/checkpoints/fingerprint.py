@@ -16,7 +16,7 @@ from crossshard._hash import sha256
 from crossshard.checkpoints.manifest import Fingerprint, Update
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.reduction import Reduction
-from crossshard.pipeline.aggregators.aggregator import Aggregator
+from crossshard.pipeline.aggregators import Aggregator
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.preprocess import Preprocess

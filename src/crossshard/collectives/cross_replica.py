@@ -14,9 +14,13 @@ from crossshard import _check
 from crossshard._annotations import Groups
 from crossshard.collectives.sums import check_bound, gather_over_shards, of_group, sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.shards.axes import Shards, current_shards
-from crossshard.shards.context import check_axis_name
-from crossshard.shards.groups import GroupAssignment, check_group_assignment
+from crossshard.shards.axes import (
+    GroupAssignment,
+    Shards,
+    check_axis_name,
+    check_group_assignment,
+    current_shards,
+)
 
 
 def cross_replica_sum(

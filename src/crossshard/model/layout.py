@@ -18,10 +18,10 @@ from crossshard.model.models import Skeleton
 from crossshard.model.state import TrainState
 from crossshard.nnx.per_shard import of_all
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.state import CrossShardState
+from crossshard.pipeline.stage import CrossShardState
 from crossshard.pipeline.update.arrays import Arrays, Parts
 from crossshard.pipeline.update.owners import Owners
-from crossshard.shards.axes import Shards
+from crossshard.shards.axes import GroupAssignment, Shards
 from crossshard.shards.cut import (
     PER_SHARD,
     REPLICATED,
@@ -34,7 +34,6 @@ from crossshard.shards.cut import (
     stored_shapes,
     tile_for,
 )
-from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.random_streams import own_stream
 
 

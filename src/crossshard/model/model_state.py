@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from crossshard import _check
 from crossshard._flax import nnx
+from crossshard.collectives.sums import average, to_average
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_inexact, is_number
 from crossshard.jaxprs.dependence import sources
 from crossshard.model.loss import is_named_as_key, is_named_as_rng
-from crossshard.pipeline.means import average, to_average
 from crossshard.pipeline.stage import Gradients
 from crossshard.shards.random_streams import is_key, may_be_raw_key
 

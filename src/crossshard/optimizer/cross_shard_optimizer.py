@@ -40,15 +40,18 @@ from crossshard.optimizer.node import register_node
 from crossshard.optimizer.transformation import Transformation
 from crossshard.pipeline.options import Options
 from crossshard.pipeline.pipeline import Pipeline, check_names
-from crossshard.pipeline.stage import Stage
+from crossshard.pipeline.stage import CrossShardState, Stage
 from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation
-from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.arrays import Parts
 from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
-from crossshard.shards.axes import Shards, shards_of_gradient
-from crossshard.shards.context import check_axis_name, check_num_shards
+from crossshard.shards.axes import (
+    Shards,
+    check_axis_name,
+    check_group_assignment,
+    check_num_shards,
+    shards_of_gradient,
+)
 from crossshard.shards.devices import axes_in_sight
-from crossshard.shards.groups import check_group_assignment
 
 GradientsAndVariables: TypeAlias = "Iterable[tuple[jax.Array | None, AnyVariable]]"
 VariableList: TypeAlias = "nnx.Pytree | AnyVariable | Sequence[nnx.Pytree | AnyVariable]"

@@ -11,25 +11,18 @@ import optax
 from jax.sharding import PartitionSpec
 
 from crossshard import _check, _jax
-from crossshard.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    ShardContextError,
-    WeightUpdateError,
-)
+from crossshard.errors import ArgumentError, ArgumentTypeError, ShardContextError, WeightUpdateError
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.status import check_incoming
 from crossshard.optimizer.arguments import check_functions
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.stage import Gradients, StageContext
+from crossshard.pipeline.stage import CrossShardState, Gradients, StageContext
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
 from crossshard.pipeline.stages.preprocess import Preprocess, maker_of
 from crossshard.pipeline.stages.weigh import as_weight, check_weighable
-from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.arrays import Arrays, Whole
 from crossshard.pipeline.update.plan import Planner, WeightUpdate, check_blocks
-from crossshard.shards.axes import Shards
-from crossshard.shards.context import get_shard_context
+from crossshard.shards.axes import Shards, get_shard_context
 from crossshard.shards.cut import Partition, Placement, map_partitions, only
 
 

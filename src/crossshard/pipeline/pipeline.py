@@ -19,16 +19,22 @@ import optax
 from jax import lax
 
 from crossshard import _check
-from crossshard._annotations import Given
+from crossshard._annotations import Given, PyTree
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus, Statuses, statuses_of
-from crossshard.pipeline.aggregators.aggregator import Aggregator
-from crossshard.pipeline.aggregators.plain import Plain
-from crossshard.pipeline.own import check_returned
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
+from crossshard.pipeline.aggregators import Aggregator, Plain, check_like, check_pair
+from crossshard.pipeline.stage import (
+    CrossShardState,
+    Gradients,
+    Phase,
+    Stage,
+    StageContext,
+    as_local,
+    name_at,
+)
 from crossshard.pipeline.stages.accumulate import Accumulate
 from crossshard.pipeline.stages.aggregate import Aggregate
 from crossshard.pipeline.stages.local_sgd import LocalSGD
@@ -46,11 +52,9 @@ from crossshard.pipeline.stages.nonfinite import (
 )
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.stages.weigh import Weigh
-from crossshard.pipeline.state import CrossShardState, name_at
 from crossshard.pipeline.update.averages import Decay
 from crossshard.pipeline.update.optimize import Optimize, Updated
-from crossshard.shards.axes import Shards, current_shards
-from crossshard.shards.groups import GroupAssignment, over_all_shards
+from crossshard.shards.axes import GroupAssignment, Shards, current_shards, over_all_shards
 
 _TO_REDUCTION = (Phase.ARRIVAL, Phase.LOCAL, Phase.REDUCTION)
 
@@ -581,6 +585,27 @@ def _unless_weightless(gradients: Gradients, after: Any, before: Any) -> Any:
     if weight is None:
         return after
     return jax.tree.map(lambda new, old: jnp.where(weight != 0, new, old), after, before)
+
+
+def check_returned(
+    returned: Any, gradients: Gradients, state: PyTree, name: str
+) -> tuple[Gradients, PyTree]:
+    """What ``update`` of a user's own stage has returned, if the next stage can take it.
+
+    Raises:
+      ArgumentError: the gradients or the state have another structure.
+      ArgumentTypeError: it is not ``(gradients, state)``.
+    """
+    after = check_pair(returned, name, "(gradients, state)", state)
+    if not isinstance(after[0], Gradients):
+        raise ArgumentTypeError(
+            f"{name} must return (gradients, state), such as (gradients.replace(values=values), "
+            f"state), of what it was given; the first was {type(after[0]).__name__}."
+        )
+    # Of shapes the sum over the shards says what it needs.
+    of_values = f"The values that {name} returned"
+    check_like(after[0].values, gradients.values, of_values, shapes=False)
+    return after
 
 
 def names_of_options() -> set[str]:

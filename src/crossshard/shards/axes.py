@@ -1,9 +1,12 @@
-"""The current shards, found from the shard context and the bound mesh axes, and their groups."""
+"""Who takes part: the shard context, groups of shards, and the shards of the bound axes."""
 
+import collections
 import dataclasses
 import math
+import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import jax
@@ -11,10 +14,215 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from crossshard import _jax
-from crossshard.errors import AxisError, ShardContextError, ShardContextWarning
-from crossshard.shards.context import get_shard_context
-from crossshard.shards.groups import GroupAssignment
+from crossshard import _check, _jax
+from crossshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    AxisError,
+    GroupAssignmentError,
+    NestedContextError,
+    ShardContextError,
+    ShardContextWarning,
+)
+
+_thread = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardContext:
+    """The number of shards of a step, and their mesh axes.
+
+    Attributes:
+      number_of_shards: the number of shards that run the step.
+      axis_name: their mesh axes; empty if none is named.
+    """
+
+    number_of_shards: int
+    axis_name: tuple[str, ...] = ()
+
+
+def check_num_shards(num_shards: object) -> int:
+    """``num_shards`` as an int of at least 1, or an error."""
+    return _check.whole_number("num_shards", num_shards, hint="Pass at least 1.")
+
+
+def check_axis_name(axis_name: object) -> tuple[str, ...]:
+    """``axis_name`` as a tuple of distinct names; empty for ``None``."""
+    names = () if axis_name is None else axis_name
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(names, tuple | list) or not all(isinstance(n, str) for n in names):
+        raise ArgumentTypeError(
+            f"axis_name must be a mesh axis's name or a tuple of names; got "
+            f"{_check.shown(axis_name)}."
+        )
+    for name in names:
+        _check.word("axis_name", name)
+    if len(set(names)) != len(names):
+        raise ArgumentError(f"axis_name names an axis twice: {_check.shown(axis_name)}.")
+    return tuple(names)
+
+
+@contextmanager
+def shard_context(
+    num_shards: int, *, axis_name: str | tuple[str, ...] | None = None
+) -> Iterator[ShardContext]:
+    """Set the number of shards of the code inside; thread-local.
+
+    The runners do this for you. Like TensorFlow's ``tpu_shard_context``.
+
+    Args:
+      num_shards: the number of shards, at least 1.
+      axis_name: their mesh axes, if the caller binds them.
+
+    Raises:
+      ArgumentError, ArgumentTypeError: ``num_shards`` is not an int of at least 1.
+      NestedContextError: a shard context is already set.
+
+    >>> with shard_context(8) as context:
+    ...     context.number_of_shards
+    8
+    """
+    context = ShardContext(check_num_shards(num_shards), check_axis_name(axis_name))
+    outer = get_shard_context()
+    if outer is not None:
+        raise NestedContextError(
+            f"A shard context of {context.number_of_shards} was entered inside one of "
+            f"{outer.number_of_shards}. Contexts do not nest: leave the outer one first, or pass "
+            f"group_assignment to reduce over some of the shards."
+        )
+    _thread.context = context
+    try:
+        yield context
+    finally:
+        _thread.context = None
+
+
+def get_shard_context() -> ShardContext | None:
+    """The current shard context of this thread, or ``None``.
+
+    >>> get_shard_context() is None
+    True
+    """
+    return getattr(_thread, "context", None)
+
+
+# ---- Groups, which reduce independently.
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupAssignment:
+    """A partition of the shards 0 … N-1 into groups of equal size.
+
+    Attributes:
+      groups: one tuple of shard ids per group, in the given order.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """The number of shards in each group."""
+        return len(self.groups[0])
+
+    @property
+    def number_of_shards(self) -> int:
+        """The total number of shards."""
+        return self.size * len(self.groups)
+
+    @property
+    def members(self) -> np.ndarray:
+        """int[groups, size]: the shards of each group."""
+        return np.array(self.groups)
+
+    @property
+    def group_of(self) -> np.ndarray:
+        """int[shards]: the index of each shard's group."""
+        return np.argsort(self.members.ravel()) // self.size
+
+    @property
+    def position_of(self) -> np.ndarray:
+        """int[shards]: the index of each shard in its group."""
+        return np.argsort(self.members.ravel()) % self.size
+
+    def check_covers(self, number_of_shards: int) -> None:
+        """Raise unless the groups are a partition of exactly this many shards."""
+        if self.number_of_shards != number_of_shards:
+            raise GroupAssignmentError(
+                f"group_assignment {self} must be a permutation of range({number_of_shards}), "
+                f"one id for each of the {number_of_shards} shards here; "
+                f"it has the ids 0 to {self.number_of_shards - 1}."
+            )
+
+    def __str__(self) -> str:
+        return str([list(group) for group in self.groups])
+
+
+def over_all_shards(groups: GroupAssignment | None) -> bool:
+    """Whether a reduction within groups is the same on every shard."""
+    return groups is None or len(groups.groups) == 1
+
+
+def _refuse(given: Any, why: str) -> GroupAssignmentError:
+    return GroupAssignmentError(
+        f"group_assignment must be a list of lists of shard ids, such as [[0, 1], [2, 3]]: {why}. "
+        f"Got {_check.shown(given)}."
+    )
+
+
+def check_group_assignment(group_assignment: Any) -> GroupAssignment | None:
+    """The checked assignment; ``None`` if all shards are one group, as for ``[]``.
+
+    Args:
+      group_assignment: a list of lists of shard ids, as TensorFlow's; no tuples and no array.
+
+    Raises:
+      GroupAssignmentError: not a list of lists of integers, not a permutation of ``range(N)``, or
+        groups of different sizes.
+    """
+    if group_assignment is None or isinstance(group_assignment, GroupAssignment):
+        return group_assignment
+    if not isinstance(group_assignment, list):
+        raise _refuse(group_assignment, f"{type(group_assignment).__name__} is not a list")
+    if not group_assignment:
+        return None
+    groups: list[tuple[int, ...]] = []
+    for row in group_assignment:
+        if not isinstance(row, list):
+            raise _refuse(group_assignment, f"{_check.shown(row)} is not a list")
+        groups.append(tuple(_shard_id(i, group_assignment) for i in row))
+    _check_permutation([i for group in groups for i in group], group_assignment)
+    if len({len(group) for group in groups}) > 1:
+        raise GroupAssignmentError(
+            f"group_assignment must have groups of equal sizes, because a mean over unequal "
+            f"groups would weigh their shards differently; got sizes "
+            f"{[len(group) for group in groups]} in {_check.shown(group_assignment, 200)}."
+        )
+    return GroupAssignment(tuple(groups))
+
+
+def _shard_id(value: Any, given: Any) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        what = f"the id {_check.shown(value)} is {type(value).__name__}, not an integer"
+        raise _refuse(given, what)
+    return int(value)
+
+
+def _check_permutation(ids: Iterable[int], given: Any) -> None:
+    ids = list(ids)
+    repeated = sorted(i for i, times in collections.Counter(ids).items() if times > 1)
+    if repeated:
+        raise GroupAssignmentError(
+            f"group_assignment must be a permutation of range(number of shards); "
+            f"it has {repeated} more than once: {_check.shown(given, 200)}."
+        )
+    if not ids or sorted(ids) != list(range(len(ids))):
+        raise GroupAssignmentError(
+            f"group_assignment must be a permutation of range(number of shards): its {len(ids)} "
+            f"ids must be 0 to {len(ids) - 1}; got {_check.shown(given, 200)}."
+        )
+
+
+# ---- The shards.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError
+from crossshard.shards.axes import GroupAssignment
 from crossshard.shards.devices import between_cpus, sends_beside_products
-from crossshard.shards.groups import GroupAssignment
 
 # Smaller arrays stay replicated: sharding them costs more than it saves.
 _FEW = 1024

@@ -20,8 +20,7 @@ from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.plan import Planner, WeightUpdate
 from crossshard.shards.cut import check_fits, only, other_axes_of
-from crossshard.shards.devices import number_of_shards, shards_on
-from crossshard.shards.put import put_whole, types_on
+from crossshard.shards.devices import number_of_shards, put_whole, shards_on, types_on
 from crossshard.step.losses.loss import StepLoss
 from crossshard.step.step_function import StepFunction
 

@@ -13,15 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
 from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
-from crossshard.collectives.codec import LANES, Codec
-from crossshard.collectives.few_bits import gather_in_few_bits
+from crossshard.collectives.few_bits import LANES, Codec, gather_in_few_bits
 from crossshard.collectives.rings import Product
-from crossshard.collectives.sums import send_gathered, wide
+from crossshard.collectives.sums import send_gathered, to_average, wide
 from crossshard.gradients.autodiff import check_sums, scaled, unscale
 from crossshard.jaxprs.deferred import Deferred, Inside, evaluate
 from crossshard.model.layout import UsesRecord
-from crossshard.pipeline.aggregators.plain import as_sent
-from crossshard.pipeline.means import to_average
+from crossshard.pipeline.aggregators import as_sent
 from crossshard.pipeline.stages.accumulate import add, mean
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard.collectives.codec import Codec
+from crossshard.collectives.few_bits import Codec
 from crossshard.errors import ArgumentError, LossError
 from crossshard.gradients.reduction import Reduction
-from crossshard.pipeline.aggregators.few_bits import FewBits
+from crossshard.pipeline.aggregators import FewBits
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.metrics import Metrics
 from crossshard.pipeline.update.plan import WeightUpdate

@@ -10,11 +10,10 @@ from jaxtyping import Array, Bool
 
 from crossshard import _check
 from crossshard._annotations import Given
-from crossshard.collectives.sums import wide, widen
+from crossshard.collectives.sums import average, wide, widen
 from crossshard.errors import ArgumentError
 from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import check_shapes
-from crossshard.pipeline.means import average
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.shards.cut import PER_SHARD, REPLICATED
 

@@ -13,13 +13,17 @@ from crossshard.collectives.sums import widen
 from crossshard.errors import ArgumentError
 from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import GradientStatus, Statuses, check_shapes
-from crossshard.pipeline.aggregators.aggregator import Aggregator, Summands, check_aggregator
-from crossshard.pipeline.aggregators.few_bits import FewBits
-from crossshard.pipeline.aggregators.plain import Plain
-from crossshard.pipeline.options import check_reduce_dtype
+from crossshard.pipeline.aggregators import (
+    Aggregator,
+    FewBits,
+    Plain,
+    Summands,
+    check_aggregator,
+    check_reduce_dtype,
+)
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
+from crossshard.shards.axes import GroupAssignment
 from crossshard.shards.cut import PER_SHARD, Partition
-from crossshard.shards.groups import GroupAssignment
 
 
 @dataclasses.dataclass(frozen=True)

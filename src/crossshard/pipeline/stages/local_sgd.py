@@ -25,10 +25,7 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.reduction import Reduction
 from crossshard.jaxprs.slices import why_not_elementwise
 from crossshard.jaxprs.xla import in_loop, opaque_false
-from crossshard.pipeline.aggregators.aggregator import Peers
-from crossshard.pipeline.aggregators.few_bits import FewBits
-from crossshard.pipeline.aggregators.plain import Plain
-from crossshard.pipeline.options import check_reduce_dtype
+from crossshard.pipeline.aggregators import FewBits, Peers, Plain, check_reduce_dtype
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.stages.preprocess import check_transformation
 from crossshard.pipeline.update.arrays import Arrays, Parts, Whole

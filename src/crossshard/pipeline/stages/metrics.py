@@ -10,13 +10,13 @@ import optax
 
 from crossshard import _check
 from crossshard._annotations import Given
+from crossshard.collectives.sums import to_average
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.arrays import squared_norm
 from crossshard.pipeline.update.optimize import Optimize
+from crossshard.shards.axes import over_all_shards
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
-from crossshard.shards.groups import over_all_shards
 
 NAMES = {
     "grad_norm": "the norm of the reduced gradient",

@@ -17,7 +17,7 @@ from crossshard.gradients.status import check_shapes
 from crossshard.jaxprs.dependence import returned_inputs, sources
 from crossshard.jaxprs.walk import equations_of
 from crossshard.jaxprs.xla import in_loop, zeros
-from crossshard.pipeline.options import check_dtype
+from crossshard.pipeline.aggregators import check_dtype
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.averages import (
     Decay,

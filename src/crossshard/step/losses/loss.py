@@ -27,8 +27,8 @@ from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.accumulate import Sums, zeros
+from crossshard.shards.axes import get_shard_context, shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
-from crossshard.shards.context import get_shard_context, shard_context
 from crossshard.shards.random_streams import is_key, keys_of_rows, quiet_keys
 from crossshard.step.gather import AtUse
 from crossshard.step.microbatches import (

@@ -15,8 +15,7 @@ from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.nnx.arrays import check_input_axes
-from crossshard.shards.context import check_num_shards
-from crossshard.shards.groups import check_group_assignment
+from crossshard.shards.axes import check_group_assignment, check_num_shards
 from crossshard.step.rebuild import (
     axes_of_batch,
     groups_of,
