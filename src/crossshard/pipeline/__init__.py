@@ -1,7 +1,8 @@
 """The gradient pipeline: the stages between autodiff and the optimizer, and their order."""
 
+from crossshard.collectives.few_bits import Quantized
 from crossshard.gradients.status import GradientStatus
-from crossshard.pipeline.aggregators import Aggregator, FewBitsState, Peers, Quantized
+from crossshard.pipeline.aggregators import Aggregator, FewBitsState, Peers
 from crossshard.pipeline.options import Options
 from crossshard.pipeline.stage import CrossShardState, Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale

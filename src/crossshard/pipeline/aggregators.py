@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,14 @@ import optax
 from crossshard import _check
 from crossshard._annotations import PyTree
 from crossshard.collectives.bucketing import bucketed_sum
-from crossshard.collectives.few_bits import DTYPES, Codec, Tier, sum_in_few_bits, takes_few_bits
+from crossshard.collectives.few_bits import (
+    DTYPES,
+    Codec,
+    Quantized,
+    Tier,
+    sum_in_few_bits,
+    takes_few_bits,
+)
 from crossshard.collectives.sums import send_exchanged, send_gathered, sum_over_shards, wide, widen
 from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
 from crossshard.gradients.scalars import is_inexact
@@ -225,63 +231,6 @@ def as_sent(gradient: Any, dtype: Any) -> jax.Array:
 # ---- In few bits; what that loses is added to the next gradients.
 
 
-class Rounding(enum.StrEnum):
-    """How a number is rounded to one of few bits.
-
-    NEAREST: to the nearest.
-    STOCHASTIC: up or down, at random, so that its mean stays.
-    """
-
-    NEAREST = "nearest"
-    STOCHASTIC = "stochastic"
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantized:
-    """How gradients are sent in few bits, for ``reduce_dtype``.
-
-    Blocks of 128 numbers, or of 64 with 4 bits, share a scale of 16 bits. Each shard rounds what it
-    sends once, and gradients are added in float32. Arrays of fewer than 128 numbers for each shard
-    are sent in float32.
-
-    Attributes:
-      dtype: ``"int8"``, ``"int4"`` or ``"float8_e4m3fn"``.
-      rounding: ``"nearest"`` or ``"stochastic"``.
-      error_feedback: whether what was lost is added to the shard's next gradient (Seide et al.
-        2014; arXiv 1901.09847). It is kept in the state, one array per shard for each gradient.
-
-    >>> Quantized("int4").dtype
-    'int4'
-    """
-
-    dtype: str
-    rounding: str = Rounding.NEAREST
-    error_feedback: bool = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
-            raise ArgumentError(
-                f"Quantized takes {', '.join(DTYPES)}; got {_check.shown(self.dtype)}. For "
-                f"bfloat16 write reduce_dtype='bfloat16'."
-            )
-        _check.choice("rounding", self.rounding, Rounding)
-        _check.flag("error_feedback", self.error_feedback)
-
-    def __str__(self) -> str:
-        random = ", rounded at random" if self.is_random else ""
-        feedback = " with error feedback" if self.error_feedback else ""
-        return f"{self.dtype}{random}{feedback}"
-
-    @property
-    def is_random(self) -> bool:
-        """Whether it rounds at random."""
-        return self.rounding == Rounding.STOCHASTIC
-
-    def codec(self) -> Codec:
-        """What writes the numbers."""
-        return Codec(self.dtype, self.is_random)
-
-
 class FewBitsState(NamedTuple):
     """What one shard keeps.
 
@@ -387,15 +336,15 @@ class FewBits(Aggregator):
             for x, place in zip(arrays, places, strict=True)
         ]
         of = lambda items, kind: [x for x, is_few in zip(items, few, strict=True) if is_few is kind]
-        tiers = self._tiers(shards)
         key = None
         if self._is_random:
             # All runs draw the same numbers.
             key = jax.random.fold_in(jax.random.key(0), state.count)
-        sent = sum_in_few_bits(of(arrays, True), of(partitions, True), tiers, shards, key)
+        given = of(arrays, True), of(partitions, True), shards, key, self._tiers(shards)
+        of_few, of_lost = sum_in_few_bits(*given)
         whole = [widen(x) for x in of(arrays, False)]
         others = bucketed_sum(whole, of(partitions, False), shards)
-        sums, lost = ([iter(sent.sums), iter(others)], iter(sent.lost))
+        sums, lost = [iter(of_few), iter(others)], iter(of_lost)
         found = [next(sums[not is_few]) for is_few in few]
         kept = [
             next(lost) if is_few else jnp.zeros_like(x)
@@ -436,13 +385,12 @@ class FewBits(Aggregator):
         self.check_axes(shards.axes, shards.groups)
         wires = dict(self.wires)
         if None in wires:
-            return [_tier((), wires[None])]
+            return [((), wires[None])]
         found: list[Tier] = []
         for axis in reversed(shards.axes):
-            own = _tier((axis,), wires.get(axis))
-            if found and found[-1][1:] == own[1:]:
-                own = own._replace(axes=(axis, *found.pop().axes))
-            found.append(own)
+            wire = wires.get(axis)
+            inner = found.pop()[0] if found and found[-1][1] == wire else ()
+            found.append(((axis, *inner), wire))
         return found
 
     def describe(self) -> str:
@@ -451,11 +399,6 @@ class FewBits(Aggregator):
             f"{wire or 'float32'}" + ("" if axis is None else f" over {axis!r}")
             for axis, wire in self.wires
         )
-
-
-def _tier(axes: tuple[str, ...], wire: Any) -> Tier:
-    is_quantized = isinstance(wire, Quantized)
-    return Tier(axes, wire.codec() if is_quantized else wire, is_quantized and wire.error_feedback)
 
 
 # ---- The options of what is sent.

@@ -6,7 +6,8 @@ from typing import TypedDict
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from crossshard.pipeline.aggregators import Aggregator, Quantized
+from crossshard.collectives.few_bits import Quantized
+from crossshard.pipeline.aggregators import Aggregator
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
 from crossshard.pipeline.stages.nonfinite import Nonfinite
 

@@ -382,12 +382,13 @@ class Pipeline:
         The gradients of a call that only accumulates have no values, and their step is skipped.
         """
         if self.accumulate is None:
-            return self._update_once(gradients, state, context)
+            return self.finish(*self.reduce(gradients, state, context), state, context)
         gradients, after = self.run((Phase.CALL,), gradients, state, context)
         sums = after.accumulate
 
         def last(state: CrossShardState) -> Any:
-            reduced, after = self._update_once(gradients, state, context)
+            done = self.reduce(gradients, state, context)
+            reduced, after = self.finish(*done, state, context)
             skip = jnp.bool_(False) if reduced.skip is None else reduced.skip
             empty = jax.tree.map(jnp.zeros_like, sums)
             # All shards have the same, but who carries a state per shard has no type that says so.
@@ -416,12 +417,6 @@ class Pipeline:
         parts = result, state.inner_state, state.metrics, skip
         result, inner_state, metrics, skip = jax.tree.map(context.shards.as_varying, parts)
         return result, state._replace(inner_state=inner_state, metrics=metrics), skip
-
-    def _update_once(
-        self, gradients: Gradients, before: CrossShardState, context: StageContext
-    ) -> tuple[Gradients, CrossShardState]:
-        gradients, state = self.reduce(gradients, before, context)
-        return self.finish(gradients, state, before, context)
 
     def reduce(
         self,
