@@ -320,11 +320,7 @@ def gather_in_few_bits(
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
-    """How ``[shards, rows, 128]``, with rows for each shard, are summed.
-
-    Attributes:
-      tiers, shards, key: as for ``sum_in_few_bits``.
-    """
+    """How ``[shards, rows, 128]``, with rows for each shard, are summed."""
 
     tiers: Sequence[Tier]
     shards: Shards

@@ -52,8 +52,7 @@ from crossshard.pipeline.stages.nonfinite import (
 )
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.stages.weigh import Weigh
-from crossshard.pipeline.update.averages import Decay
-from crossshard.pipeline.update.optimize import Optimize, Updated
+from crossshard.pipeline.update.optimize import Decay, Optimize, Updated
 from crossshard.shards.axes import GroupAssignment, Shards, current_shards, over_all_shards
 
 _TO_REDUCTION = (Phase.ARRIVAL, Phase.LOCAL, Phase.REDUCTION)

@@ -36,11 +36,7 @@ class AccumulateState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Accumulate(Stage):
-    """Sums the gradients of ``steps`` calls; only the last of them reduces and updates.
-
-    Attributes:
-      steps: the number of calls.
-    """
+    """Sums the gradients of ``steps`` calls; only the last of them reduces and updates."""
 
     steps: int
 

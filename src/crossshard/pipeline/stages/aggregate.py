@@ -30,13 +30,7 @@ from crossshard.shards.cut import PER_SHARD, Partition
 class Aggregate(Stage):
     """The mean or the sum over the shards, or over the group.
 
-    With weights the mean is ``sum(w · g) / sum(w)``.
-
-    Attributes:
-      reduction: MEAN or SUM.
-      groups: the groups that reduce independently; ``None`` for all shards.
-      axis_name: the named mesh axes of the shards.
-      aggregator: what sums.
+    With weights the mean is ``sum(w · g) / sum(w)``. See ``Pipeline`` for its attributes.
     """
 
     reduction: Reduction

@@ -8,7 +8,7 @@ Douillard et al. 2025, arXiv 2501.18512).
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -234,10 +234,8 @@ class LocalSGD(Stage):
             return arrays.gather(mean(aggregator.sum(moved, (), across)[0])), state
         # What a worker holds back is the sum of what its shards keep, so that the sum over all
         # shards is that over the workers, whatever their number.
-        take, keep = _times(groups.size), _times(1 / groups.size)
-        if isinstance(arrays, Parts):
-            take = functools.partial(_slices_of_held, arrays)
-            keep = functools.partial(_held_of_slices, arrays)
+        take = functools.partial(_of_worker, arrays, groups.size)
+        keep = functools.partial(_of_shard, arrays, groups.size)
         total, after = aggregator.sum(mean(moved), aggregator.change_held(state, take), across)
         return arrays.gather(total), aggregator.change_held(after, keep)
 
@@ -262,9 +260,13 @@ class LocalSGD(Stage):
         before, anchor = context.params, cut(state.anchor)
         pseudogradient = jax.tree.map(moved, before, anchor, cut(before))
         inner_state, aggregate = jax.tree.map(of_piece, (state.inner_state, state.aggregate))
-        mean, aggregate = self._mean(
-            *self._within_a_worker(pseudogradient, context), aggregate, context
-        )
+        arrays: Arrays = Whole()
+        if isinstance(context.arrays, Parts):
+            # The shards of a worker split the pieces between them.
+            size = context.shards.size
+            partitions = [partition_for(x.shape, size) for x in jax.tree.leaves(anchor)]
+            arrays = Parts(tuple(partitions), context.shards)
+        mean, aggregate = self._mean(arrays.split(pseudogradient), arrays, aggregate, context)
 
         def synchronised(updated: PyTree) -> tuple[PyTree, tuple[PyTree, PyTree]]:
             with inside_optimizer():
@@ -291,15 +293,6 @@ class LocalSGD(Stage):
 
     def _piece_of(self, x: Any) -> "_Pieces":
         return _Pieces(jnp.shape(x), self.every)
-
-    def _within_a_worker(self, pieces: PyTree, context: StageContext) -> tuple[PyTree, Arrays]:
-        """The pieces as the shards of a worker split them between them."""
-        if not isinstance(context.arrays, Parts):
-            return pieces, Whole()
-        shards = context.shards
-        partitions = tuple(partition_for(x.shape, shards.size) for x in jax.tree.leaves(pieces))
-        arrays = Parts(partitions, shards)
-        return arrays.split(pieces), arrays
 
     def _check_elementwise(self, anchor: PyTree) -> None:
         """Raise unless the outer optimizer updates a piece as it would update the whole.
@@ -333,37 +326,33 @@ class LocalSGD(Stage):
             )
 
 
-def _slices_of_held(arrays: Parts, held: PyTree) -> PyTree:
-    """This shard's slices of what the shards of its worker hold back together."""
-    leaves, tree = jax.tree.flatten(held, is_leaf=_is_none)
+def _of_worker(arrays: Arrays, size: int, held: PyTree) -> PyTree:
+    """What the shards of a worker hold back together: of what they split, this shard's slices."""
+    if not isinstance(arrays, Parts):
+        return jax.tree.map(lambda x: x * size, held)
+    leaves, tree = jax.tree.flatten(held, is_leaf=lambda x: x is None)
     pairs = [each for each in zip(leaves, arrays.params, strict=True) if each[0] is not None]
     kept, partitions = [x for x, _ in pairs], [partition for _, partition in pairs]
     sums = iter(bucketed_sum(kept, partitions, arrays.shards))
     return tree.unflatten([None if x is None else next(sums) for x in leaves])
 
 
-def _held_of_slices(arrays: Parts, held: PyTree) -> PyTree:
+def _of_shard(arrays: Arrays, size: int, held: PyTree) -> PyTree:
     """What this shard holds back, in full: its slices, and its part of what is not split."""
+    if not isinstance(arrays, Parts):
+        return jax.tree.map(lambda x: x * (1 / size), held)
     index = arrays.shards.position()
 
     def one(x: jax.Array | None, partition: Partition) -> jax.Array | None:
         if x is None or partition.number == 1:
-            return None if x is None else x / arrays.shards.size
+            return None if x is None else x / size
         axis = partition.axis or 0
         whole = jnp.zeros(partition.packed_shape, x.dtype)
         start = index * x.shape[axis]
         return partition.unpack(lax.dynamic_update_slice_in_dim(whole, x, start, axis))
 
-    leaves, tree = jax.tree.flatten(held, is_leaf=_is_none)
+    leaves, tree = jax.tree.flatten(held, is_leaf=lambda x: x is None)
     return tree.unflatten(list(map(one, leaves, arrays.params)))
-
-
-def _is_none(x: object) -> bool:
-    return x is None
-
-
-def _times(factor: float) -> Callable[[PyTree], PyTree]:
-    return lambda tree: jax.tree.map(lambda x: x * factor, tree)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,11 +70,6 @@ class Metrics(Stage):
     """Keeps the metrics of a step in the state.
 
     The noise is estimated as in McCandlish et al. 2018 (arXiv 1812.06162, appendix A.1).
-
-    Attributes:
-      names: the names of the metrics.
-      optimizer: the optimizer that they measure.
-      placement: ``PER_SHARD`` if groups differ.
     """
 
     names: tuple[str, ...]
@@ -94,6 +89,7 @@ class Metrics(Stage):
         if not names:
             return None
         optimize = Optimize.from_options(options)
+        # Groups may differ.
         placement = REPLICATED if over_all_shards(options["groups"]) else PER_SHARD
         return cls(names, optimize.optimizer, placement)
 

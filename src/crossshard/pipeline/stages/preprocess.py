@@ -20,12 +20,7 @@ from crossshard.shards.random_streams import own_stream
 
 @dataclasses.dataclass(frozen=True)
 class Preprocess(Stage):
-    """An Optax transformation as a stage, with a state per shard.
-
-    Attributes:
-      transformation: the transformation.
-      name: its name in ``describe``.
-    """
+    """An Optax transformation as a stage, with a state per shard."""
 
     transformation: optax.GradientTransformationExtraArgs
     name: str

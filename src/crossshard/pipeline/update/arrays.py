@@ -87,10 +87,9 @@ class Arrays(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Arrays):
-    """Every shard updates all of every array.
+    """Every shard updates all of every array. Partitions are empty if they are not known.
 
     Attributes:
-      params, state, unread, in_parts: see ``Arrays``; partitions are empty if they are not known.
       shards: the shards; ``None`` if they are not known.
       apart: what runs the update leaf by leaf, each compiled apart from the others; ``None`` to
         run it as one.
@@ -129,12 +128,7 @@ class Whole(Arrays):
 
 @dataclasses.dataclass(frozen=True)
 class Parts(Arrays):
-    """Each shard updates its slice of each array, and the slices are all-gathered.
-
-    Attributes:
-      params, state, unread, in_parts: see ``Arrays``.
-      shards: the shards that have the slices.
-    """
+    """Each shard updates its slice of each array, and the slices are all-gathered."""
 
     params: tuple[Partition, ...]
     shards: Shards
@@ -168,13 +162,7 @@ class Parts(Arrays):
 
 @dataclasses.dataclass(frozen=True)
 class Global(Arrays):
-    """The update runs once, on sharded global arrays; XLA inserts the communication.
-
-    Attributes:
-      params, state, unread, in_parts: see ``Arrays``.
-      shards: the shards that have the slices.
-      mesh: their mesh.
-    """
+    """The update runs once, on sharded global arrays; XLA inserts the communication."""
 
     params: tuple[Partition, ...]
     state: tuple[Partition, ...]
