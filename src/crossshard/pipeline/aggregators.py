@@ -12,6 +12,7 @@ import optax
 
 from crossshard import _check
 from crossshard._annotations import PyTree
+from crossshard._check import is_inexact
 from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.collectives.few_bits import (
     DTYPES,
@@ -23,7 +24,6 @@ from crossshard.collectives.few_bits import (
 )
 from crossshard.collectives.sums import send_exchanged, send_gathered, sum_over_shards, wide, widen
 from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
-from crossshard.gradients.scalars import is_inexact
 from crossshard.pipeline.stage import StageContext
 from crossshard.shards.axes import GroupAssignment, Shards
 from crossshard.shards.cut import Partition

@@ -23,8 +23,7 @@ from crossshard._annotations import Given, PyTree
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.nesting import refuse_nesting
-from crossshard.gradients.reduction import Reduction
-from crossshard.gradients.status import GradientStatus, Statuses, statuses_of
+from crossshard.gradients.status import GradientStatus, Reduction, Statuses, statuses_of
 from crossshard.pipeline.aggregators import Aggregator, Plain, check_like, check_pair
 from crossshard.pipeline.stage import (
     CrossShardState,

@@ -301,18 +301,6 @@ class Placement:
             return PartitionSpec(axes, *self.other_axes)
         return WHOLE if self.partition is None else self.partition.spec(axes)
 
-    def spec_over(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """``spec`` over the shard axes alone."""
-        return only(self.spec(axes), axes)
-
-    def sharding(self, mesh: Mesh, axes: tuple[str, ...]) -> NamedSharding:
-        """The sharding of the stored array."""
-        return NamedSharding(mesh, self.spec(axes))
-
-    def unsharded(self, mesh: Mesh) -> NamedSharding:
-        """The sharding of the array in its own shape: split over the other axes alone."""
-        return NamedSharding(mesh, PartitionSpec(*[None] * self.per_shard, *self.other_axes))
-
     def beside(self, shape: tuple[int, ...], other_axes: PartitionSpec) -> "Placement":
         """The same, for an array of a shape that is split over other axes, too."""
         partition = self.partition or Partition(tuple(shape))
@@ -360,17 +348,6 @@ class Placement:
             of_groups = jnp.concatenate(list(jnp.moveaxis(of_groups, 1, 0)), along)
         of_groups = of_groups.reshape(-1, *self.partition.packed_shape)
         return jax.vmap(self.partition.unpack)(of_groups)[self.groups.group_of]
-
-
-def map_placements(how: Callable[..., Any], placements: Any, *trees: Any, **given: Any) -> Any:
-    """A pytree of ``how(placement, *leaves, **given)`` for each placement of one."""
-    return jax.tree.map(lambda own, *leaves: how(own, *leaves, **given), placements, *trees)
-
-
-def stored_shapes(placements: Any, tree: Any, number_of_shards: int) -> list[tuple[int, ...]]:
-    """The shapes of arrays as they are stored, given these arrays, or as each shard has them."""
-    pairs = zip(*map(jax.tree.leaves, (placements, tree)), strict=True)
-    return [own.stored_shape(x.shape[own.per_shard :], number_of_shards) for own, x in pairs]
 
 
 # The placements of a stage's state.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _check, _jax, _mesh
@@ -178,7 +179,7 @@ class Layouts:
         of = arrays if len(config.axes) < len(mesh.axis_names) else arrays[:2]
         other_axes = other_axes_of(of, mesh, config.axes, in_parts=config.in_parts)
         layout = self.of_params(arrays[0], other_axes)
-        check_params(params, arrays[0], arrays[1], config.pipeline.optimizer, config.wrt)
+        check_params(params, arrays[0], config.pipeline.optimizer, config.wrt)
 
         def make(arrays: Any, key: Any) -> TrainState:
             state = layout.initial(skeleton, impl, arrays, key)
@@ -251,7 +252,7 @@ def _in_pieces(initial: Initial, inputs: list[Any]) -> TrainState:
         own = types[start : start + _MOST]
         wanted = [start <= place < start + _MOST for place in range(len(types))]
         pruned, taken = _jax.pruned(jaxpr, wanted)
-        run = jax.jit(_jax.as_function(pruned), out_shardings=[x.sharding for x in own])
+        run = jax.jit(jaxpr_as_fun(pruned), out_shardings=[x.sharding for x in own])
         made += run(*itertools.compress(inputs, taken))
     return tree.unflatten(made)
 
