@@ -37,17 +37,14 @@ class Codec:
     A number that is read is exactly a product of two short ones, so that what was lost of it,
     ``x - decode(encode(x))``, is exact in float32 if it was rounded to the nearest.
 
-    Attributes:
-      dtype: ``"int8"``, ``"int4"`` or ``"float8_e4m3fn"``.
-      stochastic: whether a number is rounded up with the probability that keeps its mean, rather
-        than to the nearest.
-
     >>> codec, x = Codec("int8"), jnp.linspace(0, 127, 256).reshape(2, 128)
     >>> float(abs(codec.decode(codec.encode(x), 2) - x).max()) <= 0.5
     True
     """
 
-    dtype: str
+    dtype: str  # ``"int8"``, ``"int4"`` or ``"float8_e4m3fn"``
+    # Whether a number is rounded up with the probability that keeps its mean, rather than to the
+    # nearest.
     stochastic: bool = False
 
     def __str__(self) -> str:

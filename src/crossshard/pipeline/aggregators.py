@@ -67,20 +67,17 @@ class Peers:
 
 @dataclasses.dataclass(frozen=True)
 class Summands:
-    """What an aggregator is to sum over the shards.
+    """What an aggregator is to sum over the shards."""
 
-    Attributes:
-      gradients: a pytree of this shard's gradients, in the shapes of the parameters and in the
-        dtypes in which they are added.
-      arrays: the arrays to sum: those of the gradients that are to be summed, as they travel to
-        their owners, and others such as the loss.
-      partitions: the partition of each of these arrays; its sum is this shard's slice.
-      places: the place of each array among the leaves of these gradients; ``None`` for the others.
-    """
-
+    # A pytree of this shard's gradients, in the shapes of the parameters and in the dtypes in which
+    # they are added.
     gradients: PyTree
+    # The arrays to sum: those of the gradients that are to be summed, as they travel to their
+    # owners, and others such as the loss.
     arrays: list[jax.Array]
+    # The partition of each of these arrays; its sum is this shard's slice.
     partitions: list[Partition]
+    # The place of each array among the leaves of these gradients; ``None`` for the others.
     places: list[int | None]
 
     def of_others(self) -> tuple[list[jax.Array], list[Partition]]:
@@ -168,11 +165,7 @@ class Aggregator(abc.ABC):
 
 
 def check_aggregator(aggregator: Any) -> Aggregator | None:
-    """The checked ``aggregator`` argument; ``None`` without one.
-
-    Raises:
-      ArgumentTypeError: not an aggregator.
-    """
+    """The checked ``aggregator`` argument; ``None`` without one."""
     if aggregator is None or isinstance(aggregator, Aggregator):
         return aggregator
     if isinstance(aggregator, type) and issubclass(aggregator, Aggregator):
@@ -190,13 +183,9 @@ def check_aggregator(aggregator: Any) -> Aggregator | None:
 
 @dataclasses.dataclass(frozen=True)
 class Plain(Aggregator):
-    """The sum over the shards.
+    """The sum over the shards."""
 
-    Attributes:
-      dtype: the dtype in which gradients are sent; ``None`` for their own, or float32.
-    """
-
-    dtype: Any = None
+    dtype: Any = None  # the dtype in which gradients are sent; ``None`` for their own, or float32
 
     divides_before = False
 
@@ -254,13 +243,10 @@ class FewBitsState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FewBits(Aggregator):
-    """The sum of gradients that are sent in few bits.
+    """The sum of gradients that are sent in few bits."""
 
-    Attributes:
-      wires: how they are sent along each axis, the last one first: a ``Quantized``, a dtype, or
-        ``None`` for float32. One without an axis is for all of them.
-    """
-
+    # How they are sent along each axis, the last one first: a ``Quantized``, a dtype, or ``None``
+    # for float32. One without an axis is for all of them.
     wires: tuple[tuple[str | None, Any], ...]
 
     @property
@@ -361,12 +347,7 @@ class FewBits(Aggregator):
         return FewBitsState(residual, count)
 
     def check_axes(self, axes: Sequence[str], groups: GroupAssignment | None) -> None:
-        """Raise unless the shards have these axes, over all of which they sum.
-
-        Raises:
-          AxisError: an axis is none of the shards'.
-          ArgumentError: there are groups.
-        """
+        """Raise unless the shards have these axes, over all of which they sum."""
         named = [axis for axis, _ in self.wires if axis is not None]
         unknown = [axis for axis in named if axis not in axes]
         if unknown and axes:
@@ -503,12 +484,7 @@ def check_pair(returned: Any, name: str, form: str, state: PyTree) -> tuple[Any,
 
 
 def check_like(given: PyTree, like: PyTree, what: str, *, shapes: bool = True) -> None:
-    """Raise unless a tree has arrays, of the structure of another one, and of its shapes.
-
-    Raises:
-      ArgumentError: it has not.
-      ArgumentTypeError: a leaf is no array.
-    """
+    """Raise unless a tree has arrays, of the structure of another one, and of its shapes."""
     structures = jax.tree.structure(given), jax.tree.structure(like)
     if structures[0] != structures[1]:
         raise ArgumentError(

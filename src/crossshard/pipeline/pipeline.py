@@ -76,23 +76,18 @@ STAGES: tuple[type[Stage], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """From local gradients to updated parameters.
+    """From local gradients to updated parameters."""
 
-    Attributes:
-      inner: the inner optimizer, as the user passed it.
-      reduction: MEAN or SUM, the reduction of the aggregate.
-      groups: the groups that reduce independently; ``None`` for all shards.
-      axis_name: the mesh axes of the shards; empty to infer them at trace time.
-      incoming: the status of incoming gradients; ``None`` to read it from their types.
-      options: the options from which the stages make themselves, by name, as the user passed them.
-    """
-
-    inner: optax.GradientTransformationExtraArgs
-    reduction: Reduction
+    inner: optax.GradientTransformationExtraArgs  # the inner optimizer, as the user passed it
+    reduction: Reduction  # MEAN or SUM, the reduction of the aggregate
+    # The groups that reduce independently; ``None`` for all shards.
     groups: GroupAssignment | None = None
+    # The mesh axes of the shards; empty to infer them at trace time.
     axis_name: tuple[str, ...] = ()
+    # The status of incoming gradients; ``None`` to read it from their types.
     incoming: GradientStatus | None = None
-    # An option may have no hash, such as a dict of dtypes.
+    # The options from which the stages make themselves, by name, as the user passed them. One may
+    # have no hash, such as a dict of dtypes.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -242,11 +237,7 @@ class Pipeline:
         return spread.with_states(**moved)
 
     def check_states(self, state: CrossShardState, types: CrossShardState) -> None:
-        """Raise unless these stages can go on from the states of other ones.
-
-        Raises:
-          ArgumentError: one of them is not of the shapes that it has here.
-        """
+        """Raise unless these stages can go on from the states of other ones."""
         for name, stage in self._stateful.items():
             stage.check_state(state.of(name), types.of(name))
 
@@ -618,9 +609,6 @@ def check_names(
       options: the options, by name.
       declared: the ``TypedDict``.
       of_steps: whether it makes whole steps.
-
-    Raises:
-      ArgumentTypeError: an unknown name; says which one was meant.
     """
     others = {name for kind in STAGES if kind.of_steps for name in kind.options}
     others |= {"virtual_shards"}

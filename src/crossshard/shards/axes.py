@@ -111,13 +111,9 @@ def get_shard_context() -> ShardContext | None:
 
 @dataclasses.dataclass(frozen=True)
 class GroupAssignment:
-    """A partition of the shards 0 … N-1 into groups of equal size.
+    """A partition of the shards 0 … N-1 into groups of equal size."""
 
-    Attributes:
-      groups: one tuple of shard ids per group, in the given order.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]  # one tuple of shard ids per group, in the given order
 
     @property
     def size(self) -> int:
@@ -174,10 +170,6 @@ def check_group_assignment(group_assignment: Any) -> GroupAssignment | None:
 
     Args:
       group_assignment: a list of lists of shard ids, as TensorFlow's; no tuples and no array.
-
-    Raises:
-      GroupAssignmentError: not a list of lists of integers, not a permutation of ``range(N)``, or
-        groups of different sizes.
     """
     if group_assignment is None or isinstance(group_assignment, GroupAssignment):
         return group_assignment
@@ -227,31 +219,22 @@ def _check_permutation(ids: Iterable[int], given: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The current shards, and which of them reduce together.
+    """The current shards, and which of them reduce together."""
 
-    Attributes:
-      number: the number of all shards.
-      axes: their bound axes, major first; empty if none is bound.
-      manual: whether every axis is a mesh axis, of shard_map or pmap.
-      has_vma: whether types track what varies over the axes (``check_vma=True``).
-      torus_factors: factors of a single axis, for multi-stage collectives.
-      other_axes: the other axes of their mesh, over which XLA splits the work of each shard.
-      platform: that of their devices, as ``"cpu"``; empty if it is not known before XLA compiles.
-      in_rings: whether slices go round beside the products that they are for.
-      slices: the number of slices of a TPU, with a slower network between them, that follow each
-        other along a single axis.
-      groups: the groups that reduce independently; ``None`` for all shards.
-    """
-
-    number: int
-    axes: tuple[str, ...] = ()
-    manual: bool = False
-    has_vma: bool = False
-    torus_factors: tuple[int, ...] = ()
+    number: int  # the number of all shards
+    axes: tuple[str, ...] = ()  # their bound axes, major first; empty if none is bound
+    manual: bool = False  # whether every axis is a mesh axis, of shard_map or pmap
+    has_vma: bool = False  # whether types track what varies over the axes (``check_vma=True``)
+    torus_factors: tuple[int, ...] = ()  # factors of a single axis, for multi-stage collectives
+    # The other axes of their mesh, over which XLA splits the work of each shard.
     other_axes: tuple[str, ...] = ()
+    # That of their devices, as ``"cpu"``; empty if it is not known before XLA compiles.
     platform: str = ""
-    in_rings: bool = False
+    in_rings: bool = False  # whether slices go round beside the products that they are for
+    # The number of slices of a TPU, with a slower network between them, that follow each other
+    # along a single axis.
     slices: int = 1
+    # The groups that reduce independently; ``None`` for all shards.
     groups: GroupAssignment | None = None
 
     @property
@@ -419,17 +402,11 @@ def shards_of_gradient(axis_name: tuple[str, ...] = (), params: Iterable[Any] = 
 
 @dataclasses.dataclass(frozen=True)
 class UntypedAxes:
-    """The bound axes without types.
+    """The bound axes without types."""
 
-    Attributes:
-      named: the known shard axes; empty if none is named.
-      bound: all bound axes.
-      further: of the others, those without types, with their sizes.
-    """
-
-    named: tuple[str, ...]
-    bound: tuple[str, ...]
-    further: dict[str, int]
+    named: tuple[str, ...]  # the known shard axes; empty if none is named
+    bound: tuple[str, ...]  # all bound axes
+    further: dict[str, int]  # of the others, those without types, with their sizes
 
 
 def untyped_axes(axis_name: tuple[str, ...] = ()) -> UntypedAxes:
@@ -448,11 +425,7 @@ def untyped_axes(axis_name: tuple[str, ...] = ()) -> UntypedAxes:
 
 
 def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None:
-    """Raise if the axes of the batch are ambiguous.
-
-    Raises:
-      AxisError: none is named, and the loss is already reduced over some of several axes.
-    """
+    """Raise if the axes of the batch are ambiguous."""
     reduced = shards.invariant_axes(loss)
     rest = tuple(axis for axis in shards.axes if axis not in reduced)
     if not reduced or not rest or axis_name or get_shard_context():
@@ -469,9 +442,6 @@ def check_no_further(loss: Any, shards: Shards, params: Iterable[Any]) -> None:
     """Raise if a loss varies over an axis that is not a shard axis, so that autodiff would sum it.
 
     Over an axis along which each of the parameters varies too, it sums nothing.
-
-    Raises:
-      AxisError: the type of the loss says so.
     """
     bound, known = _jax.bound_axes(), _jax.varying_axes(loss) | _jax.unreduced_axes(loss)
     split = frozenset(bound).intersection(*map(_jax.varying_axes, params))

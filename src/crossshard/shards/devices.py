@@ -119,11 +119,7 @@ def mesh_for(num_shards: int, mesh: Any) -> Mesh:
 
 
 def check_number_of_devices(num_shards: int, mesh: Mesh) -> None:
-    """Raise unless the mesh has as many devices as there are to be shards.
-
-    Raises:
-      ArgumentError: it has not.
-    """
+    """Raise unless the mesh has as many devices as there are to be shards."""
     if num_shards != mesh.size:
         raise ArgumentError(
             f"num_shards is {num_shards} and the mesh has {mesh.size} devices; pass one of them."

@@ -19,19 +19,12 @@ from crossshard.shards.cut import PER_SHARD, REPLICATED
 
 
 class AccumulateState(NamedTuple):
-    """The sums over the microbatches since the last update.
+    """The sums over the microbatches since the last update."""
 
-    Attributes:
-      count: int32[], the number of microbatches.
-      values: the sum of the shard's gradients times their weights, with at least 32 bits.
-      value: float[], the same of the loss, if the caller passes it.
-      weight: float[], the sum of the weights; the number of microbatches if all count the same.
-    """
-
-    count: Any
-    values: Any
-    value: Any
-    weight: Any
+    count: Any  # int32[], the number of microbatches
+    values: Any  # the sum of the shard's gradients times their weights, with at least 32 bits
+    value: Any  # float[], the same of the loss, if the caller passes it
+    weight: Any  # float[], the sum of the weights; the number of microbatches if all count the same
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,19 +34,12 @@ from crossshard.shards.cut import PER_SHARD, REPLICATED, Partition, partition_fo
 
 
 class LocalSGDState(NamedTuple):
-    """What all workers have in common.
+    """What all workers have in common."""
 
-    Attributes:
-      anchor: the parameters after the last synchronisation, with at least 32 bits.
-      inner_state: the state of the outer optimizer.
-      count: int32[], the number of steps so far, skipped ones among them.
-      aggregate: the state of the outer sum, one per shard.
-    """
-
-    anchor: PyTree
-    inner_state: PyTree
-    count: PyTree
-    aggregate: PyTree = ()
+    anchor: PyTree  # the parameters after the last synchronisation, with at least 32 bits
+    inner_state: PyTree  # the state of the outer optimizer
+    count: PyTree  # int32[], the number of steps so far, skipped ones among them
+    aggregate: PyTree = ()  # the state of the outer sum, one per shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,18 +54,12 @@ class LocalSGD(Stage):
     after the step, so that neither waits for the other. What the worker's step does to the piece
     meanwhile is added to the piece of the anchor. The states of the outer optimizer and of the sum
     are ``[pieces, …]``.
-
-    Attributes:
-      every: the number of steps from one synchronisation to the next.
-      optimizer: the outer optimizer.
-      aggregator: what sums the pseudogradients.
-      streaming: whether each step synchronises a piece.
     """
 
-    every: int
-    optimizer: optax.GradientTransformationExtraArgs
-    aggregator: Plain | FewBits
-    streaming: bool = False
+    every: int  # the number of steps from one synchronisation to the next
+    optimizer: optax.GradientTransformationExtraArgs  # the outer optimizer
+    aggregator: Plain | FewBits  # what sums the pseudogradients
+    streaming: bool = False  # whether each step synchronises a piece
 
     phase = Phase.UPDATE
     scope = state_field = "outer"
@@ -295,11 +282,7 @@ class LocalSGD(Stage):
         return _Pieces(jnp.shape(x), self.every)
 
     def _check_elementwise(self, anchor: PyTree) -> None:
-        """Raise unless the outer optimizer updates a piece as it would update the whole.
-
-        Raises:
-          ArgumentError: it does not.
-        """
+        """Raise unless the outer optimizer updates a piece as it would update the whole."""
 
         def update(params: PyTree, state: PyTree, gradients: PyTree) -> tuple[PyTree, PyTree]:
             with inside_optimizer():
@@ -361,14 +344,10 @@ class _Pieces:
 
     All pieces have one shape, with as many dimensions as the array. The last row of a piece may
     be the next one's first.
-
-    Attributes:
-      array: the shape of the array.
-      number: the number of pieces.
     """
 
-    array: tuple[int, ...]
-    number: int
+    array: tuple[int, ...]  # the shape of the array
+    number: int  # the number of pieces
 
     @property
     def _view(self) -> tuple[int, ...]:

@@ -175,12 +175,7 @@ def learning_rate(state: Any) -> Any:
 
 
 def check_metrics(metrics: Any) -> tuple[str, ...]:
-    """The checked names of metrics.
-
-    Raises:
-      ArgumentError: an unknown name.
-      ArgumentTypeError: not names.
-    """
+    """The checked names of metrics."""
     names = (metrics,) if isinstance(metrics, str) else metrics
     names = [None] if hasattr(names, "dtype") or not isinstance(names, Iterable) else list(names)
     if not all(isinstance(name, str) for name in names):

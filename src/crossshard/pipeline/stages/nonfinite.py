@@ -175,13 +175,9 @@ class Nonfinite(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class ReportNonfinite(Stage):
-    """Reports to ``Nonfinite`` which leaf of this shard's gradient is not finite.
+    """Reports to ``Nonfinite`` which leaf of this shard's gradient is not finite."""
 
-    Attributes:
-      excludes_shards: whether the shard then counts with weight 0.
-    """
-
-    excludes_shards: bool
+    excludes_shards: bool  # whether the shard then counts with weight 0
 
     phase = Phase.ARRIVAL
     scope = "nonfinite"

@@ -139,11 +139,7 @@ def check_transformation(opt: Any, what: str = "The optimizer") -> optax.Gradien
 
 
 def check_stage(stage: Stage) -> None:
-    """Raise unless the attributes of a user's own stage are what ``preprocess=`` can run.
-
-    Raises:
-      ArgumentError: one of them is not.
-    """
+    """Raise unless the attributes of a user's own stage are what ``preprocess=`` can run."""
     wanted = {
         "placement": ((REPLICATED, PER_SHARD), "pipeline.REPLICATED or pipeline.PER_SHARD"),
         "phase": ((Phase.LOCAL, Phase.ARRIVAL), "Phase.LOCAL or Phase.ARRIVAL, before the sum"),

@@ -24,23 +24,17 @@ Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 class Arrays(abc.ABC):
-    """How the arrays of an update are split over the shards.
+    """How the arrays of an update are split over the shards."""
 
-    Attributes:
-      where: where the update runs, in a few words.
-      steps: the update and what follows it, as a description of the pipeline says.
-      params: the partition of each parameter: as gradients arrive, and new values leave.
-      state: the partition of each array of the optimizer's state.
-      unread: for each parameter, whether its gradient need be neither computed nor sent.
-      in_parts: whether the parameters are given, and kept, in parts.
-    """
-
-    where: ClassVar[str]
+    where: ClassVar[str]  # where the update runs, in a few words
+    # The update and what follows it, as a description of the pipeline says.
     steps: ClassVar[tuple[str, ...]]
+    # The partition of each parameter: as gradients arrive, and new values leave.
     params: tuple[Partition, ...]
-    state: tuple[Partition, ...]
+    state: tuple[Partition, ...]  # the partition of each array of the optimizer's state
+    # For each parameter, whether its gradient need be neither computed nor sent.
     unread: tuple[bool, ...]
-    in_parts: bool
+    in_parts: bool  # whether the parameters are given, and kept, in parts
 
     @abc.abstractmethod
     def split(self, tree: Any) -> Any:
@@ -87,19 +81,15 @@ class Arrays(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Arrays):
-    """Every shard updates all of every array. Partitions are empty if they are not known.
-
-    Attributes:
-      shards: the shards; ``None`` if they are not known.
-      apart: what runs the update leaf by leaf, each compiled apart from the others; ``None`` to
-        run it as one.
-    """
+    """Every shard updates all of every array. Partitions are empty if they are not known."""
 
     params: tuple[Partition, ...] = ()
     state: tuple[Partition, ...] = ()
     unread: tuple[bool, ...] = ()
     in_parts: bool = False
-    shards: Shards | None = None
+    shards: Shards | None = None  # the shards; ``None`` if they are not known
+    # What runs the update leaf by leaf, each compiled apart from the others; ``None`` to run it as
+    # one.
     apart: Arrays | None = None
 
     where = "whole on every shard"

@@ -26,33 +26,22 @@ Decay = float | Callable[[Any], Any]
 
 
 class Updated(NamedTuple):
-    """The result of an optimizer's update.
+    """The result of an optimizer's update."""
 
-    Attributes:
-      result: full updates, or full updated parameters.
-      updates: the updates, split as the optimizer's arrays are.
-      params: the parameters before it, split in the same way; ``None`` if the caller passed none.
-      state: the optimizer's next state.
-    """
-
-    result: Any
-    updates: Any = None
+    result: Any  # full updates, or full updated parameters
+    updates: Any = None  # the updates, split as the optimizer's arrays are
+    # The parameters before it, split in the same way; ``None`` if the caller passed none.
     params: Any = None
-    state: Any = None
+    state: Any = None  # the optimizer's next state
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimize(Stage):
-    """The wrapped optimizer, on full arrays, on slices, or on global arrays.
+    """The wrapped optimizer, on full arrays, on slices, or on global arrays."""
 
-    Attributes:
-      inner: the optimizer, as the user passed it.
-      master_dtype: the dtype of master weights; ``None`` without them.
-      ema: the decay of the moving average of the parameters, or a schedule; ``None`` without one.
-    """
-
-    inner: optax.GradientTransformationExtraArgs
-    master_dtype: Any = None
+    inner: optax.GradientTransformationExtraArgs  # the optimizer, as the user passed it
+    master_dtype: Any = None  # the dtype of master weights; ``None`` without them
+    # The decay of the moving average of the parameters, or a schedule; ``None`` without one.
     ema: Decay | None = None
 
     phase = Phase.UPDATE
@@ -210,17 +199,14 @@ def _check_hyperparams(state: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """What an update does not read.
+    """What an update does not read."""
 
-    Attributes:
-      gradients: for each parameter, whether no parameter ever depends on its gradient, now or
-        through the optimizer's state.
-      still: for each parameter, whether it stays unchanged besides, so that it need not travel.
-      state: for each array of the optimizer's state, whether it is one of such a parameter.
-    """
-
+    # For each parameter, whether no parameter ever depends on its gradient, now or through the
+    # optimizer's state.
     gradients: tuple[bool, ...]
+    # For each parameter, whether it stays unchanged besides, so that it need not travel.
     still: tuple[bool, ...]
+    # For each array of the optimizer's state, whether it is one of such a parameter.
     state: tuple[bool, ...]
 
 
@@ -263,29 +249,18 @@ def find_unread(update: Callable[..., Any], params: Any, state: Any, loss: Any) 
 
 
 class MovingAverageState(NamedTuple):
-    """The moving average of the parameters, and the state of the optimizer.
+    """The moving average of the parameters, and the state of the optimizer."""
 
-    Attributes:
-      ema: the average, with at least 32 bits; at first the parameters.
-      ema_count: int32[], the number of updates so far; ``()`` unless the decay is a schedule.
-      inner_state: the state of the inner optimizer.
-    """
-
-    ema: Any
-    ema_count: Any
-    inner_state: Any
+    ema: Any  # the average, with at least 32 bits; at first the parameters
+    ema_count: Any  # int32[], the number of updates so far; ``()`` unless the decay is a schedule
+    inner_state: Any  # the state of the inner optimizer
 
 
 class MastersState(NamedTuple):
-    """Master weights and the state of the optimizer that updates them.
+    """Master weights and the state of the optimizer that updates them."""
 
-    Attributes:
-      masters: the parameters, in the dtype of the masters.
-      inner_state: the state of the inner optimizer.
-    """
-
-    masters: Any
-    inner_state: Any
+    masters: Any  # the parameters, in the dtype of the masters
+    inner_state: Any  # the state of the inner optimizer
 
 
 def with_moving_average(

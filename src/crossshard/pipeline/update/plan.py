@@ -80,30 +80,20 @@ Partitions = tuple[Partition, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Planner:
-    """Plans the update of some parameters.
+    """Plans the update of some parameters."""
 
-    Attributes:
-      optimizer: the inner optimizer.
-      params: the parameters, a pytree with shapes and dtypes.
-      shards: the shards; with groups, arrays are split within each of these.
-      mesh: the mesh; ``None`` inside a ``shard_map`` of the user's. There, and with groups, only
-        slices are possible.
-      wanted: the requested weight update.
-      in_parts: whether the parameters are to be kept in parts.
-      leave_unread: whether gradients that the optimizer does not read may be left out.
-      other_axes: for each parameter its spec on other axes; empty if none is split over these.
-      virtual_shards: if the bits of the update must not depend on the number of shards, a multiple
-        of it.
-    """
-
-    optimizer: optax.GradientTransformationExtraArgs
-    params: Any
-    shards: Shards
+    optimizer: optax.GradientTransformationExtraArgs  # the inner optimizer
+    params: Any  # the parameters, a pytree with shapes and dtypes
+    shards: Shards  # the shards; with groups, arrays are split within each of these
+    # The mesh; ``None`` inside a ``shard_map`` of the user's. There, and with groups, only slices
+    # are possible.
     mesh: Mesh | None = None
-    wanted: WeightUpdate = WeightUpdate.AUTO
-    in_parts: bool = False
-    leave_unread: bool = False
+    wanted: WeightUpdate = WeightUpdate.AUTO  # the requested weight update
+    in_parts: bool = False  # whether the parameters are to be kept in parts
+    leave_unread: bool = False  # whether gradients that the optimizer does not read may be left out
+    # For each parameter its spec on other axes; empty if none is split over these.
     other_axes: Sequence[PartitionSpec] = ()
+    # If the bits of the update must not depend on the number of shards, a multiple of it.
     virtual_shards: int | None = None
 
     def plan(self) -> tuple[Arrays, str]:
@@ -463,9 +453,6 @@ def check_blocks(
     """Raise if parameters are split over other manual axes, and a transformation needs them whole.
 
     Without ``check_vma`` types do not tell what is split, and every parameter counts as split.
-
-    Raises:
-      WeightUpdateError: a transformation is not elementwise.
     """
     unnamed = _jax.manual_axes().difference(shards.axes) if shards.axes else frozenset()
     axes = sorted(axis for axis in unnamed if lax.axis_size(axis) > 1)
