@@ -17,11 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard import _flax, _jax, _mesh
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard._hash import checksum
-from crossshard.distributed.agreement import check_agreement, processes_of
-from crossshard.distributed.programs import check_same_program
+from crossshard.distributed.agreement import check_agreement, check_same_program, processes_of
 from crossshard.distributed.progress import PROGRESS
 from crossshard.errors import VariableError
-from crossshard.jaxprs.dependence import varying_axes_of_outputs
+from crossshard.jaxprs.walk import varying_axes_of_outputs
 from crossshard.nnx.arrays import Arguments, Outputs, as_output, is_numeric
 from crossshard.nnx.binding import Bound
 from crossshard.nnx.graph import Reached, reached_in, same_arrays

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.collectives.codec import Codec
 from crossshard.errors import ArgumentError, LossError
-from crossshard.gradients.reduction import Reduction
+from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.primitives import DRAWS
 from crossshard.jaxprs.walk import equations_within
 from crossshard.model.models import partition
