@@ -25,8 +25,8 @@ from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stages.accumulate import zeros
+from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import join, take_rows
-from crossshard.shards.context import shard_context
 from crossshard.shards.random_streams import is_key, quiet_keys
 from crossshard.step.function import StepConfig, to_read
 from crossshard.step.gather import AtUse

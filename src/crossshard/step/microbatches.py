@@ -11,17 +11,15 @@ from jax import lax
 
 from crossshard import _check
 from crossshard._check import is_inexact, is_number
-from crossshard.collectives.sums import sum_over_shards
+from crossshard.collectives.sums import average, sum_over_shards, to_average, to_sum
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, part_of_mean
 from crossshard.jaxprs.walk import depends
-from crossshard.pipeline.means import average, to_average, to_sum
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, add, mean
 from crossshard.pipeline.stages.weigh import as_weight
 from crossshard.shards.axes import Shards
 from crossshard.shards.batch_axes import BatchAxes
-from crossshard.shards.groups import GroupAssignment, size_of_group
 
 
 class LocalResult(NamedTuple):
@@ -338,7 +336,6 @@ class Counting:
 
     Attributes:
       shards: the shards that have them.
-      groups: the groups that reduce independently; ``None`` for all shards.
       pieces: how many parts each shard has.
       weight: float[], 0 if this shard is left out, else 1; ``None`` if none is.
       counts: float[] of each term, of the whole batch; ``None`` if each shard has one part, which
@@ -346,7 +343,6 @@ class Counting:
     """
 
     shards: Shards
-    groups: GroupAssignment | None
     pieces: int
     weight: Any = None
     counts: tuple[Any, ...] | None = None
@@ -354,16 +350,16 @@ class Counting:
     def part(self, mean: Mean) -> jax.Array:
         """The loss of one part, so that the mean of the parts' losses is that of the batch."""
         counts = self.counts or self.over_shards(jnp.stack(counts_of(mean)))
-        parts = size_of_group(self.groups, self.shards.number)
+        parts = self.shards.size
         if self.weight is not None:
-            parts = sum_over_shards(self.weight, self.shards.within(self.groups))
+            parts = sum_over_shards(self.weight, self.shards)
         return part_of_mean(mean, counts, parts * self.pieces)
 
     def over_shards(self, counts: jax.Array) -> tuple[Any, ...]:
         """The sum of a shard's counts over the shards that are not left out."""
         own = lax.stop_gradient(counts)
         own = own if self.weight is None else jnp.where(self.weight != 0, own, 0)
-        return tuple(sum_over_shards(own, self.shards.within(self.groups)))
+        return tuple(sum_over_shards(own, self.shards))
 
     def in_order(self, counts: jax.Array) -> tuple[Any, ...]:
         """The sum over virtual shards, ``[of this shard, terms]``, the same for any number."""

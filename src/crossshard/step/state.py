@@ -20,12 +20,12 @@ from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
 from crossshard.distributed.progress import waiting
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointWarning
-from crossshard.model.layout import StateLayout, shards_of, strong_copy
+from crossshard.model.layout import StateLayout, strong_copy
 from crossshard.model.model_state import check_initial
 from crossshard.model.models import check_params, combine, partition
 from crossshard.model.state import TrainState
 from crossshard.nnx.per_shard import of_all
-from crossshard.pipeline.update.averages import MastersState, MovingAverageState
+from crossshard.pipeline.update.optimize import MastersState, MovingAverageState
 from crossshard.pipeline.update.plan import Planner
 from crossshard.shards.cut import (
     PER_SHARD,
@@ -35,8 +35,13 @@ from crossshard.shards.cut import (
     only,
     other_axes_of,
 )
-from crossshard.shards.devices import are_of_all_processes
-from crossshard.shards.put import put_whole, put_whole_unless_on, types_on
+from crossshard.shards.devices import (
+    are_of_all_processes,
+    put_whole,
+    put_whole_unless_on,
+    shards_on,
+    types_on,
+)
 from crossshard.step.function import StepConfig
 
 # XLA takes four times as long for a program with twice as many outputs.
@@ -103,8 +108,7 @@ class States:
     def _plan(self, params: Any, types: Any, other_axes: tuple[PartitionSpec, ...]) -> StateLayout:
         config = self._config
         mesh, pipeline = config.mesh, config.pipeline
-        groups = pipeline.groups if config.is_grouped else None
-        shards = shards_of(mesh, config.axes)
+        shards = shards_on(mesh, config.axes, pipeline.groups if config.is_grouped else None)
         check_fits(params, other_axes, mesh)
         # JAX drops axes of size 1 from the shardings of its results.
         several = [axis for axis, size in mesh.shape.items() if size > 1]
@@ -113,7 +117,6 @@ class States:
             pipeline.optimizer,
             params,
             shards,
-            groups,
             mesh,
             config.weight_update,
             config.in_parts,
@@ -126,7 +129,6 @@ class States:
             mesh,
             shards,
             *planner.plan(),
-            groups,
             pipeline,
             types,
             config.loss.model_state,

@@ -13,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from crossshard import _check, _jax
 from crossshard._check import is_inexact
+from crossshard.collectives.sums import to_sum
 from crossshard.errors import ArgumentError
 from crossshard.gradients.autodiff import check_sums, scaled, split_loss, unscale
 from crossshard.gradients.mean import Mean, counts_of, sums_of
@@ -24,11 +25,10 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
 from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
-from crossshard.pipeline.means import to_sum
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.accumulate import Sums, zeros
+from crossshard.shards.axes import get_shard_context, shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
-from crossshard.shards.context import get_shard_context, shard_context
 from crossshard.shards.random_streams import keys_of_rows
 from crossshard.step.gather import AtUse, Use, evaluated
 from crossshard.step.microbatches import (
@@ -276,7 +276,7 @@ class StepLoss:
         self.record.traces.clear()
         # Unknown for a step that is traced anew, whose batch may have other entries.
         self.record.returns_mean = None
-        counting = Counting(at_use.shards, at_use.groups, self.pieces(at_use.shards.number), weight)
+        counting = Counting(at_use.shards, self.pieces(at_use.shards.number), weight)
         if in_pieces:
             counts = self._counts(state, batch, at_use, counting)
             counting = dataclasses.replace(counting, counts=counts)
