@@ -14,7 +14,14 @@ from crossshard import _check, _jax
 from crossshard.collectives.sums import widen
 from crossshard.errors import ArgumentTypeError, AxisError
 from crossshard.gradients.mean import Mean
-from crossshard.jaxprs.walk import Analysis, Equations, equations_within, follow
+from crossshard.jaxprs.walk import (
+    Analysis,
+    Equations,
+    equations_within,
+    follow,
+    has_own_derivative,
+    named_axes,
+)
 from crossshard.shards.axes import Shards, UntypedAxes, untyped_axes
 
 
@@ -124,13 +131,14 @@ class _Sums(Analysis[Any]):
         """Nothing: a choice has no derivative."""
         del equations, decides
 
-    def enters(self, equations: Equations) -> bool:
-        return not _jax.has_own_derivative(equations[0])
+    def enters(self, equations: Equations, inputs: Sequence[Any]) -> bool:
+        del inputs
+        return not has_own_derivative(equations[0])
 
     def transfer(self, equations: Equations, inputs: Sequence[Any]) -> Sequence[Any]:
         (equation,) = equations
         fact = self.join(inputs)
-        if fact in (_Of.PARAMETERS, _Of.BOTH) and self.enters(equations):
+        if fact in (_Of.PARAMETERS, _Of.BOTH) and self.enters(equations, inputs):
             # A gather of parameters alone puts together what each shard with its own rows needs.
             names = ("psum",) if fact is _Of.PARAMETERS else ("psum", "all_gather")
             run = (equation, *equations_within(equation))
@@ -145,7 +153,9 @@ def _axes_of(
     equation: Any, axes: UntypedAxes, names: tuple[str, ...] = ("psum", "all_gather")
 ) -> tuple[str, ...]:
     """The axes of a collective that count no shards, or that nobody has named."""
-    summed = _jax.untyped_axes(equation, names)
+    if equation.primitive.name not in names or equation.params.get("axis_index_groups"):
+        return ()
+    summed = named_axes(equation)
     # All of several may be shard axes.
     if not axes.named and summed.issuperset(axes.bound):
         return ()

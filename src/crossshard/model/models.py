@@ -17,7 +17,7 @@ from crossshard._check import is_inexact
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.jaxprs.dependence import depends, hands_on
+from crossshard.jaxprs.walk import depends, hands_on
 from crossshard.model.model_state import OVERWRITTEN
 from crossshard.pipeline.update.optimize import takes_value
 

@@ -7,21 +7,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _check, _jax, _mesh
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.model.layout import StateLayout, shards_of
+from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import check_initial
 from crossshard.model.models import check_params, partition
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.plan import Planner, WeightUpdate
 from crossshard.shards.cut import check_fits, only, other_axes_of
-from crossshard.shards.devices import number_of_shards
-from crossshard.shards.put import put_whole, types_on
+from crossshard.shards.devices import number_of_shards, put_whole, shards_on, types_on
 from crossshard.step.losses.loss import StepLoss
 from crossshard.step.step_function import StepFunction
 
@@ -131,8 +131,7 @@ class Layouts:
     def _plan(self, params: Any, types: Any, other_axes: tuple[PartitionSpec, ...]) -> StateLayout:
         config = self._config
         mesh, pipeline = config.mesh, config.pipeline
-        groups = pipeline.groups if config.is_grouped else None
-        shards = shards_of(mesh, config.axes)
+        shards = shards_on(mesh, config.axes, pipeline.groups if config.is_grouped else None)
         check_fits(params, other_axes, mesh)
         # JAX drops axes of size 1 from the shardings of its results.
         several = [axis for axis, size in mesh.shape.items() if size > 1]
@@ -141,7 +140,6 @@ class Layouts:
             pipeline.optimizer,
             params,
             shards,
-            groups,
             mesh,
             config.weight_update,
             config.in_parts,
@@ -155,7 +153,6 @@ class Layouts:
             mesh,
             shards,
             *planner.plan(),
-            groups,
             pipeline,
             types,
             model_state,
@@ -255,7 +252,7 @@ def _in_pieces(initial: Initial, inputs: list[Any]) -> TrainState:
         own = types[start : start + _MOST]
         wanted = [start <= place < start + _MOST for place in range(len(types))]
         pruned, taken = _jax.pruned(jaxpr, wanted)
-        run = jax.jit(_jax.as_function(pruned), out_shardings=[x.sharding for x in own])
+        run = jax.jit(jaxpr_as_fun(pruned), out_shardings=[x.sharding for x in own])
         made += run(*itertools.compress(inputs, taken))
     return tree.unflatten(made)
 
