@@ -32,18 +32,11 @@ _IDS_ARE_PARTITIONS = {
 
 
 def parse_groups(text: str) -> Groups:
-    """Read the value of ``replica_groups``.
+    """Read the value of ``replica_groups``; empty for ``{}``, which means one group of all.
 
-    Args:
-      text: explicit groups, ``{{0,1},{2,3}}``; the rows of a transposed iota,
-        ``[4,2]<=[2,4]T(1,0)``; or axes of a mesh, ``mesh['a'=2,'b'=4] {'b'}``, with an optional
-        device order, ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}``.
-
-    Returns:
-      The groups; empty for ``{}``, which means one group of all devices.
-
-    Raises:
-      ArgumentError: the notation is unknown.
+    It is explicit groups, ``{{0,1},{2,3}}``; the rows of a transposed iota, ``[4,2]<=[2,4]T(1,0)``;
+    or axes of a mesh, ``mesh['a'=2,'b'=4] {'b'}``, with an optional device order,
+    ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}``.
 
     >>> parse_groups("{{0,1},{2,3}}")
     ((0, 1), (2, 3))
@@ -114,16 +107,7 @@ def _over_axes(mesh: str, devices: str | None, used: str) -> Groups:
 
 
 def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
-    """The groups of a collective, as device indices.
-
-    Args:
-      collective: the instruction.
-      kind: its opcode without ``-start``.
-      module: the program, for the numbers of replicas and partitions.
-
-    Returns:
-      The groups; for a collective-permute, its (source, target) pairs.
-    """
+    """The groups of a collective, as device indices; of a permute, its (source, target) pairs."""
     devices = np.arange(module.replicas * module.partitions)
     if collective.sent_as is not None:
         sent = sent_to(collective)

@@ -202,13 +202,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parse a module.
-
-    Args:
-      text: the output of ``compiled.as_text()``.
-
-    Raises:
-      ArgumentError: the text is not an HLO module.
+    """Parse a module from the output of ``compiled.as_text()``.
 
     >>> module = parse('''HloModule tiny, num_partitions=2
     ...
@@ -352,10 +346,7 @@ def _in_ranges(text: str) -> list[int]:
 
 
 def users_line(lines: Iterable[str]) -> str | None:
-    """The first line in user code, outside crossshard and other libraries.
-
-    Args:
-      lines: as ``file:line``, innermost first.
+    """The first of lines, innermost first, in user code, outside crossshard and other libraries.
 
     >>> users_line(["/lib/python3.11/site-packages/flax/nnx/norm.py:9", "train.py:12", "main.py:3"])
     'train.py:12'

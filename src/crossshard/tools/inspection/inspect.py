@@ -136,14 +136,8 @@ def report_on(
 def named_bytes(parameters: Any, of_data: Collection[str] = ()) -> Mapping[str, int]:
     """The bytes of one shard's copy of the given parameters, by dtype.
 
-    Args:
-      parameters: a number of bytes, or a pytree of arrays or ``jax.ShapeDtypeStruct``. Scalars are
-        not counted, like their collectives.
-      of_data: the mesh axes that split the batch; all if empty.
-
-    Raises:
-      ArgumentError: there is nothing to count.
-      ArgumentTypeError: a leaf is not an array.
+    They are a number of bytes, or a pytree of arrays or ``jax.ShapeDtypeStruct``. Scalars are not
+    counted, like their collectives. The axes ``of_data`` split the batch; all do if it is empty.
 
     >>> import numpy as np
     >>> dict(named_bytes({"w": np.zeros((3, 4), np.float32), "scale": np.zeros((), np.float32)}))
@@ -167,16 +161,9 @@ def is_program(step: Any) -> bool:
 
 
 def program_of(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-    """A step lowered for its arguments, or the program itself.
+    """A step lowered for its arguments, or a program itself, which takes none.
 
-    Args:
-      step: a function, with ``jax.jit`` or without, or anything that has ``lower``; or a program,
-        without arguments.
-      args: the arguments to lower the step with, as arrays or ``jax.ShapeDtypeStruct``.
-      kwargs: the keyword arguments.
-
-    Raises:
-      ArgumentTypeError: ``step`` cannot be lowered, or a program is passed with arguments.
+    A step is a function, with ``jax.jit`` or without, or anything that has ``lower``.
     """
     if is_program(step):
         if args or kwargs:
