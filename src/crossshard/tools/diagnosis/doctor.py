@@ -342,7 +342,8 @@ def _late(what: str, number: int, seconds: float) -> str:
     except Exception:  # nobody answers
         return f"{sentence}, and the coordinator does not answer. See what process 0 does."
     # A process may enter what comes later, but nothing before this.
-    entered = {process for process, text in told.items() if int(text) >= number}
+    has_entered = lambda text: text.isdecimal() and int(text) >= number
+    entered = {process for process, text in told.items() if has_entered(text)}
     if behind := [str(each) for each in range(processes) if str(each) not in entered]:
         names = _text.listed(behind, 10)
         return f"{sentence}: process {names} has not entered it. See what that one does."
