@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from crossshard.tools.inspection.report import Communication, Memory
     from crossshard.tools.planning.plan import Candidate, LinkUse, MemoryUse, Plan, plan
     from crossshard.tools.planning.topology import Topology, topology
-    from crossshard.tools.verification.conclude import Fault, LeafReport, Verification
-    from crossshard.tools.verification.verify import verify
+    from crossshard.tools.verification.verify import Fault, LeafReport, Verification, verify
 
 __all__ = [
     "Array",
@@ -49,8 +48,7 @@ _HOMES = {
     "inspection.report": "Communication Memory",
     "planning.plan": "Candidate LinkUse MemoryUse Plan plan",
     "planning.topology": "Topology topology",
-    "verification.conclude": "Fault LeafReport Verification",
-    "verification.verify": "verify",
+    "verification.verify": "Fault LeafReport Verification verify",
 }
 
 

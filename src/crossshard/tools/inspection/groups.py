@@ -3,8 +3,6 @@
 import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -12,8 +10,6 @@ from crossshard.errors import ArgumentError
 from crossshard.tools.inspection.hlo import Instruction, Module, sent_to
 
 Groups = tuple[tuple[int, ...], ...]
-# The names of the axes of a program's mesh with their sizes, in the order of its devices.
-Axes = tuple[tuple[str, int], ...]
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{(.*)\}")
@@ -133,47 +129,3 @@ def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
     # Every slice runs the same.
     firsts = range(0, module.devices, devices.size)
     return tuple(tuple((row + first).tolist()) for first in firsts for row in rows)
-
-
-def axes_of(groups: Groups, axes: Axes) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ.
-
-    >>> axes_of(((0, 1), (2, 3)), (("data", 2), ("model", 2)))
-    ('model',)
-    """
-    if not axes:
-        return ()
-    sizes = [size for _, size in axes]
-    differ = np.zeros(len(sizes), bool)
-    for group in groups:
-        places = np.array(np.unravel_index(list(group), sizes))
-        differ |= (places != places[:, :1]).any(axis=1)
-    return tuple(name for (name, _), along in zip(axes, differ, strict=True) if along)
-
-
-def joined_shards(
-    joining: Iterable[Groups], devices: int, axes: Axes, of_data: Collection[str]
-) -> int:
-    """The largest number of shards that groups connect, directly or through others.
-
-    Args:
-      joining: the groups of some collectives.
-      devices: the number of devices.
-      axes: those of the mesh; empty if unknown.
-      of_data: the axes that split the batch, all if empty: other devices are one shard.
-
-    >>> joined_shards([((0, 1), (2, 3)), ((0, 2), (1, 3))], 8, (), ())
-    4
-    >>> joined_shards([((0, 1, 2, 3),)], 4, (("data", 2), ("model", 2)), ["data"])
-    2
-    """
-    sizes = [size for _, size in axes] or [devices]
-    kept = [not of_data or name in of_data for name, _ in axes] or [True]
-    places = np.indices(sizes).reshape(len(sizes), -1)[kept]
-    shard = np.unique(places, axis=1, return_inverse=True)[1].ravel()
-    leader = np.arange(shard.max() + 1)
-    for group in itertools.chain.from_iterable(joining):
-        leaders = np.unique(leader[shard[list(group)]])
-        if len(leaders) > 1:
-            leader[np.isin(leader, leaders)] = leaders[0]
-    return max(Counter(leader.tolist()).values())
