@@ -4,8 +4,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from crossshard.tools.diagnosis.doctor import doctor
-    from crossshard.tools.diagnosis.report import CollectiveTest, Devices, Diagnosis, Finding
+    from crossshard.tools.diagnosis.doctor import (
+        CollectiveTest,
+        Devices,
+        Diagnosis,
+        Finding,
+        doctor,
+    )
     from crossshard.tools.inspection.collectives import Collective
     from crossshard.tools.inspection.hlo import Array
     from crossshard.tools.inspection.inspect import inspect
@@ -40,8 +45,7 @@ __all__ = [
 
 # The same once more for Python, which skips the imports above: importing crossshard loads no tool.
 _HOMES = {
-    "diagnosis.doctor": "doctor",
-    "diagnosis.report": "CollectiveTest Devices Diagnosis Finding",
+    "diagnosis.doctor": "CollectiveTest Devices Diagnosis Finding doctor",
     "inspection.collectives": "Collective",
     "inspection.hlo": "Array",
     "inspection.inspect": "inspect",

@@ -23,9 +23,9 @@ from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.shards.devices import cpu_devices
 from crossshard.tools.diagnosis.doctor import SECONDS, SIZES, diagnose
 from crossshard.tools.inspection.collectives import KINDS
-from crossshard.tools.inspection.contract import Contract
 from crossshard.tools.inspection.hlo import users_line
 from crossshard.tools.inspection.inspect import is_program, named_bytes, program_of
+from crossshard.tools.inspection.report import Contract
 from crossshard.tools.planning.topology import KNOWN, topology
 
 _FINE, _BROKEN, _REFUSED = 0, 1, 2

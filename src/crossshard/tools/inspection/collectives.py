@@ -8,12 +8,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from crossshard.step.rebuild import RARE
-from crossshard.tools.inspection.groups import Groups, groups_of
 from crossshard.tools.inspection.hlo import (
     Array,
     Computation,
+    Groups,
     Instruction,
     Module,
+    groups_of,
     leaves,
     source_of,
 )

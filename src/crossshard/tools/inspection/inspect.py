@@ -16,8 +16,7 @@ from crossshard import TrainState, _check
 from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.tools.inspection.collectives import collectives
-from crossshard.tools.inspection.groups import Groups
-from crossshard.tools.inspection.hlo import Module, parse
+from crossshard.tools.inspection.hlo import Groups, Module, parse
 from crossshard.tools.inspection.report import UNKNOWN, Communication, Memory
 
 # The names of the axes of a program's mesh with their sizes, in the order of its devices.
