@@ -1,7 +1,8 @@
-"""Splits a runner's arguments over the shards and joins its outputs."""
+"""A runner's arguments, which are split over the shards, and its outputs, which are joined."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -14,8 +15,7 @@ from crossshard import _check
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.scalars import is_number
-from crossshard.nnx.graph import is_stateful
-from crossshard.nnx.keys import ByValue
+from crossshard.nnx.slots import HasSlots
 from crossshard.shards.batch_axes import (
     FIRST,
     BatchAxes,
@@ -24,6 +24,57 @@ from crossshard.shards.batch_axes import (
     spec_along,
 )
 from crossshard.shards.put import own_parts, put
+
+
+class ByValue:
+    """A value as a cache key: compares by type and value, and arrays by their bytes."""
+
+    def __init__(self, value: Any):
+        self.value = value
+        try:
+            self._hash = hash(value)
+        except TypeError:
+            self._hash = hash(type(value))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ByValue) or type(self.value) is not type(other.value):
+            return False
+        ours, theirs = self.value, other.value
+        if ours is theirs and isinstance(ours, jax.Array):
+            return True
+        if isinstance(ours, jax.Array | np.ndarray):
+            return _bytes_of(ours) == _bytes_of(theirs)
+        try:
+            return bool(ours == theirs)
+        except ValueError:  # such as a list of arrays
+            return ours is theirs
+
+
+def _bytes_of(array: Any) -> Any:
+    if not getattr(array, "is_fully_addressable", True):
+        return object()  # other processes have the rest
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return array.shape, array.dtype, np.asarray(array).tobytes()
+
+
+def kept(key: Any) -> Any:
+    """A copy of a key that stays the same when a mutable value in it changes."""
+    if isinstance(key, tuple):
+        return tuple(map(kept, key))
+    if not isinstance(key, ByValue) or isinstance(key.value, jax.Array):
+        return key
+    kind = type(key.value)
+    # What has a hash is not written to, and a copy of what compares by identity is another.
+    if kind.__hash__ is not None or kind.__eq__ is object.__eq__:
+        return key
+    try:
+        return ByValue(copy.deepcopy(key.value))
+    except Exception:  # a user's class may raise anything
+        return key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +192,11 @@ def check_input_axes(input_shard_axes: Any, batch_axis: Any) -> InputAxes:
             f"input_shard_axes must be a list of ints; got {_check.shown(input_shard_axes)}."
         )
     return InputAxes(of_each=tuple(map(axes_of, each)), argument="input_shard_axes")
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether a runner binds this object to the step rather than splitting it over the shards."""
+    return isinstance(value, nnx.Pytree | nnx.Variable | HasSlots)
 
 
 def is_whole(value: Any) -> bool:

@@ -14,6 +14,7 @@ from crossshard import _check, _flax, _jax, _mesh
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import VariableError
 from crossshard.shards.context import get_shard_context
+from crossshard.shards.cut import of_all
 from crossshard.shards.put import on_every_device
 
 _Node = TypeVar("_Node")
@@ -264,14 +265,6 @@ def _by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
             return _mesh.on_mesh(function(_mesh.on_mesh(x, None)), own)
 
     return jax.tree.map(one, values)
-
-
-def of_all(x: jax.Array) -> jax.Array:
-    """One value for all shards: the mean of floating values, else the first shard's."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x[0]
-    # The mean of equal values would round.
-    return jnp.where((x == x[0]).all(0), x[0], x.mean(0))
 
 
 def _all_equal(values: Any) -> bool:

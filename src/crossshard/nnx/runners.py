@@ -20,16 +20,16 @@ from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextErr
 from crossshard.gradients.scalars import is_number
 from crossshard.nnx.arrays import (
     Arguments,
+    ByValue,
     InputAxes,
     Outputs,
     as_output,
     check_input_axes,
     is_whole,
+    kept,
     split_arguments,
 )
-from crossshard.nnx.graph import Reached, reached_in
-from crossshard.nnx.keys import ByValue, kept
-from crossshard.nnx.program import Program, program_key
+from crossshard.nnx.program import Program, Reached
 from crossshard.shards.context import check_num_shards, get_shard_context
 from crossshard.shards.devices import are_of_all_processes, mesh_for, mesh_in_force
 from crossshard.shards.put import on_every_device, put_whole
@@ -152,17 +152,16 @@ class ShardedFunction(Generic[_Out]):
     ) -> tuple[Program, Reached, Arguments]:
         """The program for these arguments, what it reaches, and the arguments on the mesh."""
         arguments = split_arguments(args, kwargs, self._axes, self._mesh)
-        reached = reached_in(arguments.whole.values())
-        key = program_key(reached, arguments)
+        reached = Reached(arguments.whole.values())
+        key = reached.key(), arguments.key()
         program = self._programs.get(key)
         if program is None:
             program = Program(self._computation, self._mesh, self._outputs, reached, arguments)
             # It has made the slots that were missing, and its key is another one then.
-            reached = reached_in(reached.roots)
-            key = program_key(reached, arguments)
-            self._programs[kept(key)] = program
+            reached = Reached(reached.roots)
+            self._programs[kept((reached.key(), arguments.key()))] = program
             if program.spread(reached):
-                self._programs[kept(program_key(reached, arguments))] = program
+                self._programs[kept((reached.key(), arguments.key()))] = program
         return program, reached, arguments
 
     @overload

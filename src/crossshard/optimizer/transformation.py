@@ -1,8 +1,9 @@
 """The Optax idiom: a pipeline as an Optax transformation, for code that runs on each shard."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import jax
@@ -18,13 +19,13 @@ from crossshard.errors import (
     WeightUpdateError,
 )
 from crossshard.gradients.nesting import refuse_nesting
+from crossshard.gradients.reduction import Reduction
 from crossshard.gradients.status import check_incoming
-from crossshard.optimizer.arguments import check_functions
 from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
-from crossshard.pipeline.stages.preprocess import Preprocess, maker_of
+from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation, maker_of
 from crossshard.pipeline.stages.weigh import as_weight, check_weighable
 from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.arrays import Arrays, Whole
@@ -131,7 +132,7 @@ class Transformation:
             check_blocks(self.transformations, like, shards)
             if weight is not None:
                 check_weighable(self.pipeline.reduction)
-            check_functions(extra_args, like, shards)
+            _check_functions(extra_args, like, shards)
             # Optax's names for the loss and the gradient, which some optimizers also take.
             extra = {
                 name: extra_args[name]
@@ -265,3 +266,83 @@ def _other_axes(param: Any, axes: tuple[str, ...]) -> PartitionSpec:
 
 def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec)
+
+
+def _check_functions(given: Mapping[str, Any], params: Any, shards: Shards) -> None:
+    """Raise for a function that the inner optimizer would call on this shard's rows alone.
+
+    Raises:
+      ArgumentError: such a function, unless its type says that it reduces its value itself.
+    """
+    for name, function in given.items():
+        if shards.number == 1 or not callable(function) or _reduces(function, params, shards):
+            continue
+        raise ArgumentError(
+            f"{name} is a function, which the inner optimizer calls after the gradients have been "
+            f"reduced: on each shard it would see that shard's rows alone, and shards would take "
+            f"different steps. Take the step on global arrays instead, under jax.jit and without "
+            f"shard_map: there is nothing to reduce then, and the function sees all rows."
+        )
+
+
+def _reduces(function: Callable[..., Any], params: Any, shards: Shards) -> bool:
+    """Whether a function of the parameters is a loss that is, by its type, equal on all shards."""
+    if not shards.has_vma:
+        return False
+
+    def look(params: Any) -> None:
+        (value,) = jax.tree.leaves(function(params))
+        found.append(jnp.shape(value) == () and not shards.is_varying(value))
+
+    found: list[bool] = []
+    with contextlib.suppress(Exception):  # a function of other arguments, or of no single value
+        jax.eval_shape(look, params)
+    return found == [True]
+
+
+def transformation_of(optimizer: Any) -> Transformation:
+    """What an optimizer does; of one of Optax's, what it does when it is wrapped.
+
+    Raises:
+      ArgumentTypeError: it is no optimizer.
+    """
+    found = found_in(optimizer)
+    if found is not None:
+        return found
+    inner = check_transformation(optimizer)
+    pipeline = Pipeline(optax.with_extra_args_support(inner), Reduction.MEAN)
+    return Transformation(pipeline, WeightUpdate.REPLICATED, "CrossShardOptimizer", inner)
+
+
+def found_in(optimizer: Any) -> Transformation | None:
+    """The one whose method a CrossShardOptimizer calls; ``None`` for any other optimizer."""
+    owner = getattr(getattr(optimizer, "update", None), "__self__", None)
+    return owner if isinstance(owner, Transformation) else None
+
+
+def pipeline_of(optimizer: Transformation, options: Mapping[str, Any]) -> Pipeline:
+    """The pipeline of an optimizer, with further options.
+
+    Raises:
+      ArgumentError: an option is invalid, or the optimizer has it already.
+      ArgumentTypeError: an option is invalid.
+    """
+    pipeline = optimizer.pipeline
+    if not options:
+        return pipeline
+    # Which checks them first.
+    given = dataclasses.replace(pipeline, options=options).options
+    asked = {name: value for name, value in given.items() if _is_asked(value)}
+    sums = ("reduce_dtype", "aggregator")
+    for name in asked:
+        both = sums if name in sums else (name,)
+        if any(_is_asked(pipeline.options.get(each)) for each in both):
+            raise ArgumentError(
+                f"Both the optimizer and make_train_step were given {', or '.join(both)}. Pass it "
+                f"to one of them."
+            )
+    return pipeline.with_options(**asked)
+
+
+def _is_asked(value: Any) -> bool:
+    return value is not None and not (isinstance(value, Sized) and len(value) == 0)

@@ -11,7 +11,7 @@ from crossshard import _check, _mesh
 from crossshard.errors import ArgumentError
 from crossshard.model.models import combine
 from crossshard.model.state import TrainState
-from crossshard.nnx.per_shard import of_all
+from crossshard.shards.cut import of_all
 from crossshard.step.config import StepConfig
 
 

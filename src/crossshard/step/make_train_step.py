@@ -17,7 +17,7 @@ from crossshard.guards.divergence import check_divergence_options
 from crossshard.model.loss import with_rng
 from crossshard.model.model_state import check_model_state
 from crossshard.model.models import check_wrt
-from crossshard.optimizer.cross_shard_optimizer import pipeline_of, transformation_of
+from crossshard.optimizer.transformation import pipeline_of, transformation_of
 from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized
 from crossshard.pipeline.options import Options, check_gather_dtype
 from crossshard.pipeline.pipeline import Pipeline, check_names, names_of_options

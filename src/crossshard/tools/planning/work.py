@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
+from crossshard.nnx.optimizer import CrossShardOptimizer
 from crossshard.pipeline.update.plan import Rest, WeightUpdate
 from crossshard.step.make_train_step import make_train_step
 from crossshard.step.train_step import TrainStep

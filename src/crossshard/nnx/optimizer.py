@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeAlias, Unpack, final
 
 import jax
@@ -14,29 +14,27 @@ from jax.typing import ArrayLike
 
 from crossshard import _check, _flax
 from crossshard._annotations import Groups, PyTree
-from crossshard._flax import AnyVariable, nnx
-from crossshard.errors import ArgumentError, ArgumentTypeError, NestedReductionError
-from crossshard.gradients.reduction import Reduction, check_reduction
-from crossshard.gradients.status import GradientStatus, check_incoming
-from crossshard.nnx.binding import check_writable
-from crossshard.nnx.computed import Computed
-from crossshard.nnx.differentiate import differentiate
-from crossshard.nnx.graph import HasSlots
-from crossshard.nnx.making import check_structure, explained, keyed_variables, make_missing_slots
-from crossshard.nnx.names import named_variables, trained_by_default
-from crossshard.nnx.read_only import read_only
-from crossshard.nnx.slots import SlotStore, as_params
-from crossshard.optimizer.arguments import (
-    check_gates,
-    check_global_step,
-    check_keywords,
-    check_loss,
-    check_name,
-    check_pairs,
-    check_whole,
-    reads,
+from crossshard._flax import AnyVariable, describe_variable, nnx
+from crossshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CrossshardError,
+    NestedReductionError,
+    VariableError,
+    WeightUpdateError,
 )
-from crossshard.optimizer.node import register_node
+from crossshard.gradients.nesting import inside_optimizer
+from crossshard.gradients.reduction import Reduction, check_reduction
+from crossshard.gradients.status import GradientStatus, check_gradient_dtype, check_incoming
+from crossshard.jaxprs.dependence import depends
+from crossshard.nnx.program import check_writable
+from crossshard.nnx.slots import Computed, HasSlots, SlotStore, as_params
+from crossshard.nnx.variables import (
+    differentiate,
+    keyed_variables,
+    make_missing_slots,
+    named_variables,
+)
 from crossshard.optimizer.transformation import Transformation
 from crossshard.pipeline.options import Options
 from crossshard.pipeline.pipeline import Pipeline, check_names
@@ -44,6 +42,7 @@ from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation
 from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.arrays import Parts
+from crossshard.pipeline.update.optimize import takes_keyword
 from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
 from crossshard.shards.axes import Shards, shards_of_gradient
 from crossshard.shards.context import check_axis_name, check_num_shards
@@ -125,8 +124,12 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         check_names(CrossShardOptimizer, options, Options)
         reduction = check_reduction(reduction)
         inner = check_transformation(opt)
-        _refuse_nested(inner)
-        _refuse_nested(preprocess)
+        for each in (inner, preprocess):
+            if isinstance(each, CrossShardOptimizer):
+                raise NestedReductionError(
+                    f"{each!r} already reduces over the shards; wrapping it again would reduce "
+                    f"twice. Wrap its .inner."
+                )
         pipeline = Pipeline(
             optax.with_extra_args_support(inner),
             reduction,
@@ -141,9 +144,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 "weight_update='auto' is for make_train_step, which shards the state itself; pass "
                 "'replicated' or 'sharded'."
             )
-        transformation = Transformation(pipeline, where, check_name(name), inner)
-        # Flax learns that it is a node before it can meet one.
-        _flax.load()
+        transformation = Transformation(pipeline, where, _check_name(name), inner)
+        if "flax" in sys.modules:  # it learns that this is a node before it can meet one
+            _flax.load()
         return cls._made(transformation, SlotStore(), _flax.current_trace())
 
     @classmethod
@@ -294,8 +297,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
           VariableTypeError: an item of ``var_list`` is no variable.
         """
         del aggregation_method, colocate_gradients_with_ops
-        check_gates(gate_gradients)
-        return self._compute(loss, var_list, grad_loss)[1]
+        return self._compute(loss, var_list, gate_gradients, grad_loss)[1]
 
     def apply_gradients(
         self,
@@ -332,10 +334,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             step, without ``incoming``.
           ShardContextError: gradients that were computed with another number of shards.
         """
-        check_whole(self._transformation.weight_update)
-        pairs = check_pairs(grads_and_vars)
-        check_global_step(global_step)
-        scope = contextlib.nullcontext() if name is None else jax.named_scope(check_name(name))
+        self._check_whole()
+        pairs = _check_pairs(grads_and_vars)
+        _check_global_step(global_step)
+        scope = contextlib.nullcontext() if name is None else jax.named_scope(_check_name(name))
         given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         variables = [variable for _, variable in given]
         counted = [] if global_step is None else [global_step]
@@ -347,16 +349,21 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         keyed = keyed_variables(self, variables, [variable for _, variable in pairs])
         run = self._transformation.transformations
         is_stage = not isinstance(self._pipeline.preprocess, Preprocess | None)
-        check_keywords(run, as_params(keyed), extra_args, a_stage_may_read=is_stage)
+        _check_keywords(run, as_params(keyed), extra_args, a_stage_may_read=is_stage)
         self._make_missing_slots(keyed)
         gradients = {key: jnp.asarray(g) for key, (g, _) in zip(keyed, given, strict=True)}
         params, before = as_params(keyed), self.slots.values(keyed)
-        with scope, explained(self._transformation.of_optax):
+        with scope, _explained(self._transformation.of_optax):
             updates, after, reduced = self._transformation.update_local(
                 gradients, before, params, origin, weight, extra_args
             )
             stepped = optax.apply_updates(params, updates)
-        check_structure(self._transformation.of_optax, before, after)
+        if jax.tree.structure(after) != jax.tree.structure(before):
+            raise ArgumentError(
+                f"The state of {self._transformation.of_optax} changed its structure in a step, "
+                f"from {jax.tree.structure(before)} to {jax.tree.structure(after)}. Slots are "
+                f"created once and keep their structure; use the Optax idiom (init and update)."
+            )
         for key, variable in keyed.items():
             variable.set_value(stepped[key])
         self.slots.write(keyed, after)
@@ -383,12 +390,11 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         see the two methods.
         """
         del aggregation_method, colocate_gradients_with_ops
-        check_gates(gate_gradients)
-        value, pairs = self._compute(loss, var_list, grad_loss)
+        value, pairs = self._compute(loss, var_list, gate_gradients, grad_loss)
         params = as_params(keyed_variables(self, [variable for _, variable in pairs]))
         # A loss that is not read would still be summed over the shards.
         with_loss = {"value": value, **extra_args}
-        used = reads(self._transformation.transformations, params, "value", with_loss)
+        used = _reads(self._transformation.transformations, params, "value", with_loss)
         extra_args = extra_args if used is False else with_loss
         self.apply_gradients(pairs, global_step, name, **extra_args)
         return value
@@ -403,7 +409,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
           ArgumentError: the inner optimizer's state cannot be slots.
           VariableError, VariableTypeError: see ``compute_gradients``.
         """
-        check_whole(self._transformation.weight_update)
+        self._check_whole()
         found = named_variables(var_list)
         self.computed.names.update(found)
         self._make_missing_slots(
@@ -430,7 +436,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     def get_slot_names(self) -> list[str]:
         """The names of the slots, as Optax names them; empty before the first step."""
-        return self.slots.slot_names()
+        return list(self.slots.named())
 
     def variables(self) -> list[AnyVariable]:
         """Every variable of the state: slots and shared ones, such as a step count."""
@@ -446,7 +452,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         Assign a pytree of the same structure to restore it, after ``build`` or a first step, or to
         change it: ``opt.state = optax.tree.set(opt.state, learning_rate=jnp.float32(0.01))``.
         """
-        state: CrossShardState | None = read_only(self.slots.values())
+        state: CrossShardState | None = self.slots.copy()
         return state
 
     @state.setter
@@ -455,16 +461,35 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     # What the methods share.
 
+    def _check_whole(self) -> None:
+        """Raise WeightUpdateError if each shard updates its slice: slots are whole."""
+        if self._transformation.weight_update is WeightUpdate.SHARDED:
+            raise WeightUpdateError(
+                "weight_update='sharded' is for the Optax idiom and make_train_step: a slot has "
+                "the full shape of its variable. Leave weight_update out here."
+            )
+
     def _compute(
         self,
         loss: Callable[[], ArrayLike],
         var_list: VariableList | None,
+        gate_gradients: int,
         grad_loss: ArrayLike | None,
     ) -> tuple[jax.Array, list[tuple[jax.Array | None, AnyVariable]]]:
         """This shard's loss, and the pairs that ``compute_gradients`` returns."""
-        loss, axes = check_loss(loss), self._pipeline.axis_name
-        number = self._pipeline.shards().number
-        found = named_variables(trained_by_default() if var_list is None else var_list)
+        # A bool is none, and to compare with an array gives another one.
+        if type(gate_gradients) is not int or gate_gradients not in (0, 1, 2):
+            raise ArgumentError(
+                f"gate_gradients must be one of CrossShardOptimizer.GATE_NONE (0), GATE_OP (1) and "
+                f"GATE_GRAPH (2); got {_check.shown(gate_gradients)}."
+            )
+        if not callable(loss):
+            raise ArgumentTypeError(
+                f"A loss must be a function without arguments, because a computed value cannot be "
+                f"differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
+            )
+        axes, number = self._pipeline.axis_name, self._pipeline.shards().number
+        found = named_variables(var_list)
         variables = [variable for variable, _ in found.values()]
         value, gradients, empty = differentiate(
             loss,
@@ -472,10 +497,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             shards_of_gradient(axes),
             self._pipeline.divisor(number),
             grad_loss,
-            var_list,
-            self._loss_scale(),
-            axes,
-            self._shards_of_mean,
+            given=var_list,
+            loss_scale=self._loss_scale(),
+            axis_name=axes,
+            shards_of_mean=self._shards_of_mean,
         )
         self.computed.add(found, number, empty)
         return value, list(zip(gradients, variables, strict=True))
@@ -518,61 +543,175 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     def _make_missing_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
         def make(missing: Mapping[str, AnyVariable]) -> None:
-            with explained(self._transformation.of_optax, when_made=True):
-                made = self.slots.initial(self._pipeline.init, missing)
-            self.slots.add(missing, made)
+            with _explained(self._transformation.of_optax, when_made=True):
+                self.slots.make(self._pipeline.init, missing)
 
         make_missing_slots(self, keyed, make, self._made_in)
 
 
-register_node(CrossShardOptimizer)
+def _flatten(optimizer: CrossShardOptimizer) -> tuple[Any, Any]:
+    # Equal for an optimizer and its rebuilt copies.
+    static = optimizer._transformation, tuple(optimizer.slots.variables)
+    return ((jax.tree_util.GetAttrKey("state"), optimizer.slots.tree),), static
 
 
-def transformation_of(optimizer: Any) -> Transformation:
-    """What an optimizer does; of one of Optax's, what it does when it is wrapped.
+def _unflatten(static: Any, children: Any) -> CrossShardOptimizer:
+    transformation, keys = static
+    return CrossShardOptimizer._made(transformation, SlotStore(dict.fromkeys(keys), *children))
+
+
+# Its children are its slots, for JAX's trees and for NNX's graphs, as nnx.Optimizer's are.
+jax.tree_util.register_pytree_with_keys(CrossShardOptimizer, _flatten, _unflatten)
+_flax.when_loaded(lambda: nnx.register_data_type(CrossShardOptimizer))
+
+
+# Checks.
+
+
+def _check_name(name: Any) -> str:
+    return _check.word("name", name, hint="It is how the optimizer is found in profiles.")
+
+
+def _check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, AnyVariable]]:
+    """The pairs as a list, each checked.
 
     Raises:
-      ArgumentTypeError: it is no optimizer.
+      ArgumentTypeError: not iterable, or a gradient that is not a floating array.
+      ArgumentError: no pairs, no gradients, or an item that is not a pair.
+      VariableError: not a variable, a duplicate, or a shape other than its gradient's.
     """
-    if isinstance(optimizer, CrossShardOptimizer):
-        return optimizer._transformation
-    inner = check_transformation(optimizer)
-    pipeline = Pipeline(optax.with_extra_args_support(inner), Reduction.MEAN)
-    return Transformation(pipeline, WeightUpdate.REPLICATED, "CrossShardOptimizer", inner)
-
-
-def pipeline_of(optimizer: Transformation, options: Mapping[str, Any]) -> Pipeline:
-    """The pipeline of an optimizer, with further options.
-
-    Raises:
-      ArgumentError: an option is invalid, or the optimizer has it already.
-      ArgumentTypeError: an option is invalid.
-    """
-    pipeline = optimizer.pipeline
-    if not options:
-        return pipeline
-    # Which checks them first.
-    given = dataclasses.replace(pipeline, options=options).options
-    asked = {name: value for name, value in given.items() if _is_asked(value)}
-    sums = ("reduce_dtype", "aggregator")
-    for name in asked:
-        both = sums if name in sums else (name,)
-        if any(_is_asked(pipeline.options.get(each)) for each in both):
-            raise ArgumentError(
-                f"Both the optimizer and make_train_step were given {', or '.join(both)}. Pass it "
-                f"to one of them."
-            )
-    return pipeline.with_options(**asked)
-
-
-def _is_asked(value: Any) -> bool:
-    return value is not None and not (isinstance(value, Sized) and len(value) == 0)
-
-
-def _refuse_nested(inner: Any) -> None:
-    """Raise NestedReductionError if an optimizer is a CrossShardOptimizer."""
-    if isinstance(inner, CrossShardOptimizer):
-        raise NestedReductionError(
-            f"{inner!r} already reduces over the shards; wrapping it again would reduce twice. "
-            f"Wrap its .inner."
+    if not isinstance(grads_and_vars, Iterable) or hasattr(grads_and_vars, "dtype"):
+        raise ArgumentTypeError(
+            f"grads_and_vars must be a list of (gradient, variable) pairs; got "
+            f"{type(grads_and_vars).__name__}."
         )
+    items = list(grads_and_vars)
+    if not items:
+        raise ArgumentError("No variables provided.")
+    for item in items:
+        _check_pair(item)
+    seen: set[int] = set()
+    for _, variable in items:
+        if id(variable) in seen:
+            raise VariableError(f"{describe_variable(variable)} is in grads_and_vars twice.")
+        seen.add(id(variable))
+    if all(gradient is None for gradient, _ in items):
+        raise ArgumentError(
+            f"No gradients provided for any variable: "
+            f"{[describe_variable(variable) for _, variable in items]}."
+        )
+    return [(gradient, variable) for gradient, variable in items]
+
+
+def _check_pair(item: Any) -> None:
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise ArgumentError(
+            f"Each item must be a (gradient, variable) pair; got {_check.shown(item, 120)}."
+        )
+    gradient, variable = item
+    if not isinstance(variable, nnx.Variable):
+        swapped = (
+            " Gradient and variable are swapped." if isinstance(gradient, nnx.Variable) else ""
+        )
+        raise VariableError(
+            f"Each pair must end with an nnx variable; got {type(variable).__name__}.{swapped}"
+        )
+    if gradient is None:
+        return
+    name = f"The gradient of {describe_variable(variable)}"
+    is_array = hasattr(gradient, "dtype") or isinstance(gradient, float)
+    if isinstance(gradient, nnx.Variable) or not is_array:
+        raise ArgumentTypeError(f"{name} must be an array; got {type(gradient).__name__}.")
+    check_gradient_dtype(name, gradient)
+    _check.array(name, gradient)
+    if not jnp.issubdtype(jnp.result_type(gradient), jnp.floating):
+        raise ArgumentTypeError(
+            f"{name} has dtype {jnp.result_type(gradient)}, not a floating one."
+        )
+    # Inside a step, a per-shard variable holds one shard's value.
+    if jnp.shape(gradient) != jnp.shape(variable.get_raw_value()):
+        raise VariableError(f"{name} has shape {jnp.shape(gradient)}.")
+
+
+def _check_global_step(global_step: Any) -> None:
+    """Raise ArgumentTypeError unless it is ``None`` or a scalar integer variable."""
+    if global_step is None:
+        return
+    variable = isinstance(global_step, nnx.Variable)
+    value = global_step.get_raw_value() if variable else None
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    got = describe_variable(global_step) if variable else _check.shown(global_step)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or shape != ():
+        raise ArgumentTypeError(
+            f"global_step must be a scalar integer variable, because it is incremented in place; "
+            f"got {got}. Write nnx.Variable(jnp.array(0))."
+        )
+
+
+def _check_keywords(
+    transformations: Sequence[optax.GradientTransformation],
+    params: Any,
+    given: Mapping[str, Any],
+    *,
+    a_stage_may_read: bool,
+) -> None:
+    """Raise for a keyword that no transformation reads, such as a misspelt one of ours.
+
+    Raises:
+      ArgumentTypeError: such a keyword.
+    """
+    # Optax's names for the loss and its gradient: optimizers that do not use them ignore them.
+    for name in sorted(given.keys() - {"value", "grad"}):
+        if a_stage_may_read or _reads(transformations, params, name, given) is not False:
+            continue
+        raise ArgumentTypeError(
+            f"apply_gradients was given {name!r}, which neither it nor the inner optimizer takes. "
+            f"Pass hyperparameters, such as a learning rate, when you create the optimizer, or "
+            f"keep them in its state with optax.inject_hyperparams."
+        )
+
+
+def _reads(
+    transformations: Sequence[optax.GradientTransformation],
+    params: Any,
+    name: str,
+    given: Mapping[str, Any],
+) -> bool | None:
+    """Whether an update depends on a keyword; ``None`` if one cannot be traced alone."""
+    found: list[bool | None] = []
+    for transformation in transformations:
+
+        def update(value: Any, params: Any, gradients: Any, run: Any = transformation) -> Any:
+            with inside_optimizer():
+                return run.update(gradients, run.init(params), params, **{**given, name: value})
+
+        try:
+            takes = takes_keyword(transformation, name)
+            found.append(takes and depends(update, given[name], params, params))
+        except Exception:  # with a function as the value, for example: the step itself will tell
+            found.append(None)
+    return None if None in found and True not in found else any(found)
+
+
+@contextlib.contextmanager
+def _explained(of_optax: str, *, when_made: bool = False) -> Iterator[None]:
+    """Say what parameters are here if an optimizer fails on a dict of them.
+
+    Any usual failure means that where slots are made, for there is no gradient yet.
+    """
+    kinds = (AttributeError, KeyError, TypeError, ValueError) if when_made else ()
+    try:
+        yield
+    except CrossshardError:
+        raise
+    except Exception as error:
+        of_dict = isinstance(error, AttributeError) and type(error.obj) is dict
+        if not of_dict and not isinstance(error, kinds):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ArgumentError(
+            f"{of_optax} cannot update variables: here parameters are a dict from name to array, "
+            f"such as 'dense/kernel', and it failed on that ({reason}). Write masks and labels as "
+            f"functions of the parameters; optimizers with their own parameter type, such as "
+            f"lookahead, need the Optax idiom (init and update)."
+        ) from error
