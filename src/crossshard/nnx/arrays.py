@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,19 +79,13 @@ def kept(key: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The flattened arguments of one call.
-
-    Attributes:
-      leaves: the arrays, on the mesh.
-      specs: their specs.
-      whole: by its place among all leaves, what every shard gets unchanged: a module, an optimizer,
-        a Python value.
-      tree: the structure of the positional and the keyword arguments.
-    """
+    """The flattened arguments of one call: the arrays, which are on the mesh, and all others."""
 
     leaves: tuple[jax.Array, ...]
     specs: tuple[PartitionSpec, ...]
+    # By its place among all leaves: a module, an optimizer, a Python value.
     whole: dict[int, Any]
+    # The structure of the positional and the keyword arguments.
     tree: Any
 
     def own_rows(self) -> str:
@@ -130,14 +124,12 @@ class InputAxes:
     """Along which axes the inputs of a runner are split.
 
     Attributes:
-      of_all: the axes of every input.
-      of_each: those of each positional one; ``None`` if they are ``of_all``.
-      argument: the argument that said so: arrays that ``batch_axis`` splits have as many rows.
+      axes: those of every input, or a tuple of those of each positional one.
+      has_same_rows: whether all inputs have as many rows, or each a number of its own.
     """
 
-    of_all: BatchAxes = FIRST
-    of_each: tuple[BatchAxes, ...] | None = None
-    argument: str = "batch_axis"
+    axes: BatchAxes | tuple[BatchAxes, ...] = FIRST
+    has_same_rows: bool = True
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchAxes]:
         """The axes of each argument, of those by keyword in the order of their names.
@@ -145,12 +137,12 @@ class InputAxes:
         Raises:
           ArgumentError: they are not one for each argument.
         """
-        if self.of_each is None:
-            return [self.of_all] * (len(args) + len(kwargs))
-        if len(self.of_each) != len(args):
+        if isinstance(self.axes, BatchAxes):
+            return [self.axes] * (len(args) + len(kwargs))
+        if len(self.axes) != len(args):
             raise ArgumentError(
-                f"{self.argument} has {len(self.of_each)} entries for {len(args)} inputs; pass one "
-                f"per input."
+                f"{'batch_axis' if self.has_same_rows else 'input_shard_axes'} has "
+                f"{len(self.axes)} entries for {len(args)} inputs; pass one per input."
             )
         split = [name for name, value in kwargs.items() if not is_whole(value)]
         if split and self.has_same_rows:
@@ -158,12 +150,7 @@ class InputAxes:
                 f"batch_axis has an entry for each input that is passed by position, and none for "
                 f"input {split[0]!r}. Pass it by position."
             )
-        return [*self.of_each, *[self.of_all] * len(kwargs)]
-
-    @property
-    def has_same_rows(self) -> bool:
-        """Whether all inputs have as many rows, or each a number of its own."""
-        return self.of_each is None or self.argument == "batch_axis"
+        return [*self.axes, *[FIRST] * len(kwargs)]
 
 
 def check_input_axes(input_shard_axes: Any, batch_axis: Any) -> InputAxes:
@@ -174,24 +161,22 @@ def check_input_axes(input_shard_axes: Any, batch_axis: Any) -> InputAxes:
       ArgumentTypeError: they are not axes.
     """
     if input_shard_axes is None:
-        if not isinstance(batch_axis, list | tuple):
-            return InputAxes(check_batch_axis(batch_axis))
-        check_batch_axis(batch_axis)
-        return InputAxes(of_each=tuple(map(axes_of, batch_axis)))
+        axes = check_batch_axis(batch_axis)
+        is_list = isinstance(batch_axis, list | tuple)
+        return InputAxes(tuple(map(axes_of, batch_axis)) if is_list else axes)
     if batch_axis != 0:
         raise ArgumentError(
             f"input_shard_axes={_check.shown(input_shard_axes)} and "
             f"batch_axis={_check.shown(batch_axis)} say the same. Pass batch_axis "
             f"alone, which takes an axis, or None, for each input, too."
         )
-    each = input_shard_axes if isinstance(input_shard_axes, list | tuple) else ()
     if not isinstance(input_shard_axes, list | tuple) or not all(
-        axis is None or type(axis) is int for axis in each
+        axis is None or type(axis) is int for axis in input_shard_axes
     ):
         raise ArgumentTypeError(
             f"input_shard_axes must be a list of ints; got {_check.shown(input_shard_axes)}."
         )
-    return InputAxes(of_each=tuple(map(axes_of, each)), argument="input_shard_axes")
+    return InputAxes(tuple(map(axes_of, input_shard_axes)), has_same_rows=False)
 
 
 def is_stateful(value: Any) -> bool:
@@ -306,20 +291,6 @@ def _check_lengths(lengths: dict[str, int]) -> None:
             )
 
 
-class LaidOut(NamedTuple):
-    """One shard's part of an output.
-
-    Attributes:
-      local: the array, in the shape for its spec.
-      spec: the spec of the joined array.
-      from_all: whether the output is joined over the shards, or the first shard's.
-    """
-
-    local: jax.Array
-    spec: PartitionSpec
-    from_all: bool
-
-
 @dataclasses.dataclass(frozen=True)
 class Outputs:
     """How the outputs of the shards are joined.
@@ -330,10 +301,12 @@ class Outputs:
     """
 
     from_all: tuple[bool, ...] = (True,)
-    axes: tuple[int | None, ...] | None = None
+    axes: tuple[int, ...] | None = None
 
-    def lay_out(self, out: Any, names: tuple[str, ...]) -> list[LaidOut]:
-        """The leaves of one shard's outputs.
+    def lay_out(
+        self, out: Any, names: tuple[str, ...]
+    ) -> list[tuple[jax.Array, PartitionSpec, bool]]:
+        """The arrays of one shard's outputs, the specs of the joined ones, and which are joined.
 
         Raises:
           ArgumentError: options that do not match the outputs.
@@ -347,19 +320,41 @@ class Outputs:
                 raise ArgumentError(
                     f"{name} has {len(given)} entries for {len(tops)} outputs; pass one per output."
                 )
-        return [
-            _laid_out(x, flag, axis or 0, names)
-            for top, flag, axis in zip(tops, flags, axes, strict=True)
-            for x in jax.tree.leaves(top)
-        ]
+        found = []
+        for top, from_all, axis in zip(tops, flags, axes, strict=True):
+            for x in jax.tree.leaves(top):
+                if not from_all or x.ndim == 0:
+                    found.append((x[None], PartitionSpec(names), from_all))
+                elif -x.ndim <= axis < x.ndim:
+                    spec = PartitionSpec(*[None] * (axis % x.ndim), names)
+                    found.append((x, spec, from_all))
+                else:
+                    raise ArgumentError(
+                        f"output_shard_axes names axis {axis} of an output of shape {x.shape}."
+                    )
+        return found
 
 
-def _laid_out(x: jax.Array, from_all: bool, axis: int, names: tuple[str, ...]) -> LaidOut:
-    if not from_all or x.ndim == 0:
-        return LaidOut(x[None], PartitionSpec(names), from_all)
-    if not -x.ndim <= axis < x.ndim:
-        raise ArgumentError(f"output_shard_axes names axis {axis} of an output of shape {x.shape}.")
-    return LaidOut(x, PartitionSpec(*[None] * (axis % x.ndim), names), from_all)
+def check_outputs(outputs_from_all_shards: Any, output_shard_axes: Any) -> Outputs:
+    """The checked arguments of a runner.
+
+    Raises:
+      ArgumentTypeError: they are no bools, or no axes.
+    """
+    given = outputs_from_all_shards
+    flags = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not all(isinstance(flag, bool) for flag in flags):
+        raise ArgumentTypeError(
+            f"outputs_from_all_shards must be bools; got {_check.shown(given)}."
+        )
+    axes = output_shard_axes
+    if axes is None:
+        return Outputs(flags)
+    if not isinstance(axes, list | tuple) or not all(type(axis) is int for axis in axes):
+        raise ArgumentTypeError(
+            f"output_shard_axes must be a list of ints; got {_check.shown(axes)}."
+        )
+    return Outputs(flags, tuple(axes))
 
 
 def as_output(value: Any) -> Any:

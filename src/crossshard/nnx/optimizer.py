@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from crossshard import _check, _flax
+from crossshard import _check, _flax, _jax
 from crossshard._annotations import Groups, PyTree
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import (
@@ -25,15 +25,17 @@ from crossshard.errors import (
 )
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.reduction import Reduction, check_reduction
-from crossshard.gradients.status import GradientStatus, check_gradient_dtype, check_incoming
+from crossshard.gradients.status import GradientStatus, check_incoming
 from crossshard.jaxprs.dependence import depends
-from crossshard.nnx.program import check_writable
+from crossshard.nnx.program import bound, check_writable
 from crossshard.nnx.slots import Computed, HasSlots, SlotStore, as_params
 from crossshard.nnx.variables import (
+    check_global_step,
+    check_pairs,
     differentiate,
-    keyed_variables,
-    make_missing_slots,
+    known_names,
     named_variables,
+    trained_by_default,
 )
 from crossshard.optimizer.transformation import Transformation
 from crossshard.pipeline.options import Options
@@ -335,22 +337,34 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
           ShardContextError: gradients that were computed with another number of shards.
         """
         self._check_whole()
-        pairs = _check_pairs(grads_and_vars)
-        _check_global_step(global_step)
+        pairs = check_pairs(grads_and_vars)
+        check_global_step(global_step)
         scope = contextlib.nullcontext() if name is None else jax.named_scope(_check_name(name))
         given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         variables = [variable for _, variable in given]
         counted = [] if global_step is None else [global_step]
         for variable in [*variables, *counted, *self.slots.all()]:
             check_writable(variable)
-        origin = check_incoming(incoming) or self._origin(variables)
+        number = self._pipeline.shards(warn=False).number
+        divisor, declared = self._pipeline.divisor(number), self._pipeline.incoming is not None
+        origin = check_incoming(incoming) or self.computed.origin(
+            variables, number, divisor, declared=declared
+        )
         if incoming is None and origin is GradientStatus.SCALED and weight is None:
             weight = self.computed.weight
-        keyed = keyed_variables(self, variables, [variable for _, variable in pairs])
+        keyed = self._keyed(variables, [variable for _, variable in pairs])
         run = self._transformation.transformations
-        is_stage = not isinstance(self._pipeline.preprocess, Preprocess | None)
-        _check_keywords(run, as_params(keyed), extra_args, a_stage_may_read=is_stage)
-        self._make_missing_slots(keyed)
+        a_stage_may_read = not isinstance(self._pipeline.preprocess, Preprocess | None)
+        # Optax's names for the loss and its gradient: optimizers that do not use them ignore them.
+        for name in sorted(extra_args.keys() - {"value", "grad"}):
+            if a_stage_may_read or _reads(run, as_params(keyed), name, extra_args) is not False:
+                continue
+            raise ArgumentTypeError(
+                f"apply_gradients was given {name!r}, which neither it nor the inner optimizer "
+                f"takes. Pass hyperparameters, such as a learning rate, when you create the "
+                f"optimizer, or keep them in its state with optax.inject_hyperparams."
+            )
+        self._make_slots(keyed)
         gradients = {key: jnp.asarray(g) for key, (g, _) in zip(keyed, given, strict=True)}
         params, before = as_params(keyed), self.slots.values(keyed)
         with scope, _explained(self._transformation.of_optax):
@@ -391,7 +405,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         """
         del aggregation_method, colocate_gradients_with_ops
         value, pairs = self._compute(loss, var_list, gate_gradients, grad_loss)
-        params = as_params(keyed_variables(self, [variable for _, variable in pairs]))
+        variables = [variable for _, variable in pairs]
+        params = as_params(self._keyed(variables, variables))
         # A loss that is not read would still be summed over the shards.
         with_loss = {"value": value, **extra_args}
         used = _reads(self._transformation.transformations, params, "value", with_loss)
@@ -412,9 +427,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         self._check_whole()
         found = named_variables(var_list)
         self.computed.names.update(found)
-        self._make_missing_slots(
-            keyed_variables(self, [variable for variable, _ in found.values()])
-        )
+        variables = [variable for variable, _ in found.values()]
+        self._make_slots(self._keyed(variables, variables))
 
     def get_slot(self, var: AnyVariable | str, name: str) -> AnyVariable | None:
         """The slot of a variable, as a variable; ``None`` if there is no such slot.
@@ -489,7 +503,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 f"differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
             )
         axes, number = self._pipeline.axis_name, self._pipeline.shards().number
-        found = named_variables(var_list)
+        found = named_variables(trained_by_default() if var_list is None else var_list)
         variables = [variable for variable, _ in found.values()]
         value, gradients, empty = differentiate(
             loss,
@@ -534,19 +548,51 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             return None
         return stage.init(None).scale if state is None else state.loss_scale.scale.get_value()
 
-    def _origin(self, variables: list[AnyVariable]) -> GradientStatus | None:
-        """What the gradients of variables are, if nobody has declared it."""
-        number = self._pipeline.shards(warn=False).number
-        divisor = self._pipeline.divisor(number)
-        declared = self._pipeline.incoming is not None
-        return self.computed.origin(variables, number, divisor, declared=declared)
+    def _keyed(
+        self, variables: Sequence[AnyVariable], order: Sequence[AnyVariable]
+    ) -> dict[str, AnyVariable]:
+        """Variables by their keys; one without a name is called by its place in ``order``."""
+        names = self.computed.names
+        names.update(known_names(v for v in variables if id(v) not in names))
+        return self.slots.keyed(variables, order, names)
 
-    def _make_missing_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
-        def make(missing: Mapping[str, AnyVariable]) -> None:
+    def _make_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
+        """Make the slots of those variables that have none, where they last.
+
+        Raises:
+          VariableError: the slots would be lost with the trace, or the step was given the variables
+            and not the optimizer, or the reverse.
+        """
+        missing = self.slots.bind(keyed)
+        if not missing:
+            return
+
+        def make() -> None:
             with _explained(self._transformation.of_optax, when_made=True):
                 self.slots.make(self._pipeline.init, missing)
 
-        make_missing_slots(self, keyed, make, self._made_in)
+        around, made_in = bound(), self._made_in
+        all_of_them: list[AnyVariable | HasSlots] = [*missing.values(), self]
+        given = [around is not None and around.has(each) for each in all_of_them]
+        if around is not None and all(given):
+            # This trace goes on with slots of its own; those that last are made after it.
+            around.lacks(self, make)
+        elif any(given):
+            words = ["given to it" if each else "not given to it" for each in given]
+            raise VariableError(
+                f"An optimizer and its variables must be either both passed to a step or both "
+                f"created in it: {self!r} was {words[-1]}, and "
+                f"{describe_variable(next(iter(missing.values())))} was {words[0]}. Pass both as "
+                f"arguments."
+            )
+        elif not (_jax.at_top_level() if made_in is None else made_in == _flax.current_trace()):
+            raise VariableError(
+                f"The slots of {self!r} would be created inside a trace, of jax.jit, nnx.jit, "
+                f"nnx.cond, nnx.scan or the like, and be lost when it ends. Create them before "
+                f"it with optimizer.build(model), for example in the first line of a step under "
+                f"crossshard.shard."
+            )
+        make()
 
 
 def _flatten(optimizer: CrossShardOptimizer) -> tuple[Any, Any]:
@@ -570,105 +616,6 @@ _flax.when_loaded(lambda: nnx.register_data_type(CrossShardOptimizer))
 
 def _check_name(name: Any) -> str:
     return _check.word("name", name, hint="It is how the optimizer is found in profiles.")
-
-
-def _check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, AnyVariable]]:
-    """The pairs as a list, each checked.
-
-    Raises:
-      ArgumentTypeError: not iterable, or a gradient that is not a floating array.
-      ArgumentError: no pairs, no gradients, or an item that is not a pair.
-      VariableError: not a variable, a duplicate, or a shape other than its gradient's.
-    """
-    if not isinstance(grads_and_vars, Iterable) or hasattr(grads_and_vars, "dtype"):
-        raise ArgumentTypeError(
-            f"grads_and_vars must be a list of (gradient, variable) pairs; got "
-            f"{type(grads_and_vars).__name__}."
-        )
-    items = list(grads_and_vars)
-    if not items:
-        raise ArgumentError("No variables provided.")
-    for item in items:
-        _check_pair(item)
-    seen: set[int] = set()
-    for _, variable in items:
-        if id(variable) in seen:
-            raise VariableError(f"{describe_variable(variable)} is in grads_and_vars twice.")
-        seen.add(id(variable))
-    if all(gradient is None for gradient, _ in items):
-        raise ArgumentError(
-            f"No gradients provided for any variable: "
-            f"{[describe_variable(variable) for _, variable in items]}."
-        )
-    return [(gradient, variable) for gradient, variable in items]
-
-
-def _check_pair(item: Any) -> None:
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        raise ArgumentError(
-            f"Each item must be a (gradient, variable) pair; got {_check.shown(item, 120)}."
-        )
-    gradient, variable = item
-    if not isinstance(variable, nnx.Variable):
-        swapped = (
-            " Gradient and variable are swapped." if isinstance(gradient, nnx.Variable) else ""
-        )
-        raise VariableError(
-            f"Each pair must end with an nnx variable; got {type(variable).__name__}.{swapped}"
-        )
-    if gradient is None:
-        return
-    name = f"The gradient of {describe_variable(variable)}"
-    is_array = hasattr(gradient, "dtype") or isinstance(gradient, float)
-    if isinstance(gradient, nnx.Variable) or not is_array:
-        raise ArgumentTypeError(f"{name} must be an array; got {type(gradient).__name__}.")
-    check_gradient_dtype(name, gradient)
-    _check.array(name, gradient)
-    if not jnp.issubdtype(jnp.result_type(gradient), jnp.floating):
-        raise ArgumentTypeError(
-            f"{name} has dtype {jnp.result_type(gradient)}, not a floating one."
-        )
-    # Inside a step, a per-shard variable holds one shard's value.
-    if jnp.shape(gradient) != jnp.shape(variable.get_raw_value()):
-        raise VariableError(f"{name} has shape {jnp.shape(gradient)}.")
-
-
-def _check_global_step(global_step: Any) -> None:
-    """Raise ArgumentTypeError unless it is ``None`` or a scalar integer variable."""
-    if global_step is None:
-        return
-    variable = isinstance(global_step, nnx.Variable)
-    value = global_step.get_raw_value() if variable else None
-    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
-    got = describe_variable(global_step) if variable else _check.shown(global_step)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or shape != ():
-        raise ArgumentTypeError(
-            f"global_step must be a scalar integer variable, because it is incremented in place; "
-            f"got {got}. Write nnx.Variable(jnp.array(0))."
-        )
-
-
-def _check_keywords(
-    transformations: Sequence[optax.GradientTransformation],
-    params: Any,
-    given: Mapping[str, Any],
-    *,
-    a_stage_may_read: bool,
-) -> None:
-    """Raise for a keyword that no transformation reads, such as a misspelt one of ours.
-
-    Raises:
-      ArgumentTypeError: such a keyword.
-    """
-    # Optax's names for the loss and its gradient: optimizers that do not use them ignore them.
-    for name in sorted(given.keys() - {"value", "grad"}):
-        if a_stage_may_read or _reads(transformations, params, name, given) is not False:
-            continue
-        raise ArgumentTypeError(
-            f"apply_gradients was given {name!r}, which neither it nor the inner optimizer takes. "
-            f"Pass hyperparameters, such as a learning rate, when you create the optimizer, or "
-            f"keep them in its state with optax.inject_hyperparams."
-        )
 
 
 def _reads(

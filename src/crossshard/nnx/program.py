@@ -115,15 +115,6 @@ class Reached:
         constants = tuple(map(ByValue, self._constants))
         return _flax.hashable(self._graph, ByValue), types, of_optimizers, constants
 
-    def check_kinds(self) -> None:
-        """Raise VariableError if a variable is of one of NNX's experimental kinds."""
-        for variable in self.variables:
-            if variable.hijax or variable.ref:
-                raise VariableError(
-                    f"{describe_variable(variable)} is of NNX's experimental "
-                    f"{'hijax' if variable.hijax else 'ref'} kind; use an ordinary variable."
-                )
-
 
 def _type_of(value: Any) -> Any:
     if isinstance(value, jax.Array):
@@ -236,7 +227,12 @@ class Program:
         reached: Reached,
         arguments: Arguments,
     ):
-        reached.check_kinds()
+        for variable in reached.variables:
+            if variable.hijax or variable.ref:
+                raise VariableError(
+                    f"{describe_variable(variable)} is of NNX's experimental "
+                    f"{'hijax' if variable.hijax else 'ref'} kind; use an ordinary variable."
+                )
         self._computation = computation
         # It computes with automatic axes, and arrays lie on the mesh as the user made it.
         self._mesh = _mesh.with_automatic_axes(mesh)
@@ -252,10 +248,7 @@ class Program:
 
     def spread(self, reached: Reached) -> bool:
         """Store variables that will differ as ``[shards, …]``; returns whether there were any."""
-        return self._spread(reached.numeric(self._mesh.size))
-
-    def _spread(self, variables: Sequence[AnyVariable]) -> bool:
-        pairs = zip(variables, self._entering, strict=True)
+        pairs = zip(reached.numeric(self._mesh.size), self._entering, strict=True)
         new = [v for v, placement in pairs if placement.per_shard and not is_per_shard(v)]
         on_each = lambda x: jnp.broadcast_to(x, (self._mesh.size, *jnp.shape(x)))
         for variable in new:
@@ -265,8 +258,8 @@ class Program:
 
     def __call__(self, reached: Reached, arguments: Arguments) -> Any:
         """Run the step on these arrays and write its variables."""
+        self.spread(reached)
         variables = reached.numeric(self._mesh.size)
-        self._spread(variables)
         values = [
             _placed(stacked(variable.get_raw_value()), sharding)
             for variable, sharding in zip(variables, self._shardings, strict=True)
@@ -353,24 +346,20 @@ class Program:
             return jax.tree.map(lambda x: x[None], after)
 
         run = self._over_mesh(arguments, of_one_shard, PartitionSpec(self._names))
-        variables = reached.numeric(self._mesh.size)
-        abstract = [
-            self._abstract(v, placement)
-            for v, placement in zip(variables, self._entering, strict=True)
-        ]
+        abstract = []
+        for variable, placement in zip(
+            reached.numeric(self._mesh.size), self._entering, strict=True
+        ):
+            lead = (self._mesh.size,) if placement.per_shard and not is_per_shard(variable) else ()
+            type_of = lambda x, lead=lead: jax.ShapeDtypeStruct(
+                (*lead, *jnp.shape(x)), jnp.asarray(x).dtype
+            )
+            abstract.append(jax.tree.map(type_of, stacked(variable.get_raw_value())))
         leaves = [_mesh.on_mesh(leaf, self._mesh) for leaf in arguments.leaves]
         with _mesh.in_place_of_the_users_mesh(self._mesh):
             traced, after = jax.make_jaxpr(run, return_shape=True)(abstract, tuple(leaves))
         axes = jax.tree.structure(after).unflatten(varying_axes_of_outputs(traced))
         return [any(jax.tree.leaves(value)) for value in axes], lacking
-
-    def _abstract(self, variable: AnyVariable, placement: Placement) -> Any:
-        """The shapes and dtypes of its input value, ``[shards, …]`` if it is per shard."""
-        lead = (self._mesh.size,) if placement.per_shard and not is_per_shard(variable) else ()
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((*lead, *jnp.shape(x)), jnp.asarray(x).dtype),
-            stacked(variable.get_raw_value()),
-        )
 
     def _local(self, variable: AnyVariable, placement: Placement, value: Any) -> Any:
         """One shard's part of the input value; random streams become distinct."""
@@ -401,11 +390,11 @@ class Program:
             _check_none_was_created(reached, variables, self._mesh.size)
         out = self._outputs.lay_out(outputs, self._names)
         self._changed = [not same_arrays(a, b) for a, b in zip(after, before, strict=True)]
-        self._specs_of_outputs = [each.spec for each in out]
-        self._from_all = [each.from_all for each in out]
+        self._specs_of_outputs = [spec for _, spec, _ in out]
+        self._from_all = [from_all for _, _, from_all in out]
         self._tree = jax.tree.structure(outputs)
         lacking += around.lacking
-        return [each.local for each in out], after
+        return [x for x, _, _ in out], after
 
     def _run(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
         """The whole step: its outputs, and the variables that it writes."""
@@ -420,8 +409,11 @@ class Program:
         specs = [placement.spec(self._names) for placement in self._leaving]
         run = self._over_mesh(arguments, of_one_shard, (self._specs_of_outputs, specs))
         outputs, after = run(values, leaves)
+        whole = NamedSharding(self._mesh, PartitionSpec())
+        # The first shard's output, which each of several processes can read.
+        readable = lambda x: lax.with_sharding_constraint(x, whole) if self._has_processes else x
         pairs = zip(outputs, self._from_all, strict=True)
-        return [x if from_all else self._of_first(x) for x, from_all in pairs], after
+        return [x if from_all else readable(x[0]) for x, from_all in pairs], after
 
     def _specs(self, found: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         """How the outputs and the variables lie on the mesh."""
@@ -430,12 +422,6 @@ class Program:
         each = zip(self._leaving, found[1], strict=True)
         spread = lambda spec, value: jax.tree.map(lambda _: spec, value)
         return of_outputs, [spread(placement.spec(self._names), value) for placement, value in each]
-
-    def _of_first(self, x: jax.Array) -> jax.Array:
-        """The first shard's output, which each of several processes can read."""
-        if not self._has_processes:
-            return x[0]
-        return lax.with_sharding_constraint(x[0], NamedSharding(self._mesh, PartitionSpec()))
 
     def _over_mesh(
         self, arguments: Arguments, function: Callable[..., Any], out_specs: Any

@@ -397,7 +397,11 @@ def is_variable(leaf: Any) -> bool:
 
 
 class Computed:
-    """The variables whose gradients ``compute_gradients`` returned in the current trace."""
+    """The variables whose gradients ``compute_gradients`` returned in the current trace.
+
+    Attributes:
+      weight: float[], 0 if a ``Mean`` counted no row; ``None`` if some always count.
+    """
 
     def __init__(self) -> None:
         self.clear()
@@ -406,9 +410,8 @@ class Computed:
         """Forget all of them."""
         self._trace = _flax.current_trace()
         self._names: Named = {}
-        self._shards: dict[int, int] = {}
-        self._applied: set[int] = set()
-        # float[], 0 if a Mean counted no row; None if some always count.
+        # By the id of the variable: the number of shards, and whether it has been applied.
+        self._shards: dict[int, tuple[int, bool]] = {}
         self.weight: jax.Array | None = None
 
     @property
@@ -418,16 +421,16 @@ class Computed:
             self.clear()
         return self._names
 
-    def add(self, found: Named, number_of_shards: int, empty: jax.Array | None = None) -> None:
+    def add(self, found: Named, number_of_shards: int, empty: jax.Array | None) -> None:
         """Note that their gradients were returned on this many shards, and if no row counts."""
         self.names.update(found)
         self.weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
-        self._shards.update(dict.fromkeys(found, number_of_shards))
-        self._applied.difference_update(found)
+        self._shards.update(dict.fromkeys(found, (number_of_shards, False)))
 
     def note_applied(self, variables: Sequence[AnyVariable]) -> None:
         """Note that their gradients have been applied."""
-        self._applied.update(id(v) for v in variables if id(v) in self._shards)
+        for known in {id(variable) for variable in variables} & self._shards.keys():
+            self._shards[known] = self._shards[known][0], True
 
     def origin(
         self, variables: Sequence[AnyVariable], number: int, divisor: int, *, declared: bool
@@ -444,19 +447,18 @@ class Computed:
           IncomingError: the gradients come from elsewhere, or have been applied already.
           ShardContextError: they were computed on another number of shards.
         """
-        known = self.names and self._applied
-        again = next((v for v in variables if id(v) in known), None)
-        if again is not None and divisor > 1:
-            raise IncomingError(
-                f"The gradient of {describe_variable(again)} has been applied already in this "
-                f"step. Call compute_gradients again, or pass incoming='scaled' to apply the same "
-                f"gradients twice."
-            )
         elsewhere: AnyVariable | None = None
+        known = self.names and self._shards
         for variable in variables:
-            computed = self._shards.get(id(variable))
+            computed, is_applied = known.get(id(variable), (None, False))
             if computed is None:
                 elsewhere = variable if elsewhere is None else elsewhere
+            elif is_applied and divisor > 1:
+                raise IncomingError(
+                    f"The gradient of {describe_variable(variable)} has been applied already in "
+                    f"this step. Call compute_gradients again, or pass incoming='scaled' to apply "
+                    f"the same gradients twice."
+                )
             elif computed != number:
                 raise ShardContextError(
                     f"The gradient of {describe_variable(variable)} was computed under {computed} "

@@ -1,25 +1,40 @@
-"""The variables that an optimizer updates: their names, their gradients, and where slots last."""
+"""The variables that an optimizer updates: what they are called, and their gradients."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from crossshard import _check, _flax, _jax
+from crossshard import _check, _flax
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.collectives.sums import widen
-from crossshard.errors import ArgumentError, VariableError, VariableTypeError
+from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError, VariableTypeError
 from crossshard.gradients.autodiff import check_sums, explained_types, scaled, unscale
 from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.gradients.scalars import check_scalar
+from crossshard.gradients.status import check_gradient_dtype
 from crossshard.nnx.program import Reached, bound, check_writable, same_arrays
-from crossshard.nnx.slots import HasSlots, Named
+from crossshard.nnx.slots import Named
 from crossshard.shards.axes import Shards, check_no_further
+
+
+def trained_by_default() -> list[AnyVariable]:
+    """Every ``nnx.Param`` that was given to the step.
+
+    Raises:
+      ArgumentError: there is no step of a runner here.
+    """
+    around = bound()
+    if around is None:
+        raise ArgumentError(
+            "Outside of a step of crossshard.shard there is no list of all parameters. Pass the "
+            "module whose parameters to train, var_list=model."
+        )
+    return [variable for variable in around.variables if isinstance(variable, nnx.Param)]
 
 
 def named_variables(var_list: Any) -> Named:
@@ -27,21 +42,13 @@ def named_variables(var_list: Any) -> Named:
 
     The variables of a module are its ``nnx.Param``s, named by their paths. A variable in a list is
     named by its metadata, else by its path in a module that was given to the step, else by its
-    index: ``#0``. ``None`` means every ``nnx.Param`` that was given to the step.
+    index: ``#0``.
 
     Raises:
       ArgumentError: there are no variables.
       VariableTypeError: an item is not a variable.
       VariableError: a variable that is not floating, or a duplicate.
     """
-    if var_list is None:
-        around = bound()
-        if around is None:
-            raise ArgumentError(
-                "Outside of a step of crossshard.shard there is no list of all parameters. Pass "
-                "the module whose parameters to train, var_list=model."
-            )
-        var_list = [variable for variable in around.variables if isinstance(variable, nnx.Param)]
     items = list(var_list) if isinstance(var_list, list | tuple) else [var_list]
     found: Named = {}
     alone: list[AnyVariable] = []
@@ -69,10 +76,10 @@ def named_variables(var_list: Any) -> Named:
             found[id(variable)] = (variable, name)
     if not found:
         raise ArgumentError("No variables to optimize.")
-    return found | _known_names(alone)
+    return found | known_names(alone)
 
 
-def _known_names(variables: Iterable[AnyVariable]) -> Named:
+def known_names(variables: Iterable[AnyVariable]) -> Named:
     """Names of those variables that have one: their own, or a path in a module of the step."""
     found: Named = {}
     unnamed: set[int] = set()
@@ -103,60 +110,79 @@ def _paths(module: nnx.Pytree, kind: type[AnyVariable]) -> list[tuple[str, AnyVa
     ]
 
 
-def keyed_variables(
-    optimizer: HasSlots,
-    variables: Sequence[AnyVariable],
-    order: Sequence[AnyVariable] | None = None,
-) -> dict[str, AnyVariable]:
-    """Variables by their keys; one without a name is called by its place in ``order``."""
-    names = optimizer.computed.names
-    names.update(_known_names(v for v in variables if id(v) not in names))
-    return optimizer.slots.keyed(variables, variables if order is None else order, names)
-
-
-def make_missing_slots(
-    optimizer: HasSlots,
-    keyed: Mapping[str, AnyVariable],
-    make: Callable[[Mapping[str, AnyVariable]], None],
-    made_in: Any,
-) -> None:
-    """Make the slots of those variables that have none, where they last.
-
-    Args:
-      optimizer: the optimizer.
-      keyed: the variables by their keys.
-      make: makes the slots of some of these.
-      made_in: the trace in which the optimizer was created; ``None`` if it was rebuilt.
+def check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, AnyVariable]]:
+    """The pairs as a list, each checked.
 
     Raises:
-      VariableError: the slots would be lost with the trace, or the step was given the variables
-        and not the optimizer, or the reverse.
+      ArgumentTypeError: not iterable, or a gradient that is not a floating array.
+      ArgumentError: no pairs, no gradients, or an item that is not a pair.
+      VariableError: not a variable, a duplicate, or a shape other than its gradient's.
     """
-    missing = optimizer.slots.bind(keyed)
-    if not missing:
+    if not isinstance(grads_and_vars, Iterable) or hasattr(grads_and_vars, "dtype"):
+        raise ArgumentTypeError(
+            f"grads_and_vars must be a list of (gradient, variable) pairs; got "
+            f"{type(grads_and_vars).__name__}."
+        )
+    pairs: list[tuple[jax.Array | None, AnyVariable]] = []
+    for item in grads_and_vars:
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise ArgumentError(
+                f"Each item must be a (gradient, variable) pair; got {_check.shown(item, 120)}."
+            )
+        _check_pair(*item)
+        pairs.append((item[0], item[1]))
+    if not pairs:
+        raise ArgumentError("No variables provided.")
+    seen: set[int] = set()
+    for _, variable in pairs:
+        if id(variable) in seen:
+            raise VariableError(f"{describe_variable(variable)} is in grads_and_vars twice.")
+        seen.add(id(variable))
+    if all(gradient is None for gradient, _ in pairs):
+        raise ArgumentError(
+            f"No gradients provided for any variable: "
+            f"{[describe_variable(variable) for _, variable in pairs]}."
+        )
+    return pairs
+
+
+def _check_pair(gradient: Any, variable: Any) -> None:
+    if not isinstance(variable, nnx.Variable):
+        swapped = (
+            " Gradient and variable are swapped." if isinstance(gradient, nnx.Variable) else ""
+        )
+        raise VariableError(
+            f"Each pair must end with an nnx variable; got {type(variable).__name__}.{swapped}"
+        )
+    if gradient is None:
         return
-    around = bound()
-    all_of_them: list[AnyVariable | HasSlots] = [*missing.values(), optimizer]
-    given = [around is not None and around.has(each) for each in all_of_them]
-    if around is not None and all(given):
-        # This trace goes on with slots of its own; those that last are made after it.
-        around.lacks(optimizer, functools.partial(make, missing))
-    elif any(given):
-        words = ["given to it" if each else "not given to it" for each in given]
-        raise VariableError(
-            f"An optimizer and its variables must be either both passed to a step or both "
-            f"created in it: {optimizer!r} was {words[-1]}, and "
-            f"{describe_variable(next(iter(missing.values())))} was {words[0]}. Pass both as "
-            f"arguments."
+    name = f"The gradient of {describe_variable(variable)}"
+    if isinstance(gradient, nnx.Variable):
+        raise ArgumentTypeError(f"{name} must be an array; got {type(gradient).__name__}.")
+    check_gradient_dtype(name, gradient)
+    _check.array(name, gradient)
+    if not jnp.issubdtype(jnp.result_type(gradient), jnp.floating):
+        raise ArgumentTypeError(
+            f"{name} has dtype {jnp.result_type(gradient)}, not a floating one."
         )
-    elif not (_jax.at_top_level() if made_in is None else made_in == _flax.current_trace()):
-        raise VariableError(
-            f"The slots of {optimizer!r} would be created inside a trace, of jax.jit, nnx.jit, "
-            f"nnx.cond, nnx.scan or the like, and be lost when it ends. Create them before "
-            f"it with optimizer.build(model), for example in the first line of a step under "
-            f"crossshard.shard."
+    # Inside a step, a per-shard variable holds one shard's value.
+    if jnp.shape(gradient) != jnp.shape(variable.get_raw_value()):
+        raise VariableError(f"{name} has shape {jnp.shape(gradient)}.")
+
+
+def check_global_step(global_step: Any) -> None:
+    """Raise ArgumentTypeError unless it is ``None`` or a scalar integer variable."""
+    if global_step is None:
+        return
+    variable = isinstance(global_step, nnx.Variable)
+    value = global_step.get_raw_value() if variable else None
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    got = describe_variable(global_step) if variable else _check.shown(global_step)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or shape != ():
+        raise ArgumentTypeError(
+            f"global_step must be a scalar integer variable, because it is incremented in place; "
+            f"got {got}. Write nnx.Variable(jnp.array(0))."
         )
-    make(missing)
 
 
 def differentiate(
@@ -164,41 +190,52 @@ def differentiate(
     variables: Sequence[AnyVariable],
     shards: Shards,
     divisor: int,
-    grad_loss: Any = None,
-    given: Any = None,
-    loss_scale: jax.Array | None = None,
-    axis_name: tuple[str, ...] = (),
-    shards_of_mean: Callable[[], Shards] | None = None,
+    grad_loss: Any,
+    *,
+    given: Any,
+    loss_scale: jax.Array | None,
+    axis_name: tuple[str, ...],
+    shards_of_mean: Callable[[], Shards],
 ) -> tuple[jax.Array, list[jax.Array | None], jax.Array | None]:
-    """The loss, and the gradient of ``loss / divisor * grad_loss`` per variable.
+    """The loss, and the local gradient of ``loss / divisor * grad_loss`` per variable.
 
-    The third result is whether a ``Mean`` counts no row at all; ``None`` if some always count.
+    A variable that the loss does not depend on gets ``None``. Gradients of 16-bit variables have 32
+    bits if they are divided. What the loss writes to other variables (batch statistics, counters)
+    is kept.
 
-    ``given`` holds modules whose variables the loss may write, besides those of the step, and
-    ``axis_name`` the shard axes, if they are named. ``shards_of_mean`` returns the shards
-    over which a ``Mean`` is counted, or raises.
+    Args:
+      loss: the loss.
+      variables: those to differentiate with respect to.
+      shards: the shards over which gradients stay local.
+      divisor: the number of shards that a mean is over; 1 for a sum.
+      grad_loss: a scalar, or ``None``.
+      given: modules whose variables the loss may write, besides those of the step.
+      loss_scale: what the loss is multiplied by before it is differentiated, and the gradients are
+        divided by.
+      axis_name: the shard axes, if they are named.
+      shards_of_mean: returns the shards over which a ``Mean`` is counted, or raises.
 
-    The loss is multiplied by ``loss_scale`` before it is differentiated, and the gradients are
-    divided by it. The gradients are local; a variable that the loss does not depend on gets
-    ``None``. Those of 16-bit variables have 32 bits if they are divided.
-    Writes of the loss to other variables (batch statistics, counters) are kept.
+    Returns:
+      The loss, the gradients, and whether a ``Mean`` counts no row at all; ``None`` if some always
+      count.
     """
     around = bound()
     below = Reached([[] if around is None else around.reached.roots, given])
     differentiated = {id(variable) for variable in variables}
     others = [v for v in below.variables if id(v) not in differentiated]
     known = differentiated | {id(other) for other in others}
+    rest = [other.get_raw_value() for other in others]
     reached: set[int] = set()
     written: list[AnyVariable] = []
 
-    def of_values(values: list[Any], rest: list[Any]) -> Any:
+    def of_values(values: list[Any]) -> Any:
         marked = [_mark(value, place, reached) for place, value in enumerate(values)]
         with _flax.rebound([*variables, *others], [*marked, *rest], below.modules):
             out = _called(loss)
             after = [other.get_raw_value() for other in others]
             made = [v for v in Reached(below.roots).variables if id(v) not in known]
         empty = None
-        if isinstance(out, Mean) and shards_of_mean is not None:
+        if isinstance(out, Mean):
             out, empty = part_of_shard(out, shards_of_mean())
         value = jnp.asarray(check_scalar(out))
         check_no_further(value, shards, values)
@@ -211,10 +248,9 @@ def differentiate(
     values = [shards.as_varying(variable.get_raw_value()) for variable in variables]
     # Divided in 16 bits, a small gradient could underflow before it is summed.
     divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
-    rest = [other.get_raw_value() for other in others]
-    check_sums(lambda: jax.make_jaxpr(lambda values: of_values(values, rest)[0])(values), axis_name)
+    check_sums(lambda: jax.make_jaxpr(lambda values: of_values(values)[0])(values), axis_name)
     with explained_types(shards):
-        gradients, (value, kept, empty) = jax.grad(of_values, has_aux=True)(values, rest)
+        gradients, (value, kept, empty) = jax.grad(of_values, has_aux=True)(values)
     gradients = unscale(gradients, loss_scale)
     if divide_after:
         gradients = [widen(gradient) / divisor for gradient in gradients]
