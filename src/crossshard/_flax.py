@@ -122,10 +122,14 @@ def _set(variable: AnyVariable, value: Any, trace: TraceState) -> None:
     object.__setattr__(variable, "_trace_state", trace)
 
 
-def flatten(roots: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The structure of some roots, and their variables and other leaves, each once."""
+def flatten(roots: Sequence[Any]) -> tuple[Any, list[list[Any]]]:
+    """The structure of some roots, and the variables and other leaves of each, each once."""
     graph, flat = nnx.graph.flatten(list(roots), with_paths=True)
-    return graph, flat.leaves
+    leaves: list[list[Any]] = [[] for _ in roots]
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        place: Any = path[0]
+        leaves[place].append(leaf)
+    return graph, leaves
 
 
 def has_pytree_of(kind: type, graph: Any) -> bool:

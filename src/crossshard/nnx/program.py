@@ -46,6 +46,9 @@ from crossshard.shards.random_streams import own_stream
 # What a step is given.
 
 
+_thread = threading.local()
+
+
 class Reached:
     """What is below the modules, variables and optimizers in some values.
 
@@ -53,26 +56,35 @@ class Reached:
       roots: these themselves, each once.
       variables: every variable below them, in a fixed order.
       optimizers: every optimizer below them.
+      held: the variables with arrays, while a step is traced that was given these.
+      lacking: functions that make the slots that the step lacks, to be called after its trace.
     """
 
     def __init__(self, values: Iterable[Any]):
-        leaves = (leaf for value in values for leaf in jax.tree.leaves(value, is_leaf=is_stateful))
-        self.roots = list({id(leaf): leaf for leaf in leaves if is_stateful(leaf)}.values())
+        given = (leaf for value in values for leaf in jax.tree.leaves(value, is_leaf=is_stateful))
+        self.roots = list({id(leaf): leaf for leaf in given if is_stateful(leaf)}.values())
         optimizers = {id(root): root for root in self.roots if isinstance(root, HasSlots)}
         self._nodes = [root for root in self.roots if id(root) not in optimizers]
-        self._graph, below = _flax.flatten(self._nodes)
+        self._graph, of_nodes = _flax.flatten(self._nodes)
         if _flax.has_pytree_of(HasSlots, self._graph):
             for _, node in nnx.iter_graph(self._nodes):
                 if isinstance(node, HasSlots):
                     optimizers.setdefault(id(node), node)
         self.optimizers: list[HasSlots] = list(optimizers.values())
-        found = {id(leaf): leaf for leaf in below if is_variable(leaf)}
-        # Arrays that are attributes themselves, and no variable's value.
-        self._constants = [leaf for leaf in below if id(leaf) not in found]
         self._states = [jax.tree.flatten(each, is_leaf=is_variable) for each in self.optimizers]
-        for slots, _ in self._states:
-            found.update((id(slot), slot) for slot in slots)
+        of_optimizers, below = iter(self._states), iter(of_nodes)
+        leaves = [
+            leaf
+            for root in self.roots
+            for leaf in (next(of_optimizers)[0] if isinstance(root, HasSlots) else next(below))
+        ]
+        found = {id(leaf): leaf for leaf in leaves if is_variable(leaf)}
         self.variables: list[AnyVariable] = list(found.values())
+        # Arrays that are attributes themselves, and no variable's value.
+        self._constants = [leaf for leaf in leaves if id(leaf) not in found]
+        self.held: list[AnyVariable] = []
+        self.lacking: list[Callable[[], None]] = []
+        self._slots: dict[int, tuple[HasSlots, SlotStore]] = {}
 
     @property
     def modules(self) -> list[nnx.Pytree]:
@@ -115,6 +127,34 @@ class Reached:
         constants = tuple(map(ByValue, self._constants))
         return _flax.hashable(self._graph, ByValue), types, of_optimizers, constants
 
+    # While a step that was given these is traced.
+
+    def has(self, given: AnyVariable | HasSlots) -> bool:
+        """Whether a variable or an optimizer was given to the step."""
+        return any(given is each for each in (*self.held, *self.optimizers))
+
+    def lacks(self, optimizer: HasSlots, make: Callable[[], None]) -> None:
+        """Note how to make slots, and give the optimizer a store of its own for this trace."""
+        self.lacking.append(make)
+        self._slots.setdefault(id(optimizer), (optimizer, optimizer.slots))
+        optimizer.slots = SlotStore(optimizer.slots.variables, optimizer.slots.tree)
+
+    @contextmanager
+    def bound(self, held: list[AnyVariable]) -> Iterator[None]:
+        """Trace a step that was given these; what it reads besides is refused."""
+        _thread.bound, self.held = self, held
+        try:
+            with watching_constants(_refuse):
+                yield
+        finally:
+            _thread.bound = None
+            # What belongs to the trace ends with it.
+            for optimizer in self.optimizers:
+                optimizer.computed.clear()
+            for optimizer, slots in self._slots.values():
+                optimizer.slots = slots
+            self._slots = {}
+
 
 def _type_of(value: Any) -> Any:
     if isinstance(value, jax.Array):
@@ -132,53 +172,7 @@ def same_arrays(a: Any, b: Any) -> bool:
     )
 
 
-# What it was given while it is traced.
-
-_thread = threading.local()
-
-
-class Bound:
-    """The objects that a runner binds while it traces its step.
-
-    Attributes:
-      variables: the variables with arrays.
-      reached: all that the step was given.
-      lacking: functions that make the slots that the step lacks, to be called after its trace.
-    """
-
-    def __init__(self, variables: Sequence[AnyVariable], reached: Reached):
-        self.variables = variables
-        self.reached = reached
-        self.lacking: list[Callable[[], None]] = []
-        self._slots: dict[int, tuple[HasSlots, SlotStore]] = {}
-
-    def has(self, given: AnyVariable | HasSlots) -> bool:
-        """Whether a variable or an optimizer was given to the step."""
-        return any(given is each for each in (*self.variables, *self.reached.optimizers))
-
-    def lacks(self, optimizer: HasSlots, make: Callable[[], None]) -> None:
-        """Note how to make slots, and give the optimizer a store of its own for this trace."""
-        self.lacking.append(make)
-        self._slots.setdefault(id(optimizer), (optimizer, optimizer.slots))
-        optimizer.slots = SlotStore(optimizer.slots.variables, optimizer.slots.tree)
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Trace with this bound; what the step reads besides is refused."""
-        _thread.bound = self
-        try:
-            with watching_constants(_refuse):
-                yield
-        finally:
-            _thread.bound = None
-            # What belongs to the trace ends with it.
-            for optimizer in self.reached.optimizers:
-                optimizer.computed.clear()
-            for optimizer, slots in self._slots.values():
-                optimizer.slots = slots
-
-
-def bound() -> Bound | None:
+def bound() -> Reached | None:
     """What the step that is traced was given; ``None`` outside of a runner."""
     return getattr(_thread, "bound", None)
 
@@ -320,9 +314,9 @@ class Program:
         variables = reached.numeric(self._mesh.size)
         self._entering = [PER_SHARD if is_per_shard(v) else REPLICATED for v in variables]
         while True:
-            differs, lacking = self._trace(reached, arguments)
-            if lacking:
-                for make in lacking:
+            differs = self._trace(reached, arguments)
+            if reached.lacking:
+                for make in reached.lacking:
                     make()
                 return self._settle(Reached(reached.roots), arguments)
             settled = [
@@ -337,12 +331,11 @@ class Program:
                 return None
             self._entering = settled
 
-    def _trace(self, reached: Reached, arguments: Arguments) -> tuple[list[bool], list[Any]]:
-        """Which variables may differ after the step, and functions that make missing slots."""
-        lacking: list[Callable[[], None]] = []
+    def _trace(self, reached: Reached, arguments: Arguments) -> list[bool]:
+        """Trace the step; returns which variables may differ after it."""
 
         def of_one_shard(values: Any, leaves: Any) -> Any:
-            _, after = self._step(reached, arguments, values, leaves, lacking)
+            _, after = self._step(reached, arguments, values, leaves)
             return jax.tree.map(lambda x: x[None], after)
 
         run = self._over_mesh(arguments, of_one_shard, PartitionSpec(self._names))
@@ -359,7 +352,7 @@ class Program:
         with _mesh.in_place_of_the_users_mesh(self._mesh):
             traced, after = jax.make_jaxpr(run, return_shape=True)(abstract, tuple(leaves))
         axes = jax.tree.structure(after).unflatten(varying_axes_of_outputs(traced))
-        return [any(jax.tree.leaves(value)) for value in axes], lacking
+        return [any(jax.tree.leaves(value)) for value in axes]
 
     def _local(self, variable: AnyVariable, placement: Placement, value: Any) -> Any:
         """One shard's part of the input value; random streams become distinct."""
@@ -374,17 +367,16 @@ class Program:
         arguments: Arguments,
         values: Any,
         leaves: Any,
-        lacking: list[Callable[[], None]],
     ) -> tuple[list[jax.Array], list[Any]]:
         """One shard's step; returns its outputs and its variables after it, and notes the rest."""
         variables = reached.numeric(self._mesh.size)
         before = [
             self._local(*each) for each in zip(variables, self._entering, values, strict=True)
         ]
-        around, modules = Bound(variables, reached), reached.modules
+        modules = reached.modules
         args, kwargs = arguments.rebuild(leaves)
         with _kept_attributes(modules), _flax.rebound(variables, before, modules):
-            with shard_context(self._mesh.size, axis_name=self._names), around.current():
+            with shard_context(self._mesh.size, axis_name=self._names), reached.bound(variables):
                 outputs = as_output(self._computation(*args, **kwargs))
                 after = [variable.get_raw_value() for variable in variables]
             _check_none_was_created(reached, variables, self._mesh.size)
@@ -393,7 +385,6 @@ class Program:
         self._specs_of_outputs = [spec for _, spec, _ in out]
         self._from_all = [from_all for _, _, from_all in out]
         self._tree = jax.tree.structure(outputs)
-        lacking += around.lacking
         return [x for x, _, _ in out], after
 
     def _run(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
@@ -402,7 +393,7 @@ class Program:
         reached, arguments = self._call
 
         def of_one_shard(values: Any, leaves: Any) -> Any:
-            outputs, after = self._step(reached, arguments, values, leaves, [])
+            outputs, after = self._step(reached, arguments, values, leaves)
             written = zip(self._leaving, itertools.compress(after, self._changed), strict=True)
             return outputs, [jax.tree.map(placement.stored, value) for placement, value in written]
 

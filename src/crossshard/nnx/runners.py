@@ -61,7 +61,6 @@ class ShardedFunction:
     ):
         functools.update_wrapper(self, computation)
         self._follows = follows
-        self._on_others: dict[jax.sharding.Mesh, ShardedFunction] = {}
         self._computation = computation
         self._mesh = mesh
         self._axes = axes
@@ -115,10 +114,7 @@ class ShardedFunction:
         found = mesh_in_force(self._mesh.size) if self._follows else None
         if found is None or found == self._mesh:
             return self
-        if found not in self._on_others:
-            how = self._axes, self._outputs
-            self._on_others[found] = ShardedFunction(self._computation, found, *how)
-        return self._on_others[found]
+        return _sharded(self._computation, found, self._axes, self._outputs)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

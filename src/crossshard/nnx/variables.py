@@ -34,7 +34,7 @@ def trained_by_default() -> list[AnyVariable]:
             "Outside of a step of crossshard.shard there is no list of all parameters. Pass the "
             "module whose parameters to train, var_list=model."
         )
-    return [variable for variable in around.variables if isinstance(variable, nnx.Param)]
+    return [variable for variable in around.held if isinstance(variable, nnx.Param)]
 
 
 def named_variables(var_list: Any) -> Named:
@@ -91,7 +91,7 @@ def known_names(variables: Iterable[AnyVariable]) -> Named:
             unnamed.add(id(variable))
     around = bound()
     in_roots: list[list[tuple[str, AnyVariable]]] = []
-    for root in [] if around is None else around.reached.roots:
+    for root in [] if around is None else around.roots:
         if unnamed and isinstance(root, nnx.Pytree):
             named = [(name, v) for name, v in _paths(root, nnx.Variable) if id(v) in unnamed]
             unnamed -= {id(variable) for _, variable in named}
@@ -220,7 +220,7 @@ def differentiate(
       count.
     """
     around = bound()
-    below = Reached([[] if around is None else around.reached.roots, given])
+    below = Reached([[] if around is None else around.roots, given])
     differentiated = {id(variable) for variable in variables}
     others = [v for v in below.variables if id(v) not in differentiated]
     known = differentiated | {id(other) for other in others}

@@ -271,33 +271,28 @@ def _is_spec(leaf: Any) -> bool:
 def _check_functions(given: Mapping[str, Any], params: Any, shards: Shards) -> None:
     """Raise for a function that the inner optimizer would call on this shard's rows alone.
 
-    Raises:
-      ArgumentError: such a function, unless its type says that it reduces its value itself.
+    One whose type says that it reduces its value itself may be called.
     """
-    for name, function in given.items():
-        if shards.number == 1 or not callable(function) or _reduces(function, params, shards):
-            continue
-        raise ArgumentError(
-            f"{name} is a function, which the inner optimizer calls after the gradients have been "
-            f"reduced: on each shard it would see that shard's rows alone, and shards would take "
-            f"different steps. Take the step on global arrays instead, under jax.jit and without "
-            f"shard_map: there is nothing to reduce then, and the function sees all rows."
-        )
 
-
-def _reduces(function: Callable[..., Any], params: Any, shards: Shards) -> bool:
-    """Whether a function of the parameters is a loss that is, by its type, equal on all shards."""
-    if not shards.has_vma:
-        return False
-
-    def look(params: Any) -> None:
+    def look(function: Callable[..., Any], params: Any) -> None:
         (value,) = jax.tree.leaves(function(params))
-        found.append(jnp.shape(value) == () and not shards.is_varying(value))
+        reduces.append(jnp.shape(value) == () and not shards.is_varying(value))
 
-    found: list[bool] = []
-    with contextlib.suppress(Exception):  # a function of other arguments, or of no single value
-        jax.eval_shape(look, params)
-    return found == [True]
+    for name, function in given.items():
+        if shards.number == 1 or not callable(function):
+            continue
+        reduces: list[bool] = []
+        if shards.has_vma:
+            with contextlib.suppress(Exception):  # of other arguments, or of no single value
+                jax.eval_shape(functools.partial(look, function), params)
+        if reduces != [True]:
+            raise ArgumentError(
+                f"{name} is a function, which the inner optimizer calls after the gradients have "
+                f"been reduced: on each shard it would see that shard's rows alone, and shards "
+                f"would take different steps. Take the step on global arrays instead, under "
+                f"jax.jit and without shard_map: there is nothing to reduce then, and the function "
+                f"sees all rows."
+            )
 
 
 def transformation_of(optimizer: Any) -> Transformation:
@@ -306,18 +301,13 @@ def transformation_of(optimizer: Any) -> Transformation:
     Raises:
       ArgumentTypeError: it is no optimizer.
     """
-    found = found_in(optimizer)
-    if found is not None:
+    # A CrossShardOptimizer is a pair of methods of one.
+    found = getattr(getattr(optimizer, "update", None), "__self__", None)
+    if isinstance(found, Transformation):
         return found
     inner = check_transformation(optimizer)
     pipeline = Pipeline(optax.with_extra_args_support(inner), Reduction.MEAN)
     return Transformation(pipeline, WeightUpdate.REPLICATED, "CrossShardOptimizer", inner)
-
-
-def found_in(optimizer: Any) -> Transformation | None:
-    """The one whose method a CrossShardOptimizer calls; ``None`` for any other optimizer."""
-    owner = getattr(getattr(optimizer, "update", None), "__self__", None)
-    return owner if isinstance(owner, Transformation) else None
 
 
 def pipeline_of(optimizer: Transformation, options: Mapping[str, Any]) -> Pipeline:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.nnx.optimizer import CrossShardOptimizer
+from crossshard.optimizer.transformation import transformation_of
 from crossshard.pipeline.update.plan import Rest, WeightUpdate
 from crossshard.step.make_train_step import make_train_step
 from crossshard.step.train_step import TrainStep
@@ -70,9 +70,8 @@ class Work:
         whole = Rest.REPLICATED.value
         ways = [(WeightUpdate.REPLICATED.value, whole), (WeightUpdate.SHARDED.value, whole)]
         # Groups of shards differ in their parameters, which cannot rest in parts.
-        optimizer = self.optimizer
-        is_ours = isinstance(optimizer, CrossShardOptimizer)
-        if not (is_ours and len(optimizer.group_assignment or ()) > 1):
+        groups = transformation_of(self.optimizer).pipeline.groups
+        if groups is None or len(groups.groups) == 1:
             ways.append((WeightUpdate.SHARDED.value, Rest.SHARDED.value))
         # One shard has nothing to split.
         of_mesh = lambda mesh: ways[:1] if mesh[DATA] == 1 else ways
