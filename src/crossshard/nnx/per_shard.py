@@ -239,18 +239,16 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
         number = number_of_shards(variable) if isinstance(variable, nnx.Variable) else None
         if number is None:
             continue
-        if shard is not None:
-            _check.index("shard", shard, number, "shards")
         values = jax.tree.map(on_every_device, stacked(variable.get_raw_value()))
         if shard is not None:
-            variable.set_raw_value(_by_row(lambda x: x[shard], values))
-            continue
-        if isinstance(variable, nnx.Param) and not _all_equal(values):
+            _check.index("shard", shard, number, "shards")
+        elif isinstance(variable, nnx.Param) and not _all_equal(values):
             raise VariableError(
                 f"{describe_variable(variable)} differs between {number} shards, and a mean of "
                 f"weights is a different model. Choose a shard: merge_shards(model, shard=0)."
             )
-        variable.set_raw_value(_by_row(of_all, values))
+        chosen = of_all if shard is None else lambda x: x[shard]
+        variable.set_raw_value(_by_row(chosen, values))
     return merged
 
 
