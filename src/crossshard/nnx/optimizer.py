@@ -24,9 +24,8 @@ from crossshard.errors import (
     WeightUpdateError,
 )
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.gradients.reduction import Reduction, check_reduction
-from crossshard.gradients.status import GradientStatus, check_incoming
-from crossshard.jaxprs.dependence import depends
+from crossshard.gradients.status import GradientStatus, Reduction, check_incoming, check_reduction
+from crossshard.jaxprs.walk import depends
 from crossshard.nnx.program import bound, check_writable
 from crossshard.nnx.slots import Computed, HasSlots, SlotStore, as_params
 from crossshard.nnx.variables import (

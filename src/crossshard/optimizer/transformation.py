@@ -19,8 +19,7 @@ from crossshard.errors import (
     WeightUpdateError,
 )
 from crossshard.gradients.nesting import refuse_nesting
-from crossshard.gradients.reduction import Reduction
-from crossshard.gradients.status import check_incoming
+from crossshard.gradients.status import Reduction, check_incoming
 from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext

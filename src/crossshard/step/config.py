@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _check, _jax, _mesh
@@ -132,6 +133,7 @@ class Layouts:
         config = self._config
         mesh, pipeline = config.mesh, config.pipeline
         groups = pipeline.groups if config.is_grouped else None
+        shards = shards_of(mesh, config.axes)
         check_fits(params, other_axes, mesh)
         # JAX drops axes of size 1 from the shardings of its results.
         several = [axis for axis, size in mesh.shape.items() if size > 1]
@@ -139,7 +141,7 @@ class Layouts:
         planner = Planner(
             pipeline.optimizer,
             params,
-            shards_of(mesh, config.axes),
+            shards,
             groups,
             mesh,
             config.weight_update,
@@ -152,7 +154,7 @@ class Layouts:
         model_state = config.loss.model_state
         return StateLayout(
             mesh,
-            config.axes,
+            shards,
             *planner.plan(),
             groups,
             pipeline,
@@ -181,7 +183,7 @@ class Layouts:
         of = arrays if len(config.axes) < len(mesh.axis_names) else arrays[:2]
         other_axes = other_axes_of(of, mesh, config.axes, in_parts=config.in_parts)
         layout = self.of_params(arrays[0], other_axes)
-        check_params(params, arrays[0], arrays[1], config.pipeline.optimizer, config.wrt)
+        check_params(params, arrays[0], config.pipeline.optimizer, config.wrt)
 
         def make(arrays: Any, key: Any) -> TrainState:
             state = layout.initial(skeleton, impl, arrays, key)
@@ -254,7 +256,7 @@ def _in_pieces(initial: Initial, inputs: list[Any]) -> TrainState:
         own = types[start : start + _MOST]
         wanted = [start <= place < start + _MOST for place in range(len(types))]
         pruned, taken = _jax.pruned(jaxpr, wanted)
-        run = jax.jit(_jax.as_function(pruned), out_shardings=[x.sharding for x in own])
+        run = jax.jit(jaxpr_as_fun(pruned), out_shardings=[x.sharding for x in own])
         made += run(*itertools.compress(inputs, taken))
     return tree.unflatten(made)
 

@@ -22,9 +22,9 @@ from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.collectives.sums import wide, widen
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.gradients.reduction import Reduction
+from crossshard.gradients.status import Reduction
+from crossshard.jaxprs.rewrite import in_loop, opaque_false
 from crossshard.jaxprs.slices import why_not_elementwise
-from crossshard.jaxprs.xla import in_loop, opaque_false
 from crossshard.pipeline.aggregators.aggregator import Peers
 from crossshard.pipeline.aggregators.few_bits import FewBits
 from crossshard.pipeline.aggregators.plain import Plain

@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from crossshard import _check, _jax
+from crossshard import _check
 from crossshard._annotations import Given
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import check_shapes
-from crossshard.jaxprs.dependence import returned_inputs, sources
-from crossshard.jaxprs.walk import equations_of
-from crossshard.jaxprs.xla import in_loop, zeros
+from crossshard.jaxprs.rewrite import in_loop, zeros
+from crossshard.jaxprs.walk import equations_of, named_axes, returned_inputs, sources
 from crossshard.pipeline.options import check_dtype
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.averages import (
@@ -183,7 +182,7 @@ def _in_loop(
 
 
 def _communicates(update: Callable[..., Any], *args: Any) -> bool:
-    return any(map(_jax.names_axes, equations_of(jax.make_jaxpr(update)(*args))))
+    return any(map(named_axes, equations_of(jax.make_jaxpr(update)(*args))))
 
 
 def takes_value(optimizer: optax.GradientTransformation) -> bool:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _check, _jax
@@ -443,7 +444,7 @@ def _traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
         key = tree, tuple(map(jax.typeof, leaves))
         if key not in known:
             jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)
-            known[key] = _jax.as_function(jaxpr), jax.tree.structure(out)
+            known[key] = jaxpr_as_fun(jaxpr), jax.tree.structure(out)
         found, out = known[key]
         return jax.tree.unflatten(out, found(*leaves))
 
