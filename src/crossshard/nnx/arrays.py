@@ -254,9 +254,6 @@ def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> P
             f"{where} holds arrays and a {type(leaf).__name__}, which cannot be split over the "
             f"shards. Pass it as an argument of its own."
         )
-    dtype = getattr(leaf, "dtype", None)
-    if isinstance(dtype, np.dtype) and dtype.kind in "OSUMmV" and not hasattr(jnp, dtype.name):
-        raise ArgumentTypeError(f"{where} is an array of {dtype}, which JAX cannot hold.")
     shape = np.shape(leaf)
     if axis is None:
         return PartitionSpec()

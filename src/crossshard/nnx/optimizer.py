@@ -45,7 +45,7 @@ from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.arrays import Parts
 from crossshard.pipeline.update.optimize import takes_keyword
 from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
-from crossshard.shards.axes import Shards, shards_of_gradient
+from crossshard.shards.axes import Shards
 from crossshard.shards.context import check_axis_name, check_num_shards
 from crossshard.shards.devices import axes_in_sight
 from crossshard.shards.groups import check_group_assignment
@@ -501,18 +501,16 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 f"A loss must be a function without arguments, because a computed value cannot be "
                 f"differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
             )
-        axes, number = self._pipeline.axis_name, self._pipeline.shards().number
+        number = self._pipeline.shards().number
         found = named_variables(trained_by_default() if var_list is None else var_list)
         variables = [variable for variable, _ in found.values()]
         value, gradients, empty = differentiate(
             loss,
             variables,
-            shards_of_gradient(axes),
-            self._pipeline.divisor(number),
-            grad_loss,
+            self._pipeline,
+            grad_loss=grad_loss,
             given=var_list,
             loss_scale=self._loss_scale(),
-            axis_name=axes,
             shards_of_mean=self._shards_of_mean,
         )
         self.computed.add(found, number, empty)

@@ -18,7 +18,8 @@ from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.gradients.status import check_gradient_dtype
 from crossshard.nnx.program import Reached, bound, check_writable, same_arrays
 from crossshard.nnx.slots import Named
-from crossshard.shards.axes import Shards, check_no_further
+from crossshard.pipeline.pipeline import Pipeline
+from crossshard.shards.axes import Shards, check_no_further, shards_of_gradient
 
 
 def trained_by_default() -> list[AnyVariable]:
@@ -187,37 +188,35 @@ def check_global_step(global_step: Any) -> None:
 def differentiate(
     loss: Callable[[], Any],
     variables: Sequence[AnyVariable],
-    shards: Shards,
-    divisor: int,
-    grad_loss: Any,
+    pipeline: Pipeline,
     *,
+    grad_loss: Any,
     given: Any,
     loss_scale: jax.Array | None,
-    axis_name: tuple[str, ...],
     shards_of_mean: Callable[[], Shards],
 ) -> tuple[jax.Array, list[jax.Array | None], jax.Array | None]:
     """The loss, and the local gradient of ``loss / divisor * grad_loss`` per variable.
 
-    A variable that the loss does not depend on gets ``None``. Gradients of 16-bit variables have 32
-    bits if they are divided. What the loss writes to other variables (batch statistics, counters)
-    is kept.
+    The divisor is the number of shards that a mean is over. A variable that the loss does not
+    depend on gets ``None``. Gradients of 16-bit variables have 32 bits if they are divided. What
+    the loss writes to other variables (batch statistics, counters) is kept.
 
     Args:
       loss: the loss.
       variables: those to differentiate with respect to.
-      shards: the shards over which gradients stay local.
-      divisor: the number of shards that a mean is over; 1 for a sum.
+      pipeline: what reduces the gradients.
       grad_loss: a scalar, or ``None``.
       given: modules whose variables the loss may write, besides those of the step.
       loss_scale: what the loss is multiplied by before it is differentiated, and the gradients are
         divided by.
-      axis_name: the shard axes, if they are named.
       shards_of_mean: returns the shards over which a ``Mean`` is counted, or raises.
 
     Returns:
       The loss, the gradients, and whether a ``Mean`` counts no row at all; ``None`` if some always
       count.
     """
+    shards = shards_of_gradient(pipeline.axis_name)
+    divisor = pipeline.divisor(pipeline.shards(warn=False).number)
     around = bound()
     below = Reached([[] if around is None else around.roots, given])
     differentiated = {id(variable) for variable in variables}
@@ -247,7 +246,8 @@ def differentiate(
     values = [shards.as_varying(variable.get_raw_value()) for variable in variables]
     # Divided in 16 bits, a small gradient could underflow before it is summed.
     divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
-    check_sums(lambda: jax.make_jaxpr(lambda values: of_values(values)[0])(values), axis_name)
+    jaxpr_of = jax.make_jaxpr(lambda values: of_values(values)[0])
+    check_sums(lambda: jaxpr_of(values), pipeline.axis_name)
     with explained_types(shards):
         gradients, (value, kept, empty) = jax.grad(of_values, has_aux=True)(values)
     gradients = unscale(gradients, loss_scale)
