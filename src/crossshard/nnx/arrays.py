@@ -23,7 +23,7 @@ from crossshard.shards.batch_axes import (
     check_batch_axis,
     spec_along,
 )
-from crossshard.shards.put import own_parts, put
+from crossshard.shards.devices import own_parts, put
 
 
 class ByValue:
@@ -121,22 +121,13 @@ class Arguments:
 
 @dataclasses.dataclass(frozen=True)
 class InputAxes:
-    """Along which axes the inputs of a runner are split.
+    """Along which axes the inputs of a runner are split."""
 
-    Attributes:
-      axes: those of every input, or a tuple of those of each positional one.
-      has_same_rows: whether all inputs have as many rows, or each a number of its own.
-    """
-
-    axes: BatchAxes | tuple[BatchAxes, ...] = FIRST
-    has_same_rows: bool = True
+    axes: BatchAxes | tuple[BatchAxes, ...] = FIRST  # of every input, or of each positional one
+    has_same_rows: bool = True  # or each input has a number of its own
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchAxes]:
-        """The axes of each argument, of those by keyword in the order of their names.
-
-        Raises:
-          ArgumentError: they are not one for each argument.
-        """
+        """The axes of each argument, of those by keyword in the order of their names."""
         if isinstance(self.axes, BatchAxes):
             return [self.axes] * (len(args) + len(kwargs))
         if len(self.axes) != len(args):
@@ -154,12 +145,7 @@ class InputAxes:
 
 
 def check_input_axes(input_shard_axes: Any, batch_axis: Any) -> InputAxes:
-    """The checked arguments of a runner.
-
-    Raises:
-      ArgumentError: both are given, or every shard would get all.
-      ArgumentTypeError: they are not axes.
-    """
+    """The checked arguments of a runner."""
     if input_shard_axes is None:
         axes = check_batch_axis(batch_axis)
         is_list = isinstance(batch_axis, list | tuple)
@@ -185,11 +171,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether an argument is passed to every shard unchanged, rather than split.
-
-    Raises:
-      ArgumentError: it mixes arrays with modules, variables or optimizers.
-    """
+    """Whether an argument is passed to every shard unchanged, rather than split."""
     leaves = jax.tree.leaves(value, is_leaf=is_stateful)
     stateful = [leaf for leaf in leaves if is_stateful(leaf)]
     arrays = [leaf for leaf in leaves if not is_stateful(leaf) and is_numeric(leaf)]
@@ -212,12 +194,7 @@ def split_arguments(
     axes: InputAxes,
     mesh: jax.sharding.Mesh,
 ) -> Arguments:
-    """Put the arrays of a call on the mesh; each of several processes passes its own part.
-
-    Raises:
-      ArgumentError: an axis that does not exist or does not divide evenly, arrays of different
-        lengths, or axes that do not match the arguments.
-    """
+    """Put the arrays of a call on the mesh; each of several processes passes its own part."""
     leaves: list[jax.Array] = []
     specs: list[PartitionSpec] = []
     whole: dict[int, Any] = {}
@@ -290,24 +267,16 @@ def _check_lengths(lengths: dict[str, int]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """How the outputs of the shards are joined.
+    """How the outputs of the shards are joined."""
 
-    Attributes:
-      from_all: for each output whether to join all shards' or take the first's; one value for all.
-      axes: for each output the axis to join along; ``None`` for axis 0 of all.
-    """
-
+    # For each output whether to join all shards' or take the first's; one value for all.
     from_all: tuple[bool, ...] = (True,)
-    axes: tuple[int, ...] | None = None
+    axes: tuple[int, ...] | None = None  # for each output; axis 0 of all if None
 
     def lay_out(
         self, out: Any, names: tuple[str, ...]
     ) -> list[tuple[jax.Array, PartitionSpec, bool]]:
-        """The arrays of one shard's outputs, the specs of the joined ones, and which are joined.
-
-        Raises:
-          ArgumentError: options that do not match the outputs.
-        """
+        """The arrays of one shard's outputs, the specs of the joined ones, and which are joined."""
         several = isinstance(out, list | tuple) and not hasattr(out, "_fields")
         tops = list(out) if several else [out]
         flags = self.from_all * len(tops) if len(self.from_all) == 1 else self.from_all
@@ -333,11 +302,7 @@ class Outputs:
 
 
 def check_outputs(outputs_from_all_shards: Any, output_shard_axes: Any) -> Outputs:
-    """The checked arguments of a runner.
-
-    Raises:
-      ArgumentTypeError: they are no bools, or no axes.
-    """
+    """The checked arguments of a runner."""
     given = outputs_from_all_shards
     flags = tuple(given) if isinstance(given, list | tuple) else (given,)
     if not all(isinstance(flag, bool) for flag in flags):
@@ -355,11 +320,7 @@ def check_outputs(outputs_from_all_shards: Any, output_shard_axes: Any) -> Outpu
 
 
 def as_output(value: Any) -> Any:
-    """A computation's outputs as arrays; a variable becomes its value.
-
-    Raises:
-      ArgumentTypeError: an output that is not an array.
-    """
+    """A computation's outputs as arrays; a variable becomes its value."""
 
     def one(leaf: Any) -> Any:
         leaf = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf

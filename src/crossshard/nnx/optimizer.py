@@ -39,16 +39,13 @@ from crossshard.nnx.variables import (
 from crossshard.optimizer.transformation import Transformation
 from crossshard.pipeline.options import Options
 from crossshard.pipeline.pipeline import Pipeline, check_names
-from crossshard.pipeline.stage import Stage
+from crossshard.pipeline.stage import CrossShardState, Stage
 from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation
-from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.arrays import Parts
 from crossshard.pipeline.update.optimize import takes_keyword
 from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
-from crossshard.shards.axes import Shards
-from crossshard.shards.context import check_axis_name, check_num_shards
+from crossshard.shards.axes import Shards, check_axis_name, check_group_assignment, check_num_shards
 from crossshard.shards.devices import axes_in_sight
-from crossshard.shards.groups import check_group_assignment
 
 GradientsAndVariables: TypeAlias = "Iterable[tuple[jax.Array | None, AnyVariable]]"
 VariableList: TypeAlias = "nnx.Pytree | AnyVariable | Sequence[nnx.Pytree | AnyVariable]"
@@ -344,10 +341,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         counted = [] if global_step is None else [global_step]
         for variable in [*variables, *counted, *self.slots.all()]:
             check_writable(variable)
-        number = self._pipeline.shards(warn=False).number
-        divisor, declared = self._pipeline.divisor(number), self._pipeline.incoming is not None
+        shards, declared = self._pipeline.shards(warn=False), self._pipeline.incoming is not None
         origin = check_incoming(incoming) or self.computed.origin(
-            variables, number, divisor, declared=declared
+            variables, shards.number, self._pipeline.divisor(shards.size), declared=declared
         )
         if incoming is None and origin is GradientStatus.SCALED and weight is None:
             weight = self.computed.weight
@@ -501,7 +497,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 f"A loss must be a function without arguments, because a computed value cannot be "
                 f"differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
             )
-        number = self._pipeline.shards().number
+        shards = self._pipeline.shards()
         found = named_variables(trained_by_default() if var_list is None else var_list)
         variables = [variable for variable, _ in found.values()]
         value, gradients, empty = differentiate(
@@ -513,7 +509,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             loss_scale=self._loss_scale(),
             shards_of_mean=self._shards_of_mean,
         )
-        self.computed.add(found, number, empty)
+        self.computed.add(found, shards.number, empty)
         return value, list(zip(gradients, variables, strict=True))
 
     def _shards_of_mean(self) -> Shards:
@@ -536,7 +532,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 "shard that nonfinite='quarantine' leaves out. Use make_train_step, which does "
                 "so, or nonfinite='skip'."
             )
-        return pipeline.shards(warn=False).within(pipeline.groups)
+        return pipeline.shards(warn=False)
 
     def _loss_scale(self) -> jax.Array | None:
         """The current scale of the loss; ``None`` without one."""
@@ -554,12 +550,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         return self.slots.keyed(variables, order, names)
 
     def _make_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
-        """Make the slots of those variables that have none, where they last.
-
-        Raises:
-          VariableError: the slots would be lost with the trace, or the step was given the variables
-            and not the optimizer, or the reverse.
-        """
+        """Make the slots of those variables that have none, where they last."""
         missing = self.slots.bind(keyed)
         if not missing:
             return

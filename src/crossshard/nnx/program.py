@@ -37,9 +37,9 @@ from crossshard.nnx.arrays import (
 )
 from crossshard.nnx.per_shard import is_per_shard, number_of_shards, per_shard, stacked
 from crossshard.nnx.slots import HasSlots, SlotStore, is_variable
-from crossshard.shards.context import shard_context
+from crossshard.shards.axes import shard_context
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
-from crossshard.shards.put import put_whole
+from crossshard.shards.devices import put_whole
 from crossshard.shards.random_streams import own_stream
 
 # What a step is given.
@@ -92,11 +92,7 @@ class Reached:
         return list({id(node): node for node in nodes if isinstance(node, nnx.Pytree)}.values())
 
     def numeric(self, shards: int) -> list[AnyVariable]:
-        """The variables with arrays.
-
-        Raises:
-          VariableError: one is stored for another number of shards.
-        """
+        """The variables with arrays."""
         found = []
         for variable in self.variables:
             value = variable.get_raw_value()

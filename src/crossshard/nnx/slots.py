@@ -176,14 +176,12 @@ class SlotStore:
     """The Optax state of an optimizer over the variables that it updates, each with a key.
 
     A copy keeps the keys and binds its own variables on first use.
-
-    Attributes:
-      variables: the variables by their keys, in order of first use; ``None`` in a copy.
-      tree: the state with a variable at every leaf; ``None`` before the first step.
     """
 
     def __init__(self, variables: Mapping[str, AnyVariable | None] | None = None, tree: Any = None):
+        # By their keys, in order of first use; None in a copy.
         self.variables: dict[str, AnyVariable | None] = dict(variables or {})
+        # The state with a variable at every leaf; None before the first step.
         self.tree: Any = tree
 
     # Keys.
@@ -324,10 +322,6 @@ class SlotStore:
         Args:
           state: the state, of this structure.
           may_differ: whether the state at a path may differ between shards with equal parameters.
-
-        Raises:
-          ArgumentError: another structure, or a leaf of another shape.
-          VariableError: two variables of one shape have no names.
         """
         have, state = self.values(), jax.tree.map(lambda x: x, state)
         if jax.tree.structure(have) != jax.tree.structure(state):
@@ -397,11 +391,7 @@ def is_variable(leaf: Any) -> bool:
 
 
 class Computed:
-    """The variables whose gradients ``compute_gradients`` returned in the current trace.
-
-    Attributes:
-      weight: float[], 0 if a ``Mean`` counted no row; ``None`` if some always count.
-    """
+    """The variables whose gradients ``compute_gradients`` returned in the current trace."""
 
     def __init__(self) -> None:
         self.clear()
@@ -412,6 +402,7 @@ class Computed:
         self._names: Named = {}
         # By the id of the variable: the number of shards, and whether it has been applied.
         self._shards: dict[int, tuple[int, bool]] = {}
+        # float[], 0 if a Mean counted no row; None if some always count.
         self.weight: jax.Array | None = None
 
     @property
@@ -442,10 +433,6 @@ class Computed:
           number: the number of shards.
           divisor: what a mean over them divides by; 1 for a sum.
           declared: whether the optimizer says what gradients from elsewhere are.
-
-        Raises:
-          IncomingError: the gradients come from elsewhere, or have been applied already.
-          ShardContextError: they were computed on another number of shards.
         """
         elsewhere: AnyVariable | None = None
         known = self.names and self._shards

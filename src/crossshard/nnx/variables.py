@@ -23,11 +23,7 @@ from crossshard.shards.axes import Shards, check_no_further, shards_of_gradient
 
 
 def trained_by_default() -> list[AnyVariable]:
-    """Every ``nnx.Param`` that was given to the step.
-
-    Raises:
-      ArgumentError: there is no step of a runner here.
-    """
+    """Every ``nnx.Param`` that was given to the step."""
     around = bound()
     if around is None:
         raise ArgumentError(
@@ -43,11 +39,6 @@ def named_variables(var_list: Any) -> Named:
     The variables of a module are its ``nnx.Param``s, named by their paths. A variable in a list is
     named by its metadata, else by its path in a module that was given to the step, else by its
     index: ``#0``.
-
-    Raises:
-      ArgumentError: there are no variables.
-      VariableTypeError: an item is not a variable.
-      VariableError: a variable that is not floating, or a duplicate.
     """
     items = list(var_list) if isinstance(var_list, list | tuple) else [var_list]
     found: Named = {}
@@ -111,13 +102,7 @@ def _paths(module: nnx.Pytree, kind: type[AnyVariable]) -> list[tuple[str, AnyVa
 
 
 def check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, AnyVariable]]:
-    """The pairs as a list, each checked.
-
-    Raises:
-      ArgumentTypeError: not iterable, or a gradient that is not a floating array.
-      ArgumentError: no pairs, no gradients, or an item that is not a pair.
-      VariableError: not a variable, a duplicate, or a shape other than its gradient's.
-    """
+    """The pairs as a list, each checked."""
     if not isinstance(grads_and_vars, Iterable) or hasattr(grads_and_vars, "dtype"):
         raise ArgumentTypeError(
             f"grads_and_vars must be a list of (gradient, variable) pairs; got "
@@ -216,7 +201,7 @@ def differentiate(
       count.
     """
     shards = shards_of_gradient(pipeline.axis_name)
-    divisor = pipeline.divisor(pipeline.shards(warn=False).number)
+    divisor = pipeline.divisor(pipeline.shards(warn=False).size)
     around = bound()
     below = Reached([[] if around is None else around.roots, given])
     differentiated = {id(variable) for variable in variables}

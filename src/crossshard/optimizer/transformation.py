@@ -12,25 +12,17 @@ import optax
 from jax.sharding import PartitionSpec
 
 from crossshard import _check, _jax
-from crossshard.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    ShardContextError,
-    WeightUpdateError,
-)
+from crossshard.errors import ArgumentError, ArgumentTypeError, ShardContextError, WeightUpdateError
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.status import Reduction, check_incoming
-from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.stage import Gradients, StageContext
+from crossshard.pipeline.stage import CrossShardState, Gradients, StageContext
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
 from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation, maker_of
 from crossshard.pipeline.stages.weigh import as_weight, check_weighable
-from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.arrays import Arrays, Whole
 from crossshard.pipeline.update.plan import Planner, WeightUpdate, check_blocks
-from crossshard.shards.axes import Shards
-from crossshard.shards.context import get_shard_context
+from crossshard.shards.axes import Shards, get_shard_context
 from crossshard.shards.cut import Partition, Placement, map_partitions, only
 
 
@@ -40,18 +32,12 @@ class Transformation:
 
     Per-shard state has a leading axis of 1 inside that code, so that ``P("shards")`` stacks it as
     ``[shards, …]``.
-
-    Attributes:
-      pipeline: the stages.
-      weight_update: whether each shard updates all weights, or its slice of them.
-      name: the name of its scope in profiles and HLO.
-      inner: the transformation that was wrapped.
     """
 
     pipeline: Pipeline
-    weight_update: WeightUpdate
-    name: str
-    inner: optax.GradientTransformation
+    weight_update: WeightUpdate  # whether each shard updates all weights, or its slice of them
+    name: str  # of its scope in profiles and HLO
+    inner: optax.GradientTransformation  # what was wrapped
 
     def __repr__(self) -> str:
         groups = self.pipeline.groups
@@ -80,7 +66,7 @@ class Transformation:
         if self.weight_update is WeightUpdate.SHARDED:
             shards = self.pipeline.shards()
             plan = self._plan(params, shards)
-            index = shards.within(self.pipeline.groups).position()
+            index = shards.position()
             local = lambda partition, x: partition.local_slice(x, index)
             state = state._replace(inner_state=map_partitions(local, plan.state, state.inner_state))
         return self._map_stages(self._on_each_shard, state)
@@ -138,8 +124,7 @@ class Transformation:
                 for name in ("value", "grad")
                 if extra_args.get(name) is not None
             }
-            gradients = arrive(
-                self.pipeline,
+            gradients = self.pipeline.arrive(
                 updates,
                 shards,
                 declared=check_incoming(incoming),
@@ -149,11 +134,10 @@ class Transformation:
             )
             context = StageContext(
                 shards,
-                self.pipeline.groups,
                 params,
                 extra_args,
                 self._arrays(like, state.inner_state, shards),
-                self.pipeline.divisor(shards.number),
+                self.pipeline.divisor(shards.size),
             )
             reduced, after = self.pipeline.update(gradients, state, context)
             assert reduced.updated is not None
@@ -189,7 +173,7 @@ class Transformation:
     def _plan(self, params: Any, shards: Shards) -> Arrays:
         """How arrays are split, where each shard can update nothing but its slices."""
         pipeline, wanted = self.pipeline, self.weight_update
-        planner = Planner(pipeline.optimizer, params, shards, pipeline.groups, wanted=wanted)
+        planner = Planner(pipeline.optimizer, params, shards, wanted=wanted)
         return planner.plan()[0]
 
     def _arrays(self, params: Any, state: Any, shards: Shards) -> Arrays:
@@ -295,11 +279,7 @@ def _check_functions(given: Mapping[str, Any], params: Any, shards: Shards) -> N
 
 
 def transformation_of(optimizer: Any) -> Transformation:
-    """What an optimizer does; of one of Optax's, what it does when it is wrapped.
-
-    Raises:
-      ArgumentTypeError: it is no optimizer.
-    """
+    """What an optimizer does; of one of Optax's, what it does when it is wrapped."""
     # A CrossShardOptimizer is a pair of methods of one.
     found = getattr(getattr(optimizer, "update", None), "__self__", None)
     if isinstance(found, Transformation):
@@ -310,12 +290,7 @@ def transformation_of(optimizer: Any) -> Transformation:
 
 
 def pipeline_of(optimizer: Transformation, options: Mapping[str, Any]) -> Pipeline:
-    """The pipeline of an optimizer, with further options.
-
-    Raises:
-      ArgumentError: an option is invalid, or the optimizer has it already.
-      ArgumentTypeError: an option is invalid.
-    """
+    """The pipeline of an optimizer, with further options."""
     pipeline = optimizer.pipeline
     if not options:
         return pipeline
