@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -20,7 +20,6 @@ from crossshard.shards.devices import on_every_device
 _Node = TypeVar("_Node")
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class PerShardArray:
     """The values of all shards, held by a variable that differs between them.
 
@@ -88,17 +87,13 @@ class PerShardArray:
             f"values, [shards, …], as variable[...].array."
         )
 
-    def tree_flatten_with_keys(
-        self,
-    ) -> tuple[tuple[tuple[object, jax.Array]], None]:
-        """The array, with a key that identifies it in a checkpoint."""
-        return ((jax.tree_util.GetAttrKey("per_shard"), self.array),), None
 
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Iterable[jax.Array]) -> PerShardArray:
-        """The inverse."""
-        return cls(*children)
-
+# In a checkpoint the path of its values ends with the key.
+jax.tree_util.register_pytree_with_keys(
+    PerShardArray,
+    lambda held: (((jax.tree_util.GetAttrKey("per_shard"), held.array),), None),
+    lambda _, children: PerShardArray(*children),
+)
 
 _REFUSED = """
     jax_array abs add bool complex contains divmod float floordiv ge gt index int invert iter le len

@@ -53,17 +53,7 @@ class _Key(str):
     __slots__ = ()
 
 
-class _SortedDict(dict[Any, Any]):
-    """A dict as a pytree, whose keys are paths as those of a dict are."""
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-        """The values with their keys, in the order of the keys."""
-        keys = tuple(sorted(self))
-        return [(jax.tree_util.DictKey(key), self[key]) for key in keys], keys
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class Slots(_SortedDict):
+class Slots(dict[str, Any]):
     """One value per variable, by the variable's key.
 
     In a stored state it replaces each dict that mirrors the parameters, so that the state of one
@@ -71,23 +61,12 @@ class Slots(_SortedDict):
     dict there.
     """
 
-    @classmethod
-    def tree_unflatten(cls, keys: tuple[str, ...], values: Iterable[Any]) -> Slots:
-        """The inverse."""
-        return cls(zip(keys, values, strict=True))
 
-
-@jax.tree_util.register_pytree_with_keys_class
-class ReadOnly(_SortedDict):
+class ReadOnly(dict[Any, Any]):
     """Hyperparameters in what ``opt.state`` returns, which is a copy: to write there is refused.
 
     ``jax.tree.map`` makes a plain dict of it.
     """
-
-    @classmethod
-    def tree_unflatten(cls, keys: tuple[Any, ...], values: Iterable[Any]) -> dict[Any, Any]:
-        """A plain dict."""
-        return dict(zip(keys, values, strict=True))
 
     def __reduce__(self) -> tuple[type, tuple[dict[Any, Any]]]:
         return dict, (dict(self),)
@@ -100,6 +79,19 @@ class ReadOnly(_SortedDict):
         )
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+def _flatten(node: dict[Any, Any]) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    keys = tuple(sorted(node))
+    return [(jax.tree_util.DictKey(key), node[key]) for key in keys], keys
+
+
+def _unflatten_as(kind: type) -> Callable[[Any, Any], Any]:
+    return lambda keys, values: kind(zip(keys, values, strict=True))
+
+
+jax.tree_util.register_pytree_with_keys(Slots, _flatten, _unflatten_as(Slots))
+jax.tree_util.register_pytree_with_keys(ReadOnly, _flatten, _unflatten_as(dict))
 
 
 def _register() -> None:
