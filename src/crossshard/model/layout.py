@@ -17,7 +17,6 @@ from crossshard.errors import ArgumentError
 from crossshard.model.model_state import ModelState, holds_keys
 from crossshard.model.models import Skeleton
 from crossshard.model.state import TrainState
-from crossshard.nnx.per_shard import of_all
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import CrossShardState
 from crossshard.pipeline.update.arrays import Arrays, Parts
@@ -29,6 +28,7 @@ from crossshard.shards.cut import (
     WHOLE,
     Partition,
     Placement,
+    of_all,
     only,
     other_axes_like,
     partition_along_axis,
