@@ -4,7 +4,6 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -86,12 +85,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return self.close()
         # The others go on, and do not close it.
@@ -168,7 +162,7 @@ class Checkpoints:
         if not self._preemption.reached():
             return False
         _check_call("save_if_preempted", state, or_types=False)
-        if self._saving.taken is None or self._saving.taken != int(state.step):
+        if self._saving.taken != int(state.step):
             self.save(state, data)
         self.wait()
         return True
