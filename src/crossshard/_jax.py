@@ -10,12 +10,11 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import dtypes, lax
+from jax import lax
 from jax._src import clusters as _clusters
 from jax._src import core as _core
 from jax._src import custom_partitioning as _custom_partitioning
@@ -81,289 +80,6 @@ def summed_by_type(x: Any) -> Any:
     return jax.sharding.reshard(x, jax.sharding.PartitionSpec(*partitions))
 
 
-def opened(jaxpr: Any) -> Any:
-    """The open jaxpr of an open or closed jaxpr."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def constants(jaxpr: Any) -> list[Any]:
-    """The constants of a closed jaxpr; unique placeholders for those of an open one."""
-    return list(getattr(jaxpr, "consts", ())) or [object() for _ in opened(jaxpr).constvars]
-
-
-def is_literal(atom: Any) -> bool:
-    """Whether an input of an equation is a literal rather than a variable."""
-    return isinstance(atom, _core.Literal)
-
-
-def is_ref(atom: Any) -> bool:
-    """Whether an input of an equation is a mutable array."""
-    return "Ref" in type(atom.aval).__name__
-
-
-def has_effect(equation: Any) -> bool:
-    """Whether outputs may depend on more than inputs and named axes: on a Ref, on a callback."""
-    effects = (type(each).__name__ for each in equation.effects)
-    return any(map(is_ref, equation.invars)) or any(name != "NamedAxisEffect" for name in effects)
-
-
-def jaxprs_within(equation: Any) -> list[Any]:
-    """The jaxprs among the parameters of an equation: of a call, branches, a loop's body."""
-    values = equation.params.values()
-    each = [x for value in values for x in (value if isinstance(value, tuple | list) else [value])]
-    return [x for x in each if hasattr(opened(x), "eqns")]
-
-
-class Call(NamedTuple):
-    """An equation that only calls a jaxpr on its inputs."""
-
-    jaxpr: Any
-
-
-class Cond(NamedTuple):
-    """A branch: the first input chooses the jaxpr that is called on the rest."""
-
-    branches: Sequence[Any]
-
-
-class While(NamedTuple):
-    """A while loop.
-
-    Its inputs are the constants of the condition, those of the body, and the carry of both.
-    """
-
-    cond: Any
-    cond_constants: int
-    body: Any
-    body_constants: int
-
-
-class Scan(NamedTuple):
-    """A scan: its inputs are constants, the carry, and the arrays that it iterates over.
-
-    ``steps`` is its length, and whether it runs in reverse.
-    """
-
-    body: Any
-    constants: int
-    carried: int
-    steps: tuple[int, bool]
-
-
-_CALLS = frozenset(
-    "jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call "
-    "custom_vjp_call_jaxpr".split()
-)
-
-
-def control_flow(equation: Any) -> Call | Cond | While | Scan | None:
-    """The jaxprs that an equation runs, and how; ``None`` if it has none or is unknown."""
-    name, params = equation.primitive.name, equation.params
-    if name == "cond":
-        return Cond(params["branches"])
-    if name == "while":
-        cond, body = params["cond_jaxpr"], params["body_jaxpr"]
-        return While(cond, params["cond_nconsts"], body, params["body_nconsts"])
-    if name == "scan":
-        steps = params["length"], params["reverse"]
-        if "ft_in" in params:  # since JAX 0.11: trees of the constants, carry and arrays
-            constant, carry, _ = params["ft_in"].unpack()
-            return Scan(params["jaxpr"], len(list(constant)), len(list(carry)), steps)
-        return Scan(params["jaxpr"], params["num_consts"], params["num_carry"], steps)
-    if name in _CALLS:
-        inner = [params[key] for key in ("jaxpr", "call_jaxpr") if key in params]
-        if len(inner) == 1 and len(opened(inner[0]).invars) == len(equation.invars):
-            return Call(inner[0])
-    return None
-
-
-# What JAX has besides the primitives of lax, and is no kernel.
-_NO_KERNELS = frozenset(
-    "add_any addupdate closed_call copy_p core_call custom_jvp_call custom_lin custom_linear_solve "
-    "custom_vjp_call custom_vjp_call_jaxpr debug_callback debug_print dimension_size empty empty2 "
-    "geqp3 geqrf get iota_2x32_shape jit layout_constraint mesh_cast name pjit pvary reciprocal "
-    "remat remat2 reshard stack swap threefry2x32 tile unstack".split()
-)
-# Whose jaxpr says what they compute, whatever runs in its place.
-SAID_BY_JAXPR = {"composite": "jaxpr", "custom_vmap_call": "call"}
-# How a function is named of which the user says that it computes each row alone.
-ROWWISE = "crossshard_rowwise"
-
-
-def is_rowwise(equation: Any) -> bool:
-    """Whether an equation calls a function of which ``crossshard.rowwise`` was said."""
-    return str(equation.params.get("name", "")).startswith(ROWWISE)
-
-
-def is_kernel(equation: Any) -> bool:
-    """Whether the code of an equation cannot be walked: a kernel, a callback, a user's own."""
-    name = equation.primitive.name
-    if name in ("approx_top_k", "ragged_dot_general") or is_rowwise(equation):
-        return True
-    own = any(hasattr(module, f"{name.replace('-', '_')}_p") for module in (lax, lax.linalg))
-    return not own and name not in _NO_KERNELS and not name.startswith("random_")
-
-
-def name_of(equation: Any) -> str:
-    """What an equation runs, with the name of the kernel if it has one."""
-    name, params = equation.primitive.name, equation.params
-    own = params.get("name") or params.get("target_name")
-    if is_rowwise(equation):
-        return f"rowwise({str(own).removeprefix(ROWWISE).strip('_')})"
-    return f"{name} {own}" if own else str(name)
-
-
-def precision_of(equation: Any) -> float:
-    """The precision of the coarsest floats that an equation takes or makes; 0 if there are none."""
-    dtypes = [getattr(x.aval, "dtype", None) for x in (*equation.invars, *equation.outvars)]
-    exact = [x for x in dtypes if x is not None and jnp.issubdtype(x, np.inexact)]
-    return max((float(jnp.finfo(x).eps) for x in exact), default=0.0)
-
-
-def temporary_bytes(compiled: Any) -> int:
-    """The bytes that a compiled function needs while it runs; 0 if that is not known."""
-    return int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0))
-
-
-def says(equation: Any) -> str:
-    """All that the parameters of an equation say, but for the values of constants."""
-    grid = equation.params.get("grid_mapping")
-    blocks = [str((each.block_shape, each.index_map_jaxpr)) for each in _blocks(grid)]
-    consts = [list(map(id, getattr(x, "consts", ()))) for x in jaxprs_within(equation)]
-    return f"{equation.primitive.name} {equation.params} {blocks} {consts}"
-
-
-def _blocks(grid: Any) -> Sequence[Any]:
-    return () if grid is None else grid.block_mappings
-
-
-class Block(NamedTuple):
-    """How the steps of a grid choose the blocks of an array.
-
-    Attributes:
-      sizes: how many slices a block has along each axis; ``None`` if that is not fixed.
-      walks: of an axis whose block is that of a step's own number, the dimension of the grid.
-      depends: for each axis, the dimensions of the grid that choose the block.
-    """
-
-    sizes: tuple[int | None, ...]
-    walks: dict[int, int]
-    depends: tuple[frozenset[int], ...]
-
-
-class Grid(NamedTuple):
-    """The grid of a kernel.
-
-    Attributes:
-      lengths: of its dimensions.
-      before: how many inputs choose blocks, and have none.
-      blocks: of the other inputs, and of the outputs.
-      alone: the dimensions whose steps are programs of their own, so that nothing is kept between
-        them, and which do not read their number, either.
-      code: what a step runs, as text.
-    """
-
-    lengths: tuple[Any, ...]
-    before: int
-    blocks: tuple[Block, ...]
-    alone: frozenset[int]
-    code: str
-
-
-def grid_of(equation: Any) -> Grid | None:
-    """The grid of a ``pallas_call``; ``None`` if it is another one than is known here."""
-    params, grid = equation.params, equation.params["grid_mapping"]
-    try:
-        if grid.num_dynamic_grid_bounds:
-            return None
-        body, lengths = opened(params["jaxpr"]), tuple(grid.grid)
-        vmapped = list(grid.vmapped_dims)
-        parallel = getattr(params["compiler_params"], "dimension_semantics", None) or ()
-        own = [place for place in range(len(lengths)) if place not in vmapped]
-        keeps = bool(grid.scratch_avals or params["input_output_aliases"])
-        reads = {
-            each.params["axis"]
-            for each in _equations_below(body)
-            if each.primitive.name in ("program_id", "num_programs")
-        }
-        # By number or by name; what vmap adds has neither, and is no step that anything sees.
-        said = dict(zip(own, map(str, parallel), strict=False))
-        alone = {
-            place
-            for number, place in enumerate(own)
-            if number not in reads and (not keeps or "parallel" in said.get(place, "").lower())
-        }
-        code = str((body, params["compiler_params"], grid.scratch_avals, grid.num_index_operands))
-        blocks = tuple(map(_block, grid.block_mappings))
-    except (AttributeError, KeyError):
-        return None
-    return Grid(lengths, grid.num_index_operands, blocks, frozenset({*alone, *vmapped}), code)
-
-
-def _equations_below(jaxpr: Any) -> Iterable[Any]:
-    for equation in opened(jaxpr).eqns:
-        yield equation
-        for each in jaxprs_within(equation):
-            yield from _equations_below(each)
-
-
-def _block(block: Any) -> Block:
-    kinds = [type(each).__name__ for each in block.block_shape]
-    known = all(kind in ("Blocked", "Squeezed") for kind in kinds)
-    sizes = [getattr(each, "block_size", 1) if known else None for each in block.block_shape]
-    maps = opened(block.index_map_jaxpr)
-    of: dict[Any, frozenset[int]] = {}
-    for place, variable in enumerate(maps.invars):
-        of[variable] = frozenset({place} if np.ndim(variable.aval) == 0 else ())
-    read = lambda atom: frozenset() if is_literal(atom) else of.get(atom, frozenset())
-    for equation in maps.eqns:
-        found = frozenset().union(*map(read, equation.invars))
-        of |= dict.fromkeys(equation.outvars, found)
-    numbers = {variable: place for place, variable in enumerate(maps.invars)}
-    walks = {
-        axis: numbers[atom]
-        for axis, atom in enumerate(maps.outvars)
-        if not is_literal(atom) and atom in numbers
-    }
-    return Block(tuple(sizes), walks, tuple(map(read, maps.outvars)))
-
-
-def called(equation: Any) -> Any:
-    """The closed jaxpr that an equation only calls, and may be written out; else ``None``."""
-    call = control_flow(equation)
-    again = equation.primitive.name in ("checkpoint", "remat", "remat2")
-    return closed(call.jaxpr) if isinstance(call, Call) and not again else None
-
-
-def with_jaxprs(equation: Any, change: Callable[[Any], Any]) -> Any:
-    """An equation in whose parameters each closed jaxpr is changed."""
-
-    def one(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return type(value)(map(one, value)) if type(value) in (tuple, list) else value
-        if isinstance(value, _ClosedJaxpr):
-            return change(value)
-        if isinstance(value, _core.Jaxpr) and not value.constvars:
-            return change(closed(value)).jaxpr
-        return value
-
-    return equation.replace(params={name: one(x) for name, x in equation.params.items()})
-
-
-def broadcast_equation(atom: Any, shape: tuple[int, ...], like: Any) -> Any:
-    """An equation that broadcasts an atom to a shape, from where another equation is."""
-
-    def broadcast(x: Any) -> Any:
-        first = len(shape) - x.ndim
-        return jax.lax.broadcast_in_dim(x, shape, range(first, len(shape)))
-
-    (found,) = jax.make_jaxpr(broadcast)(
-        jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
-    ).eqns
-    outputs = [_core.Var(found.outvars[0].aval)]
-    return found.replace(invars=[atom], outvars=outputs, source_info=like.source_info)
-
-
 def without_unread(jaxpr: Any, number: int | None = None) -> Any:
     """A closed jaxpr with what its outputs, or the first of them, are computed from alone.
 
@@ -389,53 +105,15 @@ def with_equations(
     return _ClosedJaxpr(found, list(constants.values()))
 
 
-def variable_like(atom: Any) -> Any:
-    """A new variable of the type of another one."""
-    return _core.Var(atom.aval)
-
-
 def pruned(jaxpr: Any, outputs: Sequence[bool]) -> tuple[Any, list[bool]]:
     """What computes some outputs of a closed jaxpr, a closed jaxpr, and which inputs it takes."""
     found, taken = _partial_eval.dce_jaxpr(jaxpr.jaxpr, list(outputs), instantiate=False)
     return _ClosedJaxpr(found, jaxpr.consts), taken
 
 
-def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
-    """A closed jaxpr as a function."""
-    found: Callable[..., list[Any]] = _core.jaxpr_as_fun(jaxpr)
-    return found
-
-
 def closed(jaxpr: Any) -> Any:
     """The closed jaxpr of an open one without constants, or of a closed one."""
     return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, ())
-
-
-def inlined(equation: Any) -> Any:
-    """The closed jaxpr of a ``jit`` that says nothing about shardings; ``None`` for all else."""
-    if equation.primitive.name not in ("jit", "pjit"):
-        return None
-    params = equation.params
-    placed = [*params["in_shardings"], *params["out_shardings"]]
-    free = all(type(each).__name__ == "UnspecifiedValue" for each in placed)
-    return params["jaxpr"] if free else None
-
-
-def is_checkpoint(equation: Any) -> bool:
-    """Whether an equation is a ``jax.checkpoint``."""
-    return equation.primitive.name in ("checkpoint", "remat", "remat2")
-
-
-def options_of_scan(equation: Any) -> dict[str, Any]:
-    """How a scan is to be compiled, as ``lax.scan`` takes it."""
-    names = ("unroll", "_split_transpose")
-    return {name: equation.params[name] for name in names if name in equation.params}
-
-
-def shard_map_parts(equation: Any) -> tuple[frozenset[str], Sequence[Any], Any]:
-    """The mesh axes, input specs and jaxpr of a traced ``shard_map``."""
-    params = equation.params
-    return frozenset(params["mesh"].axis_names), params["in_specs"], params["jaxpr"]
 
 
 def shard_map(
@@ -448,12 +126,13 @@ def shard_map(
 
     def run(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
+        is_empty = [not x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in leaves]
         spread = lambda spec, below: jax.tree.map(lambda _: spec, below)
         specs = tree.flatten_up_to(jax.tree.map(spread, in_specs, args))
-        is_empty = [not x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in leaves]
         mesh = where.get("mesh") or jax.sharding.get_abstract_mesh()
+        shape = lambda x, spec: jax.sharding.NamedSharding(mesh, spec).shard_shape(x.shape)
         pairs = zip(leaves, specs, is_empty, strict=True)
-        types = [(_shape_on_shard(x, spec, mesh), x.dtype) if no else None for x, spec, no in pairs]
+        types = [(shape(x, spec), x.dtype) if no else None for x, spec, no in pairs]
 
         def on_shard(*given: Any) -> Any:
             passed = iter(given)
@@ -461,122 +140,11 @@ def shard_map(
             return function(*tree.unflatten(every))
 
         passed = [place for place, no in enumerate(is_empty) if not no]
-        mapped = jax.shard_map(
-            on_shard,
-            in_specs=tuple(specs[place] for place in passed),
-            out_specs=out_specs,
-            check_vma=False,
-            **where,
-        )
-        return mapped(*(leaves[place] for place in passed))
+        own = tuple(specs[place] for place in passed)
+        how = {"in_specs": own, "out_specs": out_specs, "check_vma": False}
+        return jax.shard_map(on_shard, **how, **where)(*(leaves[place] for place in passed))
 
     return run
-
-
-def _shape_on_shard(x: Any, spec: Any, mesh: Any) -> tuple[int, ...]:
-    return jax.sharding.NamedSharding(mesh, spec).shard_shape(x.shape)
-
-
-def has_own_derivative(equation: Any) -> bool:
-    """Whether autodiff takes the user's rule for an equation, not what its jaxpr says."""
-    return equation.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
-
-
-def rule_of_derivative(equation: Any, *, backward: bool) -> Any:
-    """The jaxpr of a function's own derivative, by what is inexact of its inputs.
-
-    Args:
-      equation: a call of the function.
-      backward: whether it takes the cotangents of the outputs that are inexact, and returns those
-        of the inputs; otherwise the tangents of the inputs, and returns those of the outputs. Then
-        come the outputs themselves, which such a function may compute in another way.
-    """
-    is_inexact = lambda atom: jnp.issubdtype(atom.aval.dtype, np.inexact)
-    type_of = lambda atom: jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
-    varied = [place for place, atom in enumerate(equation.invars) if is_inexact(atom)]
-    number = len(equation.invars)
-
-    def rule(*args: Any) -> Any:
-        given, slopes = list(args[:number]), list(args[number:])
-
-        def call(*values: Any) -> list[Any]:
-            replaced = dict(zip(varied, values, strict=True))
-            found = bound(equation, [replaced.get(at, x) for at, x in enumerate(given)])
-            return [x for x, atom in zip(found, equation.outvars, strict=True) if is_inexact(atom)]
-
-        primals = [given[place] for place in varied]
-        if not backward:
-            outputs, found = jax.jvp(call, primals, slopes)
-            return *found, *outputs
-        outputs, pull = jax.vjp(call, *primals)
-        return *pull(slopes), *outputs
-
-    sloped = equation.outvars if backward else equation.invars
-    atoms = [*equation.invars, *filter(is_inexact, sloped)]
-    return jax.make_jaxpr(rule)(*map(type_of, atoms))
-
-
-def solvers_of(equation: Any) -> list[tuple[Any, list[int]]]:
-    """The jaxprs of a ``custom_linear_solve`` that multiply and solve, and their inputs."""
-    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
-    found, first, right = [], 0, range(sum(lengths), len(equation.invars))
-    for jaxpr, length in zip(jaxprs, lengths, strict=True):
-        if jaxpr is not None:
-            found.append((jaxpr, [*range(first, first + length), *right]))
-        first += length
-    return found
-
-
-def passes_on(loop: Scan, place: int) -> bool:
-    """Whether what a scan carries in a place is the same in every turn."""
-    body = opened(loop.body)
-    return body.outvars[place] is body.invars[loop.constants + place]
-
-
-def is_key(loop: Scan, place: int) -> bool:
-    """Whether what a scan carries in a place is a PRNG key, of a type or of old."""
-    dtype = opened(loop.body).invars[loop.constants + place].aval.dtype
-    return bool(jnp.issubdtype(dtype, dtypes.prng_key) or dtype == np.uint32)
-
-
-def names_axes(equation: Any) -> bool:
-    """Whether an equation is a collective over named axes, rather than over those of vmap."""
-    params = equation.params
-    if "axes" not in params and "axis_name" not in params:
-        return False
-    return any(isinstance(name, str) for name in jax.tree.leaves(named_axes(equation)))
-
-
-def untyped_axes(equation: Any, names: tuple[str, ...]) -> frozenset[Any]:
-    """The axes of an equation, if it is one of these collectives, without types."""
-    if equation.primitive.name not in names or equation.params.get("axis_index_groups"):
-        return frozenset()
-    axes = equation.params["axes" if "axes" in equation.params else "axis_name"]
-    return frozenset(axes if isinstance(axes, tuple | list) else (axes,))
-
-
-def named_axes(equation: Any) -> tuple[Any, ...]:
-    """The axes of a collective, possibly nested; positional axes of vmap are included."""
-    return equation.params.get("axes", ()), equation.params.get("axis_name", ())
-
-
-# Equation parameters about the shape or sharding of an array, not about the computation.
-_OF_SHAPE = frozenset({"shape", "sharding", "broadcast_dimensions", "out_sharding"})
-
-
-def same_but_for_shapes(one: Any, other: Any) -> bool:
-    """Whether two equations of one primitive are equal except for the shapes of arrays."""
-    left, right = one.params, other.params
-    # Both come from one function, so their other parameters compare by value.
-    return all(
-        key in _OF_SHAPE or left[key] is right[key] or left[key] == right[key] for key in left
-    )
-
-
-def keeps_order(equation: Any) -> bool:
-    """Whether an equation only reshapes or broadcasts, and keeps the order of elements."""
-    reshapes = equation.primitive.name in ("broadcast_in_dim", "reshape")
-    return reshapes and equation.params.get("dimensions") is None
 
 
 def source_of(equation: Any) -> str:
@@ -844,27 +412,6 @@ def outside_of_traces() -> AbstractContextManager[object]:
     return _core.eval_context()
 
 
-def placing(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
-    """The function of these arguments, whose ``device_put`` also places what ``jit`` traces."""
-    closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
-    tree = jax.tree.structure(out)
-
-    def run(*args: Any) -> Any:
-        values = dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
-        values |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        read = lambda atom: atom.val if is_literal(atom) else values[atom]
-        for equation in closed.jaxpr.eqns:
-            given = list(map(read, equation.invars))
-            if equation.primitive.name == "device_put":
-                found = list(map(_placed, given, equation.params["devices"]))
-            else:
-                found = bound(equation, given)
-            values |= dict(zip(equation.outvars, found, strict=True))
-        return jax.tree.unflatten(tree, list(map(read, closed.jaxpr.outvars)))
-
-    return run
-
-
 def bound(equation: Any, given: Sequence[Any]) -> list[Any]:
     """The outputs of an equation for these inputs, under its names and in its context."""
     params = equation.primitive.get_bind_params(equation.params)
@@ -880,8 +427,3 @@ def at_source_of(equation: Any) -> AbstractContextManager[object]:
     source = equation.source_info
     names = _source_info_util.current_name_stack() + source.name_stack
     return _source_info_util.user_context(source.traceback, name_stack=names)
-
-
-def _placed(x: Any, where: Any) -> Any:
-    is_named = isinstance(where, jax.sharding.NamedSharding)
-    return lax.with_sharding_constraint(x, where) if is_named else x

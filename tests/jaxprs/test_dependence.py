@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from crossshard.jaxprs.dependence import varying_axes_of_outputs
+from crossshard.jaxprs.walk import varying_axes_of_outputs
 
 MESH = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 

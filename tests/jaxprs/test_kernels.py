@@ -21,7 +21,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
-from crossshard.jaxprs.mean_over_rows import Finding, OverRows, over_rows
+from crossshard.jaxprs.mean_over_rows import Finding
+from crossshard.jaxprs.row_facts import OverRows
+from tests.jaxprs.proving import over_rows
 
 ROWS, TIME, WIDTH = 8, 4, 16
 X = jax.ShapeDtypeStruct((ROWS, TIME, WIDTH), jnp.bfloat16)

@@ -10,15 +10,9 @@ import optax
 import pytest
 from flax import linen
 
-from crossshard.jaxprs.mean_over_rows import (
-    OverRows,
-    facts_of,
-    is_free,
-    is_mean,
-    is_sum,
-    over_rows,
-)
-from crossshard.jaxprs.row_facts import Free, Obstacle, Ratio, Total
+from crossshard.jaxprs.mean_over_rows import is_free, is_mean, is_sum
+from crossshard.jaxprs.row_facts import Free, Obstacle, OverRows, Ratio, Total
+from tests.jaxprs.proving import over_rows, proof_of
 
 WIDTH = 4
 W = np.float32(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)))
@@ -109,24 +103,12 @@ def test_what_compares_rows_compares_one_with_those_of_others():
     assert kind(lambda x, w, k: (x @ w).std(), 1, 4) is OverRows.COMPARED
 
 
-def test_the_first_trace_is_made_once():
-    seen = []
-
-    def loss(x: Any, w: Any, own: Any) -> Any:
-        seen.append(len(x))
-        return mean(x, w)
-
-    first = jax.make_jaxpr(loss)(batch_of(6), W, ())
-    assert over_rows(loss, batch_of(6), W, times=3, first=first).kind is OverRows.MEAN
-    assert seen == [6, 18]
-
-
 def test_all_outputs_have_facts():
     def outputs(x: Any, w: Any, own: Any) -> Any:
         total = (x @ w).sum()
         return {"a": (total, x.shape[0]), "b": [(w**2).sum(), x.std(), total / x[:, 0].sum()]}
 
-    facts = facts_of(outputs, batch_of(6), W, times=3)
+    facts = proof_of(outputs, batch_of(6), W, times=3).facts
     total, count, free, compared, ratio = facts
     assert isinstance(total, Total)
     assert (is_sum(total), is_mean(total), is_free(total)) == (True, False, False)

@@ -16,7 +16,9 @@ from flax import linen
 from jax import lax
 from jax.experimental import pallas
 
-from crossshard.jaxprs.mean_over_rows import Finding, OverRows, over_rows
+from crossshard.jaxprs.mean_over_rows import Finding
+from crossshard.jaxprs.row_facts import OverRows
+from tests.jaxprs.proving import over_rows
 
 ROWS, TIME, WIDTH, CLASSES = 6, 5, 4, 3
 W = np.float32(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)))

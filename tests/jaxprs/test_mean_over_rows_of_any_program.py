@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from crossshard.jaxprs.mean_over_rows import OverRows, facts_of, found
+from crossshard.jaxprs.mean_over_rows import found
+from crossshard.jaxprs.row_facts import OverRows
+from tests.jaxprs.proving import proof_of
 from tests.jaxprs.test_row_draws import DISTRIBUTIONS
 
 # The length of every axis but that of the rows.
@@ -320,7 +322,7 @@ def check(program: Program, last: int, rows: int, shards: int, *, sums: bool = F
     def look(piece: Any) -> Any:
         types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), piece)
         own = jax.eval_shape(lambda: jax.random.key(0))
-        (fact,) = facts_of(loss, types, W, own=own, times=shards)
+        (fact,) = proof_of(loss, types, W, own=own, times=shards).facts
         kinds.append(found(fact).kind)
         return piece
 

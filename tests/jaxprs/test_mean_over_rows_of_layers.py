@@ -15,7 +15,9 @@ from flax import linen, nnx
 from jax import lax
 from keras import layers
 
-from crossshard.jaxprs.mean_over_rows import Finding, OverRows, over_rows
+from crossshard.jaxprs.mean_over_rows import Finding
+from crossshard.jaxprs.row_facts import OverRows
+from tests.jaxprs.proving import over_rows
 
 ROWS, TIME, WIDTH = 6, 5, 4
 W = np.float32(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)))

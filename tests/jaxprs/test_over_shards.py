@@ -10,7 +10,9 @@ import optax
 import pytest
 from jax import lax
 
-from crossshard.jaxprs.mean_over_rows import Finding, OverRows, over_rows
+from crossshard.jaxprs.mean_over_rows import Finding
+from crossshard.jaxprs.row_facts import OverRows
+from tests.jaxprs.proving import over_rows
 
 ROWS, WIDTH, SHARDS = 6, 4, 4
 W = np.float32(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)))

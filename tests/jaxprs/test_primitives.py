@@ -16,10 +16,10 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 from crossshard.jaxprs import primitives
-from crossshard.jaxprs.dependence import sources, varying_axes_of_outputs
-from crossshard.jaxprs.mean_over_rows import over_rows
 from crossshard.jaxprs.primitives import KINDS, OpKind, of_kind
 from crossshard.jaxprs.slices import why_not_elementwise
+from crossshard.jaxprs.walk import sources, varying_axes_of_outputs
+from tests.jaxprs.proving import over_rows
 
 # Of kernels and experiments: their own tables, and code that needs what is not here.
 LEFT_OUT = r"jax\.(_src\.(pallas|test|tpu_custom|mosaic|export|debugger)|experimental|tools)"

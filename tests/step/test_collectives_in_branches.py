@@ -16,8 +16,14 @@ import pytest
 from jax import lax
 
 from crossshard import _jax
-from crossshard.jaxprs.dependence import Variance
-from crossshard.jaxprs.walk import Equations, equations_of, equations_within, follow
+from crossshard.jaxprs.walk import (
+    Equations,
+    Variance,
+    equations_of,
+    equations_within,
+    follow,
+    named_axes,
+)
 from tests.quick import deep_but
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -53,7 +59,7 @@ class Meets(Variance):
     def control(self, equations: Equations, decides: frozenset[str]) -> frozenset[str]:
         (equation,) = equations
         for each in equations_within(equation):
-            if each.primitive.name != "axis_index" and decides & self._named_by(each):
+            if each.primitive.name != "axis_index" and decides & named_axes(each):
                 line = _jax.source_of(equation)
                 self.found.append(f"{each.primitive.name} in a {equation.primitive.name}, {line}")
         return super().control(equations, decides)
@@ -64,10 +70,11 @@ def own_decisions(jaxpr: Any) -> list[str]:
     found = []
     for equation in equations_of(jaxpr):
         if equation.primitive.name == "shard_map":
-            axes, specs, inner = _jax.shard_map_parts(equation)
+            params = equation.params
+            axes, specs = frozenset(params["mesh"].axis_names), params["in_specs"]
             # What is replicated each shard has a copy of.
             analysis = Meets(axes)
-            follow(analysis, [inner], [axes] * len(specs))
+            follow(analysis, [params["jaxpr"]], [axes] * len(specs))
             found += analysis.found
     return sorted(set(found))
 

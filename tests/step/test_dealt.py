@@ -11,7 +11,8 @@ import pytest
 from optax import contrib
 
 import crossshard
-from crossshard import _jax, make_train_step
+from crossshard import make_train_step
+from crossshard.jaxprs import walk
 from crossshard.step.train_step import layout_of
 from tests.quick import deep, deep_but
 from tests.step.common import assert_close, assert_same, on_one_device, train
@@ -279,12 +280,12 @@ def test_every_leaf_is_updated_once(place: str):
 def products(jaxpr: Any) -> int:
     """The multiplications of matrices on the shard that has most of them."""
     number = 0
-    for equation in _jax.opened(jaxpr).eqns:
-        inner = [products(each) for each in _jax.jaxprs_within(equation)]
-        flow = _jax.control_flow(equation)
-        if isinstance(flow, _jax.Cond):
+    for equation in walk.opened(jaxpr).eqns:
+        inner = [products(each) for each in walk.jaxprs_within(equation)]
+        flow = walk.control_flow(equation)
+        if isinstance(flow, walk.Cond):
             number += max(inner)
-        elif isinstance(flow, _jax.Scan):
+        elif isinstance(flow, walk.Scan):
             number += flow.steps[0] * sum(inner)
         else:
             number += sum(inner)

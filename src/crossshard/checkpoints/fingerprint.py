@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Literal
 
 from crossshard import _jax
 from crossshard._hash import sha256
 from crossshard.checkpoints.manifest import Fingerprint, Update
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.gradients.reduction import Reduction
-from crossshard.pipeline.aggregators.aggregator import Aggregator
+from crossshard.gradients.status import Reduction
+from crossshard.jaxprs.walk import constants, jaxprs_within, opened
+from crossshard.pipeline.aggregators import Aggregator
 from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.update.optimize import takes_value
@@ -150,12 +152,12 @@ _PLAIN = (*_NUMBERS, complex, str, enum.Enum, np.generic, np.dtype)
 
 def _equations(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:
     """Each equation without its numbers, in words, with them, and itself."""
-    opened = _jax.opened(jaxpr)
-    constants = dict(zip(opened.constvars, _jax.constants(jaxpr), strict=True))
-    for equation in opened.eqns:
+    body = opened(jaxpr)
+    values = dict(zip(body.constvars, constants(jaxpr), strict=True))
+    for equation in body.eqns:
         name, types = equation.primitive.name, [str(out.aval) for out in equation.outvars]
         given = [
-            _number(atom.val if _jax.is_literal(atom) else constants.get(atom))
+            _number(atom.val if isinstance(atom, Literal) else values.get(atom))
             for atom in equation.invars
         ]
         told = [f"{k}={v}" for k, v in equation.params.items() if type(v) in _NUMBERS]
@@ -164,7 +166,7 @@ def _equations(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:
         numbers = f"({', '.join(told)})" if told else ""
         dtypes = "/".join(dict.fromkeys(each.split("[")[0] for each in types))
         yield f"{name} {types}", f"{name}{numbers} of {dtypes}", equation
-        for inner in _jax.jaxprs_within(equation):
+        for inner in jaxprs_within(equation):
             yield from _equations(inner)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from crossshard._check import typed
 from crossshard._hash import sha256
-from crossshard._typed import typed
 from crossshard.checkpoints.folder import MOST_BYTES, Damaged, read_json
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointMismatchError
 from crossshard.model.layout import StateLayout

@@ -10,8 +10,11 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal
 
 from crossshard import _jax
+from crossshard.jaxprs import rewrite
+from crossshard.jaxprs.walk import CHECKPOINTS, Call, Scan, control_flow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +100,47 @@ def evaluate(
     return _Evaluation(note).of(jaxpr, inputs, Inside())
 
 
+class _Waiting:
+    """A variable that is deferred until something uses it.
+
+    Attributes:
+      may_wait: whether one equation reads it, once, or each of several takes other rows of it.
+      is_converted: whether all of several readers convert it to one dtype, which it has already.
+    """
+
+    def __init__(self, deferred: Deferred, readers: Sequence[Any], inside: Inside, note: Note):
+        taken = [None if each is None else _rows(each) for each in readers]
+        rows = sorted(each for each in taken if each is not None)
+        apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(rows))
+        self.may_wait = len(readers) == 1 or (len(rows) == len(readers) and apart)
+        dtypes = {
+            None
+            if each is None or each.primitive.name != "convert_element_type"
+            else jnp.dtype(each.params["new_dtype"])
+            for each in readers
+        }
+        common = dtypes.pop() if len(readers) > 1 and len(dtypes) == 1 else None
+        narrow = None if common is None else deferred.in_dtype(common)
+        self.is_converted = narrow is not None
+        self._deferred, self._inside, self._note = narrow or deferred, inside, note
+        self._array: Any = None
+
+    def read(self) -> Any:
+        """The array, or what is deferred if that may still wait."""
+        return self._deferred if self.may_wait else self.whole()
+
+    def whole(self) -> Any:
+        """The array, which it is from now on."""
+        if self._array is None:
+            self._note(self._deferred.name, self._deferred, self._inside)
+            self._array = self._deferred.used()
+        return self._array
+
+
+def _whole(x: Any) -> Any:
+    return x.whole() if isinstance(x, _Waiting) else x
+
+
 @dataclasses.dataclass(frozen=True)
 class _Evaluation:
     """One evaluation of a jaxpr, with all that it calls.
@@ -117,79 +161,61 @@ class _Evaluation:
 
     def of(self, jaxpr: Any, inputs: Sequence[Any], inside: Inside) -> list[Any]:
         """The outputs of a closed jaxpr."""
-        uses = _Uses(jaxpr)
-        values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
-        values |= dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+        readers: dict[Any, list[Any]] = collections.defaultdict(list)
+        ends = [(None, jaxpr.jaxpr.outvars)]
+        for reader, atoms in [(each, each.invars) for each in jaxpr.jaxpr.eqns] + ends:
+            for atom in atoms:
+                if not isinstance(atom, Literal):
+                    readers[atom].append(reader)
 
-        def whole(atom: Any) -> Any:
-            if _jax.is_literal(atom):
-                return atom.val
-            values[atom] = self._used(values[atom], inside)
-            return values[atom]
+        def waiting(variable: Any, x: Any) -> Any:
+            is_deferred = isinstance(x, Deferred)
+            return _Waiting(x, readers[variable], inside, self.note) if is_deferred else x
 
-        def read(atom: Any) -> Any:
-            """The value; deferred if nothing else reads it, or all take rows of it."""
-            return values[atom] if uses.may_wait(atom) else whole(atom)
-
-        converted = set()
-        for equation in jaxpr.jaxpr.eqns:
-            source = next((atom for atom in equation.invars[:1] if not _jax.is_literal(atom)), None)
-            dtype = uses.common_dtype(source)
-            if dtype is not None and isinstance(values[source], Deferred):
-                # All of its readers convert it to one dtype, so it is used in that.
-                narrow = values[source].in_dtype(dtype)
-                if narrow is not None:
-                    values[source] = self._used(narrow, inside)
-                    converted.add(source)
-            given = [read(atom) for atom in equation.invars]
-            found: Sequence[Any] | None = given if source in converted else None
-            if found is None and any(isinstance(x, Deferred) for x in given):
+        def on(equation: Any, given: list[Any]) -> list[Any]:
+            if any(isinstance(x, _Waiting) and x.is_converted for x in given[:1]):
+                return [_whole(given[0])]
+            read = [x.read() if isinstance(x, _Waiting) else x for x in given]
+            found: Sequence[Any] | None = None
+            if any(isinstance(x, Deferred) for x in read):
                 with _jax.at_source_of(equation), equation.ctx.manager:
-                    found = self._with_deferred(equation, given, inside)
+                    found = self._with_deferred(equation, read, inside)
             if found is None:
-                found = _jax.bound(equation, list(map(whole, equation.invars)))
-            values |= dict(zip(equation.outvars, found, strict=True))
-        return list(map(whole, jaxpr.jaxpr.outvars))
+                found = _jax.bound(equation, list(map(_whole, given)))
+            return list(map(waiting, equation.outvars, found))
 
-    def _used(self, x: Any, inside: Inside) -> Any:
-        """An array, which is used here if it is deferred."""
-        if not isinstance(x, Deferred):
-            return x
-        self.note(x.name, x, inside)
-        return x.used()
+        inputs = list(map(waiting, jaxpr.jaxpr.invars, inputs))
+        return list(map(_whole, rewrite.evaluate(jaxpr, inputs, on)))
 
     def _with_deferred(
         self, equation: Any, given: Sequence[Any], inside: Inside
     ) -> Sequence[Any] | None:
         """The outputs of an equation that hands a deferred input on; ``None`` if it uses it."""
+        name, params = equation.primitive.name, equation.params
         of_first = {"convert_element_type": _converted, "slice": _sliced, "squeeze": _squeezed}
-        if equation.primitive.name in of_first:
-            deferred = of_first[equation.primitive.name](equation, given[0])
+        if name in of_first:
+            deferred = of_first[name](equation, given[0])
             return None if deferred is None else [deferred]
-        if equation.primitive.name == "dot_general":
-            return self._multiplied(equation, given, inside)
-        jaxpr = _jax.inlined(equation)
-        if jaxpr is not None:
-            return self.of(jaxpr, given, inside)
-        if _jax.is_checkpoint(equation):
+        if name == "dot_general":
+            x, w = given
+            found = None
+            if not (self.of_policy or isinstance(x, Deferred)):
+                found = w.multiplied(x, params)
+            if found is None:
+                return None
+            used, product = found
+            self.note(w.name, used, inside)
+            return [product]
+        if name in CHECKPOINTS:
             return self._checkpointed(equation, given, inside)
-        scan = _jax.control_flow(equation)
-        if isinstance(scan, _jax.Scan):
-            return self._scanned(equation, scan, given, inside)
+        flow = control_flow(equation)
+        if isinstance(flow, Scan):
+            return self._scanned(equation, flow, given, inside)
+        if isinstance(flow, Call) and name in ("jit", "pjit"):
+            placed = [*params["in_shardings"], *params["out_shardings"]]
+            if all(type(each).__name__ == "UnspecifiedValue" for each in placed):
+                return self.of(flow.jaxpr, given, inside)
         return None
-
-    def _multiplied(
-        self, equation: Any, given: Sequence[Any], inside: Inside
-    ) -> Sequence[Any] | None:
-        x, w = given
-        if self.of_policy or isinstance(x, Deferred):
-            return None
-        found = w.multiplied(x, equation.params)
-        if found is None:
-            return None
-        used, product = found
-        self.note(w.name, used, inside)
-        return [product]
 
     def _checkpointed(self, equation: Any, given: Sequence[Any], inside: Inside) -> Sequence[Any]:
         jaxpr, params = equation.params["jaxpr"], equation.params
@@ -225,16 +251,22 @@ class _Evaluation:
         return out
 
     def _scanned(
-        self, equation: Any, scan: _jax.Scan, given: Sequence[Any], inside: Inside
+        self, equation: Any, scan: Scan, given: Sequence[Any], inside: Inside
     ) -> Sequence[Any]:
         length, reverse = scan.steps
         first = scan.constants + scan.carried
         within = dataclasses.replace(inside, turns=inside.turns * length, loops=inside.loops + 1)
-        before = [self._used(x, inside) for x in given[:first]]
+
+        def used(x: Any) -> Any:
+            if not isinstance(x, Deferred):
+                return x
+            self.note(x.name, x, inside)
+            return x.used()
+
+        before = list(map(used, given[:first]))
         rows = [x.row() if isinstance(x, Deferred) else None for x in given[first:]]
         over = [
-            self._used(x, inside) if row is None else x.arrays
-            for x, row in zip(given[first:], rows, strict=True)
+            used(x) if row is None else x.arrays for x, row in zip(given[first:], rows, strict=True)
         ]
         constants, carry = before[: scan.constants], before[scan.constants :]
 
@@ -242,9 +274,9 @@ class _Evaluation:
             out = self.of(scan.body, [*constants, *carry, *_made_of(rows, arrays)], within)
             return out[: scan.carried], out[scan.carried :]
 
-        carry, stacked = lax.scan(
-            turn, carry, over, length, reverse=reverse, **_jax.options_of_scan(equation)
-        )
+        names = ("unroll", "_split_transpose")
+        how = {name: equation.params[name] for name in names if name in equation.params}
+        carry, stacked = lax.scan(turn, carry, over, length, reverse=reverse, **how)
         return [*carry, *stacked]
 
 
@@ -292,42 +324,3 @@ def _made_of(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     """The arrays, of which those in the place of a ``Deferred`` make one."""
     pairs = zip(like, arrays, strict=True)
     return [x.of(own) if isinstance(x, Deferred) else own for x, own in pairs]
-
-
-class _Uses:
-    """Who reads each variable of a jaxpr."""
-
-    def __init__(self, jaxpr: Any):
-        self._readers: dict[Any, list[Any]] = collections.defaultdict(list)
-        for equation in jaxpr.jaxpr.eqns:
-            for atom in equation.invars:
-                if not _jax.is_literal(atom):
-                    self._readers[atom].append(equation)
-        for atom in jaxpr.jaxpr.outvars:
-            if not _jax.is_literal(atom):
-                self._readers[atom].append(None)
-
-    def may_wait(self, atom: Any) -> bool:
-        """Whether one equation reads it, once, or each of several takes other rows of it."""
-        if _jax.is_literal(atom):
-            return False
-        readers = self._readers[atom]
-        if len(readers) == 1:
-            return True
-        taken = [None if each is None else _rows(each) for each in readers]
-        rows = sorted(each for each in taken if each is not None)
-        apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(rows))
-        return len(rows) == len(readers) and apart
-
-    def common_dtype(self, atom: Any) -> Any:
-        """The dtype to which each of several readers converts it; ``None`` if they do not."""
-        readers = () if atom is None else self._readers[atom]
-        if len(readers) < 2:
-            return None
-        dtypes = {
-            None
-            if each is None or each.primitive.name != "convert_element_type"
-            else jnp.dtype(each.params["new_dtype"])
-            for each in readers
-        }
-        return dtypes.pop() if len(dtypes) == 1 else None

@@ -7,9 +7,13 @@ by name. Of others it is assumed, and written down, so that numbers can try the 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Literal
 
 from crossshard import _jax
+from crossshard.jaxprs.primitives import KINDS, OpKind
 from crossshard.jaxprs.row_facts import (
     Fact,
     Free,
@@ -22,9 +26,41 @@ from crossshard.jaxprs.row_facts import (
     layout,
     shape_of,
 )
-from crossshard.jaxprs.walk import Analysis, equations_within, follow
+from crossshard.jaxprs.walk import (
+    Analysis,
+    equations_of,
+    equations_within,
+    follow,
+    jaxprs_within,
+    opened,
+)
 
 _ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+# Whose jaxpr says what they compute, whatever runs in its place.
+SAID_BY_JAXPR = {"composite": "jaxpr", "custom_vmap_call": "call"}
+# How a function is named of which the user says that it computes each row alone.
+ROWWISE = "crossshard_rowwise"
+
+
+def is_rowwise(equation: Any) -> bool:
+    """Whether an equation calls a function of which ``crossshard.rowwise`` was said."""
+    return str(equation.params.get("name", "")).startswith(ROWWISE)
+
+
+def _is_kernel(equation: Any) -> bool:
+    """Whether the code of an equation cannot be walked: a kernel, a callback, a user's own."""
+    name = equation.primitive.name
+    opaque = KINDS.get(name) in (None, OpKind.KERNEL, OpKind.CALL, OpKind.UNKNOWN)
+    return opaque or name in ("approx_top_k", "ragged_dot_general") or is_rowwise(equation)
+
+
+def says(equation: Any) -> str:
+    """All that the parameters of an equation say, but for the values of constants."""
+    grid = equation.params.get("grid_mapping")
+    blocks = () if grid is None else grid.block_mappings
+    told = [str((each.block_shape, each.index_map_jaxpr)) for each in blocks]
+    consts = [list(map(id, getattr(x, "consts", ()))) for x in jaxprs_within(equation)]
+    return f"{equation.primitive.name} {equation.params} {told} {consts}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +80,16 @@ class Operation:
 
     def __str__(self) -> str:
         source = _jax.sources_of(self.pair.one)
-        return f"{_jax.name_of(self.pair.one)}{f' ({source})' if source else ''}"
+        return f"{_name_of(self.pair.one)}{f' ({source})' if source else ''}"
+
+
+def _name_of(equation: Any) -> str:
+    """What an equation runs, with the name of the kernel if it has one."""
+    name, params = equation.primitive.name, equation.params
+    own = params.get("name") or params.get("target_name")
+    if is_rowwise(equation):
+        return f"rowwise({str(own).removeprefix(ROWWISE).strip('_')})"
+    return f"{name} {own}" if own else str(name)
 
 
 @dataclass
@@ -83,28 +128,28 @@ class Assumptions:
     def are_in_rule(self, equation: Any) -> bool:
         """Whether any is what the derivative of an equation runs."""
         rule = self.rules.get(id(equation))
-        return rule is not None and any(map(self.are_in, _jax.opened(rule[0]).eqns))
+        return rule is not None and any(map(self.are_in, opened(rule[0]).eqns))
 
 
 def of_kernel(
     analysis: Analysis[Fact], pair: Pair, inputs: Sequence[Fact], assumed: Assumptions
 ) -> Sequence[Fact] | Obstacle | None:
     """The facts of the outputs of a kernel; ``None`` for what is none."""
-    if not _jax.is_kernel(pair.one):
+    if not _is_kernel(pair.one):
         return None
-    if pair.name in _jax.SAID_BY_JAXPR:
-        within = [each.params[_jax.SAID_BY_JAXPR[pair.name]] for each in (pair.one, pair.other)]
+    if pair.name in SAID_BY_JAXPR:
+        within = [each.params[SAID_BY_JAXPR[pair.name]] for each in (pair.one, pair.other)]
         return follow(analysis, within, inputs)
-    unknown = pair.undecided(f"{_jax.name_of(pair.one)} of what is no row")
+    unknown = pair.undecided(f"{_name_of(pair.one)} of what is no row")
     powers = any(getattr(fact, "power", 0) for fact in inputs)
     if not all(isinstance(fact, Free | Rows) for fact in inputs):
         one_row = all(isinstance(fact, Free | OneRow) for fact in inputs) and not powers
-        alike = one_row and _jax.says(pair.one) == _jax.says(pair.other)
+        alike = one_row and says(pair.one) == says(pair.other)
         return [OneRow()] * len(pair.one.outvars) if alike else unknown
     rows = [fact for fact in inputs if isinstance(fact, Rows)]
     if not rows:
         same = [shape_of(x) for x in pair.one.outvars] == [shape_of(x) for x in pair.other.outvars]
-        alike = same and _jax.says(pair.one) == _jax.says(pair.other)
+        alike = same and says(pair.one) == says(pair.other)
         own = any(fact.own for fact in inputs if isinstance(fact, Free))
         return [Free(own=own)] * len(pair.one.outvars) if alike and not powers else unknown
     outputs = _outputs(pair, inputs)
@@ -222,7 +267,10 @@ def _is_in_grid(pair: Pair, facts: Sequence[Fact]) -> bool:
 
     Its blocks are slices of one row, and nothing is kept from one step of it to the next.
     """
-    one, other = map(_jax.grid_of, (pair.one, pair.other))
+    try:
+        one, other = map(_grid_of, pair[:2])
+    except (AttributeError, KeyError):  # another grid than is known here
+        return False
     if one is None or other is None or one.code != other.code:
         return False
     both = list(zip(one.lengths, other.lengths, strict=True))
@@ -246,3 +294,73 @@ def _is_in_grid(pair: Pair, facts: Sequence[Fact]) -> bool:
                 return False
             of_a_row.add((fact.outer, fact.inner // size))
     return len(of_a_row) == 1
+
+
+class _Block(NamedTuple):
+    """How the steps of a grid choose the blocks of an array.
+
+    Attributes:
+      sizes: how many slices a block has along each axis; ``None`` if that is not fixed.
+      walks: of an axis whose block is that of a step's own number, the dimension of the grid.
+      depends: for each axis, the dimensions of the grid that choose the block.
+    """
+
+    sizes: tuple[int | None, ...]
+    walks: dict[int, int]
+    depends: tuple[frozenset[int], ...]
+
+
+class _Grid(NamedTuple):
+    """The grid of a ``pallas_call``.
+
+    Attributes:
+      lengths: of its dimensions.
+      before: how many inputs choose blocks, and have none.
+      blocks: of the other inputs, and of the outputs.
+      alone: the dimensions whose steps are programs of their own, so that nothing is kept between
+        them, and which do not read their number, either.
+      code: what a step runs, as text.
+    """
+
+    lengths: tuple[Any, ...]
+    before: int
+    blocks: tuple[_Block, ...]
+    alone: frozenset[int]
+    code: str
+
+
+def _grid_of(equation: Any) -> _Grid | None:
+    params, grid = equation.params, equation.params["grid_mapping"]
+    if grid.num_dynamic_grid_bounds:
+        return None
+    body, lengths, vmapped = opened(params["jaxpr"]), tuple(grid.grid), list(grid.vmapped_dims)
+    parallel = getattr(params["compiler_params"], "dimension_semantics", None) or ()
+    own = [place for place in range(len(lengths)) if place not in vmapped]
+    keeps = bool(grid.scratch_avals or params["input_output_aliases"])
+    asks = ("program_id", "num_programs")
+    reads = {x.params["axis"] for x in equations_of(body) if x.primitive.name in asks}
+    # By number or by name; what vmap adds has neither, and is no step that anything sees.
+    said = dict(zip(own, map(str, parallel), strict=False))
+    alone = {
+        place
+        for number, place in enumerate(own)
+        if number not in reads and (not keeps or "parallel" in said.get(place, "").lower())
+    }
+    code = str((body, params["compiler_params"], grid.scratch_avals, grid.num_index_operands))
+    blocks = tuple(map(_block, grid.block_mappings))
+    return _Grid(lengths, grid.num_index_operands, blocks, frozenset({*alone, *vmapped}), code)
+
+
+def _block(block: Any) -> _Block:
+    kinds = [type(each).__name__ for each in block.block_shape]
+    known = all(kind in ("Blocked", "Squeezed") for kind in kinds)
+    sizes = [getattr(each, "block_size", 1) if known else None for each in block.block_shape]
+    maps = opened(block.index_map_jaxpr)
+    numbers = {variable: place for place, variable in enumerate(maps.invars)}
+    of = {x: frozenset(() if np.ndim(x.aval) else {place}) for x, place in numbers.items()}
+    read = lambda atom: frozenset() if isinstance(atom, Literal) else of.get(atom, frozenset())
+    for equation in maps.eqns:
+        of |= dict.fromkeys(equation.outvars, frozenset().union(*map(read, equation.invars)))
+    chosen = [None if isinstance(atom, Literal) else numbers.get(atom) for atom in maps.outvars]
+    walks = {axis: place for axis, place in enumerate(chosen) if place is not None}
+    return _Block(tuple(sizes), walks, tuple(map(read, maps.outvars)))

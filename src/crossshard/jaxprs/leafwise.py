@@ -11,12 +11,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal, Var
 
 from crossshard import _jax
-from crossshard.jaxprs.dependence import inputs_read
 from crossshard.jaxprs.rewrite import Written, flat
-from crossshard.jaxprs.slices import DIFFERS, FAILS, Along, Kind, Mixed, Slices, Slicing
-from crossshard.jaxprs.walk import through
+from crossshard.jaxprs.slices import (
+    DIFFERS,
+    FAILS,
+    Along,
+    Kind,
+    Mixed,
+    Slices,
+    Slicing,
+    same_but_for_shapes,
+)
+from crossshard.jaxprs.walk import control_flow, inputs_read, through
 
 Shape = tuple[int, ...]
 
@@ -370,10 +379,10 @@ class _Walk:
         return _jax.with_equations(part, constants, inputs, outputs, self._equations)
 
     def _read_from(self, atom: Any) -> Any:
-        return atom if _jax.is_literal(atom) else self._sums.get(atom, atom)
+        return atom if isinstance(atom, Literal) else self._sums.get(atom, atom)
 
     def _read(self, pair: tuple[Any, Any], equation: Any) -> _Value:
-        literals = [atom for atom in pair if _jax.is_literal(atom)]
+        literals = [atom for atom in pair if isinstance(atom, Literal)]
         if len(literals) == 2:
             values = [atom.val for atom in pair]
             return _Value(None, self._analysis.literal(values, equation))
@@ -412,7 +421,7 @@ class _Walk:
 
     def _kinds(self, whole: Any, part: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
         alike = {Slicing.SAME, Slicing.UNIFORM}
-        if _jax.control_flow(whole) is not None and alike.issuperset(kinds):
+        if control_flow(whole) is not None and alike.issuperset(kinds):
             shapes = [
                 [atom.aval.shape for atom in (*each.invars, *each.outvars)]
                 for each in (whole, part)
@@ -466,7 +475,7 @@ class _Walk:
                 is_complete, reduced = len(left) == ndim and left == right, "reduce_sum"
             case _:
                 is_complete = False
-        if not is_complete or not _jax.same_but_for_shapes(whole, part):
+        if not is_complete or not same_but_for_shapes(whole, part):
             return False
         level = max(each.level for each in values)
         (one,), (other,) = whole.outvars, part.outvars
@@ -475,7 +484,7 @@ class _Walk:
             inputs = [self._masked(leaf, x, reduced == "reduce_and") for x in inputs]
         self._equations.append(part.replace(invars=inputs))
         self.scalars.append(Scalar(leaf, level, reduced))
-        self._given[other] = self._sums[other] = _jax.variable_like(other)
+        self._given[other] = self._sums[other] = Var(other.aval)
         self._known[one, other] = _Value(None, Slicing.SAME, level + 1)
         return True
 
@@ -493,6 +502,6 @@ class _Walk:
         """The input that stands for a scalar of a leaf."""
         if variable not in self._given:
             assert value.leaf is not None
-            self._given[variable] = _jax.variable_like(variable)
+            self._given[variable] = Var(variable.aval)
             self.scalars.append(Scalar(value.leaf, value.level))
         return self._given[variable]

@@ -8,24 +8,25 @@ axis has rows there, and a literal that grows as much counts them.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _jax
-from crossshard.jaxprs.kernels import Assumptions, of_kernel
+from crossshard.jaxprs.kernels import Assumptions, is_rowwise, of_kernel
 from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
 from crossshard.jaxprs.row_facts import (
+    ADDS_SHARDS,
+    MEETS_EARLIER,
     Chunks,
     Fact,
     Free,
     Index,
     Inverse,
-    Never,
     Obstacle,
     OneRow,
     OverRows,
@@ -49,35 +50,41 @@ from crossshard.jaxprs.row_facts import (
     tangent,
     worst,
 )
-from crossshard.jaxprs.row_moves import (
-    SAME_NOISE,
+from crossshard.jaxprs.row_rules import (
+    added,
     batches_of,
+    divided,
+    divisor_of,
     drawn,
     gathered,
-    is_random,
     merged,
     of_index,
     of_own_numbers,
     of_rows,
+    of_sums,
     scattered,
 )
-from crossshard.jaxprs.row_sums import ADDS_UNLIKE, added, divided, divisor_of, of_sums
-from crossshard.jaxprs.same_program import do_the_same, is_same_program, scales
-from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, equations_of, follow
+from crossshard.jaxprs.same_program import (
+    do_the_same,
+    is_same_program,
+    rule_of_derivative,
+    scales,
+    takes_cotangents,
+)
+from crossshard.jaxprs.walk import (
+    Analysis,
+    Equations,
+    Mismatch,
+    Scan,
+    control_flow,
+    equations_of,
+    follow,
+    has_own_derivative,
+    is_ref,
+    named_axes,
+    opened,
+)
 from crossshard.shards.batch_axes import resized
-
-__all__ = [
-    "ADDS_SHARDS",
-    "ADDS_UNLIKE",
-    "MEETS_EARLIER",
-    "SAME_NOISE",
-    "Finding",
-    "OverRows",
-    "over_rows",
-]
-
-MEETS_EARLIER = "a row meets those before it"
-ADDS_SHARDS = "the shards' means are added up"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,123 +127,75 @@ class Finding:
         return f"{self.kind.value}{reason}{f' ({self.source})' if self.source else ''}{alone}"
 
 
-def over_rows(
-    loss: Callable[..., Any],
-    batch: Any,
-    *others: Any,
-    own: Any = (),
-    axes: Sequence[int] | None = None,
-    times: int = 2,
-    first: Any = None,
-    shards: Sequence[str] | None = None,
-) -> Finding:
-    """What ``loss(batch, *others, own)`` is in the rows of the batch; see ``facts_of``.
+class Proof(NamedTuple):
+    """What is known of the outputs of a function.
 
-    A loss that sums over the shards by itself is said to, unless something else is wrong.
-
-    >>> import jax.numpy as jnp
-    >>> over_rows(lambda x, w, own: ((x @ w) ** 2).mean(), jnp.ones((4, 3)), jnp.ones(3)).kind
-    <OverRows.MEAN: 'a mean over the rows'>
-    >>> over_rows(lambda x, w, own: (x @ w).std(), jnp.ones((4, 3)), jnp.ones(3)).kind
-    <OverRows.COMPARED: 'a comparison of rows'>
+    Attributes:
+      facts: what each is in the rows of its batch.
+      jaxpr: the one whose variables they name.
+      assumed: what is assumed of operations.
     """
-    if first is None:
-        first = jax.make_jaxpr(loss)(jax.tree.map(_type_of, batch), *others, own)
-    how: Any = {"own": own, "axes": axes, "times": times, "first": first, "shards": shards}
-    assumed = Assumptions()
-    (fact,) = facts_of(loss, batch, *others, **how, assumed=assumed)
-    return by_itself(assuming(found(fact), assumed), first)
+
+    facts: tuple[Fact, ...]
+    jaxpr: Any
+    assumed: Assumptions
+
+    def concluded(self, finding: Finding) -> Finding:
+        """What a loss is of which these facts tell so much, with what that assumes.
+
+        One that sums over the shards by itself is said to, unless something else is wrong.
+        """
+        if finding.kind in (OverRows.COMPARED, OverRows.UNDECIDED) and self.assumed.names():
+            # Of rows only if these operations compute each row alone.
+            finding = replace(finding, kind=OverRows.UNDECIDED)
+        else:
+            finding = replace(finding, assumes=self.assumed.names())
+        of_program = finding.reason in (_FAILS, _DIFFERS, _OF_FEW)
+        if finding.kind in (OverRows.MEAN, OverRows.UNDECIDED) and not of_program:
+            for each in equations_of(self.jaxpr):
+                if each.primitive.name != "axis_index" and named_axes(each):
+                    name = str(each.primitive.name)
+                    return Finding(OverRows.OVER_SHARDS, name, _jax.sources_of(each))
+        return finding
 
 
-def assuming(finding: Finding, assumed: Assumptions) -> Finding:
-    """The finding with what it assumes of operations."""
-    names = assumed.names()
-    if names and finding.kind is OverRows.COMPARED:
-        # Of rows only if these operations compute each row alone.
-        return replace(finding, kind=OverRows.UNDECIDED)
-    return finding if finding.kind is OverRows.UNDECIDED else replace(finding, assumes=names)
-
-
-def by_itself(finding: Finding, jaxpr: Any) -> Finding:
-    """The same finding, or that a loss sums over the shards by itself if nothing else is wrong."""
-    of_program = finding.reason in (_FAILS, _DIFFERS, _OF_FEW)
-    if finding.kind in (OverRows.MEAN, OverRows.UNDECIDED) and not of_program:
-        for each in equations_of(jaxpr):
-            if each.primitive.name != "axis_index" and _jax.names_axes(each):
-                name = str(each.primitive.name)
-                return Finding(OverRows.OVER_SHARDS, name, _jax.sources_of(each))
-    return finding
-
-
-def facts_of(
-    function: Callable[..., Any],
-    batch: Any,
-    *others: Any,
-    own: Any = (),
-    axes: Sequence[int] | None = None,
+def prove(
+    traces: Sequence[Any],
+    inputs: Sequence[Fact],
+    rows: int,
     times: int = 2,
-    first: Any = None,
     shards: Sequence[str] | None = None,
-    only: int | None = None,
-    named_in: list[Any] | None = None,
-    assumed: Assumptions | None = None,
-) -> tuple[Fact, ...]:
-    """What each output of ``function(batch, *others, own)`` is in the rows of the batch.
+) -> Proof | None:
+    """What each output of a function is in the rows of its batch; ``None`` asks for a trace more.
 
-    The two traces have the numbers of rows that it is proven for: those of the batch, and
-    ``times`` as many. So what it asks Python for the number of rows is answered as in the step.
+    The first two traces have the numbers of rows that it is proven for, those of one piece and of
+    ``times`` pieces. So what it asks Python for the number of rows is answered as in the step. With
+    few rows a third, with twice as many again, may have to show what they do.
 
     Args:
-      function: returns a pytree; its leaves are the outputs.
-      batch: a pytree of arrays or types, each with rows: those of one piece.
-      *others: what has no rows.
-      own: what has none either, and differs from piece to piece, such as PRNG keys.
-      axes: for each array of the batch the axis of its rows; axis 0 of all if ``None``.
+      traces: the jaxprs of the function; in place of a later one the error that it raised.
+      inputs: what is known of its inputs; see ``facts_of_inputs``.
+      rows: how many a piece has.
       times: of how many pieces the whole is, at least 2.
-      first: the jaxpr of the function with the batch as it is, if there is one already.
       shards: the mesh axes of the shards; all that are named if ``None``.
-      only: how many of the first outputs are looked at; all if ``None``.
-      named_in: gets the jaxpr whose variables the facts name.
-      assumed: gets what is assumed of operations.
     """
-    leaves, tree = jax.tree.flatten(batch)
-    axes = [0] * len(leaves) if axes is None else axes
-    rows = leaves[0].shape[axes[0]]
-
-    def traced(number: int) -> Any:
-        # Of another mesh, jnp.where would place them anew, which the first trace does not.
-        of_number = tree.unflatten(
-            [
-                jax.typeof(x).update(shape=resized(x.shape, axis, number))
-                for x, axis in zip(leaves, axes, strict=True)
-            ]
-        )
-        return looked_at(jax.make_jaxpr(function)(of_number, *others, own))
-
-    looked_at = lambda jaxpr: jaxpr if only is None else _jax.without_unread(jaxpr, only)
-    first = traced(rows) if first is None else looked_at(first)
-    assumed = Assumptions() if assumed is None else assumed
-    named_in = [] if named_in is None else named_in
-    named_in.append(first)
-    inputs = facts_of_inputs(leaves, axes, others, own)
-    try:
-        whole = traced(times * rows)
-    except Exception as error:  # a function may raise anything on other shapes
-        fails = Obstacle(OverRows.UNDECIDED, _FAILS, source=_jax.source_of_error(error))
-        return (fails,) * len(first.out_avals)
+    (first, whole, *more), assumed = traces, Assumptions()
+    if isinstance(whole, Exception):
+        fails = Obstacle(OverRows.UNDECIDED, _FAILS, source=_jax.source_of_error(whole))
+        return Proof((fails,) * len(first.out_avals), first, assumed)
     facts = followed((first, whole), inputs, rows, times, shards, assumed)
     if rows >= _MANY or not any(isinstance(fact, Obstacle) for fact in facts):
-        return facts
+        return Proof(facts, first, assumed)
     # With one row JAX leaves out what would repeat it: a program of more rows is looked at, and
     # whether that of one is the same.
-    try:
-        larger = traced(2 * times * rows)
-    except Exception:  # a function may raise anything on other shapes
-        return facts
+    if not more:
+        return None
+    (larger,) = more
+    if isinstance(larger, Exception):
+        return Proof(facts, first, assumed)
     general = followed((whole, larger), inputs, times * rows, 2, shards, assumed)
     if all(isinstance(fact, Obstacle) for fact in general):
-        return facts
-    named_in[:] = [whole]
+        return Proof(facts, first, assumed)
     same = is_same_program((first, whole, larger), (rows, times * rows, 2 * times * rows))
     few = Obstacle(OverRows.UNDECIDED, _OF_FEW)
 
@@ -245,17 +204,28 @@ def facts_of(
             return fact
         return of_more if same else few if fact.kind is OverRows.UNDECIDED else fact
 
-    return tuple(map(better, facts, general))
+    return Proof(tuple(map(better, facts, general)), whole, assumed)
 
 
-def _type_of(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+def types_with(batch: Any, axes: Sequence[int], rows: int) -> Any:
+    """The types of a batch with so many rows, which are along these axes of its arrays."""
+    leaves, tree = jax.tree.flatten(batch)
+    # Of another mesh, jnp.where would place them anew, which the first trace does not.
+    of = lambda x, axis: jax.typeof(x).update(shape=resized(x.shape, axis, rows))
+    return tree.unflatten(list(map(of, leaves, axes)))
 
 
 def facts_of_inputs(
     leaves: Sequence[Any], axes: Sequence[int], others: Any, own: Any
 ) -> list[Fact]:
-    """The facts of the inputs of a function; see ``facts_of``."""
+    """The facts of the inputs of a function.
+
+    Args:
+      leaves: the arrays of the batch, which come first.
+      axes: the axis of the rows of each.
+      others: what has no rows.
+      own: what has none either, and differs from piece to piece, such as PRNG keys.
+    """
     inputs: list[Fact] = [
         Rows(axis, entry=place, counts=not is_inexact_type(x.dtype))
         for place, (x, axis) in enumerate(zip(leaves, axes, strict=True))
@@ -294,7 +264,7 @@ _OF_FEW = "it computes something different with this number of rows"
 
 def is_mean(fact: Fact) -> bool:
     """Whether the mean of the pieces' values is that of the whole."""
-    return isinstance(fact, Free | Total | Never) and found(fact).kind is OverRows.MEAN
+    return isinstance(fact, Free | Total) and found(fact).kind is OverRows.MEAN
 
 
 def is_sum(fact: Fact) -> bool:
@@ -307,7 +277,7 @@ def is_sum(fact: Fact) -> bool:
 
 def is_free(fact: Fact) -> bool:
     """Whether a value is the same for each piece and for the whole."""
-    return isinstance(fact, Never) or (isinstance(fact, Free) and not (fact.power or fact.own))
+    return isinstance(fact, Free) and not (fact.power or fact.own)
 
 
 def found(fact: Fact) -> Finding:
@@ -331,7 +301,7 @@ def found(fact: Fact) -> Finding:
             )
         case Free(times=times) if times > 1:
             return Finding(OverRows.COMPARED, ADDS_SHARDS)
-        case Free(power=0) | Total(power=0, moved="") | Never():
+        case Free(power=0) | Total(power=0, moved=""):
             return Finding(OverRows.MEAN)
         case Total(power=1, moved=""):
             return Finding(OverRows.SUM)
@@ -404,7 +374,7 @@ class _OverRows(Analysis[Fact]):
     def control(self, equations: Equations, decides: Fact) -> Fact | None:
         name, pair = equations[0].primitive.name, self._pair(equations)
         match decides:
-            case Free(power=0) | Never():
+            case Free(power=0):
                 return None
             case Obstacle() | OneRow(0) | Some():
                 return decides
@@ -413,10 +383,10 @@ class _OverRows(Analysis[Fact]):
             case _:
                 return pair.undecided(f"rows decide a {name}")
 
-    def enters_with(self, equations: Equations, inputs: Sequence[Fact]) -> bool:
-        kinds = [_jax.control_flow(each) for each in equations]
-        loops = [each for each in kinds if isinstance(each, _jax.Scan)]
-        if _jax.is_rowwise(equations[0]):
+    def enters(self, equations: Equations, inputs: Sequence[Fact]) -> bool:
+        kinds = [control_flow(each) for each in equations]
+        loops = [each for each in kinds if isinstance(each, Scan)]
+        if is_rowwise(equations[0]):
             return False
         in_chunks = bool(loops) and any(isinstance(fact, Chunks) for fact in inputs)
         return len({each.steps for each in loops}) < 2 and not in_chunks
@@ -443,7 +413,7 @@ class _OverRows(Analysis[Fact]):
     def returned(
         self, equations: Equations, inputs: Sequence[Fact], outputs: Sequence[Fact]
     ) -> Sequence[Fact]:
-        if self._derives and _jax.has_own_derivative(equations[0]):
+        if self._derives and has_own_derivative(equations[0]):
             obstacle = self._of_derivative(equations, inputs, outputs)
             if obstacle is not None:
                 outputs = [worst([fact, obstacle]) or obstacle for fact in outputs]
@@ -465,14 +435,14 @@ class _OverRows(Analysis[Fact]):
             return []
         if pair.name in PASSES and len(inputs) == number:
             return inputs
-        if pair.name == "select_n" and inputs[0] == Never():
+        if pair.name == "select_n" and is_zero(inputs[0]):
             # As where an index is negative, which the number of a row is not.
             return [inputs[1]]
-        if any(map(_jax.is_ref, (*pair.one.invars, *pair.one.outvars))):
+        if any(map(is_ref, (*pair.one.invars, *pair.one.outvars))):
             return [pair.undecided("a value that is written in place")] * number
         if pair.name == "axis_index":
             return [Free(own=True)]
-        if _jax.names_axes(pair.one):
+        if named_axes(pair.one):
             return self._over_shards(pair, inputs)
         if pair.one.effects and pair.name != "scan":
             return [pair.undecided(f"{pair.name}, which has an effect")] * number
@@ -501,7 +471,7 @@ class _OverRows(Analysis[Fact]):
         the rows of a shard as that does. What brings rows of other shards compares all that it
         means to.
         """
-        names = {x for x in jax.tree.leaves(_jax.named_axes(pair.one)) if isinstance(x, str)}
+        names = named_axes(pair.one)
         elsewhere = self._shards is not None and not names & set(self._shards)
         brings = pair.name not in OVER_SHARDS and not elsewhere
         by_itself = Obstacle(OverRows.OVER_SHARDS, pair.name, pair.one, brings=brings)
@@ -533,7 +503,7 @@ class _OverRows(Analysis[Fact]):
 
     def _pair(self, equations: Equations) -> Pair:
         one, other = equations
-        return Pair(one, other, self._rows, self._times)
+        return Pair(one, other, self._rows, self._times, str(one.primitive.name))
 
     def _of_shape(self, pair: Pair, fact: Fact, one: Any, other: Any) -> Fact:
         """The fact of an output, given its shapes."""
@@ -552,7 +522,7 @@ class _OverRows(Analysis[Fact]):
             grown[fact.axis] *= self._times
             return fits and tuple(grown) == shapes[1]
         if not isinstance(fact, Rows | Index):
-            return isinstance(fact, Obstacle | Never) or shapes[0] == shapes[1]
+            return isinstance(fact, Obstacle) or shapes[0] == shapes[1]
         slices = 1 if isinstance(fact, Index) else fact.outer * fact.inner
         if fact.axis >= len(shapes[0]) or shapes[0][fact.axis] != slices * self._rows:
             return False
@@ -587,7 +557,7 @@ class _OverRows(Analysis[Fact]):
         """Of a kernel, or another program, that is made anew in each trace."""
         free = [fact for fact in inputs if isinstance(fact, Free) and not fact.power]
         atoms = [(*each.invars, *each.outvars) for each in pair[:2]]
-        same = all(map(_same_shape, *atoms)) and not is_random(pair.name)
+        same = all(map(_same_shape, *atoms)) and pair.name not in KEYS
         if len(free) < len(inputs) or not (same and do_the_same(*pair[:2])):
             return pair.undecided(_DIFFERS)
         return [Free(own=any(fact.own for fact in free))] * len(pair.one.outvars)
@@ -633,8 +603,8 @@ class _OverRows(Analysis[Fact]):
         name, number = pair.name, len(pair.one.outvars)
         free = [fact for fact in inputs if isinstance(fact, Free)]
         if len(free) == 2 and _is_never(name, *free):
-            return [Never()]
-        if is_random(name) and KEYS.get(name) is None:
+            return [Free(number=0)]
+        if KEYS.get(name, 0) is None:
             return pair.undecided(f"{name}, of which nothing is known")
         own, power = any(fact.own for fact in free), power_of(pair, inputs)
         if power is None:
@@ -661,7 +631,7 @@ class _OverRows(Analysis[Fact]):
             return [Rows(axis, 1, inner, power, constant=True, zero=zero, counts=counts)]
         if name == "tile":
             return [Rows(axis, 1, inner, power, constant=inner == 1)]
-        if is_random(name):
+        if name in KEYS:
             return drawn(pair, inputs, axis) if inner == 1 else pair.undecided(f"{name} of rows")
         return pair.undecided(f"{name} with the number of rows")
 
@@ -676,8 +646,9 @@ class _OverRows(Analysis[Fact]):
     # Numbers of rows.
 
     def _of_index(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        if pair.name == "lt" and isinstance(inputs[0], Index) and is_zero(inputs[1]):
-            return [Never()]
+        match inputs:
+            case [Index(axis, None), other] if pair.name == "lt" and is_zero(other):
+                return [Rows(axis, constant=True, zero=True)]
         if pair.name == "random_fold_in":
             return of_own_numbers(pair, inputs)
         if pair.name == "gather" or pair.name.startswith("scatter"):
@@ -708,7 +679,7 @@ class _OverRows(Analysis[Fact]):
                     if adds and before in (None, by):
                         return [SoFar(by, are_counts(pair, inputs))]
             return pair.compared(MEETS_EARLIER)
-        if not all(isinstance(fact, OneRow | Free | Never) for fact in inputs):
+        if not all(isinstance(fact, OneRow | Free) for fact in inputs):
             return pair.undecided("a row meets others")
         power = power_of(pair, inputs)
         if power is None:
@@ -720,7 +691,7 @@ class _OverRows(Analysis[Fact]):
 
         Each turn reads its own row, or chunk, alone, and does the same with it.
         """
-        loops: Any = [_jax.control_flow(each) for each in (pair.one, pair.other)]
+        loops: Any = [control_flow(each) for each in (pair.one, pair.other)]
         constants, carried = loops[0].constants, loops[0].carried
         first, number = constants + carried, len(pair.one.outvars)
         unknown = [pair.undecided("a scan over the rows")] * number
@@ -746,8 +717,10 @@ class _OverRows(Analysis[Fact]):
                     return unknown
         # What is carried is passed on, or a sum of rows.
         before: Any = inputs[constants:first]
-        passed = [_jax.passes_on(loops[0], place) for place in range(carried)]
-        drawn = [x.own and _jax.is_key(loops[0], place) for place, x in enumerate(before)]
+        body = opened(loops[0].body)
+        both = list(zip(body.invars[constants:first], body.outvars, strict=False))
+        passed = [given is out for given, out in both]
+        drawn = [x.own and _is_key(given) for x, (given, _) in zip(before, both, strict=True)]
         free = list(map(any, zip(passed, drawn, strict=True)))
         carry: list[Fact] = [
             fact if alone else SoFar() for fact, alone in zip(before, free, strict=True)
@@ -805,7 +778,7 @@ class _OverRows(Analysis[Fact]):
         """A linear system, which the user says how to solve, forwards and in the gradient."""
         first, *rest = [
             follow(self, [jaxpr for jaxpr, _ in both], [inputs[place] for place in both[0][1]])
-            for both in zip(*map(_jax.solvers_of, (pair.one, pair.other)), strict=True)
+            for both in zip(*map(_solvers_of, pair[:2]), strict=True)
         ]
         if all(all(map(is_slope, first, other)) for other in rest):
             return first
@@ -820,7 +793,7 @@ class _OverRows(Analysis[Fact]):
         pair, one = self._pair(equations), equations[0]
         given = [fact for fact, x in zip(inputs, one.invars, strict=True) if is_inexact(x)]
         returned = [fact for fact, x in zip(outputs, one.outvars, strict=True) if is_inexact(x)]
-        backward = one.primitive.name.startswith("custom_vjp")
+        backward = takes_cotangents(one)
         if worst(outputs) is not None or not returned:
             return None
         if not backward and all(isinstance(fact, Free) for fact in inputs):
@@ -832,7 +805,7 @@ class _OverRows(Analysis[Fact]):
             slopes, expected = expected, slopes
         obstacle = worst([*slopes, *expected])
         try:
-            rules = [_jax.rule_of_derivative(each, backward=backward) for each in equations]
+            rules = list(map(rule_of_derivative, equations))
         except Exception:  # a rule of the user may raise anything
             return unknown
         without_rules = _OverRows(
@@ -848,6 +821,23 @@ class _OverRows(Analysis[Fact]):
             reason = f"in a gradient of its own, {obstacle.reason}"
             return replace(obstacle, reason=reason, equation=obstacle.equation or pair.one)
         return None if all(map(is_slope, found, [*expected, *returned])) else unknown
+
+
+def _solvers_of(equation: Any) -> list[tuple[Any, list[int]]]:
+    """The jaxprs of a ``custom_linear_solve`` that multiply and solve, and their inputs."""
+    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    found, first, right = [], 0, range(sum(lengths), len(equation.invars))
+    for jaxpr, length in zip(jaxprs, lengths, strict=True):
+        if jaxpr is not None:
+            found.append((jaxpr, [*range(first, first + length), *right]))
+        first += length
+    return found
+
+
+def _is_key(atom: Any) -> bool:
+    """Whether a value is a PRNG key, of a type or of old."""
+    dtype = atom.aval.dtype
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32)
 
 
 def _times(name: str, facts: Sequence[Free]) -> int:

@@ -24,6 +24,13 @@ class OverRows(enum.Enum):
     UNDECIDED = "not decided"
 
 
+# Reasons that the messages of a step tell apart.
+ADDS_SHARDS = "the shards' means are added up"
+ADDS_UNLIKE = "terms that depend differently on the number of rows"
+MEETS_EARLIER = "a row meets those before it"
+SAME_NOISE = "noise from a key that is the same on every shard"
+
+
 # Facts of two kinds are never equal, as tuples could be.
 @dataclass(frozen=True)
 class Free:
@@ -109,11 +116,6 @@ class Shape:
 
     one: tuple[int, ...]
     other: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Never:
-    """False everywhere."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,6 @@ Fact = (
     | Chunks
     | Index
     | Shape
-    | Never
     | OneRow
     | SoFar
     | Total
@@ -255,17 +256,14 @@ class Pair(NamedTuple):
       one, other: the equations.
       rows: the number of rows of the one.
       times: how many times as many the other has.
+      name: that of the primitive.
     """
 
     one: Any
     other: Any
     rows: int
     times: int
-
-    @property
-    def name(self) -> str:
-        """The name of the primitive."""
-        return str(self.one.primitive.name)
+    name: str
 
     def compared(self, reason: str) -> Obstacle:
         """That it lets rows meet."""

@@ -4,10 +4,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from crossshard import _jax
+from crossshard.jaxprs.row_facts import is_inexact, shape_of
+from crossshard.jaxprs.walk import constants, has_own_derivative, jaxprs_within, opened
 
 # What only gives an array another shape, which JAX leaves out if it has that already.
 _SHAPES = frozenset("broadcast_in_dim reshape squeeze".split())
@@ -88,18 +92,15 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
     within one are not.
     """
     traces = [_Trace(each) for each in jaxprs]
-    opened = [each.jaxpr for each in traces]
-    kept = [each.kept for each in traces]
-    counts = [(len(x.invars), len(x.constvars), len(y)) for x, y in zip(opened, kept, strict=True)]
-    if len(set(counts)) > 1:
+    bodies = [each.jaxpr for each in traces]
+    if len({(len(x.jaxpr.invars), len(x.jaxpr.constvars), len(x.kept)) for x in traces}) > 1:
         return False
-    if hasattr(jaxprs[0], "consts"):
-        constants = zip(*map(_jax.constants, jaxprs), strict=True)
-        if not all(_is_alike(each, rows) for each in constants):
-            return False
+    own = zip(*map(constants, jaxprs if hasattr(jaxprs[0], "consts") else ()), strict=True)
+    if not all(_is_alike(each, rows) for each in own):
+        return False
 
     def fits(atoms: Sequence[Any], left_out: int | None) -> bool:
-        shapes = [list(getattr(atom.aval, "shape", ())) for atom in atoms]
+        shapes = [list(shape_of(atom)) for atom in atoms]
         if left_out is not None:
             shapes[0].insert(left_out, 1)
         return _fit(shapes, rows)
@@ -108,11 +109,11 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
         if not fits(atoms, left_out):
             return False
         values = [of.value(atom) for of, atom in zip(traces, atoms, strict=True)]
-        if all(isinstance(value, _Literal) for value in values):
-            return _is_alike([value.value for value in values], rows)
+        if all(isinstance(value, Literal) for value in values):
+            return _is_alike([value.val for value in values], rows)
         return not any(value != values[0] for value in values)
 
-    for equations in zip(*kept, strict=True):
+    for equations in zip(*(each.kept for each in traces), strict=True):
         one = equations[0]
         if any(each.primitive is not one.primitive for each in equations):
             return False
@@ -128,15 +129,50 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
             return False
         if not all(map(fits, outputs, places[len(inputs) :])):
             return False
-        within = [list(_jax.jaxprs_within(each)) for each in equations]
+        within = map(jaxprs_within, equations)
         if not all(_same(each, rows, derives=derives) for each in zip(*within, strict=True)):
             return False
-        if derives and _jax.has_own_derivative(one):
-            backward = one.primitive.name.startswith("custom_vjp")
-            rules = [_jax.rule_of_derivative(each, backward=backward) for each in equations]
-            if not _same(rules, rows, derives=False):
-                return False
-    return all(map(of_atoms, zip(*(each.outvars for each in opened), strict=True)))
+        own_rule = derives and has_own_derivative(one)
+        if own_rule and not _same(list(map(rule_of_derivative, equations)), rows, derives=False):
+            return False
+    return all(map(of_atoms, zip(*(each.outvars for each in bodies), strict=True)))
+
+
+def takes_cotangents(equation: Any) -> bool:
+    """Whether the derivative that a function has of its own is one backwards."""
+    return equation.primitive.name.startswith("custom_vjp")
+
+
+def rule_of_derivative(equation: Any) -> Any:
+    """The jaxpr of the derivative that a called function has of its own, by what is inexact.
+
+    After the inputs it takes the cotangents of the outputs, and returns those of the inputs; or the
+    tangents of the inputs, and returns those of the outputs. Then come the outputs themselves,
+    which such a function may compute in another way.
+    """
+    backward = takes_cotangents(equation)
+    type_of = lambda atom: jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+    varied = [place for place, atom in enumerate(equation.invars) if is_inexact(atom)]
+    number = len(equation.invars)
+
+    def rule(*args: Any) -> Any:
+        given, slopes = list(args[:number]), list(args[number:])
+
+        def call(*values: Any) -> list[Any]:
+            replaced = dict(zip(varied, values, strict=True))
+            found = _jax.bound(equation, [replaced.get(at, x) for at, x in enumerate(given)])
+            return [x for x, atom in zip(found, equation.outvars, strict=True) if is_inexact(atom)]
+
+        primals = [given[place] for place in varied]
+        if not backward:
+            outputs, found = jax.jvp(call, primals, slopes)
+            return *found, *outputs
+        outputs, pull = jax.vjp(call, *primals)
+        return *pull(slopes), *outputs
+
+    sloped = equation.outvars if backward else equation.invars
+    atoms = [*equation.invars, *filter(is_inexact, sloped)]
+    return jax.make_jaxpr(rule)(*map(type_of, atoms))
 
 
 # For each input and output the axis of the rows, if the first trace leaves it out.
@@ -195,13 +231,6 @@ def _alike_but_for_numbers(equations: Sequence[Any]) -> bool:
 _LEFT_OUT: dict[str, Any] = {"dot_general": _of_product, "gather": _of_gather}
 
 
-class _Literal:
-    """A literal, of some shape."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
 class _Trace:
     """A jaxpr, in which a value keeps its name when it only gets another shape.
 
@@ -211,7 +240,7 @@ class _Trace:
     """
 
     def __init__(self, jaxpr: Any):
-        self.jaxpr = _jax.opened(jaxpr)
+        self.jaxpr = opened(jaxpr)
         self.kept: list[Any] = []
         self._values: dict[Any, Any] = {}
         for kind in ("invars", "constvars"):
@@ -227,7 +256,7 @@ class _Trace:
 
     def value(self, atom: Any) -> Any:
         """The name of a value, or the literal that it is."""
-        return _Literal(atom.val) if _jax.is_literal(atom) else self._values[atom]
+        return atom if isinstance(atom, Literal) else self._values[atom]
 
 
 def _fit(shapes: Sequence[Any], rows: Sequence[int]) -> bool:
@@ -273,4 +302,4 @@ def _are_alike(params: Sequence[dict[str, Any]], rows: Sequence[int]) -> bool:
 def _is_jaxpr(value: Any) -> bool:
     """Whether a parameter is a jaxpr, or several."""
     each = value if isinstance(value, tuple | list) else [value]
-    return bool(each) and all(hasattr(_jax.opened(x), "eqns") for x in each)
+    return bool(each) and all(hasattr(opened(x), "eqns") for x in each)

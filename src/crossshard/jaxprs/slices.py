@@ -17,7 +17,7 @@ import numpy as np
 
 from crossshard import _jax
 from crossshard.jaxprs.primitives import ALONG_ONE, ELEMENTWISE, OF_MATRICES, REDUCTIONS
-from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow
+from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow, has_effect
 
 
 class Slicing(enum.Enum):
@@ -89,16 +89,16 @@ def why_not_elementwise(
         return str(Mixed(DIFFERS, source))
 
 
-_WITH_SHAPE = "it computes with the shape of a parameter"
-FAILS = "it cannot be traced on slices of the parameters"
-DIFFERS = "it computes something different on slices of the parameters"
-
-
 def _kinds(wholes: Any, slices: Any) -> list[Kind]:
     return [
         Slicing.SAME if one.shape == other.shape else Slicing.SLICE
         for one, other in zip(*map(jax.tree.leaves, (wholes, slices)), strict=True)
     ]
+
+
+_WITH_SHAPE = "it computes with the shape of a parameter"
+FAILS = "it cannot be traced on slices of the parameters"
+DIFFERS = "it computes something different on slices of the parameters"
 
 
 def _obstacle(whole: Any, part: Any, expected: Sequence[Any], inputs: Sequence[Kind]) -> str | None:
@@ -178,34 +178,28 @@ class Slices(Analysis[Kind]):
             return self._along(whole, part, inputs)
         if set(inputs) <= {Slicing.SAME}:
             return [self._of_same(whole, part)] * count
+        given, out = list(zip(whole.invars, inputs, strict=True)), whole.outvars[0].aval
+        is_computed = name in ELEMENTWISE and same_but_for_shapes(whole, part)
         if Slicing.SLICE not in inputs:
-            if (
-                name in ELEMENTWISE
-                and _jax.same_but_for_shapes(whole, part)
-                and all(
-                    kind is Slicing.UNIFORM or atom.aval.size == 1
-                    for atom, kind in zip(whole.invars, inputs, strict=True)
-                )
-            ):
+            alone = (kind is Slicing.UNIFORM or atom.aval.size == 1 for atom, kind in given)
+            if is_computed and all(alone):
                 return [Slicing.UNIFORM] * count
             if name != "broadcast_in_dim" and _shapes(whole) == _shapes(part):
                 return [self._of_same(whole, part)] * count
-        elif self._of_leaves and name == "reshape" and _is_ravel(whole):
+        elif self._of_leaves and name == "reshape" and out.ndim == 1 and _keeps_order(whole):
             # In one order for all arrays of a leaf, which are split alike.
             return [Slicing.SLICE]
-        out, alike = whole.outvars[0].aval.shape, _jax.same_but_for_shapes(whole, part)
         in_place = all(
-            atom.aval.shape == out or (kind is Slicing.SAME and atom.aval.shape == ())
-            for atom, kind in zip(whole.invars, inputs, strict=True)
+            atom.aval.shape == out.shape or (kind is Slicing.SAME and atom.aval.shape == ())
+            for atom, kind in given
         )
-        moves_nothing = len(inputs) == 1 and _jax.keeps_order(whole)
-        if in_place and ((name in ELEMENTWISE and alike) or moves_nothing):
+        if in_place and (is_computed or (len(inputs) == 1 and _keeps_order(whole))):
             return [Slicing.SLICE if Slicing.SLICE in inputs else Slicing.UNIFORM] * count
         return [Mixed(f"{name} over a full parameter", _jax.source_of(whole))] * count
 
     def _of_same(self, whole: Any, part: Any) -> Kind:
         """Of values that are the same on all shards."""
-        if _jax.has_effect(whole):
+        if has_effect(whole):
             reason = f"{whole.primitive.name}, which has an effect"
             return Mixed(reason, _jax.source_of(whole))
         name, out = whole.primitive.name, whole.outvars[0].aval
@@ -218,7 +212,7 @@ class Slices(Analysis[Kind]):
             at = whole.params["broadcast_dimensions"]
             if axis is not None and (axis not in at or given.shape[at.index(axis)] == 1):
                 return Along(axis)
-        alike = _jax.same_but_for_shapes(whole, part)
+        alike = same_but_for_shapes(whole, part)
         if alike and _shapes(whole)[len(whole.invars) :] == _shapes(part)[len(part.invars) :]:
             return Slicing.SAME
         if is_broadcast and whole.invars[0].aval.shape == ():
@@ -230,7 +224,9 @@ class Slices(Analysis[Kind]):
             axes = axes_after(whole, part, inputs)
         except ValueError:
             axes = None
-        if axes is None or not all(map(_is_slice, whole.outvars, part.outvars, axes)):
+        outs = zip(whole.outvars, part.outvars, strict=True)
+        grown = [_axis_of_slices(one.aval.shape, other.aval.shape) for one, other in outs]
+        if axes is None or grown != list(axes):
             reason = f"{whole.primitive.name} over the stack of a parameter"
             return [Mixed(reason, _jax.source_of(whole))] * len(whole.outvars)
         return [Along(axis) for axis in axes]
@@ -247,8 +243,23 @@ def _shapes(equation: Any) -> list[tuple[int, ...]]:
     return [atom.aval.shape for atom in (*equation.invars, *equation.outvars)]
 
 
-def _is_ravel(equation: Any) -> bool:
-    return equation.outvars[0].aval.ndim == 1 and _jax.keeps_order(equation)
+# What is about the shape or sharding of an array, not about the computation.
+_OF_SHAPE = frozenset({"shape", "sharding", "broadcast_dimensions", "out_sharding"})
+
+
+def same_but_for_shapes(one: Any, other: Any) -> bool:
+    """Whether two equations of one primitive are equal except for the shapes of arrays."""
+    left, right = one.params, other.params
+    # Both come from one function, so their other parameters compare by value.
+    return all(
+        key in _OF_SHAPE or left[key] is right[key] or left[key] == right[key] for key in left
+    )
+
+
+def _keeps_order(equation: Any) -> bool:
+    """Whether an equation only reshapes or broadcasts, and keeps the order of elements."""
+    reshapes = equation.primitive.name in ("broadcast_in_dim", "reshape")
+    return reshapes and equation.params.get("dimensions") is None
 
 
 def _axis_of_slices(whole: Sequence[int], part: Sequence[int]) -> int | None:
@@ -259,30 +270,22 @@ def _axis_of_slices(whole: Sequence[int], part: Sequence[int]) -> int | None:
     return differ[0] if len(differ) == 1 else None
 
 
-def _is_slice(whole: Any, part: Any, axis: int) -> bool:
-    return _axis_of_slices(whole.aval.shape, part.aval.shape) == axis
-
-
 def axes_after(whole: Any, part: Any, inputs: Sequence[Kind]) -> Sequence[int] | None:
     """The axis of the slices of each output; ``None`` if the equation mixes them."""
     name, outs = whole.primitive.name, len(whole.outvars)
-    found = {kind.axis for kind in inputs if isinstance(kind, Along)}
     if name == "dot_general":
-        return _of_product(whole, inputs) if _jax.same_but_for_shapes(whole, part) else None
-    if len(found) != 1:
+        return _of_product(whole, inputs) if same_but_for_shapes(whole, part) else None
+    given = [(atom.aval, kind) for atom, kind in zip(whole.invars, inputs, strict=True)]
+    along = [(x.shape, kind.axis) for x, kind in given if isinstance(kind, Along)]
+    if len({axis for _, axis in along}) != 1:
         return None
-    axis = found.pop()
+    shape, axis = along[0]
     if not _alike(whole, part, axis):
         return None
-    shape = next(
-        atom.aval.shape
-        for atom, kind in zip(whole.invars, inputs, strict=True)
-        if isinstance(kind, Along)
-    )
     others = [
-        atom.aval
-        for atom, kind in zip(whole.invars, inputs, strict=True)
-        if not (isinstance(kind, Along) or kind is Slicing.UNIFORM or atom.aval.size == 1)
+        x
+        for x, kind in given
+        if not (isinstance(kind, Along) or kind is Slicing.UNIFORM or x.size == 1)
     ]
     if name in ELEMENTWISE:
         # What is not a slice is the same at every position along the axis.

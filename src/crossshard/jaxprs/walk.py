@@ -1,20 +1,145 @@
 """Abstract interpretation of jaxprs, through calls, branches and loops, to a fixed point.
 
 An analysis defines the facts, how an equation transforms them, and how they join where paths meet.
-Several jaxprs that should match, such as two traces of one function, are walked side by side.
+Several jaxprs that should match, such as two traces of one function, are walked side by side. The
+small analyses are here: which inputs the outputs depend on, or are, and along which axes they vary.
 """
 
 import abc
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from jax.extend.core import Literal
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
 
-from crossshard import _jax
+from crossshard.jaxprs.primitives import ADDS, EQUALIZES, OF_ZEROS
 
 Fact = TypeVar("Fact")
 # The corresponding equations, one of each jaxpr.
 Equations = tuple[Any, ...]
+
+
+# What jaxprs are made of.
+
+
+def opened(jaxpr: Any) -> Any:
+    """The open jaxpr of an open or closed jaxpr."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def constants(jaxpr: Any) -> list[Any]:
+    """The constants of a closed jaxpr; unique placeholders for those of an open one."""
+    return list(getattr(jaxpr, "consts", ())) or [object() for _ in opened(jaxpr).constvars]
+
+
+def jaxprs_within(equation: Any) -> list[Any]:
+    """The jaxprs among the parameters of an equation: of a call, branches, a loop's body."""
+    values = equation.params.values()
+    each = [x for value in values for x in (value if isinstance(value, tuple | list) else [value])]
+    return [x for x in each if hasattr(opened(x), "eqns")]
+
+
+def equations_of(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr, however deep."""
+    for each in opened(jaxpr).eqns:
+        yield each
+        yield from equations_within(each)
+
+
+def equations_within(equation: Any) -> Iterator[Any]:
+    """Every equation that an equation of any kind runs, however deep; not itself."""
+    for jaxpr in jaxprs_within(equation):
+        yield from equations_of(jaxpr)
+
+
+def is_ref(atom: Any) -> bool:
+    """Whether an input of an equation is a mutable array."""
+    return "Ref" in type(atom.aval).__name__
+
+
+def has_effect(equation: Any) -> bool:
+    """Whether outputs may depend on more than inputs and named axes: on a Ref, on a callback."""
+    effects = (type(each).__name__ for each in equation.effects)
+    return any(map(is_ref, equation.invars)) or any(name != "NamedAxisEffect" for name in effects)
+
+
+def has_own_derivative(equation: Any) -> bool:
+    """Whether autodiff takes the user's rule for an equation, not what its jaxpr says."""
+    return equation.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
+
+
+def named_axes(equation: Any) -> frozenset[str]:
+    """The named axes of a collective; those of vmap, which are positions, are none."""
+    return _names_in((equation.params.get("axes", ()), equation.params.get("axis_name", ())))
+
+
+class Call(NamedTuple):
+    """An equation that only calls a jaxpr on its inputs."""
+
+    jaxpr: Any
+
+
+class Cond(NamedTuple):
+    """A branch: the first input chooses the jaxpr that is called on the rest."""
+
+    branches: Sequence[Any]
+
+
+class While(NamedTuple):
+    """A while loop.
+
+    Its inputs are the constants of the condition, those of the body, and the carry of both.
+    """
+
+    cond: Any
+    cond_constants: int
+    body: Any
+    body_constants: int
+
+
+class Scan(NamedTuple):
+    """A scan: its inputs are constants, the carry, and the arrays that it iterates over.
+
+    ``steps`` is its length, and whether it runs in reverse.
+    """
+
+    body: Any
+    constants: int
+    carried: int
+    steps: tuple[int, bool]
+
+
+CHECKPOINTS = frozenset("checkpoint remat remat2".split())
+_CALLS = CHECKPOINTS | frozenset(
+    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
+)
+
+
+def control_flow(equation: Any) -> Call | Cond | While | Scan | None:
+    """The jaxprs that an equation runs, and how; ``None`` if it has none or is unknown."""
+    name, params = equation.primitive.name, equation.params
+    if name == "cond":
+        return Cond(params["branches"])
+    if name == "while":
+        cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+        return While(cond, params["cond_nconsts"], body, params["body_nconsts"])
+    if name == "scan":
+        steps = params["length"], params["reverse"]
+        if "ft_in" in params:  # since JAX 0.11: trees of the constants, carry and arrays
+            constant, carry, _ = params["ft_in"].unpack()
+            return Scan(params["jaxpr"], len(list(constant)), len(list(carry)), steps)
+        return Scan(params["jaxpr"], params["num_consts"], params["num_carry"], steps)
+    if name in _CALLS:
+        inner = [params[key] for key in ("jaxpr", "call_jaxpr") if key in params]
+        if len(inner) == 1 and len(opened(inner[0]).invars) == len(equation.invars):
+            return Call(inner[0])
+    return None
+
+
+# The walk.
 
 
 class Mismatch(Exception):
@@ -60,22 +185,12 @@ class Analysis(abc.ABC, Generic[Fact]):
 
     @abc.abstractmethod
     def control(self, equations: Equations, decides: Fact) -> Fact | None:
-        """The fact that a branch or a loop adds to its outputs, or ``None``.
+        """The fact that a branch or loop adds to its outputs, given that of what decides on it."""
 
-        Args:
-          equations: the branch or loop.
-          decides: the fact of the value that chooses the branch or ends the loop.
-        """
-
-    def enters(self, equations: Equations) -> bool:
+    def enters(self, equations: Equations, inputs: Sequence[Fact]) -> bool:
         """Whether to walk what a call, branch or loop runs, rather than to transfer it whole."""
-        del equations
+        del equations, inputs
         return True
-
-    def enters_with(self, equations: Equations, inputs: Sequence[Fact]) -> bool:
-        """As ``enters``, with the facts of what is given to it."""
-        del inputs
-        return self.enters(equations)
 
     def element(self, equations: Equations, fact: Fact) -> Fact:
         """The fact of one slice of an array that a scan iterates over."""
@@ -102,10 +217,10 @@ def follow(
     Raises:
       Mismatch: the jaxprs do not match.
     """
-    opened = [_jax.opened(jaxpr) for jaxpr in jaxprs]
-    constants = [analysis.constant(values) for values in _aligned(map(_jax.constants, jaxprs))]
-    known = dict(zip(_aligned(jaxpr.constvars for jaxpr in opened), constants, strict=True))
-    known.update(zip(_aligned(jaxpr.invars for jaxpr in opened), inputs, strict=True))
+    each = [opened(jaxpr) for jaxpr in jaxprs]
+    own = [analysis.constant(values) for values in _aligned(map(constants, jaxprs))]
+    known = dict(zip(_aligned(jaxpr.constvars for jaxpr in each), own, strict=True))
+    known.update(zip(_aligned(jaxpr.invars for jaxpr in each), inputs, strict=True))
 
     def fact_of(atoms: tuple[Any, ...], equation: Any = None) -> Fact:
         literals = [atom for atom in atoms if isinstance(atom, Literal)]
@@ -116,27 +231,14 @@ def follow(
             raise Mismatch(equation)
         return known[atoms]
 
-    for equations in _aligned(jaxpr.eqns for jaxpr in opened):
+    for equations in _aligned(jaxpr.eqns for jaxpr in each):
         first = equations[0]
-        if any(each.primitive is not first.primitive for each in equations):
+        if any(one.primitive is not first.primitive for one in equations):
             raise Mismatch(first)
-        facts = [fact_of(atoms, first) for atoms in _aligned(each.invars for each in equations)]
+        facts = [fact_of(atoms, first) for atoms in _aligned(one.invars for one in equations)]
         outputs = through(analysis, equations, facts)
-        known.update(zip(_aligned(each.outvars for each in equations), outputs, strict=True))
-    return [fact_of(atoms) for atoms in _aligned(jaxpr.outvars for jaxpr in opened)]
-
-
-def equations_of(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr, however deep."""
-    for each in _jax.opened(jaxpr).eqns:
-        yield each
-        yield from equations_within(each)
-
-
-def equations_within(equation: Any) -> Iterator[Any]:
-    """Every equation that an equation of any kind runs, however deep; not itself."""
-    for jaxpr in _jax.jaxprs_within(equation):
-        yield from equations_of(jaxpr)
+        known.update(zip(_aligned(one.outvars for one in equations), outputs, strict=True))
+    return [fact_of(atoms) for atoms in _aligned(jaxpr.outvars for jaxpr in each)]
 
 
 def _aligned(sequences: Iterable[Sequence[Any]]) -> list[tuple[Any, ...]]:
@@ -150,10 +252,10 @@ def through(
     analysis: Analysis[Fact], equations: Equations, inputs: Sequence[Fact]
 ) -> Sequence[Fact]:
     """The facts of the outputs of an equation of any kind."""
-    kinds: Any = [_jax.control_flow(each) for each in equations]
-    if None in kinds or not analysis.enters_with(equations, inputs):
+    kinds: Any = [control_flow(each) for each in equations]
+    if None in kinds or not analysis.enters(equations, inputs):
         return analysis.transfer(equations, inputs)
-    is_call = isinstance(kinds[0], _jax.Call)
+    is_call = isinstance(kinds[0], Call)
     if analysis.memory is None:
         outputs = _entered(analysis, equations, kinds, inputs)
     else:
@@ -170,73 +272,228 @@ def through(
 def _entered(
     analysis: Analysis[Fact], equations: Equations, kinds: Sequence[Any], inputs: Sequence[Fact]
 ) -> Sequence[Fact]:
-    match kinds[0]:
-        case _jax.Call():
-            return follow(analysis, [each.jaxpr for each in kinds], inputs)
-        case _jax.Cond():
-            return _through_cond(analysis, equations, kinds, inputs)
-        case _jax.While():
-            return _through_while(analysis, equations, kinds, inputs)
-        case _:
-            return _through_scan(analysis, equations, kinds, inputs)
+    first = kinds[0]
 
+    def joined(alternatives: Sequence[Sequence[Fact]], added: Fact | None) -> list[Fact]:
+        """For each value, the join over the alternatives and what the control flow adds."""
+        more = [] if added is None else [added]
+        return [analysis.join([*more, *facts]) for facts in zip(*alternatives, strict=True)]
 
-def _through_cond(
-    analysis: Analysis[Fact],
-    equations: Equations,
-    conds: Sequence[_jax.Cond],
-    inputs: Sequence[Fact],
-) -> Sequence[Fact]:
-    added = analysis.control(equations, inputs[0])
-    branches = _aligned(each.branches for each in conds)
-    return _joined(analysis, [follow(analysis, each, inputs[1:]) for each in branches], added)
-
-
-def _through_while(
-    analysis: Analysis[Fact],
-    equations: Equations,
-    loops: Sequence[_jax.While],
-    inputs: Sequence[Fact],
-) -> Sequence[Fact]:
-    conds, bodies = [each.cond for each in loops], [each.body for each in loops]
-    of_cond, of_body, carry = _split(inputs, loops[0].cond_constants, loops[0].body_constants)
+    if isinstance(first, Call):
+        return follow(analysis, [each.jaxpr for each in kinds], inputs)
+    if isinstance(first, Cond):
+        added = analysis.control(equations, inputs[0])
+        branches = _aligned(each.branches for each in kinds)
+        return joined([follow(analysis, each, inputs[1:]) for each in branches], added)
+    bodies = [each.body for each in kinds]
+    if isinstance(first, While):
+        of_body = first.cond_constants
+        start = of_body + first.body_constants
+        carry = list(inputs[start:])
+        while True:
+            of_cond = [*inputs[:of_body], *carry]
+            (continues,) = follow(analysis, [each.cond for each in kinds], of_cond)
+            added = analysis.control(equations, continues)
+            after = follow(analysis, bodies, [*inputs[of_body:start], *carry])
+            after = joined([carry, after], added)
+            if after == carry:
+                return carry
+            carry = after
+    added = analysis.control(equations, analysis.constant([each.steps for each in kinds]))
+    start = first.constants + first.carried
+    carry = list(inputs[first.constants : start])
+    rows = [analysis.element(equations, fact) for fact in inputs[start:]]
     while True:
-        (continues,) = follow(analysis, conds, [*of_cond, *carry])
-        added = analysis.control(equations, continues)
-        after = follow(analysis, bodies, [*of_body, *carry])
-        after = _joined(analysis, [carry, after], added)
+        outputs = follow(analysis, bodies, [*inputs[: first.constants], *carry, *rows])
+        after = joined([carry, outputs[: first.carried]], added)
         if after == carry:
-            return carry
+            stacked = [analysis.stacked(equations, fact) for fact in outputs[first.carried :]]
+            return [*carry, *joined([stacked], added)]
         carry = after
 
 
-def _through_scan(
-    analysis: Analysis[Fact],
-    equations: Equations,
-    loops: Sequence[_jax.Scan],
-    inputs: Sequence[Fact],
-) -> Sequence[Fact]:
-    added = analysis.control(equations, analysis.constant([each.steps for each in loops]))
-    bodies = [each.body for each in loops]
-    constants, carry, arrays = _split(inputs, loops[0].constants, loops[0].carried)
-    rows = [analysis.element(equations, fact) for fact in arrays]
-    while True:
-        outputs = follow(analysis, bodies, [*constants, *carry, *rows])
-        after = _joined(analysis, [carry, outputs[: len(carry)]], added)
-        if after == carry:
-            stacked = [analysis.stacked(equations, fact) for fact in outputs[len(carry) :]]
-            return [*carry, *_joined(analysis, [stacked], added)]
-        carry = after
+# Which inputs the outputs of a function depend on.
 
 
-def _split(inputs: Sequence[Fact], first: int, second: int) -> tuple[Sequence[Fact], ...]:
-    """The first inputs, the second ones, and the rest."""
-    return inputs[:first], inputs[first : first + second], list(inputs[first + second :])
+def depends(function: Callable[..., Any], read: Any, *others: Any) -> bool:
+    """Whether any output of ``function(read, *others)`` depends on a value in ``read``.
+
+    Shapes and dtypes are not values. An output read through a Ref counts as dependent.
+
+    >>> import jax.numpy as jnp
+    >>> depends(lambda x, y: x.size * y, jnp.ones(2), jnp.ones(2))
+    False
+    """
+    number = len(jax.tree.leaves(read))
+    return any(bits & (1 << number) - 1 for bits in sources(function, read, *others))
 
 
-def _joined(
-    analysis: Analysis[Fact], alternatives: Sequence[Sequence[Fact]], added: Fact | None
-) -> list[Fact]:
-    """For each value, the join over the alternatives and what the control flow adds."""
-    more = [] if added is None else [added]
-    return [analysis.join([*more, *facts]) for facts in zip(*alternatives, strict=True)]
+def sources(function: Callable[..., Any], *args: Any) -> list[int]:
+    """For each output of ``function(*args)`` the inputs on which it depends, one bit for each.
+
+    >>> import jax.numpy as jnp
+    >>> sources(lambda x, y, z: (x + z, jnp.zeros_like(y)), 1.0, 2.0, 3.0)
+    [5, 0]
+    """
+    jaxpr = jax.make_jaxpr(function)(*args)
+    return list(follow(_Reads(), [jaxpr], [1 << i for i in range(len(jaxpr.in_avals))]))
+
+
+def inputs_read(equation: Any) -> list[list[int]]:
+    """For each output of an equation the places of the inputs on which it depends."""
+    places = range(len(equation.invars))
+    if len(equation.outvars) == 1 or control_flow(equation) is None:
+        return [list(places)] * len(equation.outvars)
+    found = through(_Reads(), (equation,), [1 << place for place in places])
+    return [[place for place in places if bits >> place & 1] for bits in found]
+
+
+class _Reads(Analysis[int]):
+    """The inputs on which a value may depend, as bits."""
+
+    def constant(self, values: Sequence[Any]) -> int:
+        del values
+        return 0
+
+    def join(self, facts: Sequence[int]) -> int:
+        return functools.reduce(operator.or_, facts, 0)
+
+    def control(self, equations: Equations, decides: int) -> int:
+        del equations
+        return decides
+
+    def transfer(self, equations: Equations, inputs: Sequence[int]) -> Sequence[int]:
+        (equation,) = equations
+        # All inputs, since what a Ref holds, or what a callback returns, is not tracked.
+        read = -1 if has_effect(equation) else self.join(inputs)
+        return [read] * len(equation.outvars)
+
+
+# Which of its inputs a function returns.
+
+
+def returned_inputs(function: Callable[..., Any], *args: Any) -> list[int | None]:
+    """For each output of ``function(*args)`` the index of the input that it equals, or ``None``.
+
+    >>> import jax.numpy as jnp
+    >>> returned_inputs(lambda x, y: (y, x + jnp.zeros_like(x), x + y), 1.0, 2.0)
+    [1, 0, None]
+    """
+    jaxpr = jax.make_jaxpr(function)(*args)
+    facts = follow(_Origin(), [jaxpr], list(range(len(jaxpr.in_avals))))
+
+    def input_of(fact: int | None, out: Any) -> int | None:
+        # A scan stacks what its body returns unchanged, so the shapes must be equal too.
+        is_input = fact not in (None, _ZERO) and _alike(jaxpr.in_avals[fact], out)
+        return fact if is_input else None
+
+    return list(map(input_of, facts, jaxpr.out_avals))
+
+
+def hands_on(function: Callable[[Any], Any], given: Any) -> bool:
+    """Whether ``function(given)`` returns ``given`` unchanged, through calls and loops.
+
+    >>> import jax, jax.numpy as jnp
+    >>> hands_on(jax.checkpoint(lambda xs: xs), [jnp.ones(2), jnp.ones(2)])
+    True
+    >>> hands_on(lambda xs: xs[::-1], [jnp.ones(2), jnp.ones(2)])
+    False
+    """
+    return returned_inputs(function, given) == list(range(len(jax.tree.leaves(given))))
+
+
+_ZERO = -1
+
+
+class _Origin(Analysis[int | None]):
+    """The index of the input that a value equals, ``_ZERO`` for zeros, or ``None``."""
+
+    def constant(self, values: Sequence[Any]) -> None:
+        del values
+
+    def literal(self, values: Sequence[Any], equation: Any) -> int | None:
+        del equation
+        return _ZERO if np.ndim(values[0]) == 0 and values[0] == 0 else None
+
+    def join(self, facts: Sequence[int | None]) -> int | None:
+        return facts[0] if all(fact == facts[0] for fact in facts) else None
+
+    def control(self, equations: Equations, decides: int | None) -> None:
+        """Nothing: both branches may return the same input."""
+        del equations, decides
+
+    def transfer(self, equations: Equations, inputs: Sequence[int | None]) -> Sequence[int | None]:
+        (equation,) = equations
+        name = equation.primitive.name
+        if name in ("optimization_barrier", "copy", "copy_p"):
+            return inputs
+        if name in OF_ZEROS and all(fact == _ZERO for fact in inputs):
+            return [_ZERO] * len(equation.outvars)
+        if name in ADDS and inputs[1] == _ZERO:
+            alike = _alike(equation.invars[0].aval, equation.outvars[0].aval)
+            return [inputs[0] if alike else None]
+        return [None] * len(equation.outvars)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+# Along which axes of a mesh a value may vary.
+
+Axes = frozenset[str]
+
+
+def varying_axes_of_outputs(sharded: ClosedJaxpr) -> Sequence[Axes]:
+    """For each output of a traced ``shard_map``, the mesh axes over which it may vary.
+
+    JAX's types (``check_vma=True``) also show them, but reject correct steps: a loop whose carry
+    starts invariant and ends varying, a sum over groups. Here a step is traced without types, and
+    the axes over which a value may vary are propagated from the inputs to the outputs.
+
+    Args:
+      sharded: the jaxpr of a function that is a single ``shard_map``.
+    """
+    (equation,) = sharded.jaxpr.eqns
+    mesh_axes = frozenset(equation.params["mesh"].axis_names)
+    inputs = [_names_in(spec) & mesh_axes for spec in equation.params["in_specs"]]
+    return follow(Variance(mesh_axes), [equation.params["jaxpr"]], inputs)
+
+
+class Variance(Analysis[Axes]):
+    """The mesh axes over which a value may vary."""
+
+    def __init__(self, mesh_axes: Axes):
+        self.mesh_axes = mesh_axes
+
+    def constant(self, values: Sequence[Any]) -> Axes:
+        del values
+        return frozenset()
+
+    def join(self, facts: Sequence[Axes]) -> Axes:
+        return frozenset[str]().union(*facts)
+
+    def control(self, equations: Equations, decides: Axes) -> Axes:
+        # Shards that take different branches or leave a loop at different times diverge.
+        del equations
+        return decides
+
+    def transfer(self, equations: Equations, inputs: Sequence[Axes]) -> Sequence[Axes]:
+        (equation,) = equations
+        if has_effect(equation):
+            return [self.mesh_axes] * len(equation.outvars)
+        varies = self.join([*inputs, *map(named_axes, equations_within(equation))])
+        over = named_axes(equation)
+        # A collective makes its output equal on all shards along its axes, but not in groups.
+        ungrouped = equation.params.get("axis_index_groups") is None
+        equalizes = equation.primitive.name in EQUALIZES and ungrouped
+        out = varies - over if equalizes else varies | over
+        return [out & self.mesh_axes] * len(equation.outvars)
+
+
+def _names_in(names: Any) -> Axes:
+    """The axis names in a nested spec or parameter; positions are not names."""
+    if isinstance(names, str):
+        return frozenset([names])
+    within = names if isinstance(names, Iterable) else ()
+    return frozenset[str]().union(*map(_names_in, within))

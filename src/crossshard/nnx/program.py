@@ -17,20 +17,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard import _flax, _jax, _mesh
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard._hash import checksum
-from crossshard.distributed.agreement import check_agreement, processes_of
-from crossshard.distributed.programs import check_same_program
+from crossshard.distributed.agreement import check_agreement, check_same_program, processes_of
 from crossshard.distributed.progress import PROGRESS
 from crossshard.errors import VariableError
-from crossshard.jaxprs.dependence import varying_axes_of_outputs
+from crossshard.jaxprs.walk import varying_axes_of_outputs
 from crossshard.nnx.arrays import Arguments, Outputs, as_output, is_numeric
 from crossshard.nnx.binding import Bound
 from crossshard.nnx.graph import Reached, reached_in, same_arrays
 from crossshard.nnx.keys import ByValue
 from crossshard.nnx.per_shard import is_per_shard, number_of_shards, per_shard, stacked
-from crossshard.shards.context import shard_context
+from crossshard.shards.axes import shard_context
 from crossshard.shards.cut import PER_SHARD as PER_SHARD_PLACEMENT
 from crossshard.shards.cut import REPLICATED, Placement
-from crossshard.shards.put import put_whole
+from crossshard.shards.devices import put_whole
 from crossshard.shards.random_streams import own_stream
 
 

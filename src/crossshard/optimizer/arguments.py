@@ -15,7 +15,7 @@ from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError, WeightUpdateError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import check_gradient_dtype
-from crossshard.jaxprs.dependence import depends
+from crossshard.jaxprs.walk import depends
 from crossshard.pipeline.update.optimize import takes_keyword
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.axes import Shards

@@ -14,21 +14,21 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from crossshard import _jax, _mesh
-from crossshard.gradients.scalars import is_inexact
-from crossshard.jaxprs.divisor import are_equal
+from crossshard._check import is_inexact
 from crossshard.jaxprs.kernels import Assumptions
-from crossshard.jaxprs.mean_over_rows import Finding, OverRows, facts_of_inputs, followed
+from crossshard.jaxprs.mean_over_rows import Finding, facts_of_inputs, followed
+from crossshard.jaxprs.row_facts import OverRows
 from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stages.accumulate import zeros
+from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import join, take_rows
-from crossshard.shards.context import shard_context
 from crossshard.step.config import StepConfig
 from crossshard.step.losses.batch import on_all_rows
 from crossshard.step.losses.loss import StepLoss
 from crossshard.step.microbatches import LocalResult, pieces_of
-from crossshard.step.operations import Trial
+from crossshard.step.operations import Trial, precision_of
 from crossshard.step.over_rows import (
     Doubt,
     finding_of,
@@ -37,7 +37,7 @@ from crossshard.step.over_rows import (
     not_of_other_rows,
 )
 from crossshard.step.step_function import to_read
-from crossshard.step.weight import Divisor, another_sum, weight_of
+from crossshard.step.weight import Divisor, another_sum, are_equal, weight_of
 
 # Sums over rows in another order differ by less, in float32; in coarser floats at least by a unit
 # of their precision, and at most by so many.
@@ -164,7 +164,7 @@ def _on_shards(layout: StateLayout, loss: StepLoss, on_shard: Any, given: Any) -
 def _compiled(function: Callable[..., Any], given: Any, out: Any = None) -> tuple[Any, float]:
     """A function, compiled, and the precision of its floats."""
     traced = jax.jit(function, out_shardings=out).trace(*given)
-    precision = max(map(_jax.precision_of, equations_of(traced.jaxpr)), default=0.0)
+    precision = max(map(precision_of, equations_of(traced.jaxpr)), default=0.0)
     return traced.lower().compile(), precision
 
 
@@ -252,7 +252,8 @@ def _check_whole(
         whole, _ = _compiled(of_batch, (*given, types), (out[0], *out))
     except Exception:  # a loss may raise anything on other shapes, and a kernel may not be split
         return False
-    sizes = [_jax.temporary_bytes(each) for each in (mean, whole)]
+    needs: Any = [each.memory_analysis() for each in (mean, whole)]
+    sizes = [int(getattr(each, "temp_size_in_bytes", 0)) for each in needs]
     if sizes[1] > 2 * sizes[0] + _SPARE:
         return False
     *apart, gradients = whole(*given, mean(*given))

@@ -7,21 +7,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _check, _jax, _mesh
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.model.layout import StateLayout, shards_of
+from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import check_initial
 from crossshard.model.models import check_params, partition
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.plan import Planner, WeightUpdate
 from crossshard.shards.cut import check_fits, only, other_axes_of
-from crossshard.shards.devices import number_of_shards
-from crossshard.shards.put import put_whole, types_on
+from crossshard.shards.devices import number_of_shards, put_whole, shards_on, types_on
 from crossshard.step.losses.loss import StepLoss
 from crossshard.step.step_function import StepFunction
 
@@ -131,7 +131,7 @@ class Layouts:
     def _plan(self, params: Any, types: Any, other_axes: tuple[PartitionSpec, ...]) -> StateLayout:
         config = self._config
         mesh, pipeline = config.mesh, config.pipeline
-        groups = pipeline.groups if config.is_grouped else None
+        shards = shards_on(mesh, config.axes, pipeline.groups if config.is_grouped else None)
         check_fits(params, other_axes, mesh)
         # JAX drops axes of size 1 from the shardings of its results.
         several = [axis for axis, size in mesh.shape.items() if size > 1]
@@ -139,8 +139,7 @@ class Layouts:
         planner = Planner(
             pipeline.optimizer,
             params,
-            shards_of(mesh, config.axes),
-            groups,
+            shards,
             mesh,
             config.weight_update,
             config.in_parts,
@@ -152,9 +151,8 @@ class Layouts:
         model_state = config.loss.model_state
         return StateLayout(
             mesh,
-            config.axes,
+            shards,
             *planner.plan(),
-            groups,
             pipeline,
             types,
             model_state,
@@ -181,7 +179,7 @@ class Layouts:
         of = arrays if len(config.axes) < len(mesh.axis_names) else arrays[:2]
         other_axes = other_axes_of(of, mesh, config.axes, in_parts=config.in_parts)
         layout = self.of_params(arrays[0], other_axes)
-        check_params(params, arrays[0], arrays[1], config.pipeline.optimizer, config.wrt)
+        check_params(params, arrays[0], config.pipeline.optimizer, config.wrt)
 
         def make(arrays: Any, key: Any) -> TrainState:
             state = layout.initial(skeleton, impl, arrays, key)
@@ -254,7 +252,7 @@ def _in_pieces(initial: Initial, inputs: list[Any]) -> TrainState:
         own = types[start : start + _MOST]
         wanted = [start <= place < start + _MOST for place in range(len(types))]
         pruned, taken = _jax.pruned(jaxpr, wanted)
-        run = jax.jit(_jax.as_function(pruned), out_shardings=[x.sharding for x in own])
+        run = jax.jit(jaxpr_as_fun(pruned), out_shardings=[x.sharding for x in own])
         made += run(*itertools.compress(inputs, taken))
     return tree.unflatten(made)
 

@@ -15,11 +15,20 @@ import numpy as np
 from jax import lax
 
 from crossshard import _jax
-from crossshard.gradients.scalars import is_inexact
+from crossshard._check import is_inexact
 from crossshard.jaxprs import rewrite
-from crossshard.jaxprs.kernels import Assumptions, Operation
+from crossshard.jaxprs.kernels import SAID_BY_JAXPR, Assumptions, Operation, is_rowwise, says
 from crossshard.jaxprs.row_facts import Fact, Free, Rows
-from crossshard.jaxprs.walk import equations_within
+from crossshard.jaxprs.walk import (
+    Call,
+    Cond,
+    Scan,
+    While,
+    control_flow,
+    equations_within,
+    has_own_derivative,
+    opened,
+)
 
 # What is changed, and how far that may change what is computed of a row, in units of the precision
 # of the operation: in one program a row's result is rounded in one way, and with another number of
@@ -29,6 +38,13 @@ _OF_ROWS = {_ORDER: 1 / 8, _BESIDE: 1 / 8, _NUMBER: 1 / 2, _SCALE: 1 / 8}
 _OF_SUMS = {_ORDER: 1 / 2, _BESIDE: 1 / 2, _NUMBER: 1.0, _SCALE: 1 / 2}
 # Of float32, in the same units: what is added in another order is some hundred times less exact.
 _LEAST = 2e-4
+
+
+def precision_of(equation: Any) -> float:
+    """The precision of the coarsest floats that an equation takes or makes; 0 if there are none."""
+    dtypes = [getattr(x.aval, "dtype", None) for x in (*equation.invars, *equation.outvars)]
+    exact = [x for x in dtypes if x is not None and jnp.issubdtype(x, np.inexact)]
+    return max((float(jnp.finfo(x).eps) for x in exact), default=0.0)
 
 
 class Tried(NamedTuple):
@@ -71,27 +87,27 @@ class Trial:
             return _jax.bound(equation, given)
         if self.assumed.are_in_rule(equation):
             rule, facts = self.assumed.rules[id(equation)]
-            atoms = _jax.opened(rule).invars[len(given) :]
+            atoms = opened(rule).invars[len(given) :]
             slopes = [_random(x.aval, place, facts[place]) for place, x in enumerate(atoms)]
             self.evaluate(rule, [*given, *slopes], differentiated=False)
-        differentiated = differentiated and not _jax.has_own_derivative(equation)
+        differentiated = differentiated and not has_own_derivative(equation)
         within = lambda jaxpr, given: self.evaluate(jaxpr, given, differentiated=differentiated)
-        match _jax.control_flow(equation):
-            case _jax.Call(jaxpr) if not _jax.is_rowwise(equation):
+        match control_flow(equation):
+            case Call(jaxpr) if not is_rowwise(equation):
                 return within(jaxpr, given)
-            case _jax.Cond(branches):
+            case Cond(branches):
                 for branch in branches:
                     within(branch, given[1:])
-            case _jax.While(cond, of_cond, body, of_body):
+            case While(cond, of_cond, body, of_body):
                 carry = given[of_cond + of_body :]
                 within(cond, [*given[:of_cond], *carry])
                 within(body, [*given[of_cond : of_cond + of_body], *carry])
-            case _jax.Scan(body, constants, carried, (steps, reverse)) if steps:
+            case Scan(body, constants, carried, (steps, reverse)) if steps:
                 first = constants + carried
                 turn = [x[steps - 1 if reverse else 0] for x in given[first:]]
                 within(body, [*given[:first], *turn])
-            case None if equation.primitive.name in _jax.SAID_BY_JAXPR:
-                return within(equation.params[_jax.SAID_BY_JAXPR[equation.primitive.name]], given)
+            case None if equation.primitive.name in SAID_BY_JAXPR:
+                return within(equation.params[SAID_BY_JAXPR[equation.primitive.name]], given)
         return _jax.bound(equation, given)
 
     def _try(self, operation: Operation, given: Sequence[Any], *, differentiated: bool) -> None:
@@ -100,12 +116,12 @@ class Trial:
         self.reached.add(str(operation))
         types = [(x.shape, x.dtype) for x in given]
         # An operation of many layers is one.
-        key = str((_jax.says(pair.other), types, operation.inputs, differentiated))
+        key = str((says(pair.other), types, operation.inputs, differentiated))
         if key in self._seen:
             return
         self._seen.add(key)
         within = (pair.other, *equations_within(pair.other))
-        precision = max(_LEAST, *map(_jax.precision_of, within))
+        precision = max(_LEAST, *map(precision_of, within))
         runs = [lambda given, of=of: _jax.bound(of, given) for of in (pair.one, pair.other)]
         compare = functools.partial(self._compare, precision=precision, rows=pair.rows)
         compare(str(operation), runs, operation.inputs, operation.outputs, given)

@@ -9,19 +9,16 @@ import jax
 
 from crossshard.errors import LossError
 from crossshard.gradients.mean import Mean, Term
-from crossshard.jaxprs.mean_over_rows import (
+from crossshard.jaxprs.mean_over_rows import Finding, found, is_free, is_mean, is_sum
+from crossshard.jaxprs.row_facts import (
     ADDS_SHARDS,
     ADDS_UNLIKE,
     MEETS_EARLIER,
     SAME_NOISE,
-    Finding,
+    Free,
     OverRows,
-    found,
-    is_free,
-    is_mean,
-    is_sum,
+    Total,
 )
-from crossshard.jaxprs.row_facts import Free, Total
 from crossshard.step.weight import (
     AS_MEAN,
     Divisor,

@@ -6,9 +6,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from crossshard import _check, _jax
+from crossshard import _check
 from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.jaxprs.kernels import ROWWISE
 
 
 def rowwise(
@@ -70,7 +71,7 @@ def rowwise(
             )
         return out
 
-    called.__name__ = called.__qualname__ = f"{_jax.ROWWISE}_{name}"
+    called.__name__ = called.__qualname__ = f"{ROWWISE}_{name}"
     return functools.wraps(function)(jax.jit(called))
 
 

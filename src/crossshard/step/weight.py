@@ -1,5 +1,6 @@
 """How much rows count: the weight of a batch, the counts of a ``Mean``, what a loss divides by."""
 
+import concurrent.futures
 import dataclasses
 import inspect
 import math
@@ -8,19 +9,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from crossshard import _check, _jax
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
 from crossshard.gradients.mean import Mean, Moved, counts_of, part_of_mean, with_moved
-from crossshard.jaxprs.dependence import depends
-from crossshard.jaxprs.divisor import agree, value_in
-from crossshard.jaxprs.mean_over_rows import Finding, facts_of
+from crossshard.jaxprs.mean_over_rows import Finding, facts_of_inputs, prove, types_with
+from crossshard.jaxprs.rewrite import evaluate, flat
 from crossshard.jaxprs.row_facts import Free
+from crossshard.jaxprs.walk import Call, constants, control_flow, depends, opened
 from crossshard.pipeline.stages.weigh import as_weight
 from crossshard.shards.axes import Shards
-from crossshard.shards.groups import GroupAssignment, size_of_group
+
+# How often two functions are compared on numbers that are drawn; and up to which relative
+# difference two float32 sums of the same numbers, in another order, are equal.
+_TRIALS, _TOLERANCE = 4, 1e-5
 
 Weight = Callable[[Any], Any]
 
@@ -101,7 +107,6 @@ class Counting:
 
     Attributes:
       shards: the shards that have them.
-      groups: the groups that reduce independently; ``None`` for all shards.
       pieces: how many parts each shard has.
       weight: float[], 0 if this shard is left out, else 1; ``None`` if none is.
       counts: float[] of each term, of the whole batch; ``None`` if each shard has one part, which
@@ -109,7 +114,6 @@ class Counting:
     """
 
     shards: Shards
-    groups: GroupAssignment | None
     pieces: int
     weight: Any = None
     counts: tuple[Any, ...] | None = None
@@ -117,16 +121,16 @@ class Counting:
     def part(self, mean: Mean) -> jax.Array:
         """The loss of one part, so that the mean of the parts' losses is that of the batch."""
         counts = self.counts or self.over_shards(jnp.stack(counts_of(mean)))
-        parts = size_of_group(self.groups, self.shards.number)
+        parts = self.shards.size
         if self.weight is not None:
-            parts = sum_over_shards(self.weight, self.shards.within(self.groups))
+            parts = sum_over_shards(self.weight, self.shards)
         return part_of_mean(mean, counts, parts * self.pieces)
 
     def over_shards(self, counts: jax.Array) -> tuple[Any, ...]:
         """The sum of a shard's counts over the shards that are not left out."""
         own = lax.stop_gradient(counts)
         own = own if self.weight is None else jnp.where(self.weight != 0, own, 0)
-        return tuple(sum_over_shards(own, self.shards.within(self.groups)))
+        return tuple(sum_over_shards(own, self.shards))
 
     def with_counts(self, counts: Any) -> "Counting":
         """The same, where the counts are known."""
@@ -166,7 +170,7 @@ def counts_of_pieces(count: CountOfPiece, number: int, pieces: Any, model_state:
 def pruned(function: Callable[..., Any], *args: Any) -> Any:
     """What a function returns, computed without what it does not need for that."""
     jaxpr, types = jax.make_jaxpr(function, return_shape=True)(*args)
-    run = _jax.as_function(_jax.without_unread(jaxpr))
+    run = jaxpr_as_fun(_jax.without_unread(jaxpr))
     return jax.tree.unflatten(jax.tree.structure(types), run(*jax.tree.leaves(args)))
 
 
@@ -232,25 +236,126 @@ def divisor_of(
     """
     (rows, keys), whole, *_ = arguments
     sizes = [len(jax.tree.leaves(each)) for each in (rows, keys, whole)]
-    value = None if finding.by is None else value_in(jaxpr, finding.by)
+    value = None if finding.by is None else _sum_in(jaxpr, finding.by)
     after = sizes[0] + sizes[1]
     places = [*range(sizes[0]), *range(after, after + sizes[2])]
-    if value is None or not set(value.reads) <= set(places):
+    if value is None or not set(value[1]) <= set(places):
         return None
-    read = [places.index(place) for place in value.reads]
+    compute, reads = value
+    read = [places.index(place) for place in reads]
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals]
     is_of_piece = [x.shape for x in types] == [jnp.shape(x) for x in jax.tree.leaves(arguments)]
 
     def of_batch(batch: Any) -> Any:
         leaves = jax.tree.leaves(split(batch))
-        return value.compute(*(leaves[place] for place in read))
+        return compute(*(leaves[place] for place in read))
 
     of = lambda tree, found: jax.tree.unflatten(jax.tree.structure(tree), found)
     all_rows, all_whole = of(rows, types[: sizes[0]]), of(whole, types[after : after + sizes[2]])
     given = join(all_rows, all_whole)
     is_weight = isinstance(weight, SumOf) and name_of(rows, finding.entry) == weight.key
     of_weight = lambda batch: jnp.asarray(weight(batch), float)
-    return Divisor(of_batch, is_of_piece, is_weight or agree(of_weight, of_batch, given))
+    return Divisor(of_batch, is_of_piece, is_weight or _agree(of_weight, of_batch, given))
+
+
+def _sum_in(jaxpr: Any, of: Any) -> tuple[Callable[..., Any], list[int]] | None:
+    """What computes the sum of a value in a closed jaxpr, and which inputs of that it reads.
+
+    ``None`` if the value is within a loop, or in a branch.
+
+    Args:
+      jaxpr: the jaxpr.
+      of: a variable of it; the place of an input; or ``(output, of)``, a value in the call that has
+        this output. See ``Total.of``.
+    """
+    found: list[bool] = []
+
+    def compute(*args: Any) -> Any:
+        value = args[of] if isinstance(of, int) else _value_in(jaxpr, args, of)
+        found.append(value is not None)
+        return jnp.asarray(jnp.sum(0.0 if value is None else value), float)
+
+    traced = jax.make_jaxpr(compute)(*jaxpr.in_avals)
+    kept, reads = _jax.pruned(traced, [True])
+    if not found[0] or any(isinstance(x, jax.core.Tracer) for x in kept.consts):
+        return None
+    run = jaxpr_as_fun(kept)
+    return lambda *args: run(*args)[0], [place for place, each in enumerate(reads) if each]
+
+
+def _value_in(jaxpr: Any, args: Sequence[Any], of: Any) -> Any:
+    """The value, if it is computed at the top of the jaxpr or in calls."""
+    (output, inner), wanted, body = of if isinstance(of, tuple) else (None, of), of, opened(jaxpr)
+    while isinstance(wanted, tuple):
+        _, wanted = wanted
+    known = dict(zip(body.constvars, constants(jaxpr), strict=True))
+    known |= dict(zip(body.invars, args, strict=True))
+    found = [known[wanted]] if wanted in known else []
+
+    def on(equation: Any, given: list[Any]) -> list[Any]:
+        call = control_flow(equation) if equation.outvars[:1] == [output] else None
+        if isinstance(call, Call) and not found:
+            value = _value_in(_jax.closed(call.jaxpr), given, inner)
+            found.extend([] if value is None else [value])
+        outputs = _jax.bound(equation, given)
+        pairs = zip(equation.outvars, outputs, strict=True)
+        found.extend(value for variable, value in pairs if variable is wanted)
+        return outputs
+
+    evaluate(jaxpr, args, on)
+    return found[0] if found else None
+
+
+def _agree(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> bool:
+    """Whether two functions of inputs of these types are one program, or agree on drawn numbers.
+
+    One may be the other times a constant.
+    """
+    traced = [jax.make_jaxpr(each)(*types) for each in (one, other)]
+    if len({str(_jax.without_unread(flat(each))) for each in traced}) == 1:
+        return True
+    both = jax.make_jaxpr(lambda *args: (one(*args), other(*args)))(*types)
+    kept, reads = _jax.pruned(both, [True, True])
+    if any(isinstance(x, jax.core.Tracer) for x in kept.consts):
+        return False
+    leaves = [x for x, is_read in zip(jax.tree.leaves(types), reads, strict=True) if is_read]
+    draw = np.random.default_rng(0)
+
+    def run() -> Any:
+        both = jax.jit(jaxpr_as_fun(kept))
+        draws = ([_drawn(draw, x.shape, x.dtype) for x in leaves] for _ in range(_TRIALS))
+        with jax.enable_x64(x64):
+            return np.array([jax.device_get(both(*each)) for each in draws], np.float64)
+
+    # What is traced, and the mesh there, belong to a thread; on the axes of a mesh that the user
+    # has set, arrays would lie.
+    x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        found = thread.submit(run).result()
+    first, by = found[0]
+    if not np.isfinite(found).all() or not first or not by:
+        return False
+    return all(are_equal(x * by, y * first) for x, y in found)
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two sums of the same numbers are equal but for rounding."""
+    one, other = np.float64(one), np.float64(other)
+    return bool(np.abs(one - other) <= _TOLERANCE * max(np.abs(one), np.abs(other)))
+
+
+def _drawn(draw: np.random.Generator, shape: Any, dtype: Any) -> Any:
+    """Numbers of a dtype: small ones, and zeros among them; integers of both signs."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        keys = jnp.asarray(draw.integers(0, 2**31, int(np.prod(shape))), jnp.uint32)
+        return jax.vmap(jax.random.key)(keys).reshape(shape)
+    if dtype == np.bool_:
+        return draw.random(shape) < 0.5
+    if jnp.issubdtype(dtype, jnp.integer):
+        low = 0 if jnp.issubdtype(dtype, jnp.unsignedinteger) else -2
+        return jnp.asarray(draw.integers(low, 4, shape), dtype)
+    zeros = draw.random(shape) < 0.3
+    return jnp.asarray(np.where(zeros, 0, draw.uniform(0, 2, shape)), dtype)
 
 
 def is_exact(finding: Finding) -> bool:
@@ -274,7 +379,13 @@ def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: A
 
 
 def check_weight_of_mean(
-    weight: Weight, rows: Any, whole: Any, join: Callable[[Any, Any], Any], **how: Any
+    weight: Weight,
+    rows: Any,
+    whole: Any,
+    join: Callable[[Any, Any], Any],
+    *,
+    axes: Sequence[int],
+    times: int,
 ) -> None:
     """Raise unless the weight of a loss that is a mean over rows is the same for all shards.
 
@@ -283,13 +394,24 @@ def check_weight_of_mean(
       rows: the rows of a piece of the batch, or their types.
       whole: the entries that have none.
       join: joins them to a batch.
-      **how: the axes of the rows, and of how many pieces the batch is, as of ``facts_of``.
+      axes: for each array of the rows the axis along which they are.
+      times: of how many pieces the batch is.
 
     Raises:
       LossError: some shards would count more than others.
     """
-    of = lambda rows, whole, own: jnp.asarray(weight(join(rows, whole)), float)
-    (fact,) = facts_of(of, rows, whole, **how)
+    of = lambda rows, whole: jnp.asarray(weight(join(rows, whole)), float)
+    leaves, proof = jax.tree.leaves(rows), None
+    traces: list[Any] = [jax.make_jaxpr(of)(rows, whole)]
+    each = leaves[0].shape[axes[0]]
+    while proof is None:
+        try:
+            more = types_with(rows, axes, len(traces) * times * each)
+            traces.append(jax.make_jaxpr(of)(more, whole))
+        except Exception as error:  # a weight may raise anything on other shapes
+            traces.append(error)
+        proof = prove(traces, facts_of_inputs(leaves, axes, whole, ()), each, times)
+    (fact,) = proof.facts
     if isinstance(fact, Free) and not fact.own:
         return
     if isinstance(weight, SumOf):

@@ -20,13 +20,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from crossshard._check import is_inexact
 from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
 from crossshard.collectives.in_order import sum_of_nodes
 from crossshard.collectives.sums import sum_over_shards, turn, widen
-from crossshard.gradients.scalars import is_inexact
 from crossshard.jaxprs.leafwise import Leafwise
-from crossshard.jaxprs.rewrite import Pieces
-from crossshard.jaxprs.xla import in_loop
+from crossshard.jaxprs.rewrite import Pieces, in_loop
 from crossshard.pipeline.update.arrays import Arrays, Update, squared_norm_of_slices
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition, TileShape, partition_along_axis
@@ -46,19 +45,12 @@ _PLAIN = TileShape()
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks of one dtype in a matrix, of which each shard has the row with those that it owns.
+    """Blocks of one dtype in a matrix, of which each shard has the row with those that it owns."""
 
-    Attributes:
-      dtype: their dtype.
-      shapes: the shape of each block.
-      of_shard: for each shard its blocks, in their order.
-      tile: the smallest slice that the platform scatters efficiently.
-    """
-
-    dtype: Any
-    shapes: Mapping[Block, tuple[int, ...]]
-    of_shard: tuple[tuple[Block, ...], ...]
-    tile: TileShape
+    dtype: Any  # their dtype
+    shapes: Mapping[Block, tuple[int, ...]]  # the shape of each block
+    of_shard: tuple[tuple[Block, ...], ...]  # for each shard its blocks, in their order
+    tile: TileShape  # the smallest slice that the platform scatters efficiently
 
     @functools.cached_property
     def places(self) -> tuple[int, ...]:

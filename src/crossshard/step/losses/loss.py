@@ -10,16 +10,17 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from crossshard import _check, _jax
+from crossshard._check import is_inexact
 from crossshard.errors import ArgumentError
 from crossshard.gradients.autodiff import split_loss
 from crossshard.gradients.mean import Mean, counts_of, per_row, sums_of
-from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import GradientStatus
-from crossshard.jaxprs.kernels import Assumptions
-from crossshard.jaxprs.mean_over_rows import Finding, OverRows, assuming, by_itself, facts_of
-from crossshard.jaxprs.xla import opaque_false
+from crossshard.jaxprs.mean_over_rows import Finding, facts_of_inputs, prove, types_with
+from crossshard.jaxprs.rewrite import opaque_false
+from crossshard.jaxprs.row_facts import OverRows
 from crossshard.model import model_state as model_states
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
@@ -27,8 +28,8 @@ from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.accumulate import Sums, zeros
+from crossshard.shards.axes import get_shard_context, shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
-from crossshard.shards.context import get_shard_context, shard_context
 from crossshard.shards.random_streams import is_key, keys_of_rows, quiet_keys
 from crossshard.step.gather import AtUse
 from crossshard.step.microbatches import (
@@ -311,7 +312,7 @@ class StepLoss(abc.ABC):
         self.record.traces.clear()
         # Unknown for a step that is traced anew, whose batch may have other entries.
         self.record.returns_mean = None
-        counting = Counting(at_use.shards, at_use.groups, self.pieces(at_use.shards.number), weight)
+        counting = Counting(at_use.shards, self.pieces(at_use.shards.number), weight)
         if in_pieces:
             counting = counting.with_counts(self._counts(state, batch, at_use, counting))
         return counting
@@ -552,7 +553,7 @@ class StepLoss(abc.ABC):
                 return self._run(state, both, batch, keys)
             arguments = self._arguments(state, both, batch, keys)
             jaxpr, tree = self._trace(state, arguments)
-            found = _jax.as_function(jaxpr)(*jax.tree.leaves(arguments))
+            found = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments))
             returned: Returned = jax.tree.unflatten(tree, found)
             return returned
 
@@ -595,30 +596,30 @@ class StepLoss(abc.ABC):
         key = state.skeleton, number, *_types(arguments)
         axes = self.batch_axes.of_rows(rows)
         if key not in self.record.known:
-            *given, own = arguments
+            given, *others, own = arguments
             first, tree = self._trace(state, arguments)
             # Its outputs are the first of them.
-            of_loss = jax.tree.unflatten(tree, range(tree.num_leaves)).loss
-            named_in: list[Any] = []
-            assumed = Assumptions()
-            facts = facts_of(
-                functools.partial(self._of_arguments, state),
-                *given,
-                own=own,
-                axes=[*axes, *[0] * len(jax.tree.leaves(given[0][1]))],
-                times=number,
-                first=first,
-                shards=axes_of_shards,
-                only=len(jax.tree.leaves(of_loss)),
-                named_in=named_in,
-                assumed=assumed,
+            outputs, of_loss = jax.tree.flatten(
+                jax.tree.unflatten(tree, range(tree.num_leaves)).loss
             )
-            finding = finding_of(jax.tree.unflatten(jax.tree.structure(of_loss), facts))
-            finding = by_itself(assuming(finding, assumed), named_in[0])
+            of_rows = [*axes, *[0] * len(jax.tree.leaves(given[1]))]
+            inputs = facts_of_inputs(jax.tree.leaves(given), of_rows, others, own)
+            traces, proof = [_jax.without_unread(first, len(outputs))], None
+            each = self.number_of_rows(rows)
+            while proof is None:
+                more = types_with(given, of_rows, len(traces) * number * each)
+                try:
+                    of = functools.partial(self._of_arguments, state)
+                    jaxpr = jax.make_jaxpr(of)(*arguments._replace(given=more))
+                    traces.append(_jax.without_unread(jaxpr, len(outputs)))
+                except Exception as error:  # a loss may raise anything on other shapes
+                    traces.append(error)
+                proof = prove(traces, inputs, each, number, axes_of_shards)
+            finding = proof.concluded(finding_of(jax.tree.unflatten(of_loss, proof.facts)))
             self.record.known[key] = finding
             if finding.kind is OverRows.RATIO and self.weight is not None:
                 self.record.divisors[key] = divisor_of(
-                    finding, named_in[0], arguments, self.split, join, self.weight
+                    finding, proof.jaxpr, arguments, self.split, join, self.weight
                 )
             if finding.kind is OverRows.MEAN and self.weight is not None:
                 check_weight_of_mean(self.weight, rows, whole, join, axes=axes, times=number)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from crossshard import _check, _jax
 from crossshard._annotations import PyTree
@@ -23,14 +24,13 @@ from crossshard.collectives.in_order import (
     sum_of_nodes,
     with_summand,
 )
+from crossshard.collectives.sums import to_average
 from crossshard.errors import ArgumentError, AxisError
-from crossshard.jaxprs.rewrite import without_repeats
-from crossshard.jaxprs.walk import equations_of
-from crossshard.jaxprs.xla import opaque_false
+from crossshard.jaxprs.rewrite import opaque_false, without_repeats
+from crossshard.jaxprs.walk import equations_of, named_axes
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers, Summands
-from crossshard.pipeline.means import to_average
+from crossshard.pipeline.aggregators import Aggregator, Peers, Summands
 from crossshard.pipeline.stage import StageContext
 from crossshard.shards.batch_axes import join
 from crossshard.step.gather import AtUse
@@ -174,7 +174,7 @@ def _over_virtual_shards(
     jaxpr, types = jax.make_jaxpr(one, return_shape=True)(first, nth(first), given)
     jaxpr = without_repeats(_jax.without_unread(jaxpr))
     _check_alone(jaxpr, at_use.shards.axes)
-    run, tree = _jax.as_function(jaxpr), jax.tree.structure(types)
+    run, tree = jaxpr_as_fun(jaxpr), jax.tree.structure(types)
     to_sum, of_sums = jax.tree.flatten(types[0])
     # So that XLA keeps the loops, and compiles them alike for any count.
     opaque_zero = opaque_false(state.step).astype(jnp.int32)
@@ -209,9 +209,7 @@ def _over_virtual_shards(
 def _check_alone(jaxpr: Any, axes: Sequence[str]) -> None:
     """Raise if the loss of a virtual shard communicates with other shards."""
     for equation in equations_of(jaxpr):
-        if not _jax.names_axes(equation):
-            continue
-        named = set(jax.tree.leaves(_jax.named_axes(equation))).intersection(axes)
+        named = set(named_axes(equation).intersection(axes))
         if named:
             where = _jax.source_of(equation)
             raise AxisError(

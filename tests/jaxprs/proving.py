@@ -1,0 +1,48 @@
+"""Proves what a loss is in the rows of a batch, from its traces with some rows and with more."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from crossshard.jaxprs.mean_over_rows import (
+    Finding,
+    Proof,
+    facts_of_inputs,
+    found,
+    prove,
+    types_with,
+)
+
+
+def proof_of(
+    loss: Callable[..., Any],
+    batch: Any,
+    *others: Any,
+    own: Any = (),
+    axes: Sequence[int] | None = None,
+    times: int = 2,
+    shards: Sequence[str] | None = None,
+) -> Proof:
+    """What each output of ``loss(batch, *others, own)`` is in the rows of the batch."""
+    leaves = jax.tree.leaves(batch)
+    axes = [0] * len(leaves) if axes is None else axes
+    rows = leaves[0].shape[axes[0]]
+    traces: list[Any] = [jax.make_jaxpr(loss)(types_with(batch, axes, rows), *others, own)]
+    proof = None
+    while proof is None:
+        number = rows * times * len(traces)
+        try:
+            traces.append(jax.make_jaxpr(loss)(types_with(batch, axes, number), *others, own))
+        except Exception as error:  # a loss may raise anything on other shapes
+            traces.append(error)
+        inputs = facts_of_inputs(leaves, axes, others, own)
+        proof = prove(traces, inputs, rows, times, shards)
+    return proof
+
+
+def over_rows(loss: Callable[..., Any], batch: Any, *others: Any, **how: Any) -> Finding:
+    """What a loss is in the rows of the batch; see ``proof_of``."""
+    proof = proof_of(loss, batch, *others, **how)
+    (fact,) = proof.facts
+    return proof.concluded(found(fact))
