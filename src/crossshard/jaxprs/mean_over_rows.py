@@ -17,21 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _jax
-from crossshard.jaxprs.kernels import Assumptions, is_rowwise, of_kernel
+from crossshard.jaxprs.kernels import SAID_BY_JAXPR, Assumptions, is_rowwise, of_kernel
 from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
 from crossshard.jaxprs.row_facts import (
     ADDS_SHARDS,
     MEETS_EARLIER,
     Chunks,
+    Divided,
     Fact,
     Free,
     Index,
-    Inverse,
     Obstacle,
     OneRow,
     OverRows,
     Pair,
-    Ratio,
     Rows,
     Shape,
     SoFar,
@@ -53,11 +52,10 @@ from crossshard.jaxprs.row_facts import (
 from crossshard.jaxprs.row_rules import (
     added,
     batches_of,
-    divided,
-    divisor_of,
     drawn,
     gathered,
     merged,
+    of_divided,
     of_index,
     of_own_numbers,
     of_rows,
@@ -287,7 +285,7 @@ def found(fact: Fact) -> Finding:
             return Finding(
                 kind, reason, source or _jax.sources_of(equation) if equation else source
             )
-        case Ratio(by, equation, power=0):
+        case Divided(Total(0), by, equation):
             return Finding(
                 OverRows.RATIO,
                 source=_jax.sources_of(equation),
@@ -307,7 +305,7 @@ def found(fact: Fact) -> Finding:
             return Finding(OverRows.SUM)
         case Total(moved=str(moved)) if moved:
             return Finding(OverRows.COMPARED, _NOT_LINEAR)
-        case Inverse() | Some():
+        case Divided(Free()) | Some():
             return Finding(OverRows.COMPARED, _NOT_LINEAR)
         case _:
             return Finding(OverRows.UNDECIDED, "it grows with the number of rows")
@@ -378,7 +376,7 @@ class _OverRows(Analysis[Fact]):
                 return None
             case Obstacle() | OneRow(0) | Some():
                 return decides
-            case Total() | Ratio() | Inverse():
+            case Total() | Divided(Total() | Free()):
                 return pair.compared(f"a sum over rows decides a {name}")
             case _:
                 return pair.undecided(f"rows decide a {name}")
@@ -408,6 +406,8 @@ class _OverRows(Analysis[Fact]):
                 return replace(fact, axis=axis + axes)
             case Total():
                 return replace(fact, single=False, of=None)
+            case Divided(inner):
+                return fact.with_fact(self._beside(equations, inner, axes))
         return fact
 
     def returned(
@@ -424,7 +424,7 @@ class _OverRows(Analysis[Fact]):
         # A value without a source line, as in a jit that JAX has traced before, takes the call's.
         return [
             replace(fact, equation=equations[0])
-            if isinstance(fact, Obstacle | Ratio) and not _jax.has_source(fact.equation)
+            if isinstance(fact, Obstacle | Divided) and not _jax.has_source(fact.equation)
             else fact
             for fact in outputs
         ]
@@ -484,7 +484,7 @@ class _OverRows(Analysis[Fact]):
 
         def of(fact: Fact) -> Fact:
             match fact:
-                case Rows(over=None) if elsewhere:
+                case Rows() if elsewhere:
                     # Of the same rows, as on a mesh with axes of the model.
                     return replace(fact, entry=None, counts=False)
                 case Total(power, moved="") if elsewhere and adds:
@@ -495,7 +495,7 @@ class _OverRows(Analysis[Fact]):
                     return Free(power, own and elsewhere, times=1 if elsewhere else number)
                 case Total(power, moved="") if whole and adds and not elsewhere:
                     return Free(power, times=1 if power else number)
-                case Ratio() if not elsewhere:
+                case Divided(Total()) if not elsewhere:
                     return pair.compared(f"{pair.name} of each shard's ratio of sums over rows")
             return by_itself
 
@@ -507,6 +507,8 @@ class _OverRows(Analysis[Fact]):
 
     def _of_shape(self, pair: Pair, fact: Fact, one: Any, other: Any) -> Fact:
         """The fact of an output, given its shapes."""
+        if isinstance(fact, Divided):
+            return fact.with_fact(self._of_shape(pair, fact.fact, one, other))
         if not self._fits(fact, one, other):
             return pair.undecided(f"{pair.name} of rows")
         if isinstance(fact, Total) and math.prod(shape_of(one)) == 1:
@@ -534,8 +536,8 @@ class _OverRows(Analysis[Fact]):
         kinds = set(map(type, inputs))
         if Chunks in kinds:
             return self._of_chunks(pair, inputs)
-        if Rows in kinds and any(type(x) is Rows and x.over is not None for x in inputs):
-            return self._of_divided(pair, inputs)
+        if Divided in kinds and pair.name not in SAID_BY_JAXPR:
+            return of_divided(pair, inputs, self._transferred)
         found = batches_of(pair, inputs) or of_kernel(self, pair, inputs, self._assumed)
         if found is not None:
             return found
@@ -545,7 +547,7 @@ class _OverRows(Analysis[Fact]):
             return [self._of_shapes(pair, inputs)]
         if kinds & {OneRow, SoFar}:
             return self._of_one_row(pair, inputs)
-        if kinds & {Total, Ratio, Inverse, Some}:
+        if kinds & {Total, Some}:
             return [of_sums(pair, inputs)] * len(pair.one.outvars)
         if Index in kinds:
             return self._of_index(pair, inputs)
@@ -561,17 +563,6 @@ class _OverRows(Analysis[Fact]):
         if len(free) < len(inputs) or not (same and do_the_same(*pair[:2])):
             return pair.undecided(_DIFFERS)
         return [Free(own=any(fact.own for fact in free))] * len(pair.one.outvars)
-
-    def _of_divided(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        """Of rows that are all divided by one sum: what is linear in them still is."""
-        by = divisor_of(pair, inputs)
-        if isinstance(by, Obstacle):
-            return by
-        without = [replace(x, over=None) if isinstance(x, Rows) else x for x in inputs]
-        outputs = self._transferred(pair, without)
-        if isinstance(outputs, Obstacle):
-            return outputs
-        return [divided(pair, fact, by) for fact in outputs]
 
     def _of_chunks(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         """Of chunks of rows, outside of a loop over them: what treats all of them alike."""
@@ -711,7 +702,7 @@ class _OverRows(Analysis[Fact]):
             match fact:
                 case Chunks(_, _, int(axis), power, counts):
                     rows.append(Rows(axis - 1, power=power, counts=counts))
-                case Rows(0, 1, 1, power, constant, over=None) if not chunks:
+                case Rows(0, 1, 1, power, constant) if not chunks:
                     rows.append(Free(power) if constant else OneRow(power))
                 case _:
                     return unknown
@@ -761,7 +752,7 @@ class _OverRows(Analysis[Fact]):
                 found.append(total)
         for fact in outputs[carried:]:
             match fact:
-                case Rows(axis, 1, 1, power, over=None) if chunks:
+                case Rows(axis, 1, 1, power) if chunks:
                     found.append(Chunks(chunks[0].number, within._rows, axis + 1, power))
                 case Total(power, moved="") if chunks:
                     found.append(Chunks(chunks[0].number, within._rows, None, power))

@@ -3,7 +3,7 @@
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -61,7 +61,6 @@ class Rows:
       zero: whether all of it is 0.
       entry: the place of the batch's leaf that it is, but for its shape and dtype.
       counts: whether all of it is known to be integers, of any dtype.
-      over: the sum over rows that all of it is divided by, if it is.
     """
 
     axis: int
@@ -72,7 +71,6 @@ class Rows:
     zero: bool = False
     entry: int | None = None
     counts: bool = False
-    over: "Total | None" = None
 
     @property
     def is_plain(self) -> bool:
@@ -168,31 +166,22 @@ class Total:
 
 
 @dataclass(frozen=True)
-class Inverse:
-    """One by a sum over rows, which is one number.
+class Divided:
+    """A value that is divided by a sum over rows, which is one number.
 
     Attributes:
-      power: of the number of rows, which it grows with.
-      by: the sum.
-    """
-
-    power: int
-    by: Total
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A sum over rows, divided by another one, which is one number.
-
-    Attributes:
+      fact: what it is without that.
       by: the sum that divides.
       equation: the one that divides.
-      power: of the number of rows, which it grows with.
     """
 
+    fact: Free | Rows | Total
     by: Total
-    equation: Any
-    power: int = 0
+    equation: Any = field(compare=False)
+
+    def with_fact(self, fact: "Fact") -> "Fact":
+        """Another value that is divided so; an obstacle stays one."""
+        return replace(self, fact=fact) if isinstance(fact, Free | Rows | Total) else fact
 
 
 @dataclass(frozen=True)
@@ -233,20 +222,7 @@ class Obstacle:
     brings: bool = False
 
 
-Fact = (
-    Free
-    | Rows
-    | Chunks
-    | Index
-    | Shape
-    | OneRow
-    | SoFar
-    | Total
-    | Inverse
-    | Ratio
-    | Some
-    | Obstacle
-)
+Fact = Free | Rows | Chunks | Index | Shape | OneRow | SoFar | Total | Divided | Some | Obstacle
 
 
 class Pair(NamedTuple):
@@ -361,31 +337,32 @@ def joined(one: Fact, other: Fact) -> Fact:
     match one, other:
         case Free(power), Free(by) if power == by or one.number == 0 or other.number == 0:
             return Free(by if one.number == 0 else power, one.own or other.own)
-        case Free(number=0), Total() | Ratio() | OneRow():
+        case Free(number=0), Total() | Divided(Total()) | OneRow():
             return other
         case Free(power), Total(by, moved="") if power == by:
             return Total(power, bound=math.inf)
-        case Free(power), Ratio(power=by) if power == by:
+        case Free(power), Divided(Total(by)) if power == by:
             return other
         case Free(0), Some():
             return other
-        case (Some() as some, Ratio(by) as ratio) | (Ratio(by) as ratio, Some() as some) if (
-            some.asks(by)
-        ):
+        case (Some() as some, Divided(Total(), by) as ratio) | (
+            Divided(Total(), by) as ratio,
+            Some() as some,
+        ) if some.asks(by):
             # A shard of whose rows none counts has no weight, whatever its loss is.
             return ratio
         case Free(power), OneRow(by) if power == by:
             return other
         case Total(power, moved=""), Total(by, moved="") if power == by:
             return Total(power, bound=math.inf if one.bound or other.bound else 0.0)
-        case Ratio(by), Ratio(also) if by.is_same(also) and one.power == other.power:
-            return one
-        case Rows(), Rows() if one.axis == other.axis and one.over == other.over:
+        case Divided(by=by), Divided(by=also) if by == also or by.is_same(also):
+            return one.with_fact(joined(one.fact, other.fact))
+        case Rows(), Rows() if one.axis == other.axis:
             found = layout((one, other))
             if found is not None and (one.power == other.power or one.zero or other.zero):
                 power = other.power if one.zero else one.power
                 constant = one.constant and other.constant
-                return Rows(one.axis, found.outer, found.inner, power, constant, over=found.over)
+                return Rows(one.axis, found.outer, found.inner, power, constant)
     for fact in (one, other):
         if isinstance(fact, Some):
             return Obstacle(OverRows.COMPARED, "a sum over rows decides", fact.equation)
@@ -402,10 +379,9 @@ def outside(fact: Fact, place: Any = None) -> Fact:
     match fact:
         case Total(of=of) | Some(of=of):
             return replace(fact, of=_outside(of, place))
-        case Ratio(by) | Inverse(by=by):
-            return replace(fact, by=replace(by, of=_outside(by.of, place)))
-        case Rows(over=Total() as by):
-            return replace(fact, over=replace(by, of=_outside(by.of, place)))
+        case Divided(inner, by):
+            own = replace(fact, by=replace(by, of=_outside(by.of, place)))
+            return own.with_fact(outside(inner, place))
     return fact
 
 
@@ -467,7 +443,7 @@ def tangent(fact: Fact) -> Fact:
     match fact:
         case Free(power, own):
             return Free(power, own)
-        case Rows(over=None):
+        case Rows():
             return replace(fact, zero=False, entry=None)
         case Total(power, moved=""):
             return Total(power)
@@ -481,7 +457,7 @@ def cotangent(fact: Fact) -> Fact:
     match fact:
         case Free(power):
             return Total(-power)
-        case Rows(axis, outer, inner, power, over=None):
+        case Rows(axis, outer, inner, power):
             return Rows(axis, outer, inner, -1 - power)
         case Total(power, moved=""):
             return Free(-power)
@@ -497,7 +473,7 @@ def is_slope(fact: Fact, expected: Fact) -> bool:
     match fact, expected:
         case Rows(), Rows():
             alike = layout([fact, expected]) is not None
-            same = (fact.axis, fact.power, fact.over) == (expected.axis, expected.power, None)
+            same = (fact.axis, fact.power) == (expected.axis, expected.power)
             return alike and same
         case ((Total(power, moved="") | Free(power)), Total(by)):
             return power == by
