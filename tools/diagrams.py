@@ -193,15 +193,15 @@ def state() -> Drawing:
     picture = Drawing(
         330,
         "Four ways to keep parameters and optimizer state on four shards. Replicated: each shard "
-        "has all of both. Sharded update: all parameters, a quarter of the state. Parameters in "
-        "parts: a quarter of both. Dealt out: all parameters, and the state of the matrices that "
-        "the shard owns.",
+        "has all of both. Sharded update: all parameters, a quarter of the state. Sharded "
+        "parameters: a quarter of both. Dealt out: all parameters, and the state of the matrices "
+        "that the shard owns.",
     )
     ways = (
         ("replicated", "every shard updates", "all parameters", False, "whole"),
         ("sharded update", "each updates", "its slice", False, "slice"),
         ("dealt out", "each updates", "whole matrices", False, "owner"),
-        ("in parts", "each updates", "its slice", True, "slice"),
+        ("sharded parameters", "each updates", "its slice", True, "slice"),
     )
     picture.text(15, 110, "parameters", "start", bold=True)
     picture.text(15, 220, "optimizer", "start", bold=True)
@@ -229,14 +229,14 @@ def communication() -> Drawing:
     picture = Drawing(
         326,
         "Replicated: an all-reduce after the backward pass. Sharded update: a reduce-scatter, the "
-        "update of a slice, an all-gather. Parameters in parts: layers are gathered in the forward "
+        "update of a slice, an all-gather. Sharded parameters: layers are gathered in the forward "
         "pass, again in the backward pass if it recomputes them, and gradients are "
         "reduce-scattered.",
     )
     rows = (
         ("replicated", ("all-reduce", 2), ("", 0), "2(N−1)/N · P"),
         ("sharded update", ("reduce-scatter", 1), ("all-gather", 1), "2(N−1)/N · P"),
-        ("in parts", ("reduce-scatter", 1), ("", 0), "2 or 3(N−1)/N · P"),
+        ("sharded params", ("reduce-scatter", 1), ("", 0), "2 or 3(N−1)/N · P"),
     )
     for left, name in ((210, "forward"), (385, "backward"), (590, "update")):
         picture.text(left, 24, name, bold=True)

@@ -1,4 +1,4 @@
-"""A language model with parameters in parts: a device has an eighth, and gathers layer by layer."""
+"""A language model with sharded parameters: a device has an eighth, and gathers layer by layer."""
 
 import argparse
 

@@ -8,7 +8,7 @@ from crossshard.collectives.cross_replica import all_to_all, collective_permute,
 from crossshard.errors import CrossshardError
 from crossshard.gradients.local import grad, value_and_grad
 from crossshard.gradients.mean import Mean
-from crossshard.gradients.reduction import Reduction
+from crossshard.gradients.status import Reduction
 from crossshard.model.state import TrainState
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
 from crossshard.pipeline.stage import Stage

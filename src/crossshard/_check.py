@@ -1,8 +1,15 @@
-"""Checks of arguments: each returns what is right, or says what was given and what to write."""
+"""Checks of arguments: each returns what is right, or says what was given and what to write.
 
+What is of another type is an ``ArgumentTypeError``, and another value an ``ArgumentError``. The
+first argument is the name that the caller knows; a hint is a sentence after the refusal.
+"""
+
+import dataclasses
 import enum
 import numbers
 import operator
+import types
+import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 
 _E = TypeVar("_E", bound=enum.Enum)
@@ -18,17 +26,7 @@ _MOST = 2**31 - 1
 
 
 def choice(name: str, given: object, among: type[_E], hint: str = "") -> _E:
-    """One of a few words, as the member of an enum.
-
-    Args:
-      name: that of the argument, here and below.
-      given: the member, or its word.
-      among: the enum.
-      hint: a sentence after a refusal.
-
-    Raises:
-      ArgumentError: it is none of them.
-    """
+    """One of a few words, as the member of an enum."""
     values = [each.value for each in among]
     # Not of an array, whose comparison is another one.
     if isinstance(given, str) and given in values:
@@ -39,12 +37,7 @@ def choice(name: str, given: object, among: type[_E], hint: str = "") -> _E:
 
 
 def word(name: str, given: object, hint: str = "") -> str:
-    """A string that can be read; it is in a program, a profile or a message.
-
-    Raises:
-      ArgumentError: it is empty, or not of letters that can be printed.
-      ArgumentTypeError: it is no string.
-    """
+    """A string that can be read; it is in a program, a profile or a message."""
     if not isinstance(given, str):
         raise ArgumentTypeError(f"{name} must be a string; got {described(given)}.{_after(hint)}")
     if not given:
@@ -57,12 +50,7 @@ def word(name: str, given: object, hint: str = "") -> str:
 def whole_number(
     name: str, given: Any, least: int | None = 1, hint: str = "", *, most: int | None = _MOST
 ) -> int:
-    """An int, which may be numpy's; of any size if ``least`` is ``None``, else at most int32's.
-
-    Raises:
-      ArgumentError: it is too small, or too large.
-      ArgumentTypeError: it is none; True and False are none.
-    """
+    """An int, which may be numpy's; of any size if ``least`` is ``None``, else at most int32's."""
     try:
         found = None if isinstance(given, bool) else operator.index(given)
     except TypeError:
@@ -78,12 +66,7 @@ def whole_number(
 
 
 def index(name: str, given: Any, number: int, of: str) -> int:
-    """The index of one of so many, such as of ``of="shards"``.
-
-    Raises:
-      ArgumentError: there is no such one; a negative one there is not.
-      ArgumentTypeError: it is no int.
-    """
+    """The index of one of so many, such as of ``of="shards"``."""
     found = whole_number(name, given, least=None)
     if not 0 <= found < number:
         raise ArgumentError(
@@ -93,12 +76,7 @@ def index(name: str, given: Any, number: int, of: str) -> int:
 
 
 def number(name: str, given: Any, hint: str = "") -> float:
-    """A real number.
-
-    Raises:
-      ArgumentError: it is larger than a float.
-      ArgumentTypeError: it is none; True and False are none.
-    """
+    """A real number."""
     if isinstance(given, np.ndarray) and given.shape == ():
         given = given.item()
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
@@ -110,50 +88,28 @@ def number(name: str, given: Any, hint: str = "") -> float:
 
 
 def finite(name: str, given: Any, hint: str = "") -> None:
-    """Raise unless a number is finite; what is computed, or on a device, is not looked at.
-
-    Raises:
-      ArgumentError: it is not, in JAX's default precision.
-    """
+    """Raise unless a number is finite; what is computed, or on a device, is not looked at."""
     wide = jax.dtypes.canonicalize_dtype(float)
     if not isinstance(given, jax.Array) and not np.isfinite(np.asarray(given, wide)).all():
         raise ArgumentError(f"{name} must be finite; got {shown(given)}.{_after(hint)}")
 
 
 def flag(name: str, given: object) -> bool:
-    """True or False.
-
-    Raises:
-      ArgumentTypeError: it is neither.
-    """
+    """True or False."""
     if not isinstance(given, bool | np.bool_):
         raise ArgumentTypeError(f"{name} must be True or False; got {described(given)}.")
     return bool(given)
 
 
 def function(name: str, given: object) -> Callable[..., Any]:
-    """What can be called.
-
-    Raises:
-      ArgumentTypeError: it cannot.
-    """
+    """What can be called."""
     if not callable(given):
         raise ArgumentTypeError(f"{name} must be a function; got {described(given)}.")
     return given
 
 
 def array(name: str, given: Any, *, or_type: bool = False) -> Any:
-    """A number or an array that JAX can hold.
-
-    Args:
-      name: that of the argument.
-      given: the number or array.
-      or_type: whether it may be a ``jax.ShapeDtypeStruct``, to compile for.
-
-    Raises:
-      ArgumentError: it was deleted, or is too large an int.
-      ArgumentTypeError: it is none.
-    """
+    """A number or an array that JAX can hold; or its ``ShapeDtypeStruct``, to compile for."""
     dtype = getattr(given, "dtype", None)
     if isinstance(given, jax.core.Tracer) or (or_type and isinstance(given, jax.ShapeDtypeStruct)):
         return given
@@ -201,10 +157,7 @@ def arrays(name: str, tree: Any, *, or_types: bool = False) -> None:
 
 
 def as_array(name: str, given: Any) -> jax.Array:
-    """An array of JAX's, from what ``array`` takes, or from lists of it.
-
-    Raises: as ``array``.
-    """
+    """An array of JAX's, from what ``array`` takes, or from lists of it."""
     if not isinstance(given, list | tuple):
         return jnp.asarray(array(name, given))
     for leaf in jax.tree.leaves(given):
@@ -221,6 +174,38 @@ def _can_be_held(dtype: np.dtype) -> bool:
     # JAX has no words, dates and records, and no floats of more than 64 bits.
     is_number = dtype.kind == "b" or jnp.issubdtype(dtype, jnp.number)
     return bool(is_number and dtype.itemsize <= (16 if dtype.kind == "c" else 8))
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is an array or a Python number, of which a bool is one.
+
+    >>> is_number(3), is_number("3")
+    (True, False)
+    """
+    return hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a number is floating or complex, so that it can be differentiated."""
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+
+
+def scalar(value: Any, what: str = "A loss", kinds: tuple[Any, ...] = (jnp.floating,)) -> Any:
+    """A scalar of one of these kinds of dtype, which may be the value of a variable."""
+    value = value.get_value() if isinstance(value, nnx.Variable) else value
+    if not is_number(value):
+        raise ArgumentTypeError(f"{what} must be a floating scalar; got {type(value).__name__}.")
+    array(what, value)
+    dtype, shape = jnp.result_type(value), jnp.shape(value)
+    if shape != ():
+        raise ArgumentError(
+            f"{what} must be a floating scalar; got {dtype}[{','.join(map(str, shape))}], of shape "
+            f"{shape}. Reduce it first, with jnp.mean, or with jnp.sum, as TensorFlow does for "
+            f"a loss that is not a scalar."
+        )
+    if not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+        raise ArgumentTypeError(f"{what} must be a floating scalar; got {dtype}[].")
+    return value
 
 
 def described(given: object) -> str:
@@ -247,3 +232,34 @@ def shown(given: object, width: int = 60) -> str:
 
 def _after(hint: str) -> str:
     return f" {hint}" if hint else ""
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """What JSON has read, as a value of an annotation; nobody vouches for such a text.
+
+    The annotation is a dataclass, int from 0, str, a StrEnum, list, tuple, dict, ``… | None`` or
+    Any. Raises a ``ValueError`` unless it is such a value, with the same keys.
+
+    >>> typed(dict[str, tuple[int, ...]], {"shape": [3, 4]})
+    {'shape': (3, 4)}
+    """
+    of, origin = typing.get_args(kind), typing.get_origin(kind)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        if isinstance(value, dict) and value.keys() == hints.keys():
+            return kind(**{name: typed(hints[name], value[name]) for name in hints})  # type: ignore[operator]
+    elif origin is types.UnionType:
+        return None if value is None else typed(of[0], value)
+    elif isinstance(kind, enum.EnumType):
+        return kind(value)
+    elif origin in (list, tuple) and isinstance(value, list):
+        return origin(typed(of[0], each) for each in value)
+    elif origin is dict and isinstance(value, dict):
+        return {key: typed(of[1], each) for key, each in value.items()}
+    elif (
+        kind is Any
+        or (kind is str and type(value) is str)
+        or (kind is int and type(value) is int and 0 <= value <= 1 << 62)
+    ):
+        return value
+    raise ValueError(f"{kind} is not what {value!r:.60} is.")

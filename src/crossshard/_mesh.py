@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
 
 
-def another_mesh_is_set(mesh: jax.sharding.Mesh) -> bool:
+def another_mesh_is_set(mesh: Mesh) -> bool:
     """Whether ``jax.set_mesh`` has set another mesh, which shard_map would reject."""
     current = jax.sharding.get_abstract_mesh()
     return not current.empty and current != mesh.abstract_mesh
 
 
-def in_place_of_the_users_mesh(mesh: jax.sharding.Mesh) -> AbstractContextManager[object]:
+def in_place_of_the_users_mesh(mesh: Mesh) -> AbstractContextManager[object]:
     """Set ``mesh`` if ``jax.set_mesh`` has set another."""
     if not another_mesh_is_set(mesh):
         return nullcontext()
@@ -32,11 +33,11 @@ def without_mesh() -> AbstractContextManager[object]:
     if jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
     if _jax.at_top_level():
-        return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+        return jax.set_mesh(Mesh(np.empty((), object), ()))
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
-def mesh_that_is_set() -> jax.sharding.Mesh | None:
+def mesh_that_is_set() -> Mesh | None:
     """The mesh that ``jax.set_mesh`` has set; ``None`` without one, or where ``jit`` traces."""
     if jax.sharding.get_abstract_mesh().empty or not _jax.at_top_level():
         return None
@@ -44,17 +45,17 @@ def mesh_that_is_set() -> jax.sharding.Mesh | None:
     return None if found.empty else found
 
 
-def with_automatic_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+def with_automatic_axes(mesh: Mesh) -> Mesh:
     """The same mesh with ``AxisType.Auto`` axes."""
     if not has_explicit_axes(mesh):
         return mesh
-    types = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
-    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def has_explicit_axes(mesh: Any) -> bool:
     """Whether types say how arrays are split over an axis of this mesh."""
-    return any(kind is not jax.sharding.AxisType.Auto for kind in mesh.axis_types)
+    return any(kind is not AxisType.Auto for kind in mesh.axis_types)
 
 
 class OnAutomaticAxes:
@@ -66,7 +67,7 @@ class OnAutomaticAxes:
     operation of ``custom_partitioning``, such as cuDNN's attention.
     """
 
-    def __init__(self, compiled: Any, mesh: jax.sharding.Mesh):
+    def __init__(self, compiled: Any, mesh: Mesh):
         self._compiled = compiled
         self._mesh = mesh
 
@@ -79,19 +80,17 @@ class OnAutomaticAxes:
         found = self._run(self._compiled, args)
         return jax.tree.map(lambda x: on_mesh(x, self._mesh), found)
 
-    def lower(self, *args: Any) -> jax.stages.Lowered:
+    def lower(self, *args: Any) -> Any:
         """The lowered function, which takes arrays on automatic axes."""
-        lowered: jax.stages.Lowered = self._run(self._compiled.lower, args)
-        return lowered
+        return self._run(self._compiled.lower, args)
 
-    def trace(self, *args: Any) -> jax.stages.Traced:
+    def trace(self, *args: Any) -> Any:
         """The traced function, which takes arrays on automatic axes."""
-        traced: jax.stages.Traced = self._run(self._compiled.trace, args)
-        return traced
+        return self._run(self._compiled.trace, args)
 
 
 def under_automatic_axes(
-    function: Callable[..., Any], mesh: jax.sharding.Mesh, specs: Callable[..., Any]
+    function: Callable[..., Any], mesh: Mesh, specs: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The function, run as if the axes of a mesh were ``AxisType.Auto``.
 
@@ -100,12 +99,12 @@ def under_automatic_axes(
     if not has_explicit_axes(mesh):
         return function
     inside = with_automatic_axes(mesh)
-    cast = lambda x: jax.sharding.reshard(x, jax.sharding.PartitionSpec(*[None] * jnp.ndim(x)))
+    cast = lambda x: jax.sharding.reshard(x, PartitionSpec(*[None] * jnp.ndim(x)))
 
-    def typed(x: Any, spec: jax.sharding.PartitionSpec) -> Any:
+    def typed(x: Any, spec: PartitionSpec) -> Any:
         # Types say nothing of further axes, which are Auto.
-        x = lax.with_sharding_constraint(x, jax.sharding.NamedSharding(inside, spec))
-        return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, of_types(spec, mesh)))
+        x = lax.with_sharding_constraint(x, NamedSharding(inside, spec))
+        return jax.sharding.reshard(x, NamedSharding(mesh, of_types(spec, mesh)))
 
     def run(*args: Any) -> Any:
         with jax.sharding.use_abstract_mesh(inside.abstract_mesh):
@@ -115,31 +114,24 @@ def under_automatic_axes(
     return run
 
 
-def of_types(spec: jax.sharding.PartitionSpec, mesh: jax.sharding.Mesh) -> Any:
+def of_types(spec: PartitionSpec, mesh: Mesh) -> Any:
     """What types say of a spec on a mesh: without axes that are ``AxisType.Auto``."""
-    names = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind is jax.sharding.AxisType.Explicit
-    }
-    kept = [
-        tuple(each for each in ((entry,) if isinstance(entry, str) else entry) if each in names)
-        or None
-        for entry in ((entry or ()) for entry in spec)
-    ]
-    return jax.sharding.PartitionSpec(*kept)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    is_typed = lambda name: kinds.get(name) is AxisType.Explicit
+    return PartitionSpec(*(tuple(filter(is_typed, each)) or None for each in names))
 
 
-def on_mesh(x: Any, mesh: jax.sharding.Mesh | None) -> Any:
+def on_mesh(x: Any, mesh: Mesh | None) -> Any:
     """An array, or its type, on a mesh that differs from its own by the types of its axes.
 
     Without a copy. ``None`` is its own mesh with ``AxisType.Auto`` axes. What is on no such mesh,
     or traced, is returned unchanged.
     """
     own = getattr(x, "sharding", None)
-    if isinstance(x, jax.core.Tracer) or not isinstance(own, jax.sharding.NamedSharding):
+    if isinstance(x, jax.core.Tracer) or not isinstance(own, NamedSharding):
         return x
-    if not isinstance(own.mesh, jax.sharding.Mesh):
+    if not isinstance(own.mesh, Mesh):
         return x
     mesh = with_automatic_axes(own.mesh) if mesh is None else mesh
     same_but_for_types = own.mesh.axis_names == mesh.axis_names and np.array_equal(
@@ -149,18 +141,18 @@ def on_mesh(x: Any, mesh: jax.sharding.Mesh | None) -> Any:
         return x
     # Types write out all dimensions, and jit compares.
     spec = (*own.spec, *[None] * (x.ndim - len(own.spec))) if has_explicit_axes(mesh) else own.spec
-    spec = jax.sharding.PartitionSpec(*spec)
-    sharding = jax.sharding.NamedSharding(mesh, spec, memory_kind=own.memory_kind)
+    spec = PartitionSpec(*spec)
+    sharding = NamedSharding(mesh, spec, memory_kind=own.memory_kind)
     if not isinstance(x, jax.Array):
         return x.update(sharding=sharding)
     pieces = [piece.data for piece in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces, dtype=x.dtype)
 
 
-def constrained(x: Any, sharding: jax.sharding.NamedSharding) -> Any:
+def constrained(x: Any, sharding: NamedSharding) -> Any:
     """``lax.with_sharding_constraint``, which on explicit axes checks and does not move."""
     mesh = sharding.mesh
-    if isinstance(mesh, jax.sharding.Mesh) and has_explicit_axes(mesh):
-        typed = jax.sharding.NamedSharding(mesh, of_types(sharding.spec, mesh))
+    if isinstance(mesh, Mesh) and has_explicit_axes(mesh):
+        typed = NamedSharding(mesh, of_types(sharding.spec, mesh))
         return jax.sharding.reshard(x, typed)
     return lax.with_sharding_constraint(x, sharding)

@@ -63,7 +63,6 @@ def assert_communication(
     """
     contract = Contract(max_bytes_ratio, forbid, in_loop, min_hidden)
     report = inspect(program_of(step, args, kwargs), parameters, axis_name=axis_name)
-    breaches = contract.breaches(report)
-    if breaches:
+    if breaches := list(contract.breaches(report)):
         raise CommunicationError("\n\n".join(map(str, breaches)))
     return report

@@ -170,7 +170,9 @@ def test_another_optimizer_takes_the_parameters(update: str, written: Any):
 def test_weights_that_are_not_there(copy: Path, tmp_path: Path):
     step = step_on(2)
     small = {**PARAMS, "bias": np.zeros(4, np.float32)}
-    with pytest.raises(CheckpointMismatchError, match=r"\['bias'\] is float32\[3\] .*32\[4\] here"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"\['bias'\] has the shape \(3,\) .* \(4,\) here"
+    ):
         Checkpoints(copy, step).restore_params(step.init(small))
     with pytest.raises(CheckpointError, match="has no checkpoint to take parameters from"):
         Checkpoints(tmp_path / "new", step).restore_params(step.init(PARAMS))

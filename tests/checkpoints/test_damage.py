@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from crossshard import Checkpoints
-from crossshard.checkpoints.manifest import MOST_BYTES, Damaged, read_manifest
+from crossshard.checkpoints.folder import MOST_BYTES, Damaged
+from crossshard.checkpoints.manifest import read_manifest
 from crossshard.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointWarning
 from tests.checkpoints.common import PARAMS, arrays, check_same_bits, edit, step_on, write
 

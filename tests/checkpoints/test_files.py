@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from crossshard.checkpoints.files import printable, read, read_json
+from crossshard.checkpoints.folder import printable, read, read_json
 
 
 def test_a_file_is_read(tmp_path: Path):

@@ -42,7 +42,7 @@ def main(process: int, port: int, out: str, folder: str) -> None:
         own = checkpoints._folder.check
 
         def check(number: int) -> None:
-            from crossshard.checkpoints.manifest import Damaged
+            from crossshard.checkpoints.folder import Damaged
 
             own(number)
             if process == 1 and number == 3:

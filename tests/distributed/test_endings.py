@@ -98,7 +98,14 @@ if os.environ["JAX_NUM_PROCESSES"] == "3":
     ("verdict", "code", "again", "says"),
     [
         (
-            str(Verdict(Kind.BEHIND, 1, "step 7", 120, "data.py:7")),
+            str(
+                Verdict.of(
+                    Kind.STALLED,
+                    1,
+                    "has not entered step 7 for 120 seconds, and others wait for it",
+                    "data.py:7",
+                )
+            ),
             0,
             ["00", "12"],
             "process 1 has not entered step 7 for 120 seconds, and others wait for it; the others "
@@ -106,14 +113,14 @@ if os.environ["JAX_NUM_PROCESSES"] == "3":
         ),
         # A death that the others have seen first.
         (
-            str(Verdict(Kind.DIED, 1)),
+            str(Verdict.of(Kind.DIED, 1, "died")),
             0,
             ["00", "12"],
             "process 1 ended by SIGKILL; the others are ended.",
         ),
         # One of another job.
         (
-            str(Verdict(Kind.DIED, 3)),
+            str(Verdict.of(Kind.DIED, 3, "died")),
             PROCESS_STALLED,
             ["00", "11", "22"],
             "ended with code 82; the others are ended.",

@@ -8,13 +8,14 @@ import jax
 import pytest
 
 import crossshard
-from crossshard.distributed.addresses import (
+from crossshard.distributed.job import (
     ALL_INTERFACES,
+    Job,
     bind_address,
+    find_job,
     free_port,
     split_address,
 )
-from crossshard.distributed.job import Job, find_job
 from crossshard.distributed.progress import PROGRESS
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
 from tests.quick import deep

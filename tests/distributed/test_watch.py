@@ -16,9 +16,8 @@ import pytest
 
 from crossshard import _jax
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
-from crossshard.distributed.addresses import free_port
-from crossshard.distributed.job import VERDICTS, Job
-from crossshard.distributed.supervisor.judge import Kind, Report, State, Timeouts, Verdict
+from crossshard.distributed.job import VERDICTS, Job, free_port
+from crossshard.distributed.supervisor.judge import Report, State, Timeouts, left_before
 from crossshard.distributed.supervisor.watch import _Watch
 from tests.quick import deep
 
@@ -162,7 +161,7 @@ def chatter():
 for _ in range(20):
     threading.Thread(target=chatter, daemon=True).start()
 time.sleep(0.1)
-_leave(0, Verdict(Kind.DIED, 1))
+_leave(0, Verdict.of(Kind.DIED, 1, "died"))
 """
 
 
@@ -214,8 +213,8 @@ def test_that_process_0_has_come_to_its_end_does_not_end_the_others(monkeypatch)
     monkeypatch.setattr(_jax, "told_below", lambda folder: told)
     watch = _Watch(Job(3, 1, "127.0.0.1:1"), Timeouts(STALL_SECONDS))
     assert watch._of_first() is None
-    told["verdict"] = str(Verdict(Kind.LEFT, 0, "step 6"))
-    assert watch._of_first() == Verdict(Kind.LEFT, 0, "step 6")
+    told["verdict"] = str(left_before("step 6", 0))
+    assert watch._of_first() == left_before("step 6", 0)
 
 
 OTHER_ROWS = TRAIN.replace("exec(sys.argv[2])", "step(state, np.ones((4, 3), np.float32))").replace(

@@ -19,6 +19,8 @@ def test_every_fault_can_be_planted(tmp_path):
             wrong.append(f"{fault.path}: {fault.what}: {error}")
     assert not wrong, "\n".join(wrong)
     assert len(faults) >= 120
-    folders = "_hash.py _jax.py _mesh.py gradients collectives jaxprs optimizer pipeline shards"
+    folders = (
+        "_check.py _hash.py _jax.py _mesh.py gradients collectives jaxprs optimizer pipeline shards"
+    )
     folders += " model step guards checkpoints"
     assert {fault.path.split("/")[0] for fault in faults} == set(folders.split())

@@ -12,13 +12,12 @@ import jax
 from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Json
 from crossshard.checkpoints.fingerprint import fingerprint
-from crossshard.checkpoints.folder import Folder
-from crossshard.checkpoints.keeping import Keeping, notes_of
+from crossshard.checkpoints.folder import Damaged, Folder
 from crossshard.checkpoints.leaves import check_devices
-from crossshard.checkpoints.manifest import Damaged, Fingerprint, check_data
+from crossshard.checkpoints.manifest import Fingerprint, check_data
 from crossshard.checkpoints.preemption import Preemption
 from crossshard.checkpoints.reading import Found, read_params, read_state
-from crossshard.checkpoints.saving import Saving
+from crossshard.checkpoints.saving import Saving, notes_of
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -78,10 +77,8 @@ class Checkpoints:
         self._folder, self._step, self._keep = Folder(folder), step, keep
         self._preemption: Preemption | None = None
         self._fingerprints: dict[int, tuple[StateLayout, Fingerprint]] = {}
-        numbers = self._folder.numbers(step.mesh, create=True)
-        keeping = Keeping(self._folder, keep, keep_best)
-        self._saving = Saving(self._folder, step.mesh, keeping, numbers)
-        self._may_write = not numbers
+        self._saving = Saving(self._folder, step.mesh, keep, keep_best)
+        self._may_write = not self._saving.numbers
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self._folder.path)!r}, keep={self._keep})"
@@ -127,21 +124,18 @@ class Checkpoints:
         """
         _check_call("save", state, or_types=False)
         with entering_of(self._step, "save"):
-            self._save(state, data, score, pin)
-
-    def _save(self, state: TrainState, data: Json, score: Any, pin: Any) -> None:
-        layout = layout_of(self._step, state)
-        check_data(data)
-        notes = notes_of(score, pin)
-        check_devices(layout, state)
-        if not self._may_write:
-            raise ArgumentError(
-                f"{self._folder.path} has checkpoints of a run that this one has not restored, and "
-                f"they would be deleted in time. Call restore_latest(state) before save, or choose "
-                f"another folder."
-            )
-        found = self._fingerprint(layout, state)
-        self._saving.start(layout.own, collected(self._step, state), found, data, notes)
+            layout = layout_of(self._step, state)
+            check_data(data)
+            notes = notes_of(score, pin)
+            check_devices(layout, state)
+            if not self._may_write:
+                raise ArgumentError(
+                    f"{self._folder.path} has checkpoints of a run that this one has not restored, "
+                    f"and they would be deleted in time. Call restore_latest(state) before save, "
+                    f"or choose another folder."
+                )
+            found = self._fingerprint(layout, state)
+            self._saving.start(layout.own, collected(self._step, state), found, data, notes)
 
     def save_if_preempted(self, state: TrainState, data: Json = None) -> bool:
         """Whether ``SIGTERM`` asks the run to stop; then the state is saved, and on disk.
@@ -376,10 +370,8 @@ class Checkpoints:
         self._saving.wait()
         numbers = self._saving.numbers = self.steps()
         if number not in numbers:
-            raise ArgumentError(
-                f"{self._folder.path} has no checkpoint {number}; it has "
-                f"{', '.join(map(str, numbers)) or 'none'}."
-            )
+            there = ", ".join(map(str, numbers)) or "none"
+            raise ArgumentError(f"{self._folder.path} has no checkpoint {number}; it has {there}.")
         try:
             return read(number)
         except Damaged as damage:
@@ -393,11 +385,10 @@ class Checkpoints:
         # It traces the optimizer, and a loop saves the states of one layout. The layout is kept, so
         # that no other one gets its id.
         if id(layout) not in self._fingerprints:
-            one = 0 if layout.groups is None else 1
-            types = lambda x: jax.ShapeDtypeStruct(x.shape[one:], x.dtype)
-            params = jax.tree.map(types, state.params)
+            first = 0 if layout.groups is None else 1
+            of_one = lambda x: jax.ShapeDtypeStruct(x.shape[first:], x.dtype)
             with _mesh.without_mesh():
-                found = fingerprint(config_of(self._step), params)
+                found = fingerprint(config_of(self._step), jax.tree.map(of_one, state.params))
             self._fingerprints[id(layout)] = layout, found
         return self._fingerprints[id(layout)][1]
 

@@ -16,7 +16,7 @@ from crossshard import _jax
 from crossshard._hash import sha256
 from crossshard.checkpoints.manifest import Fingerprint, Update
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.gradients.reduction import Reduction
+from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.walk import constants, jaxprs_within, opened
 from crossshard.pipeline.aggregators.aggregator import Aggregator
 from crossshard.pipeline.pipeline import Pipeline

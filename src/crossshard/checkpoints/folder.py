@@ -1,4 +1,4 @@
-"""Folder: the numbered checkpoints in a folder, here or remote, and what may not leave it."""
+"""Folder: the numbered checkpoints in a folder, here or remote, where anybody may put anything."""
 
 import errno
 import itertools
@@ -7,24 +7,32 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from crossshard.checkpoints.manifest import MOST_BYTES, Damaged
 from crossshard.distributed.agreement import exchange
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointError
 
 # Orbax writes it last. On a disk it also renames the folder of a checkpoint once that is complete.
 _MARKER = "commit_success.txt"
+# Of a checkpoint, the folder of its arrays, and that of the manifest and of what stands beside it.
+ARRAYS, NOTES = "state", "manifest"
 _DIGITS = 8
 # Steps are counted in 32 bits. A folder with a larger number is somebody else's.
 LARGEST = 10**10 - 1
 _UNFINISHED = re.compile(r"\d{8,}\.(orbax-checkpoint-tmp.*|deleted)")
 # What Orbax's library for paths and its library for arrays both know.
 _REMOTE = "gs://"
+# A thousand times what a manifest of a large model needs. Whatever is read at once is held to it.
+MOST_BYTES = 64 << 20
+
+
+class Damaged(Exception):
+    """A checkpoint is not what was written; the text says what is wrong with it."""
 
 
 class Folder:
@@ -55,6 +63,10 @@ class Folder:
         """The folder of a checkpoint."""
         return self.path / f"{number:0{_DIGITS}d}"
 
+    def note(self, number: int, name: str) -> Any:
+        """A file of a checkpoint that is none of its arrays': its manifest, or one beside it."""
+        return self.of(number) / NOTES / name
+
     def numbers(self, mesh: Mesh, *, create: bool = False) -> list[int]:
         """The numbers of the complete checkpoints, ascending, as the first process sees them.
 
@@ -84,8 +96,9 @@ class Folder:
         return [int(number) for number in first]
 
     def _numbered(self) -> list[int]:
-        names = (name for name in self._names() if re.fullmatch(r"\d{8,10}", name, re.ASCII))
-        return sorted(int(name) for name in names if self.of(int(name)).name == name)
+        names = {path.name for path in self.path.iterdir()}
+        numbers = {int(name) for name in names if re.fullmatch(r"\d{8,10}", name, re.ASCII)}
+        return sorted(number for number in numbers if self.of(number).name in names)
 
     def _committed(self, number: int) -> bool:
         return bool((self.of(number) / _MARKER).is_file())
@@ -123,36 +136,32 @@ class Folder:
         if not committed:
             raise Damaged(f"it was not committed: {_MARKER} is missing")
 
-    def take_out(self, number: int) -> Any:
-        """Take a checkpoint's name from it, so that no half of it has it; the path to delete."""
-        if self.remote:
-            (self.of(number) / _MARKER).unlink()
-            return self.of(number)
-        doomed = self.of(number).with_suffix(".deleted")
-        os.rename(self.of(number), doomed)
-        return doomed
+    def take_out(self, number: int) -> Callable[[], None]:
+        """Take a checkpoint's name from it, so that no half of it has it; what deletes the rest.
 
-    def delete(self, path: Any) -> None:
-        """Delete a folder in it, as far as that can be done."""
+        Raises:
+          OSError: it is gone, or cannot be deleted.
+        """
+        doomed = self.of(number)
+        if self.remote:
+            (doomed / _MARKER).unlink()
+        else:
+            doomed = doomed.rename(doomed.with_suffix(".deleted"))
+        return lambda: self._delete(doomed)
+
+    def delete_unfinished(self) -> None:
+        """Delete what interrupted saves and deletions have left."""
+        doomed = [path for path in self.path.iterdir() if _UNFINISHED.fullmatch(path.name)]
+        if self.remote:
+            doomed += [self.of(each) for each in self._numbered() if not self._committed(each)]
+        for path in doomed:
+            self._delete(path)
+
+    def _delete(self, path: Any) -> None:
         if not self.remote:
             shutil.rmtree(path, ignore_errors=True)
         elif path.exists():
             path.rmtree()
-
-    def delete_unfinished(self) -> None:
-        """Delete what interrupted saves and deletions have left."""
-        for name in self._names():
-            if _UNFINISHED.fullmatch(name):
-                self.delete(self.path / name)
-        for number in self._numbered() if self.remote else []:
-            if not self._committed(number):
-                self.delete(self.of(number))
-
-    def _names(self) -> list[str]:
-        if self.remote:
-            return [path.name for path in self.path.iterdir()]
-        with os.scandir(self.path) as entries:
-            return [entry.name for entry in entries]
 
 
 def _remote(text: str) -> Any:
@@ -160,6 +169,48 @@ def _remote(text: str) -> Any:
     from etils import epath
 
     return epath.Path(text)
+
+
+def read(path: Any, most: int) -> bytes:
+    """The bytes of a file, on a disk or remote, of which there may be so many.
+
+    Raises:
+      OSError: it cannot be read, is a link, a pipe or a device, or has more bytes.
+    """
+    with open(path, "rb", opener=_open) if isinstance(path, Path) else path.open("rb") as opened:
+        found: bytes = opened.read(most + 1)
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes")
+    return found
+
+
+def _open(path: str, flags: int) -> int:
+    # A pipe that nobody writes to would keep the process.
+    found = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise OSError(errno.EINVAL, "it is a pipe, a device or a folder")
+    return found
+
+
+def read_json(path: Any, most: int) -> dict[str, Any]:
+    """The JSON object in a file; raises as ``read``, and ValueError if there is none."""
+    try:
+        found = json.loads(read(path, most))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    return found
+
+
+def printable(text: str) -> str:
+    r"""A text for a terminal, which other characters than these might command.
+
+    >>> printable("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
 def in_words(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from crossshard.errors import ArgumentError
 from crossshard.model.layout import StateLayout
@@ -18,55 +18,49 @@ from crossshard.step.options import NEW
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of a state.
+    """One array of a state."""
 
-    Attributes:
-      path: where it is in the state, such as ``.params['w']``.
-      dtype: the name of its dtype; of a typed key ``key<…>``.
-      on_disk: its type on disk, unpadded, and its sharding before and after: split over
-        the shards along an axis that they divide, if there is one, since memory is short.
-      placement: that in the state.
-    """
-
+    # Where it is in the state, such as ``.params['w']``; of a typed key the dtype is ``key<…>``.
     path: str
     dtype: str
+    # Its type on disk, unpadded, and its sharding before and after: split over the shards along an
+    # axis that they divide, if there is one, since memory is short.
     on_disk: jax.ShapeDtypeStruct
+    # That in the state.
     placement: Placement
+
+    def of(self, dtype: str) -> "Leaf":
+        """The same with the dtype that it was written with, of which it becomes this one's."""
+        if dtype == self.dtype:
+            return self
+        return dataclasses.replace(self, on_disk=self.on_disk.update(dtype=jnp.dtype(dtype)))
 
 
 def leaves_of(layout: StateLayout, state: TrainState, shards: int) -> list[Leaf]:
     """The leaves of a state, or of its types, if so many shards had written it."""
-    placements = jax.tree.leaves(layout.placements(state))
-    return [
-        _leaf(layout, jax.tree_util.keystr(path), x, placement, shards)
-        for (path, x), placement in zip(
-            jax.tree_util.tree_leaves_with_path(state), placements, strict=True
-        )
-    ]
-
-
-def _leaf(layout: StateLayout, path: str, x: Any, placement: Placement, shards: int) -> Leaf:
-    whole = _unpacked(placement, x.shape, x.dtype)
-    shape, number = whole.shape, layout.number_of_shards
-    if placement.per_shard:
-        shape = (shards, *shape[1:])
-        spec = PartitionSpec(layout.axes, *placement.other_axes)
-        spec = spec if shards == number else layout.of_other_shards(placement, shape).spec
-    else:
-        split = partition_along_axis(shape, number, other_axes=placement.other_axes)
-        spec = split.spec(layout.axes)
-    sharding = NamedSharding(layout.mesh, spec)
-    on_disk = jax.ShapeDtypeStruct(shape, whole.dtype, sharding=sharding)
-    return Leaf(path, str(x.dtype), on_disk, placement)
+    found, placements = [], jax.tree.leaves(layout.placements(state))
+    for (path, x), own in zip(jax.tree_util.tree_leaves_with_path(state), placements, strict=True):
+        whole = _unpacked(own, x.shape, x.dtype)
+        shape = (shards, *whole.shape[1:]) if own.per_shard else whole.shape
+        if own.per_shard and shards != layout.number_of_shards:
+            spec = layout.of_other_shards(own, shape).spec
+        elif own.per_shard:
+            spec = own.spec(layout.axes)
+        else:
+            spec = partition_along_axis(
+                shape, layout.number_of_shards, other_axes=own.other_axes
+            ).spec(layout.axes)
+        sharding = NamedSharding(layout.mesh, spec)
+        on_disk = jax.ShapeDtypeStruct(shape, whole.dtype, sharding=sharding)
+        found.append(Leaf(jax.tree_util.keystr(path), str(x.dtype), on_disk, own))
+    return found
 
 
 # A loop that saves would trace it for each leaf each time.
 @functools.lru_cache(maxsize=4096)
 def _unpacked(placement: Placement, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     # Without its sharding, of which a mesh that the user has set would be none.
-    lying = jax.ShapeDtypeStruct(shape, dtype)
-    found: jax.ShapeDtypeStruct = jax.eval_shape(functools.partial(_unpack, placement), lying)
-    return found
+    return jax.eval_shape(functools.partial(_unpack, placement), jax.ShapeDtypeStruct(shape, dtype))
 
 
 def _unpack(placement: Placement, x: Any) -> jax.Array:
@@ -94,19 +88,14 @@ def check_devices(layout: StateLayout, state: TrainState) -> None:
 
 def to_disk(leaf: Leaf, x: jax.Array) -> jax.Array:
     """An array as it is on disk: itself where it can be, else a copy of it."""
-    alone = jax.process_count() == 1
+    sharding, own = leaf.on_disk.sharding, leaf.placement
     # Of several processes each writes a part, also of what all of them have.
-    is_split_so = alone or x.sharding.is_equivalent_to(leaf.on_disk.sharding, x.ndim)
-    if not (is_split_so and _is_unpacked(leaf, x)):
-        return _copier(leaf.placement, leaf.on_disk.sharding)(x)
-    return x
-
-
-def _is_unpacked(leaf: Leaf, x: jax.Array) -> bool:
-    partition = leaf.placement.partition
-    if partition is not None and leaf.placement.is_split:
-        return leaf.placement.groups is None and partition.axis is not None
-    return not _is_key(x)
+    is_split_so = jax.process_count() == 1 or x.sharding.is_equivalent_to(sharding, x.ndim)
+    if own.partition is not None and own.is_split:
+        is_unpacked = own.groups is None and own.partition.axis is not None
+    else:
+        is_unpacked = not _is_key(x)
+    return x if is_split_so and is_unpacked else _copier(own, sharding)(x)
 
 
 # Most leaves of a model are alike, and a compilation takes longer than they do.
@@ -122,18 +111,16 @@ def from_disk(state: TrainState, arrays: list[Any]) -> TrainState:
 
 
 def _like(like: Any, x: Any) -> Any:
-    if x is NEW:
+    if x is NEW or x.dtype == like.dtype:
         return x
-    if _is_key(like):
-        return jax.random.wrap_key_data(x, impl=_impl_of(like))
-    return x if x.dtype == like.dtype else x.astype(like.dtype)
+    return _as_keys(like, x) if _is_key(like) else x.astype(like.dtype)
 
 
-def _impl_of(key: Any) -> Any:
-    """The implementation of a key, or of its type, of which JAX does not tell it directly."""
+def _as_keys(like: Any, x: Any) -> Any:
     found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
-    return found[0]
+    # Of a type JAX does not tell the implementation of its keys directly.
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(x, impl=found[0])
 
 
 def _is_key(x: Any) -> bool:

@@ -13,7 +13,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from crossshard.checkpoints.files import read, read_json
+from crossshard.checkpoints.folder import read, read_json
 from crossshard.distributed.identity import is_gone, machine, own_identity
 
 FILE = "writer.json"

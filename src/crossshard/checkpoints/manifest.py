@@ -2,42 +2,32 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from crossshard._check import typed
 from crossshard._hash import sha256
-from crossshard._typed import typed
-from crossshard.checkpoints.files import read_json
+from crossshard.checkpoints.folder import MOST_BYTES, Damaged, read_json
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointMismatchError
+from crossshard.model.layout import StateLayout
 from crossshard.pipeline.pipeline import STAGES
 
 VERSION = 4
 # What is known of an option of version 3: that it was on, and that the loss was not over the batch.
 ON, NOT_BATCH = "on", "not batch"
-# Where it is, in the folder of a checkpoint.
-FOLDER, FILE = "manifest", "manifest.json"
-# A thousand times what a large model needs. Files of which Orbax reads all are held to it too.
-MOST_BYTES = 64 << 20
+FILE = "manifest.json"
 # So that a number on disk cannot ask for all memory: an array of each shard has this many rows.
 _MOST_SHARDS = 1 << 16
 
 
-class Damaged(Exception):
-    """A checkpoint is not what was written; the text says what is wrong with it."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What tells the update of an optimizer or a preprocessor from others.
+    """What tells the update of an optimizer or a preprocessor from others."""
 
-    Attributes:
-      states: the states of which its own consists.
-      operations: a hash of its operations.
-      equations: a hash of its equations, which are the operations with their numbers.
-      words: each kind of equation once, in words.
-    """
-
+    # The types of the states of which its own consists.
     states: list[str]
+    # A hash of its operations, and of these with their numbers, of which each is once in words.
     operations: str
     equations: str
     words: list[str]
@@ -45,33 +35,21 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """What tells a step from others, as far as the meaning of its state depends on it.
+    """What tells a step from others, as far as the meaning of its state depends on it."""
 
-    Attributes:
-      updates: that of the wrapped optimizer, without master weights and moving average, and those
-        of other options that are optimizers or stages, by their names.
-      options: the options that change what a step does, in words; ``None`` for one that is off.
-        Of one that is missing nothing is known.
-      jax: the version of JAX. Only the same two versions trace an update alike.
-      optax: the version of Optax.
-    """
-
+    # Of the wrapped optimizer, without master weights and moving average, and of other options that
+    # are optimizers or stages.
     updates: dict[str, Update]
+    # What changes what a step does, in words; ``None`` if it is off. Of others nothing is known.
     options: dict[str, str | None]
+    # Only the same two versions trace an update alike.
     jax: str
     optax: str
 
 
 @dataclasses.dataclass(frozen=True)
 class WrittenLeaf:
-    """What the manifest says of one array.
-
-    Attributes:
-      path: where it is in the state.
-      shape: its shape on disk.
-      dtype: the name of its dtype.
-      hash: the hash of its values.
-    """
+    """What the manifest says of one array: where it is in the state, and what is on disk."""
 
     path: str
     shape: tuple[int, ...]
@@ -81,32 +59,32 @@ class WrittenLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """What a checkpoint holds."""
 
-    Attributes:
-      number: the number of the checkpoint, which is the name of its folder.
-      step: the number of steps taken.
-      shards: the number of shards that wrote it.
-      groups: the groups whose parameters differ; ``None`` if there are none.
-      rng: the implementation of the random key.
-      fingerprint: that of the step.
-      leaves: the arrays.
-      data: what the user saved beside the state.
-    """
-
+    # The name of its folder, and the number of steps taken.
     number: int
     step: int
+    # How many wrote it, and the groups of them whose parameters differ.
     shards: int
     groups: list[list[int]] | None
+    # The implementation of the random key.
     rng: str
     fingerprint: Fingerprint
     leaves: list[WrittenLeaf]
+    # What the user saved beside the state.
     data: Any
 
-    def to_json(self) -> dict[str, Any]:
-        """As it is written."""
+    def to_json(self, hashes: Sequence[str] = ()) -> dict[str, Any]:
+        """As it is written, with the hashes of its arrays once these are known."""
         body = {"version": VERSION, **dataclasses.asdict(self)}
+        for leaf, found in zip(body["leaves"], hashes, strict=False):
+            leaf["hash"] = found
         return {**body, "sha256": sha256(body)}
+
+
+def groups_of(layout: StateLayout) -> list[list[int]] | None:
+    """The groups whose parameters differ, as a manifest has them."""
+    return None if layout.groups is None else [list(group) for group in layout.groups.groups]
 
 
 def check_data(data: Any) -> None:
@@ -156,8 +134,7 @@ def read_manifest(file: Path, number: int) -> Manifest:
             f"{file} has version {version!r:.20}, and this crossshard reads versions 3 and "
             f"{VERSION}. Install the crossshard that wrote it, or choose another folder."
         )
-    known = {field.name for field in dataclasses.fields(Manifest)}
-    for key in sorted(set(body) ^ known):
+    for key in sorted(body.keys() ^ {field.name for field in dataclasses.fields(Manifest)}):
         what = "an unknown key" if key in body else "no key"
         raise CheckpointMismatchError(
             f"{file} has {what} {key!r:.60}, so something else wrote it. Choose another folder."
@@ -181,14 +158,10 @@ def _of_version_3(update: Any, preprocess: Any, options: Any, **others: Any) -> 
     updates = {"optimizer": update, "preprocess": preprocess}
     # It did not have these, and of others it said more or less.
     later = (name for kind in STAGES if kind.of_steps for name in kind.options)
-    off = dict.fromkeys(("aggregator", "virtual_shards", *later))
-    options = {**off, **options}
+    options = {**dict.fromkeys(("aggregator", "virtual_shards", *later)), **options}
     options |= {name: ON for name in ("loss_scale", "weight") if options.get(name) is not None}
     of_batch = "loss_over='batch'"
     if of_batch in options:
         options["loss_over"] = NOT_BATCH if options.pop(of_batch) is None else "batch"
-    return {
-        "updates": {name: each for name, each in updates.items() if each is not None},
-        "options": options,
-        **others,
-    }
+    updates = {name: each for name, each in updates.items() if each is not None}
+    return {"updates": updates, "options": options, **others}

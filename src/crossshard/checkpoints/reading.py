@@ -1,46 +1,62 @@
-"""Reading: a state or parameters of one checkpoint, if no process finds anything wrong with it."""
+"""Reading: a state or parameters of one checkpoint, if it fits the step and no array is damaged."""
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from crossshard import _mesh
 from crossshard._hash import hash_of
-from crossshard.checkpoints.files import printable
-from crossshard.checkpoints.folder import Folder
+from crossshard.checkpoints.folder import Damaged, Folder, printable
 from crossshard.checkpoints.leaves import Leaf, from_disk, leaves_of
 from crossshard.checkpoints.manifest import (
     FILE,
-    FOLDER,
-    Damaged,
+    NOT_BATCH,
+    ON,
     Fingerprint,
     Manifest,
+    Update,
+    WrittenLeaf,
+    groups_of,
     read_manifest,
 )
-from crossshard.checkpoints.match import Different, Match, match, match_params
 from crossshard.distributed.agreement import exchange
 from crossshard.errors import CheckpointMismatchError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.step.options import NEW, completed
+from crossshard.pipeline.pipeline import STAGES
+from crossshard.step.options import (
+    AVERAGE,
+    MASTERS,
+    NEW,
+    OPTIMIZER,
+    Key,
+    completed,
+    key_of,
+    said,
+)
+
+# What becomes of a difference: it is refused in any case, or if the caller is strict, or only said.
+# The words are what the user may do about it.
+_REFUSED = "or choose another folder"
+_STRICT = "or go on with restore_latest(state, strict=False), which keeps what fits"
+_SAID = ""
+# Each with what differs; ``None`` if nothing does.
+_Differences = Iterator[tuple[str, str | None]]
+_PARAMS = re.compile(r"\.params\b")
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """What a checkpoint has for a step.
-
-    Attributes:
-      state: the state, unsharded.
-      data: what the user saved beside it.
-      notes: what differs between the two steps, in words.
-      number: the number of the checkpoint.
-    """
+class Found(NamedTuple):
+    """What a checkpoint has for a step: the state, unsharded, and what the user saved beside it."""
 
     state: TrainState
     data: Any
+    # What differs between the two steps, in words.
     notes: list[str]
     number: int
 
@@ -56,30 +72,42 @@ def read_state(
 ) -> Found:
     """The state of a checkpoint, for a step that may have other options.
 
+    Args:
+      folder: the folder.
+      number: which one of it.
+      layout: that of the step's states.
+      state: such a state, or its types.
+      here: the fingerprint of the step.
+      strict: whether to refuse what changes the meaning of a step, and not only what does not fit.
+
     Raises:
       CheckpointMismatchError: it is not of this step.
       Damaged: it is, in every process if one finds it so.
     """
-
-    def matches(manifest: Manifest, leaves: list[Leaf]) -> Match:
-        return match(manifest, leaves, layout, state, here, strict=strict)
-
-    manifest, leaves, state, matched, read = _read(folder, number, layout, state, matches)
+    manifest, state, match, read = _read(folder, number, layout, state, here, strict=strict)
     with _mesh.in_place_of_the_users_mesh(layout.mesh):
-        arrays = [NEW if place is None else read[place] for place in matched.places]
-        shardings = [leaf.on_disk.sharding for leaf in leaves]
+        arrays = [NEW if place is None else read[place] for place in match.places]
+        shardings = [leaf.on_disk.sharding for leaf in match.leaves]
         whole = completed(layout, from_disk(state, arrays), shardings)
-    return Found(whole, manifest.data, list(map(printable, matched.notes)), number)
+    return Found(whole, manifest.data, list(map(printable, match.notes)), number)
 
 
 def read_params(folder: Folder, number: int, layout: StateLayout, state: TrainState) -> Any:
-    """The parameters of a checkpoint, placed as in a state; raises as ``read_state``."""
-    matches = lambda manifest, leaves: match_params(manifest, leaves, layout)
-    *_, read = _read(folder, number, layout, state, matches)
+    """The parameters alone, placed as in a state, whatever has trained them; as ``read_state``."""
+    *_, read = _read(folder, number, layout, state, None, strict=True)
     with _mesh.in_place_of_the_users_mesh(layout.mesh):
         # In the order of the leaves, which is that of the dict.
         params = jax.tree.structure(state.params).unflatten(read.values())
         return jax.jit(lambda x: x, out_shardings=layout.shardings(state).params)(params)
+
+
+class _Match(NamedTuple):
+    """How a checkpoint becomes a state of a step, or its parameters; what differs, in words."""
+
+    # With the dtypes that they were written with; and for each its place, ``None`` if it is new.
+    leaves: list[Leaf]
+    places: list[int | None]
+    notes: list[str]
 
 
 def _read(
@@ -87,20 +115,23 @@ def _read(
     number: int,
     layout: StateLayout,
     state: TrainState,
-    matches: Callable[[Manifest, list[Leaf]], Match],
-) -> tuple[Manifest, list[Leaf], TrainState, Match, dict[int, jax.Array]]:
+    here: Fingerprint | None,
+    *,
+    strict: bool,
+) -> tuple[Manifest, TrainState, _Match, dict[int, jax.Array]]:
     # Here and not above: it imports Orbax.
     from crossshard.checkpoints import storage
 
     refused: Exception | None = None
     try:
         folder.check(number)
-        path = folder.of(number)
-        manifest = read_manifest(path / FOLDER / FILE, number)
+        manifest = read_manifest(folder.note(number, FILE), number)
         leaves, state = _as_written(manifest, layout, state)
-        matched = matches(manifest, leaves)
-        read = storage.read(path, matched.read, len(manifest.leaves))
-    except Different as error:
+        match = _matched(manifest, leaves, layout, state, here, strict=strict)
+        pairs = zip(match.places, match.leaves, strict=True)
+        wanted = {place: leaf for place, leaf in pairs if place is not None}
+        read = storage.read(folder.of(number), wanted, len(manifest.leaves))
+    except _Different as error:
         refused = CheckpointMismatchError(
             f"Checkpoint {number} in {folder.path} is not of this step: {error}"
         )
@@ -115,7 +146,18 @@ def _read(
         more = f", as do {len(wrong) - 1} more arrays" if len(wrong) > 1 else ""
         refused = Damaged(f"{wrong[0]} has not the values that were written{more}")
     _agree(refused, layout)
-    return manifest, leaves, state, matched, read
+    return manifest, state, match, read
+
+
+def _agree(refused: Exception | None, layout: StateLayout) -> None:
+    """Raise, in every process, what the first one that cannot read a checkpoint has found."""
+    kind = "" if refused is None else type(refused).__name__
+    # It may quote what is on disk.
+    told = exchange("restore", json.dumps([kind, printable(str(refused))]), layout.mesh)
+    found = dict(reversed([json.loads(each) for each in told]))
+    for error in (Damaged, CheckpointMismatchError):
+        if error.__name__ in found:
+            raise error(found[error.__name__])
 
 
 def _as_written(
@@ -142,12 +184,174 @@ def _as_written(
     return leaves_of(layout, state, manifest.shards), state
 
 
-def _agree(refused: Exception | None, layout: StateLayout) -> None:
-    """Raise, in every process, what the first one that cannot read a checkpoint has found."""
-    kind = "" if refused is None else type(refused).__name__
-    # It may quote what is on disk.
-    told = exchange("restore", json.dumps([kind, printable(str(refused))]), layout.mesh)
-    found = dict(reversed([json.loads(each) for each in told]))
-    for error in (Damaged, CheckpointMismatchError):
-        if error.__name__ in found:
-            raise error(found[error.__name__])
+# Which array is which, and what differs.
+
+
+class _Different(Exception):
+    """A checkpoint is not of a step; the text says what differs first, and what to do."""
+
+
+def _matched(
+    manifest: Manifest,
+    leaves: list[Leaf],
+    layout: StateLayout,
+    state: TrainState,
+    here: Fingerprint | None,
+    *,
+    strict: bool,
+) -> _Match:
+    # Of the parameters alone those that the step has not are left out.
+    taken = [leaf for leaf in leaves if here is not None or _PARAMS.match(leaf.path)]
+    own = _by_option(taken, here or manifest.fingerprint)
+    written = _by_option(manifest.leaves, manifest.fingerprint)
+    if here is None:
+        written = {key: leaf for key, leaf in written.items() if key in own}
+        differences = _of_params(manifest, layout, written, own)
+    else:
+        differences = _of_state(manifest, layout, str(state.rng_impl), written, own, here)
+    notes = []
+    for becomes, what in differences:
+        if what is not None and (becomes is _REFUSED or (becomes is _STRICT and strict)):
+            raise _Different(f"{what}. Build the step as it was when it was saved, {becomes}.")
+        notes += [] if what is None else [what]
+    at = {leaf.path: place for place, leaf in enumerate(manifest.leaves)}
+    as_written = [leaf.of(written.get(key, leaf).dtype) for key, leaf in own.items()]
+    places = [at[written[key].path] if key in written else None for key in own]
+    return _Match(as_written, places, notes)
+
+
+def _by_option(leaves: list[Any], fingerprint: Fingerprint) -> dict[Key, Any]:
+    has = lambda option: fingerprint.options.get(option) is not None
+    masters, average = has(MASTERS), has(AVERAGE)
+    return {key_of(leaf.path, masters=masters, average=average): leaf for leaf in leaves}
+
+
+def _of_params(
+    manifest: Manifest,
+    layout: StateLayout,
+    written: dict[Key, WrittenLeaf],
+    own: dict[Key, Leaf],
+) -> _Differences:
+    yield _REFUSED, _of_groups(manifest, layout)
+    was, now = manifest.shards, layout.number_of_shards
+    if manifest.groups is not None and was != now:
+        yield _REFUSED, f"its groups are over {was} shards, and here {now}"
+    for _, what in _of_arrays(manifest.fingerprint, manifest.fingerprint, written, own):
+        yield _REFUSED, what
+
+
+def _of_state(
+    manifest: Manifest,
+    layout: StateLayout,
+    rng: str,
+    written: dict[Key, WrittenLeaf],
+    own: dict[Key, Leaf],
+    here: Fingerprint,
+) -> _Differences:
+    before = manifest.fingerprint
+    of_option = lambda name: _of_option(name, before, here)
+    updates = [
+        (name, before.updates[name], update)
+        for name, update in here.updates.items()
+        if name in before.updates
+    ]
+    for name, *both in updates:
+        was, now = (", ".join(each.states) or "no state" for each in both)
+        if was != now:
+            yield _STRICT, f"its {name}'s state is {was}, and this one's {now}"
+    if (manifest.groups is None) != (layout.groups is None):
+        for kind in STAGES:
+            if kind.joins_groups:
+                yield _REFUSED, of_option(kind.options[0])
+    yield _REFUSED, _of_groups(manifest, layout)
+    if manifest.rng != rng:
+        yield _REFUSED, f"its random key is of {manifest.rng}, and here of {rng}"
+    yield _STRICT, of_option("reduction")
+    yield from _of_arrays(before, here, written, own)
+    new = {option for option, _ in own.keys() - written.keys()}
+    gone = {option for option, _ in written.keys() - own.keys()}
+    kept = {option for option, _ in own.keys() & written.keys()}
+    for what in said(new - {OPTIMIZER}, gone - {OPTIMIZER}, kept):
+        yield _SAID, what
+    # Other versions trace an update otherwise.
+    if (before.jax, before.optax) == (here.jax, here.optax):
+        for name, *both in updates:
+            yield _of_update(name, *both)
+    for name in sorted(here.options.keys() - {"reduction", *new, *gone}):
+        yield _SAID, of_option(name)
+
+
+def _of_arrays(
+    before: Fingerprint,
+    here: Fingerprint,
+    written: dict[Key, WrittenLeaf],
+    own: dict[Key, Leaf],
+) -> _Differences:
+    # Of the optimizer's the first one is named. Those of other options are made, or dropped.
+    sides: Any = ((own, written, "it has no"), (written, own, "it also has"))
+    for (one, other, has), (option, becomes) in itertools.product(
+        sides, (("", _REFUSED), (OPTIMIZER, _STRICT))
+    ):
+        lacking = (key for key in one if key[0] == option and key not in other)
+        for key in itertools.islice(lacking, 1):
+            yield becomes, f"{has} {one[key].path}"
+    # Adam's moments have the dtype of the masters, for example.
+    is_followed = before.options.get(MASTERS) != here.options.get(MASTERS)
+    following = (OPTIMIZER, MASTERS, AVERAGE) if is_followed else ()
+    for key in own:
+        if key not in written:
+            continue
+        was, now, shape = written[key], own[key], own[key].on_disk.shape
+        if was.shape != shape:
+            for kind in STAGES:
+                if kind.state_field == key[0] and kind.shaped_by:
+                    yield _REFUSED, _of_option(kind.shaped_by, before, here)
+            yield _REFUSED, f"{now.path} has the shape {was.shape} in it, and {shape} here"
+        is_possible = _converts(was.dtype, now.dtype)
+        if was.dtype != now.dtype and not (is_possible and key[0] in following):
+            what = f"{now.path} is {was.dtype} in it, and {now.dtype} here"
+            yield _STRICT if is_possible else _REFUSED, what
+
+
+def _converts(was: str, now: str) -> bool:
+    """Whether numbers of a dtype can be read and become those of another."""
+    try:
+        before, after = jnp.dtype(was), jnp.dtype(now)
+    except TypeError:
+        return False
+    alike = any(
+        all(jnp.issubdtype(each, kind) for each in (before, after))
+        for kind in (jnp.floating, jnp.complexfloating, jnp.integer)
+    )
+    return alike and jax.dtypes.canonicalize_dtype(before) == before
+
+
+def _of_option(name: str, before: Fingerprint, here: Fingerprint) -> str | None:
+    now = here.options.get(name)
+    was = before.options.get(name, now)
+    known = was == now or (was == ON and now is not None) or (was == NOT_BATCH and now != "batch")
+    return None if known else f"{name} is {was or 'off'} in it, and {now or 'off'} here"
+
+
+def _of_groups(manifest: Manifest, layout: StateLayout) -> str | None:
+    # Workers that synchronise rarely may be others.
+    if manifest.groups == groups_of(layout) or layout.pipeline.joins_groups:
+        return None
+    return f"its groups are {manifest.groups}, and here {groups_of(layout)}"
+
+
+def _of_update(name: str, was: Update, now: Update) -> tuple[str, str | None]:
+    both = was.words, now.words
+    only = [[each for each in one if each not in set(other)] for one, other in (both, both[::-1])]
+    first = ": the same ones are in another order, or in another number"
+    if any(only):
+        told = (each[0] if each else "nothing that the other has not" for each in only)
+        first = f": it has {next(told)}, and this one {next(told)}"
+    if was.operations == now.operations:
+        what = f"numbers in the update of its {name} differ{first}"
+        return _SAID, what if was.equations != now.equations else None
+    what = (
+        f"its {name} has a state of the same kind, but the operations of its update differ from "
+        f"those of this one{first}"
+    )
+    return _STRICT, what if was.states == now.states else None

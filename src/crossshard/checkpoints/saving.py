@@ -2,55 +2,56 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+import math
+import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
 
-from crossshard import _mesh
+from crossshard import _check, _mesh
 from crossshard._hash import crc32, hash_later
-from crossshard.checkpoints.folder import LARGEST, Folder, in_words
-from crossshard.checkpoints.keeping import Keeping
+from crossshard.checkpoints.folder import LARGEST, Folder, in_words, read
 from crossshard.checkpoints.leaves import leaves_of, to_disk
 from crossshard.checkpoints.lock import Lock
-from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, WrittenLeaf
-from crossshard.checkpoints.match import groups_of
+from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, WrittenLeaf, groups_of
 from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.distributed.progress import waiting
-from crossshard.errors import CheckpointError
+from crossshard.errors import ArgumentTypeError, CheckpointError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
+# Beside a checkpoint's manifest. Who wants to keep a checkpoint can make the first file by hand.
+_PINNED, _SCORE = "pinned", "score.txt"
+# Of a number.
+_MOST_BYTES = 64
+
 
 class Saving:
     """The one writer of a folder, from its first checkpoint until it is closed.
 
-    Attributes:
-      numbers: the numbers of the checkpoints, ascending. Only the first process deletes any, so
-        that the others may know more.
-      damaged: those that were found damaged.
-      taken: the number of steps of the last state; ``None`` before, and after a failure.
-
-    Args:
-      folder: the folder.
-      mesh: the mesh whose processes save together.
-      keeping: which of them stay.
-      numbers: those that are there.
+    The processes of the mesh save together. The newest checkpoints stay, so many of those with the
+    highest scores, and those that are pinned.
     """
 
-    def __init__(self, folder: Folder, mesh: Mesh, keeping: Keeping, numbers: list[int]):
-        self._folder, self._mesh, self._keeping = folder, mesh, keeping
+    def __init__(self, folder: Folder, mesh: Mesh, newest: int, best: int):
+        # The numbers of the checkpoints, ascending, and of those that were found damaged. Only the
+        # first process deletes any, so that the others may know more.
+        self.numbers: list[int] = folder.numbers(mesh, create=True)
+        self.damaged: set[int] = set()
+        # The number of steps of the last state; ``None`` before, and after a failure.
+        self.taken: int | None = None
+        self._folder, self._mesh, self._newest, self._best = folder, mesh, newest, best
         self._lock = Lock(folder.path, remote=folder.remote)
         self._orbax: ocp.AsyncCheckpointer | None = None
-        # The checkpoint that is being written.
+        # The checkpoint that is being written, and those that are being deleted.
         self._pending: int | None = None
-        self.numbers: list[int] = numbers
-        self.damaged: set[int] = set()
-        self.taken: int | None = None
+        self._deleting: list[threading.Thread] = []
+        self._scores: dict[int, float] = {}
 
     def start(
         self,
@@ -62,12 +63,7 @@ class Saving:
     ) -> None:
         """Begin to write a state, once the one before is written; the next step may donate it.
 
-        Args:
-          layout: its layout.
-          state: the state.
-          fingerprint: that of the step.
-          data: what the user saves beside it.
-          notes: texts to write beside the manifest, by the names of their files.
+        The notes are texts to write beside the manifest, by the names of their files.
 
         Raises:
           ArgumentError: the processes would write different states or data.
@@ -112,7 +108,7 @@ class Saving:
             with _mesh.in_place_of_the_users_mesh(layout.mesh):
                 arrays = list(map(to_disk, leaves, jax.tree.leaves(state)))
             hashes = [hash_later(x) for x in arrays]
-            files = lambda: {FILE: json.dumps(_completed(manifest, hashes)), **notes}
+            files = lambda: {FILE: json.dumps(manifest.to_json([own() for own in hashes])), **notes}
             # Here and not above: it imports Orbax.
             from crossshard.checkpoints import storage
 
@@ -123,20 +119,13 @@ class Saving:
             raise self._failed(error) from error
 
     def wait(self) -> None:
-        """Wait until all is written, and deleted that does not stay.
-
-        Raises:
-          CheckpointError: the last one could not be written.
-        """
+        """Wait until all is written, and deleted that does not stay; raises as ``start``."""
         self._finish()
-        self._keeping.wait()
+        while self._deleting:
+            self._deleting.pop().join()
 
     def close(self) -> None:
-        """Wait, and let others write.
-
-        Raises:
-          CheckpointError: the last one could not be written.
-        """
+        """Wait, and let others write; raises as ``start``."""
         try:
             self.wait()
         finally:
@@ -156,18 +145,47 @@ class Saving:
         self.numbers.append(self._pending)
         self._pending = None
         if jax.process_index() == 0:
-            for number in self._keeping.too_many(self.numbers, self.damaged):
+            for number in self._too_many():
                 self.numbers.remove(number)
                 self._delete(number)
 
+    def _too_many(self) -> list[int]:
+        """The checkpoints that do not stay."""
+        good = self._good()
+        oldest = good[-self._newest :][0]
+        scored = [(self._score(number), number) for number in good if self._best]
+        scored = [each for each in scored if not math.isnan(each[0])]
+        best = {number for _, number in sorted(scored, reverse=True)[: self._best]}
+        is_pinned = lambda number: self._folder.note(number, _PINNED).exists()
+        return [
+            number
+            for number in self.numbers
+            if number < oldest and number not in best and not is_pinned(number)
+        ]
+
+    def _score(self, number: int) -> float:
+        """The score of a checkpoint; not a number if it has none."""
+        if number not in self._scores:
+            try:
+                found = float(read(self._folder.note(number, _SCORE), _MOST_BYTES))
+            except (OSError, ValueError):
+                found = math.nan
+            self._scores[number] = found
+        return self._scores[number]
+
     def _delete(self, number: int) -> None:
+        """Delete a checkpoint, in the background; it may be gone already."""
         try:
-            self._keeping.delete(number)
+            delete = self._folder.take_out(number)
+        except FileNotFoundError:
+            return
         except OSError as error:
             raise CheckpointError(
                 f"Checkpoint {number} in {self._folder.path} is older than those to keep, and "
                 f"cannot be deleted: {error}. The newer ones are whole."
             ) from error
+        self._deleting.append(threading.Thread(target=delete, name="crossshard"))
+        self._deleting[-1].start()
 
     def _why_not(self) -> str:
         """The reason why the first process cannot write; empty if it can."""
@@ -194,20 +212,31 @@ class Saving:
         )
 
     def _last(self) -> str:
-        good = [number for number in self.numbers if number not in self.damaged]
+        good = self._good()
         if not good or not self._folder.of(good[-1]).is_dir():
             return ""
         return f" Checkpoint {good[-1]} is the last one that was, and is as it was."
+
+    def _good(self) -> list[int]:
+        return [number for number in self.numbers if number not in self.damaged]
 
 
 def _sum(value: Any) -> str:
     return f"checksum {crc32(json.dumps(value, sort_keys=True))}"
 
 
-def _completed(manifest: Manifest, hashes: list[Callable[[], str]]) -> dict[str, Any]:
-    """The manifest with the hashes of its arrays, as it is written."""
-    leaves = [
-        dataclasses.replace(leaf, hash=of_it())
-        for leaf, of_it in zip(manifest.leaves, hashes, strict=True)
-    ]
-    return dataclasses.replace(manifest, leaves=leaves).to_json()
+def notes_of(score: Any, pin: Any) -> dict[str, str]:
+    """What stands beside the manifest: texts by the names of their files.
+
+    Raises:
+      ArgumentTypeError: the score is no number, or ``pin`` no bool.
+    """
+    _check.flag("pin", pin)
+    if score is None:
+        return {_PINNED: ""} if pin else {}
+    number: Any = None if isinstance(score, bool | str) else score
+    try:
+        number = float(number)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(f"score must be a number; got {type(score).__name__}.") from None
+    return {_SCORE: repr(number), **({_PINNED: ""} if pin else {})}

@@ -15,17 +15,14 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
-from crossshard.checkpoints.folder import in_words
+from crossshard.checkpoints.folder import ARRAYS, NOTES, Damaged, in_words
 from crossshard.checkpoints.leaves import Leaf
-from crossshard.checkpoints.manifest import FOLDER, Damaged
 
-# The folder of the arrays, beside that of the manifest.
-_ARRAYS = "state"
 # So that a device that reads a part of an array need not read all of it.
 _PIECE = 16 << 20
 
 
-class _NotesHandler(ocp.AsyncCheckpointHandler):
+class _NotesHandler(ocp.JsonCheckpointHandler):
     """Writes, in the background and in the first process, texts that a function returns.
 
     The manifest is one of them: it has the hashes, which are computed while the arrays are written.
@@ -40,14 +37,6 @@ class _NotesHandler(ocp.AsyncCheckpointHandler):
                     (directory / name).write_text(text)
 
         return [future.CommitFutureAwaitingContractedSignals(write(), name="crossshard")]
-
-    def save(self, *args: Any, **kwargs: Any) -> None:
-        """Not used: the arrays are written in the background, too."""
-        raise NotImplementedError
-
-    def restore(self, *args: Any, **kwargs: Any) -> None:
-        """Not used: crossshard reads the file itself, with distrust."""
-        raise NotImplementedError
 
 
 # Orbax knows no handler that has arguments for one of both only.
@@ -75,8 +64,8 @@ def checkpointer() -> ocp.AsyncCheckpointer:
     of_arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, of_arrays))
     handlers = {
-        _ARRAYS: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
-        FOLDER: _NotesHandler(),
+        ARRAYS: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+        NOTES: _NotesHandler(),
     }
     # Else threads that write wait ten minutes, also at exit, for one that cannot make a folder.
     options = ocp.AsyncOptions(create_directories_asynchronously=False)
@@ -120,27 +109,19 @@ def start(
     """
     _ours.add(str(folder))
     named = {str(place): array for place, array in enumerate(arrays)}
-    pieces = ocp.SaveArgs(chunk_byte_size=_PIECE)
-    parts = {
-        _ARRAYS: ocp.args.PyTreeSave(named, dict.fromkeys(named, pieces)),
-        FOLDER: _Notes(notes),
-    }
+    pieces = dict.fromkeys(named, ocp.SaveArgs(chunk_byte_size=_PIECE))
+    parts = {ARRAYS: ocp.args.PyTreeSave(named, pieces), NOTES: _Notes(notes)}
     orbax.save(folder, args=ocp.args.Composite(**parts))
 
 
 def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax.Array]:
     """Read arrays onto the mesh, by their places among so many; each process reads its parts.
 
-    Args:
-      folder: that of the checkpoint.
-      leaves: the arrays to read, by their places among those that were written.
-      number: how many were written.
-
     Raises:
       Damaged: an array is missing, has another shape, or cannot be read.
     """
     # Without the checkpointer, at whose barrier the other processes would wait for one that fails.
-    handler, folder = ocp.PyTreeCheckpointHandler(), folder / _ARRAYS
+    handler, folder = ocp.PyTreeCheckpointHandler(), folder / ARRAYS
     try:
         types = handler.metadata(folder).tree
     except Exception as error:  # Orbax and TensorStore raise what they like on damaged files.
@@ -150,25 +131,24 @@ def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax
     if set(types) != set(map(str, range(number))):
         raise Damaged("it has more arrays than its manifest")
 
-    def restore(some: list[int], *, partial: bool) -> dict[str, jax.Array]:
+    def restore(some: Mapping[int, Leaf]) -> dict[str, jax.Array]:
         how = {
             str(place): ocp.ArrayRestoreArgs(
-                sharding=leaves[place].on_disk.sharding, global_shape=leaves[place].on_disk.shape
+                sharding=leaf.on_disk.sharding, global_shape=leaf.on_disk.shape
             )
-            for place in some
+            for place, leaf in some.items()
         }
-        args = ocp.args.PyTreeRestore(
-            item=dict.fromkeys(how, 0), restore_args=how, partial_restore=partial
-        )
+        is_part = len(some) < number
+        args = ocp.args.PyTreeRestore(dict.fromkeys(how, 0), how, partial_restore=is_part)
         found: dict[str, jax.Array] = handler.restore(folder, args=args)
         return found
 
     try:
-        found = restore(list(leaves), partial=len(leaves) < number)
+        found = restore(leaves)
     except Exception as error:
         for place, leaf in leaves.items():
             try:
-                restore([place], partial=True)
+                restore({place: leaf})
             except Exception as its_own:
                 raise Damaged(f"{leaf.path} cannot be read ({in_words(its_own)})") from None
         raise Damaged(f"its arrays cannot be read ({in_words(error)})") from None
@@ -179,13 +159,11 @@ def _check_type(leaf: Leaf, found: Any) -> None:
     """Raise unless an array on disk has the type of its leaf, before memory is taken for it."""
     if found is None:
         raise Damaged(f"{leaf.path} is missing")
-    shape, dtype = tuple(found.shape), str(found.dtype)
-    if (shape, dtype) != (leaf.on_disk.shape, str(leaf.on_disk.dtype)):
-        raise Damaged(
-            f"{leaf.path} is {dtype}{list(shape)} on disk, and {leaf.on_disk.dtype}"
-            f"{list(leaf.on_disk.shape)} in the manifest"
-        )
+    on_disk = leaf.on_disk
+    was, now = (f"{x.dtype}{[*x.shape]}" for x in (found, on_disk))
+    if was != now:
+        raise Damaged(f"{leaf.path} is {was} on disk, and {now} in the manifest")
     # A piece of an array is read as a whole.
     chunk = found.storage.chunk_shape if found.storage is not None else None
-    if chunk is not None and math.prod(chunk) > max(1, math.prod(shape)):
+    if chunk is not None and math.prod(chunk) > max(1, math.prod(on_disk.shape)):
         raise Damaged(f"{leaf.path} is stored in pieces that are larger than it is, {chunk}")

@@ -1,20 +1,26 @@
-"""Agreement: compares what the processes of a mesh do, through their coordinator."""
+"""Agreement: compares what the processes of a mesh do and run, through their coordinator."""
 
 import collections
 import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from crossshard import _jax
+from crossshard import _check, _jax
+from crossshard._check import typed
 from crossshard._hash import crc32
-from crossshard._typed import typed
 from crossshard.distributed.progress import PROGRESS, waiting
-from crossshard.errors import ArgumentError, DistributedError
+from crossshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DistributedError,
+    ProgramMismatchError,
+)
 
 # Where nobody watches the processes, since the script has connected them by JAX's own call.
 _UNWATCHED_SECONDS = 600.0
@@ -22,6 +28,8 @@ _UNWATCHED_SECONDS = 600.0
 _FOR_EVER = 1e6
 # Characters of what one process tells.
 _LONGEST = 1 << 24
+# Lines of a program that are compared, to find the first that differs.
+_MOST = 500_000
 
 # The number of exchanges of each set of processes; the same in all of them.
 _exchanges: collections.Counter[tuple[int, ...]] = collections.Counter()
@@ -53,33 +61,19 @@ def check_agreement(
 
 @dataclasses.dataclass(frozen=True)
 class Disagreement:
-    """How the processes of a mesh differ.
+    """How the processes of a mesh differ."""
 
-    Attributes:
-      name: what they do not agree on.
-      odd: the processes that differ from most of the others, or from the first.
-      passed: what the first of these passed.
-      other: the first process that passed what most did.
-      expected: what it passed.
-    """
-
-    name: str
-    odd: tuple[int, ...]
-    passed: str
-    other: int
-    expected: str
+    name: str  # what they do not agree on
+    odd: tuple[int, ...]  # the processes that differ from most others, or from the first
+    passed: str  # what the first of these passed
+    other: int  # the first process that passed what most did
+    expected: str  # what it passed
 
 
 def compare(call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh) -> Disagreement | None:
     """What the processes of a mesh do not agree on, the same in all of them; ``None`` without it.
 
-    Args:
-      call: the name of the call that every process makes.
-      given: returns a text for each of its arguments, by name; not called if there is one process.
-      mesh: the mesh.
-
-    Raises:
-      ArgumentError: a process has not reached this call, or is at another one.
+    Takes and raises what ``check_agreement`` does.
     """
     processes = processes_of(mesh)
     if len(processes) == 1:
@@ -135,22 +129,21 @@ def exchange(call: str, text: str, mesh: Mesh, within: str = "") -> tuple[str, .
     if len(processes) == 1 or this not in processes or not _jax.has_coordinator():
         return (text,)
     of_all = len(processes) == jax.process_count()
+    if PROGRESS.seconds is None:
+        seconds = _UNWATCHED_SECONDS
+    elif of_all:
+        seconds = _FOR_EVER
+    else:
+        # Nobody watches the processes of a smaller mesh, which may compile.
+        seconds = max(PROGRESS.seconds(within or call), _UNWATCHED_SECONDS)
     # The watch compares only what all processes of the job enter.
     with waiting(call, within) if of_all else contextlib.nullcontext():
-        answer = _exchanged(_Call(call, text), processes, _patience(within or call, of_all=of_all))
+        answer = _exchanged(_Call(call, text), processes, seconds)
     if answer.wrong:
         raise ArgumentError(
             f"{answer.wrong} Every process of a mesh must make the same calls, in the same order."
         )
     return tuple(answer.texts[which] for which in answer.whose)
-
-
-def _patience(call: str, *, of_all: bool) -> float:
-    """For how many seconds the first process waits for each of the others."""
-    if PROGRESS.seconds is None:
-        return _UNWATCHED_SECONDS
-    # Nobody watches the processes of a smaller mesh, which may compile.
-    return _FOR_EVER if of_all else max(PROGRESS.seconds(call), _UNWATCHED_SECONDS)
 
 
 def _exchanged(own: _Call, processes: tuple[int, ...], seconds: float) -> _Answer:
@@ -160,11 +153,11 @@ def _exchanged(own: _Call, processes: tuple[int, ...], seconds: float) -> _Answe
     number, folder = _exchanges[processes], f"crossshard/{crc32(repr(processes))}"
     if this == processes[0]:
         answer = _gathered(f"{folder}/{number}", own, processes, seconds)
-        _tell(f"{folder}/{number}/answer", answer)
+        _jax.tell_processes(f"{folder}/{number}/answer", json.dumps(dataclasses.asdict(answer)))
         # Who has come here has read everything of the exchange before.
         _jax.forget(f"{folder}/{number - 1}")
         return answer
-    _tell(f"{folder}/{number}/{this}", own)
+    _jax.tell_processes(f"{folder}/{number}/{this}", json.dumps(dataclasses.asdict(own)))
     told = _jax.told_by_processes(f"{folder}/{number}/answer", 2 * seconds)
     if told is None:
         return _Answer(_missing(processes[0], own.name, 2 * seconds), [], [])
@@ -193,10 +186,6 @@ def _gathered(key: str, own: _Call, processes: tuple[int, ...], seconds: float) 
     return _Answer("", each_once, [each_once.index(text) for text in texts])
 
 
-def _tell(key: str, what: _Call | _Answer) -> None:
-    _jax.tell_processes(key, json.dumps(dataclasses.asdict(what)))
-
-
 def _read(kind: Any, text: str, process: int) -> Any:
     """What a process told; whoever reaches the coordinator can write there."""
     try:
@@ -210,3 +199,82 @@ def _read(kind: Any, text: str, process: int) -> Any:
 
 def _missing(process: int, call: str, seconds: float) -> str:
     return f"Process {process} has not reached {call} in {seconds:g} seconds."
+
+
+def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
+    """Raise, in every process of a mesh, unless all of them have lowered the same program.
+
+    Every process must call it. XLA does not compare programs: one that adds where another takes
+    the maximum gives numbers that nobody asked for, and one with other shapes aborts, or waits for
+    ever. ``make_train_step`` calls it before the first run of each program; call it for a step that
+    you compile yourself. On CPUs it also compiles the program, which a call of the same function
+    then need not, and waits until all of them have. Addresses of Python objects are left out, so
+    that Python functions which a program calls, as ``jax.debug.print`` does, are not compared.
+
+    Args:
+      lowered: the program, ``jax.jit(step).lower(*args)``.
+      mesh: the mesh that it runs on.
+
+    Raises:
+      ArgumentTypeError: it is no program, or no mesh.
+      ProgramMismatchError: names the process that differs, and the first line that does; or the
+        one that has not reached this call, or is at another one.
+
+    >>> import jax.numpy as jnp
+    >>> lowered = jax.jit(jnp.sin).lower(1.0)
+    >>> check_same_program(lowered, jax.make_mesh((1,), ("data",)))
+    """
+    if not isinstance(lowered, jax.stages.Lowered):
+        raise ArgumentTypeError(
+            f"lowered must be a program, as jax.jit(step).lower(*args) returns it; got "
+            f"{_check.described(lowered)}."
+        )
+    if not isinstance(mesh, Mesh):
+        raise ArgumentTypeError(f"mesh must be a jax.sharding.Mesh; got {_check.described(mesh)}.")
+    if len(processes_of(mesh)) == 1:
+        return
+    try:
+        found = _difference(lowered, mesh)
+    except ArgumentError as error:
+        raise ProgramMismatchError(str(error)) from None
+    if found is None:
+        return
+    odd = ", ".join(map(str, found.odd))
+    which = f"process {odd} differs" if len(found.odd) == 1 else f"processes {odd} differ"
+    raise ProgramMismatchError(
+        f"The processes would not run the same step: {which}. Its {found.name} is "
+        f"{found.passed}; that of process {found.other} is {found.expected}. Every process "
+        f"must build the same step, with the same optimizer, options and shapes; only the rows of "
+        f"the batch are its own."
+    )
+
+
+def _difference(lowered: jax.stages.Lowered, mesh: Mesh) -> Disagreement | None:
+    text = _jax.without_addresses(lowered)
+    devices = [device.id for device in mesh.devices.flat]
+    given = {
+        "mesh": f"{dict(mesh.shape)} of devices {devices}",
+        "JAX": f"{jax.__version__} with jaxlib {version('jaxlib')}",
+        "program": f"checksum {crc32(text)} of {text.count(chr(10))} lines",
+    }
+    found = compare("a first step", lambda: given, mesh)
+    if found is None and mesh.devices.flat[0].platform == "cpu":
+        # In its first run gloo connects the processes, and gives up if one is half a minute late.
+        lowered.compile()
+        exchange("a compiled step", "", mesh, within="compile")
+    if found is not None and found.name == "program":
+        found = _first_line(text.splitlines(), mesh) or found
+    return found
+
+
+def _first_line(lines: list[str], mesh: Mesh) -> Disagreement | None:
+    """The first line that differs."""
+    # Numbers of one length, since what is given is compared in the order of its names.
+    sums = {f"{number:08}": crc32(line) for number, line in enumerate(lines[:_MOST], 1)}
+    found = compare("the lines of a program", lambda: sums, mesh)
+    if found is None:
+        return None
+    number = int(found.name)
+    line = f"`{lines[number - 1].strip():.200}`" if number <= len(lines) else "nothing"
+    given = {f"line {number} of the lowered step": line}
+    return compare("a line of a program", lambda: given, mesh)

@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 
 from crossshard import _check, _jax
-from crossshard.distributed.addresses import answers, bind_address, check_unused, split_address
 from crossshard.distributed.job import (
     ADDRESS,
     CONNECTS,
@@ -16,7 +15,11 @@ from crossshard.distributed.job import (
     OWN,
     VERDICTS,
     Job,
+    answers,
+    bind_address,
+    check_unused,
     find_job,
+    split_address,
     tell_launcher,
     told_launcher,
 )
@@ -77,7 +80,20 @@ def initialize(
     >>> initialize().num_processes
     1
     """
-    _check_types(coordinator_address, num_processes, process_id, local_device_ids)
+    if not isinstance(local_device_ids, tuple | list | None):
+        raise ArgumentTypeError(
+            f"local_device_ids must be a tuple of ints; got {_check.described(local_device_ids)}."
+        )
+    for each in local_device_ids or ():
+        _check.whole_number("Each of local_device_ids", each, least=0)
+    if not isinstance(coordinator_address, str | None):
+        raise ArgumentTypeError(
+            f"coordinator_address must be host:port, a str; got "
+            f"{type(coordinator_address).__name__}."
+        )
+    for name, number in (("num_processes", num_processes), ("process_id", process_id)):
+        if number is not None:
+            _check.whole_number(name, number, least=None)
     if bind is not None:
         _check.word("bind", bind)
     check_seconds("timeout", timeout)
@@ -139,10 +155,13 @@ def _connect(job: Job, bind: str | None, timeout: float, stall_timeout: float) -
         )
         return
     except TimeoutError:
-        missing = _missing(job) if of_launcher else []
+        told = told_launcher(Path(os.environ.get(VERDICTS, os.devnull))) if of_launcher else []
+        came = {who for who, what in told if what == CONNECTS}
+        missing = [each for each in map(str, range(job.num_processes)) if came and each not in came]
         why = _why(address, missing)
         if missing:
-            late = Verdict(Kind.BEHIND, missing[0], "initialize", int(timeout))
+            how = f"has not entered initialize for {int(timeout)} seconds, and others wait for it"
+            late = Verdict.of(Kind.STALLED, int(missing[0]), how)
             tell_launcher(job.process_id, str(late))
     except jax.errors.JaxRuntimeError as error:
         why = f"{str(error).splitlines()[0]:.300}"
@@ -152,35 +171,12 @@ def _connect(job: Job, bind: str | None, timeout: float, stall_timeout: float) -
     )
 
 
-def _missing(job: Job) -> list[int]:
-    """The processes of a launcher that have not come to ``initialize``."""
-    told = told_launcher(Path(os.environ.get(VERDICTS, os.devnull)))
-    came = {who for who, what in told if what == CONNECTS}
-    return [each for each in range(job.num_processes) if came and str(each) not in came]
-
-
-def _why(address: str, missing: list[int]) -> str:
+def _why(address: str, missing: list[str]) -> str:
     if missing:
-        return f"process {', '.join(map(str, missing))} has not called initialize"
+        return f"process {', '.join(missing)} has not called initialize"
     if answers(address):
         return "process 0 is there, and another one has not called initialize with this address"
     return (
         "nothing listens there. Process 0 has not called initialize, or has another address, or "
         "cannot be reached"
     )
-
-
-def _check_types(address: object, number: object, own: object, devices: object) -> None:
-    if devices is not None and not isinstance(devices, tuple | list):
-        raise ArgumentTypeError(
-            f"local_device_ids must be a tuple of ints; got {_check.described(devices)}."
-        )
-    for each in devices or ():
-        _check.whole_number("Each of local_device_ids", each, least=0)
-    if address is not None and not isinstance(address, str):
-        raise ArgumentTypeError(
-            f"coordinator_address must be host:port, a str; got {type(address).__name__}."
-        )
-    for name, value in (("num_processes", number), ("process_id", own)):
-        if value is not None:
-            _check.whole_number(name, value, least=None)

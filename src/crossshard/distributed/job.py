@@ -2,8 +2,11 @@
 
 import contextlib
 import dataclasses
+import errno
+import ipaddress
 import os
 import re
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,19 +54,18 @@ class Job:
 def find_job(seconds: float, environ: Mapping[str, str] = os.environ) -> Job:
     """The job that the environment describes; one process if it describes none.
 
-    Args:
-      seconds: how long a cluster's own service may take to answer.
-      environ: the environment variables.
-
-    Raises:
-      ArgumentError: a variable is missing or is not a number, or a launcher started several
-        processes and does not say where they meet.
+    A cluster's own service may take so many seconds to answer.
     """
     job = _of_variables(environ) or _of_open_mpi_5(environ) or _of_jax(seconds, environ)
-    if job is None:
-        _refuse_unknown_launcher(environ)
-        return Job()
-    return job
+    # Of another launcher, such as torchrun, MPICH or Open MPI, each process would train alone.
+    for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if job is None else ():
+        if environ.get(name, "").isdecimal() and int(environ[name]) > 1:
+            raise ArgumentError(
+                f"{name}={environ[name]} says that there are several processes, but not where they "
+                f"meet. Pass coordinator_address, num_processes and process_id, or set {ADDRESS}, "
+                f"{NUMBER} and {OWN}."
+            )
+    return job or Job()
 
 
 def tell_launcher(process: int, what: str) -> None:
@@ -104,7 +106,8 @@ def _of_open_mpi_5(environ: Mapping[str, str]) -> Job | None:
     if started is None or "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
     host, pid = started.groups()
-    port = environ.get("JAX_COORDINATOR_PORT") or str(_port_from(int(pid)))
+    # In the upper end of the ephemeral range, and the same in all processes of a job.
+    port = environ.get("JAX_COORDINATOR_PORT") or 61440 + int(pid) % 4096
     number = _number(environ, "OMPI_COMM_WORLD_SIZE")
     on_this_host = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
     return Job(
@@ -130,29 +133,6 @@ def _of_jax(seconds: float, environ: Mapping[str, str]) -> Job | None:
     return Job(number, own, address, devices, name)
 
 
-def _refuse_unknown_launcher(environ: Mapping[str, str]) -> None:
-    """Raise if a launcher that is not known here started several processes.
-
-    Each of them would train alone.
-    """
-    for name in _SIZES:
-        if environ.get(name, "").isdecimal() and int(environ[name]) > 1:
-            raise ArgumentError(
-                f"{name}={environ[name]} says that there are several processes, but not where they "
-                f"meet. Pass coordinator_address, num_processes and process_id, or set {ADDRESS}, "
-                f"{NUMBER} and {OWN}."
-            )
-
-
-# How many processes there are, as other launchers say it: torchrun, MPICH, Open MPI.
-_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
-
-
-def _port_from(number: int) -> int:
-    """A port of the upper end of the ephemeral range, the same in all processes of a job."""
-    return 61440 + number % 4096
-
-
 def _number(environ: Mapping[str, str], name: str) -> int:
     if not environ.get(name, "").isdecimal():
         raise ArgumentError(f"{name} must be a number from 0; got {environ.get(name)!r:.60}.")
@@ -168,3 +148,94 @@ def _devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
             f"{DEVICES} must be numbers with commas between them; got {given!r:.60}."
         )
     return tuple(map(int, given.split(",")))
+
+
+# Where the coordinator of a job listens. Whoever reaches it can end the job.
+
+# Every interface of the machine, in words.
+ALL_INTERFACES = "all interfaces"
+
+
+def bind_address(coordinator_address: str, bind: str | None) -> str:
+    """Where process 0 listens: at the interface that the address names, unless told otherwise.
+
+    Args:
+      coordinator_address: ``host:port``, which the other processes call.
+      bind: the address of another interface, or ``"all interfaces"``.
+    """
+    host, port = split_address(coordinator_address)
+    if bind == ALL_INTERFACES:
+        return f"[::]:{port}"
+    host = host if bind is None else bind
+    try:
+        found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ArgumentError(
+            f"The host {host!r:.100} is not known here: {error.strerror or error}."
+        ) from None
+    if bind is not None and ipaddress.ip_address(found).is_unspecified:
+        raise ArgumentError(
+            f"bind={bind!r} listens on every interface of this machine, to anyone who reaches it. "
+            f"If that is meant, write bind={ALL_INTERFACES!r}."
+        )
+    if _trial(found, 0) is not None:
+        raise ArgumentError(
+            f"{found}, for {bind or host!r}, is not the address of an interface of this machine, "
+            f"so process 0 cannot listen there. Pass bind= with the address of one, or "
+            f"bind={ALL_INTERFACES!r}."
+        )
+    return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The host and the port of ``host:port`` or ``[IPv6]:port``."""
+    parts = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^:\[\]\s]+)):(\d{1,5})", address)
+    if parts is None or not 0 < int(parts[3]) < 65536:
+        raise ArgumentError(
+            f"coordinator_address must be host:port, as 10.0.0.1:1234 or [fe80::1]:1234; got "
+            f"{address!r:.100}."
+        )
+    return parts[1] or parts[2], int(parts[3])
+
+
+def free_port(host: str) -> int:
+    """A port of this machine at which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_unused(host: str, port: int) -> None:
+    """Raise if something listens at a port of this machine.
+
+    A second coordinator could listen there, too, and the processes of two jobs would meet at the
+    wrong one.
+    """
+    error = _trial(host, port)
+    if error is not None and error.errno == errno.EADDRINUSE:
+        raise ArgumentError(
+            f"Something listens at port {port} of {host} already, perhaps another job. Name "
+            f"another port, or none."
+        )
+
+
+def _trial(host: str, port: int) -> OSError | None:
+    """Why this process could not listen there; ``None`` if it could."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # The connections of a job that has ended do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error
+    return None
+
+
+def answers(address: str) -> bool:
+    """Whether something listens at ``host:port``."""
+    try:
+        socket.create_connection(split_address(address), timeout=1).close()
+    except OSError:
+        return False
+    return True

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 from crossshard import _check
 from crossshard._hash import crc32
@@ -21,21 +22,21 @@ class Progress:
     """The calls that this process has entered; the others have entered as many, or will."""
 
     def __init__(self) -> None:
-        self.calls: int = 0
+        self.calls = 0
         # The latest calls, such as "step 7", the newest last.
-        self.trail: list[str] = ["nothing"]
+        self.trail = ["nothing"]
         # How often this process has waited for the others within the latest call.
-        self.waits: int = 0
+        self.waits = 0
         # Where it waits longer than the call says, such as "compile".
-        self.inner: str = ""
+        self.inner = ""
         # The calls that are under way, one within another.
-        self.inside: int = 0
+        self.inside = 0
         # Whether a job of one process is watched, so that its steps are entered, too.
-        self.is_alone: bool = False
+        self.is_alone = False
         # For how many seconds others may wait in a call; ``None`` if nobody watches them.
         self.seconds: Callable[[str], float] | None = None
         # The rows that the last step was given, in one word, and the first call with them.
-        self.rows: tuple[str, int] = (NO_ROWS, 0)
+        self.rows = (NO_ROWS, 0)
         self._of_name: collections.Counter[str] = collections.Counter()
 
     @property
@@ -69,8 +70,7 @@ class Progress:
 PROGRESS = Progress()
 
 
-@contextlib.contextmanager
-def entering(name: str = "step") -> Iterator[None]:
+def entering(name: str = "step") -> AbstractContextManager[None]:
     """Tell the other processes that this one enters a step, which all of them must enter.
 
     Steps of ``make_train_step`` and functions of ``crossshard.shard`` tell it themselves. Write it
@@ -91,29 +91,27 @@ def entering(name: str = "step") -> Iterator[None]:
             f"A name must have 1 to 20 small letters and underscores, as train_step; got "
             f"{_check.shown(name)}."
         )
-    waits = PROGRESS.waits
-    PROGRESS.enter(name)
-    PROGRESS.inside += 1
-    try:
-        yield
-    except BaseException:
-        PROGRESS.withdraw(name, waits)
-        raise
-    finally:
-        PROGRESS.inside -= 1
+    return _inside(name, stays=True)
+
+
+def for_now(name: str) -> AbstractContextManager[None]:
+    """As ``entering``, for a call that not all processes need to make: it counts until it ends."""
+    return _inside(name, stays=False)
 
 
 @contextlib.contextmanager
-def for_now(name: str) -> Iterator[None]:
-    """As ``entering``, for a call that not all processes need to make: it counts until it ends."""
+def _inside(name: str, *, stays: bool) -> Iterator[None]:
     waits = PROGRESS.waits
     PROGRESS.enter(name)
     PROGRESS.inside += 1
+    has_failed = True
     try:
         yield
+        has_failed = False
     finally:
         PROGRESS.inside -= 1
-        PROGRESS.withdraw(name, waits)
+        if has_failed or not stays:
+            PROGRESS.withdraw(name, waits)
 
 
 @contextlib.contextmanager

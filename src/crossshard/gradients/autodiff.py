@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from crossshard import _jax
+from crossshard import _check, _jax
 from crossshard.collectives.sums import widen
 from crossshard.errors import ArgumentTypeError, AxisError
 from crossshard.gradients.mean import Mean
-from crossshard.gradients.scalars import check_scalar
 from crossshard.jaxprs.walk import (
     Analysis,
     Equations,
@@ -29,25 +28,20 @@ from crossshard.shards.axes import Shards, UntypedAxes, untyped_axes
 def split_loss(
     out: Any, has_aux: bool, kinds: tuple[Any, ...] = (jnp.floating,)
 ) -> tuple[Any, Any]:
-    """Split the output of a loss function into a loss and ``aux``.
-
-    The loss is a ``Mean``, or a scalar of one of these kinds of dtype.
-
-    Raises:
-      ArgumentError, ArgumentTypeError: as for ``check_scalar``, or the output is not a pair.
-    """
-    if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
+    """The loss, a ``Mean`` or a scalar of one of these kinds, and ``aux``, of what it returned."""
+    is_pair = isinstance(out, tuple | list) and len(out) == 2
+    if has_aux and not is_pair:
         raise ArgumentTypeError(
             f"With has_aux=True a function returns (loss, aux); this one returned "
             f"{type(out).__name__}."
         )
-    if not has_aux and isinstance(out, tuple | list) and len(out) == 2:
+    if is_pair and not has_aux:
         raise ArgumentTypeError(
             f"A loss must be a floating scalar; this function returned a {type(out).__name__} of "
             f"two. If it returned (loss, aux), pass has_aux=True."
         )
     loss, aux = out if has_aux else (out, None)
-    return loss if isinstance(loss, Mean) else check_scalar(loss, kinds=kinds), aux
+    return loss if isinstance(loss, Mean) else _check.scalar(loss, kinds=kinds), aux
 
 
 def scaled(loss: Any, scale: Any) -> Any:
@@ -71,12 +65,7 @@ def unscale(gradients: Any, scale: Any) -> Any:
 
 @contextmanager
 def explained_types(shards: Shards) -> Iterator[None]:
-    """Trace a loss; where JAX compares types in vain, say how to make them equal.
-
-    Raises:
-      ArgumentTypeError: a carry starts equal on all shards and ends varying, or the outputs of
-        branches differ so.
-    """
+    """Trace a loss; where JAX compares types in vain, say how to make them equal."""
     try:
         yield
     except TypeError as error:
@@ -99,15 +88,12 @@ def check_sums(trace: Callable[[], Any], axis_name: tuple[str, ...]) -> None:
     Without types, autodiff turns a ``psum`` into a ``psum``, and an ``all_gather`` into a scatter
     that sums. That is right over shards, whose losses are added, and wrong over an axis along which
     all compute the same loss. The loss is traced only where an axis without types is bound besides
-    the shard axes.
+    the shard axes. Refused is such a ``psum``, or such an ``all_gather`` of more than parameters,
+    on the way from the parameters to the loss, outside of a function with a derivative of its own.
 
     Args:
       trace: returns the jaxpr of the loss as a function of what is differentiated.
       axis_name: the shard axes; empty if they are not named.
-
-    Raises:
-      AxisError: such a ``psum``, or such an ``all_gather`` of more than parameters, is on the way
-        from the parameters to the loss, outside of a function with a derivative of its own.
     """
     axes = untyped_axes(axis_name)
     if not axes.further:

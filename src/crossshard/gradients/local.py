@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from crossshard import _check
 from crossshard._annotations import PyTree
+from crossshard._check import is_inexact, is_number
 from crossshard._flax import AnyVariable, nnx, rebound
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.autodiff import (
@@ -22,7 +23,6 @@ from crossshard.gradients.autodiff import (
     unscale,
 )
 from crossshard.gradients.mean import Mean, part_of_shard
-from crossshard.gradients.scalars import is_inexact, is_number
 from crossshard.shards.axes import Shards, check_no_further, check_one_way, shards_of_gradient
 from crossshard.shards.context import check_axis_name
 
@@ -89,7 +89,8 @@ def value_and_grad(
     _check.flag("has_aux", has_aux)
     _check.flag("holomorphic", holomorphic)
     _check.flag("allow_int", allow_int)
-    if optimizer is not None and not hasattr(optimizer, "_shards_of_mean"):
+    of_mean = getattr(optimizer, "_shards_of_mean", None)
+    if optimizer is not None and of_mean is None:
         raise ArgumentTypeError(
             f"optimizer must be the CrossShardOptimizer that reduces the gradients; got "
             f"{_check.described(optimizer)}."
@@ -106,7 +107,13 @@ def value_and_grad(
         def local_loss(*args: Any, **kwargs: Any) -> Any:
             loss, aux = split_loss(fun(*args, **kwargs), has_aux, (jnp.inexact,))
             if isinstance(loss, Mean):
-                loss, _ = part_of_shard(loss, _shards_of_mean(optimizer))
+                if of_mean is None:
+                    raise ArgumentError(
+                        "The loss returns a Mean, which is counted over the shards that the "
+                        "optimizer reduces over. Pass the CrossShardOptimizer, "
+                        "crossshard.value_and_grad(loss, optimizer=opt)."
+                    )
+                loss, _ = part_of_shard(loss, of_mean())
             check_one_way(loss, shards, names)
             check_no_further(loss, shards, params)
             # An invariant loss is cast to varying: each shard differentiates its own copy.
@@ -139,33 +146,15 @@ def grad(
     >>> jax.vmap(step, axis_name="shards")(jnp.array([1.0, 3.0]))
     Array([1., 3.], dtype=float32)
     """
-    both = value_and_grad(
-        fun,
-        argnums,
-        has_aux,
-        holomorphic,
-        allow_int,
-        axis_name=axis_name,
-        optimizer=optimizer,
-    )
+    named: dict[str, Any] = {"axis_name": axis_name, "optimizer": optimizer}
+    both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, **named)
 
     @functools.wraps(fun)
-    def value_and_local_grad(*args: Any, **kwargs: Any) -> Any:
+    def local_grad(*args: Any, **kwargs: Any) -> Any:
         value, gradients = both(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients
 
-    return value_and_local_grad
-
-
-def _shards_of_mean(optimizer: Any) -> Shards:
-    """The shards over which a ``Mean`` is counted."""
-    if optimizer is None:
-        raise ArgumentError(
-            "The loss returns a Mean, which is counted over the shards that the optimizer reduces "
-            "over. Pass the CrossShardOptimizer, crossshard.value_and_grad(loss, optimizer=opt)."
-        )
-    found: Shards = optimizer._shards_of_mean()
-    return found
+    return local_grad
 
 
 def _check_scale(given: Any) -> jax.Array:
@@ -286,17 +275,13 @@ def _with(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -
 
 
 def _differentiable(number: int, arg: Any, allow_int: bool) -> list[bool]:
-    """Which leaves to differentiate: all if ``jax.grad`` takes them, otherwise floating arrays.
-
-    Raises:
-      ArgumentTypeError: the argument is a single leaf that is not floating.
-    """
+    """Which leaves to differentiate: all if ``jax.grad`` takes them, otherwise floating arrays."""
     leaves = jax.tree.leaves(arg)
     if all(is_number(leaf) and (allow_int or is_inexact(leaf)) for leaf in leaves):
         return [True] * len(leaves)
     if len(leaves) == 1 and leaves[0] is arg:
         raise ArgumentTypeError(
-            f"Argument {number} cannot be differentiated: it is {_check.shown(arg)} "
-            f"({type(arg).__name__}). Pass a floating array or a pytree of them."
+            f"Argument {number} cannot be differentiated: it is {_check.described(arg)}. Pass a "
+            f"floating array or a pytree of them."
         )
     return [hasattr(leaf, "dtype") and is_inexact(leaf) for leaf in leaves]

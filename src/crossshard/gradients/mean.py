@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, NoReturn, Self
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +13,19 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from crossshard import _check
+from crossshard._check import is_number
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
-from crossshard.gradients.scalars import check_scalar, is_number
 from crossshard.shards.axes import Shards
 
 
 class Moved(NamedTuple):
-    """What a loss does to a sum over all rows before it divides by it.
+    """What a loss does to a sum over all rows before it divides by it."""
 
-    Attributes:
-      how: ``"max"``, at least the bound; ``"plus"``, the bound is added; ``"guard"``, the bound in
-        the place of 0; else nothing.
-      bound: the bound.
-      of_mean: whether it does so to the mean of what the parts have, rather than to their sum.
-    """
-
+    # "max": at least the bound; "plus": the bound is added; "guard": the bound in the place of 0.
     how: str = ""
     bound: float = 0.0
-    of_mean: bool = False
+    of_mean: bool = False  # to the mean of what the parts have, rather than to their sum
 
     def __call__(self, count: Any, parts: Any = 1) -> Any:
         """What divides, given the sum over so many parts."""
@@ -45,25 +40,21 @@ class Moved(NamedTuple):
 _UNMOVED = Moved()
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["total", "count", "scale"],
+    meta_fields=["name", "is_fixed", "moved"],
+)
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """One quotient of a ``Mean``.
+    """One quotient of a ``Mean``."""
 
-    Attributes:
-      total: the sum over rows.
-      count: how many count, which divides it.
-      scale: what multiplies the quotient.
-      name: its name in ``metrics``; empty if it has none.
-      is_fixed: whether the count is a number that is no array, and not 0.
-      moved: what is done to the count of the batch before it divides.
-    """
-
-    total: Any
-    count: Any
-    scale: Any = 1.0
-    name: str = ""
-    is_fixed: bool = False
-    moved: Moved = _UNMOVED
+    total: Any  # the sum over rows
+    count: Any  # how many count, which divides it
+    scale: Any = 1.0  # what multiplies the quotient
+    name: str = ""  # in ``metrics``; empty without one
+    is_fixed: bool = False  # whether the count is a number that is no array, and not 0
+    moved: Moved = _UNMOVED  # what is done to the count of the batch before it divides
 
 
 class Mean:
@@ -100,8 +91,8 @@ class Mean:
     __array_ufunc__ = None
 
     def __init__(self, total: ArrayLike, count: ArrayLike, name: str | None = None):
-        check_scalar(total, "The total of a Mean")
-        check_scalar(count, "The count of a Mean", (jnp.floating, jnp.integer))
+        _check.scalar(total, "The total of a Mean")
+        _check.scalar(count, "The count of a Mean", (jnp.floating, jnp.integer))
         if name is not None:
             _check.word("The name of a Mean", name)
         is_fixed = not isinstance(count, jax.Array) and bool(count)
@@ -120,42 +111,33 @@ class Mean:
         terms = " + ".join(f"{t.scale} * Mean({t.total}, {t.count})" for t in self.terms)
         return f"{terms} + {self.rest}"
 
-    def _with(self, terms: tuple[Term, ...], rest: Any) -> Self:
-        made = object.__new__(type(self))
-        made.terms, made.rest = terms, rest
-        return made
-
-    def _scaled(self, by: Any) -> Self:
+    def _scaled(self, by: Callable[[Any], Any]) -> Mean:
         terms = tuple(dataclasses.replace(each, scale=by(each.scale)) for each in self.terms)
-        return self._with(terms, by(self.rest))
+        return _mean(terms, by(self.rest))
 
-    def __add__(self, other: Mean | ArrayLike) -> Self:
+    def __add__(self, other: Mean | ArrayLike) -> Mean:
         if isinstance(other, Mean):
-            return self._with((*self.terms, *other.terms), self.rest + other.rest)
-        return self._with(self.terms, self.rest + _factor(other, "added to"))
+            return _mean((*self.terms, *other.terms), self.rest + other.rest)
+        return _mean(self.terms, self.rest + _factor(other, "added to"))
 
-    def __mul__(self, other: ArrayLike) -> Self:
+    def __mul__(self, other: ArrayLike) -> Mean:
         factor = _factor(other, "multiplied with")
         return self._scaled(lambda x: x * factor)
 
-    def __truediv__(self, other: ArrayLike) -> Self:
+    def __truediv__(self, other: ArrayLike) -> Mean:
         factor = _factor(other, "divided by")
         return self._scaled(lambda x: x / factor)
 
-    def __neg__(self) -> Self:
+    def __neg__(self) -> Mean:
         return self._scaled(lambda x: -x)
 
-    def __sub__(self, other: Mean | ArrayLike) -> Self:
+    def __sub__(self, other: Mean | ArrayLike) -> Mean:
         return self + (-other if isinstance(other, Mean) else -_factor(other, "less"))
 
-    def __rsub__(self, other: ArrayLike) -> Self:
+    def __rsub__(self, other: ArrayLike) -> Mean:
         return -self + other
 
-    def __radd__(self, other: ArrayLike) -> Self:
-        return self + other
-
-    def __rmul__(self, other: ArrayLike) -> Self:
-        return self * other
+    __radd__, __rmul__ = __add__, __mul__
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise ArgumentTypeError(
@@ -167,10 +149,20 @@ class Mean:
     __rtruediv__ = __pow__ = __rpow__ = __abs__ = __float__ = _refuse
 
 
+def _mean(terms: tuple[Term, ...], rest: Any) -> Mean:
+    made = object.__new__(Mean)
+    made.terms, made.rest = terms, rest
+    return made
+
+
+jax.tree_util.register_pytree_node(
+    Mean, lambda mean: ((mean.terms, mean.rest), None), lambda _, children: _mean(*children)
+)
+
+
 def with_moved(mean: Mean, moved: Moved) -> Mean:
     """The same, with something done to the counts of the batch before they divide."""
-    terms = (dataclasses.replace(each, moved=moved) for each in mean.terms)
-    return mean._with(tuple(terms), mean.rest)
+    return _mean(tuple(dataclasses.replace(each, moved=moved) for each in mean.terms), mean.rest)
 
 
 def _factor(x: Any, what: str) -> Any:
@@ -180,23 +172,7 @@ def _factor(x: Any, what: str) -> Any:
             f"A Mean was {what} {type(x).__name__}. Means add up; a number may multiply or divide "
             f"one, or be added."
         )
-    return check_scalar(x, f"What a Mean is {what}", (jnp.floating, jnp.integer))
-
-
-def _flatten(mean: Mean) -> tuple[tuple[Any, ...], Any]:
-    arrays = tuple((each.total, each.count, each.scale) for each in mean.terms)
-    return (arrays, mean.rest), tuple((each.name, each.is_fixed, each.moved) for each in mean.terms)
-
-
-def _unflatten(names: Any, children: Any) -> Mean:
-    arrays, rest = children
-    made = object.__new__(Mean)
-    pairs = zip(arrays, names, strict=True)
-    made.terms, made.rest = tuple(Term(*given, *said) for given, said in pairs), rest
-    return made
-
-
-jax.tree_util.register_pytree_node(Mean, _flatten, _unflatten)
+    return _check.scalar(x, f"What a Mean is {what}", (jnp.floating, jnp.integer))
 
 
 @functools.partial(
@@ -206,18 +182,12 @@ jax.tree_util.register_pytree_node(Mean, _flatten, _unflatten)
 )
 @dataclasses.dataclass(frozen=True)
 class MeanSums:
-    """The sums and counts of a ``Mean``, to be added up over microbatches and shards.
-
-    Attributes:
-      totals, counts: of each term.
-      names: their names.
-      is_never_empty: whether some count is fixed, so that not all are 0.
-    """
+    """The sums and counts of a ``Mean``, to be added up over microbatches and shards."""
 
     totals: tuple[Any, ...]
     counts: tuple[Any, ...]
     names: tuple[str, ...]
-    is_never_empty: bool
+    is_never_empty: bool  # since some count is fixed
 
     def metrics(self) -> dict[str, dict[str, Any]]:
         """The mean and the count of each term, of sums over all rows."""
@@ -236,11 +206,7 @@ class MeanSums:
 
 
 def sums_of(mean: Mean) -> MeanSums:
-    """The sums and counts of a ``Mean``.
-
-    Raises:
-      ArgumentError: two terms have the same name.
-    """
+    """The sums and counts of a ``Mean``, whose terms must have different names."""
     names = tuple(each.name or f"term_{place}" for place, each in enumerate(mean.terms))
     twice = [name for name in names if names.count(name) > 1]
     if twice:
@@ -254,11 +220,7 @@ def sums_of(mean: Mean) -> MeanSums:
 
 
 def counts_of(mean: Mean) -> tuple[Any, ...]:
-    """float[] of each term: its count, through which no gradient flows.
-
-    Raises:
-      LossError: when it is differentiated: one would.
-    """
+    """float[] of each term: its count, which raises when a gradient would flow through it."""
     return tuple(
         _counted(jnp.asarray(each.count, float), f"the Mean {each.name or place + 1!s}")
         for place, each in enumerate(mean.terms)

@@ -1,4 +1,4 @@
-"""The status of an incoming gradient: read from its type or declared, never guessed."""
+"""How gradients are reduced, and whether they are already: by their type, or declared."""
 
 import enum
 import math
@@ -11,9 +11,44 @@ from jax import lax
 
 from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError, DoubleReductionError, IncomingError
-from crossshard.gradients.reduction import Reduction
-from crossshard.gradients.scalars import describe_type
 from crossshard.shards.axes import Shards
+
+
+class Reduction(enum.StrEnum):
+    """How values are reduced, with TensorFlow's names and string values.
+
+    An optimizer takes SUM and MEAN, also as ``"sum"`` and ``"mean"``.
+
+    >>> Reduction.MEAN == "weighted_mean"
+    True
+    """
+
+    NONE = "none"
+    SUM = "weighted_sum"
+    SUM_OVER_BATCH_SIZE = "weighted_sum_over_batch_size"
+    MEAN = "weighted_mean"
+    SUM_BY_NONZERO_WEIGHTS = "weighted_sum_by_nonzero_weights"
+    SUM_OVER_NONZERO_WEIGHTS = "weighted_sum_by_nonzero_weights"
+
+
+_ACCEPTED = {
+    "weighted_sum": Reduction.SUM,
+    "sum": Reduction.SUM,
+    "weighted_mean": Reduction.MEAN,
+    "mean": Reduction.MEAN,
+}
+
+
+def check_reduction(reduction: object) -> Reduction:
+    """SUM or MEAN, or an ArgumentError that names both and what was received."""
+    accepted = _ACCEPTED.get(reduction) if isinstance(reduction, str) else None
+    if accepted is None:
+        raise ArgumentError(
+            f"reduction must be Reduction.SUM ('weighted_sum', or 'sum') or Reduction.MEAN "
+            f"('weighted_mean', or 'mean'); received "
+            f"{_check.shown(reduction, 80)}."
+        )
+    return accepted
 
 
 class GradientStatus(enum.StrEnum):
@@ -51,12 +86,7 @@ def read_incoming(
     reduction: Reduction,
     grouped: bool,
 ) -> GradientStatus:
-    """The status of a gradient, from its declaration or its type.
-
-    Raises:
-      DoubleReductionError: nothing is declared, and the gradient is invariant.
-      IncomingError: the gradient is declared summed or reduced, but is varying.
-    """
+    """The status of a gradient, from its declaration or its type, which must not contradict it."""
     if declared is GradientStatus.SUMMED and grouped:
         raise IncomingError(
             f"{name} is declared as summed over all {shards.number} shards, but this optimizer "
@@ -68,7 +98,7 @@ def read_incoming(
     reduced = declared in (GradientStatus.SUMMED, GradientStatus.REDUCED)
     if reduced and not grouped and shards.is_varying(gradient):
         raise IncomingError(
-            f"{name} ({describe_type(gradient)}) is declared as {declared}, but by its type it is "
+            f"{name} ({_type(gradient)}) is declared as {declared}, but by its type it is "
             f"varying over {_axes(shards)}. Write incoming='local', or leave incoming out."
         )
     if declared is not None:
@@ -88,7 +118,7 @@ def _double_reduction(name: str, gradient: Any, shards: Shards, reduction: Reduc
         else f"summing again would make the step {number} times too large"
     )
     return (
-        f"{name} ({describe_type(gradient)}) arrived at CrossShardOptimizer.update already "
+        f"{name} ({_type(gradient)}) arrived at CrossShardOptimizer.update already "
         f"invariant over {_axes(shards, shards.invariant_axes(gradient))}: autodiff has summed it "
         f"over {number} shards, so {mistake}. Differentiate with crossshard.value_and_grad, or "
         f'write incoming="summed" ("reduced" if it is already averaged, "local" if it is a local '
@@ -96,6 +126,11 @@ def _double_reduction(name: str, gradient: Any, shards: Shards, reduction: Reduc
         f"optax.MultiSteps, write CrossShardOptimizer(opt, accumulate_steps=k) in its place, with "
         f"sums for each shard."
     )
+
+
+def _type(x: Any) -> str:
+    """The type of an array as in ``f32[3,4]``, with the axes it is varying over."""
+    return str(jax.typeof(x).str_short(short_dtypes=True))
 
 
 def _axes(shards: Shards, axes: tuple[str, ...] | None = None) -> str:
@@ -138,8 +173,7 @@ def check_gradient_dtype(name: str, gradient: Any) -> None:
 def check_shapes(gradients: Any, like: Any, what: str = "its parameter") -> None:
     """Raise unless gradients have the shapes of their parameters, or of their updates.
 
-    Raises:
-      ArgumentError: the shapes differ, as with per-example gradients.
+    Per-example gradients have others.
     """
     given, expected = (
         jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse) for tree in (gradients, like)

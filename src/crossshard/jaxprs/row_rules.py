@@ -593,7 +593,9 @@ def of_divided(
         of_one_loss = others == [Total] or (others == [Free] and was_ratio)
         return [added(inputs, (pair.compared if of_one_loss else pair.undecided)(ADDS_UNLIKE))]
     if {Rows, Total} <= kinds:
-        return _of_rows_and_sums(pair, within)
+        reason = f"{name} of a row and of a sum over rows"
+        unsure = name in ("add", "add_any") or any(isinstance(x.fact, Rows) for x in divided)
+        return pair.undecided(reason) if unsure else _mixed(pair, inputs, reason)
     of = "rows that a sum over rows divides" if Rows in kinds else "a sum over rows"
     mixed = _mixed(pair, inputs, f"{name} of {of}")
     unknown = pair.undecided(mixed.reason)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
+from crossshard._check import is_inexact
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError
-from crossshard.gradients.scalars import is_inexact
 from crossshard.model.model_state import ModelState, holds_keys
 from crossshard.model.models import Skeleton
 from crossshard.model.state import TrainState
@@ -41,47 +42,33 @@ from crossshard.shards.random_streams import own_stream
 
 @dataclasses.dataclass
 class UsesRecord:
-    """Where the loss uses its parameters.
+    """Where the loss uses each parameter that is gathered, or summed, there, by its place."""
 
-    Attributes:
-      latest: for each parameter that is gathered, or summed, there, by its place, as the step that
-        was traced last to its end has it; ``None`` if none was.
-    """
-
+    # As the step that was traced last to its end has it; ``None`` if none was.
     latest: Mapping[int, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """The placement of a state on the mesh.
-
-    Attributes:
-      mesh: the mesh.
-      axes: its shard axes.
-      arrays: how the parameters and the optimizer's state are split, and where the update runs.
-      why: the reason for that, in a few words.
-      groups: the groups whose parameters differ; ``None`` if all shards have the same.
-      pipeline: the pipeline, whose stages have states.
-      params: the types of one set of parameters.
-      model_state: how the state that a loss returns is kept; ``None`` if it returns none.
-      other_axes: for each array of the parameters, the frozen arrays and the model state its
-        spec on the other axes of the mesh; empty if none is split over these.
-      has_one_state: whether there is one model state for all shards, as of a loss over the batch.
-      uses: where the loss uses each parameter, by its place, as found when a step was last traced;
-        of those that are gathered, or summed, there.
-    """
+    """The placement of a state on the mesh."""
 
     mesh: Mesh
-    axes: tuple[str, ...]
-    arrays: Arrays
-    why: str
-    groups: GroupAssignment | None
+    shards: Shards  # inside ``shard_map``
+    arrays: Arrays  # how parameters and the optimizer's state are split, and where the update runs
+    why: str  # it does so, in a few words
+    groups: GroupAssignment | None  # whose parameters differ
     pipeline: Pipeline
-    params: Any = dataclasses.field(compare=False)
-    model_state: ModelState | None = None
+    params: Any = dataclasses.field(compare=False)  # the types of one set of parameters
+    model_state: ModelState | None = None  # how the state that a loss returns is kept
+    # For each array of the parameters, the frozen arrays and the model state its spec on the other
+    # axes of the mesh; empty if none is split over these.
     other_axes: tuple[PartitionSpec, ...] = ()
-    has_one_state: bool = False
+    has_one_state: bool = False  # a model state for all shards, as of a loss over the batch
     uses: UsesRecord = dataclasses.field(default_factory=UsesRecord, compare=False, repr=False)
+    # The placements of each kind of state.
+    _known: dict[Any, TrainState] = dataclasses.field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @functools.cached_property
     def types(self) -> CrossShardState:
@@ -94,22 +81,13 @@ class StateLayout:
         """The number of shards."""
         return self.shards.number
 
-    @functools.cached_property
-    def shards(self) -> Shards:
-        """The shards, inside ``shard_map``."""
-        return shards_of(self.mesh, self.axes)
-
     @property
-    def unnamed_axes(self) -> tuple[str, ...]:
-        """The other axes of the mesh."""
-        return self.shards.other_axes
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the shards."""
+        return self.shards.axes
 
     def specs_of_arrays(self, frozen: Any) -> tuple[PartitionSpec, ...]:
-        """The specs with which ``initial`` gets its arrays, without those that are whole.
-
-        Args:
-          frozen: the arrays that are not trained, or their types.
-        """
+        """The specs with which ``initial`` gets its arrays, without those that are whole."""
         if not self.arrays.in_parts:
             return self.other_axes
         partitions = *self.arrays.params, *self.partitions_of_frozen(frozen)
@@ -118,16 +96,15 @@ class StateLayout:
 
     def partitions_of_frozen(self, frozen: Any) -> tuple[Partition, ...]:
         """The partition of each array that is not trained: large ones rest as parameters do."""
-        first, leaves = len(self.arrays.params), jax.tree.leaves(frozen)
-        others = self.other_axes[first : first + len(leaves)] or [WHOLE] * len(leaves)
         tile = tile_for(self.mesh, self.arrays.in_parts)
+        specs = itertools.chain(self.other_axes[len(self.arrays.params) :], itertools.repeat(WHOLE))
 
         def one(x: Any, own: PartitionSpec) -> Partition:
             split = partition_along_axis(x.shape, self.number_of_shards, tile, own)
             stays = not self.arrays.in_parts or not is_inexact(x) or split.is_small
             return Partition(x.shape, other_axes=own) if stays else split
 
-        return tuple(map(one, leaves, others))
+        return tuple(map(one, jax.tree.leaves(frozen), specs))
 
     def keeps_per_shard(self, state: TrainState) -> bool:
         """Whether each shard has its own model state here, if there is any."""
@@ -138,75 +115,76 @@ class StateLayout:
 
     def placements(self, state: TrainState) -> TrainState:
         """The placement of every array of a state."""
+        leaves, tree = jax.tree.flatten(state)
+        key = tree, tuple(map(jnp.shape, leaves))
+        if key not in self._known:
+            self._known[key] = self._placements(state)
+        return self._known[key]
+
+    def _placements(self, state: TrainState) -> TrainState:
         own = REPLICATED if self.groups is None else PER_SHARD
-        params, frozen = _all(own, state.params), _all(REPLICATED, state.frozen)
-        if self.arrays.in_parts:
-            placed = lambda parts, tree: jax.tree.structure(tree).unflatten(map(Placement, parts))
-            params = placed(self.arrays.params, state.params)
-            frozen = placed(self.partitions_of_frozen(state.frozen), state.frozen)
-        model_state = PER_SHARD if state.per_shard else REPLICATED
+        # Those of parameters, frozen arrays and model state, one after the other.
+        specs = iter(self.other_axes)
+
+        def beside(own: Placement, x: Any, spec: PartitionSpec) -> Placement:
+            return own.beside(x.shape[own.per_shard :], spec) if spec else own
+
+        def placed(own: Placement, tree: Any, partitions: Iterable[Partition] = ()) -> Any:
+            """The placements of arrays that are split so, or over the other axes alone."""
+            split = map(Placement, partitions)
+            one = lambda x: beside(next(split, own), x, next(specs, WHOLE))
+            return jax.tree.map(one, tree)
+
+        in_parts = self.arrays.in_parts
+        params = placed(own, state.params, self.arrays.params if in_parts else ())
+        of_frozen = self.partitions_of_frozen(state.frozen) if in_parts else ()
+        frozen = placed(REPLICATED, state.frozen, of_frozen)
+        model_state = placed(PER_SHARD if state.per_shard else REPLICATED, state.model_state)
         of_inner = [Placement(each, own.per_shard, self.groups) for each in self.arrays.state]
         inner = jax.tree.structure(state.opt_state.inner_state).unflatten(of_inner)
-        opt_state = self.pipeline.placements(state.opt_state, inner)
+        stages = self.pipeline.placements(state.opt_state)
+        if self.other_axes:
+            # One of several, or one for each shard: its shape ends with the parameter's.
+            one = lambda own, x: jax.ShapeDtypeStruct(x.shape[own.per_shard :], x.dtype)
+            before = state.opt_state._replace(inner_state=())
+            types = jax.tree.map(one, stages, before)
+            of_params = self.other_axes[: len(self.arrays.params)]
+            of_stages = iter(other_axes_like(types, self.params, of_params))
+            stages = jax.tree.map(lambda own, x: beside(own, x, next(of_stages)), stages, before)
         arrays: Any = state  # of which each is replaced by its placement
-        placements = dataclasses.replace(
+        placements: TrainState = dataclasses.replace(
             arrays,
             step=REPLICATED,
             params=params,
-            opt_state=opt_state,
+            opt_state=stages._replace(inner_state=inner),
             frozen=frozen,
-            model_state=_all(model_state, state.model_state),
+            model_state=model_state,
             rng=REPLICATED,
         )
-        return self._beside_shards(placements, state) if self.other_axes else placements
-
-    def _beside_shards(self, placements: TrainState, state: TrainState) -> TrainState:
-        """The placements with the other axes of the mesh."""
-
-        def beside(where: Any, tree: Any, specs: Sequence[PartitionSpec]) -> Any:
-            each = zip(jax.tree.leaves(where), jax.tree.leaves(tree), specs, strict=True)
-            placements = [own.beside(x.shape[own.per_shard :], spec) for own, x, spec in each]
-            return jax.tree.structure(where).unflatten(placements)
-
-        number, of_frozen = len(jax.tree.leaves(state.params)), len(jax.tree.leaves(state.frozen))
-        of_params, others = self.other_axes[:number], self.other_axes[number:]
-        # One of several, or one for each shard: its shape ends with the parameter's.
-        params = jax.tree.map(self._one, placements.params, state.params)
-        stages = placements.opt_state[:-1], state.opt_state[:-1]
-        of_stages = other_axes_like(jax.tree.map(self._one, *stages), params, of_params)
-        return dataclasses.replace(
-            placements,
-            params=beside(placements.params, state.params, of_params),
-            opt_state=type(placements.opt_state)._make(
-                (*beside(*stages, of_stages), placements.opt_state.inner_state)
-            ),
-            frozen=beside(placements.frozen, state.frozen, others[:of_frozen]),
-            model_state=beside(placements.model_state, state.model_state, others[of_frozen:]),
-        )
-
-    @staticmethod
-    def _one(placement: Placement, x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape[placement.per_shard :], x.dtype)
+        return placements
 
     def specs(self, state: TrainState) -> TrainState:
         """The spec of every array of a state over the shards."""
-        axes = self.axes
-        return self._map(lambda placement, _: only(placement.spec(axes), axes), state)
+        return jax.tree.map(self._spec, self.placements(state))
+
+    @functools.cached_property
+    def _spec(self) -> Callable[[Placement], PartitionSpec]:
+        return functools.cache(lambda own: only(own.spec(self.axes), self.axes))
 
     def shardings(self, state: TrainState) -> TrainState:
         """The sharding of every array of a state."""
-        return self._map(
-            lambda placement, _: NamedSharding(self.mesh, placement.spec(self.axes)), state
-        )
+        return jax.tree.map(functools.cache(self._stored), self.placements(state))
 
     def unsharded(self, state: TrainState) -> TrainState:
         """The sharding of every array of an unsharded state: split over the other axes alone."""
-        return self._map(
-            lambda placement, _: NamedSharding(
-                self.mesh, PartitionSpec(*[None] * placement.per_shard, *placement.other_axes)
-            ),
-            state,
-        )
+        return jax.tree.map(self._whole, self.placements(state))
+
+    def _stored(self, own: Placement) -> NamedSharding:
+        return NamedSharding(self.mesh, own.spec(self.axes))
+
+    def _whole(self, own: Placement) -> NamedSharding:
+        spec = PartitionSpec(*[None] * own.per_shard, *own.other_axes)
+        return NamedSharding(self.mesh, spec)
 
     def incoming(self, state: TrainState) -> TrainState:
         """The sharding of every array of an unsharded state that comes to the mesh.
@@ -215,23 +193,14 @@ class StateLayout:
         large for one device; any other as ``unsharded`` says.
         """
 
-        def stays(own: Placement, x: Any) -> bool:
-            if own.per_shard:
-                return bool(x.shape[0] == self.number_of_shards)
-            return own.partition is None or own.partition.packed_shape == own.partition.shape
+        def place(own: Placement, x: Any) -> NamedSharding:
+            if own.per_shard and x.shape[0] != self.number_of_shards:
+                return self.of_other_shards(own, x.shape)
+            cut = own.partition
+            stays = own.per_shard or cut is None or cut.packed_shape == cut.shape
+            return self._stored(own) if stays else self._whole(own)
 
-        def place(own: Placement, x: Any, stored: Any, whole: Any) -> Any:
-            if stays(own, x):
-                return stored
-            return self.of_other_shards(own, x.shape) if own.per_shard else whole
-
-        return jax.tree.map(
-            place,
-            self.own.placements(state),
-            state,
-            self.own.shardings(state),
-            self.own.unsharded(state),
-        )
+        return self.own._map(place, state)
 
     def of_other_shards(self, own: Placement, shape: tuple[int, ...]) -> NamedSharding:
         """The sharding of what each of another number of shards has, which together is large."""
@@ -241,7 +210,7 @@ class StateLayout:
 
     def constrain(self, state: TrainState) -> TrainState:
         """The state as it is placed, since XLA decides about other axes."""
-        if not self.unnamed_axes:
+        if not self.shards.other_axes:
             return state
         return jax.lax.with_sharding_constraint(state, self.shardings(state))
 
@@ -256,7 +225,7 @@ class StateLayout:
 
     def collected(self, state: TrainState) -> TrainState:
         """The state as ``own`` places it."""
-        return self._moved("state_from_owners", state, self, self.own)
+        return self._moved(state, self, self.own)
 
     def collected_types(self, state: TrainState) -> TrainState:
         """The types of the arrays of ``collected``."""
@@ -265,11 +234,9 @@ class StateLayout:
 
     def dealt_out(self, state: TrainState) -> TrainState:
         """The inverse of ``collected``."""
-        return self._moved("state_to_owners", state, self.own, self)
+        return self._moved(state, self.own, self)
 
-    def _moved(
-        self, how: str, state: TrainState, one: "StateLayout", other: "StateLayout"
-    ) -> TrainState:
+    def _moved(self, state: TrainState, one: "StateLayout", other: "StateLayout") -> TrainState:
         arrays = self.arrays
         if not isinstance(arrays, Owners) or not arrays.state_blocks:
             return state
@@ -278,7 +245,7 @@ class StateLayout:
             [each.spec(self.axes) for each in layout.arrays.state] for layout in (one, other)
         )
         run = _jax.shard_map(
-            getattr(arrays, how),
+            arrays.state_from_owners if one is self else arrays.state_to_owners,
             mesh=self.mesh,
             axis_names=frozenset(self.axes),
             in_specs=(before,),
@@ -289,11 +256,11 @@ class StateLayout:
 
     def local(self, state: TrainState) -> TrainState:
         """One shard's state, inside ``shard_map``."""
-        return self._map(lambda placement, x: placement.local(x), state)
+        return self._map(lambda placement, x: x[0] if placement.per_shard else x, state)
 
     def stored(self, state: TrainState) -> TrainState:
         """The inverse of ``local``."""
-        return self._map(lambda placement, x: placement.stored(x), state)
+        return self._map(lambda placement, x: x[None] if placement.per_shard else x, state)
 
     def pack(self, state: TrainState) -> TrainState:
         """The state as it is stored, from arrays in the optimizer's own shapes."""
@@ -330,31 +297,27 @@ class StateLayout:
         """A replicated state with its per-shard arrays broadcast to ``[shards, …]``.
 
         Each shard gets its own random streams.
-
-        Raises:
-          ArgumentError: what may be a key cannot be told from other numbers.
         """
+        number = self.number_of_shards
+        on_each = lambda x: jnp.broadcast_to(x, (number, *x.shape))
 
         def streams(path: Any, leaf: Any) -> Any:
-            each = jax.tree.map(self._on_each, leaf)
-            if not holds_keys(path, leaf) or self.number_of_shards == 1:
+            each = jax.tree.map(on_each, leaf)
+            if not holds_keys(path, leaf) or number == 1:
                 return each
-            own = lambda keys: jax.vmap(own_stream)(keys, jnp.arange(self.number_of_shards))
+            own = lambda keys: jax.vmap(own_stream)(keys, jnp.arange(number))
             return jax.tree.map(own, each)
 
         state = dataclasses.replace(state, per_shard=self.keeps_per_shard(state))
-        on_each = lambda placement, x: self._on_each(x) if placement.per_shard else x
-        spread = self._map(on_each, state)
+        spread = self._map(lambda own, x: on_each(x) if own.per_shard else x, state)
         of_shards = state.skeleton.is_nnx or self.model_state is ModelState.PER_SHARD
         if not (state.per_shard and of_shards):
             return spread
+        is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
         model_state = jax.tree_util.tree_map_with_path(
-            streams, state.model_state, is_leaf=_is_variable
+            streams, state.model_state, is_leaf=is_variable
         )
         return dataclasses.replace(spread, model_state=model_state)
-
-    def _on_each(self, x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(x, (self.number_of_shards, *x.shape))
 
     def is_of_these_shards(self, state: TrainState) -> bool:
         """Whether what each shard has of its own is so here, and ``[shards, …]`` of this mesh."""
@@ -378,12 +341,7 @@ class StateLayout:
     # The checks of a state.
 
     def check(self, state: TrainState) -> None:
-        """Raise unless a state fits this step.
-
-        Raises:
-          ArgumentError: the optimizer state is another optimizer's or is sharded differently, or
-            the arrays ``[shards, …]`` have another number of shards.
-        """
+        """Raise unless a state is of this step's optimizer, and placed as here."""
         self.check_optimizer(state)
         if state.per_shard != self.keeps_per_shard(state):
             kept = ["one for all shards", "one for each shard"]
@@ -407,11 +365,7 @@ class StateLayout:
             _check_shapes(what, tree, shapes)
 
     def check_unsharded(self, state: TrainState) -> None:
-        """Raise unless the arrays of a state of this optimizer have the optimizer's own shapes.
-
-        Raises:
-          ArgumentError: they are flattened and padded, as another step stores them.
-        """
+        """Raise unless the arrays of a state of this optimizer have the optimizer's own shapes."""
         inner = state.opt_state.inner_state
         own = jax.tree.leaves(self.placements(state).opt_state.inner_state)
         shapes = [
@@ -430,27 +384,26 @@ class StateLayout:
                 f"diverge, and this step is one {'without' if state.grouped else 'with'} them. "
                 f"Choose parameters with other.model(state) and init with them."
             )
-        others = [
-            name
-            for name in dict.fromkeys([*state.opt_state.names, *self.types.names])
-            if jax.tree.structure(state.opt_state.of(name))
-            != jax.tree.structure(self.types.of(name))
-        ]
-        if others:
+        given, own = state.opt_state, self.types
+        differ = lambda one, other: jax.tree.structure(one) != jax.tree.structure(other)
+        if differ(given, own):
+            names = dict.fromkeys([*given.names, *own.names])
+            others = [name for name in names if differ(given.of(name), own.of(name))]
+            if others:
+                raise ArgumentError(
+                    f"The state is of a step with other options: of {' and '.join(others)} this "
+                    f"one keeps another state, or none. Write "
+                    f"step.reshard(other.unshard(state)), which makes what is new and drops what "
+                    f"is gone."
+                )
+        if differ(given.inner_state, own.inner_state):
             raise ArgumentError(
-                f"The state is of a step with other options: of {' and '.join(others)} this one "
-                f"keeps another state, or none. Write step.reshard(other.unshard(state)), which "
-                f"makes what is new and drops what is gone."
+                f"The optimizer state is another optimizer's: expected "
+                f"{jax.tree.structure(own.inner_state)}, got "
+                f"{jax.tree.structure(given.inner_state)}. If only ema or master_dtype differ, "
+                f"write step.reshard(other.unshard(state))."
             )
-        self.pipeline.check_states(state.opt_state, self.types)
-        structure = jax.tree.structure(state.opt_state.inner_state)
-        expected = jax.tree.structure(self.types.inner_state)
-        if structure != expected:
-            raise ArgumentError(
-                f"The optimizer state is another optimizer's: expected {expected}, got "
-                f"{structure}. If only ema or master_dtype differ, write "
-                f"step.reshard(other.unshard(state))."
-            )
+        self.pipeline.check_states(given, own)
 
 
 def shards_of(mesh: Mesh, axes: tuple[str, ...]) -> Shards:
@@ -465,10 +418,6 @@ def shards_of(mesh: Mesh, axes: tuple[str, ...]) -> Shards:
         in_rings=sends_beside_products(mesh),
         slices=slices_in_order(mesh),
     )
-
-
-def _all(placement: Placement, tree: Any) -> Any:
-    return jax.tree.map(lambda _: placement, tree)
 
 
 def _check_shapes(what: str, tree: Any, expected: list[tuple[int, ...]]) -> None:
@@ -486,7 +435,3 @@ def strong_copy(x: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return jnp.copy(x)
     return jnp.copy(jnp.asarray(x, dtype))
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)

@@ -1,38 +1,37 @@
-"""Model state: what a loss keeps besides its parameters, one per shard or averaged."""
+"""What a loss takes and keeps besides parameters: a key, and a state, one per shard or averaged."""
 
 import enum
+import functools
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from crossshard import _check
+from crossshard._check import is_inexact, is_number
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.scalars import is_inexact, is_number
 from crossshard.jaxprs.walk import sources
-from crossshard.model.loss import is_named_as_key, is_named_as_rng
 from crossshard.pipeline.means import average, to_average
 from crossshard.pipeline.stage import Gradients
 from crossshard.shards.random_streams import is_key, may_be_raw_key
 
 
 class ModelState(enum.StrEnum):
-    """How the state that a loss returns is kept.
+    """How the state that a loss returns is kept."""
 
-    PER_SHARD: each shard keeps its own, stored ``[shards, …]``.
-    MEAN: floating arrays are averaged over the shards, or the group, after each step; others are
-      the same on all of them.
-    """
-
+    # Each shard keeps its own, stored [shards, …].
     PER_SHARD = "per_shard"
+    # Floating arrays are averaged over the shards, or the group, after each step; others are the
+    # same on all of them.
     MEAN = "mean"
 
 
 def check_model_state(model_state: object) -> ModelState | None:
-    """The checked ``model_state`` argument, or an ArgumentError that lists the values."""
+    """The checked ``model_state`` argument."""
     if model_state is None:
         return None
     hint = "It says how a step keeps what the loss returns; the state is an argument of init."
@@ -42,13 +41,7 @@ def check_model_state(model_state: object) -> ModelState | None:
 def check_initial(
     kind: ModelState | None, params: Any, model_state: Any, *, has_one_state: bool
 ) -> Any:
-    """The state before the first step as arrays; ``()`` if the loss takes none.
-
-    Raises:
-      ArgumentError: the state is missing or not taken, or an NNX module keeps it; or a backward
-        pass writes some of it, and that of the whole batch is not meant.
-      ArgumentTypeError: a leaf is neither an array nor a number.
-    """
+    """The state before the first step as arrays; ``()`` if the loss takes none."""
     if kind is None:
         if model_state is not None:
             raise ArgumentError(
@@ -74,12 +67,12 @@ def check_initial(
             f"values are one device's."
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+        name = f"model_state{jax.tree_util.keystr(path)}"
         if not is_number(leaf):
             raise ArgumentTypeError(
-                f"model_state{jax.tree_util.keystr(path)} is {_check.described(leaf)}; a state "
-                f"holds arrays and numbers."
+                f"{name} is {_check.described(leaf)}; a state holds arrays and numbers."
             )
-        _check.array(f"model_state{jax.tree_util.keystr(path)}", leaf, or_type=True)
+        _check.array(name, leaf, or_type=True)
     is_type = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     return jax.tree.map(lambda x: x if is_type(x) else jnp.asarray(x), model_state)
 
@@ -110,8 +103,7 @@ def _of_it(path: tuple[Any, ...]) -> bool:
 def holds_keys(path: tuple[Any, ...], state: Any) -> bool:
     """Whether an array of a per-shard state, or an NNX variable, holds random keys.
 
-    Raises:
-      ArgumentError: it may hold raw keys, and nothing says whether it does.
+    Raises if it may hold raw ones, and nothing says whether it does.
     """
     arrays = jax.tree.leaves(state)
     if isinstance(state, nnx.RngState):
@@ -122,7 +114,7 @@ def holds_keys(path: tuple[Any, ...], state: Any) -> bool:
         return False
     # "['rngs']['dropout']", "[0]", ".noise"
     *outer, name = re.findall(r"\w+", jax.tree_util.keystr(path)) or [""]
-    if is_named_as_key(name) or any(map(is_named_as_rng, outer)):
+    if is_named_as_key(name) or any(map(_is_named_as_rng, outer)):
         return True
     raise ArgumentError(
         f"model_state{jax.tree_util.keystr(path)} is uint32{list(arrays[0].shape)}, as the keys of "
@@ -134,13 +126,10 @@ def holds_keys(path: tuple[Any, ...], state: Any) -> bool:
 
 
 def split_state(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    """The state in the output of a loss, and the output without it.
-
-    Raises:
-      ArgumentTypeError: the loss returns something else.
-    """
+    """The state in the output of a loss, and the output without it."""
     form = "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
-    if not _is_pair(out) or (has_aux and not _is_pair(out[1])):
+    is_pair = lambda x: isinstance(x, tuple | list) and len(x) == 2
+    if not is_pair(out) or (has_aux and not is_pair(out[1])):
         raise ArgumentTypeError(
             f"With model_state= a loss returns {form}; this one returned {type(out).__name__}."
         )
@@ -148,16 +137,8 @@ def split_state(out: Any, has_aux: bool) -> tuple[Any, Any]:
     return (after[0], (loss, after[1])) if has_aux else (after, loss)
 
 
-def _is_pair(out: Any) -> bool:
-    return isinstance(out, tuple | list) and len(out) == 2
-
-
 def check_returned(before: Any, after: Any) -> Any:
-    """The state after the loss, of the types that it had before.
-
-    Raises:
-      ArgumentError: its structure, or the type of an array, has changed.
-    """
+    """The state after the loss, which must be of the types that it had before."""
     was, now = jax.tree.structure(before), jax.tree.structure(after)
     if was != now:
         raise ArgumentError(
@@ -186,9 +167,6 @@ def check_equal(state: Any, after: Callable[..., Any], own: Any, params: Any) ->
       after: the state after the loss, as a function of ``own`` and the parameters.
       own: what differs between shards: the rows of the batch, and the key.
       params: the parameters, or their types.
-
-    Raises:
-      ArgumentError: the loss computes such an array from the batch or the key.
     """
     paths = jax.tree_util.tree_leaves_with_path(state)
     if all(is_inexact(leaf) for _, leaf in paths):
@@ -236,3 +214,103 @@ def settled(kind: ModelState | None, after: Any, gradients: Gradients, number: i
     totals = iter(gradients.sums["model_state"])
     mean = lambda x: average(next(totals), gradients.weight, number).astype(x.dtype)
     return jax.tree.map(lambda x: mean(x) if is_inexact(x) else x, after)
+
+
+# The arguments of a loss, with and without a random key.
+
+
+def with_rng(
+    loss_fn: Callable[..., Any], takes: tuple[str, ...] = ("params", "batch")
+) -> tuple[Callable[..., Any], bool]:
+    """The loss as a function of these arguments and optionally a key; and whether it takes one."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters
+    except ValueError:
+        return loss_fn, False
+    if _needs_rng(parameters.values(), takes):
+        return loss_fn, True
+    given = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
+    # Pass an optional key too: without it, dropout would be off.
+    optional = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is None
+        and name not in given
+        and name.split("_")[-1].removesuffix("s") in _KEYS
+    ]
+    if not optional:
+        return loss_fn, False
+    (name, *others) = optional
+    if others or name.endswith("s") or parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY:
+        raise ArgumentTypeError(
+            f"loss_fn takes {optional}, but a step has one key for each call. Write "
+            f"loss_fn({', '.join(takes)}, rng), and derive the others from rng inside."
+        )
+
+    @functools.wraps(loss_fn)
+    def wrapped(*args: Any) -> Any:
+        *others, rng = args
+        return loss_fn(*others, **{name: rng})
+
+    return wrapped, True
+
+
+# The last word of the name of a parameter that takes a key.
+_KEYS = ("key", "prng", "rng")
+
+
+def is_named_as_key(name: str) -> bool:
+    """Whether a name is that of a random key or a seed.
+
+    >>> [is_named_as_key(name) for name in ("rngs", "PRNGKey", "key_2", "seed")]
+    [True, True, True, True]
+    >>> [is_named_as_key(name) for name in ("y", "keypoints", "key_points")]
+    [False, False, False]
+    """
+    words = _words(name)
+    return words[-1:] in (["key"], ["seed"]) or _is_named_as_rng(name)
+
+
+def _is_named_as_rng(name: str) -> bool:
+    """Whether a name is that of what only random numbers come from."""
+    return not {"rng", "prng"}.isdisjoint(_words(name))
+
+
+def _words(name: str) -> list[str]:
+    words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    return [word.lower().removesuffix("s") for word in words]
+
+
+def _needs_rng(parameters: Iterable[inspect.Parameter], takes: tuple[str, ...]) -> bool:
+    """Whether a loss has one required parameter more than these, which is to be a key."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.default is p.empty]
+    given = [p for p in needed if p.kind in positional]
+    if not any(p.kind is p.VAR_POSITIONAL for p in needed) and (
+        len(given) - len(takes) not in (0, 1) or any(p.kind is p.KEYWORD_ONLY for p in needed)
+    ):
+        raise ArgumentTypeError(
+            f"loss_fn takes ({', '.join(takes)}) or ({', '.join(takes)}, rng); this one takes "
+            f"{[p.name for p in needed]}.{_in_one_batch(given, takes)}"
+        )
+    unread = given[-1].name.strip("_") == "" if given else False
+    if len(given) > len(takes) and not unread and not is_named_as_key(given[-1].name):
+        raise ArgumentTypeError(
+            f"loss_fn takes {[p.name for p in given]}, but a step passes ({', '.join(takes)}, "
+            f"rng), and {given[-1].name!r} is not named like a key.{_in_one_batch(given, takes)} "
+            f"If it is the key, call it rng."
+        )
+    return len(given) > len(takes)
+
+
+def _in_one_batch(given: Sequence[inspect.Parameter], takes: Sequence[str]) -> str:
+    """How to pass to a loss what it takes in several arguments."""
+    arrays = [p.name for p in given[len(takes) - 1 :] if not is_named_as_key(p.name)]
+    if len(arrays) < 2:
+        return ""
+    batch = ", ".join(f"{name!r}: {name}" for name in arrays)
+    reads = ", ".join(f"batch[{name!r}]" for name in arrays)
+    return (
+        f" Pass all arrays as one batch, step(state, {{{batch}}}), to "
+        f"loss_fn({', '.join(takes)}), which reads {reads}."
+    )

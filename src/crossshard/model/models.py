@@ -13,10 +13,10 @@ import numpy as np
 import optax
 
 from crossshard import _check
-from crossshard._flax import AnyVariable, nnx
+from crossshard._check import is_inexact
+from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.gradients.scalars import is_inexact
 from crossshard.jaxprs.walk import depends, hands_on
 from crossshard.model.model_state import OVERWRITTEN
 from crossshard.pipeline.update.optimize import takes_value
@@ -29,16 +29,11 @@ _WRITE = (
 
 @dataclasses.dataclass(frozen=True)
 class Skeleton:
-    """The static part of a model; hashable, so that a step compiles once for each.
+    """The static part of a model; hashable, so that a step compiles once for each."""
 
-    Attributes:
-      tree: the treedef of a pytree, or the graphdef of an NNX module.
-      fixed: the static leaves of a pytree, with ``None`` in place of arrays.
-      frozen: the paths of the parameters of an NNX module that are not trained.
-    """
-
-    tree: Any
-    fixed: tuple[Any, ...] | None = None
+    tree: Any  # the treedef of a pytree, or the graphdef of an NNX module
+    fixed: tuple[Any, ...] | None = None  # a pytree's static leaves, ``None`` in place of arrays
+    # The paths of the parameters of an NNX module that are not trained.
     frozen: frozenset[tuple[Any, ...]] = frozenset()
 
     @property
@@ -59,12 +54,11 @@ def partition(model: Any, wrt: Any = None) -> tuple[Any, ...]:
     Parameters are the ``nnx.Param``s of a module, or the floating arrays of a pytree, that ``wrt``
     chooses. The others are frozen, as are the other arrays of a pytree, such as integers. Only a
     module has further state.
-
-    Raises:
-      ArgumentError: there are no parameters.
-      ArgumentTypeError: a leaf is neither an array nor hashable.
     """
-    inside = [leaf for leaf in jax.tree.leaves(model, is_leaf=_is_nnx) if _is_nnx(leaf)]
+    # Until Flax is loaded, each of these names is asked for anew.
+    kinds = nnx.Pytree | nnx.Variable
+    is_nnx = lambda leaf: isinstance(leaf, kinds)
+    inside = [leaf for leaf in jax.tree.leaves(model, is_leaf=is_nnx) if is_nnx(leaf)]
     if isinstance(model, nnx.State):
         others = [leaf for leaf in inside if not isinstance(leaf, nnx.Param)]
         if others:
@@ -80,39 +74,40 @@ def partition(model: Any, wrt: Any = None) -> tuple[Any, ...]:
             f"parameters. Put everything into one nnx.Module, nnx.Dict or nnx.List."
         )
     of = _partition_module if isinstance(model, nnx.Pytree) else _partition_pytree
-    parts = of(model, wrt)
-    _check_some_trained(wrt, *parts[1:3])
-    if not jax.tree.leaves(parts[1]):
+    parts = of(model, _chooser(wrt, model))
+    if jax.tree.leaves(parts[1]):
+        return parts
+    if wrt is None:
         raise ArgumentError(
             f"There is nothing to train: {type(model).__name__} has no floating array."
         )
-    return parts
+    others = jax.tree_util.tree_leaves_with_path(parts[2])
+    raise ArgumentError(
+        f"wrt chooses none of the model's parameters, of which the first is "
+        f"{_name(others[0][0]) if others else 'params'}, so there is nothing to train. {_WRITE}"
+    )
 
 
 def check_params(
     model: Any,
     params: Any,
-    frozen: Any,
     optimizer: optax.GradientTransformationExtraArgs,
     wrt: Any,
 ) -> None:
     """Raise if a step would train what is not meant to be trained.
 
+    Such as a state, Linen's other collections, or the base of a model with LoRA.
+
     Args:
       model: the model that the caller passes to ``init``.
       params: its parameters.
-      frozen: its other arrays that stay unchanged.
       optimizer: the inner optimizer.
       wrt: the caller's choice of what is trained; ``None`` without one.
-
-    Raises:
-      ArgumentError: the optimizer would update Linen's other collections or the base of a model
-        with LoRA.
     """
     _refuse_states(model)
-    paths = jax.tree_util.tree_leaves_with_path(params)
     if wrt is not None:
         return
+    paths = jax.tree_util.tree_leaves_with_path(params)
     if isinstance(model, Mapping) and not isinstance(model, nnx.State) and "params" in model:
         of_params = jax.tree_util.DictKey("params")
         others = [place for place, (path, _) in enumerate(paths) if path[0] != of_params]
@@ -130,7 +125,7 @@ def check_params(
     if isinstance(model, nnx.Pytree):
         of_lora = [
             isinstance(variable, nnx.LoRAParam)
-            for variable in jax.tree.leaves(params, is_leaf=_is_nnx)
+            for variable in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
             for _ in jax.tree.leaves(variable)
         ]
         others = [place for place, is_lora in enumerate(of_lora) if not is_lora]
@@ -206,16 +201,9 @@ def combine(skeleton: Skeleton, params: Any, frozen: Any, model_state: Any) -> A
 
 
 def after_loss(skeleton: Skeleton, model: Any, params: Any, before: Any) -> tuple[Any, Any]:
-    """The parameters, trained and frozen, and the model state after the loss.
+    """The parameters, trained and frozen, and the other state of a model after the loss.
 
-    Args:
-      skeleton: the static part of the model.
-      model: the model that the loss got.
-      params: its trained and its frozen parameters before the loss.
-      before: its other state before the loss.
-
-    Raises:
-      VariableError: the loss added or removed variables.
+    Takes the model that the loss got, and both of them before it.
     """
     if not skeleton.is_nnx:
         return params, before
@@ -230,16 +218,7 @@ def after_loss(skeleton: Skeleton, model: Any, params: Any, before: Any) -> tupl
 
 
 def check_not_written(after: Any, params: Any, run: Callable[[Any], Any]) -> None:
-    """Raise if the loss wrote to the parameters.
-
-    Args:
-      after: the parameters after the loss.
-      params: the parameters before the loss.
-      run: the loss, from parameters before to parameters after.
-
-    Raises:
-      VariableError: the loss wrote to them.
-    """
+    """Raise if the loss wrote to the parameters; ``run`` takes them as they were before it."""
     if all(a is b for a, b in zip(*map(jax.tree.leaves, (after, params)), strict=True)):
         return
     # nnx.remat, nnx.jit and similar write every variable back, with its old value.
@@ -251,29 +230,25 @@ def check_not_written(after: Any, params: Any, run: Callable[[Any], Any]) -> Non
         )
 
 
-def _is_nnx(x: Any) -> bool:
-    return isinstance(x, nnx.Pytree | nnx.Variable)
-
-
 def _is_param(path: Any, value: Any) -> bool:
     del path
     leaves = jax.tree.leaves(value.get_raw_value()) if isinstance(value, nnx.Param) else []
     return bool(leaves) and all(map(is_inexact, leaves))
 
 
-def _has_floats(variable: "AnyVariable") -> bool:
-    return any(map(is_inexact, jax.tree.leaves(variable.get_raw_value())))
-
-
-def _partition_module(module: Any, wrt: Any) -> tuple[Any, ...]:
-    chosen, frozen = _of_module(wrt), set()
+def _partition_module(module: Any, chosen: Callable[..., bool]) -> tuple[Any, ...]:
+    frozen = set()
     _check_arrays(nnx.state(module))
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         is_chosen = chosen(path, variable)
         if _is_param(path, variable):
             frozen |= set() if is_chosen else {path}
-        elif wrt is not None and is_chosen and _has_floats(variable):
-            _refuse_other_variable(path, variable)
+        elif is_chosen and any(map(is_inexact, jax.tree.leaves(variable.get_raw_value()))):
+            raise ArgumentError(
+                f"wrt chooses {'/'.join(map(str, path))}, an nnx {type(variable).__name__}, but a "
+                f"step trains only nnx.Params. Write wrt=nnx.All(nnx.Param, ...), or derive the "
+                f"variable's type from nnx.Param."
+            )
     skeleton = Skeleton(None, frozen=frozenset(frozen))
     graph, *arrays = skeleton.split(module)
     return dataclasses.replace(skeleton, tree=graph), *arrays
@@ -286,22 +261,20 @@ class _Fixed:
     kind: type
 
 
-def _partition_pytree(model: Any, wrt: Any) -> tuple[Any, ...]:
-    chosen = _of_pytree(wrt, model)
+def _partition_pytree(model: Any, chosen: Callable[..., bool]) -> tuple[Any, ...]:
     paths, tree = jax.tree_util.tree_flatten_with_path(model)
     _check_arrays(model)
-    leaves = [jnp.asarray(x) if _is_number_to_train(path, x) else x for path, x in paths]
-    fixed = tuple(
-        None if _is_array(leaf) else _Fixed(_check_fixed(leaf), type(leaf)) for leaf in leaves
-    )
-    trained = [
-        _is_array(leaf) and is_inexact(leaf) and chosen(path, leaf)
-        for (path, _), leaf in zip(paths, leaves, strict=True)
-    ]
-    pairs = list(zip(leaves, trained, strict=True))
-    params = [leaf if is_trained else None for leaf, is_trained in pairs]
-    rest = [leaf if _is_array(leaf) and not is_trained else None for leaf, is_trained in pairs]
-    return Skeleton(tree, fixed), tree.unflatten(params), tree.unflatten(rest), ()
+    params: list[Any] = []
+    rest: list[Any] = []
+    fixed: list[_Fixed | None] = []
+    for path, x in paths:
+        leaf = jnp.asarray(x) if _is_number_to_train(path, x) else x
+        is_array = _is_array(leaf)
+        is_trained = is_array and is_inexact(leaf) and chosen(path, leaf)
+        params.append(leaf if is_trained else None)
+        rest.append(leaf if is_array and not is_trained else None)
+        fixed.append(None if is_array else _fixed(leaf))
+    return Skeleton(tree, tuple(fixed)), tree.unflatten(params), tree.unflatten(rest), ()
 
 
 def _is_number_to_train(path: tuple[Any, ...], leaf: Any) -> bool:
@@ -310,15 +283,14 @@ def _is_number_to_train(path: tuple[Any, ...], leaf: Any) -> bool:
     return isinstance(leaf, float) and (not path or isinstance(path[-1], of_container))
 
 
-def _check_fixed(leaf: Any) -> Any:
+def _fixed(leaf: Any) -> _Fixed:
     try:
         hash(leaf)
     except TypeError:
         raise ArgumentTypeError(
-            f"A leaf of the parameters is neither an array nor hashable: {_check.shown(leaf)} "
-            f"({type(leaf).__name__})."
+            f"A leaf of the parameters is neither an array nor hashable: {_check.described(leaf)}."
         ) from None
-    return leaf
+    return _Fixed(leaf, type(leaf))
 
 
 def _check_arrays(tree: Any) -> None:
@@ -335,11 +307,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def check_wrt(wrt: Any) -> Any:
-    """The checked ``wrt`` argument: ``None``, an NNX filter, or a function of path and leaf.
-
-    Raises:
-      ArgumentTypeError: it is something else, or a function of other arguments.
-    """
+    """The checked ``wrt`` argument: ``None``, an NNX filter, or a function of path and leaf."""
     if wrt is None:
         return None
     if _is_nnx_filter(wrt):
@@ -361,67 +329,30 @@ def check_wrt(wrt: Any) -> Any:
     return wrt
 
 
-def _of_pytree(wrt: Any, model: Any) -> Callable[[tuple[Any, ...], Any], bool]:
-    """Whether ``wrt`` chooses a floating leaf of a pytree, by the path that JAX gives it.
-
-    Raises:
-      ArgumentTypeError: ``wrt`` is an NNX filter.
-    """
+def _chooser(wrt: Any, model: Any) -> Callable[[Any, Any], bool]:
+    """Whether ``wrt`` chooses a floating leaf of a pytree, or an NNX variable, with this path."""
+    is_module = isinstance(model, nnx.Pytree)
     if wrt is None:
-        return lambda path, leaf: True
-    if _is_nnx_filter(wrt):
+        return _is_param if is_module else lambda path, leaf: True
+    if _is_nnx_filter(wrt) and not is_module:
         raise ArgumentTypeError(
             f"wrt={_check.shown(wrt)} is an NNX filter, which chooses variables of an NNX module, "
             f"but the parameters are a pytree ({type(model).__name__}). {_WRITE}"
         )
-    return lambda path, leaf: _check_answer(wrt(path, leaf))
+    chooses = nnx.filterlib.to_predicate(wrt) if is_module else wrt
 
+    def chosen(path: Any, leaf: Any) -> bool:
+        answer = chooses(path, leaf)
+        if not isinstance(answer, bool | np.bool_):
+            raise ArgumentTypeError(
+                f"wrt must return True or False for each leaf; it returned "
+                f"{_check.shown(answer, 40)} ({type(answer).__name__})."
+            )
+        return bool(answer)
 
-def _of_module(wrt: Any) -> Callable[[tuple[Any, ...], Any], bool]:
-    """Whether ``wrt`` chooses a variable of an NNX module, by the path that NNX gives it."""
-    if wrt is None:
-        return lambda path, variable: True
-    predicate = nnx.filterlib.to_predicate(wrt)
-    return lambda path, variable: _check_answer(predicate(path, variable))
-
-
-def _check_some_trained(wrt: Any, params: Any, frozen: Any) -> None:
-    """Raise if ``wrt`` leaves nothing to train.
-
-    Raises:
-      ArgumentError: it chooses none of the parameters.
-    """
-    others = jax.tree_util.tree_leaves_with_path(frozen)
-    if wrt is not None and not jax.tree.leaves(params):
-        first = jax.tree_util.keystr(others[0][0]).removesuffix(".value") if others else ""
-        raise ArgumentError(
-            f"wrt chooses none of the model's parameters, of which the first is params{first}, so "
-            f"there is nothing to train. {_WRITE}"
-        )
-
-
-def _refuse_other_variable(path: tuple[Any, ...], variable: "AnyVariable") -> None:
-    """Raise for a variable that ``wrt`` chooses though it is not a parameter.
-
-    Raises:
-      ArgumentError: always.
-    """
-    raise ArgumentError(
-        f"wrt chooses {'/'.join(map(str, path))}, an nnx {type(variable).__name__}, but a step "
-        f"trains only nnx.Params. Write wrt=nnx.All(nnx.Param, ...), or derive the variable's type "
-        f"from nnx.Param."
-    )
+    return chosen
 
 
 def _is_nnx_filter(wrt: Any) -> bool:
     kinds = type | str | bool | types.EllipsisType | list | tuple
     return isinstance(wrt, kinds) or type(wrt).__module__ == nnx.filterlib.__name__
-
-
-def _check_answer(answer: Any) -> bool:
-    if not isinstance(answer, bool | np.bool_):
-        raise ArgumentTypeError(
-            f"wrt must return True or False for each leaf; it returned {_check.shown(answer, 40)} "
-            f"({type(answer).__name__})."
-        )
-    return bool(answer)

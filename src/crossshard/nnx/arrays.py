@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard import _check
+from crossshard._check import is_number
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.scalars import is_number
 from crossshard.nnx.graph import is_stateful
 from crossshard.nnx.keys import ByValue
 from crossshard.shards.batch_axes import (

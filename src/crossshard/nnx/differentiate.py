@@ -15,7 +15,6 @@ from crossshard.collectives.sums import widen
 from crossshard.errors import VariableError
 from crossshard.gradients.autodiff import check_sums, explained_types, scaled, unscale
 from crossshard.gradients.mean import Mean, part_of_shard
-from crossshard.gradients.scalars import check_scalar
 from crossshard.nnx.binding import bound, check_writable
 from crossshard.nnx.graph import reached_in, same_arrays
 from crossshard.shards.axes import Shards, check_no_further
@@ -62,7 +61,7 @@ def differentiate(
         empty = None
         if isinstance(out, Mean) and shards_of_mean is not None:
             out, empty = part_of_shard(out, shards_of_mean())
-        value = jnp.asarray(check_scalar(out))
+        value = jnp.asarray(_check.scalar(out))
         check_no_further(value, shards, values)
         changed = [not same_arrays(a, b) for a, b in zip(after, rest, strict=True)]
         written[:] = [*itertools.compress(others, changed), *made]
@@ -88,7 +87,7 @@ def differentiate(
             _flax.bring_out(other, after)
     if grad_loss is not None:
         # grad_loss may be an int; a loss may not.
-        seed = jnp.asarray(check_scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
+        seed = jnp.asarray(_check.scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
         _check.finite("grad_loss", grad_loss)
         gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
     return value, [g if place in reached else None for place, g in enumerate(gradients)], empty

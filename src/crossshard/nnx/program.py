@@ -17,8 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard import _flax, _jax, _mesh
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard._hash import checksum
-from crossshard.distributed.agreement import check_agreement, processes_of
-from crossshard.distributed.programs import check_same_program
+from crossshard.distributed.agreement import check_agreement, check_same_program, processes_of
 from crossshard.distributed.progress import PROGRESS
 from crossshard.errors import VariableError
 from crossshard.jaxprs.walk import varying_axes_of_outputs

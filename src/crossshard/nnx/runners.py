@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard import _check, _jax, _mesh
 from crossshard._annotations import PyTree
+from crossshard._check import is_number
 from crossshard.distributed.agreement import processes_of
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
-from crossshard.gradients.scalars import is_number
 from crossshard.nnx.arrays import (
     Arguments,
     InputAxes,

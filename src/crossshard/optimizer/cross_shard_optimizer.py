@@ -16,8 +16,7 @@ from crossshard import _check, _flax
 from crossshard._annotations import Groups, PyTree
 from crossshard._flax import AnyVariable, nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedReductionError
-from crossshard.gradients.reduction import Reduction, check_reduction
-from crossshard.gradients.status import GradientStatus, check_incoming
+from crossshard.gradients.status import GradientStatus, Reduction, check_incoming, check_reduction
 from crossshard.nnx.binding import check_writable
 from crossshard.nnx.computed import Computed
 from crossshard.nnx.differentiate import differentiate

@@ -23,8 +23,7 @@ from crossshard._annotations import Given
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.nesting import refuse_nesting
-from crossshard.gradients.reduction import Reduction
-from crossshard.gradients.status import GradientStatus
+from crossshard.gradients.status import GradientStatus, Reduction
 from crossshard.pipeline.aggregators.aggregator import Aggregator
 from crossshard.pipeline.aggregators.plain import Plain
 from crossshard.pipeline.own import check_returned

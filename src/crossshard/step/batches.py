@@ -9,10 +9,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _check, _jax, _mesh
+from crossshard._check import is_number
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.scalars import is_number
 from crossshard.model.state import TrainState, names_of
 from crossshard.shards.batch_axes import (
     BatchAxes,

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from crossshard import _jax, _mesh
-from crossshard.gradients.scalars import is_inexact
+from crossshard._check import is_inexact
 from crossshard.jaxprs.kernels import Assumptions
 from crossshard.jaxprs.mean_over_rows import Finding, facts_of_inputs, followed
 from crossshard.jaxprs.row_facts import OverRows

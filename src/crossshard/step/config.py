@@ -133,6 +133,7 @@ class Layouts:
         config = self._config
         mesh, pipeline = config.mesh, config.pipeline
         groups = pipeline.groups if config.is_grouped else None
+        shards = shards_of(mesh, config.axes)
         check_fits(params, other_axes, mesh)
         # JAX drops axes of size 1 from the shardings of its results.
         several = [axis for axis, size in mesh.shape.items() if size > 1]
@@ -140,7 +141,7 @@ class Layouts:
         planner = Planner(
             pipeline.optimizer,
             params,
-            shards_of(mesh, config.axes),
+            shards,
             groups,
             mesh,
             config.weight_update,
@@ -153,7 +154,7 @@ class Layouts:
         model_state = config.loss.model_state
         return StateLayout(
             mesh,
-            config.axes,
+            shards,
             *planner.plan(),
             groups,
             pipeline,
@@ -182,7 +183,7 @@ class Layouts:
         of = arrays if len(config.axes) < len(mesh.axis_names) else arrays[:2]
         other_axes = other_axes_of(of, mesh, config.axes, in_parts=config.in_parts)
         layout = self.of_params(arrays[0], other_axes)
-        check_params(params, arrays[0], arrays[1], config.pipeline.optimizer, config.wrt)
+        check_params(params, arrays[0], config.pipeline.optimizer, config.wrt)
 
         def make(arrays: Any, key: Any) -> TrainState:
             state = layout.initial(skeleton, impl, arrays, key)

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from crossshard._check import is_inexact
 from crossshard._text import count, size
-from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import leaf_name
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
@@ -26,7 +26,7 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
     kind = layout.model_state
     kept = "one, as the loss returns it" if layout.has_one_state else kind and _KEPT[kind]
     frozen = [leaf for leaf in jax.tree.leaves(state.frozen) if is_inexact(leaf)]
-    over = f" over {', '.join(layout.axes)}" * bool(layout.unnamed_axes)
+    over = f" over {', '.join(layout.axes)}" * bool(layout.shards.other_axes)
     shards = f"{count(layout.number_of_shards, 'shard')}{over} on the mesh ({axes})"
     in_parts, of_frozen = None, "neither differentiated nor sent"
     if arrays.in_parts:
@@ -168,7 +168,7 @@ def _split(layout: StateLayout, state: TrainState) -> str:
     if not any(of_params):
         return ""
     number = sum(map(bool, of_params))
-    over = [axis for axis in layout.unnamed_axes if any(axis in str(own) for own in of_params)]
+    over = [axis for axis in layout.shards.other_axes if any(axis in str(own) for own in of_params)]
     blocks = size(bytes_on_device(state.params))
     return f"; {number} of them split over {', '.join(over)}, {blocks} on each device"
 
@@ -179,7 +179,7 @@ def _sizes(tree: Any, layout: StateLayout | None) -> str:
     words = f"{size(whole)} in {len(leaves)} array{'s' * (len(leaves) != 1)}"
     if layout is None:
         return words
-    place = "device" if layout.unnamed_axes else "shard"
+    place = "device" if layout.shards.other_axes else "shard"
     return f"{words}, {size(bytes_on_device(tree))} of it on each {place}"
 
 

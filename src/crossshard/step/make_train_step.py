@@ -11,11 +11,9 @@ from jax.typing import ArrayLike, DTypeLike
 from crossshard import _check, _mesh
 from crossshard._annotations import Filter, Loss, PyTree
 from crossshard.errors import ArgumentError
-from crossshard.gradients.reduction import Reduction
-from crossshard.gradients.status import GradientStatus
+from crossshard.gradients.status import GradientStatus, Reduction
 from crossshard.guards.divergence import check_divergence_options
-from crossshard.model.loss import with_rng
-from crossshard.model.model_state import check_model_state
+from crossshard.model.model_state import check_model_state, with_rng
 from crossshard.model.models import check_wrt
 from crossshard.optimizer.cross_shard_optimizer import pipeline_of, transformation_of
 from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized

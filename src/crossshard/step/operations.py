@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from crossshard import _jax
-from crossshard.gradients.scalars import is_inexact
+from crossshard._check import is_inexact
 from crossshard.jaxprs import rewrite
 from crossshard.jaxprs.kernels import SAID_BY_JAXPR, Assumptions, Operation, is_rowwise, says
 from crossshard.jaxprs.row_facts import Fact, Free, Rows

@@ -13,10 +13,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from crossshard import _mesh
+from crossshard._check import is_number
 from crossshard.distributed.agreement import check_agreement, processes_of
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.scalars import is_number
 from crossshard.model.models import Skeleton, combine
 from crossshard.shards.batch_axes import join, resized, take_rows
 from crossshard.shards.context import shard_context

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 
 from crossshard import _check, _jax, _mesh
-from crossshard.distributed.agreement import compare, processes_of
-from crossshard.distributed.programs import check_same_program
+from crossshard.distributed.agreement import check_same_program, compare, processes_of
 from crossshard.distributed.progress import PROGRESS
 from crossshard.errors import CrossshardError
 from crossshard.model.state import TrainState

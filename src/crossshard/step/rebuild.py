@@ -1,7 +1,12 @@
-"""Rebuild: a step again with another optimizer, to be compared with itself on one shard."""
+"""What tools may know of a step: all that they import of the rooms that compute.
+
+A step again with another optimizer, to be compared with itself on one shard; its rows, groups,
+axes and sizes.
+"""
 
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -11,16 +16,35 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.collectives.codec import Codec
 from crossshard.errors import ArgumentError, LossError
-from crossshard.gradients.reduction import Reduction
+from crossshard.gradients.status import Reduction
+from crossshard.jaxprs.primitives import DRAWS
+from crossshard.jaxprs.walk import equations_within
+from crossshard.model.models import partition
 from crossshard.pipeline.aggregators.few_bits import FewBits
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.metrics import Metrics
+from crossshard.pipeline.stages.nonfinite import RARE
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.batch_axes import BatchAxes, take_rows
+from crossshard.step.description import bytes_on_device
 from crossshard.step.losses.loss import LossOver
 from crossshard.step.over_rows import OverRowsRecord
 from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep, config_of
+
+__all__ = [
+    "RARE",
+    "axes_of_batch",
+    "bytes_on_device",
+    "draws",
+    "groups_of",
+    "loss_over_rows_of",
+    "number_of_parameters",
+    "of_few_bits",
+    "on_part_of_mesh",
+    "own_rows",
+    "with_sgd",
+]
 
 
 def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone: bool) -> TrainStep:
@@ -171,3 +195,18 @@ def groups_of(step: TrainStep) -> tuple[tuple[tuple[int, ...], ...], float]:
 def axes_of_batch(step: TrainStep) -> BatchAxes:
     """Along which axes the arrays of a batch of this step have their rows."""
     return config_of(step).loss.batch_axes
+
+
+def number_of_parameters(params: Any, wrt: Any) -> int:
+    """How many numbers a model of arrays or types has, with those that are not trained."""
+    _, trained, frozen, *_ = partition(params, wrt)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((trained, frozen)))
+
+
+def draws(traced: Any) -> bool:
+    """Whether a traced program draws random numbers."""
+    return any(
+        each.primitive.name in DRAWS
+        for equation in traced.jaxpr.eqns
+        for each in (equation, *equations_within(equation))
+    )

@@ -9,7 +9,7 @@ import jax
 from crossshard import _check
 from crossshard.collectives.codec import Codec
 from crossshard.errors import ArgumentError
-from crossshard.gradients.reduction import Reduction
+from crossshard.gradients.status import Reduction
 from crossshard.model.model_state import ModelState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.metrics import need_local

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Key, PyTree
+from crossshard._check import is_inexact
 from crossshard.distributed.progress import PROGRESS, entering, for_now
 from crossshard.errors import ArgumentError, ArgumentTypeError, NonfiniteError
-from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import leaf_name
 from crossshard.guards.diverged import report
 from crossshard.guards.divergence import names_of_compared

@@ -10,10 +10,9 @@ if TYPE_CHECKING:
     from crossshard.tools.inspection.hlo import Array
     from crossshard.tools.inspection.inspect import inspect
     from crossshard.tools.inspection.report import Communication, Memory
-    from crossshard.tools.planning.plan import plan
-    from crossshard.tools.planning.report import Candidate, LinkUse, MemoryUse, Plan
+    from crossshard.tools.planning.plan import Candidate, LinkUse, MemoryUse, Plan, plan
     from crossshard.tools.planning.topology import Topology, topology
-    from crossshard.tools.verification.report import Fault, LeafReport, Verification
+    from crossshard.tools.verification.conclude import Fault, LeafReport, Verification
     from crossshard.tools.verification.verify import verify
 
 __all__ = [
@@ -48,10 +47,9 @@ _HOMES = {
     "inspection.hlo": "Array",
     "inspection.inspect": "inspect",
     "inspection.report": "Communication Memory",
-    "planning.plan": "plan",
-    "planning.report": "Candidate LinkUse MemoryUse Plan",
+    "planning.plan": "Candidate LinkUse MemoryUse Plan plan",
     "planning.topology": "Topology topology",
-    "verification.report": "Fault LeafReport Verification",
+    "verification.conclude": "Fault LeafReport Verification",
     "verification.verify": "verify",
 }
 

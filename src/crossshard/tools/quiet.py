@@ -1,28 +1,10 @@
-"""Keeps the compilers' plugins quiet, and lets several run at once."""
+"""Keeps what compilers and collectives print off the screen."""
 
 import contextlib
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
-
-
-def for_tpus() -> None:
-    """Set what libtpu reads when it is loaded, unless the user has."""
-    for name, value in {
-        # There is no TPU here, nor a server that could tell which one.
-        "TPU_SKIP_MDS_QUERY": "1",
-        # Nothing is run, so two processes may compile at once.
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_LOG_DIR": "disabled",
-    }.items():
-        os.environ.setdefault(name, value)
-
-
-def for_gpus() -> None:
-    """Set what JAX for CUDA reads when it is loaded, unless the user has."""
-    # There is no GPU here to be compatible with.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 @contextlib.contextmanager

@@ -119,15 +119,15 @@ STANDS = (
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        ("import jax; jax.devices(); time.sleep(60)", "process 1 has not entered it."),
-        (STANDS, "process 1 has entered it and stands still."),
+        ("import jax; jax.devices(); time.sleep(60)", ": process 1 has not entered it."),
+        (STANDS, ", and all processes have entered it: one of them stands still"),
     ],
     ids=["does not come", "stands still"],
 )
 def test_a_process_that_others_wait_for_is_named(script: str, says: str):
     ran = run(*instead(script), job=(2, 1))
     assert ran.returncode == 1, ran
-    assert f"The all-reduce of 4.00 kB has not ended in 8 seconds: {says}" in ran.stdout
+    assert f"The all-reduce of 4.00 kB has not ended in 8 seconds{says}" in ran.stdout
 
 
 def instead(script: str) -> list[str]:
@@ -145,6 +145,3 @@ def test_processes_that_do_not_meet():
     ran = run("--timeout", "2", JAX_PROCESS_ID="1", **address)
     assert (ran.returncode, ran.stderr) == (1, ""), ran
     assert "Process 1 of 2 did not meet the others at 127.0.0.1:61009 in 2 seconds: " in ran.stdout
-    ran = run("--no-self-test", https_proxy="http://127.0.0.1:9", JAX_PROCESS_ID="1", **address)
-    assert ran.returncode == 1
-    assert "https_proxy is set" in ran.stdout

@@ -13,8 +13,7 @@ from jax import lax
 
 import crossshard
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.tools.diagnosis import doctor as the_doctor
-from crossshard.tools.diagnosis import processes
+from crossshard.tools.diagnosis import doctor as diagnosis
 
 SMALL = (4_000,)
 
@@ -71,19 +70,19 @@ def test_wrong_values_are_named(name: str, monkeypatch: pytest.MonkeyPatch):
 
 def test_float32_has_room_for_the_sums_on_every_number_of_shards():
     for shards in (1, 2, 8, 1000, 4096, 60_000):
-        numbers, marks = the_doctor._values(100_000, shards)
+        numbers, marks = diagnosis._values(100_000, shards)
         total = shards * numbers + marks.sum()
         assert total.max() <= 2**24
         assert np.array_equal(total.astype(np.float32), total)
 
 
 def test_a_sum_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch):
-    compiled = the_doctor._compiled
+    compiled = diagnosis._compiled
 
     def hangs(mesh: Any, length: int) -> Any:
         return compiled(mesh, length) if length == 100 else lambda _: time.sleep(5)
 
-    monkeypatch.setattr(the_doctor, "_compiled", hangs)
+    monkeypatch.setattr(diagnosis, "_compiled", hangs)
     found = crossshard.doctor(sizes=(400, 4_000, 8_000), timeout=3)
     assert (found.stuck, kinds(found)) == (True, ["stuck"])
     assert "The all-reduce of 4.00 kB has not ended in 3 seconds" in found.findings[0].sentence
@@ -94,7 +93,7 @@ def test_a_sum_that_fails_is_named(monkeypatch: pytest.MonkeyPatch):
     def fails(*_):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: no route\nmore")
 
-    monkeypatch.setattr(the_doctor, "_all_reduce", fails)
+    monkeypatch.setattr(diagnosis, "_all_reduce", fails)
     (finding,) = crossshard.doctor(sizes=SMALL).findings
     assert finding.sentence == "The all-reduce of 4.00 kB failed: UNAVAILABLE: no route"
 
@@ -108,7 +107,7 @@ def test_a_sum_that_fails_is_named(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_refusals_and_no_self_test_at_all(options, error, said, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(the_doctor, "_tests", None)
+    monkeypatch.setattr(diagnosis, "_tests", None)
     with pytest.raises(error, match=said):
         crossshard.doctor(**options)
     assert crossshard.doctor(self_test=False).tests == ()
@@ -118,9 +117,9 @@ def test_a_coordinator_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch):
     def fail(*_: str) -> None:
         raise RuntimeError("UNAVAILABLE")
 
-    monkeypatch.setattr(processes._jax, "processes_of_job", lambda: (2, 1))
-    monkeypatch.setattr(processes._jax, "tell_again", fail)
-    assert processes.late("The all-reduce", 3, 5.0) == (
+    monkeypatch.setattr(diagnosis._jax, "processes_of_job", lambda: (2, 1))
+    monkeypatch.setattr(diagnosis._jax, "told_below", fail)
+    assert diagnosis._late("The all-reduce", 3, 5.0) == (
         "The all-reduce has not ended in 5 seconds, and the coordinator does not answer. See what "
         "process 0 does."
     )

@@ -251,8 +251,8 @@ def test_a_chain_of_a_tpu_is_hidden_behind_the_loop_in_it():
 
 def test_the_contract_names_what_is_exposed():
     report = h100("apart")
-    assert not Contract(min_hidden=0.375).breaches(report)
-    assert not Contract(min_hidden={"reduce-scatter": 0.75, "all-to-all": 1}).breaches(report)
+    assert not list(Contract(min_hidden=0.375).breaches(report))
+    assert not list(Contract(min_hidden={"reduce-scatter": 0.75, "all-to-all": 1}).breaches(report))
     (fault,) = Contract(min_hidden={"reduce-scatter": 0.8, "all-gather": 0}).breaches(report)
     assert "sends 75.0% of its bytes of reduce-scatter" in fault.sentence
     assert "at least 80.0% must be" in fault.sentence

@@ -12,8 +12,7 @@ from jax import lax
 
 import crossshard
 from crossshard.tools.inspection.collectives import collectives
-from crossshard.tools.inspection.hlo import parse
-from crossshard.tools.inspection.source import source_of, users_line
+from crossshard.tools.inspection.hlo import parse, source_of, users_line
 from tests.tools.inspection.test_hlo import ASYNCHRONOUS
 from tests.tools.steps import SPLIT, WHOLE, over
 
@@ -63,7 +62,7 @@ def test_where_no_line_is_the_users_it_is_another_librarys_and_never_ours():
     assert source_of([f"{OURS}optimizer/pipeline.py:1", FLAX]) == FLAX
     assert source_of([f"{OURS}optimizer/pipeline.py:1"]) is None
     # What calls our command is not the user's training.
-    command = [f"{OURS}train_step.py:1", f"{OURS}tools/cli/factory.py:1", "bin/it:3"]
+    command = [f"{OURS}train_step.py:1", f"{OURS}tools/cli.py:1", "bin/it:3"]
     assert source_of(command) is None
 
 

@@ -246,14 +246,13 @@ def test_groups_have_no_parameters_in_parts():
 
 
 def test_the_demo_says_how_its_model_may_be_split():
+    from crossshard.tools.planning.plan import meshes
     from crossshard.tools.planning.topology import topology
-    from crossshard.tools.planning.work import make_work
     from examples.byte_lm.planned import planned
 
-    # Three for each mesh of several shards.
-    for split, number in ((False, 3), (True, 10)):
+    for split, shapes in ((False, [[8]]), (True, [[8], [4, 2], [2, 4], [1, 8]])):
         given = planned(layers=1, width=64, split=split)
-        specs, has_aux = given.pop("model_specs"), given.pop("has_aux")
-        work = make_work(**given, model_specs=specs, options={"has_aux": has_aux})
-        assert len(work.choices(topology("cpu:8"))) == number
-        assert work.batch(6)["read"].shape == (18, 64)
+        model = nnx.eval_shape(given["params"])
+        found = meshes(topology("cpu:8"), model, given["model_specs"])
+        assert [list(shape.values()) for shape, _ in found] == shapes
+        assert given["batch"](6)["read"].shape == (18, 64)

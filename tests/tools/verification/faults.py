@@ -165,7 +165,6 @@ FAULTS = {
     "clipped by value per shard": Planted(
         "update", by(lambda h, g: h.mean(each(lambda x: jnp.clip(x, -0.05, 0.05), g)))
     ),
-    "sent in 16 bits": Planted("bits", by(in_16_bits), "16 bits"),
     "sent in 16 bits by many only": Planted(
         "update",
         by(lambda h, g: in_16_bits(h, g) if several(h) else h.mean(g)),
@@ -207,9 +206,6 @@ FAULTS = {
         "0.500 = n/N",
         "n/N",
         groups=GROUPS,
-    ),
-    "batch not split": Planted(
-        "work", by(mean, whole_batch=True), "the batch is not split", leaves=0
     ),
     "equal random keys": Planted(
         "keys", dropout(own_keys=False), "random keys are equal on all shards", leaves=0

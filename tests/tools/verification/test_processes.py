@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard.errors import ArgumentError
-from crossshard.tools.verification.report import Fault
+from crossshard.tools.verification.conclude import Fault
 from tests.processes import join, run_processes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.deep]

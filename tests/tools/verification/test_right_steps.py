@@ -30,5 +30,4 @@ def check(name: str) -> None:
     found = RIGHT[name]()
     assert found.ok, found
     assert {leaf.verdict for leaf in found.leaves} <= {"fine", "too small"}
-    assert not any("not checked" in note for note in found.notes)
     assert any(leaf.verdict == "fine" for leaf in found.leaves)

@@ -71,7 +71,6 @@ class Plan:
 
     body: Body
     per_shard: bool = False
-    whole_batch: bool = False
     stats: bool = False
     keyed: bool = False
 
@@ -97,15 +96,12 @@ class Making:
     @property
     def specs(self) -> tuple[Any, ...]:
         """How the state, x, y and the key lie."""
-        rows = P() if self.plan.whole_batch else P(AXIS)
-        return (P(AXIS) if self.stacked else P(), rows, rows, *[P()] * self.plan.keyed)
+        return (P(AXIS) if self.stacked else P(), P(AXIS), P(AXIS), *[P()] * self.plan.keyed)
 
     def stack(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.n, *jnp.shape(x))), tree)
 
     def split(self, x: Any) -> Any:
-        if self.plan.whole_batch:
-            return jnp.broadcast_to(x, (self.n, *x.shape))
         return x.reshape(self.n, -1, *x.shape[1:])
 
     def state(self) -> Any:
@@ -148,16 +144,15 @@ def in_pmap(making: Making) -> Any:
 
 def in_jit(making: Making) -> Any:
     """The shards are those of a ``vmap``, over global arrays."""
-    whole, at = making.plan.whole_batch, 0 if making.stacked else None
+    at = 0 if making.stacked else None
     lie = NamedSharding(making.mesh, making.specs[1])
 
     @jax.jit
     def step(state: Any, x: Any, y: Any, *key: Any) -> Any:
         x, y = (lax.with_sharding_constraint(each, lie) for each in (x, y))
-        rows = None if whole else 0
-        axes = (at, rows, rows, *[None for _ in key])
+        axes = (at, 0, 0, *[None for _ in key])
         run = jax.vmap(making.one, axes, (at, None), axis_name=AXIS, axis_size=making.n)
-        return run(state, *((x, y) if whole else map(making.split, (x, y))), *key)
+        return run(state, *map(making.split, (x, y)), *key)
 
     return step, making.state()
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from crossshard import _check
-from crossshard._typed import typed
+from crossshard._check import typed
 from crossshard.distributed.progress import NAME, NO_ROWS
 from crossshard.errors import ArgumentError
 
@@ -31,7 +31,6 @@ _LONGEST_TEXT = 2000
 FAILURE_SECONDS = 2.5
 # Processes that all see that they have other rows than the others raise sooner.
 ROWS_SECONDS = 5.0
-_START, _STEP, _ALONE = "start", "step", "alone"
 # Calls before the first step.
 _EARLY = ("nothing", "init", "checkpoints", "restore")
 # For what processes may wait longer than in a step, unless the user names it. XLA finds a program
@@ -48,15 +47,12 @@ def is_before_steps(call: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Timeouts:
-    """Seconds of each kind of call.
+    """For how many seconds others may wait in each kind of call."""
 
-    Attributes:
-      step: those of a step, and of whatever is not in the others.
-      others: those of other calls, by their names; of ``"start"``, which is all until the first
-        step is entered; and of ``"alone"``, for a process that nobody waits for.
-    """
-
+    # Of a step, and of whatever is not in the others.
     step: float
+    # Of other calls, by their names; of "start", which is all until the first step is entered; and
+    # of "alone", for a process that nobody waits for.
     others: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def of(self, call: str) -> float:
@@ -67,13 +63,13 @@ class Timeouts:
     def silence(self, call: str) -> float:
         """For how long nothing may be heard of a process in a call."""
         is_early = is_before_steps(call) or call == "step 1"
-        default = self.others.get(_START, self.step) if is_early else self.step
+        default = self.others.get("start", self.step) if is_early else self.step
         return self.others.get(call.partition(" ")[0], default)
 
     @property
     def alone(self) -> float | None:
         """Those of a process that nobody waits for; ``None`` if it is not watched."""
-        return self.others.get(_ALONE)
+        return self.others.get("alone")
 
     @property
     def longest(self) -> float:
@@ -82,12 +78,7 @@ class Timeouts:
 
     @classmethod
     def read(cls, given: Any, default: float) -> "Timeouts":
-        """From a number, or from numbers by name.
-
-        Raises:
-          ArgumentError: a number is below one second, or a name is not that of a call.
-          ArgumentTypeError: it is neither.
-        """
+        """From a number, or from numbers by name; an error names what is neither."""
         if not isinstance(given, Mapping):
             check_seconds("stall_timeout", given)
             return cls(given)
@@ -98,17 +89,12 @@ class Timeouts:
                     f"that you pass to entering(), or 'alone'; got {name!r:.60}."
                 )
             check_seconds(f"stall_timeout[{name!r}]", seconds)
-        others = {name: seconds for name, seconds in given.items() if name != _STEP}
-        return cls(given.get(_STEP, default), others)
+        others = {name: seconds for name, seconds in given.items() if name != "step"}
+        return cls(given.get("step", default), others)
 
 
 def check_seconds(name: str, seconds: object) -> None:
-    """Raise unless it is a number of at least one second.
-
-    Raises:
-      ArgumentError: it is less.
-      ArgumentTypeError: it is not a number.
-    """
+    """Raise unless it is a number of at least one second."""
     if not _check.number(name, seconds) >= 1:
         raise ArgumentError(f"{name} must be at least one second; got {seconds}.")
 
@@ -141,50 +127,25 @@ class State(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Report(_Told):
-    """What a process tells of itself.
+    """What a process tells of itself."""
 
-    Attributes:
-      beat: another number each time.
-      calls: how many calls it has entered.
-      latest: the latest of them, such as ``"step 7"``.
-      state: whether it still works.
-      error: the class of the exception that it failed with; ``"nothing"`` without one.
-      gone: a process of the same machine that has died; ``None`` without one.
-      place: the line at which its main thread stands.
-      rows: what its last step was given.
-      rows_since: the first call with these rows.
-      before: the calls before the latest, the newest last, as far as they are remembered.
-      waits: how often it has waited for the others within the latest.
-      inner: where it waits longer than the latest says; empty elsewhere.
-    """
-
-    beat: int
-    calls: int = 0
-    latest: str = "nothing"
+    beat: int  # another number each time
+    calls: int = 0  # how many it has entered
+    latest: str = "nothing"  # of them, such as "step 7"
     state: State = State.RUNNING
-    error: str = "nothing"
-    gone: int | None = None
-    place: str = NOWHERE
-    rows: str = NO_ROWS
-    rows_since: int = 0
-    before: str = ""
-    waits: int = 0
-    inner: str = ""
+    error: str = "nothing"  # the class of the exception that it failed with
+    gone: int | None = None  # a process of the same machine that has died
+    place: str = NOWHERE  # the line at which its main thread stands
+    rows: str = NO_ROWS  # what its last step was given
+    rows_since: int = 0  # the first call with these rows
+    before: str = ""  # the calls before the latest, the newest last, as far as remembered
+    waits: int = 0  # how often it has waited for the others within the latest
+    inner: str = ""  # where it waits longer than the latest says
 
     @property
     def reached(self) -> tuple[int, int]:
         """How far it is, to compare with others."""
         return self.calls, self.waits
-
-    @property
-    def others_wait_in(self) -> str:
-        """What another process has not entered that is not as far."""
-        return self.latest if self.calls else "the first JAX operation"
-
-    @property
-    def waits_in(self) -> str:
-        """The call that says for how long it may wait."""
-        return self.inner or self.latest
 
     def at(self, call: int) -> str | None:
         """What it has entered as this call; ``None`` if that is long ago, or to come."""
@@ -200,115 +161,46 @@ class Kind(enum.StrEnum):
     DIED = "died"
     FAILED = "failed"
     LEFT = "left"
-    BEHIND = "behind"
+    # It stands still, or has gone another way, but says so.
+    STALLED = "stalled"
     SILENT = "silent"
-    DIFFERS = "differs"
-    ELSEWHERE = "elsewhere"
-    ALONE = "alone"
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict(_Told):
-    """Why all processes leave.
-
-    Attributes:
-      kind: what is wrong.
-      process: with which of them.
-      what: the exception, or the call that it has not entered, or has with other rows, or that
-        another process has entered.
-      seconds: for how long.
-      place: the line at which it stands.
-      rows: what it has entered the call with.
-      other: another process.
-      expected: what that has entered the call with.
-      entered: the call that it has entered last; empty if ``what`` says all.
-    """
+    """Why all processes leave."""
 
     kind: Kind
-    process: int = 0
-    what: str = "nothing"
-    seconds: int = 0
-    place: str = NOWHERE
-    rows: str = NO_ROWS
-    other: int = 0
-    expected: str = NO_ROWS
-    entered: str = ""
+    process: int = 0  # with which something is wrong
+    sentence: str = ""  # what happened, and where that process stands
 
     @property
     def code(self) -> int:
         """The exit code of the others."""
-        stalled = (Kind.BEHIND, Kind.SILENT, Kind.DIFFERS, Kind.ELSEWHERE, Kind.ALONE)
-        return PROCESS_STALLED if self.kind in stalled else PROCESS_LOST
+        stalled = self.kind in (Kind.STALLED, Kind.SILENT)
+        return PROCESS_STALLED if stalled else PROCESS_LOST
 
-    def sentence(self) -> str:
-        """What happened, in a sentence, and where the process stands, in another."""
-        who = f"process {self.process}"
-        stands = "" if self.place == NOWHERE else f" It stands at {self.place}."
-        match self.kind:
-            case Kind.DIED:
-                return f"{who} died."
-            case Kind.FAILED:
-                return f"{who} ended with {self.what}."
-            case Kind.LEFT:
-                return f"{who} left before {self.what}, which others have entered."
-            case Kind.BEHIND if self.entered == self.what:
-                return (
-                    f"{who} has stood still in {self.what} for {self.seconds} seconds, and others "
-                    f"wait for it.{stands}"
-                )
-            case Kind.BEHIND if self.entered:
-                return (
-                    f"{who} has entered nothing after {self.entered} for {self.seconds} seconds, "
-                    f"and others wait for it in {self.what}.{stands}"
-                )
-            case Kind.BEHIND:
-                return (
-                    f"{who} has not entered {self.what} for {self.seconds} seconds, and others "
-                    f"wait for it.{stands}"
-                )
-            case Kind.SILENT:
-                last = f" It has entered {self.entered} last." if self.entered else ""
-                return f"{who} has not been heard of for {self.seconds} seconds.{last}{stands}"
-            case Kind.ELSEWHERE:
-                return (
-                    f"{who} has entered {self.entered}, and process {self.other} {self.what} in "
-                    f"its place. Every process must make the same calls, in the same order.{stands}"
-                )
-            case Kind.DIFFERS:
-                mend = (
-                    "Pass as many rows in every process, or weight=, the batch's entry that counts "
-                    "them."
-                )
-                if _dtypes(self.rows) != _dtypes(self.expected):
-                    mend = "Pass arrays of the same dtypes in every process."
-                return (
-                    f"{who} has entered {self.what} with {self.rows}, and process {self.other} "
-                    f"with {self.expected}. {mend}"
-                )
-            case Kind.ALONE:
-                return f"nothing was entered for {self.seconds} seconds after {self.what}.{stands}"
-            case Kind.DONE:
-                return "all processes have come to their ends."
+    @classmethod
+    def of(cls, kind: Kind, process: int, how: str, place: str = NOWHERE) -> "Verdict":
+        """The verdict on a process that did something."""
+        return cls(kind, process, f"process {process} {how}.{stands_at(place)}")
 
 
-def _dtypes(rows: str) -> str:
-    """What a process was given, without the sizes: ``float32,int32`` of ``float32[4,3],int32[4]``.
-
-    >>> _dtypes("float32[4,3],int32[4]")
-    'float32,int32'
-    """
-    return re.sub(r"\[[^\]]*\]", "", rows)
+def left_before(call: str, process: int) -> Verdict:
+    """The verdict on a process that has come to its end before a call of the others."""
+    return Verdict.of(Kind.LEFT, process, f"left before {call}, which others have entered")
 
 
-@dataclasses.dataclass
-class _Heard:
-    """The latest report of a process, and since when it has not changed."""
+def unheard(process: int, seconds: float, last: str = "", place: str = NOWHERE) -> Verdict:
+    """The verdict on a process that tells nothing any more."""
+    also = f". It has entered {last} last" if last else ""
+    how = f"has not been heard of for {int(seconds)} seconds{also}"
+    return Verdict.of(Kind.SILENT, process, how, place)
 
-    report: Report
-    beat_since: float
-    reached_since: float
-    failed_since: float | None = None
-    behind_since: float | None = None
+
+def stands_at(place: str) -> str:
+    """The sentence that says where a process stands, if that is known."""
+    return "" if place == NOWHERE else f" It stands at {place}."
 
 
 class Judge:
@@ -322,142 +214,131 @@ class Judge:
 
     def __init__(self, number: int, timeouts: Timeouts, now: float) -> None:
         self._timeouts = timeouts
-        # The call that processes have entered with other rows, and since when that is known.
-        self._differing: tuple[int, float] | None = None
-        # The same of a call in whose place some have entered another one.
-        self._apart: tuple[int, float] | None = None
-        self._heard = {process: _Heard(Report(0), now, now) for process in range(number)}
+        self._reports = {process: Report(0) for process in range(number)}
+        # What is so at this hearing, and since which one it has been at each.
+        self._since: dict[tuple[Any, ...], float] = {}
+        self.hear({}, now)
 
     def hear(self, reports: Mapping[int, Report], now: float) -> Verdict | None:
         """Take the reports that have come, and say what is wrong; ``None`` if nothing is."""
-        for process, report in reports.items():
-            self._note(process, report, now)
-        return (
-            self._of_failures(now)
-            or self._of_rows(now)
-            or self._of_calls(now)
-            or self._of_silence(now)
-        )
+        self._now, self._before, self._since = now, self._since, {}
+        self._reports |= reports
+        each = self._reports.items()
+        self._silent = {process: self._for("beat", process, r.beat) for process, r in each}
+        self._still = {process: self._for("reached", process, r.reached) for process, r in each}
+        return self._of_failures() or self._of_calls() or self._of_silence()
 
-    def _note(self, process: int, report: Report, now: float) -> None:
-        heard = self._heard[process]
-        if report.beat != heard.report.beat:
-            heard.beat_since = now
-        if report.reached != heard.report.reached:
-            heard.reached_since = now
-        if report.state is State.FAILED and heard.failed_since is None:
-            heard.failed_since = now
-        heard.report = report
+    def _for(self, *what: Any) -> float:
+        """For how many seconds this has been so at each hearing."""
+        self._since[what] = self._before.get(what, self._now)
+        return self._now - self._since[what]
 
-    def _of_failures(self, now: float) -> Verdict | None:
-        gone = {heard.report.gone for heard in self._heard.values()}
-        for process, heard in self._heard.items():
-            if process in gone and heard.report.state is State.RUNNING:
-                return Verdict(Kind.DIED, process)
-        failed = {process: h.failed_since for process, h in self._heard.items() if h.failed_since}
-        if not failed:
-            return None
-        first = min(failed, key=lambda process: failed[process])
-        if now - failed[first] < FAILURE_SECONDS:
+    def _of_failures(self) -> Verdict | None:
+        running = [process for process, r in self._reports.items() if r.state is State.RUNNING]
+        gone = {report.gone for report in self._reports.values()}
+        for process in running:
+            if process in gone:
+                return Verdict.of(Kind.DIED, process, "died")
+        failed = {
+            process: self._for("failed", process)
+            for process, report in self._reports.items()
+            if report.state is State.FAILED
+        }
+        if not failed or max(failed.values()) < FAILURE_SECONDS:
             return None
         # Its runtime may have failed since another process, of another machine, died.
-        for process, heard in self._heard.items():
-            if heard.report.state is State.RUNNING and now - heard.beat_since >= FAILURE_SECONDS:
-                return Verdict(Kind.DIED, process)
-        return Verdict(Kind.FAILED, first, self._heard[first].report.error)
+        for process in running:
+            if self._silent[process] >= FAILURE_SECONDS:
+                return Verdict.of(Kind.DIED, process, "died")
+        first = max(failed, key=lambda process: failed[process])
+        return Verdict.of(Kind.FAILED, first, f"ended with {self._reports[first].error}")
 
-    def _of_rows(self, now: float) -> Verdict | None:
-        """A call that some have entered with other rows: there they wait for each other."""
-        reports = {process: heard.report for process, heard in self._heard.items()}
-        call = min(report.calls for report in reports.values())
-        # What has changed since then says nothing of that call.
-        known = {
-            process: report
-            for process, report in reports.items()
-            if report.rows != NO_ROWS and report.rows_since <= call
-        }
-        if len({report.rows for report in known.values()}) < 2:
-            self._differing = None
-            return None
-        if self._differing is None or self._differing[0] != call:
-            self._differing = (call, now)
-        if now - self._differing[1] < ROWS_SECONDS:
-            return None
-        # Those that have had their rows for longer are not the odd ones.
-        order = sorted(known, key=lambda process: known[process].rows_since)
-        odd, usual = _odd({process: known[process].rows for process in order})
-        of_call = next(each for each in reports.values() if each.calls == call)
-        return Verdict(
-            Kind.DIFFERS,
-            odd,
-            of_call.latest,
-            rows=known[odd].rows,
-            other=usual,
-            expected=known[usual].rows,
-        )
-
-    def _of_calls(self, now: float) -> Verdict | None:
-        reports = {process: heard.report for process, heard in self._heard.items()}
+    def _of_calls(self) -> Verdict | None:
+        reports = self._reports
         if all(report.state is State.LEFT for report in reports.values()):
             return Verdict(Kind.DONE)
-        if self._differing is not None:
-            # They wait for each other, and the rows will say why.
-            return None
-        call = min(report.calls for report in reports.values())
-        entered = {process: label for process, r in reports.items() if (label := r.at(call))}
-        if len(set(entered.values())) > 1:
-            return self._of_other_ways(call, entered, now)
-        self._apart = None
         ahead = max(reports.values(), key=lambda report: report.reached)
-        what = ahead.others_wait_in
-        for process, heard in self._heard.items():
-            own = heard.report
-            if own.reached >= ahead.reached:
-                heard.behind_since = None
-                continue
-            if heard.behind_since is None:
-                heard.behind_since = now
-            if own.state is State.LEFT and now - heard.behind_since >= FAILURE_SECONDS:
-                return Verdict(Kind.LEFT, process, what)
-            waited = now - max(heard.behind_since, heard.reached_since)
-            if own.state is State.RUNNING and waited >= self._timeouts.of(ahead.waits_in):
-                if now - heard.beat_since >= FAILURE_SECONDS:
-                    return self._silent(process, now)
-                says_all = own.calls == ahead.calls - 1 or ahead.calls == 0
-                last = "" if says_all else own.latest
-                return Verdict(Kind.BEHIND, process, what, int(waited), own.place, entered=last)
+        behind = {
+            process: self._for("behind", process)
+            for process, report in reports.items()
+            if report.reached < ahead.reached
+        }
+        # Where some have entered a call with other rows, or another one in its place, they wait for
+        # each other. What has changed since then says nothing of that call.
+        call = min(report.calls for report in reports.values())
+        # Those that have had their rows for longer are not the odd ones.
+        order = sorted(reports, key=lambda process: reports[process].rows_since)
+        rows = {
+            process: reports[process].rows
+            for process in order
+            if reports[process].rows != NO_ROWS and reports[process].rows_since <= call
+        }
+        entered = {process: label for process, r in reports.items() if (label := r.at(call))}
+        if len(set(rows.values())) > 1:
+            return self._of_rows(call, rows)
+        if len(set(entered.values())) > 1:
+            return self._of_other_ways(call, entered)
+        what = ahead.latest if ahead.calls else "the first JAX operation"
+        for process, seconds in behind.items():
+            own = reports[process]
+            if own.state is State.LEFT and seconds >= FAILURE_SECONDS:
+                return left_before(what, process)
+            waited = min(seconds, self._still[process])
+            may_take = self._timeouts.of(ahead.inner or ahead.latest)
+            if own.state is State.RUNNING and waited >= may_take:
+                if self._silent[process] >= FAILURE_SECONDS:
+                    return self._is_silent(process)
+                wait = f"for {int(waited)} seconds, and others wait for it"
+                if own.calls == ahead.calls - 1 or not ahead.calls:
+                    how = f"has not entered {what} {wait}"
+                elif own.latest == what:
+                    how = f"has stood still in {what} {wait}"
+                else:
+                    how = f"has entered nothing after {own.latest} {wait} in {what}"
+                return Verdict.of(Kind.STALLED, process, how, own.place)
         return None
 
-    def _of_other_ways(self, call: int, entered: dict[int, str], now: float) -> Verdict | None:
-        """A call in whose place some have entered another one: there they wait for each other."""
-        if self._apart is None or self._apart[0] != call:
-            self._apart = (call, now)
+    def _of_rows(self, call: int, rows: dict[int, str]) -> Verdict | None:
+        if self._for("rows", call) < ROWS_SECONDS:
+            return None
+        odd, usual = _odd(rows)
+        what = next(each.latest for each in self._reports.values() if each.calls == call)
+        # "float32[4,3],int32[4]" without the sizes.
+        dtypes = {re.sub(r"\[[^\]]*\]", "", rows[each]) for each in (odd, usual)}
+        mend = "Pass arrays of the same dtypes in every process"
+        if len(dtypes) == 1:
+            mend = (
+                "Pass as many rows in every process, or weight=, the batch's entry that counts them"
+            )
+        how = f"has entered {what} with {rows[odd]}, and process {usual} with {rows[usual]}. {mend}"
+        return Verdict.of(Kind.STALLED, odd, how)
+
+    def _of_other_ways(self, call: int, entered: dict[int, str]) -> Verdict | None:
+        waited = self._for("calls", call)
         odd, usual = _odd(entered)
-        waited = now - self._apart[1]
         for one, other in ((odd, usual), (usual, odd)):
-            left = [self._heard[each].report.state is State.LEFT for each in (one, other)]
-            if left == [True, False] and waited >= FAILURE_SECONDS:
-                return Verdict(Kind.LEFT, one, entered[other])
+            has_left = [self._reports[each].state is State.LEFT for each in (one, other)]
+            if has_left == [True, False] and waited >= FAILURE_SECONDS:
+                return left_before(entered[other], one)
         if waited < min(map(self._timeouts.of, entered.values())):
             return None
-        place = self._heard[odd].report.place
-        return Verdict(
-            Kind.ELSEWHERE, odd, entered[usual], place=place, other=usual, entered=entered[odd]
+        how = (
+            f"has entered {entered[odd]}, and process {usual} {entered[usual]} in its place. Every "
+            f"process must make the same calls, in the same order"
         )
+        return Verdict.of(Kind.STALLED, odd, how, self._reports[odd].place)
 
-    def _of_silence(self, now: float) -> Verdict | None:
-        for process, heard in self._heard.items():
-            silent = now - heard.beat_since
-            seconds = self._timeouts.silence(heard.report.latest)
-            if heard.report.state is State.RUNNING and silent >= seconds:
-                return self._silent(process, now)
+    def _of_silence(self) -> Verdict | None:
+        for process, report in self._reports.items():
+            may_be = self._timeouts.silence(report.latest)
+            if report.state is State.RUNNING and self._silent[process] >= may_be:
+                return self._is_silent(process)
         return None
 
-    def _silent(self, process: int, now: float) -> Verdict:
-        heard = self._heard[process]
-        entered = "" if heard.report.calls == 0 else heard.report.latest
-        seconds, place = int(now - heard.beat_since), heard.report.place
-        return Verdict(Kind.SILENT, process, seconds=seconds, place=place, entered=entered)
+    def _is_silent(self, process: int) -> Verdict:
+        report = self._reports[process]
+        last = report.latest if report.calls else ""
+        return unheard(process, self._silent[process], last, report.place)
 
 
 def _odd(words: Mapping[int, str]) -> tuple[int, int]:

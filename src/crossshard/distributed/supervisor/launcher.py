@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from crossshard.distributed.addresses import check_unused, free_port
 from crossshard.distributed.job import (
     ADDRESS,
     CONNECTS,
@@ -26,10 +25,18 @@ from crossshard.distributed.job import (
     OWN,
     TUNABLES,
     VERDICTS,
+    check_unused,
+    free_port,
     told_launcher,
 )
 from crossshard.distributed.supervisor import guard
-from crossshard.distributed.supervisor.judge import PROCESS_LOST, PROCESS_STALLED, Kind, Verdict
+from crossshard.distributed.supervisor.judge import (
+    PROCESS_LOST,
+    PROCESS_STALLED,
+    Kind,
+    Verdict,
+    left_before,
+)
 from crossshard.errors import ArgumentError
 
 # How long a process may take to end after a signal, to save a checkpoint; as Slurm and Kubernetes.
@@ -47,17 +54,11 @@ _OTHERS = "the others are ended"
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How a job ended.
-
-    Attributes:
-      code: its exit code.
-      failed: which of its processes failed first; ``None`` if none did, or nobody knows.
-      why: what there is to say of it.
-    """
+    """How a job ended."""
 
     code: int
-    failed: int | None = None
-    why: str = ""
+    failed: int | None = None  # which process failed first, as far as known
+    why: str = ""  # what there is to say of it
 
 
 def most_processes() -> tuple[int, str]:
@@ -101,20 +102,25 @@ def launch(
     Args:
       command: the program and its arguments.
       slots: for each process which GPU it has, if ``cpu_devices`` is ``None``.
-      stdout: where their standard output goes.
-      stderr: where their standard error goes.
+      stdout, stderr: where their standard output and error go.
       cpu_devices: how many virtual CPU devices each of them has; ``None`` for one GPU each, or what
         else JAX finds.
       port: the port at which they meet; any free one if ``None``.
       grace: how many seconds processes have to end, after a signal or a failure.
-
-    Raises:
-      ArgumentError: the command cannot be started, or something listens at the port.
     """
     number = len(slots)
     if port is not None:
         check_unused(LOOPBACK, port)
-    address = f"{LOOPBACK}:{port or free_port(LOOPBACK)}"
+    of_job = {
+        ADDRESS: f"{LOOPBACK}:{port or free_port(LOOPBACK)}",
+        NUMBER: str(number),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if cpu_devices is not None:
+        of_job |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cpu_devices)}
+        # Enough threads that collectives of virtual devices never deadlock.
+        of_job["NPROC"] = str(4 * cpu_devices)
+        of_job["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", TUNABLES)
     lines: queue.SimpleQueue[tuple[IO[bytes], bytes] | None] = queue.SimpleQueue()
     writer = threading.Thread(target=_write, args=(lines,), daemon=True)
     readers: list[threading.Thread] = []
@@ -125,12 +131,18 @@ def launch(
                 for own, slot in enumerate(slots):
                     if family.must_end:
                         break
-                    gpu = slot if cpu_devices is None else None
-                    environment = _environment(number, own, address, gpu, cpu_devices)
-                    process = _start(command, environment | {VERDICTS: str(verdicts)})
+                    environment = {**os.environ, **of_job, OWN: str(own), VERDICTS: str(verdicts)}
+                    if cpu_devices is None:
+                        # One GPU each, as under Slurm and Open MPI.
+                        environment[DEVICES] = str(slot)
+                    process = _start(command, environment)
                     family.processes.append(process)
                     tell("+", process)
-                    readers += _readers(process, own, number, lines, stdout, stderr)
+                    prefix = f"[{own:>{len(str(number - 1))}}] ".encode()
+                    for pipe, to in ((process.stdout, stdout), (process.stderr, stderr)):
+                        given = pipe, prefix, lines, to
+                        readers.append(threading.Thread(target=_read, args=given, daemon=True))
+                        readers[-1].start()
                 writer.start()
                 ending = family.wait(number)
                 if ending.why:
@@ -144,7 +156,7 @@ def launch(
         reader.join(max(0.0, until - time.monotonic()))
     lines.put(None)
     writer.join()
-    return ending, family.interrupted
+    return ending, bool(family.received)
 
 
 def launch_again(
@@ -168,9 +180,6 @@ def launch_again(
         ``None`` to start as many again.
       stderr: where a line goes for each start.
       options: those of ``launch``.
-
-    Raises:
-      ArgumentError: the command cannot be started.
     """
     slots = list(range(number))
     for left in range(restarts, -1, -1):
@@ -185,27 +194,6 @@ def launch_again(
         stderr.write(f"crossshard: started again with {many}; {times} left.\n".encode())
         stderr.flush()
     return ending.code
-
-
-def _environment(
-    number: int, own: int, address: str, gpu: int | None, cpu_devices: int | None
-) -> dict[str, str]:
-    environment = {
-        **os.environ,
-        ADDRESS: address,
-        NUMBER: str(number),
-        OWN: str(own),
-        "PYTHONUNBUFFERED": "1",
-    }
-    if gpu is not None:
-        # One each, as under Slurm and Open MPI.
-        environment[DEVICES] = str(gpu)
-    if cpu_devices is not None:
-        environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cpu_devices)}
-        # Enough threads that collectives of virtual devices never deadlock.
-        environment["NPROC"] = str(4 * cpu_devices)
-        environment.setdefault("GLIBC_TUNABLES", TUNABLES)
-    return environment
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -223,25 +211,6 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Po
         raise ArgumentError(
             f"{command[0]!r:.100} cannot be started: {error.strerror or error}."
         ) from None
-
-
-def _readers(
-    process: subprocess.Popen[bytes],
-    own: int,
-    number: int,
-    lines: Any,
-    stdout: IO[bytes],
-    stderr: IO[bytes],
-) -> list[threading.Thread]:
-    prefix = f"[{own:>{len(str(number - 1))}}] ".encode()
-    pipes = ((process.stdout, stdout), (process.stderr, stderr))
-    threads = [
-        threading.Thread(target=_read, args=(pipe, prefix, lines, to), daemon=True)
-        for pipe, to in pipes
-    ]
-    for thread in threads:
-        thread.start()
-    return threads
 
 
 def _read(pipe: IO[bytes], prefix: bytes, lines: Any, to: IO[bytes]) -> None:
@@ -291,25 +260,15 @@ def _guarded(grace: float) -> Iterator[tuple[Any, Path]]:
 
 
 class _Family:
-    """The processes of a launcher, which get its signals and end together.
-
-    Args:
-      grace: how many seconds they have to end before they are killed.
-      verdicts: the file in which they write why they leave.
-    """
+    """The processes of a launcher, which get its signals and end together."""
 
     def __init__(self, grace: float, verdicts: Path) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.received: list[int] = []
         self._grace = grace
         self._verdicts = verdicts
-        self._received: list[int] = []
         self._passed_on = 0
         self._until = math.inf
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether a signal has come."""
-        return bool(self._received)
 
     @property
     def must_end(self) -> bool:
@@ -321,7 +280,7 @@ class _Family:
         """Keep signals to this process for the others, until ``pass_on`` sends them."""
 
         def receive(number: int, frame: object) -> None:
-            self._received.append(number)
+            self.received.append(number)
             if number in _ENDING:
                 self._until = min(self._until, time.monotonic() + self._grace)
 
@@ -337,8 +296,8 @@ class _Family:
 
         Not from the handler of the signal, which may run while a process is being started.
         """
-        while self._passed_on < len(self._received):
-            number = self._received[self._passed_on]
+        while self._passed_on < len(self.received):
+            number = self.received[self._passed_on]
             self._passed_on += 1
             for process in self.processes:
                 _send(process, number)
@@ -354,17 +313,16 @@ class _Family:
                 if process.returncode:
                     ending = self._of_failure(own, process.returncode, left)
                     # After Ctrl-C everybody knows why.
-                    is_news = number > 1 and not self._received
+                    is_news = number > 1 and not self.received
                     return ending if is_news else dataclasses.replace(ending, why="")
-            ended = {*range(len(self.processes))} - left.keys()
-            if left and ended and not self._received:
-                absent = self._absent(ended)
+            if left and not self.received:
+                absent = self._absent({*range(len(self.processes))} - left.keys())
                 if absent is not None:
                     return absent
             time.sleep(_EVERY)
         if not left and len(self.processes) == number:
             return Ending(0)
-        asked = next(each for each in self._received if each in _ENDING)
+        asked = next(each for each in self.received if each in _ENDING)
         late = " ".join(map(str, left))
         why = f"killed {self._grace:g} seconds after {signal.Signals(asked).name}: process {late}"
         return Ending(128 + asked, why=why if left else "")
@@ -382,11 +340,15 @@ class _Family:
 
     def _of_failure(self, own: int, code: int, left: dict[int, subprocess.Popen[bytes]]) -> Ending:
         """The ending of a job in which a process has failed, perhaps because of another one."""
-        if code in _BECAUSE_OF_ANOTHER or self._has_said_why(own):
+        if code in _BECAUSE_OF_ANOTHER or any(
+            who == str(own) for who, _ in self._verdicts_of_all()
+        ):
             self._wait_for(left.values(), _LEAVING_SECONDS)
-            verdict = self._verdict()
-            if verdict is None:
+            # What process 0 says, which judges, or else what the first says.
+            said = sorted(self._verdicts_of_all(), key=lambda words: words[0] != "0")
+            if not said:
                 return Ending(code, None, f"process {own} ended with code {code}; {_OTHERS}")
+            verdict = said[0][1]
             # They may see a death before this process can ask for its code.
             own, its = verdict.process, self.processes[verdict.process].returncode
             if verdict.kind is Kind.SILENT:
@@ -407,31 +369,27 @@ class _Family:
             self.pass_on()
             time.sleep(_EVERY)
 
-    def _verdict(self) -> Verdict | None:
-        """Why they leave: what process 0 says, which judges, or else the first that says it."""
-        said = sorted(told_launcher(self._verdicts), key=lambda words: words[0] != "0")
-        found = (Verdict.parse(text) for _, text in said)
-        return next((each for each in found if each and each.process < len(self.processes)), None)
-
-    def _has_said_why(self, own: int) -> bool:
-        told = told_launcher(self._verdicts)
-        return any(who == str(own) and Verdict.parse(text) for who, text in told)
+    def _verdicts_of_all(self) -> list[tuple[str, Verdict]]:
+        """Why they leave, as they themselves say it."""
+        told = ((who, Verdict.parse(what)) for who, what in told_launcher(self._verdicts))
+        return [(who, v) for who, v in told if v and v.process < len(self.processes)]
 
     def _absent(self, ended: set[int]) -> Ending | None:
         """The ending of a job if one of those that ended well is waited for by those that connect.
 
         Those that connect wait for all, and come to their ends together.
         """
-        connected = {who for who, what in told_launcher(self._verdicts) if what == CONNECTS}
+        told = told_launcher(self._verdicts) if ended else []
+        connected = {who for who, what in told if what == CONNECTS}
         absent = next((each for each in sorted(ended) if str(each) not in connected), None)
         if not connected or absent is None:
             return None
-        verdict = Verdict(Kind.LEFT, absent, "initialize")
+        verdict = left_before("initialize", absent)
         return Ending(verdict.code, absent, f"{_in_short(verdict)}; {_OTHERS}")
 
 
 def _in_short(verdict: Verdict) -> str:
-    return verdict.sentence().partition(". ")[0].rstrip(".")
+    return verdict.sentence.partition(". ")[0].rstrip(".")
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:

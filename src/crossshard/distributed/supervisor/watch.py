@@ -14,14 +14,12 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from crossshard import _jax
 from crossshard.distributed import identity
-from crossshard.distributed.addresses import answers
-from crossshard.distributed.job import Job, tell_launcher
+from crossshard.distributed.job import Job, answers, tell_launcher
 from crossshard.distributed.progress import PROGRESS
 from crossshard.distributed.supervisor.judge import (
     NOWHERE,
@@ -33,6 +31,8 @@ from crossshard.distributed.supervisor.judge import (
     Timeouts,
     Verdict,
     is_before_steps,
+    stands_at,
+    unheard,
 )
 
 _EVERY = 0.5
@@ -57,12 +57,7 @@ _kept: list[Any] = []
 
 
 def watch(job: Job, timeouts: Timeouts) -> None:
-    """Watch the other processes of a job, until this one ends.
-
-    Args:
-      job: the job, whose coordinator is connected.
-      timeouts: how many seconds a process may stand still while others wait for it.
-    """
+    """Watch the other processes of a job, whose coordinator is connected, until this one ends."""
     PROGRESS.seconds = timeouts.of
     _Watch(job, timeouts).start()
 
@@ -80,8 +75,8 @@ def watch_alone(seconds: float) -> None:
             moves = is_before_steps(PROGRESS.latest) or PROGRESS.inside or PROGRESS.calls != calls
             calls, idle = PROGRESS.calls, 0.0 if moves else idle + _EVERY
             if idle >= seconds:
-                what = PROGRESS.latest
-                _leave(0, Verdict(Kind.ALONE, 0, what, int(idle), _place()))
+                what = f"nothing was entered for {int(idle)} seconds after {PROGRESS.latest}."
+                _leave(0, Verdict(Kind.STALLED, 0, what + stands_at(_place())))
 
     PROGRESS.is_alone = True
     threading.Thread(target=tick, name="crossshard watch", daemon=True).start()
@@ -112,7 +107,9 @@ class _Watch:
 
     def start(self) -> None:
         _jax.tell_processes(f"{_FOLDER}/{self._machine}/{self._process}", identity.own_identity())
-        _before_abort(self._speak_before_abort)
+        # JAX's runtime ends a process whose coordinator is gone; this says a word before it.
+        _kept.append(_Handler(self._speak_before_abort))
+        _on_abort(ctypes.cast(_kept[0], ctypes.c_void_p))
         atexit.register(self._at_exit)
         for target in (self._talk, self._tick):
             threading.Thread(target=target, name="crossshard watch", daemon=True).start()
@@ -156,14 +153,9 @@ class _Watch:
 
     def _report(self) -> Report:
         self._beat += 1
-        gone = next(
-            (
-                process
-                for process, told in self._told(self._machine).items()
-                if process != self._process and identity.is_gone(told)
-            ),
-            None,
-        )
+        of_machine = self._told(self._machine)
+        of_machine.pop(self._process, None)
+        gone = (process for process, told in of_machine.items() if identity.is_gone(told))
         rows, since = PROGRESS.rows
         # Before the first call JAX itself waits for all, to count their devices.
         waits = PROGRESS.waits if PROGRESS.calls else int(_jax.backend_has_begun())
@@ -173,7 +165,7 @@ class _Watch:
             PROGRESS.latest,
             self._state,
             self._error,
-            gone,
+            next(gone, None),
             _place(),
             rows,
             since,
@@ -203,9 +195,9 @@ class _Watch:
             if self._failing_since is not None and (
                 self._clock - self._failing_since > _ANSWER_SECONDS
             ):
-                self._leave(Verdict(Kind.DIED, 0))
+                self._leave(Verdict.of(Kind.DIED, 0, "died"))
             elif silent >= self._timeouts.silence(PROGRESS.latest) and self._process != 0:
-                self._leave(Verdict(Kind.SILENT, 0, seconds=int(silent)))
+                self._leave(unheard(0, silent))
 
     def _note_gap(self) -> None:
         now = time.monotonic()
@@ -213,14 +205,6 @@ class _Watch:
         if now - self._ticked >= self._timeouts.silence(PROGRESS.latest) / 2:
             self._gap = (now - self._ticked, now)
         self._ticked = now
-
-    def _seen_from_outside(self, verdict: Verdict) -> Verdict:
-        """If this process stood still, the others have left for that, and have not died."""
-        self._note_gap()
-        seconds, until = self._gap
-        if verdict.kind is Kind.DIED and seconds and self._ticked - until < _RECENT_SECONDS:
-            return Verdict(Kind.SILENT, self._process, seconds=int(seconds))
-        return verdict
 
     # The end.
 
@@ -264,14 +248,19 @@ class _Watch:
             time.sleep(0.05)
 
     def _leave(self, verdict: Verdict) -> None:
-        _leave(self._process, self._seen_from_outside(verdict), self._stacks)
+        self._note_gap()
+        seconds, until = self._gap
+        if verdict.kind is Kind.DIED and seconds and self._ticked - until < _RECENT_SECONDS:
+            # This process stood still: the others have left for that, and have not died.
+            verdict = unheard(self._process, seconds)
+        _leave(self._process, verdict, self._stacks)
 
-    def _speak_before_abort(self) -> None:
+    def _speak_before_abort(self, _: int) -> None:
         if self._state is State.FAILED and self._released.is_set():
             os._exit(1)
         if self._verdict is None and answers(str(self._job.coordinator_address)):
             return  # it aborts for a reason of its own
-        self._leave(self._verdict or Verdict(Kind.DIED, 0))
+        self._leave(self._verdict or Verdict.of(Kind.DIED, 0, "died"))
 
     def _at_exit(self) -> None:
         """Wait for the others, which may need this process; keep its exit code."""
@@ -290,7 +279,8 @@ class _Watch:
             return
         # JAX would now wait for the others, some of which wait for this one.
         if failed is None:
-            _as_usual_on_abort()
+            # As usual: Python ends, and runs no more functions.
+            _on_abort(ctypes.c_void_p(signal.SIG_DFL))
             _jax.abandon_coordination()
             return
         _flush()
@@ -307,7 +297,7 @@ def _leave(process: int, verdict: Verdict, stood: str | None = None) -> None:
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(0.5)
-    line = f"crossshard: {verdict.sentence()} Process {process} leaves."
+    line = f"crossshard: {verdict.sentence} Process {process} leaves."
     if verdict.code == PROCESS_STALLED:
         # The main thread may have printed a part of a line.
         line = f"\n{stood or _stacks()}\n{line}"
@@ -334,13 +324,12 @@ def _flush() -> None:
 
 def _place() -> str:
     """The line of the user's code at which the main thread stands, such as ``train.py:41``."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    innermost = frame
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    frame = frame or innermost
-    if frame is None:
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    if innermost is None:
         return NOWHERE
+    frames = [each for each, _ in traceback.walk_stack(innermost)]
+    is_the_users = lambda each: not each.f_code.co_filename.startswith(_NOT_THE_USERS)
+    frame = next(filter(is_the_users, frames), innermost)
     name = os.path.basename(frame.f_code.co_filename)
     # Others print it.
     return f"{name[-60:] if name.isprintable() else '_'}:{frame.f_lineno}"
@@ -361,26 +350,8 @@ def _stacks() -> str:
     return "\n".join(lines)
 
 
-# JAX's runtime ends a process whose coordinator is gone; this says a word before it.
-
-
-def _before_abort(function: Callable[[], None]) -> None:
-    """Call a function when the process is about to abort; if it returns, the process aborts."""
-
-    @_Handler
-    def handler(number: int) -> None:
-        function()
-
-    _kept.append(handler)
-    _on_abort(ctypes.cast(handler, ctypes.c_void_p))
-
-
-def _as_usual_on_abort() -> None:
-    """Take it back, as when Python ends and runs no more functions."""
-    _on_abort(ctypes.c_void_p(signal.SIG_DFL))
-
-
 def _on_abort(handler: ctypes.c_void_p) -> None:
+    """What is called when the process is about to abort; if it returns, the process aborts."""
     library = ctypes.CDLL(None)
     library.signal.restype = ctypes.c_void_p
     library.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)

@@ -11,12 +11,12 @@ import optax
 
 from crossshard import _check
 from crossshard._annotations import PyTree
+from crossshard._check import is_inexact
 from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.collectives.codec import DTYPES, Codec
 from crossshard.collectives.few_bits import Tier, sum_in_few_bits, takes_few_bits
 from crossshard.collectives.sums import wide, widen
 from crossshard.errors import ArgumentError, AxisError
-from crossshard.gradients.scalars import is_inexact
 from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers, Summands
 from crossshard.pipeline.stage import StageContext
 from crossshard.shards.axes import Shards

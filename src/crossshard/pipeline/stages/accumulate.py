@@ -10,9 +10,9 @@ from jaxtyping import Array, Bool
 
 from crossshard import _check
 from crossshard._annotations import Given
+from crossshard._check import is_inexact
 from crossshard.collectives.sums import wide, widen
 from crossshard.errors import ArgumentError
-from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import check_shapes
 from crossshard.pipeline.means import average
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from crossshard._annotations import Given, PyTree
 from crossshard.collectives.sums import widen
 from crossshard.errors import ArgumentError
-from crossshard.gradients.reduction import Reduction
-from crossshard.gradients.status import GradientStatus, Statuses, check_shapes
+from crossshard.gradients.status import GradientStatus, Reduction, Statuses, check_shapes
 from crossshard.pipeline.aggregators.aggregator import Aggregator, Summands, check_aggregator
 from crossshard.pipeline.aggregators.few_bits import FewBits
 from crossshard.pipeline.aggregators.plain import Plain

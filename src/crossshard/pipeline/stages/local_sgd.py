@@ -22,7 +22,7 @@ from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.collectives.sums import wide, widen
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.gradients.reduction import Reduction
+from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.rewrite import in_loop, opaque_false
 from crossshard.jaxprs.slices import why_not_elementwise
 from crossshard.pipeline.aggregators.aggregator import Peers

@@ -14,11 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from crossshard import _check
 from crossshard._annotations import Given, PyTree
+from crossshard._check import is_inexact
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.reduction import Reduction
-from crossshard.gradients.scalars import is_inexact
-from crossshard.gradients.status import leaf_name
+from crossshard.gradients.status import Reduction, leaf_name
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.shards.axes import Shards
 from crossshard.shards.groups import GroupAssignment, size_of_group

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 
 from crossshard import _check
 from crossshard._annotations import Given
+from crossshard._check import is_number
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.reduction import Reduction
-from crossshard.gradients.scalars import is_number
+from crossshard.gradients.status import Reduction
 from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
 

@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from crossshard import _jax
+from crossshard._check import is_inexact
 from crossshard.collectives.bucketing import bucketed_gather
 from crossshard.collectives.sums import sum_over_shards, widen
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.gradients.scalars import is_inexact
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition, map_partitions, only
 from crossshard.shards.groups import GroupAssignment

@@ -9,8 +9,8 @@ import optax
 from jax import lax
 
 from crossshard import _check
+from crossshard._check import is_inexact
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.scalars import is_inexact
 
 # A number, or a schedule of the number of updates.
 Decay = float | Callable[[Any], Any]

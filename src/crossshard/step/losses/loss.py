@@ -13,10 +13,10 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from crossshard import _check, _jax
+from crossshard._check import is_inexact
 from crossshard.errors import ArgumentError
 from crossshard.gradients.autodiff import split_loss
 from crossshard.gradients.mean import Mean, counts_of, per_row, sums_of
-from crossshard.gradients.scalars import is_inexact
 from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.mean_over_rows import Finding, facts_of_inputs, prove, types_with
 from crossshard.jaxprs.rewrite import opaque_false

@@ -1,8 +1,22 @@
-"""doctor: look at this machine, at JAX and at the job, sum over all devices, say what is wrong."""
+"""doctor: looks at this machine, at JAX and at the job, sums over all devices, says what is wrong.
 
+What may never end is run in a thread, and left there when its time is over. The processes of a job
+tell each other what they have entered, to name the one that is missing.
+"""
+
+import contextlib
 import dataclasses
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import re
+import threading
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,13 +24,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard import _check, _jax
-from crossshard._text import size as in_words
-from crossshard.distributed.job import Job
-from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.shards.devices import shard_mesh
-from crossshard.tools.diagnosis import machine, processes
-from crossshard.tools.diagnosis.processes import LateError, enter, late, within
+import crossshard
+from crossshard import _check, _jax, _text
+from crossshard.distributed.initialize import initialize
+from crossshard.distributed.job import ADDRESS, NUMBER, OWN, Job, find_job, split_address
+from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError, DeadlockWarning
+from crossshard.shards.devices import forced_cpu_devices, shard_mesh, warn_of_deadlock
 from crossshard.tools.diagnosis.report import CollectiveTest, Devices, Diagnosis, Finding
 from crossshard.tools.inspection.collectives import bytes_sent
 from crossshard.tools.quiet import quiet
@@ -28,6 +41,18 @@ SECONDS = 30.0
 _RUNS = 5
 # float32 counts to here without a gap, so that sums are exact in any order.
 _EXACT = 2**24
+_DEV = Path("/dev")
+# They must be of the version of jaxlib, or JAX leaves them aside.
+_PLUGINS = (
+    *("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    *("jax-rocm7-plugin", "jax-rocm7-pjrt"),
+)
+_SHOWN = ("jax", "jaxlib", "numpy", "optax", "flax", "orbax-checkpoint", "libtpu", *_PLUGINS)
+_SETTINGS = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "CUDA_VISIBLE", "GLIBC_TUNABLES", "NPROC")
+# A process's own, or nothing that a program depends on.
+_OF_ONE = ("JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
+_FIRST, _ENTERED = "crossshard/doctor/first", "crossshard/doctor/in"
+_calls, _entered = itertools.count(1), itertools.count(1)
 
 
 def doctor(
@@ -73,25 +98,30 @@ def diagnose(
     for name, given in (("timeout", timeout), *(("sizes", each) for each in sizes)):
         if not _check.number(name, given) > 0:
             raise ArgumentError(f"{name} must be above 0; got {given}.")
-    versions, settings = machine.installed(), machine.settings()
-    job, of_job = processes.find(timeout, meet=as_command)
+    versions = _installed()
+    settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_SETTINGS)}
+    job, of_job = _find(timeout, meet=as_command)
     devices, of_start = _started(timeout)
-    found = [*machine.of_versions(versions), *of_job, *of_start]
+    found = [*_of_versions(versions), *of_job, *of_start]
     mesh, tests = None, list[CollectiveTest]()
     if devices is not None:
-        found += machine.of_cpus(devices)
-        found = processes.of_this_one(found, versions | settings, timeout)
+        found += _of_cpus(devices)
+        found = _of_this_one(found, versions | settings, timeout)
         mesh = shard_mesh(devices.number)
         if self_test and devices.number > 1:
             # Gloo writes to stdout.
             with quiet(1):
                 tests, wrong = _tests(mesh, sizes, timeout)
             found += wrong
+    connected = _jax.has_coordinator()
+    if connected:
+        number, own = _jax.processes_of_job()
+        job = dataclasses.replace(job, num_processes=number, process_id=own)
     return Diagnosis(
         versions,
         devices,
         {} if mesh is None else dict(mesh.shape),
-        _as_data(job),
+        dataclasses.asdict(job) | {"connected": connected},
         settings,
         tuple(tests),
         tuple(found),
@@ -99,26 +129,231 @@ def diagnose(
     )
 
 
-def _as_data(job: Job) -> dict[str, Any]:
-    connected = _jax.has_coordinator()
-    data = dataclasses.asdict(job)
-    if connected:
-        data["num_processes"], data["process_id"] = _jax.processes_of_job()
-    return data | {"connected": connected}
+# Versions and devices.
+
+
+def _installed() -> dict[str, str]:
+    """The versions of Python, crossshard and what it runs on."""
+    found = {"crossshard": crossshard.__version__, "Python": platform.python_version()}
+    for name in _SHOWN:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    # What was imported, whatever else is installed.
+    return found | {"jax": jax.__version__}
+
+
+def _of_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
+    """Which versions are not released together."""
+    of_jax = versions["jax"]
+    for name in ("jaxlib", *_PLUGINS):
+        if name in versions and _numbers(versions[name]) != _numbers(of_jax):
+            extra = "" if name == "jaxlib" else f"[{name.split('-')[1]}]"
+            yield Finding(
+                "versions",
+                f"{name} is {versions[name]} and jax {of_jax}, and they are released together: "
+                f'pip install "jax{extra}=={of_jax}" "jaxlib=={of_jax}".',
+            )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Three of them, so that 0.13 is 0.13.0; what follows, as in ``rc1``, is left out."""
+    found = re.findall(r"\d+", re.split(r"[^\d.]", version)[0])
+    return tuple(int(each) for each in (*found, 0, 0, 0)[:3])
 
 
 def _started(timeout: float) -> tuple[Devices | None, list[Finding]]:
     """The devices, once JAX has started; what is wrong if it does not."""
-    number = enter()
+    number = _enter()
     try:
         # XLA, and the watch of the job, write to stderr why they end the process.
         with quiet(1):
-            return within(timeout, machine.look), []
-    except LateError:
+            return _within(timeout, _look), []
+    except _LateError:
         hint = "JAX waits for all hosts of a slice: start this on each of them"
-        return None, [Finding("stuck", f"{late('The start of JAX', number, timeout)} {hint}.")]
+        return None, [Finding("stuck", f"{_late('The start of JAX', number, timeout)} {hint}.")]
     except Exception as error:  # whatever a plugin raises
-        return None, [Finding("start", machine.why_jax_does_not_start(error))]
+        return None, [Finding("start", _why_jax_does_not_start(error))]
+
+
+def _look() -> Devices:
+    everyone, own = jax.devices(), jax.local_devices()
+    of_device = lambda: (own[0].memory_stats() or {}).get("bytes_limit")
+    of_machine = lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = of_machine() if own[0].platform == "cpu" else of_device()
+    processes = (jax.process_count(), jax.process_index())
+    kinds = (own[0].platform, own[0].device_kind)
+    return Devices(*kinds, len(everyone), len(own), *processes, memory)
+
+
+def _why_jax_does_not_start(error: BaseException) -> str:
+    """A sentence on an exception that JAX raises in place of its devices."""
+    config: Any = jax.config
+    # JAX may fail without a word where a plugin is not installed.
+    first = _first_line(error, "it finds no devices")
+    if not config.jax_platforms:
+        return f"JAX does not start: {first}."
+    return (
+        f"JAX does not start with JAX_PLATFORMS={config.jax_platforms}: {first}. Unset it, or "
+        f'install what is missing: pip install "jax[cuda12]" for GPUs, "jax[tpu]" for TPUs.'
+    )
+
+
+def _first_line(error: BaseException, otherwise: str = "") -> str:
+    lines = str(error).splitlines() or [otherwise or type(error).__name__]
+    return f"{lines[0].partition(' (set JAX_PLATFORMS')[0].rstrip('.'):.300}"
+
+
+def _of_cpus(devices: Devices) -> Iterator[Finding]:
+    """What is wrong where JAX uses the CPU."""
+    config: Any = jax.config
+    if devices.platform != "cpu":
+        return
+    # Who asks for virtual CPU devices does not want the GPU.
+    if forced_cpu_devices() is None and config.jax_num_cpu_devices < 1:
+        for name, files in (("cuda", "nvidia[0-9]*"), ("tpu", "accel[0-9]*")):
+            if there := sorted(_DEV.glob(files)):
+                yield Finding(
+                    "unused accelerator",
+                    f"There is {there[0]}, but JAX uses the CPU. JAX_PLATFORMS={name} crossshard "
+                    f"doctor says why.",
+                )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DeadlockWarning)
+        warn_of_deadlock(shard_mesh(devices.number))
+    sentences = {str(each.message) for each in caught if each.category is DeadlockWarning}
+    yield from (Finding("threads", sentence) for sentence in sentences)
+
+
+# The processes of the job.
+
+
+def _find(timeout: float, *, meet: bool) -> tuple[Job, list[Finding]]:
+    """The job that the environment describes, unless this process has met the others, and findings.
+
+    Args:
+      timeout: how many seconds a cluster's own service may take to answer, and the others to come.
+      meet: whether to meet the others.
+    """
+    job = Job()
+    if _jax.has_coordinator():
+        return job, []
+    try:
+        job = find_job(timeout)
+        if job.num_processes == 1:
+            return job, []
+        split_address(str(job.coordinator_address))
+        if meet:
+            with quiet():
+                # What stands still is named here, before the watch of the job ends the process.
+                initialize(timeout=timeout, stall_timeout=max(1, 2 * timeout))
+            return job, []
+    except CrossshardError as error:
+        return job, [Finding("job", str(error))]
+    except Exception as error:  # whatever a cluster's detection raises
+        why = f"JAX cannot tell the job: {_first_line(error)}. Set {ADDRESS}, {NUMBER} and {OWN}."
+        return job, [Finding("job", why)]
+    sentence = (
+        f"{job.found_in} says that {job.num_processes} processes train together, but this one has "
+        f"not met the others and trains alone. Call crossshard.distributed.initialize() before "
+        f"the first JAX operation."
+    )
+    return job, [Finding("alone", sentence)]
+
+
+def _of_this_one(found: list[Finding], facts: Mapping[str, str], seconds: float) -> list[Finding]:
+    """What is wrong in this process and not in process 0, which it may differ from.
+
+    Args:
+      found: what is wrong here.
+      facts: versions and settings by name, which process 0 is to have, too.
+      seconds: how long to wait for process 0.
+    """
+    if not _jax.has_coordinator():
+        return found
+    facts = {name: each for name, each in facts.items() if name not in _OF_ONE}
+    key = f"{_FIRST}/{next(_calls)}"
+    _, own = _jax.processes_of_job()
+    if own == 0:
+        _jax.tell_processes(key, json.dumps([facts, [each.sentence for each in found]]))
+        return found
+    told = _jax.told_by_processes(key, seconds)
+    if told is None:
+        return found
+    first, sentences = json.loads(told)
+    return [each for each in found if each.sentence not in sentences] + [
+        Finding(
+            "other than process 0",
+            f"Process {own} has {name}={facts.get(name, '(nothing)')}, and process 0 "
+            f"{str(first.get(name, '(nothing)'))!r:.100}. Give all processes the same.",
+        )
+        for name in sorted({*facts, *first})
+        if facts.get(name) != first.get(name)
+    ]
+
+
+class _LateError(Exception):
+    """What was to be run has not come to an end in time; it may still go on."""
+
+
+def _within(seconds: float, function: Callable[[], Any]) -> Any:
+    """What a function returns or raises.
+
+    Raises:
+      _LateError: it has not come to an end after so many seconds.
+
+    >>> _within(60, lambda: 3)
+    3
+    """
+    found: list[Any] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(function())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="crossshard doctor", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if raised:
+        raise raised[0]
+    if not found:
+        raise _LateError
+    return found[0]
+
+
+def _enter() -> int:
+    """Tell the other processes that this one enters something that all enter; its number."""
+    number = next(_entered)
+    if _jax.has_coordinator():
+        _jax.tell_again(f"{_ENTERED}/{_jax.processes_of_job()[1]}", str(number))
+    return number
+
+
+def _late(what: str, number: int, seconds: float) -> str:
+    """A sentence on something that has not ended, and on the processes that have not entered it."""
+    sentence = f"{what} has not ended in {seconds:g} seconds"
+    processes, _ = _jax.processes_of_job()
+    if processes == 1:
+        return f"{sentence}. See what else runs on this machine, and run it again alone."
+    try:
+        told = _within(seconds, lambda: _jax.told_below(f"{_ENTERED}/"))
+    except Exception:  # nobody answers
+        return f"{sentence}, and the coordinator does not answer. See what process 0 does."
+    # A process may enter what comes later, but nothing before this.
+    entered = {process for process, text in told.items() if int(text) >= number}
+    if behind := [str(each) for each in range(processes) if str(each) not in entered]:
+        names = _text.listed(behind, 10)
+        return f"{sentence}: process {names} has not entered it. See what that one does."
+    return (
+        f"{sentence}, and all processes have entered it: one of them stands still, or they do not "
+        "reach each other. See their logs; open all ports between their hosts, or name the "
+        "interface, as in NCCL_SOCKET_IFNAME=eth0."
+    )
+
+
+# The sum over all devices.
 
 
 def _tests(
@@ -128,15 +363,14 @@ def _tests(
     tests: list[CollectiveTest] = []
     found: list[Finding] = []
     for size in sizes:
-        what = f"The all-reduce of {in_words(size)}"
-        number = enter()
+        what = f"The all-reduce of {_text.size(size)}"
+        number = _enter()
         try:
             test, wrong = _all_reduce(mesh, max(size // 4, 1), timeout)
-        except LateError:
-            return tests, [*found, Finding("stuck", late(what, number, timeout))]
+        except _LateError:
+            return tests, [*found, Finding("stuck", _late(what, number, timeout))]
         except Exception as error:  # whatever the runtime raises
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            return tests, [*found, Finding("failed", f"{what} failed: {first:.300}")]
+            return tests, [*found, Finding("failed", f"{what} failed: {_first_line(error)}")]
         tests.append(test)
         if wrong is not None:
             sentence = (
@@ -151,7 +385,7 @@ def _all_reduce(mesh: Mesh, length: int, timeout: float) -> tuple[CollectiveTest
     """Sum an array of each device over a mesh of one axis, and say which values are wrong."""
     numbers, marks = _values(length, mesh.size)
     right = (mesh.size * numbers + marks.sum()).astype(np.float32)
-    compiled = within(timeout, lambda: _compiled(mesh, length))
+    compiled = _within(timeout, lambda: _compiled(mesh, length))
     part = lambda index: (numbers + marks[(index[0].start or 0) // length]).astype(np.float32)
     x = jax.make_array_from_callback((mesh.size * length,), _over(mesh), part)
 
@@ -160,11 +394,10 @@ def _all_reduce(mesh: Mesh, length: int, timeout: float) -> tuple[CollectiveTest
         result = jax.block_until_ready(compiled(x))
         return time.perf_counter() - began, result
 
-    _, result = within(timeout, run)
-    taken = [within(timeout, run)[0] for _ in range(_RUNS)]
+    _, result = _within(timeout, run)
+    seconds = float(np.median([_within(timeout, run)[0] for _ in range(_RUNS)]))
     wrong = _wrong(result, right)
     sent = bytes_sent("all-reduce", mesh.size, 4 * length)
-    seconds = float(np.median(taken))
     return CollectiveTest("all-reduce", 4 * length, sent, seconds, wrong is None), wrong
 
 

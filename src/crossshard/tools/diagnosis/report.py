@@ -1,4 +1,4 @@
-"""Diagnosis: what ``doctor`` has seen, as plain data and in words."""
+"""What ``doctor`` has seen, as plain data and in words."""
 
 import dataclasses
 import json
@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from crossshard import _text
 from crossshard._annotations import Json
-from crossshard._text import rate, size, table, time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Finding:
     """Something that looks wrong.
 
     Attributes:
-      kind: its name, such as ``"proxy"``; the page on ``doctor`` lists them.
+      kind: its name, such as ``"versions"``; the page on ``doctor`` lists them.
       sentence: what it is, and what to write instead.
     """
 
@@ -45,6 +45,13 @@ class Devices:
     process: int
     memory: int | None
 
+    def __str__(self) -> str:
+        own = f", {self.local} of this process" if self.processes > 1 else ""
+        of = "on a machine with " if self.platform == "cpu" else "with "
+        memory = "" if self.memory is None else f", {of}{_text.size(self.memory)}"
+        kind = "" if self.kind == self.platform else f" ({self.kind})"
+        return f"{self.number} × {self.platform}{kind}{own}{memory}"
+
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveTest:
@@ -68,6 +75,10 @@ class CollectiveTest:
     def bandwidth(self) -> float:
         """Bytes/s that a device has sent."""
         return self.bytes_sent / self.seconds
+
+    def _row(self) -> tuple[str, ...]:
+        sizes = (_text.size(self.size), _text.size(self.bytes_sent), _text.time(self.seconds))
+        return (self.kind, *sizes, _text.rate(self.bandwidth), "right" if self.right else "WRONG")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,16 +118,20 @@ class Diagnosis:
 
     def describe(self) -> str:
         """The machine, a line for each size of the collective, and what looks wrong."""
-        rows = [
-            ("versions", ", ".join(f"{name} {each}" for name, each in self.versions.items())),
-            ("devices", _of_devices(self.devices)),
-            ("processes", _of_job(self.job)),
-            ("mesh", ", ".join(f"{name} = {each}" for name, each in self.mesh.items()) or "none"),
-            ("settings", " ".join(f"{name}={each}" for name, each in self.settings.items())),
-        ]
-        lines = [_wrapped(f"{name:<11}{text or 'none'}") for name, text in rows]
+        rows = {
+            "versions": ", ".join(f"{name} {each}" for name, each in self.versions.items()),
+            "devices": str(self.devices or ""),
+            "processes": _of_job(self.job),
+            "mesh": ", ".join(f"{name} = {each}" for name, each in self.mesh.items()),
+            "settings": " ".join(f"{name}={each}" for name, each in self.settings.items()),
+        }
+        wrapped = textwrap.TextWrapper(
+            100, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False
+        )
+        lines = [wrapped.fill(f"{name:<11}{text or 'none'}") for name, text in rows.items()]
         if self.tests:
-            lines += ["", table(_COLUMNS, [_row(each) for each in self.tests])]
+            head = ("collective", "size", "sent", "time", "speed", "values")
+            lines += ["", _text.table(head, [each._row() for each in self.tests])]
         heads = {0: "Nothing looks wrong.", 1: "One thing looks wrong:"}
         number = len(self.findings)
         lines += ["", heads.get(number, f"{number} things look wrong:")]
@@ -129,37 +144,11 @@ class Diagnosis:
         return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, **kwargs)
 
 
-_COLUMNS = ("collective", "size", "sent", "time", "speed", "values")
-
-
-def _wrapped(line: str) -> str:
-    indent = " " * 11
-    return textwrap.fill(
-        line, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def _of_devices(devices: Devices | None) -> str:
-    if devices is None:
-        return "none"
-    own = f", {devices.local} of this process" if devices.processes > 1 else ""
-    of = "on a machine with " if devices.platform == "cpu" else "with "
-    memory = "" if devices.memory is None else f", {of}{size(devices.memory)}"
-    kind = "" if devices.kind == devices.platform else f" ({devices.kind})"
-    return f"{devices.number} × {devices.platform}{kind}{own}{memory}"
-
-
 def _of_job(job: Mapping[str, Any]) -> str:
     number = job.get("num_processes", 1)
     if number == 1:
         return "1"
-    address = job.get("coordinator_address")
     told = "" if job["found_in"] == "nothing" else f", from {job['found_in']}"
     met = "connected" if job["connected"] else "not connected"
-    where = f", at {address}" if address else ""
+    where = f", at {address}" if (address := job["coordinator_address"]) else ""
     return f"{number}{told}; this is {job['process_id']}, {met}{where}"
-
-
-def _row(each: CollectiveTest) -> tuple[str, ...]:
-    sent = (size(each.size), size(each.bytes_sent), time(each.seconds), rate(each.bandwidth))
-    return (each.kind, *sent, "right" if each.right else "WRONG")

@@ -1,13 +1,22 @@
-"""The collectives of a program, and the bytes that a shard sends for each."""
+"""The collectives of a program: what a shard sends, how often, and what runs meanwhile."""
 
 import dataclasses
+import functools
+import itertools
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 
-from crossshard.tools.inspection.execution import Execution, executions
+from crossshard.step.rebuild import RARE
 from crossshard.tools.inspection.groups import Groups, groups_of
-from crossshard.tools.inspection.hlo import Array, Module, leaves
-from crossshard.tools.inspection.overlap import Overlaps
-from crossshard.tools.inspection.source import source_of
+from crossshard.tools.inspection.hlo import (
+    Array,
+    Computation,
+    Instruction,
+    Module,
+    leaves,
+    source_of,
+)
 
 # The bytes that a shard in a group of n sends for an operand, with the optimal algorithm. An
 # all-gather's operand is 1/n of its output.
@@ -28,6 +37,34 @@ PRODUCTS, KERNELS, NOTHING = "matrix products", "other kernels", "nothing"
 
 # Ops allowed between an all-reduce and the slice fused with it.
 _UNCHANGED = {"get-tuple-element", "bitcast", "copy", "reshape", "transpose"}
+
+# Attributes that name a called computation. to_apply also names reducers, which do not communicate.
+_CALLS = ("calls", "to_apply")
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+_LOOP = ("condition", "body")
+
+# What a counter of a loop may pass through.
+_COPIES = {"copy", "copy-start", "copy-done", "bitcast", "reshape"}
+
+_DOTS = {"dot", "ragged-dot", "scaled-dot", "convolution"}
+# What the libraries that XLA calls name theirs: __cublas$gemm, __cublas$lt$matmul,
+# __cudnn$convForward, __cudnn$fmhaSoftmax, __onednn$matmul.
+_PRODUCT_CALL = re.compile(r"gemm|matmul|fmha|\$conv", re.IGNORECASE)
+# Custom calls with which XLA for TPUs marks buffers and asynchronous collectives.
+_MARKS = {
+    *("AllocateBuffer", "AsyncCollectiveStart", "AsyncCollectiveDone"),
+    *("PrepareAsyncCallStart", "PrepareAsyncCallDone"),
+}
+# Instructions that run nothing.
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("add-dependency", "opt-barrier", "partition-id", "replica-id", "send", "recv"),
+}
+# A call-start runs a computation on a SparseCore of a TPU.
+_ASYNC = {"async-start", "call-start"}
+_CALLING = {"fusion", "call", "while", "conditional", *_ASYNC}
+
+_NOTHING, _KERNEL, _PRODUCT = range(3)
 
 
 def bytes_sent(kind: str, group_size: int, operand: float) -> float:
@@ -126,9 +163,220 @@ class Collective:
         return tuple(dict.fromkeys(operand.dtype for operand in self.operands))
 
 
+# What a program executes, and how often.
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """One executed instruction."""
+
+    instruction: Instruction
+    computation: Computation
+    caller: Instruction | None = None  # what calls this computation; None in the entry
+    around: Computation | None = None  # that of the caller
+    in_loop: bool = False
+    # The conditionals around it, outermost first, each with the number of the branch.
+    branches: tuple[tuple[str, int], ...] = ()
+    times: int | None = 1  # in one call of the program; None if a loop's length is unknown
+    rare: bool = False  # only in steps in which a gradient is not finite
+
+
+def executions(module: Module) -> Iterator[Execution]:
+    """All instructions that can execute, in order, including all branches of a conditional."""
+    yield from _through(module, Execution(module.entry.root, module.entry))
+
+
+def _through(module: Module, at: Execution) -> Iterator[Execution]:
+    for instruction in at.computation.instructions.values():
+        run = dataclasses.replace(at, instruction=instruction)
+        yield run
+        # The end of an asynchronous computation repeats its name.
+        if instruction.opcode.endswith(("-update", "-done")):
+            continue
+        scopes = (instruction.quoted("metadata", "op_name") or "").split("/")
+        # The loop, or the conditional, itself: what runs in it names the scope too.
+        rare = at.rare or (RARE in scopes and instruction.opcode in ("while", "conditional"))
+        inner = dataclasses.replace(run, caller=instruction, around=at.computation, rare=rare)
+        for computation in _called(module, instruction, _CALLS):
+            yield from _through(module, dataclasses.replace(inner, computation=computation))
+        for number, computation in enumerate(_called(module, instruction, _BRANCHES)):
+            branches = (*at.branches, (instruction.name, number))
+            branch = dataclasses.replace(inner, computation=computation, branches=branches)
+            yield from _through(module, branch)
+        if instruction.opcode == "while":
+            trips = _trip_count(module, at.computation, instruction)
+            trips = 1 if rare and not at.rare else trips
+            times = None if trips is None or at.times is None else at.times * trips
+            # The rare one has one turn, or none.
+            in_loop = at.in_loop or not rare or at.rare
+            inner = dataclasses.replace(inner, in_loop=in_loop, times=times)
+            for computation in _called(module, instruction, _LOOP):
+                yield from _through(module, dataclasses.replace(inner, computation=computation))
+
+
+def called_computations(module: Module, instruction: Instruction) -> list[Computation]:
+    """The computations that an instruction runs, those of all branches and of loops included."""
+    return _called(module, instruction, (*_CALLS, *_BRANCHES, *_LOOP))
+
+
+def _called(
+    module: Module, instruction: Instruction, attributes: tuple[str, ...]
+) -> list[Computation]:
+    names = [name for attribute in attributes for name in instruction.called(attribute)]
+    return [module.computations[name] for name in names]
+
+
+def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """The trip count of a ``while`` in this computation, or ``None`` if unknown.
+
+    XLA annotates it on CPUs and GPUs. On TPUs it is found from the counter: an element of the carry
+    with a constant start, increment and limit.
+    """
+    config = loop.attributes.get("backend_config", "")
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', config)
+    return int(known[1]) if known else _counted(module, computation, loop)
+
+
+def _counted(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    carry = _unchanged(computation, loop.operands[0])
+    (condition,) = (module.computations[name] for name in loop.called("condition"))
+    (body,) = (module.computations[name] for name in loop.called("body"))
+    test, after = condition.root, body.root
+    if carry.opcode != "tuple" or after.opcode != "tuple":
+        return None
+    if test.opcode != "compare" or test.attributes.get("direction") != "LT":
+        return None
+    counter = _element(condition, test.operands[0])
+    if counter is None:
+        return None
+
+    def value(inside: Computation, name: str) -> int | None:
+        """The value of an instruction in the condition or body, if it is constant."""
+        element = _element(inside, name)
+        if element is None:
+            return _constant(inside, name)
+        if _element(body, after.operands[element]) != element:
+            return None
+        return _constant(computation, carry.operands[element])
+
+    added = _unchanged(body, after.operands[counter])
+    steps = [name for name in added.operands if _element(body, name) != counter]
+    if added.opcode != "add" or len(steps) != 1:
+        return None
+    start = _constant(computation, carry.operands[counter])
+    limit, step = value(condition, test.operands[1]), value(body, steps[0])
+    if start is None or limit is None or step is None or step < 1:
+        return None
+    return max(0, math.ceil((limit - start) / step))
+
+
+def _unchanged(computation: Computation, name: str) -> Instruction:
+    """The instruction that a value comes from, through copies."""
+    found = computation.instructions[name]
+    while found.opcode in _COPIES:
+        found = computation.instructions[found.operands[0]]
+    return found
+
+
+def _element(computation: Computation, name: str) -> int | None:
+    """The index of a value in its computation's parameter, or ``None``."""
+    found = _unchanged(computation, name)
+    if found.opcode != "get-tuple-element":
+        return None
+    if computation.instructions[found.operands[0]].opcode != "parameter":
+        return None
+    return int(found.attributes["index"])
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    found = _unchanged(computation, name)
+    is_int = found.opcode == "constant" and re.fullmatch(r"-?\d+", found.argument)
+    return int(found.argument) if is_int else None
+
+
+# What runs while a collective is under way.
+
+
+class _Overlaps:
+    """What runs while the collectives of a program are under way, from its schedule."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._schedule = functools.cache(self._schedule_of)
+
+    def of(self, run: Execution) -> tuple[int, int] | None:
+        """How many matrix products and other kernels run beside a collective.
+
+        A fusion or a loop counts as one. ``None`` if the collective is synchronous.
+        """
+        start, computation = run.instruction, run.computation
+        caller, around = run.caller, run.around
+        chain = start.quoted("frontend_attributes", "chain_id")
+        if caller is not None and around is not None:
+            if caller.opcode in _ASYNC:
+                start, computation = caller, around
+            elif caller.opcode == "fusion" and chain is not None:
+                return self._between(around, caller, chain)
+        if not start.opcode.endswith("-start") or _is_sync(run.instruction) or _is_sync(start):
+            return None
+        return self._between(computation, start, start.name)
+
+    def _between(self, computation: Computation, start: Instruction, ended: str) -> tuple[int, int]:
+        work, ends = self._schedule(computation.name)
+        first = list(computation.instructions).index(start.name) + 1
+        meanwhile = work[first : ends.get(ended, first)]
+        return meanwhile.count(_PRODUCT), meanwhile.count(_KERNEL)
+
+    def _schedule_of(self, name: str) -> tuple[list[int], dict[str, int]]:
+        """What each instruction of a computation runs, and where what is asynchronous ends.
+
+        Ends are by the name of the start, or by the name of a chain of XLA for TPUs.
+        """
+        start_of: dict[str, str] = {}
+        ends: dict[str, int] = {}
+        instructions = self._module.computations[name].instructions.values()
+        for place, each in enumerate(instructions):
+            if each.opcode.endswith(("-update", "-done")) and each.operands:
+                start_of[each.name] = start_of.get(each.operands[0], each.operands[0])
+                ends[start_of[each.name]] = place
+            # A fusion begins, advances or ends a chain.
+            if each.opcode == "fusion" and each.attributes.get("kind") == "kCustom":
+                for computation in called_computations(self._module, each):
+                    for inner in computation.instructions.values():
+                        chain = inner.quoted("frontend_attributes", "chain_id")
+                        ends |= {} if chain is None else {chain: place}
+        return [self._work(each) for each in instructions], ends
+
+    def _work(self, instruction: Instruction) -> int:
+        opcode = instruction.opcode
+        if opcode in _DOTS:
+            return _PRODUCT
+        if opcode in _CALLING:
+            called = called_computations(self._module, instruction)
+            inner = (self._schedule(each.name)[0] for each in called)
+            return max(itertools.chain.from_iterable(inner), default=_NOTHING)
+        if opcode == "custom-call":
+            target = instruction.attributes.get("custom_call_target", "").strip('"')
+            if target in _MARKS:
+                return _NOTHING
+            return _PRODUCT if _PRODUCT_CALL.search(target) else _KERNEL
+        is_end = opcode.endswith(("-update", "-done"))
+        if is_end or opcode in _FREE or opcode.removesuffix("-start") in KINDS:
+            return _NOTHING
+        return _KERNEL
+
+
+def _is_sync(instruction: Instruction) -> bool:
+    """Whether XLA for GPUs runs a pair of start and end as one blocking call."""
+    return '"is_sync":true' in instruction.attributes.get("backend_config", "")
+
+
+# The collectives among it.
+
+
 def collectives(module: Module) -> tuple[Collective, ...]:
     """The collectives of a program, in order of execution."""
-    overlaps = Overlaps(module, KINDS)
+    overlaps = _Overlaps(module)
     runs = list(_runs_of_collectives(module))
     found = [(run, _read(run, kind, module, overlaps.of(run))) for run, kind in runs]
     counted = {id(each) for _, each in _most((run, x) for run, x in found if not run.rare)}
@@ -138,12 +386,7 @@ def collectives(module: Module) -> tuple[Collective, ...]:
 def _most(
     found: Iterable[tuple[Execution, Collective]], depth: int = 0
 ) -> list[tuple[Execution, Collective]]:
-    """Those that run if every conditional takes the branch that sends most.
-
-    Args:
-      found: the collectives of one branch, or of all, with their executions.
-      depth: the number of conditionals around the branch.
-    """
+    """Of a branch in so many conditionals, those that run if each one takes what sends most."""
     kept: list[tuple[Execution, Collective]] = []
     conditionals: dict[str, dict[int, list[tuple[Execution, Collective]]]] = {}
     for run, each in found:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from crossshard import _check
 from crossshard.errors import ArgumentError, ArgumentTypeError
@@ -24,14 +24,8 @@ _SYNCHRONOUS = (
 _SUMMED_IN = 32
 
 
-@dataclasses.dataclass(frozen=True)
-class Breach:
-    """A violation of a contract.
-
-    Attributes:
-      sentence: the violation, and how to fix it.
-      shown: a table of the offending collectives.
-    """
+class Breach(NamedTuple):
+    """A violation of a contract: what it is, how to fix it, and a table of who does it."""
 
     sentence: str
     shown: str
@@ -63,41 +57,42 @@ class Contract:
         _check.flag("in_loop", self.in_loop)
         _check_shares(self.min_hidden)
 
-    def breaches(self, report: Communication) -> list[Breach]:
+    def breaches(self, report: Communication) -> Iterator[Breach]:
         """The violations of a step; scalars are not counted."""
         # Over the axes of a model the user communicates as the model needs it.
         sending = [each for each in report.collectives if each.bytes_sent and not each.within_shard]
         sent = report.bytes_between_shards - _widening(sending, report)
-        return [
-            *self._forbidden(sending),
-            *self._looping(sending, sent, report),
-            *self._too_much(sending, sent, report),
-            *self._not_hidden(sending, report),
-        ]
-
-    def _forbidden(self, sending: list[Collective]) -> Iterator[Breach]:
         if found := [each for each in sending if each.kind in self.forbid]:
-            kinds = ", ".join(kind for kind in self.forbid if kind in {each.kind for each in found})
-            yield Breach(f"The step has forbidden collectives, {kinds}", collective_table(found))
-
-    def _looping(
-        self, sending: list[Collective], sent: float, report: Communication
-    ) -> Iterator[Breach]:
+            named = ", ".join(kind for kind in self.forbid if kind in {each.kind for each in found})
+            yield Breach(f"The step has forbidden collectives, {named}", collective_table(found))
         found = [each for each in sending if each.in_loop and not self.in_loop]
         # Each turn sends another layer if all of them send the least.
-        in_rows = not report.uncounted_loops and sent <= _allowed(1, report)
-        if found and not in_rows:
+        if found and (report.uncounted_loops or sent > _allowed(1, report)):
             yield Breach(
                 "The step communicates within a loop; reduce gradients once after it, or pass "
                 "in_loop=True if that is intended, for example for a loop over steps",
                 collective_table(found),
             )
+        if sending and not math.isinf(self.max_bytes_ratio):
+            yield from self._too_much(sending, sent, report)
+        given = self.min_hidden
+        for kind, share in (given if isinstance(given, Mapping) else {None: given}).items():
+            kinds = KINDS if kind is None else (kind,)
+            hidden = report.hidden_share_of(*kinds)
+            if share is None or hidden is None or hidden >= share:
+                continue
+            exposed = [each for each in sending if each.kind in kinds and each.behind != PRODUCTS]
+            of_kind = "" if kind is None else f" of {kind}"
+            reason = "" if any(each.asynchronous for each in exposed) else _SYNCHRONOUS
+            yield Breach(
+                f"The step sends {hidden:.1%} of its bytes{of_kind} behind matrix products, but at "
+                f"least {share:.1%} must be{reason}",
+                collective_table(exposed),
+            )
 
     def _too_much(
         self, sending: list[Collective], sent: float, report: Communication
     ) -> Iterator[Breach]:
-        if not sending or math.isinf(self.max_bytes_ratio):
-            return
         if not report.lower_bound:
             yield Breach(
                 "The step communicates, but its parameters are unknown. Pass parameters=, as "
@@ -119,23 +114,6 @@ class Contract:
                 times = f"at most {times} ({rest:.3f} without what is in branches)"
             allowed = f"but only {self.max_bytes_ratio:g} is allowed"
             yield Breach(f"The step sends {times}, {allowed}", report.table())
-
-    def _not_hidden(self, sending: list[Collective], report: Communication) -> Iterator[Breach]:
-        given = self.min_hidden
-        shares = given if isinstance(given, Mapping) else {None: given}
-        for kind, share in shares.items():
-            kinds = KINDS if kind is None else (kind,)
-            hidden = report.hidden_share_of(*kinds)
-            if share is None or hidden is None or hidden >= share:
-                continue
-            exposed = [each for each in sending if each.kind in kinds and each.behind != PRODUCTS]
-            of_kind = "" if kind is None else f" of {kind}"
-            reason = "" if any(each.asynchronous for each in exposed) else _SYNCHRONOUS
-            yield Breach(
-                f"The step sends {hidden:.1%} of its bytes{of_kind} behind matrix products, but at "
-                f"least {share:.1%} must be{reason}",
-                collective_table(exposed),
-            )
 
 
 def _allowed(ratio: float, report: Communication) -> float:

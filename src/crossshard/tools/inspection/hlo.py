@@ -1,4 +1,4 @@
-"""Parser for the text of optimized HLO modules.
+"""Parser for the text of optimized HLO modules, and the source lines that it names.
 
 The text is stable across JAX versions; the objects behind it are private. Attributes are parsed
 lazily, because a pod's program has megabytes of them.
@@ -6,12 +6,13 @@ lazily, because a pod's program has megabytes of them.
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from crossshard.errors import ArgumentError
-from crossshard.tools.inspection.source import stack_frames, unescaped
 
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
@@ -22,6 +23,16 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ([\w\-]+)\(")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _BITS = re.compile(r"[a-z]+(\d+)")
+_OURS = f"{Path(__file__).parents[2]}/"
+# The frames that call our command are not user code.
+_COMMAND = f"{_OURS}tools/cli.py:"
+
+# The libraries that a training script calls, and the standard library.
+_LIBRARIES = re.compile(
+    r"/(site|dist)-packages/(equinox|flax|jax|jaxtyping|optax)/"
+    r"|/lib/python3[^/]*/(?!site-packages/|dist-packages/)"
+    r"|^<frozen "
+)
 
 
 def width(dtype: str) -> int:
@@ -72,25 +83,15 @@ def leaves(shape: Shape) -> Iterator[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-      name: without the ``%``.
-      opcode: ``all-reduce``, ``fusion``, ``parameter`` …
-      shape: the shape of its output.
-      operands: the names of its operands, in the same computation.
-      is_root: whether it is the root of its computation.
-      argument: the text in parentheses; for a parameter, its number.
-      text: all after the name.
-    """
-
-    name: str
+    name: str  # without the %
     opcode: str
     shape: Shape
-    operands: tuple[str, ...]
+    operands: tuple[str, ...]  # their names, in the same computation
     is_root: bool
-    argument: str
-    text: str
+    argument: str  # the text in parentheses; for a parameter, its number
+    text: str  # all after the name
     _end: int
 
     @property
@@ -107,7 +108,7 @@ class Instruction:
         """The value of ``key="…"``, or ``"key":"…"`` in JSON, in an attribute."""
         text = self.attributes.get(attribute, "")
         found = re.search(rf'\b{key}"?[=:]"((?:[^"\\]|\\.)*)"', text)
-        return unescaped(found[1]) if found else None
+        return _unescaped(found[1]) if found else None
 
     def called(self, attribute: str) -> tuple[str, ...]:
         """The names of the computations in an attribute."""
@@ -116,12 +117,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A list of instructions, in the order in which they run.
-
-    Attributes:
-      name: without the ``%``.
-      instructions: by name, each after its operands.
-    """
+    """A list of instructions by name, in the order in which they run."""
 
     name: str
     instructions: Mapping[str, Instruction]
@@ -140,15 +136,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """An HLO module.
-
-    Attributes:
-      computations: by name.
-      entry: the entry computation.
-      partitions: the number of devices that one replica is split over.
-      replicas: the number of replicas.
-      slices: the number of slices of a TPU that run it, each with all replicas and partitions.
-    """
+    """An HLO module, which so many slices of a TPU run, each with all replicas and partitions."""
 
     computations: Mapping[str, Computation]
     entry: Computation
@@ -208,7 +196,7 @@ def parse(text: str) -> Module:
         entry,
         partitions=int(settings.get("num_partitions", 1)),
         replicas=int(settings.get("replica_count", 1)),
-        _frames=stack_frames(text),
+        _frames=_stack_frames(text),
     )
 
 
@@ -299,3 +287,66 @@ def _shape(text: str) -> Shape:
 
 def _unknown(what: str, text: str) -> str:
     return f"The program's text has an unknown {what}: {text.strip()[:80]!r}."
+
+
+# Source lines.
+
+
+def users_line(lines: Iterable[str]) -> str | None:
+    """The first line in user code, outside crossshard and other libraries.
+
+    Args:
+      lines: as ``file:line``, innermost first.
+
+    >>> users_line(["/lib/python3.11/site-packages/flax/nnx/norm.py:9", "train.py:12", "main.py:3"])
+    'train.py:12'
+    """
+    return next((line for line in lines if not (_is_ours(line) or _LIBRARIES.search(line))), None)
+
+
+def source_of(lines: Iterable[str]) -> str | None:
+    """The line of user code, or if there is none, the first outside crossshard.
+
+    ``None`` for a step of crossshard's that its command has lowered.
+    """
+    called = list(itertools.takewhile(lambda line: not line.startswith(_COMMAND), lines))
+    return users_line(called) or next((line for line in called if not _is_ours(line)), None)
+
+
+def _is_ours(line: str) -> bool:
+    return line.startswith(_OURS) or "-packages/crossshard/" in line
+
+
+def _unescaped(text: str) -> str:
+    """A text between quotes, without the backslashes."""
+    return re.sub(r"\\(.)", r"\1", text)
+
+
+def _stack_frames(text: str) -> dict[int, tuple[str, int]]:
+    """The tables that newer XLA writes above a program: each frame's line, and its caller."""
+    names = re.finditer(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M)
+    files = {m[1]: _unescaped(m[2]) for m in names}
+    location = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
+    lines = {
+        m[1]: f"{files.get(m[2], '?')}:{m[3]}"
+        for m in re.finditer(location, _section(text, "FileLocations"), re.M)
+    }
+    frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+    frames = re.findall(frame, _section(text, "StackFrames"), re.M)
+    # XLA writes the caller's number plus one, so the outermost frame, which has no caller, appears
+    # to call itself.
+    offset = int(any(number == parent for number, _, parent in frames))
+    return {
+        int(number): (lines[where], int(parent or 0) - offset)
+        for number, where, parent in frames
+        if where in lines
+    }
+
+
+def _section(text: str, title: str) -> str:
+    start = text.find(f"\n{title}\n")
+    if start < 0:
+        return ""
+    start += len(title) + 2
+    end = text.find("\n\n", start)
+    return text[start : end if end >= 0 else None]

@@ -10,10 +10,9 @@ from typing import Any, Protocol, TypeAlias
 import jax
 from jax.sharding import NamedSharding
 
-from crossshard import _check
+from crossshard import TrainState, _check
 from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.model.state import TrainState
 from crossshard.tools.inspection.collectives import collectives
 from crossshard.tools.inspection.groups import Axes, axes_of, joined_shards, with_slices
 from crossshard.tools.inspection.hlo import Module, parse
@@ -57,8 +56,7 @@ def inspect(
     It works for any JAX step. N shards that average gradients of P bytes of parameters each send at
     least 2(N−1)/N · P. An all-reduce of the gradients sends that; so does a reduce-scatter of the
     gradients with an all-gather of the parameters, before or after the update. P is counted in the
-    parameters' dtype, so sending a wider dtype raises the ratio, and the report shows whether the
-    step widens them or XLA, which for CPUs widens 16 bits.
+    parameters' dtype, so sending a wider dtype raises the ratio.
 
     The program of a ``TrainStep`` knows its parameters and its shard axes. Of any other, pass what
     it trains as ``parameters``; without them there is no bound. The bound is that of one update: a
@@ -114,14 +112,9 @@ def report_on(
     axes: Axes = (),
     of_data: Collection[str] = (),
 ) -> Communication:
-    """The report on a parsed program.
+    """The report on a parsed program, of whose mesh's ``axes`` those ``of_data`` split the batch.
 
-    Args:
-      module: the program.
-      parameters: their bytes by dtype, if known.
-      memory: the compiler's memory analysis.
-      axes: the axes of the program's mesh.
-      of_data: those of them that split the batch; all if empty.
+    All of them do if it is empty.
     """
     if math.prod(size for _, size in axes) != module.devices:
         axes = ()

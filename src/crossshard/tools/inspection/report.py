@@ -22,9 +22,6 @@ UNKNOWN = "unknown"
 
 _HEAD = ("collective", "operands", "sent per shard", "groups", "when", "source")
 
-# XLA marks sums that it widens, and may convert what it only moves without a mark.
-_SUMS = {"all-reduce", "reduce-scatter"}
-
 # The properties that JSON has in addition to the attributes.
 _TOTALS = (
     *("bytes_sent", "scalar_bytes_sent", "parameter_bytes", "parameter_dtypes"),
@@ -218,7 +215,8 @@ class Communication:
         lines.append(_bound(self, least))
         lines += _overlap(self)
         if self.widened:
-            lines.append(_widening(self))
+            sent, own = ", ".join(self.widened), ", ".join(self.parameter_dtypes)
+            lines.append(f"sent as {sent}, but the parameters are {own}")
         if self.memory is not None:
             parts = dataclasses.asdict(self.memory).items()
             words = (f"{name} {exact_size(number)}" for name, number in parts)
@@ -300,19 +298,3 @@ def _overlap(report: Communication) -> list[str]:
         f"matrix products, {exact_size(report.bytes_behind_other_kernels)} behind other kernels, "
         f"{exact_size(report.bytes_exposed)} exposed"
     ]
-
-
-def _widening(report: Communication) -> str:
-    """The line on dtypes that are wider than the parameters, and what widened them."""
-    kinds: dict[str, list[str]] = {}
-    wide = {*report.widened}
-    for each in (x for x in report.collectives if x.bytes_sent and wide & {*x.dtypes}):
-        who = "by the step, or by XLA for CPUs"
-        if each.widened:
-            who = "by XLA, as it does for CPUs"
-        elif each.kind in _SUMS:
-            who = "by the step itself"
-        kinds.setdefault(who, []).append(each.kind)
-    sent, parameters = ", ".join(report.widened), ", ".join(report.parameter_dtypes)
-    by = [f"{', '.join(dict.fromkeys(found))} {who}" for who, found in kinds.items()]
-    return f"sent as {sent}, but the parameters are {parameters}; widened: {'; '.join(by)}"

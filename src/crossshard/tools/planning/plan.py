@@ -1,31 +1,40 @@
-"""plan: compile a step for a machine that is not there, in several ways, and read each program."""
+"""plan: compiles a step in several ways for a machine that is not there, and reads the programs."""
 
 import collections
 import concurrent.futures
+import dataclasses
+import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard import _check
+from crossshard import _check, make_train_step
 from crossshard._annotations import Loss, PyTree
-from crossshard.errors import ArgumentError
-from crossshard.model.models import partition
-from crossshard.step.description import bytes_on_device
-from crossshard.step.rebuild import axes_of_batch
+from crossshard._text import count, size, table
+from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.step.rebuild import axes_of_batch, bytes_on_device, number_of_parameters
 from crossshard.tools.inspection.collectives import Collective
 from crossshard.tools.inspection.inspect import inspect
-from crossshard.tools.planning.report import Candidate, LinkUse, MemoryUse, Plan, name_of
-from crossshard.tools.planning.topology import TPUS, Topology, other_libtpu
+from crossshard.tools.planning.topology import Topology
 from crossshard.tools.planning.topology import topology as topology_of
-from crossshard.tools.planning.work import Work, make_work
 from crossshard.tools.quiet import quiet
 
+_DATA, _MODEL = "data", "model"
+_WHOLE = "replicated"
+# Chosen by the plan itself.
+_OURS = {"mesh", "num_shards", "axis_name", "weight_update"}
+# Options of a step whose parameters rest in parts, and of no other.
+_OF_PARTS = {"gather_dtype"}
+# How many devices share a model, which are near: NVLink, or a part of a torus.
+_OF_A_MODEL = (2, 4, 8)
 # What XLA for TPUs says: "… Used 20.51G of 15.75G hbm. …"
 _USED = re.compile(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm")
 # Or: "… memory required for HLO temporaries (30.32G) exceeds available HBM …", without arguments.
@@ -33,6 +42,170 @@ _TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\) exceeds")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Programs that are compiled at once. One compilation hardly uses two cores.
 _AT_ONCE = 2
+_LINKS = ("inside a host", "inside a slice", "across")
+_MEMORY_HEAD = (
+    *("memory per device", "fits", "parameters", "optimizer state", "other"),
+    *("temporaries", "(gradients)", "needed", "available"),
+)
+_LINKS_HEAD = ("sent per device and step", "collectives", *_LINKS, "all", "hidden")
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on each device.
+
+    Attributes:
+      parameters: of the parameters, those that are not trained included.
+      optimizer_state: of the optimizer's state.
+      other: of the batch, the rest of the state, and the padding of all arguments.
+      temporaries: what else the program needs while it runs: activations and gradients; ``None`` if
+        the compiler refused the program before it counted them.
+      gradients: of all gradients, of which the temporaries hold those that are needed at one time.
+      needed: all of these at the fullest moment, by the compiler; at least this, if the step was
+        not compiled.
+      available: on a device.
+    """
+
+    parameters: int
+    optimizer_state: int
+    other: int
+    temporaries: int | None
+    gradients: int
+    needed: int
+    available: int
+
+    @property
+    def left(self) -> int:
+        """What is left; negative if it does not fit."""
+        return self.available - self.needed
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkUse:
+    """What a step sends, on each device.
+
+    Attributes:
+      collectives: how many of each kind run.
+      sent: the bytes in all.
+      by_link: the bytes over each kind of link: ``"inside a host"``, ``"inside a slice"`` (between
+        the hosts of a TPU slice), ``"across"`` (between hosts of GPUs).
+      hidden: the bytes that are sent while matrix products or other kernels are scheduled.
+    """
+
+    collectives: Mapping[str, int]
+    sent: float
+    by_link: Mapping[str, float]
+    hidden: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A mesh, and where parameters and optimizer state rest, compiled.
+
+    Attributes:
+      mesh: the sizes of its axes by their names.
+      weight_update: ``"replicated"`` or ``"sharded"``.
+      params: ``"replicated"``, or ``"sharded"`` if the parameters rest in parts.
+      memory: on each device.
+      links: what is sent; ``None`` if it was not compiled, or the compiler refused it.
+      compiled: whether it was compiled, which it is not if its state alone is too large.
+    """
+
+    mesh: Mapping[str, int]
+    weight_update: str
+    params: str
+    memory: MemoryUse
+    links: LinkUse | None
+    compiled: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits into the memory of a device."""
+        return self.memory.left >= 0
+
+    @property
+    def name(self) -> str:
+        """``data 4 x model 2, sharded``; ``in parts`` if the parameters are."""
+        return _name_of(self.mesh, self.weight_update, self.params)
+
+
+def _name_of(mesh: Mapping[str, int], weight_update: str, params: str) -> str:
+    axes = " x ".join(f"{name} {number}" for name, number in mesh.items())
+    return f"{axes}, {weight_update if params == _WHOLE else 'in parts'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a step needs on a machine, for each mesh and way for its parameters to rest.
+
+    Attributes:
+      topology: its name.
+      devices: how many there are.
+      parameters: the number of parameters.
+      candidates: those that were compiled, or are too large to be.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> import crossshard
+    >>> w, x = jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((4, 8), "float32")
+    >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
+    >>> found = crossshard.plan(loss_fn, w, x, optax.sgd(0.1), topology="cpu:1")
+    >>> found.candidates[0].memory.parameters
+    256
+    """
+
+    topology: str
+    devices: int
+    parameters: int
+    candidates: Sequence[Candidate]
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The plan as JSON.
+
+        The keys are the attributes of this class and of its fields, and ``fits`` and ``left``.
+        """
+        fields = dataclasses.asdict(self)
+        for each, candidate in zip(fields["candidates"], self.candidates, strict=True):
+            each["fits"] = candidate.fits
+            each["memory"]["left"] = candidate.memory.left
+        return json.dumps(fields, indent=indent)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self) -> str:
+        """Plain text tables of memory and of what is sent, a row for each candidate."""
+        parts = [
+            f"{self.parameters:,} parameters on {self.topology}, {count(self.devices, 'device')}",
+            table(_MEMORY_HEAD, [_memory_row(each) for each in self.candidates]),
+            table(_LINKS_HEAD, [_link_row(each) for each in self.candidates]),
+        ]
+        if names := "; ".join(each.name for each in self.candidates if not each.compiled):
+            parts.append(
+                f"Not compiled, since what rests on a device is more than its memory: {names}."
+            )
+        return "\n\n".join(parts)
+
+
+def _memory_row(each: Candidate) -> tuple[str, ...]:
+    use = each.memory
+    at_least = "" if each.compiled else "at least "
+    fits = (
+        f"yes, {size(use.left)} left" if each.fits else f"no, {at_least}{size(-use.left)} too much"
+    )
+    temporaries = "?" if use.temporaries is None else size(use.temporaries)
+    parts = map(size, (use.parameters, use.optimizer_state, use.other))
+    whole = map(size, (use.needed, use.available))
+    return (each.name, fits, *parts, temporaries, f"({size(use.gradients)})", *whole)
+
+
+def _link_row(each: Candidate) -> tuple[str, ...]:
+    if each.links is None:
+        return (each.name, *["?"] * 6)
+    kinds = ", ".join(f"{number} {kind}" for kind, number in each.links.collectives.items())
+    places = (each.links.by_link.get(name, 0) for name in _LINKS)
+    share = each.links.hidden / each.links.sent if each.links.sent else 0
+    shown = [size(number) if number else "–" for number in (*places, each.links.sent)]
+    return (each.name, kinds or "none", *shown, f"{share:.0%}")
 
 
 def plan(
@@ -79,34 +252,132 @@ def plan(
     >>> plan(loss_fn, w, x, optax.adam(0.1), topology="cpu:1").candidates[0].fits
     True
     """
-    work = make_work(loss_fn, params, batch, optimizer, model_specs, options)
+    if chosen := sorted(_OURS & set(options)):
+        raise ArgumentError(f"plan compares meshes and updates itself; leave out {chosen[0]}.")
+    if isinstance(params, str):
+        raise ArgumentError(
+            f"plan compares parameters that rest whole and in parts itself; params is the model "
+            f"here, and not {params!r}."
+        )
+    is_model = isinstance(params, nnx.Pytree) or not callable(params)
+    model = params if is_model else nnx.eval_shape(params)
     where = topology_of(topology)
-    found = [_Compiling(work, where, choice) for choice in work.choices(where)]
+    found = []
+    for shape, types in meshes(where, model, model_specs):
+        mesh, rows = where.mesh(shape), batch(where.size) if callable(batch) else batch
+        _check.arrays("batch", rows, or_types=True)
+        for weight_update, rest in _ways(optimizer, shape):
+            left_out = _OF_PARTS if rest == _WHOLE else ()
+            step = make_train_step(
+                loss_fn,
+                optimizer,
+                mesh=mesh,
+                axis_name=_DATA if _MODEL in shape else None,
+                weight_update=weight_update,
+                params=rest,
+                **{name: each for name, each in options.items() if name not in left_out},
+            )
+            found.append(_Compiling((shape, weight_update, rest), where, step, types, rows))
     with quiet():
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(_Compiling.compile, found))
         candidates = [each.read() for each in found]
-    _, trained, frozen, *_ = partition(work.params, options.get("wrt"))
-    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((trained, frozen)))
+    parameters = number_of_parameters(model, options.get("wrt"))
     return Plan(topology, where.size, parameters, candidates)
 
 
-class _Compiling:
-    """A choice that is lowered, then compiled, and then read."""
+def _ways(optimizer: Any, shape: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The ``weight_update`` and ``params`` of the steps that are compared on a mesh."""
+    ways = [("replicated", _WHOLE), ("sharded", _WHOLE), ("sharded", "sharded")]
+    # Groups of shards differ in their parameters, which cannot rest in parts.
+    grouped = len(getattr(optimizer, "group_assignment", None) or ()) > 1
+    # One shard has nothing to split.
+    return ways[:1] if shape[_DATA] == 1 else ways[: 2 if grouped else 3]
 
-    def __init__(self, work: Work, topology: Topology, choice: tuple[Any, str, str]) -> None:
-        self._choice = choice
-        self._topology = topology
-        self._mesh = topology.mesh(choice[0])
-        step, self._state = work.step(self._mesh, *choice[1:])
-        self._batch = work.batch(self._mesh.size)
-        _check.arrays("batch", self._batch, or_types=True)
-        self._axes = axes_of_batch(step).of(self._batch)
+
+def meshes(topology: Topology, model: Any, specs: Any) -> list[tuple[dict[str, int], Any]]:
+    """The meshes that are compared, each with the types of the parameters there.
+
+    Each device is a shard, or 2, 4 … of them share a model, if there are ``specs``.
+
+    Raises:
+      ArgumentError: the model cannot be split as the specs say over any number of devices.
+      ArgumentTypeError: the specs are neither specs nor a function.
+    """
+    found, problem = [({_DATA: topology.size}, model)], None
+    for devices in () if specs is None else _OF_A_MODEL:
+        if topology.size % devices:
+            break
+        shape = {_DATA: topology.size // devices, _MODEL: devices}
+        try:
+            found.append((shape, _split(model, specs, topology.mesh(shape))))
+        except ArgumentError as error:
+            problem = problem or error
+    if problem is not None and len(found) == 1:
+        raise problem
+    return found
+
+
+def _split(model: Any, specs: Any, mesh: Mesh) -> Any:
+    """The types of the parameters, split over the axis ``model``."""
+    of = specs
+    if not callable(specs):
+        is_spec = lambda x: x is None or isinstance(x, PartitionSpec)
+        try:
+            every = jax.tree.broadcast(specs, model, is_leaf=is_spec)
+        except ValueError as error:
+            raise ArgumentTypeError(
+                "model_specs must be a function of path and leaf, or a pytree of PartitionSpec "
+                f"like params: {str(error).splitlines()[0]}"
+            ) from error
+        leaves = jax.tree_util.tree_leaves_with_path(every, is_leaf=is_spec)
+        flat = {jax.tree_util.keystr(path): spec or PartitionSpec() for path, spec in leaves}
+        of = lambda path, leaf: flat[jax.tree_util.keystr(path)]
+
+    def lay(path: Any, leaf: Any) -> Any:
+        spec = of(path, leaf)
+        if not isinstance(spec, PartitionSpec):
+            raise ArgumentTypeError(
+                f"model_specs must be a function of path and leaf that returns a PartitionSpec, or "
+                f"a pytree of these like params; got {_check.described(spec)}."
+            )
+        try:
+            sharding = NamedSharding(mesh, spec)
+            sharding.shard_shape(leaf.shape)
+        except ValueError as error:
+            raise ArgumentError(
+                f"params{jax.tree_util.keystr(path)}, of shape {leaf.shape}, cannot be split "
+                f"as {spec} over {dict(mesh.shape)}."
+            ) from error
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    if isinstance(model, nnx.Pytree):
+        graph, state = nnx.split(model)
+        return nnx.merge(graph, jax.tree_util.tree_map_with_path(lay, state))
+    return jax.tree_util.tree_map_with_path(lay, model)
+
+
+class _Compiling:
+    """A step that is lowered, then compiled, and then read."""
+
+    def __init__(
+        self, choice: tuple[Any, str, str], topology: Topology, step: Any, types: Any, batch: Any
+    ) -> None:
+        self._choice, self._topology = choice, topology
+        self._devices = list(step.mesh.devices.flat)
+        self._state = step.abstract_init(types)
+        shards = choice[0][_DATA]
+        # What every shard gets whole may be a Python number.
+        rows = sum(
+            math.prod(np.shape(x)) * jnp.result_type(x).itemsize // (1 if axis is None else shards)
+            for x, axis in zip(jax.tree.leaves(batch), axes_of_batch(step).of(batch), strict=True)
+        )
+        self._arguments = bytes_on_device(self._state) + rows
         # The bytes that the program needs at least, unless it is compiled.
-        self._refused_for = self._arguments()
+        self._refused_for = self._arguments
         # A large model takes minutes to compile: not where its state alone is too large.
-        is_too_large = self._refused_for > topology.memory
-        self._lowered = None if is_too_large else step.lower(self._state, self._batch)
+        fits = self._arguments <= topology.memory
+        self._lowered = step.lower(self._state, batch) if fits else None
         self._compiled: jax.stages.Compiled | None = None
 
     def compile(self) -> None:
@@ -116,48 +387,32 @@ class _Compiling:
         try:
             self._compiled = self._lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            needed = self._needed(str(error))
-            if needed is None:
-                raise ArgumentError(self._sentence("compiled", error)) from error
-            self._refused_for = needed
+            # The bytes that it needs, from what its compiler says of its memory.
+            for pattern, more in ((_USED, 0), (_TEMPORARIES, self._arguments)):
+                if found := pattern.search(str(error)):
+                    self._refused_for = more + int(float(found[1]) * _UNITS[found[2]])
+                    return
+            raise self._refused("compiled", error) from error
 
     def read(self) -> Candidate:
         """What the program needs and sends."""
         links = None
         if self._compiled is not None:
             try:
-                links = _links(self._compiled, list(self._mesh.devices.flat))
+                links = _links(self._compiled, self._devices)
             except jax.errors.JaxRuntimeError as error:
-                raise ArgumentError(self._sentence("read", error)) from error
+                raise self._refused("read", error) from error
         return Candidate(*self._choice, self._memory(), links, self._lowered is not None)
 
-    def _sentence(self, what: str, error: Exception) -> str:
+    def _refused(self, what: str, error: Exception) -> ArgumentError:
         first = (str(error).splitlines() or ["no reason"])[0]
-        other = other_libtpu() if self._topology.kind in TPUS else None
-        reason = f"{other} ({first:.200})" if other else f"{first:.300}"
-        where = f"{name_of(*self._choice)} cannot be {what} for {self._topology.name}"
-        return f"The step of {where}: {reason}"
-
-    def _needed(self, message: str) -> int | None:
-        """The bytes that a program needs, from what its compiler says of its memory."""
-        for pattern, more in ((_USED, 0), (_TEMPORARIES, self._arguments())):
-            if found := pattern.search(message):
-                return more + int(float(found[1]) * _UNITS[found[2]])
-        return None
-
-    def _arguments(self) -> int:
-        shards = next(iter(self._mesh.shape.values()))
-        # What every shard gets whole may be a Python number.
-        rows = sum(
-            math.prod(np.shape(x)) * jnp.result_type(x).itemsize // (1 if axis is None else shards)
-            for x, axis in zip(jax.tree.leaves(self._batch), self._axes, strict=True)
-        )
-        return bytes_on_device(self._state) + rows
+        where = f"{_name_of(*self._choice)} cannot be {what} for {self._topology.name}"
+        return ArgumentError(f"The step of {where}: {first:.300}")
 
     def _memory(self) -> MemoryUse:
         parameters = bytes_on_device((self._state.params, self._state.frozen))
         optimizer = bytes_on_device(self._state.opt_state)
-        arguments, temporaries, needed = self._arguments(), None, self._refused_for
+        arguments, temporaries, needed = self._arguments, None, self._refused_for
         stats = None if self._compiled is None else self._compiled.memory_analysis()
         if stats is not None:
             arguments = stats.argument_size_in_bytes

@@ -1,7 +1,6 @@
 """Topologies by name: TPU slices, GPU clusters, this machine; what compilers are told of them."""
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import math
 import os
@@ -16,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 from crossshard import _check
 from crossshard.errors import ArgumentError
 from crossshard.shards.devices import cpu_devices
-from crossshard.tools.quiet import for_gpus, for_tpus, quiet
+from crossshard.tools.quiet import quiet
 
 _GIB = 2**30
 
@@ -25,6 +24,14 @@ TPUS = {
     "v5e": (int(15.75 * _GIB), 2),
     "v5p": (int(95.74 * _GIB), 3),
     "v6e": (int(31.25 * _GIB), 2),
+}
+# What libtpu reads when it is loaded, unless the user has set it.
+_OF_LIBTPU = {
+    # There is no TPU here, nor a server that could tell which one.
+    "TPU_SKIP_MDS_QUERY": "1",
+    # Nothing is run, so two processes may compile at once.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
 }
 
 
@@ -193,7 +200,8 @@ def _tpu(name: str, kind: str, sizes: list[int]) -> Topology:
             f"{kind} has {dimensions} dimensions, as in {kind}:{example}; got {name!r}. Known are "
             f"{KNOWN}."
         )
-    for_tpus()
+    for setting, value in _OF_LIBTPU.items():
+        os.environ.setdefault(setting, value)
     # Hosts have four chips or eight, except those with a single one.
     hosts = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(sizes) == 1 else {}
     return _described(name, memory, platform="tpu", topology_name=name, **hosts)
@@ -207,7 +215,8 @@ def _gpu(name: str, kind: str, sizes: list[int]) -> Topology:
         )
     if len(sizes) != 2:
         raise ArgumentError(f"A cluster is hosts x GPUs of a host, as in {kind}:4x8; got {name!r}.")
-    for_gpus()
+    # There is no GPU here to be compatible with.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     return _described(
         name,
         GPUS[kind].memory,
@@ -231,23 +240,3 @@ def _described(name: str, memory: int, **description: Any) -> Topology:
             f"There is no topology {name!r}: {first:.200}. Known are {KNOWN}."
         ) from error
     return Topology(name, memory, found.devices)
-
-
-def other_libtpu() -> str | None:
-    """What to say of a libtpu that is not the one that JAX pins; ``None`` if it is.
-
-    Another one compiles most programs; it fails on some, whose text this XLA cannot read.
-    """
-    try:
-        has = importlib.metadata.version("libtpu")
-        lines = importlib.metadata.requires("jax") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    pins = (re.match(r"libtpu\s*\(?==\s*([\d.]+)(?:\.\*)?\)?\s*;.*\btpu\b", line) for line in lines)
-    wanted = next((pin[1] for pin in pins if pin), None)
-    if wanted is None or f"{has}.".startswith(f"{wanted}."):
-        return None
-    return (
-        f"libtpu {has} is installed, and JAX {jax.__version__} is released with {wanted}: "
-        f'pip install "crossshard[tpu]"'
-    )

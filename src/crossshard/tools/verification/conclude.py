@@ -1,23 +1,23 @@
 """Conclusion: from what was measured to faults, each once, with the parameters that have it."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from crossshard._text import listed
-from crossshard.errors import NestedContextError
-from crossshard.tools.verification.built_step import METRIC, STATISTICS, UPDATE
-from crossshard.tools.verification.comparison import (
+from crossshard.tools.verification.measurement import (
     COARSE,
     Comparison,
+    Measurement,
     is_weighted,
     norm,
     rms,
 )
-from crossshard.tools.verification.measurement import Measurement
-from crossshard.tools.verification.report import Fault, LeafReport, Verification
+from crossshard.tools.verification.runs import METRIC, STATISTICS, UPDATE
 
 # Smaller than the largest leaf by so much, a gradient may be nothing but rounding.
 _VANISHING = 1e-5
@@ -31,6 +31,103 @@ _OWN_STATISTICS = (
 _EACH_ITS_OWN = "each shard has its own: not reduced"
 _STACKED = "each shard keeps statistics of its own: reduce them before you evaluate or save"
 _NEITHER = "is neither that of all rows nor the mean of the shards'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What differs between N shards and one device.
+
+    >>> Fault("update", "w: 8.000 = N times the update of one device", ("w",), 8.0, "N").factor
+    'N'
+
+    Attributes:
+      kind: what differs: ``"update"``, ``"copies"``, ``"statistics"``, ``"metric"``, ``"rows"``
+        or ``"keys"``; the page on ``verify`` says what each is.
+      sentence: what differs, where and by how much.
+      leaves: the names of the arrays that differ.
+      ratio: what the first of them has on N shards over what it has on one, by least squares;
+        ``None`` if that is 0, or is not compared.
+      factor: the ratio's name if it has one, such as ``"N"``, ``"1/N"`` or ``"√N"``; else empty.
+      shards: the shards that it is about, if not all.
+    """
+
+    kind: str
+    sentence: str
+    leaves: tuple[str, ...] = ()
+    ratio: float | None = None
+    factor: str = ""
+    shards: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafReport:
+    """How the update of one parameter compares.
+
+    >>> LeafReport("w", (3,), 8.0, 1e-7, 1e-4, "update").ratio
+    8.0
+
+    Attributes:
+      name: its path in the state, such as ``"params/dense/kernel"``.
+      shape: its shape on one device.
+      ratio: the update on N shards over that on one, by least squares; ``None`` if that is 0.
+      residual: what the ratio leaves unexplained, relative to the update; the standard is
+        ``tolerance``.
+      tolerance: up to which relative difference the two count as equal.
+      verdict: ``"fine"``, the kind of its fault, or ``"too small"`` for a gradient that is nothing
+        but rounding, or is hidden by noise.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    ratio: float | None
+    residual: float
+    tolerance: float
+    verdict: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What ``crossshard.verify`` found: print it, or read its attributes.
+
+    Attributes:
+      num_shards: N.
+      rows: the rows of the batch.
+      faults: what differs; empty if nothing does.
+      leaves: the comparison of each parameter.
+      notes: what is no fault, but good to know.
+
+    >>> Verification(8, 64, (), (), ()).ok
+    True
+    """
+
+    num_shards: int
+    rows: int
+    faults: tuple[Fault, ...]
+    leaves: tuple[LeafReport, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+    def describe(self) -> str:
+        """The verdict, a line for each fault and each note."""
+        return "\n".join([*self._verdict(), *(f"note: {note}" for note in self.notes)])
+
+    __str__ = describe
+
+    def to_json(self, **kwargs: Any) -> str:
+        """The attributes, and ``ok``, as a JSON object; the arguments are those of json.dumps."""
+        return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, **kwargs)
+
+    def _verdict(self) -> list[str]:
+        size, number = f"{self.num_shards} shards and {self.rows} rows", len(self.leaves)
+        if self.ok:
+            take = f"all {number} parameters take" if number > 1 else "the parameter takes"
+            return [f"fine: on {size}, {take} the step of one device"]
+        return [f"wrong on {size}:", *(f"  {each.sentence}" for each in self.faults)]
+
 
 Found = dict[str, Fault | str]
 
@@ -69,31 +166,6 @@ def conclude(measured: Measurement) -> Verification:
     return Verification(measured.number, measured.rows, tuple(faults), leaves, tuple(notes))
 
 
-def with_work(found: Verification, measured: Measurement) -> Verification:
-    """With a fault if each shard computes with all rows, or a note if that is not known."""
-    if measured.rows % measured.number:
-        return found
-    unknown = "whether the batch is split was not checked"
-    try:
-        many, one, part = measured.flops()
-    except NestedContextError:
-        return found  # crossshard.shard, which splits its arguments by itself
-    except Exception as error:
-        return dataclasses.replace(
-            found, notes=(*found.notes, f"{unknown} ({type(error).__name__})")
-        )
-    if many is None or one is None or part is None:
-        words = f"{unknown}, as the compiler does not tell"
-        return dataclasses.replace(found, notes=(*found.notes, words))
-    if part >= 0.6 * one or many <= 0.9 * one:
-        return found
-    words = (
-        f"the batch is not split: a shard computes {many / one:.2f} of what one device does with "
-        f"all rows; with its own rows it would be {part / one:.2f}"
-    )
-    return dataclasses.replace(found, faults=(Fault("work", words, ratio=many / one),))
-
-
 def _of_parameters(
     cases: Mapping[str, list[Comparison]], missing: Mapping[str, tuple[int, ...]]
 ) -> tuple[Found, dict[str, Comparison]]:
@@ -114,8 +186,7 @@ def _of_parameters(
         elif off is None and any(each.is_hidden for each in of_leaf):
             found[name] = _TOO_SMALL
         elif off is None:
-            words = "rounded to 16 bits, as if it was reduced in them"
-            found[name] = Fault("bits", words, ratio=1.0) if first.is_sixteen_bit() else _FINE
+            found[name] = _FINE
         elif len(first.many) == 1 and max(norm(first.update), norm(first.one)) <= floor:
             found[name] = _TOO_SMALL
         else:

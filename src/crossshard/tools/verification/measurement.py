@@ -1,5 +1,6 @@
-"""Measurement: runs a step on N shards, on one device, and on one device with each shard's rows."""
+"""Measurement: a step on N shards, on one device, and there with each shard's rows, compared."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 
 from crossshard.errors import ArgumentError
 from crossshard.shards.batch_axes import BatchAxes
-from crossshard.tools.verification.built_step import (
+from crossshard.tools.verification.runs import (
     METRIC,
     STATISTICS,
     UPDATE,
@@ -20,7 +21,6 @@ from crossshard.tools.verification.built_step import (
     rows_of,
     take_rows,
 )
-from crossshard.tools.verification.comparison import Comparison, apart, norm, rms
 
 # Runs with each shard's rows, of a random step.
 _OWN_SAMPLES = 16
@@ -36,6 +36,154 @@ _SMALL = 1e-3
 _OTHER = 1e-3
 # Updates that are no further apart are the same.
 _SAME = 1e-6
+# What is further off than so many standard errors is no chance.
+_ERRORS = 4.0
+# What 16 bits leave of a number, and more.
+COARSE = 2e-2
+
+
+def norm(x: np.ndarray) -> float:
+    """The Euclidean norm."""
+    return float(np.linalg.norm(x))
+
+
+def rms(x: np.ndarray) -> float:
+    """The root of the mean square."""
+    return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
+
+
+def apart(one: np.ndarray, other: np.ndarray) -> float:
+    """The relative difference of two arrays, whose shapes may be those of a broadcast."""
+    one, other = np.broadcast_arrays(one.astype(np.float64), other.astype(np.float64))
+    scale = max(norm(one), norm(other))
+    return norm(one - other) / scale if scale else 0.0
+
+
+@dataclasses.dataclass
+class Comparison:
+    """An array of a group of shards in one run, or its mean over runs with other random keys.
+
+    What N shards have is compared with what one device has in the same run, so that what differs
+    from run to run and is the same on both, such as a schedule, hides nothing.
+    """
+
+    members: tuple[int, ...]  # the numbers of these shards
+    of_all: int  # the number of shards in all groups
+    rows: int  # those of this group
+    tolerance: float = 0.0  # the relative difference that is rounding
+    rounding: float = 0.0  # the norm of a difference that is the rounding of what it came from
+    is_stacked: bool = False  # whether N shards have an array [shards, …] of it
+    runs: int = 0
+    # float64[copies, size], of N shards; one copy if all shards have the same.
+    many: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1)))
+    # float64[size], of one device with all rows of the group: what is wanted.
+    one: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1))
+    # float64[shards, size], of one device with each shard's rows, if it was run.
+    own: np.ndarray | None = None
+    _own_runs: int = 0
+    _off: np.ndarray | float = 0.0
+    _square: np.ndarray | float = 0.0
+
+    def add(self, many: np.ndarray, one: np.ndarray) -> None:
+        """Add a run to the means, of ``many`` and ``one``."""
+        self.runs += 1
+        # Copies may agree in one run and not in the next.
+        self.many = self.many + (many - self.many) / self.runs
+        self.one = self.one + (one - self.one) / self.runs
+        self._off, self._square = self._off + (many - one), self._square + (many - one) ** 2
+
+    def add_own(self, own: np.ndarray) -> None:
+        """Add a run with each shard's rows; these may be fewer."""
+        self._own_runs += 1
+        before = np.zeros(1) if self.own is None else self.own
+        self.own = before + (own - before) / self._own_runs
+
+    @property
+    def chance(self) -> float:
+        """The norm of a difference that may be chance; 0 of one run."""
+        if self.runs < 2:
+            return 0.0
+        variance = self._square / self.runs - (self._off / self.runs) ** 2
+        squares = np.maximum(variance, 0).sum(axis=-1) / (self.runs - 1)
+        return float(_ERRORS * np.sqrt(squares.max()))
+
+    @property
+    def noise(self) -> float:
+        """The norm of a difference that is rounding or chance."""
+        return float(np.hypot(self.rounding, self.chance))
+
+    @property
+    def noise_of_own(self) -> float:
+        """By how much more noise there is in ``own``."""
+        return float(np.sqrt(max(1.0, self.runs / max(1, self._own_runs))))
+
+    @property
+    def update(self) -> np.ndarray:
+        """What N shards have, where the copies agree."""
+        return self.many[0]
+
+    @property
+    def ratio(self) -> float | None:
+        """What N shards have over what one device has, by least squares."""
+        square = float(self.one @ self.one)
+        return float(self.update @ self.one) / square if square else None
+
+    @property
+    def residual(self) -> float:
+        """What the ratio leaves, relative to what N shards have."""
+        scale = norm(self.update)
+        return norm(self.update - (self.ratio or 0) * self.one) / scale if scale else 0.0
+
+    @property
+    def is_multiple(self) -> bool:
+        """Whether the ratio leaves nothing but rounding and chance."""
+        size = norm(self.update)
+        return self.residual * size <= self.tolerance * size + self.noise
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether both are smaller than what may be chance."""
+        return self.runs > 1 and self.noise >= max(norm(self.update), norm(self.one))
+
+    @property
+    def copies_differ(self) -> bool:
+        """Whether copies differ by more than rounding."""
+        scale = norm(self.update) + norm(self.one)
+        return any(norm(x - self.update) > 1e-5 * scale for x in self.many[1:])
+
+    def is_mean_of_own(self) -> bool:
+        """Whether N shards have the mean of what each does alone."""
+        if self.own is None:
+            return False
+        mean = self.own.mean(axis=0)
+        scale = max(norm(self.update), norm(mean))
+        off = self.tolerance * scale + self.noise_of_own * self.noise
+        return norm(self.update - mean) <= off
+
+    def is_fine(self) -> bool:
+        """Whether N shards have what one device has."""
+        if self.copies_differ:
+            return False
+        off, size = norm(self.update - self.one), norm(self.one)
+        if off <= self.tolerance * max(norm(self.update), size) + self.noise:
+            return True
+        if self.own is None or self.runs > 1:
+            return False
+        # How far the mean of the shards' own is off tells how exactly the step computes.
+        exact = norm(self.own.mean(axis=0) - self.one) / max(size, 1e-300)
+        if not 0 < exact < COARSE or off > 4 * exact * size:
+            return False
+        return not is_weighted(self.own, self.one, min(self.tolerance, exact / 10))
+
+
+def is_weighted(own: np.ndarray, of: np.ndarray, within: float) -> bool:
+    """Whether an update is a sum of the shards' own, with weights of them, in just one way."""
+    scale = norm(own) / np.sqrt(len(own))
+    if own.shape[1] <= len(own) or not scale:
+        return False
+    weights, _, rank, _ = np.linalg.lstsq(own.T / scale, of / scale, rcond=1e-5)
+    off = norm(own.T @ weights - of)
+    return rank == len(own) and off <= within * max(norm(of), norm(own[0]))
 
 
 class Measurement:
@@ -174,18 +322,6 @@ class Measurement:
         # What no row changes is not updated, or is frozen.
         return {name: shards for name, shards in found.items() if len(shards) < self.number}
 
-    def flops(self) -> list[float | None]:
-        """Operations of a device: on N shards, alone with all rows, alone with a shard's rows.
-
-        Raises:
-          Exception: of any kind, since not every step can be traced as a whole.
-        """
-        return [
-            self._together.flops(self._batch, self._key),
-            self._alone.flops(self._batch, self._key),
-            self._alone_with(0).flops(self._rows_of([0]), self._key),
-        ]
-
     # Runs.
 
     def _run(self, built: BuiltStep, rows: Sequence[Any]) -> Iterator[Run]:
@@ -206,35 +342,23 @@ class Measurement:
             following[members] = np.roll(blocks[members], 1, axis=0)
         return following
 
-    def _alone_with(self, shard: int) -> BuiltStep:
-        """The step on one device with this shard's part of what is carried from row to row."""
-        if self._blocks is None or not self._carried:
-            return self._alone
-        rows, start = self._blocks[shard], self._one[0].start
-        return self._alone.with_state({name: start[name].values[0][rows] for name in self._carried})
-
     def _first_own(self) -> list[Run]:
         """One device with the rows of each shard; a note if the step does not take them alone."""
-        self._carried: list[str] = []
         if self._blocks is None:
             self.notes.append(
                 f"the {self.rows} rows do not divide over {self.number} shards, so no shard's rows "
                 "were run alone"
             )
             return []
-        idle = self._one[0].idle
-        of_rows = [x for x in self.of(STATISTICS) if idle[x].values.shape[1:2] == (self.rows,)]
-        for self._carried in [[], of_rows] if of_rows else [[]]:
-            own = [self._run(self._alone_with(i), self._rows_of([i])) for i in range(self.number)]
-            try:
-                runs = list(map(next, own))
-            except Exception as error:  # of any kind: the step may want a fixed number of rows
-                kind = type(error).__name__
-            else:
-                self._own = own
-                return runs
-        self.notes.append(f"the step on one device does not take a shard's rows alone ({kind})")
-        return []
+        own = [self._run(self._alone, self._rows_of([i])) for i in range(self.number)]
+        try:
+            runs = list(map(next, own))
+        except Exception as error:  # of any kind: the step may want a fixed number of rows
+            kind = type(error).__name__
+            self.notes.append(f"the step on one device does not take a shard's rows alone ({kind})")
+            return []
+        self._own = own
+        return runs
 
     def _without_change(self, batch: Sequence[Any]) -> list[str]:
         """The parameters whose update on N shards is the same with another batch, at any key."""

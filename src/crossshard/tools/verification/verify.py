@@ -9,12 +9,12 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from crossshard import _check, _mesh
+from crossshard import TrainStep, _check, _mesh
 from crossshard._annotations import Groups, Key, PyTree
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.nnx.arrays import check_input_axes
+from crossshard.shards.batch_axes import axes_of, check_batch_axis
 from crossshard.shards.context import check_num_shards
 from crossshard.shards.groups import check_group_assignment
 from crossshard.step.rebuild import (
@@ -26,11 +26,9 @@ from crossshard.step.rebuild import (
     own_rows,
     with_sgd,
 )
-from crossshard.step.train_step import TrainStep
-from crossshard.tools.verification.conclude import conclude, with_work
+from crossshard.tools.verification.conclude import Fault, Verification, conclude
 from crossshard.tools.verification.measurement import Measurement
-from crossshard.tools.verification.report import Fault, Verification
-from crossshard.tools.verification.snapshot import map_arrays
+from crossshard.tools.verification.runs import map_arrays
 
 # Steps of a random one, with other keys each, of which the mean is compared.
 _SAMPLES = 64
@@ -129,11 +127,15 @@ def _verify(
             "devices."
         )
     number = len(jax.devices()) if num_shards is None else check_num_shards(num_shards)
-    axes = check_input_axes(None, batch_axis).of(batch, {})
+    axes = [check_batch_axis(batch_axis)] * len(batch)
+    if isinstance(batch_axis, list | tuple):
+        axes = list(map(axes_of, batch_axis))
+    if len(axes) != len(batch):
+        raise ArgumentError(
+            f"batch_axis has {len(axes)} entries for {len(batch)} inputs; pass one per input."
+        )
     measurement = Measurement(step, batch, axes, key, _check_groups(groups, number))
-    found = _found(measurement, lambda found: found)
-    # The last question takes three compilations.
-    return with_work(found, measurement) if found.ok else found
+    return _found(measurement, lambda found: found)
 
 
 def _found(

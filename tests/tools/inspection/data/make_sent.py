@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import crossshard
-from crossshard.tools.inspection.execution import called_computations
+from crossshard.tools.inspection.collectives import called_computations
 from crossshard.tools.inspection.hlo import Computation, Instruction, end_of_bracket, parse
 from crossshard.tools.planning.topology import topology
 

@@ -1,9 +1,8 @@
-"""A step as its factory builds it for a number of shards, run with plain SGD on chosen batches."""
+"""Runs: a step as its factory builds it, with plain SGD on chosen batches, and what it changes."""
 
-import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,26 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from crossshard import _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.jaxprs.primitives import DRAWS
-from crossshard.jaxprs.rewrite import evaluate
-from crossshard.jaxprs.walk import equations_within
 from crossshard.shards import batch_axes
 from crossshard.shards.batch_axes import BatchAxes
-from crossshard.tools.verification.snapshot import (
-    Copies,
-    copies_of,
-    fresh,
-    holds_nnx,
-    map_arrays,
-    replaced,
-    snapshot,
-)
+from crossshard.shards.random_streams import is_key, may_be_raw_key, own_stream
+from crossshard.step.rebuild import draws
 
-Snapshot = dict[str, Copies]
+Snapshot = dict[str, "Copies"]
 Factory = Callable[[Any, int], Any]
 
 _ARRAYS = (jax.Array, np.ndarray)
@@ -82,25 +70,15 @@ def _with_rate(x: Any, rate: float) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """An idle step, and as many with a learning rate as it takes to change a parameter.
+    """An idle step, and as many with a learning rate as it takes to change a parameter."""
 
-    Attributes:
-      start: the arrays of the state before them.
-      idle: those after the idle step.
-      last: those after all.
-      metrics: the floating scalars that the idle step returned besides, by their path.
-      number: the number of shards.
-      rate: the learning rate.
-      calls: the number of steps after the idle one.
-    """
-
-    start: Snapshot
-    idle: Snapshot
-    last: Snapshot
-    metrics: Snapshot
-    number: int
+    start: Snapshot  # before them
+    idle: Snapshot  # after the idle step
+    last: Snapshot  # after all
+    metrics: Snapshot  # the real numbers that the idle step returned besides, by their path
+    number: int  # of shards
     rate: float
-    calls: int
+    calls: int  # after the idle one
 
     def parameters(self) -> list[str]:
         """The names of what the idle step leaves and the next ones change."""
@@ -165,16 +143,13 @@ class BuiltStep:
           rate: the learning rate.
           calls: the number of steps with it; as many as it takes if ``None``.
         """
-        state, moved = tuple(self._state), dict[str, np.ndarray]()
+        state = tuple(self._state)
         for seed in itertools.count():
             # Arrays of statistics start anew, so that their samples are independent.
-            state = replaced(fresh(state, seed), moved) if moved else fresh(state, seed)
+            state = fresh(_with_reals_of(self._state, state), seed)
             start, args = snapshot(state), self._args(batch, key, seed)
             state, metrics = self._call(state, args)
             idle = snapshot(state)
-            # Not a scalar, which may count.
-            again = [x for x in changed(start, idle) if start[x].values[0].size > 1]
-            moved = moved or {name: start[name].values[0] for name in again}
             moving = map_arrays(lambda x: _with_rate(x, rate), fresh(state))
             run = Run(start, idle, idle, metrics, self.number, rate, 0)
             while run.calls < (calls or _MOST_CALLS):
@@ -184,40 +159,8 @@ class BuiltStep:
                     break
             yield run
 
-    def with_state(self, values: Mapping[str, np.ndarray]) -> "BuiltStep":
-        """A copy of the step with some arrays of its first state replaced, by their names."""
-        other = copy.copy(self)
-        other._state = list(replaced(self._state, values))
-        return other
-
     def draws(self, batch: Sequence[Any], key: Any = None) -> bool | None:
         """Whether it draws random numbers in what JAX traces; ``None`` if it cannot be traced."""
-        try:
-            function, arrays = self._function_of_arrays(batch, key)
-            jaxpr = jax.make_jaxpr(function)(*arrays).jaxpr
-        except Exception:  # of any kind: not every step can be traced as a whole
-            return None
-        return any(
-            each.primitive.name in DRAWS
-            for equation in jaxpr.eqns
-            for each in (equation, *equations_within(equation))
-        )
-
-    def flops(self, batch: Sequence[Any], key: Any = None) -> float | None:
-        """The floating-point operations of one device, as the compiler counts them, if it does."""
-        function, arrays = self._function_of_arrays(batch, key)
-        jaxpr = jax.make_jaxpr(function)(*arrays)
-        placed = lambda *given: evaluate(jaxpr, given, _placing)
-        compiled = jax.jit(placed).lower(*arrays).compile()
-        shardings = jax.tree.leaves(compiled.output_shardings)
-        if max(len(each.device_set) for each in shardings) < self.number:
-            return None  # the step places its arrays where this cannot see it
-        return (compiled.cost_analysis() or {}).get("flops")
-
-    def _function_of_arrays(
-        self, batch: Sequence[Any], key: Any
-    ) -> tuple[Callable[..., list[jax.Array]], list[Any]]:
-        """The step as a function from arrays to arrays, and the first that it takes."""
         state = fresh(self._state)
         graph, arrays = nnx.split(state) if holds_nnx(state) else (None, state)
         leaves, tree = jax.tree.flatten((arrays, self._args(batch, key, 0)))
@@ -227,12 +170,14 @@ class BuiltStep:
             # What is no array is a constant.
             filled = [next(given) if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
             arrays, args = tree.unflatten(filled)
-            state = arrays if graph is None else nnx.merge(graph, arrays)
-            out = self._step(*state, *args)
-            changed = None if graph is None else nnx.state(state)
-            return [x for x in jax.tree.leaves((out, changed)) if isinstance(x, jax.Array)]
+            out = self._step(*(arrays if graph is None else nnx.merge(graph, arrays)), *args)
+            return [x for x in jax.tree.leaves(out) if isinstance(x, jax.Array)]
 
-        return of_arrays, [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
+        try:
+            traced = jax.make_jaxpr(of_arrays)(*(x for x in leaves if isinstance(x, _ARRAYS)))
+        except Exception:  # of any kind: not every step can be traced as a whole
+            return None
+        return draws(traced)
 
     def _args(self, batch: Sequence[Any], key: Any, seed: int) -> list[Any]:
         keys = [] if key is None else [jax.random.fold_in(key, seed) if seed else key]
@@ -257,16 +202,6 @@ class BuiltStep:
             f"{'trees' if len(trees) > 1 else 'a tree'} of the same structure as the "
             f"{len(trees)} of the state that make_step returned. It returned {_described(out)}."
         )
-
-
-def _placing(equation: Any, given: list[Any]) -> list[Any]:
-    """The outputs of an equation; a ``device_put`` also places what ``jit`` traces."""
-    if equation.primitive.name != "device_put":
-        return _jax.bound(equation, given)
-    return [
-        lax.with_sharding_constraint(x, where) if isinstance(where, jax.NamedSharding) else x
-        for x, where in zip(given, equation.params["devices"], strict=True)
-    ]
 
 
 def changed(before: Snapshot, after: Snapshot) -> list[str]:
@@ -322,3 +257,140 @@ def _described(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}: {', '.join(type(each).__name__ for each in value)}"
     return type(value).__name__
+
+
+# Snapshots: each array of a state by name, as numpy arrays, one for each copy of it.
+
+_NUMBERS = jax.Array | np.ndarray | np.generic | float | int
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """An array of a state, as its devices have it."""
+
+    values: np.ndarray  # [copies, …]; one copy if all devices have the same; data of a PRNG key
+    dtype: Any  # the array's own
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it has real numbers."""
+        return bool(jnp.issubdtype(self.dtype, jnp.floating))
+
+    @property
+    def rounding(self) -> float:
+        """The norm of what is rounded off."""
+        size = np.linalg.norm(self.values[0].astype(np.float64))
+        return float(jnp.finfo(self.dtype).eps * size)
+
+    def of_shape(self, shape: tuple[int, ...], number: int) -> np.ndarray | None:
+        """float64[copies, size] of an array that has this shape on one device, if it has.
+
+        If it is stacked, ``[shards, …]``, each shard's part is a copy.
+        """
+        own, values = self.values.shape[1:], self.values.astype(np.float64)
+        if own == shape:
+            return values.reshape(len(values), -1)
+        if own == (number, *shape) or (shape[:1] == (1,) and own == (number, *shape[1:])):
+            return values[0].reshape(number, -1)
+        return None
+
+
+def holds_nnx(tree: Any) -> bool:
+    """Whether a tree has NNX modules or optimizers, which a step may change in place."""
+    leaves = jax.tree.leaves(tree, is_leaf=_is_nnx)
+    return any(map(_is_nnx, leaves))
+
+
+def snapshot(state: Sequence[Any]) -> dict[str, Copies]:
+    """Every array of the arguments of a step, by its path.
+
+    All processes that have a part of an array must call this.
+    """
+    tree: Any = tuple(state)
+    if holds_nnx(tree):
+        tree = nnx.state(tree)
+    elif len(tree) == 1:
+        (tree,) = tree
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, _NUMBERS):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            found[name.removesuffix("/value").removesuffix("/array") or "params"] = copies_of(leaf)
+    return found
+
+
+def _with_reals_of(first: Sequence[Any], state: Sequence[Any]) -> tuple[Any, ...]:
+    """A state with the arrays of real numbers of the first one; not scalars, which may count."""
+
+    def array_of(now: Any, at_first: Any) -> Any:
+        is_array = isinstance(now, jax.Array | np.ndarray) and now.size > 1
+        return at_first if is_array and jnp.issubdtype(now.dtype, jnp.floating) else now
+
+    try:
+        return map_arrays(array_of, tuple(state), tuple(first))
+    except ValueError:  # the step has made other arrays
+        return tuple(state)
+
+
+def copies_of(x: Any) -> Copies:
+    """An array, as each device of this process has it."""
+    if not isinstance(x, jax.Array):
+        value = np.asarray(x)
+        return Copies(value[None], value.dtype)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return Copies(np.asarray(jax.random.key_data(x))[None], x.dtype)
+    if not (x.is_fully_addressable or x.is_fully_replicated):
+        # Others have a part of it.
+        everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
+        x = jax.jit(lambda x: x, out_shardings=everywhere)(x)
+    by_index: dict[Any, list[Any]] = {}
+    order = _order(x.sharding)
+    for shard in sorted(x.addressable_shards, key=lambda each: order[each.device]):
+        by_index.setdefault(str(shard.index), []).append(shard)
+    number = min(map(len, by_index.values()))
+    whole = np.empty((number, *x.shape), x.dtype)
+    for pieces in by_index.values():
+        for copy, shard in enumerate(pieces[:number]):
+            whole[(copy, *shard.index)] = np.asarray(shard.data)
+    same = all(piece.tobytes() == whole[0].tobytes() for piece in whole[1:])
+    return Copies(whole[:1] if same else whole, x.dtype)
+
+
+def fresh(state: Sequence[Any], seed: int = 0) -> tuple[Any, ...]:
+    """Copies of the arguments of a step, whose random keys are other ones if seed is not 0.
+
+    Args:
+      state: the arguments, which stay as they are.
+      seed: what is folded into the keys, typed, or raw as ``PRNGKey`` and Keras hold them.
+    """
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, jax.Array | np.ndarray):
+            return x
+        if seed and (is_key(x) or may_be_raw_key(x)):
+            return own_stream(jnp.asarray(x), jnp.int32(seed))
+        return jnp.copy(x) if isinstance(x, jax.Array) else x.copy()
+
+    return map_arrays(copy, tuple(state))
+
+
+def map_arrays(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """A tree, which may have NNX modules, with other arrays; the modules are copies."""
+    if not holds_nnx(tree):
+        return jax.tree.map(function, tree, *others)
+    (graph, arrays), *of_others = map(nnx.split, (tree, *others))
+    return nnx.merge(graph, jax.tree.map(function, arrays, *(own for _, own in of_others)))
+
+
+def _is_nnx(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree)
+
+
+def _order(sharding: Any) -> dict[Any, int]:
+    mesh = getattr(sharding, "mesh", None)
+    devices = (
+        sorted(sharding.device_set, key=lambda each: each.id)
+        if mesh is None
+        else list(mesh.devices.flat)
+    )
+    return {device: place for place, device in enumerate(devices)}

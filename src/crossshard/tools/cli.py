@@ -1,0 +1,489 @@
+"""The `crossshard` command: its five commands, each with its arguments, and their exit codes."""
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import os
+import pkgutil
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+
+import crossshard
+from crossshard import _check
+from crossshard.distributed.supervisor.launcher import GRACE_SECONDS, launch_again, most_processes
+from crossshard.errors import ArgumentError, CrossshardError
+from crossshard.shards.devices import cpu_devices
+from crossshard.tools.diagnosis.doctor import SECONDS, SIZES, diagnose
+from crossshard.tools.inspection.collectives import KINDS
+from crossshard.tools.inspection.contract import Contract
+from crossshard.tools.inspection.hlo import users_line
+from crossshard.tools.inspection.inspect import is_program, named_bytes, program_of
+from crossshard.tools.planning.topology import KNOWN, topology
+
+_FINE, _BROKEN, _REFUSED = 0, 1, 2
+# 128 plus the number of the signal, as in shells.
+_INTERRUPTED, _NOT_READ = 130, 141
+# The longest message of a user's code that is shown, since JAX's may fill pages.
+_LONGEST = 600
+# A launcher ends all processes when one has ended, and the coordinator goes with process 0.
+_FIRST_SECONDS, _OTHERS_SECONDS = 2.0, 1.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+      arguments: the arguments after ``crossshard``; those of this process if ``None``.
+    """
+    if sys.stdout is None:
+        return _refuse("There is no stdout to write to; leave it open.")
+    for stream in (sys.stdout, sys.stderr):
+        # Replace characters that the terminal's encoding lacks.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        options = _parser().parse_args(arguments)
+        code: int = options.run(options)
+        sys.stdout.flush()
+    except CrossshardError as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return _NOT_READ
+    except OSError as error:
+        _drop_output()
+        return _refuse(f"The report cannot be written: {error.strerror or error}.")
+    return code
+
+
+def _refuse(why: str) -> int:
+    print("crossshard: " + " ".join(why.split()), file=sys.stderr)
+    return _REFUSED
+
+
+def _drop_output() -> None:
+    # Otherwise Python flushes the rest at exit, and reports the error again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# The arguments of all commands.
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message}. See {self.prog} --help.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    what = "Wrap any Optax optimizer, and every shard steps correctly."
+    parser = _Parser(prog="crossshard", description=what, allow_abbrev=False)
+    version = f"crossshard {crossshard.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[Any], int], what: str, told: str, after: str) -> Any:
+        added = commands.add_parser(
+            name,
+            help=what,
+            description=told,
+            epilog=after,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        added.set_defaults(run=run)
+        return added.add_argument
+
+    def of_factory(argument: Any, returned: str) -> None:
+        argument("factory", metavar="package.module:factory", help=f"returns {returned}")
+
+    def as_json(argument: Any) -> None:
+        argument("--json", action="store_true", help="JSON instead of words and tables")
+
+    def of_devices(argument: Any) -> None:
+        what = "create N virtual CPU devices before JAX starts, as crossshard.cpu_devices does"
+        argument("--devices", type=int, metavar="N", help=what)
+
+    what = "say what looks wrong with this machine, before you train on it"
+    argument = command("doctor", _doctor, what, _OF_DOCTOR, _AFTER_DOCTOR)
+    as_json(argument)
+    of_devices(argument)
+    argument("--no-self-test", dest="self_test", action="store_false", help="run no collective")
+    what = f"on each device; {' '.join(map(str, SIZES))}"
+    argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES", help=what)
+    what = "seconds that JAX may take to start, and each sum; %(default)g"
+    argument("--timeout", type=float, default=SECONDS, metavar="S", help=what)
+
+    what = "show what your step sends between its devices"
+    argument = command("inspect", _inspect, what, _OF_INSPECT, _AFTER_INSPECT)
+    of_factory(argument, "the step")
+    as_json(argument)
+    of_devices(argument)
+    what = "the bytes of the parameters of one shard, P, unless the step is a TrainStep"
+    argument("--parameters", type=int, metavar="BYTES", help=what)
+    what = "a mesh axis that splits the batch, where others split layers; may be repeated"
+    argument("--axis-name", action="append", metavar="AXIS", help=what)
+    what = "fail if a shard sends more than R times the lower bound"
+    argument("--max-bytes-ratio", type=float, metavar="R", help=what)
+    what = "fail if the step has this kind of collective; may be repeated"
+    argument("--forbid", action="append", default=[], metavar="KIND", help=what)
+    what = (
+        "fail if a smaller share of the bytes sent, or of this kind, is behind matrix products; "
+        "may be repeated"
+    )
+    argument("--min-hidden", action="append", default=[], metavar="[KIND=]SHARE", help=what)
+
+    what = "run a script in several processes of this machine"
+    argument = command("launch", _launch, what, _OF_LAUNCH, _AFTER_LAUNCH)
+    argument("-n", "--processes", type=int, required=True, metavar="N", help="how many")
+    what = "give each process M virtual CPU devices and no accelerator"
+    argument("--cpu-devices", type=int, metavar="M", help=what)
+    argument("--port", type=int, metavar="P", help="where they meet; any free port")
+    what = "seconds to end after a signal or a failure, before they are killed; %(default)g"
+    argument("--grace", type=float, default=GRACE_SECONDS, metavar="S", help=what)
+    what = "start all of them again after a failure, R times at most"
+    argument("--restarts", type=int, default=0, metavar="R", help=what)
+    what = "leave out the one that failed, and its GPU, while K are left"
+    argument("--min-processes", type=int, metavar="K", help=what)
+    argument("command", nargs="+", metavar="-- COMMAND", help="what each of them runs")
+
+    what = "show what your step needs on a pod or cluster that you do not have"
+    argument = command("plan", _plan, what, _OF_PLAN, _AFTER_PLAN)
+    of_factory(argument, "loss, parameters, batch and optimizer")
+    argument("--topology", required=True, metavar="NAME", help="such as v5p:4x4x4")
+    as_json(argument)
+
+    what = "check that your step on many shards is the step of one device"
+    argument = command("verify", _verify, what, _OF_VERIFY, _AFTER_VERIFY)
+    of_factory(argument, "make_step and the batch")
+    as_json(argument)
+    of_devices(argument)
+    what = "the number of shards; all devices by default"
+    argument("--shards", type=int, metavar="N", help=what)
+    what = "pass a random key to the step, the last argument"
+    argument("--key", type=int, metavar="SEED", help=what)
+    what = "the axis of the rows in all arrays of the batch; 0 by default"
+    argument("--batch-axis", type=int, default=0, metavar="AXIS", help=what)
+    what = "the shards that reduce together, as [[0, 1], [2, 3]]"
+    argument("--groups", metavar="LISTS", help=what)
+    return parser
+
+
+def _make_devices(number: int | None) -> None:
+    """Create virtual CPU devices, if any were asked for, and make JAX use them."""
+    if number is None:
+        return
+    cpu_devices(number)
+    if not os.environ.get("JAX_PLATFORMS"):
+        # Otherwise JAX prefers the machine's accelerators.
+        jax.config.update("jax_platforms", "cpu")
+
+
+# What `--help` says of each command, before and after its arguments.
+
+_FACTORY = """\
+The factory is called without arguments; its own output goes to stderr. The current directory is on
+the path, as with python -m. It returns"""
+_REFUSES = "2 if the request cannot be\ncarried out, with one line on stderr."
+
+_OF_DOCTOR = """\
+Look at this machine, JAX and the job before a run: versions, devices, the mesh, settings, and what
+describes the processes. Sum arrays over all devices, and compare the values with numpy's. Say what
+looks wrong, and what to write instead."""
+_AFTER_DOCTOR = f"""\
+Of a job it is run in every process, as training would be; the first one prints the report, and each
+other one what is wrong only there:
+
+    crossshard launch -n 2 --cpu-devices 2 -- crossshard doctor
+
+Speeds are bytes that a device sends in a second.
+
+Exit codes: 0 if nothing looks wrong; 1 if something does; {_REFUSES}"""
+
+_OF_INSPECT = """\
+List every collective of a step with its bytes per shard, groups and source line; the total bytes
+next to the lower bound for N shards that average P bytes of parameters, 2(N-1)/N * P; and memory.
+The step is compiled but not run, so it may be for devices that you do not have."""
+_AFTER_INSPECT = f"""\
+{_FACTORY} (step, args...): a function, with jax.jit or
+without, a TrainStep, or anything else with a method lower, and the arguments to lower it with, as
+arrays or jax.ShapeDtypeStruct; or a lowered or compiled program.
+
+    # train.py
+    def make():
+        step = crossshard.make_train_step(loss_fn, optax.adamw(1e-3), num_shards=8)
+        return step, step.abstract_init(params), batch
+
+    crossshard inspect train:make --devices 8
+
+Kinds of collectives: {", ".join(KINDS)}.
+
+Exit codes: 0 success; 1 if the step breaks --max-bytes-ratio, --forbid or --min-hidden,
+with the reason on stderr; {_REFUSES}"""
+
+_OF_LAUNCH = """\
+Run a command in several processes of this machine that train together. The script connects them:
+
+    crossshard.distributed.initialize()   # before the first JAX operation
+
+    crossshard launch -n 4 -- python train.py
+    crossshard launch -n 2 --cpu-devices 4 -- python train.py
+
+Each line of output starts with the number of its process. Ctrl-C and other signals go to all of
+them. When one fails, the others are ended, and started again with --restarts. They meet on the
+loopback interface only."""
+_AFTER_LAUNCH = """\
+The exit code is that of the first process that failed, 128 plus the number of a signal as in
+shells, and 0 if none did; 2 if the command cannot be started. With --restarts, it is that of the
+last run."""
+
+_OF_PLAN = """\
+Compile a training step for a TPU slice, a GPU cluster or the CPU devices of this machine, with the
+weights updated on every shard, updated in parts, and resting in parts, over the meshes that are
+worth a look; say what each needs, whether that fits, and what it sends over which links. No
+accelerator is needed, nothing is run on one, and no parameter is allocated."""
+_AFTER_PLAN = f"""\
+{_FACTORY} the arguments of crossshard.plan as a dict:
+
+    # train.py
+    def make():
+        return {{"loss_fn": loss_fn, "params": init_params, "batch": batch_of_devices,
+                "optimizer": optax.adamw(1e-3)}}
+
+    crossshard plan train:make --topology v5e:4x4
+
+loss_fn is that of make_train_step; params arrays, types, or a function without arguments that makes
+them, which is only traced; batch the global batch, as arrays or types, or a function of the number
+of devices. Also model_specs, how parameters may be split over an axis "model", and options of
+make_train_step, such as has_aux or accumulate_steps; gather_dtype is for parameters in parts.
+
+Topologies: {KNOWN}.
+
+Exit codes: 0 if one fits; 1 if none does; {_REFUSES}"""
+
+_OF_VERIFY = """\
+Run a training step on 1 and on N shards with plain SGD, and say what differs, and by which factor:
+updates of parameters, the shards' copies, statistics, metrics, random keys."""
+_AFTER_VERIFY = f"""\
+{_FACTORY} what crossshard.verify takes: (make_step,
+batch...), where make_step(optimizer, num_shards) returns (step, *state) and the step is called
+step(*state, *batch) and returns the next state first; or (train_step, params, batch).
+
+    # train.py
+    def make_step(optimizer, num_shards):
+        ...
+        return step, params, optimizer.init(params)
+
+    def check():
+        return make_step, x, y
+
+    crossshard verify train:check --devices 8
+
+Exit codes: 0 if the step is right; 1 if it is not; {_REFUSES}"""
+
+
+# The commands, each from its arguments to its exit code.
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    _make_devices(options.devices)
+    found = diagnose(options.self_test, options.sizes, options.timeout, as_command=True)
+    is_first = found.job["process_id"] == 0 or not found.job["connected"]
+    if is_first:
+        print(found.to_json(indent=2) if options.json else found.describe())
+    for each in () if is_first else found.findings:
+        print(each.sentence, file=sys.stderr if options.json else sys.stdout)
+    code = _FINE if found.ok else _BROKEN
+    if found.stuck:
+        sys.stdout.flush()
+        if found.job["connected"]:
+            time.sleep(_FIRST_SECONDS if is_first else _OTHERS_SECONDS)
+        # The runtime would wait for what does not end.
+        os._exit(code)
+    return code
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    # Check only what the options forbid: a collective in a loop is not a breach here.
+    ratio = math.inf if options.max_bytes_ratio is None else options.max_bytes_ratio
+    contract = Contract(ratio, options.forbid, True, _shares(options.min_hidden))
+    if options.parameters is not None:
+        named_bytes(options.parameters)
+    _make_devices(options.devices)
+    returned = _call_factory(options.factory)
+    step, *args = (returned,) if is_program(returned) else _of_tuple(options.factory, returned)
+    with _in_one_sentence(f"The step of {options.factory} cannot be lowered"):
+        program = program_of(step, args, {})
+    with _in_one_sentence(f"The step of {options.factory} cannot be inspected"):
+        report = crossshard.inspect(program, options.parameters, axis_name=options.axis_name)
+    print(report.to_json(indent=2) if options.json else report.table())
+    breaches = list(contract.breaches(report))
+    for breach in breaches:
+        print(f"crossshard: {breach.sentence}.", file=sys.stderr)
+    return _BROKEN if breaches else _FINE
+
+
+def _of_tuple(name: str, returned: Any) -> tuple[Any, ...]:
+    if isinstance(returned, tuple) and returned:
+        return returned
+    raise ArgumentError(
+        f"{name} returned {type(returned).__name__}; it must return (step, args…), or a "
+        "lowered or compiled program."
+    )
+
+
+def _shares(given: Sequence[str]) -> Any:
+    """``["0.5"]`` as 0.5, and ``["all-reduce=0.5", …]`` by kind."""
+    pairs = [each.rpartition("=")[::2] for each in given]
+    try:
+        shares = {kind: float(share) for kind, share in pairs}
+    except ValueError:
+        raise ArgumentError(
+            f"--min-hidden takes a share from 0 to 1, or KIND=SHARE; got {' '.join(given)!r}."
+        ) from None
+    if "" in shares and len(pairs) > 1:
+        raise ArgumentError(
+            f"--min-hidden takes one share of all bytes, or one for each kind; got "
+            f"{' '.join(given)!r}."
+        )
+    return shares.get("", shares) if shares else None
+
+
+def _launch(options: argparse.Namespace) -> int:
+    for flag, value in (("-n", options.processes), ("--cpu-devices", options.cpu_devices)):
+        if value is not None:
+            _check.whole_number(flag, value)
+    most, why = most_processes()
+    if options.processes > most:
+        raise ArgumentError(
+            f"-n must be at most {most} on this machine, where {why}; got {options.processes}."
+        )
+    if options.port is not None and not 0 < options.port < 65536:
+        raise ArgumentError(f"--port must be from 1 to 65535; got {options.port}.")
+    if not options.grace >= 0:
+        raise ArgumentError(f"--grace must be a number of seconds; got {options.grace}.")
+    _check.whole_number("--restarts", options.restarts, least=0)
+    fewest = options.min_processes
+    if fewest is not None and not (0 < fewest <= options.processes and options.restarts):
+        raise ArgumentError(
+            f"--min-processes must be from 1 to {options.processes}, which -n is, and needs "
+            f"--restarts; got {fewest}."
+        )
+    return launch_again(
+        options.command,
+        options.processes,
+        options.restarts,
+        fewest,
+        stdout=sys.stdout.buffer,
+        stderr=sys.stderr.buffer,
+        cpu_devices=options.cpu_devices,
+        port=options.port,
+        grace=options.grace,
+    )
+
+
+def _plan(options: argparse.Namespace) -> int:
+    # Accelerators that this machine has stay free: what is compiled for is described, not used.
+    jax.config.update("jax_platforms", "cpu")
+    # Before the factory: JAX starts at its first array, and creates no CPU devices after that.
+    topology(options.topology)
+    given, name = _call_factory(options.factory), options.factory
+    needed = {"loss_fn", "params", "batch", "optimizer"}
+    if not isinstance(given, Mapping) or not needed <= set(given):
+        found = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+        raise ArgumentError(
+            f"{name} must return a dict with {', '.join(sorted(needed))}; got {found}."
+        )
+    if "topology" in given:
+        raise ArgumentError(f"{name} returns a topology; pass it as --topology.")
+    with _in_one_sentence(f"The step of {name} cannot be planned"):
+        plan = crossshard.plan(**given, topology=options.topology)
+    print(plan.to_json(indent=2) if options.json else plan.table())
+    return _FINE if any(each.fits for each in plan.candidates) else _BROKEN
+
+
+def _verify(options: argparse.Namespace) -> int:
+    groups = None
+    if options.groups is not None:
+        try:
+            groups = json.loads(options.groups)
+        except json.JSONDecodeError:
+            raise ArgumentError(
+                f"--groups takes lists of shards, such as [[0, 1], [2, 3]]; got {options.groups!r}."
+            ) from None
+    _make_devices(options.devices)
+    returned = _call_factory(options.factory)
+    if not isinstance(returned, tuple) or len(returned) < 2:
+        raise ArgumentError(
+            f"{options.factory} must return (make_step, batch…) or (train_step, params, batch); "
+            f"it returned {type(returned).__name__}."
+        )
+    key = None if options.key is None else jax.random.key(options.key)
+    with _in_one_sentence(f"The step of {options.factory} cannot be verified"):
+        found = crossshard.verify(
+            *returned,
+            num_shards=options.shards,
+            key=key,
+            groups=groups,
+            batch_axis=options.batch_axis,
+        )
+    print(found.to_json(indent=2) if options.json else found.describe())
+    return _FINE if found.ok else _BROKEN
+
+
+# The user's factory.
+
+
+def _call_factory(name: str) -> Any:
+    """What ``package.module:factory`` returns; the current directory is on the path.
+
+    Raises:
+      ArgumentError: the factory does not exist, or fails.
+    """
+    module, _, attribute = name.partition(":")
+    if not attribute or module.endswith(".py"):
+        raise ArgumentError(
+            f"Name the factory as package.module:factory, for example train:make for make in "
+            f"train.py; got {name!r}."
+        )
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    with _in_one_sentence(f"{name} cannot be imported in {os.getcwd()}"):
+        factory = pkgutil.resolve_name(name)
+    if not callable(factory):
+        what = type(factory).__name__
+        raise ArgumentError(f"{name} must be a function without arguments; got {what}.")
+    with _in_one_sentence(f"{name} raised"):
+        return factory()
+
+
+@contextlib.contextmanager
+def _in_one_sentence(what: str) -> Iterator[None]:
+    """Run the user's code: any exception becomes an ``ArgumentError``; its output goes to stderr.
+
+    Args:
+      what: the start of the sentence, which names what failed.
+    """
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (Exception, SystemExit) as error:
+        frames = reversed(traceback.extract_tb(error.__traceback__))
+        line = users_line(f"{frame.filename}:{frame.lineno}" for frame in frames)
+        message = textwrap.shorten(str(error), _LONGEST, placeholder=" …")
+        if line or not isinstance(error, CrossshardError):
+            message = f"{type(error).__name__}: {message}" if message else type(error).__name__
+        raise ArgumentError(f"{what}: {message}{f' ({line})' if line else ''}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
