@@ -45,7 +45,9 @@ def _set_up_cpu_devices() -> None:
 
 _set_up_cpu_devices()
 # What the stages say of shapes and dtypes is checked at every call; before the package is imported.
-jaxtyping.install_import_hook("crossshard.pipeline", f"{shapes.__name__}.checked")
+jaxtyping.install_import_hook(
+    ["crossshard.collectives.sums", "crossshard.pipeline"], f"{shapes.__name__}.checked"
+)
 
 # A shell ignores Ctrl-C for what it starts in the background, and tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -11,11 +11,10 @@ from crossshard.gradients.mean import Mean
 from crossshard.gradients.status import Reduction
 from crossshard.model.state import TrainState
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
-from crossshard.pipeline.stage import Stage
+from crossshard.pipeline.stage import CrossShardState, Stage
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
 from crossshard.pipeline.stages.nonfinite import Nonfinite
-from crossshard.pipeline.state import CrossShardState
-from crossshard.shards.context import get_shard_context, shard_context
+from crossshard.shards.axes import get_shard_context, shard_context
 from crossshard.shards.devices import cpu_devices
 from crossshard.step.make_train_step import make_train_step
 from crossshard.step.rowwise import rowwise

@@ -8,7 +8,7 @@ from crossshard.collectives.cross_replica import all_to_all, collective_permute,
 from crossshard.gradients.status import Reduction
 from crossshard.nnx.runners import batch_parallel, replicate, rewrite, shard
 from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
-from crossshard.shards.context import ShardContext, get_shard_context, shard_context
+from crossshard.shards.axes import ShardContext, get_shard_context, shard_context
 
 __all__ = [
     "CrossShardOptimizer",

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import Checkpoints, CrossShardOptimizer, make_train_step
-from crossshard.collectives.codec import DTYPES, LANES, Codec
+from crossshard.collectives.few_bits import DTYPES, LANES, Codec
 from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
 from crossshard.pipeline import Quantized
 from tests.pipeline.ways import trained

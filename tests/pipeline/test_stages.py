@@ -13,8 +13,8 @@ import pytest
 
 import crossshard
 from crossshard import CrossShardOptimizer, CrossShardState
+from crossshard.collectives.sums import to_average
 from crossshard.errors import NestedReductionError
-from crossshard.pipeline.means import to_average
 from crossshard.pipeline.pipeline import STAGES
 from crossshard.pipeline.stage import Phase
 from crossshard.pipeline.stages.local_sgd import LocalSGD

@@ -9,7 +9,7 @@ import pytest
 
 from crossshard import CrossShardOptimizer
 from crossshard.errors import GroupAssignmentError
-from crossshard.shards.groups import GroupAssignment, check_group_assignment
+from crossshard.shards.axes import GroupAssignment, check_group_assignment
 
 # What is given, and what the message must say of it.
 BAD = {

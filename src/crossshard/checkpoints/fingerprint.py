@@ -18,7 +18,7 @@ from crossshard.checkpoints.manifest import Fingerprint, Update
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.walk import constants, jaxprs_within, opened
-from crossshard.pipeline.aggregators.aggregator import Aggregator
+from crossshard.pipeline.aggregators import Aggregator
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.preprocess import Preprocess

@@ -6,10 +6,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from crossshard import _jax
 from crossshard.collectives.sums import send_gathered, send_scattered, send_sum
@@ -33,7 +35,7 @@ def bucketed_sum(
     Arrays of 16 bits are sent in 16 bits, and their sums are float32.
     """
     if shards.other_axes:
-        return _on_blocks(bucketed_sum, xs, partitions, shards)
+        return list(on_blocks(bucketed_sum, xs, partitions, shards))
     scatter = functools.partial(send_scattered, shards=shards)
     total = functools.partial(send_sum, shards=shards)
 
@@ -62,7 +64,7 @@ def bucketed_gather(
 ) -> list[jax.Array]:
     """Each array in full, all-gathered from its slices; replicated arrays are unchanged."""
     if shards.other_axes:
-        return _on_blocks(bucketed_gather, parts, partitions, shards)
+        return list(on_blocks(bucketed_gather, parts, partitions, shards))
     gather = functools.partial(send_gathered, shards=shards)
 
     def move(bucket: Bucket) -> list[jax.Array]:
@@ -93,27 +95,37 @@ def _whole(x: jax.Array) -> jax.Array:
     return x if x.ndim else lax.optimization_barrier(x)
 
 
-def _on_blocks(
-    move: Callable[..., list[jax.Array]],
+def on_blocks(
+    move: Callable[..., Any],
     xs: Sequence[jax.Array],
     partitions: Sequence[Partition],
     shards: Shards,
-) -> list[jax.Array]:
+    *whole: Any,
+    each: Callable[[Any], Any] = lambda specs: specs,
+) -> Any:
     """``move`` applied to each device's blocks of arrays that are split over other axes.
 
     Left to XLA, it would gather the blocks before a reduce-scatter.
+
+    Args:
+      move: a function of the arrays, their partitions, the shards and what is ``whole``.
+      xs: the arrays.
+      partitions: the partition of each.
+      shards: the shards.
+      *whole: what every device has whole.
+      each: makes the specs of what it returns from those of the arrays.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     blocks = [partition.of_block(sizes) for partition in partitions]
     specs = [partition.other_axes for partition in partitions]
     of_device = dataclasses.replace(shards, other_axes=())
     run = _jax.shard_map(
-        lambda xs: move(xs, blocks, of_device),
+        lambda xs, *whole: move(xs, blocks, of_device, *whole),
         axis_names=frozenset(shards.other_axes),
-        in_specs=(specs,),
-        out_specs=specs,
+        in_specs=(specs, *[PartitionSpec()] * len(whole)),
+        out_specs=each(specs),
     )
-    return run(list(xs))
+    return run(list(xs), *whole)
 
 
 def by_bucket(

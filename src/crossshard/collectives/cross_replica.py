@@ -14,9 +14,13 @@ from crossshard import _check
 from crossshard._annotations import Groups
 from crossshard.collectives.sums import check_bound, gather_over_shards, of_group, sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.shards.axes import Shards, current_shards
-from crossshard.shards.context import check_axis_name
-from crossshard.shards.groups import GroupAssignment, check_group_assignment
+from crossshard.shards.axes import (
+    GroupAssignment,
+    Shards,
+    check_axis_name,
+    check_group_assignment,
+    current_shards,
+)
 
 
 def cross_replica_sum(
@@ -92,8 +96,6 @@ def all_to_all(
     """
     shards = _shards("all_to_all", axis_name, check_group_assignment(group_assignment))
     x = _numeric(x, "all_to_all")
-    if shards.groups is not None:
-        shards.groups.check_covers(shards.number)
     concat = _dimension(x, concat_dimension, "concat_dimension")
     split = _dimension(x, split_dimension, "split_dimension")
     if _check.whole_number("split_count", split_count, least=None) != shards.size:
@@ -204,7 +206,7 @@ def _check_pairs(pairs: Any, number: int) -> list[tuple[int, int]]:
 
 
 def _shards(function: str, axis_name: Any, groups: GroupAssignment | None = None) -> Shards:
-    return current_shards(check_axis_name(axis_name), what=function).within(groups)
+    return current_shards(check_axis_name(axis_name), groups, what=function)
 
 
 def _numeric(x: Any, function: str) -> jax.Array:

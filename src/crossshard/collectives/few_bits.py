@@ -1,52 +1,241 @@
 """Few bits: sums over the shards that are sent in few bits, tier by tier, and what they lose."""
 
 import dataclasses
+import enum
 import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, UInt8
 
-from crossshard import _jax
-from crossshard.collectives.codec import LANES, Codec
+from crossshard import _check
+from crossshard.collectives.bucketing import on_blocks
 from crossshard.collectives.sums import exchange, gather_parts, send_gathered, send_scattered
+from crossshard.errors import ArgumentError
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
+
+# For each dtype its bits, and how many elements share a scale.
+_KINDS = {"int8": (8, 128), "int4": (4, 64), "float8_e4m3fn": (8, 128)}
+DTYPES = tuple(_KINDS)
+# Numbers lie in rows of as many, the lanes of a TPU: it has no fast way, and its compiler takes
+# minutes, to make one long row of a matrix.
+LANES = 128
+# The largest number of float8_e4m3fn, its spacing next to zero, and its bits behind the point.
+_TOP, _TINY, _FRACTION = 448.0, 2.0**-9, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """Writes numbers in blocks of 128, or 64, each with a scale of 16 bits, and reads them.
+
+    A number that is read is exactly a product of two short ones, so that what was lost of it,
+    ``x - decode(encode(x))``, is exact in float32 if it was rounded to the nearest.
+
+    >>> codec, x = Codec("int8"), jnp.linspace(0, 127, 256).reshape(2, 128)
+    >>> float(abs(codec.decode(codec.encode(x), 2) - x).max()) <= 0.5
+    True
+    """
+
+    dtype: str  # ``"int8"``, ``"int4"`` or ``"float8_e4m3fn"``
+    # Whether a number is rounded up with the probability that keeps its mean, rather than to the
+    # nearest.
+    stochastic: bool = False
+
+    def __str__(self) -> str:
+        return self.dtype
+
+    @property
+    def _bits(self) -> int:
+        return _KINDS[self.dtype][0]
+
+    @property
+    def _scales(self) -> int:
+        """The number of scales of a row."""
+        return LANES // _KINDS[self.dtype][1]
+
+    def encode(
+        self, x: Float[Array, "*shape rows 128"], key: jax.Array | None = None
+    ) -> UInt8[Array, "*shape coded 128"]:
+        """The bytes of numbers.
+
+        Args:
+          x: the numbers, in rows.
+          key: a PRNG key, to round stochastically.
+        """
+        even = [*[(0, 0)] * (x.ndim - 2), (0, x.shape[-2] % 2), (0, 0)]
+        wide = jnp.pad(x.astype(jnp.float32), even)
+        scales = self._scales_of(wide)
+        of_each = self._of_each(scales).astype(jnp.float32)
+        ratio = wide / jnp.where(of_each == 0, 1, of_each)
+        if self.stochastic:
+            assert key is not None
+            noise = jax.random.bits(key, ratio.shape, jnp.uint16).astype(jnp.float32) / (1 << 16)
+            ratio = self._rounded(ratio, noise)
+        bits = lax.bitcast_convert_type(scales, jnp.uint16).reshape(*x.shape[:-2], -1)
+        filled = [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % LANES)]
+        bits = jnp.pad(bits, filled).reshape(*x.shape[:-2], -1, LANES)
+        # The low bytes of all scales, and then the high ones.
+        halves = [half.astype(jnp.uint8) for half in (bits & 255, bits >> 8)]
+        return jnp.concatenate([self._bytes_of(ratio), *halves], -2)
+
+    def decode(
+        self, coded: UInt8[Array, "*shape coded 128"], rows: int
+    ) -> Float[Array, "*shape {rows} 128"]:
+        """The numbers, float32, given the number of their rows."""
+        even = rows + rows % 2
+        of_numbers = even * self._bits // 8
+        numbers, low, high = jnp.split(
+            coded, [of_numbers, (of_numbers + coded.shape[-2]) // 2], axis=-2
+        )
+        bits = low.astype(jnp.uint16) | (high.astype(jnp.uint16) << 8)
+        flat = bits.reshape(*coded.shape[:-2], -1)[..., : even * self._scales]
+        scales = lax.bitcast_convert_type(flat, jnp.bfloat16)
+        of_each = self._of_each(scales.reshape(*coded.shape[:-2], even, self._scales))
+        return (self._numbers_of(numbers) * of_each.astype(jnp.float32))[..., :rows, :]
+
+    def _scales_of(self, x: jax.Array) -> jax.Array:
+        """bfloat16[…, rows, scales]: the scale of each block, so that its numbers fit."""
+        above, below = self._largest_of(x), self._largest_of(-x)
+        larger, smaller = jnp.maximum(above, below), jnp.minimum(above, below)
+        if self.dtype == "float8_e4m3fn":
+            size, sign = larger / _TOP, jnp.bfloat16(1)
+        else:
+            # There is one negative number more, so the larger end is written as negative, and
+            # exactly. The other one may be rounded by half a unit, as any number.
+            most = 1 << (self._bits - 1)
+            half = 0 if self.stochastic else 0.5
+            size = jnp.maximum(larger / most, smaller / (most - 1 + half))
+            sign = jnp.where(above > below, -1, 1).astype(jnp.bfloat16)
+        # XLA for CPUs takes the maximum of the numbers that are left without NaN.
+        finite = self._largest_of(jnp.where(jnp.isfinite(x), 0.0, 1.0)) == 0
+        return sign * _up_to_16_bits(jnp.where(finite, size, jnp.nan))
+
+    def _largest_of(self, x: jax.Array) -> jax.Array:
+        """``[…, rows, scales]``: the largest number of each block."""
+        block = jnp.arange(LANES) * self._scales // LANES
+        own = [jnp.where(block == nth, x, -jnp.inf) for nth in range(self._scales)]
+        return jnp.stack([(x if self._scales == 1 else each).max(-1) for each in own], -1)
+
+    def _of_each(self, scales: jax.Array) -> jax.Array:
+        """``[…, rows, 128]``: the scale of each number."""
+        block = jnp.arange(LANES) * self._scales // LANES
+        found = jnp.broadcast_to(scales[..., :1], (*scales.shape[:-1], LANES))
+        for nth in range(1, self._scales):
+            found = jnp.where(block == nth, scales[..., nth : nth + 1], found)
+        return found
+
+    def _rounded(self, ratio: jax.Array, noise: jax.Array) -> jax.Array:
+        """The ratio, rounded to one of its two neighbours."""
+        if self.dtype != "float8_e4m3fn":
+            return jnp.floor(ratio + noise)
+        _, exponent = jnp.frexp(ratio)
+        step = jnp.maximum(jnp.exp2((exponent - 1 - _FRACTION).astype(jnp.float32)), _TINY)
+        return jnp.floor(ratio / step + noise) * step
+
+    def _bytes_of(self, ratio: jax.Array) -> jax.Array:
+        # A quotient may be rounded up a little over the largest number.
+        if self.dtype == "float8_e4m3fn":
+            ratio = jnp.clip(ratio, -_TOP, _TOP)
+            return lax.bitcast_convert_type(ratio.astype(jnp.float8_e4m3fn), jnp.uint8)
+        most = 1 << (self._bits - 1)
+        ratio = jnp.clip(jnp.round(ratio), -most, most - 1)
+        whole = lax.bitcast_convert_type(ratio.astype(jnp.int8), jnp.uint8)
+        if self.dtype == "int8":
+            return whole
+        # Two rows in one.
+        low, high = jnp.split(whole, 2, -2)
+        return (low & 15) | (high << 4)
+
+    def _numbers_of(self, coded: jax.Array) -> jax.Array:
+        if self.dtype == "float8_e4m3fn":
+            return lax.bitcast_convert_type(coded, jnp.float8_e4m3fn).astype(jnp.float32)
+        whole = lax.bitcast_convert_type(coded, jnp.int8)
+        if self.dtype == "int4":
+            # A shift of a signed number repeats its sign.
+            whole = jnp.concatenate([(whole << 4) >> 4, whole >> 4], -2)
+        return whole.astype(jnp.float32)
+
+
+def _up_to_16_bits(x: jax.Array) -> jax.Array:
+    """bfloat16: positive numbers, rounded up; NaN and infinity stay."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    up = lax.bitcast_convert_type(((bits + 0xFFFF) >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), up, x.astype(jnp.bfloat16))
+
+
+# ---- Sums over the shards.
+
 
 # Arrays of so many rows on each shard have a collective of their own.
 _MANY = 512
 
 
-class Tier(NamedTuple):
-    """Shards that send to each other in one way: those along some of the axes.
+class Rounding(enum.StrEnum):
+    """How a number is rounded to one of few bits.
 
-    Attributes:
-      axes: their axes; empty for all of them.
-      wire: how numbers are sent: by a codec, in a dtype, or, if ``None``, as they are.
-      feeds_back: whether what the codec loses is to be returned.
+    NEAREST: to the nearest.
+    STOCHASTIC: up or down, at random, so that its mean stays.
     """
 
-    axes: tuple[str, ...]
-    wire: Any
-    feeds_back: bool = False
+    NEAREST = "nearest"
+    STOCHASTIC = "stochastic"
 
 
-class Sent(NamedTuple):
-    """What has been summed.
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """How gradients are sent in few bits, for ``reduce_dtype``.
+
+    Blocks of 128 numbers, or of 64 with 4 bits, share a scale of 16 bits. Each shard rounds what it
+    sends once, and gradients are added in float32. Arrays of fewer than 128 numbers for each shard
+    are sent in float32.
 
     Attributes:
-      sums: this shard's slice of each sum, float32.
-      lost: for each array what of this shard's was not sent, so that the sum over the shards of
-        this and of ``sums`` is exact.
+      dtype: ``"int8"``, ``"int4"`` or ``"float8_e4m3fn"``.
+      rounding: ``"nearest"`` or ``"stochastic"``.
+      error_feedback: whether what was lost is added to the shard's next gradient (Seide et al.
+        2014; arXiv 1901.09847). It is kept in the state, one array per shard for each gradient.
+
+    >>> Quantized("int4").dtype
+    'int4'
     """
 
-    sums: list[jax.Array]
-    lost: list[jax.Array]
+    dtype: str
+    rounding: str = Rounding.NEAREST
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
+            raise ArgumentError(
+                f"Quantized takes {', '.join(DTYPES)}; got {_check.shown(self.dtype)}. For "
+                f"bfloat16 write reduce_dtype='bfloat16'."
+            )
+        _check.choice("rounding", self.rounding, Rounding)
+        _check.flag("error_feedback", self.error_feedback)
+
+    def __str__(self) -> str:
+        random = ", rounded at random" if self.is_random else ""
+        feedback = " with error feedback" if self.error_feedback else ""
+        return f"{self.dtype}{random}{feedback}"
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it rounds at random."""
+        return self.rounding == Rounding.STOCHASTIC
+
+    def codec(self) -> Codec:
+        """What writes the numbers."""
+        return Codec(self.dtype, self.is_random)
+
+
+# The axes along which shards send to each other in one way, all of them if there are none; and how:
+# quantized, in a dtype, or, if it is ``None``, as numbers are.
+Tier = tuple[tuple[str, ...], Any]
 
 
 def takes_few_bits(x: Any, shards: Shards) -> bool:
@@ -57,11 +246,14 @@ def takes_few_bits(x: Any, shards: Shards) -> bool:
 def sum_in_few_bits(
     xs: Sequence[jax.Array],
     partitions: Sequence[Partition],
-    tiers: Sequence[Tier],
     shards: Shards,
-    key: jax.Array | None = None,
-) -> Sent:
-    """This shard's slice of the sum of each array over the shards, or the groups.
+    key: jax.Array | None,
+    tiers: Sequence[Tier],
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """This shard's slice of the sum of each array over the shards or the groups, and what is lost.
+
+    That is for each array what of this shard's was not sent, so that the sum over the shards of it
+    and of the sums, which are float32, is exact.
 
     Each shard writes what it sends once, and adds what it receives in float32. Sums that every
     shard gets whole are written once more, by the shard that has added a slice of them.
@@ -69,54 +261,15 @@ def sum_in_few_bits(
     Args:
       xs: floating arrays of this shard.
       partitions: the partition of each.
-      tiers: who sends how, inner ones first.
       shards: the shards; groups have one tier.
-      key: a PRNG key, the same on all shards, to round stochastically.
+      key: a PRNG key, the same on all shards, to round stochastically; else ``None``.
+      tiers: who sends how, inner ones first.
     """
-    if not shards.other_axes:
-        return _sum(xs, partitions, tiers, shards, key)
-    sizes = jax.sharding.get_abstract_mesh().shape
-    blocks = [partition.of_block(sizes) for partition in partitions]
-    specs = [partition.other_axes for partition in partitions]
-    of_device = dataclasses.replace(shards, other_axes=())
-    run = _jax.shard_map(
-        lambda xs, key: tuple(_sum(xs, blocks, tiers, of_device, key)),
-        axis_names=frozenset(shards.other_axes),
-        in_specs=(specs, PartitionSpec()),
-        out_specs=(specs, specs),
-    )
-    return Sent(*run(list(xs), key))
-
-
-def gather_in_few_bits(
-    part: jax.Array,
-    partition: Partition,
-    codec: Codec,
-    shards: Shards,
-) -> jax.Array:
-    """An array in full, from the slices of all shards, or of the group, as they are read."""
     if shards.other_axes:
-        block = partition.of_block(jax.sharding.get_abstract_mesh().shape)
-        of_device = dataclasses.replace(shards, other_axes=())
-        run = _jax.shard_map(
-            lambda part: gather_in_few_bits(part, block, codec, of_device),
-            axis_names=frozenset(shards.other_axes),
-            in_specs=(partition.other_axes,),
-            out_specs=partition.other_axes,
-        )
-        return jnp.asarray(run(part))
-    row = _in_lanes(part[None])
-    found = codec.decode(gather_parts(codec.encode(row), 0, shards), row.shape[1])
-    return _from_rows(found.astype(part.dtype), partition, partition.shape)
-
-
-def _sum(
-    xs: Sequence[jax.Array],
-    partitions: Sequence[Partition],
-    tiers: Sequence[Tier],
-    shards: Shards,
-    key: jax.Array | None,
-) -> Sent:
+        run = functools.partial(sum_in_few_bits, tiers=tiers)
+        both = lambda specs: (specs, specs)
+        sums, lost = on_blocks(run, xs, partitions, shards, key, each=both)
+        return sums, lost
     rows = [_as_rows(x, each, shards.size) for x, each in zip(xs, partitions, strict=True)]
     buckets: dict[Any, list[int]] = {}
     for at, (row, partition) in enumerate(zip(rows, partitions, strict=True)):
@@ -144,33 +297,44 @@ def _sum(
                 if whole
                 else _from_lanes(of_sum[None], partitions[at].local_shape)[0]
             )
-    return Sent(sums, lost)
+    return sums, lost
+
+
+def gather_in_few_bits(
+    part: jax.Array,
+    partition: Partition,
+    codec: Codec,
+    shards: Shards,
+) -> jax.Array:
+    """An array in full, from the slices of all shards, or of the group, as they are read."""
+    if shards.other_axes:
+        of_block = lambda xs, blocks, device: [gather_in_few_bits(xs[0], blocks[0], codec, device)]
+        return jnp.asarray(on_blocks(of_block, [part], [partition], shards)[0])
+    row = _in_lanes(part[None])
+    found = codec.decode(gather_parts(codec.encode(row), 0, shards), row.shape[1])
+    return _from_rows(found.astype(part.dtype), partition, partition.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
-    """How ``[shards, rows, 128]``, with rows for each shard, are summed.
-
-    Attributes:
-      tiers, shards, key: as for ``sum_in_few_bits``.
-    """
+    """How ``[shards, rows, 128]``, with rows for each shard, are summed."""
 
     tiers: Sequence[Tier]
     shards: Shards
     key: jax.Array | None
 
     @property
-    def _of_tiers(self) -> list[tuple[Tier, Shards]]:
-        """Each tier with its shards."""
+    def _of_tiers(self) -> list[tuple[Any, Shards]]:
+        """How each tier sends, with its shards."""
         found = []
-        for tier in self.tiers:
-            axes = tier.axes or self.shards.axes
+        for axes, wire in self.tiers:
+            axes = axes or self.shards.axes
             own = self.shards
             if axes != own.axes:
                 own = dataclasses.replace(
                     own, number=self._size(axes), axes=axes, torus_factors=(), slices=1
                 )
-            found.append((tier, own))
+            found.append((wire, own))
         return found
 
     @staticmethod
@@ -182,22 +346,22 @@ class _Way:
         ways, lost = self._of_tiers, jnp.zeros_like(x)
         sizes = [own.size for _, own in reversed(ways)]
         x = x.reshape(*sizes, *x.shape[1:])
-        for nth, (tier, own) in enumerate(ways):
+        for nth, (wire, own) in enumerate(ways):
             # Those of the tiers that are left, of which this one is the last.
             x = jnp.moveaxis(x, len(sizes) - 1 - nth, 0)
-            x, missing = self._scattered(x, tier, own, nth)
-            if tier.feeds_back and missing is not None:
+            x, missing = self._scattered(x, wire, own, nth)
+            if missing is not None and wire.error_feedback:
                 lost += self._spread(jnp.moveaxis(missing, 0, -3), ways[:nth])
         return x, lost
 
     def _scattered(
-        self, x: jax.Array, tier: Tier, own: Shards, nth: int
+        self, x: jax.Array, wire: Any, own: Shards, nth: int
     ) -> tuple[jax.Array, jax.Array | None]:
         """The sum of this shard's of ``[shards, …]`` over a tier; and what was not sent."""
-        codec = tier.wire
-        if not isinstance(codec, Codec):
-            sent = x if codec is None else x.astype(codec)
+        if not isinstance(wire, Quantized):
+            sent = x if wire is None else x.astype(wire)
             return send_scattered(sent, 0, own)[0].astype(x.dtype), None
+        codec = wire.codec()
         coded = codec.encode(x, self._key_of(nth, self.shards))
         read = functools.partial(codec.decode, rows=x.shape[-2])
         total = read(exchange(coded, 0, own)[:, 0]).sum(0)
@@ -206,24 +370,23 @@ class _Way:
     def gather(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``[shards, rows, 128]``: those of all shards, and what of this one's was not sent."""
         x, ways, kept = part, self._of_tiers, jnp.zeros_like(part)
-        for nth, (tier, own) in reversed(list(enumerate(ways))):
-            codec = tier.wire
-            if not isinstance(codec, Codec):
-                sent = (x if codec is None else x.astype(codec))[None]
+        for nth, (wire, own) in reversed(list(enumerate(ways))):
+            if not isinstance(wire, Quantized):
+                sent = (x if wire is None else x.astype(wire))[None]
                 x = send_gathered(sent, 0, own).astype(part.dtype)
             else:
                 # The others along the outer tiers have the same, and must round it alike.
-                those = [each for _, each in ways[: nth + 1]]
+                those, codec = [each for _, each in ways[: nth + 1]], wire.codec()
                 coded = codec.encode(x, self._key_of(nth + len(ways), *those))
                 read = functools.partial(codec.decode, rows=x.shape[-2])
                 missing = x - read(coded).astype(x.dtype)
-                kept += self._own_rows(missing, ways[nth + 1 :]) if tier.feeds_back else 0
+                kept += self._own_rows(missing, ways[nth + 1 :]) if wire.error_feedback else 0
                 x = read(gather_parts(coded[None], 0, own)).astype(x.dtype)
             # Major axes first: those of the outer tiers.
             x = jnp.moveaxis(x, 0, -3)
         return x.reshape(-1, *part.shape), kept
 
-    def _spread(self, missing: jax.Array, inner: Sequence[tuple[Tier, Shards]]) -> jax.Array:
+    def _spread(self, missing: jax.Array, inner: Sequence[tuple[Any, Shards]]) -> jax.Array:
         """``[shards, rows, 128]``: zeros, but for what this shard has added up of inner tiers."""
         for _, own in reversed(inner):
             is_own = jnp.arange(own.number) == own.index()
@@ -231,7 +394,7 @@ class _Way:
         return missing.reshape(-1, *missing.shape[-2:])
 
     @staticmethod
-    def _own_rows(x: jax.Array, outer: Sequence[tuple[Tier, Shards]]) -> jax.Array:
+    def _own_rows(x: jax.Array, outer: Sequence[tuple[Any, Shards]]) -> jax.Array:
         """``[rows, 128]``: this shard's of those of the outer tiers."""
         for _, own in reversed(outer):
             x = lax.dynamic_index_in_dim(x, own.index(), 0, keepdims=False)

@@ -146,15 +146,10 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """Shards that send to their neighbours, in groups; both ways.
+    """Shards that send to their neighbours, in groups; both ways."""
 
-    Attributes:
-      name: the mesh axis.
-      members: the shards of each group in order.
-    """
-
-    name: str
-    members: Sequence[Sequence[int]]
+    name: str  # the mesh axis
+    members: Sequence[Sequence[int]]  # the shards of each group in order
 
     @property
     def size(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Inexact, Shaped
 
 from crossshard import _jax
 from crossshard.errors import ShardContextError
@@ -44,10 +45,8 @@ def sum_over_shards(x: Any, shards: Shards) -> Any:
 
     The result is invariant unless there are several groups.
     """
-    if shards.groups is not None:
-        shards.groups.check_covers(shards.number)
-        if shards.is_grouped:
-            return _sum_over_group(shards.as_varying(x), shards)
+    if shards.is_grouped:
+        return _sum_over_group(shards.as_varying(x), shards)
     if not shards.axes:
         check_bound(shards, "summed over")
         return x
@@ -250,3 +249,36 @@ def _sum_of_exchanged(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
 
 def _as_bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint16)
+
+
+# ---- Means: how the values of shards, or microbatches, are weighed, summed and divided.
+
+
+def to_average(x: Any, weight: Float[Array, ""] | None) -> Inexact[Array, "..."]:
+    """This shard's summand of a mean: times its weight, and zero if that is zero, even for NaN."""
+    wide = widen(x)
+    if weight is None:
+        return wide
+    return jnp.where(weight != 0, wide * weight.astype(wide.dtype), 0)
+
+
+def to_sum(x: Any, weight: Float[Array, ""] | None) -> Shaped[Array, "..."]:
+    """This shard's summand of a sum: zero if its weight is zero."""
+    wide = widen(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else jnp.asarray(x)
+    return wide if weight is None else jnp.where(weight != 0, wide, 0)
+
+
+def average(
+    total: Inexact[Array, "*shape"], weight: Float[Array, ""] | None, number: int = 1
+) -> Inexact[Array, "*shape"]:
+    """The mean, from the sum of all summands and weights; zero if nothing has weight.
+
+    Args:
+      total: the sum of ``to_average`` over the shards.
+      weight: the total weight; ``None`` if all shards count the same.
+      number: the number of shards, if all count the same.
+    """
+    if weight is None:
+        return total / number if number > 1 else total
+    # Not a quotient, which XLA does not compute anew in each kernel that reads it, but stores.
+    return total * jnp.where(weight != 0, 1 / weight.astype(total.dtype), 0)

@@ -15,16 +15,15 @@ from crossshard._annotations import PyTree
 from crossshard._check import is_inexact, is_number
 from crossshard._flax import AnyVariable, nnx, rebound
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.autodiff import (
-    check_sums,
-    explained_types,
-    scaled,
-    split_loss,
-    unscale,
-)
+from crossshard.gradients.autodiff import check_sums, explained_types, scaled, split_loss, unscale
 from crossshard.gradients.mean import Mean, part_of_shard
-from crossshard.shards.axes import Shards, check_no_further, check_one_way, shards_of_gradient
-from crossshard.shards.context import check_axis_name
+from crossshard.shards.axes import (
+    Shards,
+    check_axis_name,
+    check_no_further,
+    check_one_way,
+    shards_of_gradient,
+)
 
 
 def value_and_grad(

@@ -77,16 +77,38 @@ def check_incoming(incoming: object) -> GradientStatus | None:
     return _check.choice("incoming", incoming, GradientStatus, "Or leave it out.")
 
 
-def read_incoming(
-    name: str,
-    gradient: Any,
+def statuses_of(
+    gradients: Any,
     shards: Shards,
     declared: GradientStatus | None,
     *,
     reduction: Reduction,
     grouped: bool,
+) -> Statuses:
+    """The status of each gradient, from the declaration or its type.
+
+    Raises:
+      ArgumentTypeError: one is sparse, or neither real nor complex.
+      DoubleReductionError: nothing is declared, and one is invariant.
+      IncomingError: they are declared summed or reduced, but one is varying.
+    """
+    found: list[GradientStatus | None] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients, is_leaf=is_sparse):
+        name = leaf_name(path)
+        check_gradient_dtype(name, leaf)
+        is_none = jnp.result_type(leaf) == jax.dtypes.float0
+        found.append(None if is_none else _status(name, leaf, shards, declared, reduction, grouped))
+    return tuple(found)
+
+
+def _status(
+    name: str,
+    gradient: Any,
+    shards: Shards,
+    declared: GradientStatus | None,
+    reduction: Reduction,
+    grouped: bool,
 ) -> GradientStatus:
-    """The status of a gradient, from its declaration or its type, which must not contradict it."""
     if declared is GradientStatus.SUMMED and grouped:
         raise IncomingError(
             f"{name} is declared as summed over all {shards.number} shards, but this optimizer "

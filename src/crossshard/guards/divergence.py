@@ -188,7 +188,7 @@ class Sentinel:
     ) -> tuple[Divergence, Any]:
         """What is found, and the leaves of one device; of the first ``of_all`` all have copies."""
         mesh, names = layout.mesh, layout.axes
-        shards = Shards(layout.number_of_shards, names, manual=True)
+        shards = Shards(layout.number_of_shards, names, manual=True, groups=layout.groups)
         on_any = lambda flags: lax.pmax(flags.astype(jnp.int32), mesh.axis_names) > 0
 
         # Agreed on, since shards whose counts differ would wait for each other in collectives.
@@ -199,12 +199,12 @@ class Sentinel:
 
         def compare(leaves: list[Any]) -> tuple[Divergence, list[Any]]:
             words = jnp.stack([to_words(step), *map(hashed, leaves)])
-            majority = judge(words[: 1 + of_all], shards)
+            majority = judge(words[: 1 + of_all], shards.all)
             # The step count itself, since it is told; its hash is among the leaves.
             count = lax.bitcast_convert_type(majority.common[0], jnp.int32)
             majority = Majority(*(x[1:] for x in majority))
             if len(words) > 1 + of_all:
-                of_group = judge(words[1 + of_all :], shards.within(layout.groups))
+                of_group = judge(words[1 + of_all :], shards)
                 pairs = zip(majority, of_group, strict=True)
                 majority = Majority(*map(jnp.concatenate, pairs))
             suspect = jnp.any(~(majority.healthy & majority.decided))
@@ -222,7 +222,7 @@ class Sentinel:
                 repaired = []
                 for index, x in enumerate(leaves):
                     own = majority.healthy[index], majority.decided[index]
-                    those = shards if index < of_all else shards.within(layout.groups)
+                    those = shards.all if index < of_all else shards
                     mend = functools.partial(_repaired, *own, those)
                     # One by one, so that only those are sent, and one needs memory at a time.
                     repaired.append(lax.cond(differ[index], mend, lambda x: x, x))

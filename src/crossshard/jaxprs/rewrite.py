@@ -15,14 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from crossshard import _jax
 from crossshard.jaxprs.primitives import BINARY
-from crossshard.jaxprs.walk import (
-    CHECKPOINTS,
-    Call,
-    constants,
-    control_flow,
-    jaxprs_within,
-    opened,
-)
+from crossshard.jaxprs.walk import CHECKPOINTS, Call, constants, control_flow, jaxprs_within, opened
 
 
 def evaluate(

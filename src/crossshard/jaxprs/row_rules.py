@@ -12,15 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from crossshard.jaxprs.primitives import (
-    ADDS,
-    CHOOSES,
-    ELEMENTWISE,
-    KEYS,
-    LINEAR,
-    MIXES,
-    MOVES,
-)
+from crossshard.jaxprs.primitives import ADDS, CHOOSES, ELEMENTWISE, KEYS, LINEAR, MIXES, MOVES
 from crossshard.jaxprs.row_facts import (
     ADDS_UNLIKE,
     MEETS_EARLIER,

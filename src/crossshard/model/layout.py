@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,10 +19,10 @@ from crossshard.model.models import Skeleton
 from crossshard.model.state import TrainState
 from crossshard.nnx.per_shard import of_all
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.state import CrossShardState
+from crossshard.pipeline.stage import CrossShardState
 from crossshard.pipeline.update.arrays import Arrays, Parts
 from crossshard.pipeline.update.owners import Owners
-from crossshard.shards.axes import Shards
+from crossshard.shards.axes import GroupAssignment, Shards
 from crossshard.shards.cut import (
     PER_SHARD,
     REPLICATED,
@@ -35,8 +34,6 @@ from crossshard.shards.cut import (
     partition_along_axis,
     tile_for,
 )
-from crossshard.shards.devices import sends_beside_products, slices_in_order, torus_factors
-from crossshard.shards.groups import GroupAssignment
 from crossshard.shards.random_streams import own_stream
 
 
@@ -56,7 +53,6 @@ class StateLayout:
     shards: Shards  # inside ``shard_map``
     arrays: Arrays  # how parameters and the optimizer's state are split, and where the update runs
     why: str  # it does so, in a few words
-    groups: GroupAssignment | None  # whose parameters differ
     pipeline: Pipeline
     params: Any = dataclasses.field(compare=False)  # the types of one set of parameters
     model_state: ModelState | None = None  # how the state that a loss returns is kept
@@ -85,6 +81,11 @@ class StateLayout:
     def axes(self) -> tuple[str, ...]:
         """The axes of the shards."""
         return self.shards.axes
+
+    @property
+    def groups(self) -> GroupAssignment | None:
+        """The groups whose parameters differ; ``None`` if all shards have the same."""
+        return self.shards.groups
 
     def specs_of_arrays(self, frozen: Any) -> tuple[PartitionSpec, ...]:
         """The specs with which ``initial`` gets its arrays, without those that are whole."""
@@ -221,7 +222,7 @@ class StateLayout:
         if not isinstance(arrays, Owners):
             return self
         kept = arrays.state_in_slices, arrays.unread, arrays.in_parts
-        return dataclasses.replace(self, arrays=Parts(arrays.params, arrays.shards, None, *kept))
+        return dataclasses.replace(self, arrays=Parts(arrays.params, arrays.shards, *kept))
 
     def collected(self, state: TrainState) -> TrainState:
         """The state as ``own`` places it."""
@@ -404,20 +405,6 @@ class StateLayout:
                 f"write step.reshard(other.unshard(state))."
             )
         self.pipeline.check_states(given, own)
-
-
-def shards_of(mesh: Mesh, axes: tuple[str, ...]) -> Shards:
-    """The shards on these axes of a mesh, inside ``shard_map``."""
-    return Shards(
-        math.prod(mesh.shape[axis] for axis in axes),
-        axes,
-        manual=True,
-        torus_factors=torus_factors(mesh),
-        other_axes=tuple(axis for axis in mesh.axis_names if axis not in axes),
-        platform=mesh.devices.flat[0].platform,
-        in_rings=sends_beside_products(mesh),
-        slices=slices_in_order(mesh),
-    )
 
 
 def _check_shapes(what: str, tree: Any, expected: list[tuple[int, ...]]) -> None:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from crossshard import _check
 from crossshard._check import is_inexact, is_number
 from crossshard._flax import nnx
+from crossshard.collectives.sums import average, to_average
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.jaxprs.walk import sources
-from crossshard.pipeline.means import average, to_average
 from crossshard.pipeline.stage import Gradients
 from crossshard.shards.random_streams import is_key, may_be_raw_key
 

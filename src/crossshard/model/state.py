@@ -13,7 +13,7 @@ from crossshard import _check
 from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.model.models import Skeleton
-from crossshard.pipeline.state import CrossShardState
+from crossshard.pipeline.stage import CrossShardState
 
 
 @jax.tree_util.register_dataclass

@@ -16,14 +16,8 @@ from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.nnx.graph import is_stateful
 from crossshard.nnx.keys import ByValue
-from crossshard.shards.batch_axes import (
-    FIRST,
-    BatchAxes,
-    axes_of,
-    check_batch_axis,
-    spec_along,
-)
-from crossshard.shards.put import own_parts, put
+from crossshard.shards.batch_axes import FIRST, BatchAxes, axes_of, check_batch_axis, spec_along
+from crossshard.shards.devices import own_parts, put
 
 
 @dataclasses.dataclass(frozen=True)

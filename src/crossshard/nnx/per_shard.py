@@ -13,8 +13,8 @@ import numpy.typing as npt
 from crossshard import _check, _flax, _jax, _mesh
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import VariableError
-from crossshard.shards.context import get_shard_context
-from crossshard.shards.put import on_every_device
+from crossshard.shards.axes import get_shard_context
+from crossshard.shards.devices import on_every_device
 
 _Node = TypeVar("_Node")
 

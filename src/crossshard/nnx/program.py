@@ -26,10 +26,10 @@ from crossshard.nnx.binding import Bound
 from crossshard.nnx.graph import Reached, reached_in, same_arrays
 from crossshard.nnx.keys import ByValue
 from crossshard.nnx.per_shard import is_per_shard, number_of_shards, per_shard, stacked
-from crossshard.shards.context import shard_context
+from crossshard.shards.axes import shard_context
 from crossshard.shards.cut import PER_SHARD as PER_SHARD_PLACEMENT
 from crossshard.shards.cut import REPLICATED, Placement
-from crossshard.shards.put import put_whole
+from crossshard.shards.devices import put_whole
 from crossshard.shards.random_streams import own_stream
 
 

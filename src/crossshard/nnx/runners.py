@@ -30,9 +30,14 @@ from crossshard.nnx.arrays import (
 from crossshard.nnx.graph import Reached, reached_in
 from crossshard.nnx.keys import ByValue, kept
 from crossshard.nnx.program import Program, program_key
-from crossshard.shards.context import check_num_shards, get_shard_context
-from crossshard.shards.devices import are_of_all_processes, mesh_for, mesh_in_force
-from crossshard.shards.put import on_every_device, put_whole
+from crossshard.shards.axes import check_num_shards, get_shard_context
+from crossshard.shards.devices import (
+    are_of_all_processes,
+    mesh_for,
+    mesh_in_force,
+    on_every_device,
+    put_whole,
+)
 
 _TRACING = threading.RLock()
 _Out = TypeVar("_Out")

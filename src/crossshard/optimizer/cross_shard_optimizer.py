@@ -39,15 +39,18 @@ from crossshard.optimizer.node import register_node
 from crossshard.optimizer.transformation import Transformation
 from crossshard.pipeline.options import Options
 from crossshard.pipeline.pipeline import Pipeline, check_names
-from crossshard.pipeline.stage import Stage
+from crossshard.pipeline.stage import CrossShardState, Stage
 from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation
-from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.arrays import Parts
 from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
-from crossshard.shards.axes import Shards, shards_of_gradient
-from crossshard.shards.context import check_axis_name, check_num_shards
+from crossshard.shards.axes import (
+    Shards,
+    check_axis_name,
+    check_group_assignment,
+    check_num_shards,
+    shards_of_gradient,
+)
 from crossshard.shards.devices import axes_in_sight
-from crossshard.shards.groups import check_group_assignment
 
 GradientsAndVariables: TypeAlias = "Iterable[tuple[jax.Array | None, AnyVariable]]"
 VariableList: TypeAlias = "nnx.Pytree | AnyVariable | Sequence[nnx.Pytree | AnyVariable]"
@@ -462,21 +465,21 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
     ) -> tuple[jax.Array, list[tuple[jax.Array | None, AnyVariable]]]:
         """This shard's loss, and the pairs that ``compute_gradients`` returns."""
         loss, axes = check_loss(loss), self._pipeline.axis_name
-        number = self._pipeline.shards().number
+        shards = self._pipeline.shards()
         found = named_variables(trained_by_default() if var_list is None else var_list)
         variables = [variable for variable, _ in found.values()]
         value, gradients, empty = differentiate(
             loss,
             variables,
             shards_of_gradient(axes),
-            self._pipeline.divisor(number),
+            self._pipeline.divisor(shards.size),
             grad_loss,
             var_list,
             self._loss_scale(),
             axes,
             self._shards_of_mean,
         )
-        self.computed.add(found, number, empty)
+        self.computed.add(found, shards.number, empty)
         return value, list(zip(gradients, variables, strict=True))
 
     def _shards_of_mean(self) -> Shards:
@@ -499,7 +502,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 "shard that nonfinite='quarantine' leaves out. Use make_train_step, which does "
                 "so, or nonfinite='skip'."
             )
-        return pipeline.shards(warn=False).within(pipeline.groups)
+        return pipeline.shards(warn=False)
 
     def _loss_scale(self) -> jax.Array | None:
         """The current scale of the loss; ``None`` without one."""
@@ -510,10 +513,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     def _origin(self, variables: list[AnyVariable]) -> GradientStatus | None:
         """What the gradients of variables are, if nobody has declared it."""
-        number = self._pipeline.shards(warn=False).number
-        divisor = self._pipeline.divisor(number)
+        shards = self._pipeline.shards(warn=False)
+        divisor = self._pipeline.divisor(shards.size)
         declared = self._pipeline.incoming is not None
-        return self.computed.origin(variables, number, divisor, declared=declared)
+        return self.computed.origin(variables, shards.number, divisor, declared=declared)
 
     def _make_missing_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
         def make(missing: Mapping[str, AnyVariable]) -> None:

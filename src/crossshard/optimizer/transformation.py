@@ -11,26 +11,18 @@ import optax
 from jax.sharding import PartitionSpec
 
 from crossshard import _check, _jax
-from crossshard.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    ShardContextError,
-    WeightUpdateError,
-)
+from crossshard.errors import ArgumentError, ArgumentTypeError, ShardContextError, WeightUpdateError
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.status import check_incoming
 from crossshard.optimizer.arguments import check_functions
-from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.stage import Gradients, StageContext
+from crossshard.pipeline.stage import CrossShardState, Gradients, StageContext
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
 from crossshard.pipeline.stages.preprocess import Preprocess, maker_of
 from crossshard.pipeline.stages.weigh import as_weight, check_weighable
-from crossshard.pipeline.state import CrossShardState
 from crossshard.pipeline.update.arrays import Arrays, Whole
 from crossshard.pipeline.update.plan import Planner, WeightUpdate, check_blocks
-from crossshard.shards.axes import Shards
-from crossshard.shards.context import get_shard_context
+from crossshard.shards.axes import Shards, get_shard_context
 from crossshard.shards.cut import Partition, Placement, map_partitions, only
 
 
@@ -80,7 +72,7 @@ class Transformation:
         if self.weight_update is WeightUpdate.SHARDED:
             shards = self.pipeline.shards()
             plan = self._plan(params, shards)
-            index = shards.within(self.pipeline.groups).position()
+            index = shards.position()
             local = lambda partition, x: partition.local_slice(x, index)
             state = state._replace(inner_state=map_partitions(local, plan.state, state.inner_state))
         return self._map_stages(self._on_each_shard, state)
@@ -138,8 +130,7 @@ class Transformation:
                 for name in ("value", "grad")
                 if extra_args.get(name) is not None
             }
-            gradients = arrive(
-                self.pipeline,
+            gradients = self.pipeline.arrive(
                 updates,
                 shards,
                 declared=check_incoming(incoming),
@@ -149,11 +140,10 @@ class Transformation:
             )
             context = StageContext(
                 shards,
-                self.pipeline.groups,
                 params,
                 extra_args,
                 self._arrays(like, state.inner_state, shards),
-                self.pipeline.divisor(shards.number),
+                self.pipeline.divisor(shards.size),
             )
             reduced, after = self.pipeline.update(gradients, state, context)
             assert reduced.updated is not None
@@ -189,7 +179,7 @@ class Transformation:
     def _plan(self, params: Any, shards: Shards) -> Arrays:
         """How arrays are split, where each shard can update nothing but its slices."""
         pipeline, wanted = self.pipeline, self.weight_update
-        planner = Planner(pipeline.optimizer, params, shards, pipeline.groups, wanted=wanted)
+        planner = Planner(pipeline.optimizer, params, shards, wanted=wanted)
         return planner.plan()[0]
 
     def _arrays(self, params: Any, state: Any, shards: Shards) -> Arrays:

@@ -1,13 +1,12 @@
 """The gradient pipeline: the stages between autodiff and the optimizer, and their order."""
 
+from crossshard.collectives.few_bits import Quantized
 from crossshard.gradients.status import GradientStatus
-from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers
-from crossshard.pipeline.aggregators.few_bits import FewBitsState, Quantized
+from crossshard.pipeline.aggregators import Aggregator, FewBitsState, Peers
 from crossshard.pipeline.options import Options
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.stage import CrossShardState, Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
 from crossshard.pipeline.stages.nonfinite import Nonfinite, NonfiniteState
-from crossshard.pipeline.state import CrossShardState
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
 
 __all__ = [

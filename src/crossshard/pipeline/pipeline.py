@@ -19,15 +19,21 @@ import optax
 from jax import lax
 
 from crossshard import _check
-from crossshard._annotations import Given
+from crossshard._annotations import Given, PyTree
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.nesting import refuse_nesting
-from crossshard.gradients.status import GradientStatus, Reduction
-from crossshard.pipeline.aggregators.aggregator import Aggregator
-from crossshard.pipeline.aggregators.plain import Plain
-from crossshard.pipeline.own import check_returned
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
+from crossshard.gradients.status import GradientStatus, Reduction, Statuses, statuses_of
+from crossshard.pipeline.aggregators import Aggregator, Plain, check_like, check_pair
+from crossshard.pipeline.stage import (
+    CrossShardState,
+    Gradients,
+    Phase,
+    Stage,
+    StageContext,
+    as_local,
+    name_at,
+)
 from crossshard.pipeline.stages.accumulate import Accumulate
 from crossshard.pipeline.stages.aggregate import Aggregate
 from crossshard.pipeline.stages.local_sgd import LocalSGD
@@ -45,11 +51,8 @@ from crossshard.pipeline.stages.nonfinite import (
 )
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.stages.weigh import Weigh
-from crossshard.pipeline.state import CrossShardState, name_at
-from crossshard.pipeline.update.averages import Decay
-from crossshard.pipeline.update.optimize import Optimize, Updated
-from crossshard.shards.axes import Shards, current_shards
-from crossshard.shards.groups import GroupAssignment, over_all_shards, size_of_group
+from crossshard.pipeline.update.optimize import Decay, Optimize, Updated
+from crossshard.shards.axes import GroupAssignment, Shards, current_shards, over_all_shards
 
 _TO_REDUCTION = (Phase.ARRIVAL, Phase.LOCAL, Phase.REDUCTION)
 
@@ -73,23 +76,18 @@ STAGES: tuple[type[Stage], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """From local gradients to updated parameters.
+    """From local gradients to updated parameters."""
 
-    Attributes:
-      inner: the inner optimizer, as the user passed it.
-      reduction: MEAN or SUM, the reduction of the aggregate.
-      groups: the groups that reduce independently; ``None`` for all shards.
-      axis_name: the mesh axes of the shards; empty to infer them at trace time.
-      incoming: the status of incoming gradients; ``None`` to read it from their types.
-      options: the options from which the stages make themselves, by name, as the user passed them.
-    """
-
-    inner: optax.GradientTransformationExtraArgs
-    reduction: Reduction
+    inner: optax.GradientTransformationExtraArgs  # the inner optimizer, as the user passed it
+    reduction: Reduction  # MEAN or SUM, the reduction of the aggregate
+    # The groups that reduce independently; ``None`` for all shards.
     groups: GroupAssignment | None = None
+    # The mesh axes of the shards; empty to infer them at trace time.
     axis_name: tuple[str, ...] = ()
+    # The status of incoming gradients; ``None`` to read it from their types.
     incoming: GradientStatus | None = None
-    # An option may have no hash, such as a dict of dtypes.
+    # The options from which the stages make themselves, by name, as the user passed them. One may
+    # have no hash, such as a dict of dtypes.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -104,7 +102,12 @@ class Pipeline:
         """The stages by the classes that have made them; a user's own is made by Preprocess."""
         names = "inner", "reduction", "groups", "axis_name"
         options = {**{name: getattr(self, name) for name in names}, **self.options}
-        made = {kind: kind.from_options(options) for kind in STAGES}
+        asked = [
+            kind
+            for kind in STAGES
+            if kind.is_always_there or not options.keys().isdisjoint({*kind.options, kind.asked_by})
+        ]
+        made = {kind: kind.from_options(options) for kind in asked}
         return {kind: stage for kind, stage in made.items() if stage is not None}
 
     @property
@@ -197,7 +200,7 @@ class Pipeline:
 
     # Their states.
 
-    @property
+    @functools.cached_property
     def _stateful(self) -> dict[str, Stage]:
         """The stages with a state, by its name."""
         return {stage.state_field: stage for stage in self.stages if stage.state_field}
@@ -234,11 +237,7 @@ class Pipeline:
         return spread.with_states(**moved)
 
     def check_states(self, state: CrossShardState, types: CrossShardState) -> None:
-        """Raise unless these stages can go on from the states of other ones.
-
-        Raises:
-          ArgumentError: one of them is not of the shapes that it has here.
-        """
+        """Raise unless these stages can go on from the states of other ones."""
         for name, stage in self._stateful.items():
             stage.check_state(state.of(name), types.of(name))
 
@@ -295,6 +294,75 @@ class Pipeline:
 
     # Running it.
 
+    def arrive(
+        self,
+        values: Any,
+        shards: Shards,
+        *,
+        declared: GradientStatus | None = None,
+        extra: Mapping[str, Any] | None = None,
+        weight: jax.Array | None = None,
+        params: Any = None,
+        widened: bool = False,
+        early: tuple[bool, ...] = (),
+    ) -> Gradients:
+        """The gradients with the status of each leaf, and the dtype in which it is to be reduced.
+
+        Args:
+          values: a pytree of this shard's arrays.
+          shards: the shards that reduce.
+          declared: their declared status; ``None`` for the pipeline's, or to read it from types.
+          extra: further values to reduce with them.
+          weight: float[], the weight of this shard.
+          params: the parameters, if they are known.
+          widened: whether the values have more bits than the gradients that they stand for.
+          early: for each leaf whether the backward pass has summed it; see ``Gradients``.
+
+        Raises:
+          DoubleReductionError, IncomingError, ArgumentTypeError: see ``statuses_of``.
+        """
+        declared, extra = declared or self.incoming, dict(extra or {})
+        how: Any = {"reduction": self.reduction, "grouped": not self.over_all_shards}
+        extra_status: Statuses = ()
+        for name in sorted(extra):
+            known = declared
+            if name == "value" and declared in (None, GradientStatus.SCALED):
+                # A loss is local, unless it is invariant.
+                invariant = shards.has_vma and not shards.is_varying(extra[name])
+                known = GradientStatus.REDUCED if invariant else GradientStatus.LOCAL
+            extra_status += statuses_of({name: extra[name]}, shards, known, **how)
+        done = early or (False,) * len(jax.tree.leaves(values))
+        status = tuple(
+            GradientStatus.SUMMED if is_done else each
+            for each, is_done in zip(
+                statuses_of(values, shards, declared, **how), done, strict=True
+            )
+        )
+        widened = widened or self.accumulate is not None
+
+        def dtype_of(leaf: Any, param: Any, status: GradientStatus | None, is_done: bool) -> Any:
+            # compute_gradients divides in float32, and 16-bit parameters need 16-bit gradients.
+            is_wide = is_done or widened or status is GradientStatus.SCALED
+            dtype = jnp.result_type(param if is_wide else leaf)
+            if master_dtype is not None and status is not None:
+                dtype = jnp.promote_types(dtype, master_dtype)
+            return dtype
+
+        master_dtype = self.master_dtype
+        # The parameters of optax.lookahead have more leaves than the gradients.
+        like = jax.tree.leaves(values if params is None else params)
+        dtypes = map(dtype_of, jax.tree.leaves(values), like, status, done)
+        dtypes_of_extra = map(jnp.result_type, jax.tree.leaves(extra))
+        return Gradients(
+            values,
+            extra,
+            weight,
+            status=status,
+            extra_status=extra_status,
+            early=early,
+            dtypes=(*dtypes_of_extra, *dtypes),
+        )
+
     def update(
         self, gradients: Gradients, state: CrossShardState, context: StageContext
     ) -> tuple[Gradients, CrossShardState]:
@@ -303,12 +371,13 @@ class Pipeline:
         The gradients of a call that only accumulates have no values, and their step is skipped.
         """
         if self.accumulate is None:
-            return self._update_once(gradients, state, context)
+            return self.finish(*self.reduce(gradients, state, context), state, context)
         gradients, after = self.run((Phase.CALL,), gradients, state, context)
         sums = after.accumulate
 
         def last(state: CrossShardState) -> Any:
-            reduced, after = self._update_once(gradients, state, context)
+            done = self.reduce(gradients, state, context)
+            reduced, after = self.finish(*done, state, context)
             skip = jnp.bool_(False) if reduced.skip is None else reduced.skip
             empty = jax.tree.map(jnp.zeros_like, sums)
             # All shards have the same, but who carries a state per shard has no type that says so.
@@ -337,12 +406,6 @@ class Pipeline:
         parts = result, state.inner_state, state.metrics, skip
         result, inner_state, metrics, skip = jax.tree.map(context.shards.as_varying, parts)
         return result, state._replace(inner_state=inner_state, metrics=metrics), skip
-
-    def _update_once(
-        self, gradients: Gradients, before: CrossShardState, context: StageContext
-    ) -> tuple[Gradients, CrossShardState]:
-        gradients, state = self.reduce(gradients, before, context)
-        return self.finish(gradients, state, before, context)
 
     def reduce(
         self,
@@ -410,7 +473,7 @@ class Pipeline:
             def named(done: tuple[Gradients, Any], own: Any) -> tuple[tuple[Gradients, Any], Any]:
                 reduced, after = done
                 report = examined(gradients.replace(values=own)).sums[REPORTED]
-                found = sum_over_shards(report, context.shards.within(context.groups))
+                found = sum_over_shards(report, context.shards)
                 found = of_no_shard(found) if context.over_batch else found
                 return (reduced.replace(sums={**reduced.sums, REPORTED: found}), after), own
 
@@ -482,10 +545,7 @@ class Pipeline:
 
     def shards(self, *, warn: bool = True) -> Shards:
         """The current shards; checks the groups against their number."""
-        shards = current_shards(self.axis_name, warn=warn)
-        if self.groups is not None:
-            self.groups.check_covers(shards.number)
-        return shards
+        return current_shards(self.axis_name, self.groups, warn=warn)
 
     @property
     def over_all_shards(self) -> bool:
@@ -496,13 +556,11 @@ class Pipeline:
         """Whether all groups skip the update: a global step is one for all of them."""
         if skip is None or self.over_all_shards:
             return skip
-        return StageContext(self.shards(warn=False), self.groups).on_all_shards(skip)
+        return StageContext(self.shards(warn=False)).on_all_shards(skip)
 
-    def divisor(self, number_of_shards: int) -> int:
-        """The divisor of MEAN: the number of shards that reduce together; 1 under SUM."""
-        if self.reduction is Reduction.SUM:
-            return 1
-        return size_of_group(self.groups, number_of_shards)
+    def divisor(self, number: int) -> int:
+        """The divisor of the sum over so many shards: 1 under SUM."""
+        return 1 if self.reduction is Reduction.SUM else number
 
 
 def _unless_weightless(gradients: Gradients, after: Any, before: Any) -> Any:
@@ -511,6 +569,27 @@ def _unless_weightless(gradients: Gradients, after: Any, before: Any) -> Any:
     if weight is None:
         return after
     return jax.tree.map(lambda new, old: jnp.where(weight != 0, new, old), after, before)
+
+
+def check_returned(
+    returned: Any, gradients: Gradients, state: PyTree, name: str
+) -> tuple[Gradients, PyTree]:
+    """What ``update`` of a user's own stage has returned, if the next stage can take it.
+
+    Raises:
+      ArgumentError: the gradients or the state have another structure.
+      ArgumentTypeError: it is not ``(gradients, state)``.
+    """
+    after = check_pair(returned, name, "(gradients, state)", state)
+    if not isinstance(after[0], Gradients):
+        raise ArgumentTypeError(
+            f"{name} must return (gradients, state), such as (gradients.replace(values=values), "
+            f"state), of what it was given; the first was {type(after[0]).__name__}."
+        )
+    # Of shapes the sum over the shards says what it needs.
+    of_values = f"The values that {name} returned"
+    check_like(after[0].values, gradients.values, of_values, shapes=False)
+    return after
 
 
 def names_of_options() -> set[str]:
@@ -530,9 +609,6 @@ def check_names(
       options: the options, by name.
       declared: the ``TypedDict``.
       of_steps: whether it makes whole steps.
-
-    Raises:
-      ArgumentTypeError: an unknown name; says which one was meant.
     """
     others = {name for kind in STAGES if kind.of_steps for name in kind.options}
     others |= {"virtual_shards"}

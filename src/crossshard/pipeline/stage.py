@@ -3,8 +3,8 @@
 import abc
 import dataclasses
 import enum
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from crossshard._annotations import Given, PyTree
-from crossshard.collectives.sums import sum_over_shards
+from crossshard.collectives.sums import average, sum_over_shards
 from crossshard.errors import ArgumentTypeError, IncomingError
 from crossshard.gradients.status import GradientStatus, Statuses
-from crossshard.pipeline.means import average
 from crossshard.pipeline.update.arrays import Arrays, Whole
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import REPLICATED, Placement
-from crossshard.shards.groups import GroupAssignment
 
 if TYPE_CHECKING:
     from crossshard.pipeline.update.optimize import Updated
@@ -135,8 +133,8 @@ class StageContext:
     """The context in which a stage runs.
 
     Attributes:
-      shards: the shards that run it; ``shards.index()`` is the index of this one, int32[].
-      groups: the groups that reduce independently; ``None`` for all shards.
+      shards: the shards that run it, with their groups; ``shards.index()`` is the index of this
+        one, int32[].
       params: the full parameters; ``None`` if the caller passed none.
       extra_args: the caller's extra arguments.
       arrays: how the optimizer's arrays are split.
@@ -161,7 +159,6 @@ class StageContext:
     """
 
     shards: Shards
-    groups: GroupAssignment | None = None
     params: PyTree = None
     extra_args: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
     arrays: Arrays = dataclasses.field(default_factory=Whole)
@@ -178,9 +175,9 @@ class StageContext:
 
         ``differs`` says that it may differ within a group.
         """
-        if self.groups is None and not differs:
+        if self.shards.groups is None and not differs:
             return flag
-        return sum_over_shards(jnp.float32(~flag), self.shards) == 0
+        return sum_over_shards(jnp.float32(~flag), self.shards.all) == 0
 
     def agreed(self, count: Int[Array, ""]) -> Int[Array, ""]:
         """The count of most shards.
@@ -193,7 +190,7 @@ class StageContext:
             return count
         own = jnp.where(jnp.arange(number) == self.shards.index(), count, 0)
         # The median, which is what more than half of them have.
-        return jnp.sort(sum_over_shards(own, self.shards))[number // 2]
+        return jnp.sort(sum_over_shards(own, self.shards.all))[number // 2]
 
 
 class Stage(abc.ABC):
@@ -208,7 +205,9 @@ class Stage(abc.ABC):
       state_field: the name of its state in ``CrossShardState``; empty without one.
       needs_local: before the reduction, what it does to each shard's local gradient, as an error
         says; empty if it takes gradients that are already summed.
-      options: the names of the options that it declares.
+      options: the names of the options that it declares, of which one asks for it.
+      asked_by: the option of another stage that asks for it, too; empty if none does.
+      is_always_there: whether it is there without being asked for.
       of_steps: whether they are for whole steps alone.
       is_compared: whether a restore compares them: not if they change nothing of what a state
         becomes.
@@ -235,6 +234,8 @@ class Stage(abc.ABC):
     state_field: str = "preprocess"
     needs_local: str = "preprocess applies to"
     options: tuple[str, ...] = ("preprocess",)
+    asked_by: str = ""
+    is_always_there: bool = False
     of_steps: bool = False
     is_compared: bool = True
     shaped_by: str = ""
@@ -247,7 +248,7 @@ class Stage(abc.ABC):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> "Stage | None":
-        """The stage that the user asks for; ``None`` if it is not asked for. Checks its options.
+        """The stage that options ask for; ``None`` if they turn it off. Checks its options.
 
         Args:
           options: what the user has passed, by name; and of the pipeline ``"inner"``, the
@@ -336,3 +337,61 @@ def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradient
 
 _SUMMED = (GradientStatus.SUMMED, GradientStatus.REDUCED)
 _TO_DIVIDE = (GradientStatus.LOCAL, GradientStatus.SUMMED)
+
+
+# ---- The states of all stages.
+
+
+class CrossShardState(NamedTuple):
+    """The state of a CrossShardOptimizer, the same with and without stages.
+
+    The state of a stage that is off is ``()``.
+
+    Attributes:
+      accumulate: an ``AccumulateState``: the sums of the calls since the last update, one per
+        shard.
+      preprocess: the state of the preprocessor, one per shard.
+      aggregate: the state of the aggregator; ``()`` for the mean and the sum.
+      loss_scale: a ``LossScaleState``.
+      nonfinite: a ``NonfiniteState``: what was not finite at the last update.
+      metrics: the requested metrics of the last update, by name, float32[].
+      outer: what the workers that synchronise rarely have in common.
+      others: the states of other stages, by their names; ``()`` without any.
+      inner_state: the state of the inner optimizer.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from crossshard import CrossShardOptimizer
+    >>> CrossShardOptimizer(optax.trace(0.9)).init(jnp.zeros(2)).inner_state.trace
+    Array([0., 0.], dtype=float32)
+    """
+
+    accumulate: PyTree = ()
+    preprocess: PyTree = ()
+    aggregate: PyTree = ()
+    loss_scale: PyTree = ()
+    nonfinite: PyTree = ()
+    metrics: PyTree = ()
+    outer: PyTree = ()
+    others: PyTree = ()
+    inner_state: PyTree = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the stages with a state, or without one, but for the optimizer's."""
+        return [*self._fields[:-2], *dict(self.others)]
+
+    def of(self, name: str) -> PyTree:
+        """The state of a stage, by its name."""
+        return getattr(self, name) if name in self._fields else dict(self.others).get(name, ())
+
+    def with_states(self, **states: PyTree) -> Self:
+        """The same with other states of these stages."""
+        fields = {name: state for name, state in states.items() if name in self._fields}
+        new = {name: state for name, state in states.items() if name not in self._fields}
+        others = {"others": {**dict(self.others), **new}} if new else {}
+        return self._replace(**fields, **others)
+
+
+def name_at(path: Sequence[Any]) -> str:
+    """The name of the stage whose state has an array at this path."""
+    return str(path[1].key if path[0].name == "others" else path[0].name)

@@ -1,9 +1,12 @@
-"""The current shards, found from the shard context and the bound mesh axes, and their groups."""
+"""Who takes part: the shard context, groups of shards, and the shards of the bound axes."""
 
+import collections
 import dataclasses
 import math
+import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import jax
@@ -11,44 +14,242 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from crossshard import _jax
-from crossshard.errors import AxisError, ShardContextError, ShardContextWarning
-from crossshard.shards.context import get_shard_context
-from crossshard.shards.groups import GroupAssignment
+from crossshard import _check, _jax
+from crossshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    AxisError,
+    GroupAssignmentError,
+    NestedContextError,
+    ShardContextError,
+    ShardContextWarning,
+)
+
+_thread = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardContext:
+    """The number of shards of a step, and their mesh axes.
+
+    Attributes:
+      number_of_shards: the number of shards that run the step.
+      axis_name: their mesh axes; empty if none is named.
+    """
+
+    number_of_shards: int
+    axis_name: tuple[str, ...] = ()
+
+
+def check_num_shards(num_shards: object) -> int:
+    """``num_shards`` as an int of at least 1, or an error."""
+    return _check.whole_number("num_shards", num_shards, hint="Pass at least 1.")
+
+
+def check_axis_name(axis_name: object) -> tuple[str, ...]:
+    """``axis_name`` as a tuple of distinct names; empty for ``None``."""
+    names = () if axis_name is None else axis_name
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(names, tuple | list) or not all(isinstance(n, str) for n in names):
+        raise ArgumentTypeError(
+            f"axis_name must be a mesh axis's name or a tuple of names; got "
+            f"{_check.shown(axis_name)}."
+        )
+    for name in names:
+        _check.word("axis_name", name)
+    if len(set(names)) != len(names):
+        raise ArgumentError(f"axis_name names an axis twice: {_check.shown(axis_name)}.")
+    return tuple(names)
+
+
+@contextmanager
+def shard_context(
+    num_shards: int, *, axis_name: str | tuple[str, ...] | None = None
+) -> Iterator[ShardContext]:
+    """Set the number of shards of the code inside; thread-local.
+
+    The runners do this for you. Like TensorFlow's ``tpu_shard_context``.
+
+    Args:
+      num_shards: the number of shards, at least 1.
+      axis_name: their mesh axes, if the caller binds them.
+
+    Raises:
+      ArgumentError, ArgumentTypeError: ``num_shards`` is not an int of at least 1.
+      NestedContextError: a shard context is already set.
+
+    >>> with shard_context(8) as context:
+    ...     context.number_of_shards
+    8
+    """
+    context = ShardContext(check_num_shards(num_shards), check_axis_name(axis_name))
+    outer = get_shard_context()
+    if outer is not None:
+        raise NestedContextError(
+            f"A shard context of {context.number_of_shards} was entered inside one of "
+            f"{outer.number_of_shards}. Contexts do not nest: leave the outer one first, or pass "
+            f"group_assignment to reduce over some of the shards."
+        )
+    _thread.context = context
+    try:
+        yield context
+    finally:
+        _thread.context = None
+
+
+def get_shard_context() -> ShardContext | None:
+    """The current shard context of this thread, or ``None``.
+
+    >>> get_shard_context() is None
+    True
+    """
+    return getattr(_thread, "context", None)
+
+
+# ---- Groups, which reduce independently.
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupAssignment:
+    """A partition of the shards 0 … N-1 into groups of equal size."""
+
+    groups: tuple[tuple[int, ...], ...]  # one tuple of shard ids per group, in the given order
+
+    @property
+    def size(self) -> int:
+        """The number of shards in each group."""
+        return len(self.groups[0])
+
+    @property
+    def number_of_shards(self) -> int:
+        """The total number of shards."""
+        return self.size * len(self.groups)
+
+    @property
+    def members(self) -> np.ndarray:
+        """int[groups, size]: the shards of each group."""
+        return np.array(self.groups)
+
+    @property
+    def group_of(self) -> np.ndarray:
+        """int[shards]: the index of each shard's group."""
+        return np.argsort(self.members.ravel()) // self.size
+
+    @property
+    def position_of(self) -> np.ndarray:
+        """int[shards]: the index of each shard in its group."""
+        return np.argsort(self.members.ravel()) % self.size
+
+    def check_covers(self, number_of_shards: int) -> None:
+        """Raise unless the groups are a partition of exactly this many shards."""
+        if self.number_of_shards != number_of_shards:
+            raise GroupAssignmentError(
+                f"group_assignment {self} must be a permutation of range({number_of_shards}), "
+                f"one id for each of the {number_of_shards} shards here; "
+                f"it has the ids 0 to {self.number_of_shards - 1}."
+            )
+
+    def __str__(self) -> str:
+        return str([list(group) for group in self.groups])
+
+
+def over_all_shards(groups: GroupAssignment | None) -> bool:
+    """Whether a reduction within groups is the same on every shard."""
+    return groups is None or len(groups.groups) == 1
+
+
+def _refuse(given: Any, why: str) -> GroupAssignmentError:
+    return GroupAssignmentError(
+        f"group_assignment must be a list of lists of shard ids, such as [[0, 1], [2, 3]]: {why}. "
+        f"Got {_check.shown(given)}."
+    )
+
+
+def check_group_assignment(group_assignment: Any) -> GroupAssignment | None:
+    """The checked assignment; ``None`` if all shards are one group, as for ``[]``.
+
+    Args:
+      group_assignment: a list of lists of shard ids, as TensorFlow's; no tuples and no array.
+    """
+    if group_assignment is None or isinstance(group_assignment, GroupAssignment):
+        return group_assignment
+    if not isinstance(group_assignment, list):
+        raise _refuse(group_assignment, f"{type(group_assignment).__name__} is not a list")
+    if not group_assignment:
+        return None
+    groups: list[tuple[int, ...]] = []
+    for row in group_assignment:
+        if not isinstance(row, list):
+            raise _refuse(group_assignment, f"{_check.shown(row)} is not a list")
+        groups.append(tuple(_shard_id(i, group_assignment) for i in row))
+    _check_permutation([i for group in groups for i in group], group_assignment)
+    if len({len(group) for group in groups}) > 1:
+        raise GroupAssignmentError(
+            f"group_assignment must have groups of equal sizes, because a mean over unequal "
+            f"groups would weigh their shards differently; got sizes "
+            f"{[len(group) for group in groups]} in {_check.shown(group_assignment, 200)}."
+        )
+    return GroupAssignment(tuple(groups))
+
+
+def _shard_id(value: Any, given: Any) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        what = f"the id {_check.shown(value)} is {type(value).__name__}, not an integer"
+        raise _refuse(given, what)
+    return int(value)
+
+
+def _check_permutation(ids: Iterable[int], given: Any) -> None:
+    ids = list(ids)
+    repeated = sorted(i for i, times in collections.Counter(ids).items() if times > 1)
+    if repeated:
+        raise GroupAssignmentError(
+            f"group_assignment must be a permutation of range(number of shards); "
+            f"it has {repeated} more than once: {_check.shown(given, 200)}."
+        )
+    if not ids or sorted(ids) != list(range(len(ids))):
+        raise GroupAssignmentError(
+            f"group_assignment must be a permutation of range(number of shards): its {len(ids)} "
+            f"ids must be 0 to {len(ids) - 1}; got {_check.shown(given, 200)}."
+        )
+
+
+# ---- The shards.
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The current shards, and which of them reduce together.
+    """The current shards, and which of them reduce together."""
 
-    Attributes:
-      number: the number of all shards.
-      axes: their bound axes, major first; empty if none is bound.
-      manual: whether every axis is a mesh axis, of shard_map or pmap.
-      has_vma: whether types track what varies over the axes (``check_vma=True``).
-      torus_factors: factors of a single axis, for multi-stage collectives.
-      other_axes: the other axes of their mesh, over which XLA splits the work of each shard.
-      platform: that of their devices, as ``"cpu"``; empty if it is not known before XLA compiles.
-      in_rings: whether slices go round beside the products that they are for.
-      slices: the number of slices of a TPU, with a slower network between them, that follow each
-        other along a single axis.
-      groups: the groups that reduce independently; ``None`` for all shards.
-    """
-
-    number: int
-    axes: tuple[str, ...] = ()
-    manual: bool = False
-    has_vma: bool = False
-    torus_factors: tuple[int, ...] = ()
+    number: int  # the number of all shards
+    axes: tuple[str, ...] = ()  # their bound axes, major first; empty if none is bound
+    manual: bool = False  # whether every axis is a mesh axis, of shard_map or pmap
+    has_vma: bool = False  # whether types track what varies over the axes (``check_vma=True``)
+    torus_factors: tuple[int, ...] = ()  # factors of a single axis, for multi-stage collectives
+    # The other axes of their mesh, over which XLA splits the work of each shard.
     other_axes: tuple[str, ...] = ()
+    # That of their devices, as ``"cpu"``; empty if it is not known before XLA compiles.
     platform: str = ""
-    in_rings: bool = False
+    in_rings: bool = False  # whether slices go round beside the products that they are for
+    # The number of slices of a TPU, with a slower network between them, that follow each other
+    # along a single axis.
     slices: int = 1
+    # The groups that reduce independently; ``None`` for all shards.
     groups: GroupAssignment | None = None
 
-    def within(self, groups: GroupAssignment | None) -> Self:
-        """The same shards, of which others reduce together."""
-        return self if groups is self.groups else dataclasses.replace(self, groups=groups)
+    @property
+    def all(self) -> Self:
+        """The same shards, all of which reduce together."""
+        return self if self.groups is None else dataclasses.replace(self, groups=None)
+
+    @property
+    def across(self) -> Self:
+        """The same shards, of which those with one position in their groups reduce together."""
+        groups = self.groups
+        if groups is None or groups.size == 1:
+            return self.all
+        columns = GroupAssignment(tuple(map(tuple, groups.members.T.tolist())))
+        return dataclasses.replace(self, groups=columns)
 
     @property
     def size(self) -> int:
@@ -120,7 +321,11 @@ class Shards:
 
 
 def current_shards(
-    axis_name: tuple[str, ...] = (), *, warn: bool = True, what: str = "CrossShardOptimizer"
+    axis_name: tuple[str, ...] = (),
+    groups: GroupAssignment | None = None,
+    *,
+    warn: bool = True,
+    what: str = "CrossShardOptimizer",
 ) -> Shards:
     """The current shards: over the named axes, else the context's, else the only bound axis.
 
@@ -129,8 +334,16 @@ def current_shards(
 
     Raises:
       AxisError: a named axis is not bound but others are, or several are bound and none is named.
+      GroupAssignmentError: the groups are not a partition of the shards.
       ShardContextError: the context and the axes have different numbers of shards.
     """
+    shards = _current_shards(axis_name, warn, what)
+    if groups is not None:
+        groups.check_covers(shards.number)
+    return dataclasses.replace(shards, groups=groups)
+
+
+def _current_shards(axis_name: tuple[str, ...], warn: bool, what: str) -> Shards:
     bound = _jax.bound_axes()
     context = get_shard_context()
     axes = axis_name or (context.axis_name if context else ())
@@ -142,7 +355,7 @@ def current_shards(
                 f"is bound here: assuming 1 shard. Run the step with crossshard.shard, or inside "
                 f"jax.shard_map.",
                 ShardContextWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         return Shards(context.number_of_shards if context else 1)
     if not axes and len(bound) > 1:
@@ -189,17 +402,11 @@ def shards_of_gradient(axis_name: tuple[str, ...] = (), params: Iterable[Any] = 
 
 @dataclasses.dataclass(frozen=True)
 class UntypedAxes:
-    """The bound axes without types.
+    """The bound axes without types."""
 
-    Attributes:
-      named: the known shard axes; empty if none is named.
-      bound: all bound axes.
-      further: of the others, those without types, with their sizes.
-    """
-
-    named: tuple[str, ...]
-    bound: tuple[str, ...]
-    further: dict[str, int]
+    named: tuple[str, ...]  # the known shard axes; empty if none is named
+    bound: tuple[str, ...]  # all bound axes
+    further: dict[str, int]  # of the others, those without types, with their sizes
 
 
 def untyped_axes(axis_name: tuple[str, ...] = ()) -> UntypedAxes:
@@ -218,11 +425,7 @@ def untyped_axes(axis_name: tuple[str, ...] = ()) -> UntypedAxes:
 
 
 def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None:
-    """Raise if the axes of the batch are ambiguous.
-
-    Raises:
-      AxisError: none is named, and the loss is already reduced over some of several axes.
-    """
+    """Raise if the axes of the batch are ambiguous."""
     reduced = shards.invariant_axes(loss)
     rest = tuple(axis for axis in shards.axes if axis not in reduced)
     if not reduced or not rest or axis_name or get_shard_context():
@@ -239,9 +442,6 @@ def check_no_further(loss: Any, shards: Shards, params: Iterable[Any]) -> None:
     """Raise if a loss varies over an axis that is not a shard axis, so that autodiff would sum it.
 
     Over an axis along which each of the parameters varies too, it sums nothing.
-
-    Raises:
-      AxisError: the type of the loss says so.
     """
     bound, known = _jax.bound_axes(), _jax.varying_axes(loss) | _jax.unreduced_axes(loss)
     split = frozenset(bound).intersection(*map(_jax.varying_axes, params))

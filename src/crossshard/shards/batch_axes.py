@@ -15,20 +15,16 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 class BatchAxes:
     """Along which axis each array of a batch has its rows; an array without one is whole.
 
-    Attributes:
-      axes: the axes of a pytree prefix of the batch, in the order of its leaves.
-      tree: its structure.
-      whole: the names of entries of a dict batch that are whole beside these.
-
     >>> import numpy as np
     >>> axes = check_batch_axis({"x": 1, "table": None})
     >>> axes.of({"x": np.ones((2, 3)), "table": np.ones(4)})
     [None, 1]
     """
 
+    # The axes of a pytree prefix of the batch, in the order of its leaves.
     axes: tuple[int | None, ...]
-    tree: Any
-    whole: tuple[str, ...] = ()
+    tree: Any  # its structure
+    whole: tuple[str, ...] = ()  # the names of entries of a dict batch that are whole beside these
 
     def of(self, batch: Any, name: str = "batch") -> list[int | None]:
         """The axis of each array of a batch, counted from the first; ``None`` if it is whole.
@@ -150,12 +146,7 @@ def axes_of(prefix: Any) -> BatchAxes:
 
 
 def check_batch_axis(batch_axis: Any, whole: Sequence[str] = ()) -> BatchAxes:
-    """The checked ``batch_axis`` argument, with the names of ``replicated_entries``.
-
-    Raises:
-      ArgumentError: it has no axis, or says of each entry what the names say of some.
-      ArgumentTypeError: an axis is no int.
-    """
+    """The checked ``batch_axis`` argument, with the names of ``replicated_entries``."""
     found = axes_of(batch_axis)
     if all(map(_is_none, found.axes)):
         raise ArgumentError(

@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError
+from crossshard.shards.axes import GroupAssignment
 from crossshard.shards.devices import between_cpus, sends_beside_products
-from crossshard.shards.groups import GroupAssignment
 
 # Smaller arrays stay replicated: sharding them costs more than it saves.
 _FEW = 1024
@@ -31,17 +31,12 @@ WHOLE = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class TileShape:
-    """The smallest slice that a platform scatters efficiently.
+    """The smallest slice that a platform scatters efficiently."""
 
-    Attributes:
-      rows: the minimal number of rows of a slice.
-      lanes: the number of elements of a row.
-      by_columns: whether arrays of several dimensions are split along the last axis, if a slice
-        has whole rows of lanes.
-    """
-
-    rows: int = 1
-    lanes: int = 1
+    rows: int = 1  # the minimal number of rows of a slice
+    lanes: int = 1  # the number of elements of a row
+    # Whether arrays of several dimensions are split along the last axis, if a slice has whole rows
+    # of lanes.
     by_columns: bool = False
 
     @property
@@ -80,19 +75,13 @@ class Partition:
 
     Either along an axis, or flattened and padded with zeros. A slice has as many dimensions as the
     array, because some optimizers check the rank.
-
-    Attributes:
-      shape: the shape of the array.
-      number: the number of slices; 1 if the array is replicated.
-      axis: the axis to split; ``None`` to split the flattened array.
-      tile: the smallest slice that the platform scatters efficiently.
-      other_axes: its spec on other mesh axes. The axis to split is free of them.
     """
 
-    shape: tuple[int, ...]
-    number: int = 1
-    axis: int | None = 0
-    tile: TileShape = ANY
+    shape: tuple[int, ...]  # the shape of the array
+    number: int = 1  # the number of slices; 1 if the array is replicated
+    axis: int | None = 0  # the axis to split; ``None`` to split the flattened array
+    tile: TileShape = ANY  # the smallest slice that the platform scatters efficiently
+    # Its spec on other mesh axes. The axis to split is free of them.
     other_axes: PartitionSpec = WHOLE
 
     @property
@@ -456,11 +445,7 @@ def other_axes_like(
 
 
 def check_fits(params: Any, other_axes: Sequence[PartitionSpec], mesh: Mesh) -> None:
-    """Raise unless parameters can be split so on a mesh.
-
-    Raises:
-      ArgumentError: the mesh has no such axis, or a dimension does not divide.
-    """
+    """Raise unless parameters can be split so on a mesh."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (path, x), own in zip(leaves, other_axes, strict=False):
         try:

@@ -22,8 +22,7 @@ from crossshard.shards.batch_axes import (
     spec_along,
     take_rows,
 )
-from crossshard.shards.devices import number_of_shards
-from crossshard.shards.put import own_parts, put
+from crossshard.shards.devices import number_of_shards, own_parts, put
 from crossshard.step.weight import SumOf, Weight, weight_of
 
 

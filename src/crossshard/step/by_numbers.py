@@ -22,8 +22,8 @@ from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stages.accumulate import zeros
+from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import join, take_rows
-from crossshard.shards.context import shard_context
 from crossshard.step.config import StepConfig
 from crossshard.step.losses.batch import on_all_rows
 from crossshard.step.losses.loss import StepLoss

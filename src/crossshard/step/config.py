@@ -14,15 +14,14 @@ from crossshard import _check, _jax, _mesh
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.model.layout import StateLayout, shards_of
+from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import check_initial
 from crossshard.model.models import check_params, partition
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.update.plan import Planner, WeightUpdate
 from crossshard.shards.cut import check_fits, only, other_axes_of
-from crossshard.shards.devices import number_of_shards
-from crossshard.shards.put import put_whole, types_on
+from crossshard.shards.devices import number_of_shards, put_whole, shards_on, types_on
 from crossshard.step.losses.loss import StepLoss
 from crossshard.step.step_function import StepFunction
 
@@ -132,8 +131,7 @@ class Layouts:
     def _plan(self, params: Any, types: Any, other_axes: tuple[PartitionSpec, ...]) -> StateLayout:
         config = self._config
         mesh, pipeline = config.mesh, config.pipeline
-        groups = pipeline.groups if config.is_grouped else None
-        shards = shards_of(mesh, config.axes)
+        shards = shards_on(mesh, config.axes, pipeline.groups if config.is_grouped else None)
         check_fits(params, other_axes, mesh)
         # JAX drops axes of size 1 from the shardings of its results.
         several = [axis for axis, size in mesh.shape.items() if size > 1]
@@ -142,7 +140,6 @@ class Layouts:
             pipeline.optimizer,
             params,
             shards,
-            groups,
             mesh,
             config.weight_update,
             config.in_parts,
@@ -156,7 +153,6 @@ class Layouts:
             mesh,
             shards,
             *planner.plan(),
-            groups,
             pipeline,
             types,
             model_state,

@@ -13,19 +13,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
 from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
-from crossshard.collectives.codec import LANES, Codec
-from crossshard.collectives.few_bits import gather_in_few_bits
+from crossshard.collectives.few_bits import LANES, Codec, gather_in_few_bits
 from crossshard.collectives.rings import Product
-from crossshard.collectives.sums import send_gathered, wide
+from crossshard.collectives.sums import send_gathered, to_average, wide
 from crossshard.gradients.autodiff import check_sums, scaled, unscale
 from crossshard.jaxprs.deferred import Deferred, Inside, evaluate
 from crossshard.model.layout import UsesRecord
-from crossshard.pipeline.aggregators.plain import as_sent
-from crossshard.pipeline.means import to_average
+from crossshard.pipeline.aggregators import as_sent
 from crossshard.pipeline.stages.accumulate import add, mean
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
-from crossshard.shards.groups import GroupAssignment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +88,6 @@ class AtUse:
     Attributes:
       partitions: the partition of each parameter.
       shards: the shards.
-      groups: the groups that reduce independently; ``None`` for all shards.
       in_parts: whether the parameters rest in parts.
       unread: for each parameter, whether its gradient is not to be computed; empty for none.
       reduce_dtype: the dtype in which gradients are sent; ``None`` for their own, or float32.
@@ -110,7 +106,6 @@ class AtUse:
 
     partitions: tuple[Partition, ...]
     shards: Shards
-    groups: GroupAssignment | None = None
     in_parts: bool = False
     unread: tuple[bool, ...] = ()
     reduce_dtype: Any = None
@@ -348,10 +343,10 @@ class AtUse:
             ]
             if self.on_mesh is None:
                 sent = [x for x, _ in plain], [partition for _, partition in plain]
-                others = iter(bucketed_gather(*sent, self.shards.within(self.groups)))
+                others = iter(bucketed_gather(*sent, self.shards))
             else:
                 others = iter([self.on_mesh.whole(*x) for x in plain])
-            codec, shards = self.gather_dtype, self.shards.within(self.groups)
+            codec, shards = self.gather_dtype, self.shards
             return [
                 (gather_in_few_bits(x, part, codec, shards) if is_few else next(others)).astype(
                     dtype
@@ -401,7 +396,7 @@ class Way:
             if of.on_mesh is not None:
                 return of.on_mesh.split(gradient.astype(self.summed), self.partition)
             sent = self._sent(gradient, shared, before)
-            (total,) = bucketed_sum([sent], [self.partition], of.shards.within(of.groups))
+            (total,) = bucketed_sum([sent], [self.partition], of.shards)
             return total.astype(self.summed)
 
     def _sent(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
@@ -420,7 +415,7 @@ class Way:
         XLA for TPUs has work done while a neighbour sends, and some beside a gather of a piece.
         """
         axis, of, shards = self.partition.axis, self.at_use, self.at_use.shards
-        free = not (of.groups or shards.other_axes or how.get("out_sharding"))
+        free = not (shards.groups or shards.other_axes or how.get("out_sharding"))
         if not (of.in_parts and free and shards.torus_factors) or axis is None:
             return None
         if of.in_few_bits(self.partition, self.dtype):

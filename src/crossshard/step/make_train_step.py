@@ -10,14 +10,15 @@ from jax.typing import ArrayLike, DTypeLike
 
 from crossshard import _check, _mesh
 from crossshard._annotations import Filter, Loss, PyTree
+from crossshard.collectives.few_bits import Quantized
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import GradientStatus, Reduction
 from crossshard.guards.divergence import check_divergence_options
 from crossshard.model.model_state import check_model_state, with_rng
 from crossshard.model.models import check_wrt
 from crossshard.optimizer.cross_shard_optimizer import pipeline_of, transformation_of
-from crossshard.pipeline.aggregators.few_bits import FewBits, Quantized
-from crossshard.pipeline.options import Options, check_gather_dtype
+from crossshard.pipeline.aggregators import FewBits, check_gather_dtype
+from crossshard.pipeline.options import Options
 from crossshard.pipeline.pipeline import Pipeline, check_names, names_of_options
 from crossshard.pipeline.stages.weigh import check_weighable
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update

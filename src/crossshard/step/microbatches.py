@@ -10,9 +10,9 @@ from jax import lax
 
 from crossshard import _check
 from crossshard._check import is_inexact, is_number
+from crossshard.collectives.sums import average, to_average, to_sum
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.mean import MeanSums
-from crossshard.pipeline.means import average, to_average, to_sum
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, add, mean
 from crossshard.shards.batch_axes import BatchAxes

@@ -13,7 +13,7 @@ from crossshard.errors import ArgumentError
 from crossshard.model.layout import StateLayout, strong_copy
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.update.averages import MastersState, MovingAverageState
+from crossshard.pipeline.update.optimize import MastersState, MovingAverageState
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
 
 # In place of an array that a state lacks.

@@ -18,11 +18,10 @@ from crossshard.distributed.agreement import check_agreement, processes_of
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.model.models import Skeleton, combine
+from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import join, resized, take_rows
-from crossshard.shards.context import shard_context
 from crossshard.shards.cut import only
-from crossshard.shards.devices import are_of_all_processes
-from crossshard.shards.put import put
+from crossshard.shards.devices import are_of_all_processes, put
 from crossshard.step.batches import BatchShardings, check_rows
 from crossshard.step.config import StepConfig
 from crossshard.step.gather import AtUse

@@ -14,13 +14,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard.collectives.codec import Codec
+from crossshard.collectives.few_bits import Codec
 from crossshard.errors import ArgumentError, LossError
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.primitives import DRAWS
 from crossshard.jaxprs.walk import equations_within
 from crossshard.model.models import partition
-from crossshard.pipeline.aggregators.few_bits import FewBits
+from crossshard.pipeline.aggregators import FewBits
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.metrics import Metrics
 from crossshard.pipeline.stages.nonfinite import RARE

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from crossshard import _check
-from crossshard.collectives.codec import Codec
+from crossshard.collectives.few_bits import Codec
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import Reduction
 from crossshard.model.model_state import ModelState

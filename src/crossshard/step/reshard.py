@@ -15,8 +15,7 @@ from crossshard.errors import ArgumentError, CheckpointWarning
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.shards.cut import only
-from crossshard.shards.devices import are_of_all_processes
-from crossshard.shards.put import put_whole_unless_on
+from crossshard.shards.devices import are_of_all_processes, put_whole_unless_on
 from crossshard.step.config import Layouts, StepConfig, check_equal_everywhere
 from crossshard.step.options import NEW, adopted, completed, completed_types
 

@@ -12,13 +12,11 @@ from crossshard import _jax
 from crossshard.guards.divergence import Sentinel
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.pipeline.arrive import arrive
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.nonfinite import new_nans, own_weight
 from crossshard.pipeline.update.arrays import Arrays, Global
 from crossshard.shards.cut import map_partitions, only
-from crossshard.shards.groups import size_of_group
 from crossshard.step.batches import check_same_rows
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.loss import StepLoss
@@ -152,7 +150,7 @@ class StepFunction:
         if pipeline.excludes_shards:
             weight = own_weight(gradients, local.weight, context)
             local = loss.with_weight(local, weight, before)
-        together = loss.parts(size_of_group(context.groups, context.shards.number))
+        together = loss.parts(context.shards.size)
         metrics = {"loss": gradients.extra["value"]}
         sums: dict[str, Any] = dict(gradients.sums)
         if loss.weight is not None:
@@ -163,7 +161,7 @@ class StepFunction:
             metrics |= terms.metrics() if loss.weight is None else {}
             are_empty = terms.are_empty()
             gradients = gradients if are_empty is None else gradients.skipped_if(are_empty)
-        grouped = context.groups is not None
+        grouped = context.shards.groups is not None
         aux = loss.reduced_aux(local, gradients, together, grouped)
         after = dataclasses.replace(
             before,
@@ -196,12 +194,11 @@ class StepFunction:
         parts = self.loss.parts(shards.number)
         context = StageContext(
             shards,
-            layout.groups,
             arrays=layout.arrays,
-            divisor=self.pipeline.divisor(parts),
+            divisor=self.pipeline.divisor(self.loss.parts(shards.size)),
             unread=layout.arrays.unread,
             examples=self.loss.number_of_rows(batch) // parts if weight is None else 1,
-            skips_by_loop=layout.groups is None and not is_global and shards.platform == "cpu",
+            skips_by_loop=shards.groups is None and not is_global and shards.platform == "cpu",
             apply_updates=True,
         )
         return self.loss.in_context(context)
@@ -211,7 +208,6 @@ class StepFunction:
         return AtUse(
             arrays.params,
             context.shards,
-            context.groups,
             arrays.in_parts,
             context.unread,
             pipeline.reduce_dtype,
@@ -223,8 +219,7 @@ class StepFunction:
 
     def _arrive(self, local: LocalResult, context: StageContext) -> Gradients:
         weighed = local.sums is not None
-        return arrive(
-            self.pipeline,
+        return self.pipeline.arrive(
             local.values,
             context.shards,
             declared=self.loss.status,
@@ -310,7 +305,7 @@ def to_read(layout: StateLayout, state: TrainState) -> AtUse:
     """How one shard gets parameters that it only reads."""
     arrays = layout.arrays
     frozen = use_of_frozen(layout, state.frozen)
-    return AtUse(arrays.params, layout.shards, in_parts=arrays.in_parts, frozen=frozen)
+    return AtUse(arrays.params, layout.shards.all, in_parts=arrays.in_parts, frozen=frozen)
 
 
 def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) -> AtUse | None:

@@ -23,7 +23,6 @@ from crossshard.jaxprs.row_facts import Free
 from crossshard.jaxprs.walk import Call, constants, control_flow, depends, opened
 from crossshard.pipeline.stages.weigh import as_weight
 from crossshard.shards.axes import Shards
-from crossshard.shards.groups import GroupAssignment, size_of_group
 
 # How often two functions are compared on numbers that are drawn; and up to which relative
 # difference two float32 sums of the same numbers, in another order, are equal.
@@ -108,7 +107,6 @@ class Counting:
 
     Attributes:
       shards: the shards that have them.
-      groups: the groups that reduce independently; ``None`` for all shards.
       pieces: how many parts each shard has.
       weight: float[], 0 if this shard is left out, else 1; ``None`` if none is.
       counts: float[] of each term, of the whole batch; ``None`` if each shard has one part, which
@@ -116,7 +114,6 @@ class Counting:
     """
 
     shards: Shards
-    groups: GroupAssignment | None
     pieces: int
     weight: Any = None
     counts: tuple[Any, ...] | None = None
@@ -124,16 +121,16 @@ class Counting:
     def part(self, mean: Mean) -> jax.Array:
         """The loss of one part, so that the mean of the parts' losses is that of the batch."""
         counts = self.counts or self.over_shards(jnp.stack(counts_of(mean)))
-        parts = size_of_group(self.groups, self.shards.number)
+        parts = self.shards.size
         if self.weight is not None:
-            parts = sum_over_shards(self.weight, self.shards.within(self.groups))
+            parts = sum_over_shards(self.weight, self.shards)
         return part_of_mean(mean, counts, parts * self.pieces)
 
     def over_shards(self, counts: jax.Array) -> tuple[Any, ...]:
         """The sum of a shard's counts over the shards that are not left out."""
         own = lax.stop_gradient(counts)
         own = own if self.weight is None else jnp.where(self.weight != 0, own, 0)
-        return tuple(sum_over_shards(own, self.shards.within(self.groups)))
+        return tuple(sum_over_shards(own, self.shards))
 
     def with_counts(self, counts: Any) -> "Counting":
         """The same, where the counts are known."""

@@ -6,12 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossshard.errors import ArgumentError
-from crossshard.tools.inspection.collectives import (
-    Collective,
-    bytes_sent,
-    collectives,
-    executions,
-)
+from crossshard.tools.inspection.collectives import Collective, bytes_sent, collectives, executions
 from crossshard.tools.inspection.groups import parse_groups
 from crossshard.tools.inspection.hlo import Array, leaves, parse
 

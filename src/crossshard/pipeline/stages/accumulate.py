@@ -11,37 +11,25 @@ from jaxtyping import Array, Bool
 from crossshard import _check
 from crossshard._annotations import Given
 from crossshard._check import is_inexact
-from crossshard.collectives.sums import wide, widen
+from crossshard.collectives.sums import average, wide, widen
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import check_shapes
-from crossshard.pipeline.means import average
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.shards.cut import PER_SHARD, REPLICATED
 
 
 class AccumulateState(NamedTuple):
-    """The sums over the microbatches since the last update.
+    """The sums over the microbatches since the last update."""
 
-    Attributes:
-      count: int32[], the number of microbatches.
-      values: the sum of the shard's gradients times their weights, with at least 32 bits.
-      value: float[], the same of the loss, if the caller passes it.
-      weight: float[], the sum of the weights; the number of microbatches if all count the same.
-    """
-
-    count: Any
-    values: Any
-    value: Any
-    weight: Any
+    count: Any  # int32[], the number of microbatches
+    values: Any  # the sum of the shard's gradients times their weights, with at least 32 bits
+    value: Any  # float[], the same of the loss, if the caller passes it
+    weight: Any  # float[], the sum of the weights; the number of microbatches if all count the same
 
 
 @dataclasses.dataclass(frozen=True)
 class Accumulate(Stage):
-    """Sums the gradients of ``steps`` calls; only the last of them reduces and updates.
-
-    Attributes:
-      steps: the number of calls.
-    """
+    """Sums the gradients of ``steps`` calls; only the last of them reduces and updates."""
 
     steps: int
 

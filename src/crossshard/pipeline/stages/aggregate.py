@@ -12,26 +12,24 @@ from crossshard._annotations import Given, PyTree
 from crossshard.collectives.sums import widen
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import GradientStatus, Reduction, Statuses, check_shapes
-from crossshard.pipeline.aggregators.aggregator import Aggregator, Summands, check_aggregator
-from crossshard.pipeline.aggregators.few_bits import FewBits
-from crossshard.pipeline.aggregators.plain import Plain
-from crossshard.pipeline.options import check_reduce_dtype
+from crossshard.pipeline.aggregators import (
+    Aggregator,
+    FewBits,
+    Plain,
+    Summands,
+    check_aggregator,
+    check_reduce_dtype,
+)
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
+from crossshard.shards.axes import GroupAssignment
 from crossshard.shards.cut import PER_SHARD, Partition
-from crossshard.shards.groups import GroupAssignment
 
 
 @dataclasses.dataclass(frozen=True)
 class Aggregate(Stage):
     """The mean or the sum over the shards, or over the group.
 
-    With weights the mean is ``sum(w · g) / sum(w)``.
-
-    Attributes:
-      reduction: MEAN or SUM.
-      groups: the groups that reduce independently; ``None`` for all shards.
-      axis_name: the named mesh axes of the shards.
-      aggregator: what sums.
+    With weights the mean is ``sum(w · g) / sum(w)``. See ``Pipeline`` for its attributes.
     """
 
     reduction: Reduction
@@ -44,10 +42,11 @@ class Aggregate(Stage):
     scope = "reduce"
     state_field = "aggregate"
     options = ("reduce_dtype", "aggregator")
+    is_always_there = True
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
-        """The stage, which is always there.
+        """The stage.
 
         Raises:
           ArgumentError: no such dtype, or two ways to sum.
@@ -106,7 +105,6 @@ class Aggregate(Stage):
         divisor = context.divisor
         if self.aggregator.divides_before:
             gradients, divisor = _divided(gradients, context), 1
-        shards, groups = context.shards, context.groups
         to_owners = context.arrays.to_owners
         if self.aggregator.takes_nodes:
             to_owners = jax.vmap(to_owners)
@@ -135,7 +133,7 @@ class Aggregate(Stage):
             if status[place] is None or early[place]:
                 return leaf
             leaf = leaf[0] if self.aggregator.takes_nodes else leaf
-            return partitions[place].local_slice(widen(leaf), shards.within(groups).position())
+            return partitions[place].local_slice(widen(leaf), context.shards.position())
 
         extra, values = tree.unflatten(list(map(summed, range(len(leaves)), leaves)))
         dtypes = gradients.dtypes

@@ -8,7 +8,7 @@ Douillard et al. 2025, arXiv 2501.18512).
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -25,32 +25,21 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.rewrite import in_loop, opaque_false
 from crossshard.jaxprs.slices import why_not_elementwise
-from crossshard.pipeline.aggregators.aggregator import Peers
-from crossshard.pipeline.aggregators.few_bits import FewBits
-from crossshard.pipeline.aggregators.plain import Plain
-from crossshard.pipeline.options import check_reduce_dtype
+from crossshard.pipeline.aggregators import FewBits, Peers, Plain, check_reduce_dtype
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.stages.preprocess import check_transformation
 from crossshard.pipeline.update.arrays import Arrays, Parts, Whole
 from crossshard.pipeline.update.optimize import Updated
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Partition, partition_for
-from crossshard.shards.groups import GroupAssignment, size_of_group
 
 
 class LocalSGDState(NamedTuple):
-    """What all workers have in common.
+    """What all workers have in common."""
 
-    Attributes:
-      anchor: the parameters after the last synchronisation, with at least 32 bits.
-      inner_state: the state of the outer optimizer.
-      count: int32[], the number of steps so far, skipped ones among them.
-      aggregate: the state of the outer sum, one per shard.
-    """
-
-    anchor: PyTree
-    inner_state: PyTree
-    count: PyTree
-    aggregate: PyTree = ()
+    anchor: PyTree  # the parameters after the last synchronisation, with at least 32 bits
+    inner_state: PyTree  # the state of the outer optimizer
+    count: PyTree  # int32[], the number of steps so far, skipped ones among them
+    aggregate: PyTree = ()  # the state of the outer sum, one per shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +54,12 @@ class LocalSGD(Stage):
     after the step, so that neither waits for the other. What the worker's step does to the piece
     meanwhile is added to the piece of the anchor. The states of the outer optimizer and of the sum
     are ``[pieces, …]``.
-
-    Attributes:
-      every: the number of steps from one synchronisation to the next.
-      optimizer: the outer optimizer.
-      aggregator: what sums the pseudogradients.
-      streaming: whether each step synchronises a piece.
     """
 
-    every: int
-    optimizer: optax.GradientTransformationExtraArgs
-    aggregator: Plain | FewBits
-    streaming: bool = False
+    every: int  # the number of steps from one synchronisation to the next
+    optimizer: optax.GradientTransformationExtraArgs  # the outer optimizer
+    aggregator: Plain | FewBits  # what sums the pseudogradients
+    streaming: bool = False  # whether each step synchronises a piece
 
     phase = Phase.UPDATE
     scope = state_field = "outer"
@@ -228,10 +211,9 @@ class LocalSGD(Stage):
         self, moved: PyTree, arrays: Arrays, state: PyTree, context: StageContext
     ) -> tuple[PyTree, PyTree]:
         """The mean over the workers, in full, and the next state of the aggregator."""
-        shards, groups = context.shards, context.groups
+        groups, across = context.shards.groups, Peers(context.shards.across)
         if groups is None:
             return arrays.gather(moved), state
-        across = Peers(shards.within(_across(groups)))
         mean = lambda tree: jax.tree.map(lambda x: x / len(groups.groups), tree)
         aggregator = self.aggregator
         # Of slices, which the shards of a worker have, each sums its own.
@@ -239,10 +221,8 @@ class LocalSGD(Stage):
             return arrays.gather(mean(aggregator.sum(moved, (), across)[0])), state
         # What a worker holds back is the sum of what its shards keep, so that the sum over all
         # shards is that over the workers, whatever their number.
-        take, keep = _times(groups.size), _times(1 / groups.size)
-        if isinstance(arrays, Parts):
-            take = functools.partial(_slices_of_held, arrays)
-            keep = functools.partial(_held_of_slices, arrays)
+        take = functools.partial(_of_worker, arrays, groups.size)
+        keep = functools.partial(_of_shard, arrays, groups.size)
         total, after = aggregator.sum(mean(moved), aggregator.change_held(state, take), across)
         return arrays.gather(total), aggregator.change_held(after, keep)
 
@@ -267,9 +247,13 @@ class LocalSGD(Stage):
         before, anchor = context.params, cut(state.anchor)
         pseudogradient = jax.tree.map(moved, before, anchor, cut(before))
         inner_state, aggregate = jax.tree.map(of_piece, (state.inner_state, state.aggregate))
-        mean, aggregate = self._mean(
-            *self._within_a_worker(pseudogradient, context), aggregate, context
-        )
+        arrays: Arrays = Whole()
+        if isinstance(context.arrays, Parts):
+            # The shards of a worker split the pieces between them.
+            size = context.shards.size
+            partitions = [partition_for(x.shape, size) for x in jax.tree.leaves(anchor)]
+            arrays = Parts(tuple(partitions), context.shards)
+        mean, aggregate = self._mean(arrays.split(pseudogradient), arrays, aggregate, context)
 
         def synchronised(updated: PyTree) -> tuple[PyTree, tuple[PyTree, PyTree]]:
             with inside_optimizer():
@@ -297,21 +281,8 @@ class LocalSGD(Stage):
     def _piece_of(self, x: Any) -> "_Pieces":
         return _Pieces(jnp.shape(x), self.every)
 
-    def _within_a_worker(self, pieces: PyTree, context: StageContext) -> tuple[PyTree, Arrays]:
-        """The pieces as the shards of a worker split them between them."""
-        if not isinstance(context.arrays, Parts):
-            return pieces, Whole()
-        number = size_of_group(context.groups, context.shards.number)
-        partitions = tuple(partition_for(x.shape, number) for x in jax.tree.leaves(pieces))
-        arrays = Parts(partitions, context.shards, context.groups)
-        return arrays.split(pieces), arrays
-
     def _check_elementwise(self, anchor: PyTree) -> None:
-        """Raise unless the outer optimizer updates a piece as it would update the whole.
-
-        Raises:
-          ArgumentError: it does not.
-        """
+        """Raise unless the outer optimizer updates a piece as it would update the whole."""
 
         def update(params: PyTree, state: PyTree, gradients: PyTree) -> tuple[PyTree, PyTree]:
             with inside_optimizer():
@@ -338,47 +309,33 @@ class LocalSGD(Stage):
             )
 
 
-def _slices_of_held(arrays: Parts, held: PyTree) -> PyTree:
-    """This shard's slices of what the shards of its worker hold back together."""
-    assert arrays.groups is not None
-    leaves, tree = jax.tree.flatten(held, is_leaf=_is_none)
+def _of_worker(arrays: Arrays, size: int, held: PyTree) -> PyTree:
+    """What the shards of a worker hold back together: of what they split, this shard's slices."""
+    if not isinstance(arrays, Parts):
+        return jax.tree.map(lambda x: x * size, held)
+    leaves, tree = jax.tree.flatten(held, is_leaf=lambda x: x is None)
     pairs = [each for each in zip(leaves, arrays.params, strict=True) if each[0] is not None]
     kept, partitions = [x for x, _ in pairs], [partition for _, partition in pairs]
-    sums = iter(bucketed_sum(kept, partitions, arrays.shards.within(arrays.groups)))
+    sums = iter(bucketed_sum(kept, partitions, arrays.shards))
     return tree.unflatten([None if x is None else next(sums) for x in leaves])
 
 
-def _held_of_slices(arrays: Parts, held: PyTree) -> PyTree:
+def _of_shard(arrays: Arrays, size: int, held: PyTree) -> PyTree:
     """What this shard holds back, in full: its slices, and its part of what is not split."""
-    groups = arrays.groups
-    assert groups is not None
-    index = arrays.shards.within(groups).position()
+    if not isinstance(arrays, Parts):
+        return jax.tree.map(lambda x: x * (1 / size), held)
+    index = arrays.shards.position()
 
     def one(x: jax.Array | None, partition: Partition) -> jax.Array | None:
         if x is None or partition.number == 1:
-            return None if x is None else x / groups.size
+            return None if x is None else x / size
         axis = partition.axis or 0
         whole = jnp.zeros(partition.packed_shape, x.dtype)
         start = index * x.shape[axis]
         return partition.unpack(lax.dynamic_update_slice_in_dim(whole, x, start, axis))
 
-    leaves, tree = jax.tree.flatten(held, is_leaf=_is_none)
+    leaves, tree = jax.tree.flatten(held, is_leaf=lambda x: x is None)
     return tree.unflatten(list(map(one, leaves, arrays.params)))
-
-
-def _is_none(x: object) -> bool:
-    return x is None
-
-
-def _times(factor: float) -> Callable[[PyTree], PyTree]:
-    return lambda tree: jax.tree.map(lambda x: x * factor, tree)
-
-
-def _across(groups: GroupAssignment) -> GroupAssignment | None:
-    """The shards with the same position in their groups; ``None`` if these are all shards."""
-    if groups.size == 1:
-        return None
-    return GroupAssignment(tuple(map(tuple, groups.members.T.tolist())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,14 +344,10 @@ class _Pieces:
 
     All pieces have one shape, with as many dimensions as the array. The last row of a piece may
     be the next one's first.
-
-    Attributes:
-      array: the shape of the array.
-      number: the number of pieces.
     """
 
-    array: tuple[int, ...]
-    number: int
+    array: tuple[int, ...]  # the shape of the array
+    number: int  # the number of pieces
 
     @property
     def _view(self) -> tuple[int, ...]:

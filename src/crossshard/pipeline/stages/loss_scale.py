@@ -17,15 +17,10 @@ _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float3
 
 
 class LossScaleState(NamedTuple):
-    """The current loss scale.
+    """The current loss scale."""
 
-    Attributes:
-      scale: float32[], the factor of the loss.
-      good_steps: int32[], the steps since the last change of the scale.
-    """
-
-    scale: Any
-    good_steps: Any
+    scale: Any  # float32[], the factor of the loss
+    good_steps: Any  # int32[], the steps since the last change of the scale
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,13 @@ import optax
 
 from crossshard import _check
 from crossshard._annotations import Given
+from crossshard.collectives.sums import to_average
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.arrays import squared_norm
 from crossshard.pipeline.update.optimize import Optimize
+from crossshard.shards.axes import over_all_shards
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
-from crossshard.shards.groups import over_all_shards, size_of_group
 
 NAMES = {
     "grad_norm": "the norm of the reduced gradient",
@@ -46,6 +46,7 @@ class LocalNorms(Stage):
     state_field = ""
     needs_local = "metrics measure"
     options = ()
+    asked_by = "metrics"
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self | None:
@@ -69,11 +70,6 @@ class Metrics(Stage):
     """Keeps the metrics of a step in the state.
 
     The noise is estimated as in McCandlish et al. 2018 (arXiv 1812.06162, appendix A.1).
-
-    Attributes:
-      names: the names of the metrics.
-      optimizer: the optimizer that they measure.
-      placement: ``PER_SHARD`` if groups differ.
     """
 
     names: tuple[str, ...]
@@ -93,6 +89,7 @@ class Metrics(Stage):
         if not names:
             return None
         optimize = Optimize.from_options(options)
+        # Groups may differ.
         placement = REPLICATED if over_all_shards(options["groups"]) else PER_SHARD
         return cls(names, optimize.optimizer, placement)
 
@@ -140,7 +137,7 @@ class Metrics(Stage):
 
 
 def _of_noise(gradients: Gradients, context: StageContext) -> Mapping[str, Any]:
-    number = size_of_group(context.groups, context.shards.number)
+    number = context.shards.size
     total = gradients.weight
     active: Any = number if total is None else gradients.sums["shards_with_weight"]
     local = gradients.sums["squared_norm"] / (number if total is None else total)
@@ -178,12 +175,7 @@ def learning_rate(state: Any) -> Any:
 
 
 def check_metrics(metrics: Any) -> tuple[str, ...]:
-    """The checked names of metrics.
-
-    Raises:
-      ArgumentError: an unknown name.
-      ArgumentTypeError: not names.
-    """
+    """The checked names of metrics."""
     names = (metrics,) if isinstance(metrics, str) else metrics
     names = [None] if hasattr(names, "dtype") or not isinstance(names, Iterable) else list(names)
     if not all(isinstance(name, str) for name in names):

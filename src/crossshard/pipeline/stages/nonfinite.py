@@ -20,7 +20,6 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.status import Reduction, leaf_name
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.shards.axes import Shards
-from crossshard.shards.groups import GroupAssignment, size_of_group
 
 
 class OnNonfinite(enum.StrEnum):
@@ -153,9 +152,9 @@ class Nonfinite(Stage):
         """The same reduced gradients, skipped if they must not be applied; and what was found."""
         reported, finite = gradients.sums[REPORTED], gradients.finite
         assert finite is not None
-        if context.groups is not None:
+        if context.shards.groups is not None:
             own = reported[context.shards.index()]
-            reported = sum_over_shards(_at_own_place(own, context), context.shards)
+            reported = sum_over_shards(_at_own_place(own, context), context.shards.all)
         bad = reported > 0
         some = bad.any()
         shard = jnp.argmax(bad).astype(jnp.int32)
@@ -176,19 +175,16 @@ class Nonfinite(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class ReportNonfinite(Stage):
-    """Reports to ``Nonfinite`` which leaf of this shard's gradient is not finite.
+    """Reports to ``Nonfinite`` which leaf of this shard's gradient is not finite."""
 
-    Attributes:
-      excludes_shards: whether the shard then counts with weight 0.
-    """
-
-    excludes_shards: bool
+    excludes_shards: bool  # whether the shard then counts with weight 0
 
     phase = Phase.ARRIVAL
     scope = "nonfinite"
     state_field = ""
     needs_local = "nonfinite checks"
     options = ()
+    asked_by = "nonfinite"
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self | None:
@@ -291,13 +287,13 @@ def with_finite(
     gradients: Gradients, context: StageContext, sound: Bool[Array, ""] | bool = True
 ) -> Gradients:
     """The reduced gradients, with whether they are finite, and all shards ``sound``, on all."""
-    shards, groups = context.shards, context.groups
+    shards = context.shards
     totals, tree = jax.tree.flatten(gradients.values)
     partitions = context.arrays.partitions_of(gradients.values)
     # Devices of CPUs share their cores, so each looks through a part of what all of them have.
     shares = shards.platform == "cpu" and not shards.other_axes
     parts = [
-        _part(x, shards, groups) if shares and each.number == 1 else x
+        _part(x, shards) if shares and each.number == 1 else x
         for x, each in zip(totals, partitions, strict=True)
     ]
     means = jax.tree.leaves(gradients.replace(values=tree.unflatten(parts)).settled().values)
@@ -307,14 +303,14 @@ def with_finite(
     return gradients.replace(finite=context.on_all_shards(finite, differs=True))
 
 
-def _part(x: Any, shards: Shards, groups: GroupAssignment | None) -> Any:
+def _part(x: Any, shards: Shards) -> Any:
     """A part of an array, of which each shard of a group takes another."""
     if not jnp.shape(x):
         return x
     axis = int(np.argmax(x.shape))
-    length = -(-x.shape[axis] // size_of_group(groups, shards.number))
+    length = -(-x.shape[axis] // shards.size)
     # The last ones may overlap: the start of a slice is moved until it fits.
-    return lax.dynamic_slice_in_dim(x, shards.within(groups).position() * length, length, axis)
+    return lax.dynamic_slice_in_dim(x, shards.position() * length, length, axis)
 
 
 def if_not_finite(

@@ -10,23 +10,17 @@ import optax
 
 from crossshard import _check
 from crossshard._annotations import Given
-from crossshard.errors import ArgumentTypeError
+from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.pipeline.own import check_stage
-from crossshard.pipeline.stage import Gradients, Stage, StageContext
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.shards.axes import Shards
-from crossshard.shards.cut import PER_SHARD
+from crossshard.shards.cut import PER_SHARD, REPLICATED
 from crossshard.shards.random_streams import own_stream
 
 
 @dataclasses.dataclass(frozen=True)
 class Preprocess(Stage):
-    """An Optax transformation as a stage, with a state per shard.
-
-    Attributes:
-      transformation: the transformation.
-      name: its name in ``describe``.
-    """
+    """An Optax transformation as a stage, with a state per shard."""
 
     transformation: optax.GradientTransformationExtraArgs
     name: str
@@ -142,3 +136,21 @@ def check_transformation(opt: Any, what: str = "The optimizer") -> optax.Gradien
         f"{type(opt).__name__} ({_check.shown(opt, 80)}), which has no "
         f"{' and no '.join(missing)}.{tx}"
     )
+
+
+def check_stage(stage: Stage) -> None:
+    """Raise unless the attributes of a user's own stage are what ``preprocess=`` can run."""
+    wanted = {
+        "placement": ((REPLICATED, PER_SHARD), "pipeline.REPLICATED or pipeline.PER_SHARD"),
+        "phase": ((Phase.LOCAL, Phase.ARRIVAL), "Phase.LOCAL or Phase.ARRIVAL, before the sum"),
+        "state_field": (("preprocess", ""), "'preprocess', or '' without a state"),
+    }
+    for name, (among, words) in wanted.items():
+        given = getattr(stage, name)
+        if type(given) not in map(type, among) or given not in among:
+            raise ArgumentError(
+                f"{type(stage).__name__}.{name} must be {words}; got {_check.shown(given)}."
+            )
+    for name in ("scope", "needs_local"):
+        if not isinstance(getattr(stage, name), str):
+            _check.word(f"{type(stage).__name__}.{name}", getattr(stage, name))

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 from crossshard import _check
 from crossshard._annotations import Given
 from crossshard._check import is_number
+from crossshard.collectives.sums import to_average
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.status import Reduction
-from crossshard.pipeline.means import to_average
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
 
 
@@ -64,10 +64,12 @@ class Weigh(Stage):
     state_field = ""
     needs_local = ""
     options = ()
+    # A call, or another stage, may bring a weight.
+    is_always_there = True
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
-        """The stage, which is always there: a call, or another stage, may bring a weight."""
+        """The stage."""
         del options
         return cls()
 

@@ -18,30 +18,23 @@ from crossshard.collectives.sums import sum_over_shards, widen
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition, map_partitions, only
-from crossshard.shards.groups import GroupAssignment
 
 # An optimizer's update, of gradients, state and parameters.
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 class Arrays(abc.ABC):
-    """How the arrays of an update are split over the shards.
+    """How the arrays of an update are split over the shards."""
 
-    Attributes:
-      where: where the update runs, in a few words.
-      steps: the update and what follows it, as a description of the pipeline says.
-      params: the partition of each parameter: as gradients arrive, and new values leave.
-      state: the partition of each array of the optimizer's state.
-      unread: for each parameter, whether its gradient need be neither computed nor sent.
-      in_parts: whether the parameters are given, and kept, in parts.
-    """
-
-    where: ClassVar[str]
+    where: ClassVar[str]  # where the update runs, in a few words
+    # The update and what follows it, as a description of the pipeline says.
     steps: ClassVar[tuple[str, ...]]
+    # The partition of each parameter: as gradients arrive, and new values leave.
     params: tuple[Partition, ...]
-    state: tuple[Partition, ...]
+    state: tuple[Partition, ...]  # the partition of each array of the optimizer's state
+    # For each parameter, whether its gradient need be neither computed nor sent.
     unread: tuple[bool, ...]
-    in_parts: bool
+    in_parts: bool  # whether the parameters are given, and kept, in parts
 
     @abc.abstractmethod
     def split(self, tree: Any) -> Any:
@@ -88,20 +81,15 @@ class Arrays(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Arrays):
-    """Every shard updates all of every array.
-
-    Attributes:
-      params, state, unread, in_parts: see ``Arrays``; partitions are empty if they are not known.
-      shards: the shards; ``None`` if they are not known.
-      apart: what runs the update leaf by leaf, each compiled apart from the others; ``None`` to
-        run it as one.
-    """
+    """Every shard updates all of every array. Partitions are empty if they are not known."""
 
     params: tuple[Partition, ...] = ()
     state: tuple[Partition, ...] = ()
     unread: tuple[bool, ...] = ()
     in_parts: bool = False
-    shards: Shards | None = None
+    shards: Shards | None = None  # the shards; ``None`` if they are not known
+    # What runs the update leaf by leaf, each compiled apart from the others; ``None`` to run it as
+    # one.
     apart: Arrays | None = None
 
     where = "whole on every shard"
@@ -130,17 +118,10 @@ class Whole(Arrays):
 
 @dataclasses.dataclass(frozen=True)
 class Parts(Arrays):
-    """Each shard updates its slice of each array, and the slices are all-gathered.
-
-    Attributes:
-      params, state, unread, in_parts: see ``Arrays``.
-      shards: the shards that have the slices.
-      groups: the groups within which arrays are split; ``None`` for all shards.
-    """
+    """Each shard updates its slice of each array, and the slices are all-gathered."""
 
     params: tuple[Partition, ...]
     shards: Shards
-    groups: GroupAssignment | None = None
     state: tuple[Partition, ...] = ()
     unread: tuple[bool, ...] = ()
     in_parts: bool = False
@@ -150,13 +131,13 @@ class Parts(Arrays):
 
     def squared_norm(self, tree: Any) -> Float[Array, ""]:
         """The squared norm of the arrays of which this shard has slices."""
-        return squared_norm_of_slices(tree, self.params, self.shards, self.groups)
+        return squared_norm_of_slices(tree, self.params, self.shards)
 
     def split(self, tree: Any) -> Any:
         """This shard's slices."""
         if self.in_parts:
             return tree
-        index = self.shards.within(self.groups).position()
+        index = self.shards.position()
         local = lambda partition, x: partition.local_slice(x, index)
         return map_partitions(local, self.params, tree)
 
@@ -165,19 +146,13 @@ class Parts(Arrays):
         if self.in_parts:
             return tree
         parts, structure = jax.tree.flatten(tree)
-        whole = bucketed_gather(parts, self.params, self.shards.within(self.groups))
+        whole = bucketed_gather(parts, self.params, self.shards)
         return structure.unflatten(whole)
 
 
 @dataclasses.dataclass(frozen=True)
 class Global(Arrays):
-    """The update runs once, on sharded global arrays; XLA inserts the communication.
-
-    Attributes:
-      params, state, unread, in_parts: see ``Arrays``.
-      shards: the shards that have the slices.
-      mesh: their mesh.
-    """
+    """The update runs once, on sharded global arrays; XLA inserts the communication."""
 
     params: tuple[Partition, ...]
     state: tuple[Partition, ...]
@@ -232,13 +207,10 @@ def squared_norm(tree: Any) -> Float[Array, ""]:
 
 
 def squared_norm_of_slices(
-    tree: Any,
-    partitions: Sequence[Partition],
-    shards: Shards,
-    groups: GroupAssignment | None = None,
+    tree: Any, partitions: Sequence[Partition], shards: Shards
 ) -> Float[Array, ""]:
     """The squared norm of arrays of which each shard, or each of a group, has its slices."""
     pairs = list(zip(jax.tree.leaves(tree), partitions, strict=True))
     own = squared_norm([leaf for leaf, partition in pairs if partition.number > 1])
     whole = squared_norm([leaf for leaf, partition in pairs if partition.number == 1])
-    return sum_over_shards(own, shards.within(groups)) + whole
+    return sum_over_shards(own, shards) + whole

@@ -45,19 +45,12 @@ _PLAIN = TileShape()
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks of one dtype in a matrix, of which each shard has the row with those that it owns.
+    """Blocks of one dtype in a matrix, of which each shard has the row with those that it owns."""
 
-    Attributes:
-      dtype: their dtype.
-      shapes: the shape of each block.
-      of_shard: for each shard its blocks, in their order.
-      tile: the smallest slice that the platform scatters efficiently.
-    """
-
-    dtype: Any
-    shapes: Mapping[Block, tuple[int, ...]]
-    of_shard: tuple[tuple[Block, ...], ...]
-    tile: TileShape
+    dtype: Any  # their dtype
+    shapes: Mapping[Block, tuple[int, ...]]  # the shape of each block
+    of_shard: tuple[tuple[Block, ...], ...]  # for each shard its blocks, in their order
+    tile: TileShape  # the smallest slice that the platform scatters efficiently
 
     @functools.cached_property
     def places(self) -> tuple[int, ...]:

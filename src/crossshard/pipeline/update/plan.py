@@ -40,7 +40,6 @@ from crossshard.shards.cut import (
     partition_for,
     tile_for,
 )
-from crossshard.shards.groups import GroupAssignment, size_of_group
 
 
 class WeightUpdate(enum.StrEnum):
@@ -81,32 +80,20 @@ Partitions = tuple[Partition, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Planner:
-    """Plans the update of some parameters.
+    """Plans the update of some parameters."""
 
-    Attributes:
-      optimizer: the inner optimizer.
-      params: the parameters, a pytree with shapes and dtypes.
-      shards: the shards.
-      groups: the groups within which arrays are split; ``None`` for all shards.
-      mesh: the mesh; ``None`` inside a ``shard_map`` of the user's. There, and with groups, only
-        slices are possible.
-      wanted: the requested weight update.
-      in_parts: whether the parameters are to be kept in parts.
-      leave_unread: whether gradients that the optimizer does not read may be left out.
-      other_axes: for each parameter its spec on other axes; empty if none is split over these.
-      virtual_shards: if the bits of the update must not depend on the number of shards, a multiple
-        of it.
-    """
-
-    optimizer: optax.GradientTransformationExtraArgs
-    params: Any
-    shards: Shards
-    groups: GroupAssignment | None = None
+    optimizer: optax.GradientTransformationExtraArgs  # the inner optimizer
+    params: Any  # the parameters, a pytree with shapes and dtypes
+    shards: Shards  # the shards; with groups, arrays are split within each of these
+    # The mesh; ``None`` inside a ``shard_map`` of the user's. There, and with groups, only slices
+    # are possible.
     mesh: Mesh | None = None
-    wanted: WeightUpdate = WeightUpdate.AUTO
-    in_parts: bool = False
-    leave_unread: bool = False
+    wanted: WeightUpdate = WeightUpdate.AUTO  # the requested weight update
+    in_parts: bool = False  # whether the parameters are to be kept in parts
+    leave_unread: bool = False  # whether gradients that the optimizer does not read may be left out
+    # For each parameter its spec on other axes; empty if none is split over these.
     other_axes: Sequence[PartitionSpec] = ()
+    # If the bits of the update must not depend on the number of shards, a multiple of it.
     virtual_shards: int | None = None
 
     def plan(self) -> tuple[Arrays, str]:
@@ -121,7 +108,7 @@ class Planner:
         self._check_state_stays()
         if self.wanted is WeightUpdate.REPLICATED:
             return self._whole, "as requested"
-        if self._number == 1:
+        if self.shards.size == 1:
             return self._whole, "there is one shard"
         # Parameters that are kept in parts keep their shapes, so that they are split along an axis.
         params = self._cut(partition_along_axis if self.in_parts else partition_for)
@@ -141,13 +128,13 @@ class Planner:
         arguments = self._whole_and_slices(params, state)
         if self._apart is None and is_elementwise(self._update, *arguments):
             kept = state, self._unread.gradients, self.in_parts
-            return Parts(params, self.shards, self.groups, *kept), "the update is elementwise"
+            return Parts(params, self.shards, *kept), "the update is elementwise"
         return self._if_not_elementwise(params, arguments)
 
     def _if_not_elementwise(self, params: Partitions, arguments: Any) -> tuple[Arrays, str]:
         """A plan leaf by leaf if it can be, else whole, or on global arrays."""
         auto, same_bits = self.wanted is WeightUpdate.AUTO, self.virtual_shards is not None
-        only_parts = self.mesh is None or self.groups is not None
+        only_parts = self.mesh is None or self.shards.groups is not None
         not_leafwise = ""
         if only_parts and not auto:
             obstacle = why_not_elementwise(self._update, *arguments)
@@ -303,10 +290,6 @@ class Planner:
         return whole_and_slices(self._params, self._state, params, state)
 
     @property
-    def _number(self) -> int:
-        return size_of_group(self.groups, self.shards.number)
-
-    @property
     def _tile(self) -> TileShape:
         return ANY if self.mesh is None else tile_for(self.mesh, self.in_parts)
 
@@ -352,7 +335,7 @@ class Planner:
         return None
 
     def _slices(self, split_one: Callable[..., Partition], whole: Partition) -> Partition:
-        return split_one(whole.shape, self._number, self._tile, whole.other_axes)
+        return split_one(whole.shape, self.shards.size, self._tile, whole.other_axes)
 
     def _cut(self, split_one: Callable[..., Partition]) -> Partitions:
         """The parameters in slices; what is not sent is not gathered either."""
@@ -470,9 +453,6 @@ def check_blocks(
     """Raise if parameters are split over other manual axes, and a transformation needs them whole.
 
     Without ``check_vma`` types do not tell what is split, and every parameter counts as split.
-
-    Raises:
-      WeightUpdateError: a transformation is not elementwise.
     """
     unnamed = _jax.manual_axes().difference(shards.axes) if shards.axes else frozenset()
     axes = sorted(axis for axis in unnamed if lax.axis_size(axis) > 1)

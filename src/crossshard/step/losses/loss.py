@@ -28,8 +28,8 @@ from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.accumulate import Sums, zeros
+from crossshard.shards.axes import get_shard_context, shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
-from crossshard.shards.context import get_shard_context, shard_context
 from crossshard.shards.random_streams import is_key, keys_of_rows, quiet_keys
 from crossshard.step.gather import AtUse
 from crossshard.step.microbatches import (
@@ -312,7 +312,7 @@ class StepLoss(abc.ABC):
         self.record.traces.clear()
         # Unknown for a step that is traced anew, whose batch may have other entries.
         self.record.returns_mean = None
-        counting = Counting(at_use.shards, at_use.groups, self.pieces(at_use.shards.number), weight)
+        counting = Counting(at_use.shards, self.pieces(at_use.shards.number), weight)
         if in_pieces:
             counting = counting.with_counts(self._counts(state, batch, at_use, counting))
         return counting

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from crossshard.collectives.sums import to_sum
 from crossshard.model import model_state as model_states
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.pipeline.means import to_sum
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.loss import StepLoss, Work

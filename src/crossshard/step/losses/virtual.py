@@ -24,13 +24,13 @@ from crossshard.collectives.in_order import (
     sum_of_nodes,
     with_summand,
 )
+from crossshard.collectives.sums import to_average
 from crossshard.errors import ArgumentError, AxisError
 from crossshard.jaxprs.rewrite import opaque_false, without_repeats
 from crossshard.jaxprs.walk import equations_of, named_axes
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.pipeline.aggregators.aggregator import Aggregator, Peers, Summands
-from crossshard.pipeline.means import to_average
+from crossshard.pipeline.aggregators import Aggregator, Peers, Summands
 from crossshard.pipeline.stage import StageContext
 from crossshard.shards.batch_axes import join
 from crossshard.step.gather import AtUse

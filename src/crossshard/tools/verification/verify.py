@@ -14,9 +14,8 @@ from crossshard._annotations import Groups, Key, PyTree
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.shards.axes import check_group_assignment, check_num_shards
 from crossshard.shards.batch_axes import axes_of, check_batch_axis
-from crossshard.shards.context import check_num_shards
-from crossshard.shards.groups import check_group_assignment
 from crossshard.step.rebuild import (
     axes_of_batch,
     groups_of,

@@ -1,1 +1,0 @@
-"""Aggregators: how the shards' gradients are summed."""
