@@ -87,37 +87,25 @@ from crossshard.shards.batch_axes import resized
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a loss is in the rows of its batch, and why.
+    """What a loss is in the rows of its batch, and why."""
 
-    Attributes:
-      kind: what it is.
-      reason: the operation that decides; empty for a mean.
-      source: its source line; empty if unknown.
-      entry: of a ratio, the place among the leaves of the batch of the one whose sum divides;
-        ``None`` if it is none of them.
-      power: of a ratio, of the number of rows, which the sum that divides grows with.
-      moved: of a ratio, what was done to the sum that divides: ``"max"`` with a bound, ``"plus"``
-        something small, or ``"guard"``, another value where it is 0; empty if nothing was.
-      bound: that bound, what was added, or that value.
-      counts: of a ratio, whether the sum that divides is known to be one of integers.
-      code: of a ratio, the line that divides; empty if unknown.
-      by: of a ratio, which sum divides; see ``Total.of``.
-      of: what part of a ``Mean`` it is of; empty for a number.
-      assumes: the operations that it is assumed of to compute each row alone.
-    """
-
-    kind: OverRows
-    reason: str = ""
-    source: str = ""
+    kind: OverRows  # what it is
+    reason: str = ""  # the operation that decides; empty for a mean
+    source: str = ""  # its source line; empty if unknown
+    # Of a ratio, the place among the leaves of the batch of the one whose sum divides; ``None`` if
+    # it is none of them.
     entry: int | None = None
-    power: int = 1
+    power: int = 1  # of a ratio, of the number of rows, which the sum that divides grows with
+    # Of a ratio, what was done to the sum that divides: ``"max"`` with a bound, ``"plus"``
+    # something small, or ``"guard"``, another value where it is 0; empty if nothing was.
     moved: str = ""
-    bound: float = 0.0
-    counts: bool = False
-    code: str = ""
+    bound: float = 0.0  # that bound, what was added, or that value
+    counts: bool = False  # of a ratio, whether the sum that divides is known to be one of integers
+    code: str = ""  # of a ratio, the line that divides; empty if unknown
+    # Of a ratio, which sum divides; see ``Total.of``.
     by: Any = dataclasses.field(default=None, compare=False, repr=False)
-    assumes: tuple[str, ...] = ()
-    of: str = ""
+    assumes: tuple[str, ...] = ()  # the operations that it is assumed of to compute each row alone
+    of: str = ""  # what part of a ``Mean`` it is of; empty for a number
 
     def __str__(self) -> str:
         reason = f": {self.reason}" if self.reason else ""
@@ -126,17 +114,11 @@ class Finding:
 
 
 class Proof(NamedTuple):
-    """What is known of the outputs of a function.
+    """What is known of the outputs of a function."""
 
-    Attributes:
-      facts: what each is in the rows of its batch.
-      jaxpr: the one whose variables they name.
-      assumed: what is assumed of operations.
-    """
-
-    facts: tuple[Fact, ...]
-    jaxpr: Any
-    assumed: Assumptions
+    facts: tuple[Fact, ...]  # what each is in the rows of its batch
+    jaxpr: Any  # the one whose variables they name
+    assumed: Assumptions  # what is assumed of operations
 
     def concluded(self, finding: Finding) -> Finding:
         """What a loss is of which these facts tell so much, with what that assumes.

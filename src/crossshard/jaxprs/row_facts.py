@@ -34,43 +34,31 @@ SAME_NOISE = "noise from a key that is the same on every shard"
 # Facts of two kinds are never equal, as tuples could be.
 @dataclass(frozen=True)
 class Free:
-    """A value that does not depend on the batch.
+    """A value that does not depend on the batch."""
 
-    Attributes:
-      power: of the number of rows, which it grows with.
-      own: whether it differs from shard to shard.
-      number: what all of it is, if that is known; with the rows of the first trace.
-      times: how many times too large it is, as the shards have added up what is no sum over rows.
-    """
-
-    power: int = 0
-    own: bool = False
+    power: int = 0  # of the number of rows, which it grows with
+    own: bool = False  # whether it differs from shard to shard
+    # What all of it is, if that is known; with the rows of the first trace.
     number: float | None = None
+    # How many times too large it is, as the shards have added up what is no sum over rows.
     times: int = 1
 
 
 @dataclass(frozen=True)
 class Rows:
-    """An array with rows along an axis, each computed from one row of the batch.
+    """An array with rows along an axis, each computed from one row of the batch."""
 
-    Attributes:
-      axis: the axis; its length is ``outer`` · rows · ``inner``, in this order.
-      outer, inner: how many slices along the axis are before a row's, and of it.
-      power: of the number of rows, which it grows with.
-      constant: whether all slices along the axis are equal, so that it has any such order.
-      zero: whether all of it is 0.
-      entry: the place of the batch's leaf that it is, but for its shape and dtype.
-      counts: whether all of it is known to be integers, of any dtype.
-    """
-
-    axis: int
+    axis: int  # the axis; its length is ``outer`` · rows · ``inner``, in this order
+    # How many slices along the axis are before a row's, and of it.
     outer: int = 1
     inner: int = 1
-    power: int = 0
+    power: int = 0  # of the number of rows, which it grows with
+    # Whether all slices along the axis are equal, so that it has any such order.
     constant: bool = False
-    zero: bool = False
+    zero: bool = False  # whether all of it is 0
+    # The place of the batch's leaf that it is, but for its shape and dtype.
     entry: int | None = None
-    counts: bool = False
+    counts: bool = False  # whether all of it is known to be integers, of any dtype
 
     @property
     def is_plain(self) -> bool:
@@ -84,20 +72,14 @@ class Chunks:
 
     Which rows are in the first chunk depends on their number, so that all chunks have to be treated
     alike.
-
-    Attributes:
-      number: how many chunks there are.
-      size: how many slices along the axis one has.
-      axis: the axis of these slices; ``None`` if each chunk has but a sum over its slices.
-      power: of the number of rows, which it grows with.
-      counts: as of ``Rows``.
     """
 
-    number: int
-    size: int
+    number: int  # how many chunks there are
+    size: int  # how many slices along the axis one has
+    # The axis of these slices; ``None`` if each chunk has but a sum over its slices.
     axis: int | None
-    power: int = 0
-    counts: bool = False
+    power: int = 0  # of the number of rows, which it grows with
+    counts: bool = False  # as of ``Rows``
 
 
 @dataclass(frozen=True)
@@ -125,39 +107,28 @@ class OneRow:
 
 @dataclass(frozen=True)
 class SoFar:
-    """A sum over the rows before, in a scan over the rows or over chunks of them.
+    """A sum over the rows before, in a scan over the rows or over chunks of them."""
 
-    Attributes:
-      power: of what is added of each row; ``None`` if nothing is yet.
-      counts: whether all that is added is known to be integers.
-    """
-
-    power: int | None = None
-    counts: bool = True
+    power: int | None = None  # of what is added of each row; ``None`` if nothing is yet
+    counts: bool = True  # whether all that is added is known to be integers
 
 
 @dataclass(frozen=True)
 class Total:
-    """A sum over rows.
+    """A sum over rows."""
 
-    Attributes:
-      power: of the number of rows, which it grows with: 1 for a sum, 0 for a mean.
-      of: which sum it is: the place of the batch's leaf of which it is the sum, or what tells it
-        from others; ``None`` if unknown.
-      moved: what was done to it, so that it may only divide: ``"max"`` with a bound, ``"plus"``
-        something small, or ``"guard"``, another value where it is 0; empty if nothing was.
-      bound: that bound, what was added, or that value; without any of these, what each row has
-        more than what is summed, infinite if unknown.
-      counts: whether it is known to be a sum of integers, before it was moved.
-      single: whether it is one number.
-    """
-
-    power: int
+    power: int  # of the number of rows, which it grows with: 1 for a sum, 0 for a mean
+    # Which sum it is: the place of the batch's leaf of which it is the sum, or what tells it from
+    # others; ``None`` if unknown.
     of: Any = None
+    # What was done to it, so that it may only divide: ``"max"`` with a bound, ``"plus"`` something
+    # small, or ``"guard"``, another value where it is 0; empty if nothing was.
     moved: str = ""
+    # That bound, what was added, or that value; without any of these, what each row has more than
+    # what is summed, infinite if unknown.
     bound: float = 0.0
-    counts: bool = False
-    single: bool = False
+    counts: bool = False  # whether it is known to be a sum of integers, before it was moved
+    single: bool = False  # whether it is one number
 
     def is_same(self, other: "Total") -> bool:
         """Whether it is known to be the same value."""
@@ -167,17 +138,11 @@ class Total:
 
 @dataclass(frozen=True)
 class Divided:
-    """A value that is divided by a sum over rows, which is one number.
+    """A value that is divided by a sum over rows, which is one number."""
 
-    Attributes:
-      fact: what it is without that.
-      by: the sum that divides.
-      equation: the one that divides.
-    """
-
-    fact: Free | Rows | Total
-    by: Total
-    equation: Any = field(compare=False)
+    fact: Free | Rows | Total  # what it is without that
+    by: Total  # the sum that divides
+    equation: Any = field(compare=False)  # the one that divides
 
     def with_fact(self, fact: "Fact") -> "Fact":
         """Another value that is divided so; an obstacle stays one."""
@@ -186,17 +151,11 @@ class Divided:
 
 @dataclass(frozen=True)
 class Some:
-    """Whether a sum over rows is more than 0, as a guard of what it divides asks.
+    """Whether a sum over rows is more than 0, as a guard of what it divides asks."""
 
-    Attributes:
-      of: which sum, as of ``Total``.
-      isnt: whether it is 0.
-      equation: the one that asks.
-    """
-
-    of: Any
-    isnt: bool = False
-    equation: Any = None
+    of: Any  # which sum, as of ``Total``
+    isnt: bool = False  # whether it is 0
+    equation: Any = None  # the one that asks
 
     def asks(self, total: Total) -> bool:
         """Whether it is known to ask this sum."""
@@ -205,20 +164,13 @@ class Some:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A value that is none of these, because of an equation, or of what a source line does.
+    """A value that is none of these, because of an equation, or of what a source line does."""
 
-    Attributes:
-      kind: what it is.
-      reason: why.
-      equation: the one that makes it so; ``None`` if unknown.
-      source: the line, if it is known without an equation.
-      brings: whether rows of other shards come to it, so that comparisons with them are meant.
-    """
-
-    kind: OverRows
-    reason: str
-    equation: Any = None
-    source: str = ""
+    kind: OverRows  # what it is
+    reason: str  # why
+    equation: Any = None  # the one that makes it so; ``None`` if unknown
+    source: str = ""  # the line, if it is known without an equation
+    # Whether rows of other shards come to it, so that comparisons with them are meant.
     brings: bool = False
 
 
@@ -226,20 +178,14 @@ Fact = Free | Rows | Chunks | Index | Shape | OneRow | SoFar | Total | Divided |
 
 
 class Pair(NamedTuple):
-    """An equation of the one trace, and that of the other.
+    """An equation of the one trace, and that of the other."""
 
-    Attributes:
-      one, other: the equations.
-      rows: the number of rows of the one.
-      times: how many times as many the other has.
-      name: that of the primitive.
-    """
-
+    # The equations.
     one: Any
     other: Any
-    rows: int
-    times: int
-    name: str
+    rows: int  # the number of rows of the one
+    times: int  # how many times as many the other has
+    name: str  # that of the primitive
 
     def compared(self, reason: str) -> Obstacle:
         """That it lets rows meet."""

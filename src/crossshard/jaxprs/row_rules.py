@@ -290,23 +290,14 @@ def _added_up(pair: Pair, inputs: Sequence[Fact], power: int) -> list[Total] | O
 
 
 class _Numbers(NamedTuple):
-    """The dimension numbers of a gather, or of a scatter, whose updates are what a gather returns.
+    """The dimension numbers of a gather, or a scatter, whose updates are what a gather returns."""
 
-    Attributes:
-      windows: the axes of the output, or updates, that are axes of the operand.
-      batch: its other axes, which are those of the indices but the last.
-      gone: the axes of the operand that indices choose one of.
-      to_operand: the axis of the operand that each column of the indices counts.
-      paired: the axes of the operand that go with axes of the indices, and these.
-      kept: the other axes of the operand.
-    """
-
-    windows: Sequence[int]
-    batch: Sequence[int]
-    gone: Sequence[int]
-    to_operand: Sequence[int]
-    paired: dict[int, int]
-    kept: Sequence[int]
+    windows: Sequence[int]  # the axes of the output, or updates, that are axes of the operand
+    batch: Sequence[int]  # its other axes, which are those of the indices but the last
+    gone: Sequence[int]  # the axes of the operand that indices choose one of
+    to_operand: Sequence[int]  # the axis of the operand that each column of the indices counts
+    paired: dict[int, int]  # the axes of the operand that go with axes of the indices, and these
+    kept: Sequence[int]  # the other axes of the operand
 
     def of_rows(self, rows: Rows, size: int, full: int) -> int | None:
         """Where rows of the operand are, if indices choose the same in all of them."""

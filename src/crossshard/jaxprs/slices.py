@@ -30,15 +30,10 @@ class Slicing(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """A value whose elements depend on other positions, or on their own position.
+    """A value whose elements depend on other positions, or on their own position."""
 
-    Attributes:
-      reason: the operation that mixes them.
-      source: its source line; empty if unknown.
-    """
-
-    reason: str
-    source: str = ""
+    reason: str  # the operation that mixes them
+    source: str = ""  # its source line; empty if unknown
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.source})" if self.source else self.reason

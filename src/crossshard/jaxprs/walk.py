@@ -143,24 +143,17 @@ def control_flow(equation: Any) -> Call | Cond | While | Scan | None:
 
 
 class Mismatch(Exception):
-    """Jaxprs that are walked side by side do not match.
-
-    Attributes:
-      equation: the first equation that differs; ``None`` if unknown.
-    """
+    """Jaxprs that are walked side by side do not match."""
 
     def __init__(self, equation: Any = None):
         super().__init__(equation)
-        self.equation = equation
+        self.equation = equation  # the first that differs; ``None`` if unknown
 
 
 class Analysis(abc.ABC, Generic[Fact]):
-    """The facts of an analysis, a join-semilattice of finite height, and their transfer.
+    """The facts of an analysis, a join-semilattice of finite height, and their transfer."""
 
-    Attributes:
-      memory: what calls, branches and loops were found to return, if each is to be walked once.
-    """
-
+    # What calls, branches and loops were found to return, if each is to be walked once.
     memory: dict[Any, Any] | None = None
 
     @abc.abstractmethod

@@ -103,19 +103,13 @@ CountOfPiece = Callable[[Any, Any, Any], tuple[tuple[Any, ...], Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Counting:
-    """How the counts of a ``Mean`` are summed over the parts of the batch.
+    """How the counts of a ``Mean`` are summed over the parts of the batch."""
 
-    Attributes:
-      shards: the shards that have them.
-      pieces: how many parts each shard has.
-      weight: float[], 0 if this shard is left out, else 1; ``None`` if none is.
-      counts: float[] of each term, of the whole batch; ``None`` if each shard has one part, which
-        sums them where they are computed.
-    """
-
-    shards: Shards
-    pieces: int
-    weight: Any = None
+    shards: Shards  # the shards that have them
+    pieces: int  # how many parts each shard has
+    weight: Any = None  # float[], 0 if this shard is left out, else 1; ``None`` if none is
+    # Float[] of each term, of the whole batch; ``None`` if each shard has one part, which sums them
+    # where they are computed.
     counts: tuple[Any, ...] | None = None
 
     def part(self, mean: Mean) -> jax.Array:
@@ -203,17 +197,11 @@ AS_MEAN = (
 
 
 class Divisor(NamedTuple):
-    """The sum over rows that divides a loss.
+    """The sum over rows that divides a loss."""
 
-    Attributes:
-      of_batch: computes it, float[], from a batch.
-      is_of_piece: whether of a piece.
-      is_weight: whether the weight is shown to be it, or it times a constant, for any batch.
-    """
-
-    of_batch: Callable[[Any], Any]
-    is_of_piece: bool
-    is_weight: bool
+    of_batch: Callable[[Any], Any]  # computes it, float[], from a batch
+    is_of_piece: bool  # whether of a piece
+    is_weight: bool  # whether the weight is shown to be it, or it times a constant, for any batch
 
 
 def divisor_of(
