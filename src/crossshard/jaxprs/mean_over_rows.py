@@ -78,7 +78,7 @@ from crossshard.jaxprs.walk import (
     equations_of,
     follow,
     has_own_derivative,
-    is_ref,
+    has_ref,
     named_axes,
     opened,
 )
@@ -227,7 +227,7 @@ def followed(
     What it assumes of operations is written down in ``assumed``.
     """
     try:
-        return tuple(follow(_OverRows(rows, times, shards, assumed=assumed), traces, inputs))
+        return tuple(follow(_OverRows(rows, times, shards, assumed), traces, inputs))
     except Mismatch as mismatch:
         differs = Obstacle(OverRows.UNDECIDED, _DIFFERS, mismatch.equation)
         return (differs,) * len(traces[0].out_avals)
@@ -293,29 +293,18 @@ def found(fact: Fact) -> Finding:
             return Finding(OverRows.UNDECIDED, "it grows with the number of rows")
 
 
+@dataclasses.dataclass(eq=False)
 class _OverRows(Analysis[Fact]):
-    """The facts of two traces, the second with several times as many rows as the first.
+    """The facts of two traces, the second with several times as many rows as the first."""
 
-    Args:
-      rows: the number of rows of the first.
-      times: how many times as many the second has.
-      shards: the mesh axes of the shards; all that are named if ``None``.
-      derives: whether to look at the derivatives of functions that have their own; not within
-        such a derivative.
-      assumed: where to write down what is assumed of operations.
-    """
+    rows: int  # the number of rows of the first
+    times: int  # how many times as many the second has
+    shards: Sequence[str] | None = None  # the mesh axes of the shards; ``None`` for all
+    assumed: Assumptions = dataclasses.field(default_factory=Assumptions)
+    # Whether derivatives of functions that have their own are looked at; not within one.
+    derives: bool = True
 
-    def __init__(
-        self,
-        rows: int,
-        times: int,
-        shards: Sequence[str] | None = None,
-        *,
-        derives: bool = True,
-        assumed: Assumptions | None = None,
-    ):
-        self._rows, self._times, self._shards, self._derives = rows, times, shards, derives
-        self._assumed = Assumptions() if assumed is None else assumed
+    def __post_init__(self) -> None:
         self.memory = {}
 
     def constant(self, values: Sequence[Any]) -> Fact:
@@ -339,12 +328,12 @@ class _OverRows(Analysis[Fact]):
                 return Free(number=_number(one))
             if one.ndim == 1 and one.size < 9 and one.dtype.kind in "iu":
                 return Shape(tuple(one.tolist()), tuple(other.tolist()))
-            powers = (p for p in (1, -1, 2, -2) if scales(one, other, self._times, p))
+            powers = (p for p in (1, -1, 2, -2) if scales(one, other, self.times, p))
             power = next(powers, None)
             if power is not None:
                 return Free(power, number=_number(one))
-        counts = one.ndim == 1 and np.array_equal(other, np.arange(self._times * self._rows))
-        if counts and np.array_equal(one, np.arange(self._rows)):
+        counts = one.ndim == 1 and np.array_equal(other, np.arange(self.times * self.rows))
+        if counts and np.array_equal(one, np.arange(self.rows)):
             return Index(0)
         return Obstacle(OverRows.UNDECIDED, _COUNTS, equation)
 
@@ -395,7 +384,7 @@ class _OverRows(Analysis[Fact]):
     def returned(
         self, equations: Equations, inputs: Sequence[Fact], outputs: Sequence[Fact]
     ) -> Sequence[Fact]:
-        if self._derives and has_own_derivative(equations[0]):
+        if self.derives and has_own_derivative(equations[0]):
             obstacle = self._of_derivative(equations, inputs, outputs)
             if obstacle is not None:
                 outputs = [worst([fact, obstacle]) or obstacle for fact in outputs]
@@ -420,7 +409,7 @@ class _OverRows(Analysis[Fact]):
         if pair.name == "select_n" and is_zero(inputs[0]):
             # As where an index is negative, which the number of a row is not.
             return [inputs[1]]
-        if any(map(is_ref, (*pair.one.invars, *pair.one.outvars))):
+        if has_ref(pair.one):
             return [pair.undecided("a value that is written in place")] * number
         if pair.name == "axis_index":
             return [Free(own=True)]
@@ -454,13 +443,13 @@ class _OverRows(Analysis[Fact]):
         means to.
         """
         names = named_axes(pair.one)
-        elsewhere = self._shards is not None and not names & set(self._shards)
+        elsewhere = self.shards is not None and not names & set(self.shards)
         brings = pair.name not in OVER_SHARDS and not elsewhere
         by_itself = Obstacle(OverRows.OVER_SHARDS, pair.name, pair.one, brings=brings)
         if brings or len(inputs) != len(pair.one.outvars):
             free = all(isinstance(fact, Free) and fact.power == 0 for fact in inputs)
             return [Free(own=True) if free else by_itself] * len(pair.one.outvars)
-        whole = pair.one.params.get("axis_index_groups") is None and self._derives
+        whole = pair.one.params.get("axis_index_groups") is None and self.derives
         adds = pair.name.startswith("psum")
         number = math.prod(_jax.bound_axes().get(name, 1) for name in names) if adds else 1
 
@@ -485,7 +474,7 @@ class _OverRows(Analysis[Fact]):
 
     def _pair(self, equations: Equations) -> Pair:
         one, other = equations
-        return Pair(one, other, self._rows, self._times, str(one.primitive.name))
+        return Pair(one, other, self.rows, self.times, str(one.primitive.name))
 
     def _of_shape(self, pair: Pair, fact: Fact, one: Any, other: Any) -> Fact:
         """The fact of an output, given its shapes."""
@@ -503,15 +492,15 @@ class _OverRows(Analysis[Fact]):
         if isinstance(fact, Chunks) and fact.axis is not None:
             fits = shapes[0][0] == fact.number and shapes[0][fact.axis] == fact.size
             grown = list(shapes[0])
-            grown[fact.axis] *= self._times
+            grown[fact.axis] *= self.times
             return fits and tuple(grown) == shapes[1]
         if not isinstance(fact, Rows | Index):
             return isinstance(fact, Obstacle) or shapes[0] == shapes[1]
         slices = 1 if isinstance(fact, Index) else fact.outer * fact.inner
-        if fact.axis >= len(shapes[0]) or shapes[0][fact.axis] != slices * self._rows:
+        if fact.axis >= len(shapes[0]) or shapes[0][fact.axis] != slices * self.rows:
             return False
         grown = list(shapes[0])
-        grown[fact.axis] *= self._times
+        grown[fact.axis] *= self.times
         return tuple(grown) == shapes[1]
 
     def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
@@ -520,7 +509,7 @@ class _OverRows(Analysis[Fact]):
             return self._of_chunks(pair, inputs)
         if Divided in kinds and pair.name not in SAID_BY_JAXPR:
             return of_divided(pair, inputs, self._transferred)
-        found = batches_of(pair, inputs) or of_kernel(self, pair, inputs, self._assumed)
+        found = batches_of(pair, inputs) or of_kernel(self, pair, inputs, self.assumed)
         if found is not None:
             return found
         if not pair.is_alike():
@@ -587,13 +576,13 @@ class _OverRows(Analysis[Fact]):
             of_all = free[0].number if kept and free else None
             return [Free(power, own, of_all, _times(name, free))] * number
         axes = {
-            _axis_that_grows(shape_of(one), shape_of(other), self._times)
+            _axis_that_grows(shape_of(one), shape_of(other), self.times)
             for one, other in zip(pair.one.outvars, pair.other.outvars, strict=True)
         }
         (axis,) = axes if len(axes) == 1 else (None,)
         if axis is None:
             return pair.undecided(f"{name} makes an array of rows by rows")
-        inner, odd = divmod(shape_of(pair.one.outvars[0])[axis], self._rows)
+        inner, odd = divmod(shape_of(pair.one.outvars[0])[axis], self.rows)
         if odd:
             return pair.undecided(f"{name} with the number of rows")
         if name == "iota" and pair.one.params["dimension"] == axis:
@@ -674,10 +663,10 @@ class _OverRows(Analysis[Fact]):
         steps, within = [each.steps for each in loops], self
         if chunks:
             size = chunks[0].size
-            within = _OverRows(size, self._times, self._shards, derives=self._derives)
+            within = replace(self, rows=size)
             if steps[0] != steps[1] or {fact.size for fact in chunks} != {size}:
                 return unknown
-        elif steps[1] != (self._times * self._rows, steps[0][1]) or steps[0][0] != self._rows:
+        elif steps[1] != (self.times * self.rows, steps[0][1]) or steps[0][0] != self.rows:
             return [pair.undecided("a scan with the number of rows")] * number
         rows: list[Fact] = []
         for fact in inputs[first:]:
@@ -735,9 +724,9 @@ class _OverRows(Analysis[Fact]):
         for fact in outputs[carried:]:
             match fact:
                 case Rows(axis, 1, 1, power) if chunks:
-                    found.append(Chunks(chunks[0].number, within._rows, axis + 1, power))
+                    found.append(Chunks(chunks[0].number, within.rows, axis + 1, power))
                 case Total(power, moved="") if chunks:
-                    found.append(Chunks(chunks[0].number, within._rows, None, power))
+                    found.append(Chunks(chunks[0].number, within.rows, None, power))
                 case OneRow(power):
                     found.append(Rows(0, power=power))
                 case Free(power) if not chunks:
@@ -781,10 +770,8 @@ class _OverRows(Analysis[Fact]):
             rules = list(map(rule_of_derivative, equations))
         except Exception:  # a rule of the user may raise anything
             return unknown
-        without_rules = _OverRows(
-            self._rows, self._times, self._shards, derives=False, assumed=self._assumed
-        )
-        self._assumed.rules[id(pair.other)] = rules[1], slopes
+        without_rules = replace(self, derives=False)
+        self.assumed.rules[id(pair.other)] = rules[1], slopes
         try:
             found = follow(without_rules, rules, [*inputs, *slopes])
         except Mismatch:

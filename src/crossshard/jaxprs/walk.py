@@ -55,15 +55,15 @@ def equations_within(equation: Any) -> Iterator[Any]:
         yield from equations_of(jaxpr)
 
 
-def is_ref(atom: Any) -> bool:
-    """Whether an input of an equation is a mutable array."""
-    return "Ref" in type(atom.aval).__name__
+def has_ref(equation: Any) -> bool:
+    """Whether an equation takes or makes a mutable array."""
+    return any("Ref" in type(x.aval).__name__ for x in (*equation.invars, *equation.outvars))
 
 
 def has_effect(equation: Any) -> bool:
     """Whether outputs may depend on more than inputs and named axes: on a Ref, on a callback."""
     effects = (type(each).__name__ for each in equation.effects)
-    return any(map(is_ref, equation.invars)) or any(name != "NamedAxisEffect" for name in effects)
+    return has_ref(equation) or any(name != "NamedAxisEffect" for name in effects)
 
 
 def has_own_derivative(equation: Any) -> bool:
