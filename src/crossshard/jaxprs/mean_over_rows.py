@@ -69,6 +69,7 @@ from crossshard.jaxprs.same_program import (
     scales,
     takes_cotangents,
 )
+from crossshard.jaxprs.slices import axis_of_slices
 from crossshard.jaxprs.walk import (
     Analysis,
     Equations,
@@ -324,7 +325,7 @@ class _OverRows(Analysis[Fact]):
             same = one is other
             return Free() if same else Obstacle(OverRows.UNDECIDED, _DIFFERS, equation)
         if one.shape == other.shape:
-            if np.array_equal(one, other) or _both_nan(one, other):
+            if np.array_equal(one, other, equal_nan=jnp.issubdtype(one.dtype, jnp.inexact)):
                 return Free(number=_number(one))
             if one.ndim == 1 and one.size < 9 and one.dtype.kind in "iu":
                 return Shape(tuple(one.tolist()), tuple(other.tolist()))
@@ -575,14 +576,13 @@ class _OverRows(Analysis[Fact]):
             kept = name in MOVES and not pair.converts() and len(free) == len(inputs)
             of_all = free[0].number if kept and free else None
             return [Free(power, own, of_all, _times(name, free))] * number
-        axes = {
-            _axis_that_grows(shape_of(one), shape_of(other), self.times)
-            for one, other in zip(pair.one.outvars, pair.other.outvars, strict=True)
-        }
-        (axis,) = axes if len(axes) == 1 else (None,)
-        if axis is None:
+        shapes = [tuple(map(shape_of, each.outvars)) for each in pair[:2]]
+        axes = set(map(axis_of_slices, *shapes))
+        axis = axes.pop() if len(axes) == 1 else None
+        pairs = zip(*shapes, strict=True)
+        if axis is None or any(more[axis] != self.times * few[axis] for few, more in pairs):
             return pair.undecided(f"{name} makes an array of rows by rows")
-        inner, odd = divmod(shape_of(pair.one.outvars[0])[axis], self.rows)
+        inner, odd = divmod(shapes[0][0][axis], self.rows)
         if odd:
             return pair.undecided(f"{name} with the number of rows")
         if name == "iota" and pair.one.params["dimension"] == axis:
@@ -824,25 +824,8 @@ def _number(value: np.ndarray[Any, Any]) -> float | None:
     return float(value.flat[0])
 
 
-def _both_nan(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    real = jnp.issubdtype(one.dtype, jnp.floating)
-    return bool(
-        real
-        and np.array_equal(np.isnan(one), np.isnan(other))
-        and np.array_equal(one[~np.isnan(one)], other[~np.isnan(other)])
-    )
-
-
 def _same_shape(one: Any, other: Any) -> bool:
     return shape_of(one) == shape_of(other)
-
-
-def _axis_that_grows(one: Sequence[int], other: Sequence[int], times: int) -> int | None:
-    if len(one) != len(other):
-        return None
-    differ = [axis for axis, pair in enumerate(zip(one, other, strict=True)) if len(set(pair)) > 1]
-    grows = len(differ) == 1 and other[differ[0]] == times * one[differ[0]]
-    return differ[0] if grows else None
 
 
 def _is_never(name: str, one: Free, other: Free) -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard.jaxprs.primitives import CHOOSES, HOMOGENEOUS, OF_COUNTS, OF_SIGN
+from crossshard.jaxprs.walk import are_alike
 
 
 class OverRows(enum.Enum):
@@ -197,11 +198,7 @@ class Pair(NamedTuple):
 
     def is_alike(self) -> bool:
         """Whether the parameters are equal, but for lengths, which the shapes tell."""
-        left, right = self.one.params, self.other.params
-        return all(
-            key in _OF_SHAPE or value is right[key] or bool(value == right[key])
-            for key, value in left.items()
-        )
+        return are_alike(self.one, self.other, _OF_SHAPE)
 
     def converts(self) -> bool:
         """Whether it makes another number of a number, as from float to integer."""

@@ -8,7 +8,7 @@ small analyses are here: which inputs the outputs depend on, or are, and along w
 import abc
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -74,6 +74,15 @@ def has_own_derivative(equation: Any) -> bool:
 def named_axes(equation: Any) -> frozenset[str]:
     """The named axes of a collective; those of vmap, which are positions, are none."""
     return _names_in((equation.params.get("axes", ()), equation.params.get("axis_name", ())))
+
+
+def are_alike(one: Any, other: Any, but: Container[str] = ()) -> bool:
+    """Whether two equations of one primitive, of one function, have equal parameters but these."""
+    left, right = one.params, other.params
+    return all(
+        key in but or value is right[key] or bool(value == right[key])
+        for key, value in left.items()
+    )
 
 
 class Call(NamedTuple):
