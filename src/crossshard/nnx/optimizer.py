@@ -572,6 +572,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 f"created in it: {self!r} was {words[-1]}, and "
                 f"{describe_variable(next(iter(missing.values())))} was {words[0]}. Pass both as "
                 f"arguments."
+                + " If it is an attribute of a module, import Flax before you create it: NNX "
+                "keeps an object that was there before as static." * (made_in is None)
             )
         elif not (_jax.at_top_level() if made_in is None else made_in == _flax.current_trace()):
             raise VariableError(
