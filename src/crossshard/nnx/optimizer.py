@@ -151,7 +151,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     @classmethod
     def _made(cls, transformation: Transformation, slots: SlotStore, made_in: Any = None) -> Self:
-        """An optimizer; ``made_in`` is ``None`` if it is rebuilt from its parts, or precedes Flax."""
+        """An optimizer; ``made_in`` is ``None`` if it is rebuilt from parts, or precedes Flax."""
         self = super().__new__(cls, transformation.init, transformation.update)
         self._transformation = transformation
         self._made_in = made_in
