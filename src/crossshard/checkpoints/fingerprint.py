@@ -22,8 +22,8 @@ from crossshard.pipeline.aggregators import Aggregator
 from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.update.optimize import takes_value
-from crossshard.step.config import StepConfig
-from crossshard.step.options import OPTIMIZER, PREPROCESS
+from crossshard.step.function import StepConfig
+from crossshard.step.state import OPTIMIZER, PREPROCESS
 
 
 def fingerprint(config: StepConfig, params: Any) -> Fingerprint:
@@ -53,7 +53,7 @@ def compared(config: StepConfig) -> dict[str, Any]:
         **pipeline.written(),
         OPTIMIZER: pipeline.inner,
         "reduction": pipeline.reduction,
-        "gather_dtype": config.function.gather_dtype,
+        "gather_dtype": config.gather_dtype,
     }
 
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.shards.cut import Placement, partition_along_axis
-from crossshard.step.options import NEW
+from crossshard.step.state import NEW
 
 
 @dataclasses.dataclass(frozen=True)
