@@ -14,8 +14,13 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from crossshard import _check
-from crossshard.collectives.bucketing import on_blocks
-from crossshard.collectives.sums import exchange, gather_parts, send_gathered, send_scattered
+from crossshard.collectives.sums import (
+    exchange,
+    gather_parts,
+    on_blocks,
+    send_gathered,
+    send_scattered,
+)
 from crossshard.errors import ArgumentError
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition

@@ -13,7 +13,6 @@ import optax
 from crossshard import _check
 from crossshard._annotations import PyTree
 from crossshard._check import is_inexact
-from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.collectives.few_bits import (
     DTYPES,
     Codec,
@@ -22,7 +21,14 @@ from crossshard.collectives.few_bits import (
     sum_in_few_bits,
     takes_few_bits,
 )
-from crossshard.collectives.sums import send_exchanged, send_gathered, sum_over_shards, wide, widen
+from crossshard.collectives.sums import (
+    bucketed_sum,
+    send_exchanged,
+    send_gathered,
+    sum_over_shards,
+    wide,
+    widen,
+)
 from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
 from crossshard.pipeline.stage import StageContext
 from crossshard.shards.axes import GroupAssignment, Shards

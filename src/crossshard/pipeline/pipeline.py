@@ -35,7 +35,7 @@ from crossshard.pipeline.stage import (
     name_at,
 )
 from crossshard.pipeline.stages.accumulate import Accumulate
-from crossshard.pipeline.stages.aggregate import Aggregate
+from crossshard.pipeline.stages.aggregate import Aggregate, Weigh
 from crossshard.pipeline.stages.local_sgd import LocalSGD
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
 from crossshard.pipeline.stages.metrics import LocalNorms, Metrics
@@ -50,7 +50,6 @@ from crossshard.pipeline.stages.nonfinite import (
     with_finite,
 )
 from crossshard.pipeline.stages.preprocess import Preprocess
-from crossshard.pipeline.stages.weigh import Weigh
 from crossshard.pipeline.update.optimize import Decay, Optimize, Updated
 from crossshard.shards.axes import GroupAssignment, Shards, current_shards, over_all_shards
 

@@ -12,10 +12,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
-from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
 from crossshard.collectives.few_bits import LANES, Codec, gather_in_few_bits
 from crossshard.collectives.rings import Product
-from crossshard.collectives.sums import send_gathered, to_average, wide
+from crossshard.collectives.sums import (
+    bucketed_gather,
+    bucketed_sum,
+    send_gathered,
+    to_average,
+    wide,
+)
 from crossshard.gradients.autodiff import check_sums, scaled, unscale
 from crossshard.jaxprs.deferred import Deferred, Inside, evaluate
 from crossshard.model.layout import UsesRecord

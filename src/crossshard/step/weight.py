@@ -21,7 +21,7 @@ from crossshard.jaxprs.mean_over_rows import Finding, facts_of_inputs, prove, ty
 from crossshard.jaxprs.rewrite import evaluate, flat
 from crossshard.jaxprs.row_facts import Free
 from crossshard.jaxprs.walk import Call, constants, control_flow, depends, opened
-from crossshard.pipeline.stages.weigh import as_weight
+from crossshard.pipeline.stages.aggregate import as_weight
 from crossshard.shards.axes import Shards
 
 # How often two functions are compared on numbers that are drawn; and up to which relative

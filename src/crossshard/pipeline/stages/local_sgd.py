@@ -18,8 +18,7 @@ from jax import lax
 
 from crossshard import _check
 from crossshard._annotations import Given, PyTree
-from crossshard.collectives.bucketing import bucketed_sum
-from crossshard.collectives.sums import wide, widen
+from crossshard.collectives.sums import bucketed_sum, wide, widen
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import Reduction
