@@ -337,14 +337,14 @@ class _Way:
             own = self.shards
             if axes != own.axes:
                 own = dataclasses.replace(
-                    own, number=self._size(axes), axes=axes, torus_factors=(), slices=1
+                    own,
+                    number=math.prod(map(lax.axis_size, axes)),
+                    axes=axes,
+                    torus_factors=(),
+                    slices=1,
                 )
             found.append((wire, own))
         return found
-
-    @staticmethod
-    def _size(axes: tuple[str, ...]) -> int:
-        return math.prod(lax.axis_size(axis) for axis in axes)
 
     def scatter(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``[rows, 128]``: the sum of this shard's rows; and what of ``x`` was not sent."""

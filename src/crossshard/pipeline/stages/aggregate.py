@@ -18,7 +18,6 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.status import GradientStatus, Reduction, Statuses, check_shapes
 from crossshard.pipeline.aggregators import (
     Aggregator,
-    FewBits,
     Plain,
     Summands,
     check_aggregator,
@@ -131,21 +130,16 @@ class Aggregate(Stage):
           ArgumentError: no such dtype, or two ways to sum.
           ArgumentTypeError: not an aggregator.
         """
-        wire = check_reduce_dtype(options.get("reduce_dtype"))
+        given = options.get("reduce_dtype")
+        wire = check_reduce_dtype(given)
         aggregator = check_aggregator(options.get("aggregator"))
-        if aggregator is not None and isinstance(wire, FewBits):
+        if aggregator is not None and given is not None:
             raise ArgumentError(
-                f"reduce_dtype={options['reduce_dtype']!r:.60} sends gradients in few bits, and "
-                f"aggregator={aggregator!r:.60} in a way of its own. Leave one of them out."
-            )
-        if aggregator is not None and wire is not None:
-            raise ArgumentError(
-                f"reduce_dtype={str(wire)!r} is for the sum that XLA computes, and gradients are "
+                f"reduce_dtype={given!r:.60} is for a sum of crossshard's own, and gradients are "
                 f"already to be summed {aggregator.describe()}. Leave one of them out."
             )
-        if aggregator is None:
-            aggregator = wire if isinstance(wire, FewBits) else Plain(wire)
-        return cls(options["reduction"], options["groups"], options["axis_name"], aggregator)
+        shared = options["reduction"], options["groups"], options["axis_name"]
+        return cls(*shared, wire if aggregator is None else aggregator)
 
     def init(self, params: Any) -> Any:
         """The aggregator's own state."""
