@@ -30,8 +30,8 @@ SGD = optax.sgd(0.01)
 @pytest.fixture(autouse=True)
 def torus(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU devices count as a torus of 2 x 2."""
-    monkeypatch.setattr("crossshard.model.layout.torus_factors", lambda mesh: (2, 2))
-    monkeypatch.setattr("crossshard.model.layout.sends_beside_products", lambda mesh: True)
+    monkeypatch.setattr("crossshard.shards.devices.torus_factors", lambda mesh: (2, 2))
+    monkeypatch.setattr("crossshard.shards.devices.sends_beside_products", lambda mesh: True)
 
 
 def trained(loss: Any, batches: Any = BATCHES, **options: Any) -> Any:
@@ -69,7 +69,7 @@ def test_what_products_do_not_meet_is_gathered():
 def test_pieces_where_nothing_goes_beside_computation(
     transposed: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("crossshard.model.layout.sends_beside_products", lambda mesh: False)
+    monkeypatch.setattr("crossshard.shards.devices.sends_beside_products", lambda mesh: False)
     wide = 512
     shapes = {"up": (WIDTH, wide), "down": (wide, WIDTH)}
     random = np.random.default_rng(0)
@@ -108,7 +108,7 @@ def test_describe_says_it():
 )
 def test_options_do_what_they_did(options: Any, monkeypatch: pytest.MonkeyPatch):
     in_rings = trained(scan_loss, **options)
-    monkeypatch.setattr("crossshard.model.layout.sends_beside_products", lambda mesh: False)
+    monkeypatch.setattr("crossshard.shards.devices.sends_beside_products", lambda mesh: False)
     close = 3e-4 if "accumulate_steps" not in options else 1e-6
     assert_close(in_rings, trained(scan_loss, **options), close)
 
@@ -120,7 +120,7 @@ def test_weighted_shards():
     runs = []
     for in_rings in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            name = "crossshard.model.layout.sends_beside_products"
+            name = "crossshard.shards.devices.sends_beside_products"
             patch.setattr(name, lambda mesh, is_so=in_rings: is_so)
             runs.append(trained(scan_loss, batches, weight=weight, loss_over="shard"))
     assert_close(*runs)
@@ -132,5 +132,5 @@ def test_sixteen_bits_of_computation(monkeypatch: pytest.MonkeyPatch):
         return CASES["remat"].loss(*half).astype(jnp.float32)
 
     in_rings = trained(loss)
-    monkeypatch.setattr("crossshard.model.layout.sends_beside_products", lambda mesh: False)
+    monkeypatch.setattr("crossshard.shards.devices.sends_beside_products", lambda mesh: False)
     assert_close(in_rings, trained(loss), 2e-3)

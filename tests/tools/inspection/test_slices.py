@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from crossshard.tools.inspection.groups import with_slices
 from crossshard.tools.inspection.hlo import parse
 from crossshard.tools.inspection.inspect import report_on
 from crossshard.tools.inspection.report import Communication
@@ -37,7 +36,7 @@ ENTRY %main (p: {given}) -> {result} {{
 
 
 def report(text: str, axes: tuple[tuple[str, int], ...] = ()) -> Communication:
-    return report_on(with_slices(parse(text)), axes=axes)
+    return report_on(parse(text), axes=axes)
 
 
 A, HALF, TWICE = "f32[4096,512]", "f32[2048,512]", "f32[8192,512]"

@@ -317,6 +317,8 @@ class _Overlaps:
                 start, computation = caller, around
             elif caller.opcode == "fusion" and chain is not None:
                 return self._between(around, caller, chain)
+        if start.sent_as is not None:
+            return self._between(computation, start, start.rendezvous or "")
         if not start.opcode.endswith("-start") or _is_sync(run.instruction) or _is_sync(start):
             return None
         return self._between(computation, start, start.name)
@@ -330,13 +332,15 @@ class _Overlaps:
     def _schedule_of(self, name: str) -> tuple[list[int], dict[str, int]]:
         """What each instruction of a computation runs, and where what is asynchronous ends.
 
-        Ends are by the name of the start, or by the name of a chain of XLA for TPUs.
+        Ends are by the name of the start, of a rendezvous, or of a chain of XLA for TPUs.
         """
         start_of: dict[str, str] = {}
         ends: dict[str, int] = {}
-        instructions = self._module.computations[name].instructions.values()
-        for place, each in enumerate(instructions):
-            if each.opcode.endswith(("-update", "-done")) and each.operands:
+        instructions = self._module.computations[name].instructions
+        for place, each in enumerate(instructions.values()):
+            if each.opcode == "recv-done":
+                ends[instructions[each.operands[0]].rendezvous or ""] = place
+            elif each.opcode.endswith(("-update", "-done")) and each.operands:
                 start_of[each.name] = start_of.get(each.operands[0], each.operands[0])
                 ends[start_of[each.name]] = place
             # A fusion begins, advances or ends a chain.
@@ -345,7 +349,7 @@ class _Overlaps:
                     for inner in computation.instructions.values():
                         chain = inner.quoted("frontend_attributes", "chain_id")
                         ends |= {} if chain is None else {chain: place}
-        return [self._work(each) for each in instructions], ends
+        return [self._work(each) for each in instructions.values()], ends
 
     def _work(self, instruction: Instruction) -> int:
         opcode = instruction.opcode
@@ -431,6 +435,8 @@ def _starts_chain(run: Execution) -> bool:
 
 
 def _kind(run: Execution) -> str | None:
+    if run.instruction.sent_as is not None:
+        return run.instruction.sent_as
     opcode = run.instruction.opcode.removesuffix("-start")
     if opcode == "all-reduce" and _is_fused_scatter(run):
         return "reduce-scatter"
@@ -457,8 +463,9 @@ def _is_fused_scatter(run: Execution) -> bool:
 def _read(run: Execution, kind: str, module: Module, beside: tuple[int, int] | None) -> Collective:
     instruction, (products, kernels) = run.instruction, beside or (0, 0)
     shapes = [run.computation.instructions[name].shape for name in instruction.operands]
-    # The other operands are the output buffer, offsets and sizes.
-    shapes = shapes[:1] if kind == "ragged-all-to-all" else shapes
+    # The other operands are the output buffer, offsets and sizes; or a token.
+    if kind == "ragged-all-to-all" or instruction.sent_as is not None:
+        shapes = shapes[:1]
     operands = [array for shape in shapes for array in leaves(shape)]
     groups = groups_of(instruction, kind, module)
     if kind == "collective-permute":

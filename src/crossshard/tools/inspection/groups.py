@@ -1,20 +1,15 @@
-"""Who sends to whom: replica groups in all of XLA's notations, between slices, and along axes.
+"""Who sends to whom: replica groups in all of XLA's notations, and along which axes they are."""
 
-A program for several slices of a TPU is that of one, whose collectives over all of them are a
-`send` to the network between them and a `recv`.
-"""
-
-import dataclasses
 import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
 from crossshard.errors import ArgumentError
-from crossshard.tools.inspection.hlo import Computation, Instruction, Module
+from crossshard.tools.inspection.hlo import Instruction, Module, sent_to
 
 Groups = tuple[tuple[int, ...], ...]
 # The names of the axes of a program's mesh with their sizes, in the order of its devices.
@@ -34,18 +29,6 @@ _IDS_ARE_PARTITIONS = {
     "collective-permute",
     "collective-broadcast",
 }
-
-# What XLA calls those between slices.
-_BETWEEN_SLICES = {
-    "ALL_REDUCE": "all-reduce",
-    "ALL_GATHER": "all-gather",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_TO_ALL": "all-to-all",
-    "ONE_TO_ONE": "collective-permute",
-}
-_SLICES = re.compile(r'_xla_megascale_target=("[^"]*"|\{\{.*?\}\})')
-# The first slice is 1. The ids of its devices begin here, those of the second at twice this.
-_OF_A_SLICE = 100_000
 
 
 def parse_groups(text: str) -> Groups:
@@ -141,6 +124,10 @@ def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
     Returns:
       The groups; for a collective-permute, its (source, target) pairs.
     """
+    devices = np.arange(module.replicas * module.partitions)
+    if collective.sent_as is not None:
+        sent = sent_to(collective)
+        return tuple(tuple((at - 1) * devices.size + x for at, x in group) for group in sent)
     attributes = collective.attributes
     pairs = kind == "collective-permute"
     text = attributes.get("source_target_pairs" if pairs else "replica_groups", "{}")
@@ -148,11 +135,8 @@ def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
         # They follow a comma, so they were parsed as another attribute.
         text = f"{text}, device_ids={attributes['device_ids']}"
     given = [list(group) for group in parse_groups(text)]
-    if "between_slices" in attributes:
-        return tuple(map(tuple, given))
     if pairs and not given:
         return ()
-    devices = np.arange(module.replicas * module.partitions)
     table = devices.reshape(module.replicas, module.partitions)
     if attributes.get("use_global_device_ids") == "true":
         rows = [devices[group] for group in given or [list(range(devices.size))]]
@@ -209,85 +193,3 @@ def joined_shards(
         if len(leaders) > 1:
             leader[np.isin(leader, leaders)] = leaders[0]
     return max(Counter(leader.tolist()).values())
-
-
-def with_slices(module: Module) -> Module:
-    """A module with ``…-start`` and ``…-done`` in place of what is sent between slices.
-
-    Their groups are of the devices of all slices, one slice after the other.
-    """
-    sends = [
-        each
-        for computation in module.computations.values()
-        for each in computation.instructions.values()
-        if _sent_as(each)
-    ]
-    if not sends:
-        return module
-    slices = max(place for each in sends for group in _sent_to(each) for place, _ in group)
-    size = module.partitions * module.replicas
-    computations = {
-        name: Computation(name, dict(_rewritten(each.instructions.values(), size)))
-        for name, each in module.computations.items()
-    }
-    entry = computations[module.entry.name]
-    return dataclasses.replace(module, computations=computations, entry=entry, slices=slices)
-
-
-def _rewritten(instructions: Iterable[Instruction], size: int) -> Iterator[tuple[str, Instruction]]:
-    """The instructions of a computation by name, with those that send and receive as one pair."""
-    instructions = list(instructions)
-    sends = {_rendezvous(each): each for each in instructions if _sent_as(each)}
-    received = {
-        each.name: sends[_rendezvous(each)]
-        for each in instructions
-        if each.opcode == "recv" and _rendezvous(each) in sends
-    }
-    for each in instructions:
-        kind = _sent_as(each)
-        if kind is not None:
-            ids = ([(place - 1) * size + at for place, at in group] for group in _sent_to(each))
-            text = ",".join(f"{{{','.join(map(str, group))}}}" for group in ids)
-            name = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
-            text = f"{each.text}, {name}={{{text}}}, between_slices=true"
-            # The other operand is a token.
-            each = dataclasses.replace(
-                each, opcode=f"{kind}-start", operands=each.operands[:1], text=text
-            )
-        elif each.opcode == "recv-done" and each.operands[0] in received:
-            start = received[each.operands[0]]
-            operands = (start.name, *each.operands)
-            each = dataclasses.replace(each, opcode=f"{_sent_as(start)}-done", operands=operands)
-        yield each.name, each
-
-
-def _sent_as(instruction: Instruction) -> str | None:
-    if instruction.opcode != "send":
-        return None
-    name = instruction.quoted("frontend_attributes", "_xla_megascale_transfer_type")
-    return _BETWEEN_SLICES.get(name or "")
-
-
-def _rendezvous(instruction: Instruction) -> str | None:
-    return instruction.quoted("frontend_attributes", "_xla_host_transfer_rendezvous")
-
-
-def _sent_to(send: Instruction) -> list[list[tuple[int, int]]]:
-    """The groups that send to each other: of each device its slice, from 1, and its place in it."""
-    found = _SLICES.search(send.attributes.get("frontend_attributes", ""))
-    text = found[1] if found else ""
-    if text.startswith('"'):
-        # The same devices of some slices: {1,2}x{0:3}.
-        slices, places = (_in_ranges(part) for part in text.strip('"').split("x"))
-        return [[(place, at) for place in slices] for at in places]
-    groups = re.findall(r"\{([\d,>-]+)\}", text)
-    return [[divmod(int(n), _OF_A_SLICE) for n in re.findall(r"\d+", group)] for group in groups]
-
-
-def _in_ranges(text: str) -> list[int]:
-    """``{1,2}`` and ``{0:3}``, of which the last number belongs to it."""
-    found: list[int] = []
-    for part in text.strip("{}").split(","):
-        first, _, last = part.partition(":")
-        found += range(int(first), int(last or first) + 1)
-    return found

@@ -34,6 +34,18 @@ _LIBRARIES = re.compile(
     r"|^<frozen "
 )
 
+# What XLA calls those between slices.
+_BETWEEN_SLICES = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+_SLICES = re.compile(r'_xla_megascale_target=("[^"]*"|\{\{.*?\}\})')
+# The first slice is 1. The ids of its devices begin here, those of the second at twice this.
+_OF_A_SLICE = 100_000
+
 
 def width(dtype: str) -> int:
     """The bits per element of an XLA dtype."""
@@ -110,6 +122,23 @@ class Instruction:
         found = re.search(rf'\b{key}"?[=:]"((?:[^"\\]|\\.)*)"', text)
         return _unescaped(found[1]) if found else None
 
+    @functools.cached_property
+    def sent_as(self) -> str | None:
+        """The kind of collective between the slices of a TPU of which this is the start, if any.
+
+        A program for several slices is that of one, whose collectives over all of them are a `send`
+        to the network between them and a `recv`, which have a rendezvous in common.
+        """
+        if self.opcode != "send":
+            return None
+        name = self.quoted("frontend_attributes", "_xla_megascale_transfer_type")
+        return _BETWEEN_SLICES.get(name or "")
+
+    @property
+    def rendezvous(self) -> str | None:
+        """What a send and a recv have in common."""
+        return self.quoted("frontend_attributes", "_xla_host_transfer_rendezvous")
+
     def called(self, attribute: str) -> tuple[str, ...]:
         """The names of the computations in an attribute."""
         return tuple(_NAME.findall(self.attributes.get(attribute, "")))
@@ -136,14 +165,20 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """An HLO module, which so many slices of a TPU run, each with all replicas and partitions."""
+    """An HLO module."""
 
     computations: Mapping[str, Computation]
     entry: Computation
     partitions: int
     replicas: int
     _frames: Mapping[int, tuple[str, int]]
-    slices: int = 1
+
+    @functools.cached_property
+    def slices(self) -> int:
+        """The number of slices of a TPU that run it, each with all replicas and partitions."""
+        each = (x for one in self.computations.values() for x in one.instructions.values())
+        groups = (group for x in each if x.sent_as is not None for group in sent_to(x))
+        return max((slice_ for group in groups for slice_, _ in group), default=1)
 
     @property
     def devices(self) -> int:
@@ -287,6 +322,30 @@ def _shape(text: str) -> Shape:
 
 def _unknown(what: str, text: str) -> str:
     return f"The program's text has an unknown {what}: {text.strip()[:80]!r}."
+
+
+# Between slices.
+
+
+def sent_to(send: Instruction) -> list[list[tuple[int, int]]]:
+    """The groups between slices: of each device its slice, from 1, and its place in it."""
+    found = _SLICES.search(send.attributes.get("frontend_attributes", ""))
+    text = found[1] if found else ""
+    if text.startswith('"'):
+        # The same devices of some slices: {1,2}x{0:3}.
+        slices, places = (_in_ranges(part) for part in text.strip('"').split("x"))
+        return [[(place, at) for place in slices] for at in places]
+    groups = re.findall(r"\{([\d,>-]+)\}", text)
+    return [[divmod(int(n), _OF_A_SLICE) for n in re.findall(r"\d+", group)] for group in groups]
+
+
+def _in_ranges(text: str) -> list[int]:
+    """``{1,2}`` and ``{0:3}``, of which the last number belongs to it."""
+    found: list[int] = []
+    for part in text.strip("{}").split(","):
+        first, _, last = part.partition(":")
+        found += range(int(first), int(last or first) + 1)
+    return found
 
 
 # Source lines.

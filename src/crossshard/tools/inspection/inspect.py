@@ -14,7 +14,7 @@ from crossshard import TrainState, _check
 from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.tools.inspection.collectives import collectives
-from crossshard.tools.inspection.groups import Axes, axes_of, joined_shards, with_slices
+from crossshard.tools.inspection.groups import Axes, axes_of, joined_shards
 from crossshard.tools.inspection.hlo import Module, parse
 from crossshard.tools.inspection.report import UNKNOWN, Communication, Memory
 
@@ -102,7 +102,7 @@ def inspect(
         found = named_bytes(parameters, of_data)
     else:
         found = _bytes_of_state(states[0], of_data) if states else {}
-    return report_on(with_slices(parse(text)), found, _memory(compiled), axes, of_data)
+    return report_on(parse(text), found, _memory(compiled), axes, of_data)
 
 
 def report_on(
