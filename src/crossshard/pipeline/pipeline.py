@@ -51,7 +51,7 @@ from crossshard.pipeline.stages.nonfinite import (
 )
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.update.optimize import Decay, Optimize, Updated
-from crossshard.shards.axes import GroupAssignment, Shards, current_shards, over_all_shards
+from crossshard.shards.axes import GroupAssignment, Shards, current_shards
 
 _TO_REDUCTION = (Phase.ARRIVAL, Phase.LOCAL, Phase.REDUCTION)
 
@@ -549,7 +549,7 @@ class Pipeline:
     @property
     def over_all_shards(self) -> bool:
         """Whether the aggregate is the same on every shard."""
-        return over_all_shards(self.groups)
+        return self.groups is None or len(self.groups.groups) == 1
 
     def skips_everywhere(self, skip: jax.Array | None) -> jax.Array | None:
         """Whether all groups skip the update: a global step is one for all of them."""
