@@ -10,14 +10,14 @@ from crossshard.gradients.local import grad, value_and_grad
 from crossshard.gradients.mean import Mean
 from crossshard.gradients.status import Reduction
 from crossshard.model.state import TrainState
-from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
+from crossshard.nnx.optimizer import CrossShardOptimizer
 from crossshard.pipeline.stage import CrossShardState, Stage
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
 from crossshard.pipeline.stages.nonfinite import Nonfinite
 from crossshard.shards.axes import get_shard_context, shard_context
 from crossshard.shards.devices import cpu_devices
 from crossshard.step.make_train_step import make_train_step
-from crossshard.step.rowwise import rowwise
+from crossshard.step.over_rows import rowwise
 from crossshard.step.train_step import TrainStep
 
 if TYPE_CHECKING:

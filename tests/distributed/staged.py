@@ -57,11 +57,11 @@ at("before initialize")
 job = crossshard.distributed.initialize(timeout=float(TIMEOUT), stall_timeout=float(STALL))
 at("after initialize")
 
-before("crossshard.step.config", "check_key", "in init")
+before("crossshard.step.state", "check_key", "in init")
 before("crossshard.checkpoints.checkpoints", "read_state", "in restore")
 before("crossshard.checkpoints.checkpoints", "check_devices", "in save")
 before("crossshard.checkpoints.storage", "start", "at the write")
-before("crossshard.step.reshard", "adopted", "in reshard")
+before("crossshard.step.state", "adopted", "in reshard")
 write_notes = storage._NotesHandler.async_save
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import crossshard
 from crossshard.step import program
-from crossshard.step.compiler_options import compiler_options
+from crossshard.step.program import compiler_options
 
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 THRESHOLD = "xla_gpu_reduce_scatter_combine_threshold_bytes"

@@ -191,7 +191,7 @@ def test_keys_in_a_state_that_all_shards_share_are_no_noise_of_rows():
 
 
 def test_what_microbatches_trace_again_is_proven_once(monkeypatch: pytest.MonkeyPatch):
-    from crossshard.step.losses import loss as step_loss
+    from crossshard.step.losses import rows as step_loss
 
     seen = []
     look = step_loss.facts_of_inputs

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from crossshard import DynamicLossScale, make_train_step
 from crossshard.errors import ArgumentError, CheckpointWarning, DivergenceWarning
-from crossshard.guards.replay import copy, differing
-from crossshard.step import config as step_config
+from crossshard.guards.divergence import copy, differing
+from crossshard.step import state as step_state
 from tests.quick import deep, deep_but
 from tests.step.common import assert_close, assert_same, on_one_device, train
 
@@ -474,7 +474,7 @@ def test_complex_parameters_are_gathered_with_both_parts():
 def test_a_state_of_many_arrays_is_made_by_several_programs(monkeypatch: pytest.MonkeyPatch):
     step = step_of(4, "adamw", **EVERY)
     want = step.init(PARAMS, 3)
-    monkeypatch.setattr(step_config, "_MOST", 4)
+    monkeypatch.setattr(step_state, "_MOST", 4)
     state = step.init(PARAMS, 3)
     assert_same(state, want)
     placed = [[x.sharding for x in jax.tree.leaves(each)] for each in (state, want)]

@@ -4,22 +4,26 @@ import dataclasses
 import enum
 import functools
 import itertools
+import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from crossshard import _check, _jax
 from crossshard._hash import from_words, to_words, word_of
+from crossshard._text import listed
 from crossshard.collectives.sums import sum_over_shards
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, DivergenceError, DivergenceWarning
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, names_of
 from crossshard.shards.axes import Shards
+from crossshard.shards.devices import number_of_shards
 
 
 class OnDivergence(enum.StrEnum):
@@ -64,12 +68,7 @@ class Divergence(NamedTuple):
 
 
 def check_divergence_options(every: Any, on_divergence: Any) -> "Sentinel | None":
-    """The checked ``check_divergence`` and ``on_divergence`` arguments.
-
-    Raises:
-      ArgumentError: not a positive number, an unknown action, or an action without a number.
-      ArgumentTypeError: not a whole number.
-    """
+    """The checked ``check_divergence`` and ``on_divergence`` arguments."""
     action = _check.choice("on_divergence", on_divergence, OnDivergence)
     if every is None:
         if action is not OnDivergence.RAISE:
@@ -247,3 +246,93 @@ def _repaired(healthy: jax.Array, decided: jax.Array, shards: Shards, x: Any) ->
     of_first = jnp.where(place == jnp.argmax(counts), words, 0)
     given = sum_over_shards(of_first, shards)
     return from_words(jnp.where(decided & ~healthy, given, words), x)
+
+
+# A fault may be in every array of a shard.
+_MOST = 3
+
+
+def report(
+    found: Divergence, sentinel: Sentinel, names: Sequence[str], mesh: Mesh, axes: tuple[str, ...]
+) -> None:
+    """Raise an error for copies that differ, or warn of those that have been repaired.
+
+    Args:
+      found: what a step has found.
+      sentinel: what looked for it.
+      names: the names of the leaves that were compared.
+      mesh: the mesh of the step.
+      axes: the axes of it that the shards are on.
+
+    Raises:
+      DivergenceError: they still differ.
+    """
+    step, every = int(found.step), sentinel.every
+    places = lambda flags: np.flatnonzero(flags).tolist()
+    what = listed([names[index] for index in places(found.leaves)], _MOST)
+    who = listed([_shard(index, mesh, axes) for index in places(found.shards)], _MOST)
+    mend = (
+        f"Memory or arithmetic of a device is at fault. Go on without it, from a checkpoint of "
+        f"step {max(0, step - every)} or before: checkpoints.restore(state, step) reads one."
+    )
+    if found.undecided:
+        raise DivergenceError(
+            f"Before step {step} the copies of {what} differ between {who}. No majority of the "
+            f"shards has the same, so nobody can tell which copy is right, and nothing has been "
+            f"changed{' there' * sentinel.repairs}. {mend}"
+        )
+    differs = f"Before step {step} another copy of {what} than on most shards was on {who}."
+    if not sentinel.repairs:
+        raise DivergenceError(
+            f"{differs} Nothing has been changed. {mend} on_divergence='repair' gives all shards "
+            f"the copy of the majority."
+        )
+    warnings.warn(
+        f"{differs} All shards were given the copy of the majority. Memory or arithmetic of a "
+        f"device is at fault: replace it if this comes again.",
+        DivergenceWarning,
+        stacklevel=5,
+    )
+
+
+def _shard(index: int, mesh: Mesh, axes: tuple[str, ...]) -> str:
+    """``shard 3 (device 3 of process 0)``."""
+    ranks = [mesh.axis_names.index(axis) for axis in axes]
+    by_shard = np.moveaxis(mesh.devices, ranks, range(len(ranks)))
+    devices = by_shard.reshape(number_of_shards(mesh, axes), -1)[index]
+    processes = sorted({device.process_index for device in devices})
+    device = f"device{'s' * (len(devices) > 1)} {listed([str(each.id) for each in devices], _MOST)}"
+    process = f"process{'es' * (len(processes) > 1)} {listed(list(map(str, processes)), _MOST)}"
+    return f"shard {index} ({device} of {process})"
+
+
+def copy(state: TrainState) -> TrainState:
+    """A copy of a state, to donate."""
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    return jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)(state)
+
+
+def differing(
+    layout: StateLayout, state: TrainState, again: TrainState
+) -> dict[str, tuple[int, ...]]:
+    """The names of the arrays whose bits differ, and the shards that have them."""
+    number = layout.number_of_shards
+    specs = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(state))
+    differ = lambda one, other: jnp.any(to_words(one) != to_words(other))
+
+    def on_one_device(state: Any, again: Any) -> jax.Array:
+        """bool[shards, leaves]: what differs on any device of each shard."""
+        leaves = jnp.stack(jax.tree.leaves(jax.tree.map(differ, state, again)))
+        own = jnp.arange(number) == Shards(number, layout.axes, manual=True).index()
+        flags = (own[:, None] & leaves).astype(jnp.int32)
+        return lax.pmax(flags, layout.mesh.axis_names) > 0
+
+    run = _jax.shard_map(
+        on_one_device, mesh=layout.mesh, in_specs=(specs, specs), out_specs=PartitionSpec()
+    )
+    found = jax.device_get(jax.jit(run)(state, again))
+    return {
+        name: tuple(np.flatnonzero(on_shards).tolist())
+        for name, on_shards in zip(names_of(state), found.T, strict=True)
+        if on_shards.any()
+    }

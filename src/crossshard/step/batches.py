@@ -23,16 +23,12 @@ from crossshard.shards.batch_axes import (
     take_rows,
 )
 from crossshard.shards.devices import number_of_shards, own_parts, put
-from crossshard.step.weight import SumOf, Weight, weight_of
+from crossshard.step.losses.rows import StepLoss
+from crossshard.step.microbatches import SumOf, Weight, weight_of
 
 
 def check_entries(batch_axis: Any, names: Any, weight: Weight | None) -> BatchAxes:
-    """The checked ``batch_axis`` and ``replicated_entries`` arguments.
-
-    Raises:
-      ArgumentError: they contradict each other, or the weight is whole.
-      ArgumentTypeError: they are not axes, or not names.
-    """
+    """The checked ``batch_axis`` and ``replicated_entries`` arguments."""
     given = tuple(names) if isinstance(names, tuple | list) else ()
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in given):
         raise ArgumentTypeError(
@@ -52,18 +48,7 @@ def check_entries(batch_axis: Any, names: Any, weight: Weight | None) -> BatchAx
 
 
 def check_rows(path: Any, leaf: Any, axis: int, *, or_type: bool = False) -> None:
-    """Raise unless a leaf of a batch is an array with rows along an axis.
-
-    Args:
-      path: its path in the batch.
-      leaf: the leaf.
-      axis: the axis.
-      or_type: whether it may be the type of an array, to compile for.
-
-    Raises:
-      ArgumentError: it has no rows.
-      ArgumentTypeError: JAX cannot hold it.
-    """
+    """Raise unless a leaf of a batch is an array, or its type, with rows along an axis."""
     where = f"batch{jax.tree_util.keystr(path)}"
     if is_number(leaf) and not np.shape(leaf):
         raise ArgumentError(
@@ -80,8 +65,7 @@ def check_rows(path: Any, leaf: Any, axis: int, *, or_type: bool = False) -> Non
 def check_same_rows(rows: Any, axes: BatchAxes) -> None:
     """Raise unless all arrays of a batch that are split have as many rows.
 
-    Raises:
-      ArgumentError: one has another number: each shard would get a part of, say, a table.
+    Else each shard would get a part of, say, a table.
     """
     lengths = axes.lengths(rows)
     for place, length in enumerate(lengths):
@@ -101,11 +85,6 @@ def check_same_rows(rows: Any, axes: BatchAxes) -> None:
 
 class BatchShardings:
     """Where the arrays of batches lie: rows split over the shards, whole ones on every device.
-
-    Args:
-      mesh: the mesh.
-      axes: its shard axes.
-      of_batch: along which axes the arrays of a batch are split.
 
     Attributes:
       number: the number of shards.
@@ -133,16 +112,7 @@ class BatchShardings:
         return getattr(leaf, "sharding", None) == self.along(axis)
 
     def split(self, batch: Any, *, or_types: bool = False) -> tuple[Any, Any]:
-        """A batch without its whole arrays, and with these alone, as ``BatchAxes.split``.
-
-        Args:
-          batch: the batch.
-          or_types: whether it may hold types of arrays, to compile for.
-
-        Raises:
-          ArgumentError: the axes do not fit the batch.
-          ArgumentTypeError: what is whole holds something else than numbers.
-        """
+        """A batch, or its types, without its whole arrays, and with these alone."""
         rows, whole = self.of_batch.split(batch)
         _check.arrays("batch", whole, or_types=or_types)
         # A Python number would be a part of the program.
@@ -161,13 +131,11 @@ class BatchShardings:
         """The arrays that every shard gets whole, on the devices.
 
         If there are several processes, the arrays are compared when their shapes are new.
-
-        Raises:
-          ArgumentError: another process passes others.
         """
         leaves = jax.tree.leaves(whole)
         key = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
-        if leaves and key not in self._equal and not any(map(_is_traced, leaves)):
+        is_traced = lambda x: isinstance(x, jax.core.Tracer)
+        if leaves and key not in self._equal and not any(map(is_traced, leaves)):
             check_agreement(
                 "step",
                 lambda: {
@@ -187,44 +155,16 @@ class BatchShardings:
         return x if getattr(x, "sharding", None) == self._everywhere else put(x, self._everywhere)
 
 
-def _is_traced(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
-
-
 class BatchPlacer:
-    """Puts batches on the devices of a mesh, rows split over the shards in order.
+    """Puts the batches of a loss on a mesh, rows split over the shards in order."""
 
-    Args:
-      mesh: the mesh.
-      axes: its shard axes.
-      weight: the weight function; ``None`` if all shards count the same.
-      of_batch: along which axes the arrays of a batch are split.
-      microbatches: the number of pieces of a shard's rows, or a virtual one's.
-      virtual_shards: how many virtual shards there are; ``None`` without them.
-      takes_weight: whether the step could be given a weight, so that errors may speak of it.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        axes: tuple[str, ...],
-        weight: Weight | None,
-        of_batch: BatchAxes,
-        microbatches: int = 1,
-        *,
-        virtual_shards: int | None = None,
-        takes_weight: bool = True,
-    ):
-        self._where = where = BatchShardings(mesh, axes, of_batch)
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], loss: StepLoss):
+        self._where = where = BatchShardings(mesh, axes, loss.batch_axes)
         # Rows are split over the shards, and a shard's rows into microbatches.
-        self._of_each = microbatches
-        self._is_virtual = virtual_shards is not None
-        self._multiple = (
-            where.parts * (virtual_shards or where.number) // where.number * microbatches
-        )
-        self._of_batch = of_batch
-        self._weight = weight
-        self._takes_weight = takes_weight
+        self._multiple = where.parts * loss.pieces(where.number)
+        self._loss, self._of_batch, self._weight = loss, loss.batch_axes, loss.weight
+        # Errors speak of a weight where the step could be given one.
+        self._takes_weight = not loss.has_one_state
         # How the arrays of batches were that were on the devices already.
         self._known: dict[Any, list[tuple[NamedSharding, int]]] = {}
         self._padding_weighs_nothing: set[Any] = set()
@@ -251,15 +191,12 @@ class BatchPlacer:
 
         If there are several processes, each passes its own rows, and all of them the same whole
         entries.
-
-        Raises:
-          ArgumentError: an array has no rows, or rows that do not divide and may not be padded.
-          ArgumentTypeError: a leaf is not an array.
         """
         leaves, tree = jax.tree.flatten(batch)
         # A fast check, since it runs at every step; a tracer has no such attribute.
         known = self._known.get(tree)
-        if known and all(map(_lies_as, leaves, known)):
+        lies_as = lambda x, to: getattr(x, "sharding", None) == to[0] and x.ndim == to[1]
+        if known and all(map(lies_as, leaves, known)):
             return batch
         where = self._where
         rows, whole = where.split(batch)
@@ -343,15 +280,12 @@ class BatchPlacer:
             return _mesh.constrained(leaf, self._where.along(axis))
         return put(leaf, self._where.along(axis))
 
-    @property
-    def _pieces(self) -> str:
-        number, kind = self._of_each, "virtual shards" if self._is_virtual else "shards"
-        of = f" of {number} microbatches" if number > 1 else ""
-        return f"{self._multiple // number} {kind}{of}"
-
     def _check_padding(self, path: Any, number: int, rows: Any, whole: Any) -> None:
         check_same_rows(rows, self._of_batch)
-        parts = self._multiple
+        parts, microbatches = self._multiple, self._loss.accumulate_steps
+        kind = "shards" if self._loss.same_bits is None else "virtual shards"
+        pieces = f"{parts // microbatches} {kind}"
+        pieces += f" of {microbatches} microbatches" * (microbatches > 1)
         if self._weight is None:
             rest = number % parts
             fewer = f"{number - rest} or " if number > parts else ""
@@ -362,7 +296,7 @@ class BatchPlacer:
             )
             raise ArgumentError(
                 f"batch{jax.tree_util.keystr(path)} has {number} rows, which do not divide evenly "
-                f"over {self._pieces}: {rest} are left over. Pass {fewer}{number - rest + parts}"
+                f"over {pieces}: {rest} are left over. Pass {fewer}{number - rest + parts}"
                 f"{or_weight if self._takes_weight else '.'}"
             )
         leaves, tree = jax.tree.flatten(rows)
@@ -377,15 +311,10 @@ class BatchPlacer:
         if weight != 0:
             raise ArgumentError(
                 f"A batch of {number} rows is padded with rows of zeros to divide over "
-                f"{self._pieces}, and these must have weight 0, but weight returns {weight:g} for "
+                f"{pieces}, and these must have weight 0, but weight returns {weight:g} for "
                 f"{each} of them. Add a mask to the batch and pass its name as weight."
             )
         self._padding_weighs_nothing.add(key)
-
-
-def _lies_as(leaf: Any, known: tuple[NamedSharding, int]) -> bool:
-    sharding, ndim = known
-    return getattr(leaf, "sharding", None) == sharding and leaf.ndim == ndim
 
 
 def _padding(leaf: Any, axis: int, rows: int) -> Any:
@@ -409,11 +338,7 @@ class Donation:
         self._alike: dict[Any, list[int]] = {}
 
     def check(self, state: TrainState, batch: Any) -> None:
-        """Raise if an array of a batch is, or shares its buffer with, an array of a state.
-
-        Raises:
-          ArgumentError: one does.
-        """
+        """Raise if an array of a batch is, or shares its buffer with, an array of a state."""
         pointers: dict[Any, dict[int | None, int]] = {}
         for place, leaf in enumerate(jax.tree.leaves(batch)):
             if not isinstance(leaf, jax.Array) or leaf.is_deleted():
@@ -453,11 +378,10 @@ class Donation:
     def _pointers(self, state: TrainState, kind: Any, number: int) -> dict[int | None, int]:
         """The addresses of the leaves of a type on a device, with their places."""
         leaves = jax.tree.leaves(state)
-        return {_pointer(leaves[place], number): place for place in self._alike[kind]}
 
+        def address(leaf: Any) -> int | None:
+            if not isinstance(leaf, jax.Array) or number >= len(leaf.sharding.addressable_devices):
+                return None
+            return int(leaf.addressable_data(number).unsafe_buffer_pointer())
 
-def _pointer(leaf: Any, number: int) -> int | None:
-    """The address of an array's buffer on one of its devices; ``None`` if it has none there."""
-    if not isinstance(leaf, jax.Array) or number >= len(leaf.sharding.addressable_devices):
-        return None
-    return int(leaf.addressable_data(number).unsafe_buffer_pointer())
+        return {address(leaves[place]): place for place in self._alike[kind]}

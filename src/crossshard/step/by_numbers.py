@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from jax.sharding import PartitionSpec
 
 from crossshard import _jax, _mesh
 from crossshard._check import is_inexact
+from crossshard.errors import LossError
+from crossshard.gradients.mean import Mean, per_row
 from crossshard.jaxprs.kernels import Assumptions
 from crossshard.jaxprs.mean_over_rows import Finding, facts_of_inputs, followed
 from crossshard.jaxprs.row_facts import OverRows
@@ -24,24 +27,28 @@ from crossshard.model.state import TrainState
 from crossshard.pipeline.stages.accumulate import zeros
 from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import join, take_rows
-from crossshard.step.config import StepConfig
+from crossshard.shards.random_streams import is_key, quiet_keys
+from crossshard.step.function import StepConfig, to_read
+from crossshard.step.gather import AtUse
 from crossshard.step.losses.batch import on_all_rows
-from crossshard.step.losses.loss import StepLoss
-from crossshard.step.microbatches import LocalResult, pieces_of
+from crossshard.step.losses.rows import Keys, StepLoss, value_and_grad, with_frozen
+from crossshard.step.microbatches import LocalResult, pieces_of, weight_of
 from crossshard.step.operations import Trial, precision_of
 from crossshard.step.over_rows import (
+    WAYS_ON,
+    Arguments,
+    Divisor,
     Doubt,
+    another_sum,
+    are_equal,
     finding_of,
-    not_alone,
-    not_by_numbers,
-    not_of_other_rows,
 )
-from crossshard.step.step_function import to_read
-from crossshard.step.weight import Divisor, another_sum, are_equal, weight_of
 
 # Sums over rows in another order differ by less, in float32; in coarser floats at least by a unit
 # of their precision, and at most by so many.
 _TOLERANCE, _COARSEST = 1e-4, 16
+
+
 # The bytes that the loss of the whole batch may take beyond twice those of a shard's rows: XLA
 # cannot split all that it does.
 _SPARE = 1 << 26
@@ -65,9 +72,6 @@ def check_by_numbers(
       state: the state, which stays valid.
       batch: the batch, on the devices.
       doubt: what its trace does not decide.
-
-    Raises:
-      LossError: the loss is no mean over rows.
     """
     given = jax.tree.map(lambda x: _mesh.on_mesh(x, layout.mesh), (state, batch))
     with _mesh.in_place_of_the_users_mesh(layout.mesh):
@@ -108,7 +112,7 @@ def _check_operations(
         number, all_rows = loss.number_of_rows(one), _behind(loss, one, other)
 
         def of_params(both: Any) -> Any:
-            of = [loss.quiet_of_rows(before, join(x, whole), both) for x in (one, all_rows)]
+            of = [_quiet_of_rows(loss, before, join(x, whole), both) for x in (one, all_rows)]
             traces = [jax.make_jaxpr(run, return_shape=True)(*given) for run, given in of]
             (_, tree), arguments = traces[1], of[1][1]
             jaxprs, leaves = [jaxpr for jaxpr, _ in traces], jax.tree.leaves(arguments.given)
@@ -128,7 +132,7 @@ def _check_operations(
             return jnp.stack(trial.apart)[None]
 
         def of_trained(trained: Any) -> Any:
-            return at_use.with_frozen(lambda frozen: of_params((trained, frozen)), before.frozen)
+            return with_frozen(at_use, lambda frozen: of_params((trained, frozen)), before.frozen)
 
         with shard_context(shards.number, axis_name=shards.axes):
             return at_use.call(of_trained, before.params)
@@ -141,8 +145,21 @@ def _check_operations(
     for tried, (distance, allowed) in zip(trials[-1], apart, strict=True):
         # Which is so of numbers that are not finite, too.
         if not allowed <= 1:
-            raise not_alone(doubt, tried.operation, tried.change, float(distance))
+            if not math.isfinite(distance):
+                raise _not_finite(doubt, f" of {tried.operation}")
+            raise LossError(
+                f"{doubt.sentence} And by numbers it is not so: of the same rows {tried.change}, "
+                f"the results of {tried.operation} are {distance:.2g} of their size apart. "
+                f"{WAYS_ON}"
+            )
     return True
+
+
+def _not_finite(doubt: Doubt, of: str) -> LossError:
+    return LossError(
+        f"{doubt.sentence} And numbers that are not finite cannot show it{of}. Make them finite in "
+        f"the first call. Or: {WAYS_ON}"
+    )
 
 
 class _NotDecidedError(Exception):
@@ -178,7 +195,11 @@ def _run(
     except _NotDecidedError:
         raise
     except Exception as error:  # a loss may raise anything on other shapes
-        raise not_of_other_rows(doubt, error) from error
+        said = str(error).partition("\n")[0]
+        raise LossError(
+            f"{doubt.sentence} And it cannot be computed of half of a shard's rows, to compare "
+            f"numbers: {type(error).__name__}: {said:.200} {WAYS_ON}"
+        ) from error
     return jax.device_get(compiled(*given)), precision
 
 
@@ -216,7 +237,9 @@ def _check_loss(
     def rows_of(batch: Any) -> tuple[Any, Any, Any, Callable[..., LocalResult]]:
         rows, whole = loss.split(batch)
         one, other = _of_two_shards(config, layout, rows)
-        of = lambda state, rows: loss.quiet_gradient(layout.local(state), join(rows, whole), at_use)
+        of = lambda state, rows: _quiet_gradient(
+            loss, layout.local(state), join(rows, whole), at_use
+        )
         return one, other, _behind(loss, one, other), of
 
     def compared(state: TrainState, batch: Any) -> Any:
@@ -304,7 +327,13 @@ def _check_apart(
         )
     # Which is so of numbers that are not finite, too: they show nothing.
     if not (values <= allowed[0] and gradients <= allowed[1]):
-        raise not_by_numbers(doubt, rows, both, mean, gradients)
+        numbers = f"of rows of {rows} the loss is {both:.6g}, and the mean of the shards' losses "
+        numbers += f"is {mean:.6g}"
+        if gradients:
+            numbers += f"; the gradients are {gradients:.2g} of the largest apart"
+        if not all(map(math.isfinite, (both, mean, gradients))):
+            raise _not_finite(doubt, f": {numbers}")
+        raise LossError(f"{doubt.sentence} And by numbers it is not so: {numbers}. {WAYS_ON}")
 
 
 def _moved(loss: StepLoss, rows: Any) -> Any:
@@ -347,7 +376,7 @@ def _of_shards_and_batch(
         rows, whole = loss.split(batch)
 
         def one(sums: Any, piece: Any) -> tuple[Any, Any]:
-            found = loss.quiet_gradient(before, join(piece, whole), at_use)
+            found = _quiet_gradient(loss, before, join(piece, whole), at_use)
             weight = 1 if found.weight is None else found.weight
             by_weight = lambda x: jnp.where(weight == 0, 0, weight * x)
             leaves = jax.tree.leaves(found.values)
@@ -389,7 +418,7 @@ def _of_shards_and_batch(
         mean, weight, largest, gradients = of_shards
         over = on_all_rows(at_use, layout)
         here = dataclasses.replace(state, model_state=of_first(state))
-        found = loss.quiet_gradient(here, batch, over)
+        found = _quiet_gradient(loss, here, batch, over)
         unless_none = lambda x, like: jnp.where(weight == 0, 0, x).astype(like.dtype)
         together = unless_none(found.loss, mean)
         of_all = list(map(unless_none, jax.tree.leaves(found.values), gradients))
@@ -453,17 +482,7 @@ def _least(given: Any, precision: float) -> float:
 def check_weight_by_numbers(
     config: StepConfig, batch: Any, finding: Finding, divisor: Divisor
 ) -> None:
-    """Raise unless both are equal in each piece of a batch, which are two numbers of each.
-
-    Args:
-      config: the step.
-      batch: the batch, on the devices.
-      finding: what the loss is in its rows.
-      divisor: what divides it.
-
-    Raises:
-      LossError: the weight is another sum.
-    """
+    """Raise unless weight and divisor are equal in each piece of a batch, two numbers of each."""
     loss, shards = config.loss, config.number_of_shards
     weight = loss.weight
     assert weight is not None
@@ -495,3 +514,40 @@ def check_weight_by_numbers(
             of = f"In part {place} of {len(found)} of this batch" if len(found) > 1 else "Here"
             numbers = f"{of} the loss divides by {divides:.7g}, and weight= is {of_weight:.7g}.\n"
             raise another_sum(weight, finding, numbers)
+
+
+# Noise is switched off.
+
+
+def _quiet(loss: StepLoss, state: TrainState, batch: Any) -> tuple[TrainState, Keys]:
+    """The state, and the keys, with which the noise of the loss is switched off."""
+    shape = (loss.number_of_rows(batch),) if loss.keys_of_rows else ()
+    keys = (quiet_keys(shape),) if loss.takes_rng else ()
+    quiet = lambda x: quiet_keys(x.shape) if is_key(x) else x
+    model_state = jax.tree.map(quiet, state.model_state)
+    return dataclasses.replace(state, model_state=model_state), keys
+
+
+def _quiet_of_rows(
+    loss: StepLoss, state: TrainState, batch: Any, both: Any
+) -> tuple[Callable[..., Any], Arguments]:
+    """The loss with its noise switched off, and what it is computed from."""
+    here, keys = _quiet(loss, state, batch)
+    arguments = loss.arguments(here, both, batch, keys)
+    return lambda *arguments: loss.of_arguments(here, *arguments).loss, arguments
+
+
+def _quiet_gradient(loss: StepLoss, state: TrainState, batch: Any, at_use: AtUse) -> LocalResult:
+    """The loss of some rows of one shard with its noise switched off, and its gradient."""
+    here, keys = _quiet(loss, state, batch)
+
+    def loss_of(trained: Any) -> tuple[Any, None]:
+        of_both = lambda frozen: loss.run(here, (trained, frozen), batch, keys).loss
+        found = with_frozen(at_use, of_both, state.frozen)
+        rows = loss.number_of_rows(batch)
+        return (per_row(found, rows) if isinstance(found, Mean) else found), None
+
+    weight = None if loss.weight is None else weight_of(loss.weight, batch)
+    with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
+        found = value_and_grad(at_use, loss_of, state.params, weight)
+    return LocalResult(found.out[0], found.gradients, weight, None, None, None, found.early)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from crossshard import _jax
 from crossshard.collectives.few_bits import LANES, Codec, gather_in_few_bits
@@ -21,37 +21,12 @@ from crossshard.collectives.sums import (
     to_average,
     wide,
 )
-from crossshard.gradients.autodiff import check_sums, scaled, unscale
 from crossshard.jaxprs.deferred import Deferred, Inside, evaluate
 from crossshard.model.layout import UsesRecord
 from crossshard.pipeline.aggregators import as_sent
 from crossshard.pipeline.stages.accumulate import add, mean
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
-
-
-@dataclasses.dataclass(frozen=True)
-class OnMesh:
-    """Where global arrays lie, outside of ``shard_map``: XLA gathers and sums them.
-
-    Attributes:
-      mesh: the mesh.
-      axes: its shard axes.
-    """
-
-    mesh: Mesh
-    axes: tuple[str, ...]
-
-    def whole(self, part: jax.Array, partition: Partition) -> jax.Array:
-        """An array that is split, gathered."""
-        return self._as(self.split(part, partition), partition.other_axes)
-
-    def split(self, x: jax.Array, partition: Partition) -> jax.Array:
-        """An array, packed, of which each shard has its slice."""
-        return self._as(x, partition.spec(self.axes))
-
-    def _as(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 
 class Use(NamedTuple):
@@ -68,22 +43,6 @@ class Use(NamedTuple):
     dtype: Any
     of_row: bool
     in_ring: bool
-
-
-class Found(NamedTuple):
-    """What differentiating a loss found.
-
-    Attributes:
-      out: the loss with its auxiliary output.
-      gradients: the gradients: whole and local, or, where ``early``, this shard's slice of the sum.
-      early: for each gradient, whether the backward pass has summed it; empty if none is.
-      of_others: the gradients of the other arrays.
-    """
-
-    out: Any
-    gradients: Any
-    early: tuple[bool, ...]
-    of_others: Sequence[Any] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +64,8 @@ class AtUse:
       before: the sums of the microbatches before this one, which is the last, as
         ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
         later.
-      on_mesh: where the arrays lie, if they are global ones, of a loss over the batch; ``None``
-        inside of ``shard_map``.
+      of_mesh: the mesh and its shard axes, if the arrays are global ones, which XLA gathers and
+        sums; ``None`` inside of ``shard_map``.
     """
 
     partitions: tuple[Partition, ...]
@@ -119,17 +78,7 @@ class AtUse:
     frozen: "AtUse | None" = None
     record: UsesRecord | None = dataclasses.field(default=None, compare=False)
     before: Any = dataclasses.field(default=None, compare=False)
-    on_mesh: OnMesh | None = None
-
-    def over_batch(self, on_mesh: OnMesh) -> "AtUse":
-        """The same for global arrays and a loss of all rows, whose gradient XLA sums.
-
-        One shard has all rows, so that the key does not depend on the number of shards, either.
-        """
-        frozen = None if self.frozen is None else self.frozen.over_batch(on_mesh)
-        return dataclasses.replace(
-            self, shards=Shards(1), waits=not self.in_parts, frozen=frozen, on_mesh=on_mesh
-        )
+    of_mesh: tuple[Mesh, tuple[str, ...]] | None = None
 
     def whole(self, params: Any) -> Any:
         """The parameters in full, gathered at once."""
@@ -161,75 +110,15 @@ class AtUse:
         ]
         return tree.unflatten(types)
 
-    def value_and_grad(
-        self,
-        loss_of: Callable[..., tuple[Any, Any]],
-        params: Any,
-        weight: Any = None,
-        loss_scale: Any = None,
-        others: Sequence[Any] = (),
-    ) -> Found:
-        """The loss with its auxiliary output, and the gradients that are read.
-
-        Args:
-          loss_of: the loss as a function of the parameters and the other arrays, which returns
-            ``(loss, aux)``.
-          params: the parameters as they rest.
-          weight: float[], the weight of this shard; ``None`` if all count the same.
-          loss_scale: float[], the scale of the loss; ``None`` without one.
-          others: further arrays to differentiate, which every shard has whole.
-        """
-        leaves, tree = jax.tree.flatten(params)
-        unread = self.unread or (False,) * len(leaves)
-        read = [place for place, each in enumerate(unread) if not each]
-        traced, late = self._late(loss_of, params, read, others)
-        whole = self._at_start(leaves, late)
-        given = list(whole)
-        for place in late.intersection(read):
-            given[place] = self._slot(place, leaves[place])
-
-        uses: dict[int, list[Use]] = {}
-
-        def of_read(arrays: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
-            inputs = list(whole)
-            for place, x in zip(read, arrays, strict=True):
-                inputs[place] = x
-            if traced is None:
-                loss, aux = loss_of(tree.unflatten(inputs), *others)
-            else:
-                for place in late:
-                    slot = None if unread[place] else inputs[place]
-                    inputs[place] = self._leaf(place, leaves[place], slot, weight)
-                loss, aux = self._evaluated(traced, [*inputs, *others], uses)
-            return scaled(loss, loss_scale), (loss, aux)
-
-        both = [given[place] for place in read], list(others)
-        check_sums(lambda: jax.make_jaxpr(lambda *both: of_read(*both)[0])(*both), ())
-        found, out = jax.grad(of_read, (0, 1), has_aux=True)(*both)
-        found, of_others = unscale(found, loss_scale)
-        if self.record is not None and traced is not None:
-            self.record.latest = uses
-        gradients = [
-            jnp.zeros_like(x) if none else x for x, none in zip(given, unread, strict=True)
-        ]
-        for place, gradient in zip(read, found, strict=True):
-            gradients[place] = gradient
-        early = tuple(place in late for place in range(len(leaves))) if late else ()
-        return Found(out, tree.unflatten(gradients), early, of_others)
-
     def call(self, function: Callable[[Any], Any], params: Any) -> Any:
         """What a function of the parameters returns, which are gathered where it uses them."""
         if not self.in_parts:
             return function(params)
         leaves, late = jax.tree.leaves(params), {i for i, waits in enumerate(self.early) if waits}
-        inputs = self._at_start(leaves, late)
+        inputs = self.at_start(leaves, late)
         for place in late:
-            inputs[place] = self._leaf(place, leaves[place], None, None)
-        return self._evaluated(self._traced(function, params), inputs, {})
-
-    def with_frozen(self, function: Callable[[Any], Any], frozen: Any) -> Any:
-        """What a function of the arrays that are not trained returns; as ``call``."""
-        return function(frozen) if self.frozen is None else self.frozen.call(function, frozen)
+            inputs[place] = self.leaf(place, leaves[place], None, None)
+        return evaluated(self._traced(function, params), inputs, {})
 
     def types_of_frozen(self, frozen: Any) -> Any:
         """The arrays that are not trained, or their types in full if some rest in parts."""
@@ -242,7 +131,7 @@ class AtUse:
         jaxpr, out = jax.make_jaxpr(function, return_shape=True)(self.types(params), *others)
         return _jax.without_unread(jaxpr), jax.tree.structure(out)
 
-    def _late(
+    def late(
         self,
         loss_of: Callable[..., tuple[Any, Any]],
         params: Any,
@@ -262,7 +151,7 @@ class AtUse:
         late = self._used_in_rows(traced, jax.tree.leaves(params), rows, others)
         return (traced, late) if late else (None, late)
 
-    def _at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
+    def at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
         """The parameters, of which those in parts that do not wait are gathered."""
         if not self.in_parts:
             return list(leaves)
@@ -287,34 +176,21 @@ class AtUse:
             inputs: list[Any] = list(arrays)
             for place in places:
                 x = arrays[place]
-                inputs[place] = self._leaf(place, x, self._slot(place, x), None)
-            return self._evaluated(traced, [*inputs, *others], uses)
+                inputs[place] = self.leaf(place, x, self.slot(place, x), None)
+            return evaluated(traced, [*inputs, *others], uses)
 
         jax.eval_shape(survey, list(leaves))
         return {place for place, found in uses.items() if any(use.of_row for use in found)}
 
-    @staticmethod
-    def _evaluated(traced: Any, inputs: Sequence[Any], uses: dict[int, list[Use]]) -> Any:
-        """What the traced loss returns; where it uses parameters is written down."""
-        jaxpr, out = traced
-        uses.clear()
-
-        def note(place: int, used: Any, inside: Inside) -> None:
-            uses.setdefault(place, []).append(
-                Use(inside, used.way.dtype, used.of_row, used.in_ring)
-            )
-
-        return jax.tree.unflatten(out, evaluate(jaxpr, inputs, note))
-
-    def _slot(self, place: int, x: Any) -> jax.Array:
+    def slot(self, place: int, x: Any) -> jax.Array:
         """Zeros in the place of a gradient: what the backward pass leaves of it."""
         return jnp.zeros(self._shape_of_sum(self.partitions[place]), wide(x.dtype))
 
     def _shape_of_sum(self, partition: Partition) -> tuple[int, ...]:
         """The shape of what the backward pass leaves of a gradient."""
-        return partition.local_shape if self.on_mesh is None else partition.packed_shape
+        return partition.local_shape if self.of_mesh is None else partition.packed_shape
 
-    def _leaf(self, place: int, x: Any, slot: Any, weight: Any) -> "Leaf":
+    def leaf(self, place: int, x: Any, slot: Any, weight: Any) -> "Leaf":
         way = Way(self._of_one, self.partitions[place], x.dtype, wide(x.dtype))
         arrays = {"value": x, "slot": slot}
         shared = {"weight": weight}
@@ -346,11 +222,11 @@ class AtUse:
                 for (x, partition, dtype), is_few in zip(each, few, strict=True)
                 if not is_few
             ]
-            if self.on_mesh is None:
+            if self.of_mesh is None:
                 sent = [x for x, _ in plain], [partition for _, partition in plain]
                 others = iter(bucketed_gather(*sent, self.shards))
             else:
-                others = iter([self.on_mesh.whole(*x) for x in plain])
+                others = iter([self._gathered_by_xla(*each) for each in plain])
             codec, shards = self.gather_dtype, self.shards
             return [
                 (gather_in_few_bits(x, part, codec, shards) if is_few else next(others)).astype(
@@ -358,6 +234,17 @@ class AtUse:
                 )
                 for (x, part, dtype), is_few in zip(each, few, strict=True)
             ]
+
+    def split(self, x: jax.Array, partition: Partition) -> jax.Array:
+        """A global array, packed, of which each shard has its slice."""
+        assert self.of_mesh is not None
+        mesh, axes = self.of_mesh
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, partition.spec(axes)))
+
+    def _gathered_by_xla(self, part: jax.Array, partition: Partition) -> jax.Array:
+        assert self.of_mesh is not None
+        whole = NamedSharding(self.of_mesh[0], partition.other_axes)
+        return lax.with_sharding_constraint(self.split(part, partition), whole)
 
     def dtype_sent(self, dtype: Any) -> Any:
         """The dtype in which a parameter that is used in this one is sent."""
@@ -370,6 +257,17 @@ class AtUse:
         fills = partition.number > 1 and math.prod(partition.local_shape) >= LANES
         is_coded = isinstance(self.gather_dtype, Codec) and fills
         return is_coded and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def evaluated(traced: Any, inputs: Sequence[Any], uses: dict[int, list[Use]]) -> Any:
+    """What the traced loss returns; where it uses parameters is written down."""
+    jaxpr, out = traced
+    uses.clear()
+
+    def note(place: int, used: Any, inside: Inside) -> None:
+        uses.setdefault(place, []).append(Use(inside, used.way.dtype, used.of_row, used.in_ring))
+
+    return jax.tree.unflatten(out, evaluate(jaxpr, inputs, note))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,8 +296,8 @@ class Way:
         """This shard's slice of the sum of all shards' gradients."""
         with jax.named_scope("reduce"):
             of = self.at_use
-            if of.on_mesh is not None:
-                return of.on_mesh.split(gradient.astype(self.summed), self.partition)
+            if of.of_mesh is not None:
+                return of.split(gradient.astype(self.summed), self.partition)
             sent = self._sent(gradient, shared, before)
             (total,) = bucketed_sum([sent], [self.partition], of.shards)
             return total.astype(self.summed)

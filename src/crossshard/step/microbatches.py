@@ -1,5 +1,6 @@
-"""Microbatches: what a shard computes from its rows, in several pieces; and what becomes of aux."""
+"""What a shard computes from its rows, in several pieces: how much each counts, and their aux."""
 
+import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,11 +11,14 @@ from jax import lax
 
 from crossshard import _check
 from crossshard._check import is_inexact, is_number
-from crossshard.collectives.sums import average, to_average, to_sum
+from crossshard.collectives.sums import average, sum_over_shards, to_average, to_sum
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.mean import MeanSums
+from crossshard.gradients.mean import Mean, MeanSums, counts_of, part_of_mean
+from crossshard.jaxprs.walk import depends
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, add, mean
+from crossshard.pipeline.stages.aggregate import as_weight
+from crossshard.shards.axes import Shards
 from crossshard.shards.batch_axes import BatchAxes
 
 
@@ -156,11 +160,7 @@ class AuxReduction(enum.StrEnum):
 
 
 def check_aux_reduction(reduction: Any, has_aux: bool) -> Any:
-    """The checked ``aux_reduction`` argument, a pytree of reductions; ``None`` is per shard.
-
-    Raises:
-      ArgumentError: an unknown reduction, or the loss returns no ``aux``.
-    """
+    """The checked ``aux_reduction`` argument, a pytree of reductions; ``None`` is per shard."""
     if reduction is not None and not has_aux:
         raise ArgumentError(
             f"aux_reduction={_check.shown(reduction)} reduces aux, but the loss returns none. Pass "
@@ -176,12 +176,7 @@ def check_aux_reduction(reduction: Any, has_aux: bool) -> Any:
 
 
 def aux_of_microbatches(reduction: Any, aux: Any, weights: jax.Array | None) -> Any:
-    """A shard's ``aux`` from that of its microbatches, stacked; per shard it stays stacked.
-
-    Raises:
-      ArgumentError: the reductions are not a prefix of ``aux``.
-      ArgumentTypeError: a leaf cannot be reduced so.
-    """
+    """A shard's ``aux`` from that of its microbatches, stacked; per shard it stays stacked."""
 
     def one(path: Any, leaf: Any, each: AuxReduction) -> Any:
         if each is AuxReduction.PER_SHARD:
@@ -200,12 +195,7 @@ def aux_of_microbatches(reduction: Any, aux: Any, weights: jax.Array | None) -> 
 
 
 def aux_to_reduce(reduction: Any, aux: Any, weight: jax.Array | None) -> dict[str, Any]:
-    """What the aggregate must sum, by name, to reduce ``aux``.
-
-    Raises:
-      ArgumentError: the reductions are not a prefix of ``aux``.
-      ArgumentTypeError: a leaf is not a number, or cannot be reduced so.
-    """
+    """What the aggregate must sum, by name, to reduce ``aux``."""
     check_aux(aux)
     summands = []
     for (path, leaf), each in _pairs(reduction, aux):
@@ -284,3 +274,101 @@ def _check_reducible(path: Any, leaf: Any, reduction: AuxReduction) -> None:
         f"aux{jax.tree_util.keystr(path)} is {dtype}, of which a step takes no {reduction}. Pass "
         f"aux_reduction={instead}."
     )
+
+
+Weight = Callable[[Any], Any]
+
+
+def check_weight(weight: Any) -> Weight | None:
+    """The weight function of the ``weight`` argument: from a shard's batch to its weight."""
+    if weight is None or callable(weight):
+        return weight
+    if isinstance(weight, str):
+        return SumOf(weight)
+    raise ArgumentTypeError(
+        f"weight must be the name of the batch's entry that counts examples or tokens, or a "
+        f"function from a shard's batch to its weight; got {_check.described(weight)}."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class SumOf:
+    """The sum of one entry of the batch, such as a mask."""
+
+    key: str
+
+    def __call__(self, batch: Any) -> Any:
+        if not isinstance(batch, dict) or self.key not in batch:
+            known = list(batch) if isinstance(batch, dict) else type(batch).__name__
+            raise ArgumentError(
+                f"weight={self.key!r} names an entry of the batch, but the batch has {known}."
+            )
+        return jnp.sum(jnp.asarray(batch[self.key], float))
+
+
+def check_weight_is_read(
+    weight: Weight, batch: Any, loss: Callable[[Any, Any], Any], params: Any
+) -> None:
+    """Raise if a loss of a batch and parameters does not read the entry that counts its rows."""
+    if not isinstance(weight, SumOf):
+        return
+    key = weight.key
+    # Raises if there is no such entry.
+    jax.eval_shape(weight, batch)
+    of_entry = lambda entry, params: loss({**batch, key: entry}, params)
+    if not depends(of_entry, batch[key], params):
+        raise ArgumentError(
+            f"weight={key!r} means that batch[{key!r}] counts rows, but the loss does not read it, "
+            f"so rows of weight 0, such as those of padding, count in its mean. Write "
+            f"(loss_of_rows * batch[{key!r}]).sum() / batch[{key!r}].sum(). If the loss leaves "
+            f"such rows out on its own, pass weight=lambda batch: batch[{key!r}].sum()."
+        )
+
+
+def weight_of(weight: Weight, batch: Any) -> jax.Array:
+    """float[]: the weight of one shard's rows of the batch; for errors see ``as_weight``."""
+    return as_weight(weight(batch), "weight returned")
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting:
+    """How the counts of a ``Mean`` are summed over the parts of the batch.
+
+    Attributes:
+      shards: the shards that have them.
+      pieces: how many parts each shard has.
+      weight: float[], 0 if this shard is left out, else 1; ``None`` if none is.
+      counts: float[] of each term, of the whole batch; ``None`` if each shard has one part, which
+        sums them where they are computed.
+    """
+
+    shards: Shards
+    pieces: int
+    weight: Any = None
+    counts: tuple[Any, ...] | None = None
+
+    def part(self, mean: Mean) -> jax.Array:
+        """The loss of one part, so that the mean of the parts' losses is that of the batch."""
+        counts = self.counts or self.over_shards(jnp.stack(counts_of(mean)))
+        parts = self.shards.size
+        if self.weight is not None:
+            parts = sum_over_shards(self.weight, self.shards)
+        return part_of_mean(mean, counts, parts * self.pieces)
+
+    def over_shards(self, counts: jax.Array) -> tuple[Any, ...]:
+        """The sum of a shard's counts over the shards that are not left out."""
+        own = lax.stop_gradient(counts)
+        own = own if self.weight is None else jnp.where(self.weight != 0, own, 0)
+        return tuple(sum_over_shards(own, self.shards))
+
+    def in_order(self, counts: jax.Array) -> tuple[Any, ...]:
+        """The sum over virtual shards, ``[of this shard, terms]``, the same for any number."""
+        each = len(counts)
+        every = jnp.zeros((self.shards.number, *counts.shape), counts.dtype)
+        every = sum_over_shards(every.at[self.shards.index()].set(counts), self.shards)
+        rows = list(every.reshape(self.shards.number * each, -1))
+        while len(rows) > 1:
+            odd = rows[len(rows) // 2 * 2 :]
+            pairs = zip(rows[::2], rows[1::2], strict=False)
+            rows = [one + other for one, other in pairs] + odd
+        return tuple(rows[0])

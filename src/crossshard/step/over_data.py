@@ -23,9 +23,10 @@ from crossshard.shards.batch_axes import join, resized, take_rows
 from crossshard.shards.cut import only
 from crossshard.shards.devices import are_of_all_processes, put
 from crossshard.step.batches import BatchShardings, check_rows
-from crossshard.step.config import StepConfig
+from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
-from crossshard.step.weight import SumOf
+from crossshard.step.losses.rows import with_frozen
+from crossshard.step.microbatches import SumOf
 
 
 class ToRead(NamedTuple):
@@ -60,13 +61,7 @@ class OverData:
         )
 
     def evaluate(self, metric_fn: Callable[..., Any], model: ToRead, batches: Iterable[Any]) -> Any:
-        """The mean of each value that ``metric_fn`` returns, over all examples.
-
-        Raises:
-          ArgumentError: there is no batch, no example counts, or processes pass unequal numbers
-            of batches.
-          ArgumentTypeError: ``batches`` is a single batch.
-        """
+        """The mean of each value that ``metric_fn`` returns, over all examples."""
         sums = lambda *batch: self._sums(metric_fn, *model, *batch)
         # In 64 bits, since the sums of many batches would round.
         found = [
@@ -97,13 +92,7 @@ class OverData:
     def _over(
         self, call: str, batches: Iterable[Any], run: Callable[[Any, jax.Array], Any]
     ) -> Iterator[Any]:
-        """What ``run`` returns for each batch on the devices, given which of its rows count.
-
-        Raises:
-          ArgumentError: there is no batch, its arrays have unequal numbers of rows, or processes
-            pass unequal numbers of batches.
-          ArgumentTypeError: ``batches`` is a single batch.
-        """
+        """What ``run`` returns for each batch on the devices, given which of its rows count."""
         is_one = isinstance(batches, dict | str | bytes) or hasattr(batches, "dtype")
         if is_one or not isinstance(batches, Iterable):
             raise ArgumentTypeError(
@@ -191,7 +180,7 @@ class OverData:
             params, frozen, model_state = arrays
 
             def run(params: Any) -> Any:
-                return at_use.with_frozen(functools.partial(of_model, params), frozen)
+                return with_frozen(at_use, functools.partial(of_model, params), frozen)
 
             def of_model(params: Any, frozen: Any) -> Any:
                 model = combine(skeleton, params, frozen, model_state)

@@ -1,15 +1,36 @@
-"""Checks that the loss of a step is a mean over rows, so that the shards' mean is the batch's."""
+"""Whether a loss is a mean over rows, so that the shards' mean is the batch's; and rowwise."""
 
+import concurrent.futures
 import dataclasses
+import functools
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
-from crossshard.errors import LossError
-from crossshard.gradients.mean import Mean, Term
-from crossshard.jaxprs.mean_over_rows import Finding, found, is_free, is_mean, is_sum
+from crossshard import _check, _jax
+from crossshard._annotations import PyTree
+from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
+from crossshard.gradients.mean import Mean, Moved, Term, with_moved
+from crossshard.jaxprs.kernels import ROWWISE
+from crossshard.jaxprs.mean_over_rows import (
+    Finding,
+    Proof,
+    facts_of_inputs,
+    found,
+    is_free,
+    is_mean,
+    is_sum,
+    prove,
+    types_with,
+)
+from crossshard.jaxprs.rewrite import evaluate, flat
 from crossshard.jaxprs.row_facts import (
     ADDS_SHARDS,
     ADDS_UNLIKE,
@@ -19,26 +40,65 @@ from crossshard.jaxprs.row_facts import (
     OverRows,
     Total,
 )
-from crossshard.step.weight import (
-    AS_MEAN,
-    Divisor,
-    SumOf,
-    Weight,
-    is_exact,
-    name_of,
-    not_of_the_batch,
-)
+from crossshard.jaxprs.walk import Call, constants, control_flow, opened
+from crossshard.shards.batch_axes import BatchAxes, join
+from crossshard.step.microbatches import SumOf, Weight
 
-# What a part of a Mean has to be.
-A_SUM = "a sum over the rows"
-A_MEAN = "the same for any rows, or a mean over them"
-THE_SAME = "the same for any rows"
 # Of a recurrent network over [time, rows, …].
 _OTHER_AXIS = "If the rows are along another axis, write batch_axis=1, or its number. "
-_WAYS_ON = (
+WAYS_ON = (
     "Write loss_over='batch', and the loss is given all rows; or loss_over='shard', if each "
     "shard's own loss is meant."
 )
+# How often two functions are compared on numbers that are drawn; and up to which relative
+# difference two float32 sums of the same numbers, in another order, are equal.
+_TRIALS, _TOLERANCE = 4, 1e-5
+# So little behind a count float32 rounds off.
+_ROUNDED = 1e-6
+AS_MEAN = (
+    "Return the two sums, which are then added up over all shards before they are divided:\n"
+    "    total, count = (losses * mask).sum(), mask.sum()\n"
+    "    return crossshard.Mean(total, count)\n"
+    "and leave weight out."
+)
+
+
+class Arguments(NamedTuple):
+    """What a loss is computed from.
+
+    Attributes:
+      given: the rows of the batch, and their keys.
+      whole: the entries of the batch that have no rows.
+      both: the parameters, trained and frozen.
+      of_all: the model state, if all shards have the same.
+      own: the key of the shard, and its model state.
+    """
+
+    given: Any
+    whole: Any
+    both: Any
+    of_all: Any
+    own: Any
+
+
+def types_of(tree: Any) -> tuple[Any, ...]:
+    """The structure of a pytree, and the types of its leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+
+
+class Divisor(NamedTuple):
+    """The sum over rows that divides a loss.
+
+    Attributes:
+      of_batch: computes it, float[], from a batch.
+      is_of_piece: whether of a piece.
+      is_weight: whether the weight is shown to be it, or it times a constant, for any batch.
+    """
+
+    of_batch: Callable[[Any], Any]
+    is_of_piece: bool
+    is_weight: bool
 
 
 class Doubt(NamedTuple):
@@ -67,7 +127,7 @@ class UndecidedError(LossError):
         self.doubt, self.divisor = doubt, divisor
         super().__init__(
             f"{doubt.sentence} The first call of the step checks it by numbers; a step that is "
-            f"lowered or traced before that has none. {_WAYS_ON}"
+            f"lowered or traced before that has none. {WAYS_ON}"
         )
 
 
@@ -76,7 +136,8 @@ def finding_of(facts: Any) -> Finding:
     if not isinstance(facts, Mean):
         return found(facts)
     findings = [each for term in facts.terms for each in _of_term(term)]
-    findings.append(_if(is_mean(facts.rest), facts.rest, "what is added to the Means", A_MEAN))
+    a_mean = "the same for any rows, or a mean over them"
+    findings.append(_if(is_mean(facts.rest), facts.rest, "what is added to the Means", a_mean))
     order = OverRows.COMPARED, OverRows.OVER_SHARDS, OverRows.UNDECIDED
     return min(
         (each for each in findings if each.kind in order),
@@ -88,11 +149,12 @@ def finding_of(facts: Any) -> Finding:
 def _of_term(term: Term) -> Iterator[Finding]:
     """What the parts of a term are, each to be a sum over rows, or a mean with a fixed count."""
     of = f"of the Mean {term.name!r}" if term.name else "of the Mean"
-    yield _if(is_free(term.scale), term.scale, f"what multiplies the quotient {of}", THE_SAME)
+    scale, same, a_sum = term.scale, "the same for any rows", "a sum over the rows"
+    yield _if(is_free(scale), scale, f"what multiplies the quotient {of}", same)
     if is_mean(term.total) and is_mean(term.count):
         return
-    yield _if(is_sum(term.total), term.total, f"the total {of}", A_SUM)
-    yield _if(is_sum(term.count), term.count, f"the count {of}", A_SUM)
+    yield _if(is_sum(term.total), term.total, f"the total {of}", a_sum)
+    yield _if(is_sum(term.count), term.count, f"the count {of}", a_sum)
 
 
 def _if(holds: bool, fact: Any, what: str, expected: str) -> Finding:
@@ -144,39 +206,84 @@ class OverRowsRecord:
             shown = "in the first batch weight= is what it divides by"
         return f"{self.latest}" + f"; {shown}" * is_shown
 
+    def conclude(
+        self,
+        key: Any,
+        proof: Proof,
+        returned: Any,
+        arguments: Arguments,
+        batch_axes: BatchAxes,
+        times: int,
+        weight: Weight | None,
+    ) -> None:
+        """Remember what a loss is in its rows, and what divides it.
 
-def check_over_rows(
+        Args:
+          key: the types of all that it takes, by which it is asked for.
+          proof: what its traces show.
+          returned: what it returned: any number, or a ``Mean`` of such.
+          arguments: the types of what it is computed from.
+          batch_axes: along which axes the arrays of the batch have their rows.
+          times: of how many pieces the batch is.
+          weight: the weight function of the step, if it has one.
+        """
+        structure = jax.tree.structure(returned)
+        finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
+        self.known[key] = finding
+        if finding.kind is OverRows.RATIO and weight is not None:
+            split = batch_axes.split
+            self.divisors[key] = divisor_of(finding, proof.jaxpr, arguments, split, weight)
+        if finding.kind is OverRows.MEAN and weight is not None:
+            rows = arguments.given[0]
+            check_weight_of_mean(weight, rows, arguments.whole, batch_axes.of_rows(rows), times)
+
+    def checked(
+        self, key: Any, rows: Any, weight: Weight | None, summed: bool, microbatches: int
+    ) -> tuple[Finding, Divisor | None]:
+        """What a loss is in its rows, and what divides it.
+
+        Args:
+          key: as of ``conclude``.
+          rows: the rows of a piece of the batch.
+          weight: the weight function of the step, if it has one.
+          summed: whether the shards' losses are added up.
+          microbatches: how many of a shard are averaged.
+
+        Raises:
+          LossError: the mean over the shards would not be the loss of the whole batch.
+          UndecidedError: that is not known.
+        """
+        finding, divisor = self.known[key], self.divisors.get(key)
+        self.latest = finding
+        _check_over_rows(finding, rows, weight, summed, microbatches, self, divisor)
+        return finding, divisor
+
+
+def _check_over_rows(
     finding: Finding,
     rows: Any,
-    *,
     weight: Weight | None,
     summed: bool,
     microbatches: int,
     record: OverRowsRecord,
     divisor: Divisor | None,
 ) -> None:
-    """Raise if a loss is no mean over rows.
-
-    Args:
-      finding: what its trace shows.
-      rows: the rows of the batch.
-      weight: the weight function of the step, if it has one.
-      summed: whether the shards' losses are added up.
-      microbatches: how many of a shard are averaged.
-      record: what numbers have shown.
-      divisor: what divides the loss, if that is known.
-
-    Raises:
-      LossError: the mean over the shards would not be the loss of the whole batch.
-      UndecidedError: that is not known.
-    """
+    """Raise if a loss is no mean over rows, or nobody knows; see ``OverRowsRecord.checked``."""
     where = f" ({finding.source})" if finding.source else ""
+
+    def ask_numbers(sentence: str, divisor: Divisor | None = None) -> None:
+        """Raise unless numbers have shown, for rows of these types, what the trace does not."""
+        types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
+        doubt = Doubt(finding, sentence, types)
+        if doubt not in record.by_numbers:
+            raise UndecidedError(doubt, divisor)
+
     if finding.kind is OverRows.COMPARED and finding.reason == SAME_NOISE:
         raise LossError(
             f"The loss draws {finding.reason}{where}, so that rows of several shards get the same "
             f"numbers, and all rows of the batch would not. Let the loss take a key as its last "
             f"parameter, rng, which is each shard's own; or keep the key in "
-            f"model_state='per_shard'. {_WAYS_ON}"
+            f"model_state='per_shard'. {WAYS_ON}"
         )
     # Where two quotients may divide by the same sum, numbers would have to tell them apart.
     if finding.kind is not OverRows.MEAN and finding.reason == ADDS_UNLIKE:
@@ -189,7 +296,7 @@ def check_over_rows(
             f"mean of the shards' losses is not that of the whole batch. Leave the number of rows "
             f"out of the regulariser. Return each quotient as a Mean, and add them up: "
             f"crossshard.Mean(total, count) + crossshard.Mean(other, its_count); a mean over rows "
-            f"is Mean(losses.sum(), losses.size). Or: {_WAYS_ON}"
+            f"is Mean(losses.sum(), losses.size). Or: {WAYS_ON}"
         )
     if finding.kind is OverRows.COMPARED and finding.reason == ADDS_SHARDS:
         raise LossError(
@@ -201,19 +308,19 @@ def check_over_rows(
         raise LossError(
             f"The loss returns a Mean, and {finding.of} {finding.reason}{where}. Return the sum "
             f"over the rows and how many count in it, Mean((losses * mask).sum(), mask.sum()), and "
-            f"no mean or quotient of them; where nothing counts, the Mean is 0. Or: {_WAYS_ON}"
+            f"no mean or quotient of them; where nothing counts, the Mean is 0. Or: {WAYS_ON}"
         )
     if finding.kind is OverRows.COMPARED:
         raise LossError(
             f"The loss compares rows of the batch: {finding.reason}{where}. Each shard has its own "
             f"rows, so that the mean of the shards' losses is not that of the whole batch. "
-            f"{_OTHER_AXIS if finding.reason == MEETS_EARLIER else ''}{_WAYS_ON}"
+            f"{_OTHER_AXIS if finding.reason == MEETS_EARLIER else ''}{WAYS_ON}"
         )
     if finding.kind is OverRows.UNDECIDED:
         what = "the loss is a mean over the rows of the batch"
         if finding.of:
             what = f"{finding.of} is a sum over the rows of the batch"
-        _ask_numbers(finding, f"Nothing proves that {what}: {finding.reason}{where}.", rows, record)
+        ask_numbers(f"Nothing proves that {what}: {finding.reason}{where}.")
     if finding.kind is OverRows.SUM and not summed:
         raise LossError(
             "The loss is a sum over the rows of the batch, and the mean of the shards' sums is "
@@ -228,89 +335,20 @@ def check_over_rows(
             f"accumulate_steps; or write loss_over='shard', if this mean is meant."
         )
     if finding.kind is OverRows.RATIO:
-        _check_weight(finding, where, rows, weight, divisor, record)
+        unknown = _check_weight(finding, where, rows, weight, divisor)
+        if unknown:
+            ask_numbers(unknown, divisor)
     if finding.assumes:
-        what = f"each row is computed alone by {', '.join(finding.assumes)}"
-        _ask_numbers(finding, f"Nothing proves that {what}.", rows, record)
-
-
-def _ask_numbers(
-    finding: Finding,
-    sentence: str,
-    rows: Any,
-    record: OverRowsRecord,
-    divisor: Divisor | None = None,
-) -> None:
-    """Raise unless numbers have shown, for rows of these types, what the trace does not."""
-    types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
-    doubt = Doubt(finding, sentence, types)
-    if doubt not in record.by_numbers:
-        raise UndecidedError(doubt, divisor)
-
-
-def not_by_numbers(
-    doubt: Doubt, rows: str, together: float, mean: float, gradients: float = 0.0
-) -> LossError:
-    """The error for a loss of which numbers do not show that it is a mean over rows.
-
-    Args:
-      doubt: what its trace does not decide.
-      rows: whose rows were taken together.
-      together: the loss of these rows.
-      mean: the mean of the shards' own losses.
-      gradients: how far the gradients are apart, relative to the largest; 0 if not compared.
-    """
-    numbers = f"of rows of {rows} the loss is {together:.6g}, and the mean of the shards' losses "
-    numbers += f"is {mean:.6g}"
-    if gradients:
-        numbers += f"; the gradients are {gradients:.2g} of the largest apart"
-    if not all(map(math.isfinite, (together, mean, gradients))):
-        return LossError(
-            f"{doubt.sentence} And numbers that are not finite cannot show it: {numbers}. Make "
-            f"them finite in the first call. Or: {_WAYS_ON}"
+        ask_numbers(
+            f"Nothing proves that each row is computed alone by {', '.join(finding.assumes)}."
         )
-    return LossError(f"{doubt.sentence} And by numbers it is not so: {numbers}. {_WAYS_ON}")
-
-
-def not_alone(doubt: Doubt, operation: str, change: str, apart: float) -> LossError:
-    """The error for an operation that does not compute each row alone.
-
-    Args:
-      doubt: what the trace of the loss does not decide.
-      operation: what it is.
-      change: what was changed of the rows.
-      apart: how far that changed its results, relative to them; of integers, how many.
-    """
-    if not math.isfinite(apart):
-        return LossError(
-            f"{doubt.sentence} And numbers that are not finite cannot show it of {operation}. Make "
-            f"them finite in the first call. Or: {_WAYS_ON}"
-        )
-    return LossError(
-        f"{doubt.sentence} And by numbers it is not so: of the same rows {change}, the results of "
-        f"{operation} are {apart:.2g} of their size apart. {_WAYS_ON}"
-    )
-
-
-def not_of_other_rows(doubt: Doubt, error: Exception) -> LossError:
-    """The error for a loss that raises one when it is given some of a shard's rows."""
-    said = str(error).partition("\n")[0]
-    return LossError(
-        f"{doubt.sentence} And it cannot be computed of half of a shard's rows, to compare "
-        f"numbers: {type(error).__name__}: {said:.200} {_WAYS_ON}"
-    )
 
 
 def _check_weight(
-    finding: Finding,
-    where: str,
-    rows: Any,
-    weight: Weight | None,
-    divisor: Divisor | None,
-    record: OverRowsRecord,
-) -> None:
-    """Raise unless the weight is the sum by which a ratio divides."""
-    entry = name_of(rows, finding.entry)
+    finding: Finding, where: str, rows: Any, weight: Weight | None, divisor: Divisor | None
+) -> str:
+    """Raise unless the weight is the sum by which a ratio divides; what is not known of that."""
+    entry = _name_of(rows, finding.entry)
     if weight is None:
         passed = f"Pass weight={entry!r}, which is how much a shard counts. Or: " if entry else ""
         raise LossError(
@@ -323,10 +361,323 @@ def _check_weight(
             f"The loss divides by the sum of batch[{entry!r}]{where}, and weight={weight.key!r} "
             f"counts another entry. Pass weight={entry!r}."
         )
-    if not is_exact(finding) and (divisor is None or not divisor.is_of_piece):
-        raise not_of_the_batch(weight, finding)
-    if divisor is None or not (divisor.is_weight or divisor.is_of_piece):
-        raise not_of_the_batch(weight, finding)
-    if not divisor.is_weight:
-        what = f"Nothing proves that weight= is what the loss divides by{where}."
-        _ask_numbers(finding, what, rows, record, divisor)
+    is_of_piece = divisor is not None and divisor.is_of_piece
+    is_weight = divisor is not None and divisor.is_weight
+    if not is_of_piece and not (is_weight and is_exact(finding)):
+        # It is no sum of what the batch alone has, or it cannot be seen.
+        raise LossError(
+            f"The loss divides by a sum over rows ({finding.source}) that cannot be computed from "
+            f"the rows of one shard alone: it depends on more than the batch, is within a loop or "
+            f"a branch, or the loss is another program for so few rows. So it cannot be compared "
+            f"with {said(weight)}. {AS_MEAN}"
+        )
+    return "" if is_weight else f"Nothing proves that weight= is what the loss divides by{where}."
+
+
+def divisor_of(
+    finding: Finding,
+    jaxpr: Any,
+    arguments: Arguments,
+    split: Callable[[Any], tuple[Any, Any]],
+    weight: Weight,
+) -> Divisor | None:
+    """What divides a loss that is a ratio of two sums; ``None`` if more than the batch says it.
+
+    Args:
+      finding: what its trace shows.
+      jaxpr: the trace that this is of.
+      arguments: what the loss of a piece is computed from, or the types of that.
+      split: splits a batch into its rows, and its entries that have none.
+      weight: the weight of the step.
+    """
+    (rows, keys), whole, *_ = arguments
+    sizes = [len(jax.tree.leaves(each)) for each in (rows, keys, whole)]
+    value = None if finding.by is None else _sum_in(jaxpr, finding.by)
+    after = sizes[0] + sizes[1]
+    places = [*range(sizes[0]), *range(after, after + sizes[2])]
+    if value is None or not set(value[1]) <= set(places):
+        return None
+    compute, reads = value
+    read = [places.index(place) for place in reads]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals]
+    is_of_piece = [x.shape for x in types] == [jnp.shape(x) for x in jax.tree.leaves(arguments)]
+
+    def of_batch(batch: Any) -> Any:
+        leaves = jax.tree.leaves(split(batch))
+        return compute(*(leaves[place] for place in read))
+
+    of = lambda tree, found: jax.tree.unflatten(jax.tree.structure(tree), found)
+    all_rows, all_whole = of(rows, types[: sizes[0]]), of(whole, types[after : after + sizes[2]])
+    given = join(all_rows, all_whole)
+    is_weight = isinstance(weight, SumOf) and _name_of(rows, finding.entry) == weight.key
+    of_weight = lambda batch: jnp.asarray(weight(batch), float)
+    return Divisor(of_batch, is_of_piece, is_weight or _agree(of_weight, of_batch, given))
+
+
+def _sum_in(jaxpr: Any, of: Any) -> tuple[Callable[..., Any], list[int]] | None:
+    """What computes the sum of a value in a closed jaxpr, and which inputs of that it reads.
+
+    ``None`` if the value is within a loop, or in a branch.
+
+    Args:
+      jaxpr: the jaxpr.
+      of: a variable of it; the place of an input; or ``(output, of)``, a value in the call that has
+        this output. See ``Total.of``.
+    """
+    found: list[bool] = []
+
+    def compute(*args: Any) -> Any:
+        value = args[of] if isinstance(of, int) else _value_in(jaxpr, args, of)
+        found.append(value is not None)
+        return jnp.asarray(jnp.sum(0.0 if value is None else value), float)
+
+    traced = jax.make_jaxpr(compute)(*jaxpr.in_avals)
+    kept, reads = _jax.pruned(traced, [True])
+    if not found[0] or any(isinstance(x, jax.core.Tracer) for x in kept.consts):
+        return None
+    run = jaxpr_as_fun(kept)
+    return lambda *args: run(*args)[0], [place for place, each in enumerate(reads) if each]
+
+
+def _value_in(jaxpr: Any, args: Sequence[Any], of: Any) -> Any:
+    """The value, if it is computed at the top of the jaxpr or in calls."""
+    (output, inner), wanted, body = of if isinstance(of, tuple) else (None, of), of, opened(jaxpr)
+    while isinstance(wanted, tuple):
+        _, wanted = wanted
+    known = dict(zip(body.constvars, constants(jaxpr), strict=True))
+    known |= dict(zip(body.invars, args, strict=True))
+    found = [known[wanted]] if wanted in known else []
+
+    def on(equation: Any, given: list[Any]) -> list[Any]:
+        call = control_flow(equation) if equation.outvars[:1] == [output] else None
+        if isinstance(call, Call) and not found:
+            value = _value_in(_jax.closed(call.jaxpr), given, inner)
+            found.extend([] if value is None else [value])
+        outputs = _jax.bound(equation, given)
+        pairs = zip(equation.outvars, outputs, strict=True)
+        found.extend(value for variable, value in pairs if variable is wanted)
+        return outputs
+
+    evaluate(jaxpr, args, on)
+    return found[0] if found else None
+
+
+def _agree(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> bool:
+    """Whether two functions of inputs of these types are one program, or agree on drawn numbers.
+
+    One may be the other times a constant.
+    """
+    traced = [jax.make_jaxpr(each)(*types) for each in (one, other)]
+    if len({str(_jax.without_unread(flat(each))) for each in traced}) == 1:
+        return True
+    both = jax.make_jaxpr(lambda *args: (one(*args), other(*args)))(*types)
+    kept, reads = _jax.pruned(both, [True, True])
+    if any(isinstance(x, jax.core.Tracer) for x in kept.consts):
+        return False
+    leaves = [x for x, is_read in zip(jax.tree.leaves(types), reads, strict=True) if is_read]
+    draw = np.random.default_rng(0)
+
+    def run() -> Any:
+        both = jax.jit(jaxpr_as_fun(kept))
+        draws = ([_drawn(draw, x.shape, x.dtype) for x in leaves] for _ in range(_TRIALS))
+        with jax.enable_x64(x64):
+            return np.array([jax.device_get(both(*each)) for each in draws], np.float64)
+
+    # What is traced, and the mesh there, belong to a thread; on the axes of a mesh that the user
+    # has set, arrays would lie.
+    x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        found = thread.submit(run).result()
+    first, by = found[0]
+    if not np.isfinite(found).all() or not first or not by:
+        return False
+    return all(are_equal(x * by, y * first) for x, y in found)
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two sums of the same numbers are equal but for rounding."""
+    one, other = np.float64(one), np.float64(other)
+    return bool(np.abs(one - other) <= _TOLERANCE * max(np.abs(one), np.abs(other)))
+
+
+def _drawn(draw: np.random.Generator, shape: Any, dtype: Any) -> Any:
+    """Numbers of a dtype: small ones, and zeros among them; integers of both signs."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        keys = jnp.asarray(draw.integers(0, 2**31, int(np.prod(shape))), jnp.uint32)
+        return jax.vmap(jax.random.key)(keys).reshape(shape)
+    if dtype == np.bool_:
+        return draw.random(shape) < 0.5
+    if jnp.issubdtype(dtype, jnp.integer):
+        low = 0 if jnp.issubdtype(dtype, jnp.unsignedinteger) else -2
+        return jnp.asarray(draw.integers(low, 4, shape), dtype)
+    zeros = draw.random(shape) < 0.3
+    return jnp.asarray(np.where(zeros, 0, draw.uniform(0, 2, shape)), dtype)
+
+
+def is_exact(finding: Finding) -> bool:
+    """Whether the mean that is weighed by the divisors of the shards is that of the batch.
+
+    So it is unless what the loss does behind the sum changes a shard's and not that of the batch.
+    """
+    if finding.moved == "guard":
+        # By which number a shard was divided that counts nothing tells what it has above.
+        return not (finding.bound and math.isfinite(finding.bound))
+    small = {"": 0.0, "max": 1.0, "plus": _ROUNDED}[finding.moved]
+    return not finding.moved or (finding.counts and abs(finding.bound) <= small)
+
+
+def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: Any) -> Mean:
+    """A piece's ratio as the ``Mean`` that it is; the last of its terms has the weight alone."""
+    moved, count = Moved(finding.moved, finding.bound, not finding.power), divisor.of_batch(batch)
+    by = lax.stop_gradient(moved(count))
+    wide = loss.astype(jnp.promote_types(loss.dtype, by.dtype))
+    return with_moved(Mean(wide * by, count), moved) + 0.0 * Mean(0.0, weight, "weight")
+
+
+def check_weight_of_mean(
+    weight: Weight, rows: Any, whole: Any, axes: Sequence[int], times: int
+) -> None:
+    """Raise unless the weight of a loss that is a mean over rows is the same for all shards.
+
+    Args:
+      weight: the weight.
+      rows: the rows of a piece of the batch, or their types.
+      whole: the entries that have none.
+      axes: for each array of the rows the axis along which they are.
+      times: of how many pieces the batch is.
+    """
+    of = lambda rows, whole: jnp.asarray(weight(join(rows, whole)), float)
+    leaves, proof = jax.tree.leaves(rows), None
+    traces: list[Any] = [jax.make_jaxpr(of)(rows, whole)]
+    each = leaves[0].shape[axes[0]]
+    while proof is None:
+        try:
+            more = types_with(rows, axes, len(traces) * times * each)
+            traces.append(jax.make_jaxpr(of)(more, whole))
+        except Exception as error:  # a weight may raise anything on other shapes
+            traces.append(error)
+        proof = prove(traces, facts_of_inputs(leaves, axes, whole, ()), each, times)
+    (fact,) = proof.facts
+    if isinstance(fact, Free) and not fact.own:
+        return
+    if isinstance(weight, SumOf):
+        entry = f"batch[{weight.key!r}]"
+        raise LossError(
+            f"The loss is a mean over rows, in which all rows count the same, and "
+            f"weight={weight.key!r} lets a shard count as the sum of {entry}. Divide by that sum: "
+            f"(losses * {entry}).sum() / {entry}.sum(). Or leave weight out."
+        )
+    raise LossError(
+        f"The loss is a mean over rows, in which all rows count the same, and weight= lets shards "
+        f"count differently: {said(weight)}. Leave weight out. Or if rows are to count "
+        f"differently: {AS_MEAN}"
+    )
+
+
+def said(weight: Weight) -> str:
+    """A weight as its author wrote it."""
+    if isinstance(weight, SumOf):
+        return f"{weight.key!r}, which is batch[{weight.key!r}].sum()"
+    try:
+        lines, first = inspect.getsourcelines(weight)
+        file = inspect.getsourcefile(weight) or ""
+    except (OSError, TypeError):
+        return "weight=, a function"
+    text = " ".join(line.strip() for line in lines[:3]) + (" …" if len(lines) > 3 else "")
+    return f"{text} ({'/'.join(file.split('/')[-3:])}:{first})"
+
+
+def another_sum(weight: Weight, finding: Finding, numbers: str = "") -> LossError:
+    """The error for a weight that is not what the loss divides by."""
+    code = f"{finding.code} ({finding.source})" if finding.code else finding.source
+    return LossError(
+        f"The loss divides by one sum over rows, and weight= is another:\n"
+        f"    the loss: {code}\n    the weight: {said(weight)}\n{numbers}{AS_MEAN}"
+    )
+
+
+def _name_of(rows: Any, place: int | None) -> str | None:
+    """The name of the entry of a batch whose only array is this one of its leaves."""
+    if not isinstance(rows, dict) or place is None:
+        return None
+    path: Sequence[Any] = jax.tree_util.tree_leaves_with_path(rows)[place][0]
+    return str(path[0].key) if len(path) == 1 else None
+
+
+def rowwise(
+    function: Callable[..., PyTree], *, in_axes: PyTree = 0, out_axes: PyTree = 0
+) -> Callable[..., PyTree]:
+    """Says that a function computes each row of its outputs from the same row of its inputs alone.
+
+    ``make_train_step`` proves that a loss is a mean over rows, and cannot see into every kernel, or
+    through rows that are sorted on their way, as those of experts are. It believes this word, and
+    tries the function by numbers in the first call of the step: with the same rows in another
+    order, beside other rows, and in halves; and so its gradient. The function runs as it would
+    without: under ``jit``, ``grad``, ``vmap`` and ``jax.checkpoint``, too.
+
+    Args:
+      function: takes and returns pytrees of arrays, all of them with as many rows.
+      in_axes: the axis of the rows in each positional argument, as of ``jax.vmap``: one for all, or
+        a tuple; ``None`` for what has no rows, such as parameters. Keyword arguments have none.
+      out_axes: the axis of the rows in the outputs.
+
+    Returns:
+      the function, which raises ``ArgumentError`` where the numbers of rows differ.
+
+    Raises:
+      ArgumentTypeError: it is no function.
+
+    >>> import jax.numpy as jnp
+    >>> def experts(x, weights):  # x[rows, features], weights[experts, features]
+    ...     chosen = jnp.argmax(x @ weights.T, -1)
+    ...     order = jnp.argsort(chosen)
+    ...     of_each = jax.lax.ragged_dot(
+    ...         x[order], weights[:, :, None], jnp.bincount(chosen, length=len(weights))
+    ...     )
+    ...     return jnp.zeros((len(x), 1)).at[order].set(of_each)
+    >>> rowwise(experts, in_axes=(0, None))(jnp.ones((4, 3)), jnp.ones((2, 3))).shape
+    (4, 1)
+    """
+    if not callable(function):
+        raise ArgumentTypeError(
+            f"rowwise takes a function; got {type(function).__name__}. Write "
+            f"rowwise(function)(x), or @rowwise above it."
+        )
+    name = getattr(function, "__name__", type(function).__name__)
+
+    # As a decorator it keeps the function's own name; the call has this one in the trace.
+    def called(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        axes = in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
+        if len(axes) != len(args):
+            raise ArgumentError(
+                f"in_axes has {len(axes)} entries, and {name} got {len(args)} positional arguments."
+            )
+        rows = _lengths("in_axes", tuple(axes), args)
+        out = function(*args, **kwargs)
+        numbers = {*rows, *_lengths("out_axes", out_axes, out)}
+        if len(numbers) != 1 or not rows:
+            raise ArgumentError(
+                f"rowwise({name}) takes and returns arrays with as many rows; got "
+                f"{sorted(rows)} rows, and returned {sorted(numbers)}. Say where the rows are: "
+                f"in_axes=(0, None) for a second argument without rows; out_axes=1."
+            )
+        return out
+
+    called.__name__ = called.__qualname__ = f"{ROWWISE}_{name}"
+    return functools.wraps(function)(jax.jit(called))
+
+
+def _lengths(what: str, axes: PyTree, tree: PyTree) -> set[int]:
+    """The numbers of rows of the arrays that have some."""
+    try:
+        each = jax.tree.broadcast(axes, tree, is_leaf=lambda x: x is None)
+        pairs = zip(
+            jax.tree.leaves(each, is_leaf=lambda x: x is None), jax.tree.leaves(tree), strict=True
+        )
+        return {int(jnp.shape(x)[axis]) for axis, x in pairs if axis is not None}
+    except (IndexError, TypeError, ValueError) as error:
+        types = jax.tree.map(lambda x: jnp.shape(x), tree)
+        raise ArgumentError(
+            f"{what}={_check.shown(axes)} does not fit arrays of shapes "
+            f"{_check.shown(types, 200)}: {error!s:.200}"
+        ) from error

@@ -1,7 +1,11 @@
 """Program: a step as it is compiled, and what is checked before it runs."""
 
+import contextlib
 import functools
+import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,16 +13,15 @@ import jax
 from crossshard import _check, _jax, _mesh
 from crossshard.distributed.agreement import check_same_program, compare, processes_of
 from crossshard.distributed.progress import PROGRESS
-from crossshard.errors import CrossshardError
+from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.model.state import TrainState
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
-from crossshard.step.arguments import check_not_of_mesh
 from crossshard.step.batches import BatchPlacer, Donation
 from crossshard.step.by_numbers import check_by_numbers, check_weight_by_numbers
-from crossshard.step.compiler_options import compiler_options
-from crossshard.step.config import Layouts, StepConfig
+from crossshard.step.function import StepConfig
 from crossshard.step.over_rows import UndecidedError
+from crossshard.step.state import States
 
 Metrics = dict[str, Any]
 
@@ -30,19 +33,11 @@ class Program:
       options: what it is compiled with.
     """
 
-    def __init__(self, config: StepConfig, layouts: Layouts):
+    def __init__(self, config: StepConfig, states: States):
         mesh, loss, groups = config.outer_mesh, config.loss, config.pipeline.groups
         self._config = config
-        self._layouts = layouts
-        self._place = BatchPlacer(
-            mesh,
-            config.axes,
-            loss.weight,
-            loss.batch_axes,
-            loss.accumulate_steps,
-            virtual_shards=loss.same_bits,
-            takes_weight=not loss.has_one_state,
-        )
+        self._states = states
+        self._place = BatchPlacer(mesh, config.axes, loss)
         self._in_processes = len(processes_of(mesh)) > 1
         self._is_watched = are_of_all_processes(mesh)
         self._agreed: set[Any] = set()
@@ -66,16 +61,16 @@ class Program:
         self._traced = jax.jit(run)
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        layout = self._layouts.of_state(state)
+        layout = self._states.layout(state)
         layout.check(state)
-        return self._config.function(layout, state, batch)
+        return self._config.run(layout, state, batch)
 
     def _specs(self, found: tuple[TrainState, Metrics]) -> tuple[Any, Metrics]:
         """How the next state and the metrics lie on the mesh."""
         state, metrics = found
-        layout = self._layouts.of_state(state)
+        layout = self._states.layout(state)
         of_state = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(state))
-        return of_state, self._config.function.specs_of_metrics(layout, metrics)
+        return of_state, self._config.specs_of_metrics(layout, metrics)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """The next state and the metrics; see ``TrainStep``."""
@@ -114,7 +109,7 @@ class Program:
         if divisor is not None:
             check_weight_by_numbers(self._config, batch, doubt.finding, divisor)
         else:
-            check_by_numbers(self._config, self._layouts.of_state(state), state, batch, doubt)
+            check_by_numbers(self._config, self._states.layout(state), state, batch, doubt)
         self._config.loss.record.by_numbers.add(doubt)
         return self._run_placed(state, batch, is_traced)
 
@@ -139,7 +134,7 @@ class Program:
         any_rows = lambda x, axis: jax.ShapeDtypeStruct(resized(x.shape, axis, 0), x.dtype)
         kept = jax.tree.map(any_rows, batch, loss.batch_axes.tree_of(batch)) if free else batch
         leaves, tree = jax.tree.flatten(kept)
-        key = tree, *((x.shape, x.dtype) for x in leaves), len(self._layouts)
+        key = tree, *((x.shape, x.dtype) for x in leaves), self._states.number_of_kinds
         if key in self._agreed:
             return
         mesh = self._config.outer_mesh
@@ -153,7 +148,7 @@ class Program:
         try:
             return function()(state, batch)
         except ValueError as error:
-            check_not_of_mesh(error, self._config.axes)
+            _check_not_of_mesh(error, self._config.axes)
             if isinstance(self._compiled, _mesh.OnAutomaticAxes) or not _jax.needs_devices(error):
                 raise
         self._compiled = _mesh.OnAutomaticAxes(self._jit(self._run), self._config.outer_mesh)
@@ -163,3 +158,73 @@ class Program:
 def _is_gone(x: Any) -> bool:
     is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     return is_array and x.is_deleted()
+
+
+def _check_not_of_mesh(error: ValueError, axes: tuple[str, ...]) -> None:
+    """Raise ArgumentError if JAX refused a loss that shards arrays over the mesh."""
+    if isinstance(error, CrossshardError) or not _jax.is_of_manual_axes(error):
+        return
+    raise ArgumentError(
+        f"The loss shards an array over the mesh, which JAX refuses "
+        f"({str(error).splitlines()[0]:.80}…): inside of a step {', '.join(axes)} are the shard "
+        f"axes, and each shard runs the loss on its own, on the full parameters. Leave these "
+        f"axes out of with_sharding_constraint and shard_map, pass no mesh to the latter, and "
+        f"write flax.linen.unbox(params) for Linen's Partitioned boxes. For a model that is split "
+        f"over another axis, write make_train_step(..., mesh=mesh, axis_name=...) with the shard "
+        f"axes."
+    ) from error
+
+
+# What it is compiled with.
+
+# The bytes of gradients that XLA combines into one collective. This is its own default for
+# all-reduces.
+_COMBINED = 30 << 20
+# The GPUs of most hosts.
+_OF_A_HOST = 8
+
+
+def compiler_options(
+    platform: str, shards: int, *, in_parts: bool = False, beside: bool = False
+) -> dict[str, bool | int]:
+    """The options for a step on these devices, without those that the user has set in XLA_FLAGS.
+
+    XLA for GPUs combines reduce-scatters until their *outputs*, of which each shard has 1/N, have
+    30 MB. Most models are smaller than N times that, so their gradients would be one reduce-scatter
+    after the whole backward pass. Measured on gradients, as for all-reduces, it takes place beside
+    the matrix products of the layers that are left. The scheduler that puts it there is on for the
+    H100, and off for the A100.
+
+    Args:
+      platform: of the devices, as ``device.platform``.
+      shards: the number of shards that reduce together.
+      in_parts: whether parameters are gathered, too.
+      beside: whether a stage communicates beside that, too.
+
+    >>> compiler_options("cpu", 8)
+    {}
+    >>> compiler_options("gpu", 8)["xla_gpu_reduce_scatter_combine_threshold_bytes"]
+    3932160
+    """
+    if platform != "gpu" or (shards == 1 and not beside):
+        return {}
+    options: dict[str, bool | int] = {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": _COMBINED // shards,
+    }
+    if in_parts and shards > _OF_A_HOST:
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 3
+    if beside:
+        # Else its collectives and those of the gradients would wait for each other.
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 2
+    flags = _users_flags()
+    return {name: value for name, value in options.items() if name not in flags}
+
+
+def _users_flags() -> set[str]:
+    """The names of the options in XLA_FLAGS, or in the file that it names."""
+    text = os.environ.get("XLA_FLAGS", "").strip()
+    if text and not text.startswith("-"):
+        with contextlib.suppress(OSError):
+            text = Path(text).read_text(encoding="utf-8")
+    return set(re.findall(r"(?:^|\s)--(\w+)", text))

@@ -26,10 +26,10 @@ from crossshard.pipeline.stages.metrics import Metrics
 from crossshard.pipeline.stages.nonfinite import RARE
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.batch_axes import BatchAxes, take_rows
-from crossshard.step.description import bytes_on_device
-from crossshard.step.losses.loss import LossOver
+from crossshard.step.describe import bytes_on_device
+from crossshard.step.function import StepConfig
+from crossshard.step.losses.rows import LossOver
 from crossshard.step.over_rows import OverRowsRecord
-from crossshard.step.step_function import StepFunction
 from crossshard.step.train_step import TrainStep, config_of
 
 __all__ = [
@@ -54,51 +54,51 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
       step: the step.
       optimizer: in the place of the wrapped one.
       alone: for one shard, without what only several need; on devices of this process.
-
-    Raises:
-      ArgumentError: no shard has all of its devices in this process.
     """
     config = config_of(step)
     # Metrics may be those of the optimizer that it had.
     pipeline = config.pipeline.without(lambda kind: kind is Metrics or kind.joins_groups)
     pipeline = dataclasses.replace(pipeline, inner=optimizer)
     if not alone:
-        function = dataclasses.replace(config.function, pipeline=pipeline, sentinel=None)
-        if of_few_bits(step):
-            function = _in_all_bits(function)
-        return TrainStep(dataclasses.replace(config, function=function))
+        config = dataclasses.replace(config, pipeline=pipeline, sentinel=None)
+        return TrainStep(_in_all_bits(config) if of_few_bits(step) else config)
     pipeline = Pipeline(
         pipeline.inner,
         Reduction.MEAN,
         axis_name=pipeline.axis_name,
         options={"preprocess": pipeline.preprocess},
     )
-    function = dataclasses.replace(
-        config.function, pipeline=pipeline, loss=config.loss.alone(), sentinel=None
-    )
     mesh = _own_shard(config.mesh, config.axes)
-    own = dataclasses.replace(config, function=function, mesh=mesh, outer_mesh=mesh)
-    update = WeightUpdate.REPLICATED
-    return TrainStep(dataclasses.replace(own, weight_update=update, in_parts=False))
+    own = dataclasses.replace(
+        config,
+        pipeline=pipeline,
+        loss=config.loss.alone(),
+        sentinel=None,
+        mesh=mesh,
+        outer_mesh=mesh,
+        weight_update=WeightUpdate.REPLICATED,
+        in_parts=False,
+    )
+    return TrainStep(own)
 
 
 def of_few_bits(step: TrainStep) -> str:
     """What a step sends in so few bits that a single step is not that of one device, in words."""
-    function = config_of(step).function
+    config = config_of(step)
     sent = []
-    if isinstance(function.pipeline.aggregator, FewBits):
-        sent.append(f"gradients {function.pipeline.aggregator.describe()}")
-    if isinstance(function.gather_dtype, Codec):
-        sent.append(f"parameters in {function.gather_dtype}")
+    if isinstance(config.pipeline.aggregator, FewBits):
+        sent.append(f"gradients {config.pipeline.aggregator.describe()}")
+    if isinstance(config.gather_dtype, Codec):
+        sent.append(f"parameters in {config.gather_dtype}")
     return " and ".join(sent)
 
 
-def _in_all_bits(function: StepFunction) -> StepFunction:
-    pipeline, gather_dtype = function.pipeline, function.gather_dtype
+def _in_all_bits(config: StepConfig) -> StepConfig:
+    pipeline, gather_dtype = config.pipeline, config.gather_dtype
     if isinstance(pipeline.aggregator, FewBits):
         pipeline = pipeline.with_options(reduce_dtype=None, aggregator=None)
     gather_dtype = None if isinstance(gather_dtype, Codec) else gather_dtype
-    return dataclasses.replace(function, pipeline=pipeline, gather_dtype=gather_dtype)
+    return dataclasses.replace(config, pipeline=pipeline, gather_dtype=gather_dtype)
 
 
 def _own_shard(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:
@@ -132,11 +132,7 @@ def on_part_of_mesh(x: Any, mesh: Mesh) -> Any:
 
 
 def own_rows(step: TrainStep, batch: Any) -> Any:
-    """What this process passes of a batch of all processes.
-
-    Raises:
-      ArgumentError: the rows do not divide over the shards.
-    """
+    """What this process passes of a batch of all processes."""
     if jax.process_count() == 1:
         return batch
     config = config_of(step)
@@ -175,8 +171,7 @@ def loss_over_rows_of(step: TrainStep, params: Any, batch: Any, model_state: Any
     if loss.over is LossOver.ROWS:
         return f"in its rows the loss is {loss.record}"
     own = dataclasses.replace(loss, over=LossOver.ROWS, record=OverRowsRecord())
-    function = dataclasses.replace(config.function, loss=own)
-    looked_at = TrainStep(dataclasses.replace(config, function=function))
+    looked_at = TrainStep(dataclasses.replace(config, loss=own))
     with contextlib.suppress(LossError):
         looked_at.trace(looked_at.abstract_init(params, model_state=model_state), batch)
     return f"each shard's own loss is meant, and in its rows it is {own.record}"

@@ -16,20 +16,16 @@ from crossshard._check import is_inexact
 from crossshard.distributed.progress import PROGRESS, entering, for_now
 from crossshard.errors import ArgumentError, ArgumentTypeError, NonfiniteError
 from crossshard.gradients.status import leaf_name
-from crossshard.guards.diverged import report
-from crossshard.guards.divergence import names_of_compared
-from crossshard.guards.replay import copy, differing
+from crossshard.guards.divergence import copy, differing, names_of_compared, report
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, check_is_state, check_state
 from crossshard.pipeline.stages.nonfinite import NonfiniteState
 from crossshard.shards.devices import are_of_all_processes
-from crossshard.step.config import Layouts, StepConfig
-from crossshard.step.description import describe, summarize
-from crossshard.step.export import arrays_of, model_of
+from crossshard.step.describe import describe, summarize
+from crossshard.step.function import StepConfig, to_read
 from crossshard.step.over_data import OverData, ToRead
 from crossshard.step.program import Program
-from crossshard.step.reshard import Resharder
-from crossshard.step.step_function import to_read
+from crossshard.step.state import States
 
 # Steps that may still run while the host goes on. All processes look at the same step, so that all
 # of them raise in the same call.
@@ -40,7 +36,7 @@ class Watch:
     """Looks at what each step has found, two calls later, and waits for no later one."""
 
     def __init__(self, config: StepConfig):
-        self._sentinel = config.function.sentinel
+        self._sentinel = config.sentinel
         self._nonfinite = config.pipeline.nonfinite
         self._mesh = config.mesh
         self._axes = config.axes
@@ -108,9 +104,8 @@ class TrainStep:
 
     def __init__(self, config: StepConfig):
         self._config = config
-        self._layouts = Layouts(config)
-        self._program = Program(config, self._layouts)
-        self._resharder = Resharder(config, self._layouts)
+        self._states = States(config)
+        self._program = Program(config, self._states)
         self._over_data = OverData(config)
         self._watch = Watch(config)
         self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
@@ -121,11 +116,11 @@ class TrainStep:
         config = self._config
         axes = ", ".join(f"{name}: {size}" for name, size in config.mesh.shape.items())
         arrays = None if self._latest is None else self._latest[0].arrays
-        return f"TrainStep({config.loss.name} on {axes}; {config.function.describe(arrays)})"
+        return f"TrainStep({config.loss.name} on {axes}; {config.describe(arrays)})"
 
     def __str__(self) -> str:
         config = self._config
-        return summarize(config.function, config.number_of_shards, config.wrt, self._latest)
+        return summarize(config, self._latest)
 
     @property
     def mesh(self) -> Mesh:
@@ -269,13 +264,13 @@ class TrainStep:
         """
         # What init moves to the devices it is told to move.
         with jax.transfer_guard("allow"), self._entering("init"):
-            prepared = self._layouts.prepare(params, rng, model_state)
+            prepared = self._states.prepare(params, rng, model_state)
             self._latest = prepared.layout, prepared.types
-            return self._outside(self._layouts.first(prepared))
+            return self._outside(self._states.first(prepared))
 
     def abstract_init(self, params: PyTree, *, model_state: PyTree = None) -> TrainState:
         """The types and shardings of ``init``'s state, to ``lower`` without devices."""
-        prepared = self._layouts.prepare(params, 0, model_state)
+        prepared = self._states.prepare(params, 0, model_state)
         self._latest = prepared.layout, prepared.types
         return self._outside(prepared.types)
 
@@ -289,7 +284,7 @@ class TrainStep:
         """
         state = self._to_look_at(state)
         with self._inner_mesh():
-            return self._outside(self._resharder.unshard(state))
+            return self._outside(self._states.unshard(state))
 
     def reshard(self, state: TrainState) -> TrainState:
         """Shard an unsharded state for this step, from any number of shards.
@@ -311,7 +306,7 @@ class TrainStep:
         """
         state = self._to_look_at(state)
         with self._inner_mesh(), self._entering("reshard"):
-            return self._outside(self._resharder.reshard(state))
+            return self._outside(self._states.reshard(state))
 
     def model(self, state: TrainState, shard: int | None = None, *, ema: bool = False) -> PyTree:
         """The model with the parameters of a state, to evaluate or to export.
@@ -333,25 +328,18 @@ class TrainStep:
         """
         state = self._to_look_at(state)
         with self._inner_mesh():
-            return model_of(state, self._arrays(state, shard, ema), self._config)
+            return self._states.model(state, self._states.arrays(state, shard, ema))
 
     def _to_look_at(self, state: TrainState) -> TrainState:
         check_state(state, or_types=False)
         inside: TrainState = _inside(state)
         return inside
 
-    def _arrays(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
-        _check.flag("ema", ema)
-        # What rests in parts is not made whole.
-        own = self._resharder.collected if self._config.in_parts else self._resharder.unshard
-        return arrays_of(state, shard, self._config, own if ema else None)
-
     def _to_read(self, state: TrainState, shard: int | None, ema: bool) -> ToRead:
-        """The model with what ``_arrays`` returns."""
         state = self._to_look_at(state)
         with self._inner_mesh():
-            arrays = self._arrays(state, shard, ema)
-            return ToRead(state.skeleton, to_read(self._layouts.of_state(state), state), arrays)
+            arrays = self._states.arrays(state, shard, ema)
+            return ToRead(state.skeleton, to_read(self._states.layout(state), state), arrays)
 
     def evaluate(
         self,
@@ -449,7 +437,7 @@ class TrainStep:
         ('step', 'params', 'rng')
         """
         check_state(state)
-        return names_of_compared(self._layouts.of_state(state), state)
+        return names_of_compared(self._states.layout(state), state)
 
     def replay(self, state: TrainState, batch: PyTree) -> dict[str, tuple[int, ...]]:
         """Take a step twice, and tell what of the next state differs, bit by bit.
@@ -479,7 +467,7 @@ class TrainStep:
             )
         first, again = (self._replayed(state, batch) for _ in range(2))
         with self._inner_mesh():
-            return differing(self._layouts.of_state(state), _inside(first), _inside(again))
+            return differing(self._states.layout(state), _inside(first), _inside(again))
 
     def _replayed(self, state: TrainState, batch: Any) -> TrainState:
         with self._entering("replay"):
@@ -496,7 +484,7 @@ class TrainStep:
                 "How the weights are updated depends on the parameters: call init(params), or "
                 "abstract_init(params), first."
             )
-        return describe(self._config.function, *self._latest)
+        return describe(self._config, *self._latest)
 
 
 def _first_nan(state: TrainState) -> str:
@@ -557,7 +545,7 @@ def entering_of(
 
 def collected(step: TrainStep, state: TrainState) -> TrainState:
     """A state of this step without rows of owners: all arrays in their own shapes, or slices."""
-    return step._resharder.collected(_inside(state))
+    return step._states.collected(_inside(state))
 
 
 def layout_of(step: TrainStep, state: TrainState) -> StateLayout:
@@ -568,6 +556,6 @@ def layout_of(step: TrainStep, state: TrainState) -> StateLayout:
       ArgumentTypeError: it is not a state.
     """
     check_state(state)
-    layout = step._layouts.of_state(state)
+    layout = step._states.layout(state)
     layout.check(state)
     return layout

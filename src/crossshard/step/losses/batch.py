@@ -1,29 +1,35 @@
 """BatchLoss: one loss of all rows and its gradient, on global arrays whose work XLA splits."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from crossshard import _jax
-from crossshard.errors import LossError
+from crossshard.errors import AxisError, LossError
 from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients, StageContext
+from crossshard.shards.axes import Shards
 from crossshard.shards.cut import map_partitions, only
-from crossshard.step.arguments import check_not_of_shards
-from crossshard.step.gather import AtUse, OnMesh
-from crossshard.step.losses.loss import LossOver, StepLoss, Work
+from crossshard.step.gather import AtUse
+from crossshard.step.losses.rows import LossOver, StepLoss
 from crossshard.step.microbatches import LocalResult
 
 
 def on_all_rows(at_use: AtUse, layout: StateLayout) -> AtUse:
-    """How a loss of all rows gets the parameters of which each shard has its slices."""
-    return at_use.over_batch(OnMesh(layout.mesh, layout.axes))
+    """How a loss of all rows gets the parameters of which each shard has its slices.
+
+    One shard has all rows, so that the key does not depend on the number of shards, either.
+    """
+    frozen = None if at_use.frozen is None else on_all_rows(at_use.frozen, layout)
+    of_mesh, waits = (layout.mesh, layout.axes), not at_use.in_parts
+    return dataclasses.replace(
+        at_use, shards=Shards(1), waits=waits, frozen=frozen, of_mesh=of_mesh
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,64 +43,48 @@ class BatchLoss(StepLoss):
     is_interleaved = True
     gradient = "gradient of one loss over the batch, summed by XLA"
 
-    def work(
-        self,
-        layout: StateLayout,
-        state: TrainState,
-        batch: Any,
-        at_use: AtUse,
-        scale: Callable[[TrainState], Any],
-    ) -> Work:
-        """To take the loss and its slices of the gradient, which are computed here.
+    def enter(
+        self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
+    ) -> tuple[Any, Any, Any]:
+        """The loss and its gradient, which is that of the batch and needs no reduction.
+
+        Gradients of which each shard updates a slice come in these slices, so that XLA may sum into
+        them what its devices computed.
 
         Raises:
           AxisError: the loss names a shard axis.
           LossError: XLA would compute it wrongly.
         """
-        found, axes = self._of_batch(layout, state, batch, at_use, scale(state)), layout.axes
-        whole, of_one = PartitionSpec(), lambda each, _: only(each.spec(axes), axes)
-        given = found.loss, found.values, found.model_state, found.terms
-        specs = whole, map_partitions(of_one, layout.arrays.params, found.values), whole, whole
+        axes, partitions, on_all = layout.axes, at_use.partitions, on_all_rows(at_use, layout)
 
-        def of_shard(before: TrainState, given: Any, weight: Any) -> tuple[LocalResult, Any]:
-            del weight
-            loss, values, model_state, terms = given
-            local = LocalResult(loss, values, None, model_state, None, terms, found.early)
-            return local, before.params
-
-        return Work(given, specs, of_shard, found.aux)
-
-    def _of_batch(
-        self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse, scale: Any
-    ) -> LocalResult:
-        """The loss and its gradient, which is that of the batch and needs no reduction.
-
-        Gradients of which each shard updates a slice come in these slices, so that XLA may sum into
-        them what its devices computed.
-        """
-        partitions, at_use = layout.arrays.params, on_all_rows(at_use, layout)
-        assert at_use.on_mesh is not None
-
-        def compute(state: TrainState, batch: Any, scale: Any) -> LocalResult:
-            return self.of_shard(state, batch, at_use, scale)._replace(early=())
+        def compute(state: TrainState, batch: Any) -> LocalResult:
+            return self.of_shard(state, batch, on_all)._replace(early=())
 
         # Traced once: the call takes what was traced.
         inlined = jax.jit(compute, inline=True)
         try:
             if layout.number_of_shards > 1:
                 rows = self.number_of_rows(batch) // self.accumulate_steps
-                _check_convolutions(inlined.trace(state, batch, scale).jaxpr, rows)
-            found = inlined(state, batch, scale)
+                _check_convolutions(inlined.trace(state, batch).jaxpr, rows)
+            found = inlined(state, batch)
         except NameError as error:
-            check_not_of_shards(error, layout.axes)
+            _check_not_of_shards(error, axes)
             raise
         leaves, tree = jax.tree.flatten(found.values)
-        values = [
-            at_use.on_mesh.split(each.pack(x), each)
-            for x, each in zip(leaves, partitions, strict=True)
-        ]
-        early = tuple(each.number > 1 for each in partitions)
-        return found._replace(values=tree.unflatten(values), early=early)
+        values = tree.unflatten(
+            [on_all.split(each.pack(x), each) for x, each in zip(leaves, partitions, strict=True)]
+        )
+        whole, of_one = PartitionSpec(), lambda each, _: only(each.spec(axes), axes)
+        specs = whole, map_partitions(of_one, partitions, values), whole, whole
+        return (found.loss, values, found.model_state, found.terms), specs, found.aux
+
+    def local(
+        self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
+    ) -> tuple[LocalResult, Any]:
+        """The loss, and a shard's slices of the gradient."""
+        loss, values, model_state, terms = given
+        early = tuple(each.number > 1 for each in at_use.partitions)
+        return LocalResult(loss, values, None, model_state, None, terms, early), before.params
 
     def in_context(self, context: StageContext) -> StageContext:
         """What nothing has to divide."""
@@ -103,9 +93,6 @@ class BatchLoss(StepLoss):
     def alone(self) -> StepLoss:
         """Itself: its microbatches are other losses, on any number of shards."""
         return self
-
-    def check_state(self, state: TrainState) -> None:
-        """There is one."""
 
     def sums(self, local: LocalResult) -> dict[str, Any]:
         """Nothing: all of it is of the batch."""
@@ -132,9 +119,6 @@ def _check_convolutions(jaxpr: Any, rows: int) -> None:
     The gradient of a convolution's kernel for each row, as ``vmap`` of ``grad`` makes it, is one
     convolution with a group for each row; split by rows, it returns other numbers (seen with JAX
     0.10.2 on CPUs).
-
-    Raises:
-      LossError: there is one.
     """
     for equation in equations_of(jaxpr):
         if equation.primitive.name != "conv_general_dilated":
@@ -150,3 +134,17 @@ def _check_convolutions(jaxpr: Any, rows: int) -> None:
                 f"are split over devices. If the loss is a mean over rows, leave loss_over='batch' "
                 f"out; or take more than one row for each such gradient."
             )
+
+
+def _check_not_of_shards(error: NameError, axes: tuple[str, ...]) -> None:
+    """Raise AxisError if JAX has not found the shard axis that a loss over the batch names."""
+    axis = _jax.unbound_axis(error, axes)
+    if axis is None:
+        return
+    where = _jax.source_of_error(error)
+    raise AxisError(
+        f"The loss names the shard axis {axis!r}{f' ({where})' if where else ''}, and with "
+        f"loss_over='batch' it is given the rows of all shards: x.mean(0) is the mean over the "
+        f"batch. Leave out pmean, all_gather, axis_index and the axis_name of a batch norm; or "
+        f"write loss_over='shard'."
+    ) from error

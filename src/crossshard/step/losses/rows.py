@@ -1,46 +1,208 @@
-"""RowsLoss: each shard's loss of its own rows of the batch."""
+"""StepLoss: the loss of each shard's rows and its gradient, in one piece or in microbatches."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
+from crossshard import _check, _jax
+from crossshard._check import is_inexact
 from crossshard.collectives.sums import to_sum
+from crossshard.errors import ArgumentError
+from crossshard.gradients.autodiff import check_sums, scaled, split_loss, unscale
+from crossshard.gradients.mean import Mean, counts_of, sums_of
+from crossshard.gradients.status import GradientStatus
+from crossshard.jaxprs.mean_over_rows import Proof, facts_of_inputs, prove, types_with
+from crossshard.jaxprs.rewrite import opaque_false
 from crossshard.model import model_state as model_states
 from crossshard.model.layout import StateLayout
+from crossshard.model.model_state import ModelState
+from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients, StageContext
-from crossshard.step.gather import AtUse
-from crossshard.step.losses.loss import StepLoss, Work
-from crossshard.step.microbatches import AuxReduction, LocalResult, aux_to_reduce, reduced_aux
+from crossshard.pipeline.stages.accumulate import Sums, zeros
+from crossshard.shards.axes import get_shard_context, shard_context
+from crossshard.shards.batch_axes import FIRST, BatchAxes, join
+from crossshard.shards.random_streams import keys_of_rows
+from crossshard.step.gather import AtUse, Use, evaluated
+from crossshard.step.microbatches import (
+    AuxReduction,
+    Compute,
+    Counting,
+    LocalResult,
+    Weight,
+    aux_of_microbatches,
+    aux_to_reduce,
+    check_aux,
+    check_weight_is_read,
+    over_microbatches,
+    pieces_of,
+    reduced_aux,
+    weight_of,
+)
+from crossshard.step.over_rows import Arguments, OverRowsRecord, as_mean, is_exact, types_of
+
+# The random key of a loss, or its keys; empty if it takes none.
+Keys = tuple[jax.Array, ...]
 
 
-class ShardsLoss(StepLoss):
-    """A loss that each shard has of its rows, with its own gradient, ``aux`` and state."""
+class LossOver(enum.StrEnum):
+    """What the loss is given, and so what it is a loss of.
+
+    ROWS: each shard's rows; it is proven to be a mean over rows, so that the mean over the shards
+      is that of the batch.
+    BATCH: all rows of the batch, as global arrays, whose work XLA splits.
+    SHARD: each shard's rows; each shard's own loss is meant, whatever it does with its rows.
+
+    >>> LossOver("batch")
+    <LossOver.BATCH: 'batch'>
+    """
+
+    ROWS = "rows"
+    BATCH = "batch"
+    SHARD = "shard"
+
+
+class RngPer(enum.StrEnum):
+    """What has a random key of its own in a step.
+
+    SHARD: each shard, so that noise depends on the number of shards; with a loss over the batch
+      there is one key.
+    ROW: each row, by its place in the global batch, so that noise depends on nothing else.
+
+    >>> RngPer("row")
+    <RngPer.ROW: 'row'>
+    """
+
+    SHARD = "shard"
+    ROW = "row"
+
+
+def check_rng_per(rng_per: object, *, takes_rng: bool) -> RngPer:
+    """The checked ``rng_per`` option."""
+    found = _check.choice("rng_per", rng_per, RngPer)
+    if found is RngPer.ROW and not takes_rng:
+        raise ArgumentError(
+            "rng_per='row' passes the loss a key for each row, and this one takes none. Write "
+            "loss_fn(params, batch, rng), whose rng has the shape [rows]; or leave rng_per out."
+        )
+    return found
+
+
+class Returned(NamedTuple):
+    """What a loss returned, a number or a ``Mean``, and the parameters and state that it left."""
+
+    loss: Any
+    aux: Any
+    written: Any
+    model_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLoss:
+    """The loss of a step, as a function of a state and rows: here of those of each shard.
+
+    A loss over the batch, and one of virtual shards, say what they do otherwise.
+
+    Attributes:
+      function: the loss of some rows of the batch.
+      takes_rng: whether it takes a PRNG key.
+      has_aux: whether it returns ``(loss, aux)``.
+      weight: the weight function of the mean; ``None`` if all shards count the same.
+      accumulate_steps: the number of microbatches of a shard's rows.
+      model_state: how the state that it returns is kept; ``None`` if it returns none.
+      aux_reduction: how ``aux`` is reduced over the shards, a pytree prefix of it.
+      batch_axes: along which axes the arrays of the batch are split.
+      over: what the user says that it is over.
+      keys_of_rows: whether it takes a key for each row.
+      is_summed: whether the shards' losses are added up.
+      same_bits: of how many parts it is, if no bit may depend on the number of shards that have
+        them; ``None`` if some may.
+      record: what its trace has shown it to be in the rows of its batch.
+      status: the status of its gradients.
+      has_one_state: whether there is one state of all rows, and so no weight of some.
+      is_interleaved: whether its rows are those of all shards, of which a microbatch has some.
+      gradient: its gradient in words; empty if it is each shard's local one.
+    """
+
+    function: Callable[..., Any]
+    takes_rng: bool = False
+    has_aux: bool = False
+    weight: Weight | None = None
+    accumulate_steps: int = 1
+    model_state: ModelState | None = None
+    aux_reduction: Any = AuxReduction.PER_SHARD
+    batch_axes: BatchAxes = FIRST
+    over: LossOver = LossOver.SHARD
+    keys_of_rows: bool = False
+    is_summed: bool = False
+    same_bits: int | None = None
+    record: OverRowsRecord = dataclasses.field(
+        default_factory=OverRowsRecord, compare=False, repr=False
+    )
+
+    status: ClassVar[GradientStatus] = GradientStatus.LOCAL
+    has_one_state: ClassVar[bool] = False
+    is_interleaved: ClassVar[bool] = False
+    gradient: ClassVar[str] = ""
+
+    # What a loss over other rows does otherwise.
+
+    def enter(
+        self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
+    ) -> tuple[Any, Any, Any]:
+        """What enters ``shard_map`` besides the state, its specs, and ``aux`` if it is known.
+
+        Args:
+          layout: the layout of the state.
+          state: the state, of global arrays.
+          batch: the batch, its rows split over the shards.
+          at_use: how a shard gets its parameters.
+        """
+        return batch, self.batch_axes.specs(batch, layout.axes), None
+
+    def local(
+        self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
+    ) -> tuple[LocalResult, Any]:
+        """One shard's loss and gradients, and the types of these.
+
+        Args:
+          before: the state of the shard.
+          given: what of ``enter`` it got.
+          at_use: how it gets its parameters.
+          weight: float[], 0 if this shard is left out of a ``Mean``, else 1; ``None`` if none is.
+        """
+        params = before.params
+        if at_use.waits:
+            params, at_use = at_use.whole(params), dataclasses.replace(at_use, in_parts=False)
+        like = at_use.types_of_gradients(params) if at_use.in_parts else params
+        before = dataclasses.replace(before, params=params)
+        return self.of_shard(before, given, at_use, weight), like
+
+    def of_shard(
+        self, state: TrainState, batch: Any, at_use: AtUse, weight: Any = None
+    ) -> LocalResult:
+        """The loss and gradients of one shard's rows; see ``local``."""
+        in_pieces = self.pieces(at_use.shards.number) > 1
+        counting = self._begin(state, batch, at_use, weight, in_pieces=in_pieces)
+        return self._of_shard(state, batch, at_use, at_use.shards.index(), counting)
 
     def in_context(self, context: StageContext) -> StageContext:
-        """The same."""
+        """The context of the stages for gradients of this loss."""
         return context
 
-    def _work_of_rows(
-        self,
-        layout: StateLayout,
-        batch: Any,
-        at_use: AtUse,
-        gradient: Callable[[TrainState, Any, AtUse, Any], LocalResult],
-    ) -> Work:
-        """What each shard has to do, given what computes its loss from its parameters and rows."""
+    def alone(self) -> "StepLoss":
+        """The same of all rows in one piece, if it is a mean of pieces."""
+        return dataclasses.replace(self, accumulate_steps=1)
 
-        def of_shard(before: TrainState, batch: Any, weight: Any) -> tuple[LocalResult, Any]:
-            params, use = before.params, at_use
-            if use.waits:
-                params, use = use.whole(params), dataclasses.replace(use, in_parts=False)
-            like = use.types_of_gradients(params) if use.in_parts else params
-            given = dataclasses.replace(before, params=params)
-            return gradient(given, batch, use, weight), like
-
-        return Work(batch, self.batch_axes.specs(batch, layout.axes), of_shard)
+    def check_state(self, state: TrainState) -> None:
+        """Raise ArgumentError unless it can keep the model state of this state."""
 
     def sums(self, local: LocalResult) -> dict[str, Any]:
         """What the aggregate must sum, by name, besides the gradients and the loss."""
@@ -53,7 +215,7 @@ class ShardsLoss(StepLoss):
         return of_state | of_aux | terms
 
     def settled_state(self, local: LocalResult, gradients: Gradients, number: int) -> Any:
-        """The model state, averaged if it is to be."""
+        """The model state for the next step, given the reduced gradients of ``number`` parts."""
         return model_states.settled(self.model_state, local.model_state, gradients, number)
 
     def reduced_aux(
@@ -70,29 +232,456 @@ class ShardsLoss(StepLoss):
         is_per_shard = lambda reduction: reduction is AuxReduction.PER_SHARD
         return jax.tree.map(lambda x: each if is_per_shard(x) else reduced, self.aux_reduction)
 
+    # What it is over.
 
-@dataclasses.dataclass(frozen=True)
-class RowsLoss(ShardsLoss):
-    """The loss of each shard's rows, in one piece or in microbatches."""
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return str(getattr(self.function, "__qualname__", type(self.function).__name__))
 
-    def work(
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """A batch without its whole arrays, and with these alone; see ``BatchAxes.split``."""
+        return self.batch_axes.split(batch)
+
+    def number_of_rows(self, batch: Any) -> int:
+        """The number of rows of a batch."""
+        return int(self.batch_axes.lengths(self.split(batch)[0])[0])
+
+    def parts(self, shards: int) -> int:
+        """How many parts of the batch have a loss of their own."""
+        return self.same_bits or shards
+
+    def apart(self, state: TrainState) -> jax.Array | None:
+        """An ``opaque_false`` for the update, if its bits must not depend on the shards."""
+        return None if self.same_bits is None else opaque_false(state.step)
+
+    def pieces(self, shards: int) -> int:
+        """How many pieces a shard's rows are cut into."""
+        return self.parts(shards) // shards * self.accumulate_steps
+
+    def is_of_parts(self, shards: int) -> bool:
+        """Whether what it is in its rows matters, as it is computed of several pieces of them."""
+        return self.over is not LossOver.BATCH and shards * self.pieces(shards) > 1
+
+    def _begin(
+        self, state: TrainState, batch: Any, at_use: AtUse, weight: Any, *, in_pieces: bool
+    ) -> Counting:
+        """How a ``Mean`` is counted in the step that is traced from here on."""
+        self.record.traces.clear()
+        # Unknown for a step that is traced anew, whose batch may have other entries.
+        self.record.returns_mean = None
+        counting = Counting(at_use.shards, self.pieces(at_use.shards.number), weight)
+        if in_pieces:
+            counts = self._counts(state, batch, at_use, counting)
+            counting = dataclasses.replace(counting, counts=counts)
+        return counting
+
+    def _counts(
+        self, state: TrainState, batch: Any, at_use: AtUse, counting: Counting
+    ) -> tuple[Any, ...] | None:
+        """What all pieces of the batch count, if the loss returns a ``Mean``; else ``None``."""
+        shard, (rows, whole) = at_use.shards.index(), self.split(batch)
+        number = self.accumulate_steps
+
+        def of_piece(rows: Any, model_state: Any, shard: Any, index: Any) -> tuple[Any, Any]:
+            here, batch = dataclasses.replace(state, model_state=model_state), join(rows, whole)
+            run, _ = self._prepared(here, batch, self._keys(here, batch, shard, index), at_use)
+
+            def of_both(both: tuple[Any, Any]) -> tuple[Any, Any]:
+                out = run(both)
+                self.record.returns_mean = isinstance(out.loss, Mean)
+                counts = counts_of(out.loss) if isinstance(out.loss, Mean) else ()
+                return counts, out.model_state
+
+            of_params = lambda params: with_frozen(
+                at_use, lambda frozen: of_both((params, frozen)), state.frozen
+            )
+            found: tuple[Any, Any] = at_use.call(of_params, state.params)
+            return found
+
+        def of_shard(rows: Any, shard: Any) -> Any:
+            pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_interleaved)
+
+            def one(before: Any, piece: Any) -> tuple[Any, Any]:
+                counts, after = of_piece(piece[1], before, shard, piece[0])
+                as_stored = jax.tree.map(lambda x, y: x.astype(y.dtype), after, before)
+                return as_stored, jnp.stack(counts)
+
+            return lax.scan(one, state.model_state, (jnp.arange(number), pieces))[1].sum(0)
+
+        def of_parts(rows: Any) -> Any:
+            count = counting.pieces // number
+            of_one = lambda given: of_shard(given[1], shard * count + given[0])
+            return lax.map(of_one, (jnp.arange(count), pieces_of(rows, self.batch_axes, count)))
+
+        with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
+            if self.record.returns_mean is None:
+                pieces = pieces_of(rows, self.batch_axes, counting.pieces)
+                of_one = jax.tree.map(lambda x: x[0], pieces)
+                jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
+            if not self.record.returns_mean:
+                return None
+            if self.same_bits is None:
+                return counting.over_shards(_pruned(of_shard, rows, shard))
+            return counting.in_order(_pruned(of_parts, rows))
+
+    def _of_shard(
+        self, state: TrainState, batch: Any, at_use: AtUse, shard: Any, counting: Counting
+    ) -> LocalResult:
+        """The loss and gradients of the shard, or the virtual one, with this index."""
+        number, (rows, whole) = self.accumulate_steps, self.split(batch)
+
+        def compute(rows: Any, model_state: Any, index: Any, at_use: AtUse) -> LocalResult:
+            here = dataclasses.replace(state, model_state=model_state)
+            return self._of_rows(here, join(rows, whole), at_use, shard, index, counting)
+
+        if number == 1:
+            return compute(rows, state.model_state, 0, at_use)
+
+        # The rows divide, or they would not have been placed.
+        pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_interleaved)
+
+        def with_(at_use: AtUse) -> Compute:
+            return lambda rows, model_state, index: compute(rows, model_state, index, at_use)
+
+        # Whole gradients are added up, and the last microbatch sums them over the shards.
+        every, last = at_use, None
+        if not at_use.in_parts:
+            every = dataclasses.replace(at_use, waits=True)
+            first, found = jax.tree.map(lambda x: x[0], pieces), list[bool]()
+            look = lambda *args: found.append(any(with_(at_use)(*args).early))
+            jax.eval_shape(look, first, state.model_state, jnp.int32(0))
+            # It may have loops in whose backward pass gradients are summed.
+            if found[0]:
+                # The backward pass adds gradients of the scaled loss to them.
+                scale = scale_of(state)
+                last = lambda sums: with_(dataclasses.replace(at_use, before=_scaled(sums, scale)))
+        local, aux, weights = over_microbatches(
+            number,
+            with_(every),
+            zeros(every.types_of_gradients(state.params)),
+            every.early,
+            state.model_state,
+            pieces,
+            last,
+        )
+        return local._replace(aux=aux_of_microbatches(self.aux_reduction, aux, weights))
+
+    def _of_rows(
         self,
-        layout: StateLayout,
         state: TrainState,
         batch: Any,
         at_use: AtUse,
-        scale: Callable[[TrainState], Any],
-    ) -> Work:
-        """To compute the loss of its rows, and its gradient."""
+        shard: Any,
+        index: Any,
+        counting: Counting,
+    ) -> LocalResult:
+        """The loss and gradients of some rows, those of this microbatch of a shard."""
+        shards, keys = at_use.shards, self._keys(state, batch, shard, index)
 
-        def gradient(before: TrainState, batch: Any, at_use: AtUse, weight: Any) -> LocalResult:
-            return self.of_shard(before, batch, at_use, scale(before), weight)
+        def loss_of(params: Any, *overwritten: Any) -> tuple[Any, Any]:
+            given = model_states.overwrite(state.model_state, overwritten)
+            here = dataclasses.replace(state, model_state=given)
+            of_both = lambda frozen: loss_of_both((params, frozen), here)
+            return with_frozen(at_use, of_both, state.frozen)
 
-        return self._work_of_rows(layout, batch, at_use, gradient)
+        def loss_of_both(both: tuple[Any, Any], here: TrainState) -> tuple[Any, Any]:
+            out = run(both, state=here)
+            check_not_written(out.written, both, lambda both: run(both, state=here).written)
+            self.record.returns_mean = isinstance(out.loss, Mean)
+            if not isinstance(out.loss, Mean):
+                return out.loss, (out.model_state, out.aux, None)
+            if weight is not None:
+                raise ArgumentError(
+                    "The loss returns a Mean, which says what its rows count, and weight= says it "
+                    "again. Leave weight out."
+                )
+            if self.is_summed:
+                raise ArgumentError(
+                    "The loss returns a Mean, which is a mean over the whole batch, and the "
+                    "optimizer's reduction is SUM, which adds up the losses of shards. Use "
+                    "reduction='mean'."
+                )
+            return counting.part(out.loss), (out.model_state, out.aux, sums_of(out.loss))
 
-    def alone(self) -> StepLoss:
-        """The mean of the microbatches is that of all rows."""
-        return dataclasses.replace(self, accumulate_steps=1)
+        with shard_context(shards.number, axis_name=shards.axes):
+            types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
+            run, weight = self._prepared(state, batch, keys, at_use)
+            if self.model_state is ModelState.MEAN and not self.has_one_state:
+                self._check_equal(state, types, batch, run, keys)
+            with jax.named_scope("loss"):
+                overwritten = model_states.overwritten(state.model_state)
+                scale = scale_of(state)
+                found = value_and_grad(at_use, loss_of, state.params, weight, scale, overwritten)
+        loss, (after, aux, terms) = found.out
+        if overwritten:
+            # They are what the backward pass returns, and were divided by the loss scale.
+            whole = [x if scale is None else x * scale for x in found.of_others]
+            after = model_states.overwrite(after, whole)
+        if weight is not None:
+            after = model_states.unless_weightless(
+                self.model_state, weight, after, state.model_state
+            )
+        loss = jnp.asarray(loss)
+        return LocalResult(loss, found.gradients, weight, after, aux, terms, found.early)
 
-    def check_state(self, state: TrainState) -> None:
-        """Each shard may have its own."""
+    def _keys(self, state: TrainState, batch: Any, shard: Any, index: Any) -> Keys:
+        """The key of some rows, or their keys; none if the loss takes none."""
+        if not self.takes_rng:
+            return ()
+        key = jax.random.wrap_key_data(state.rng, impl=state.rng_impl)
+        number = self.accumulate_steps
+        if not self.keys_of_rows:
+            count = state.step if number == 1 else state.step * number + index
+            of_step = jax.random.fold_in(key, count)
+            return (jax.random.fold_in(of_step, shard),)
+        each = jnp.arange(self.number_of_rows(batch))
+        # As the microbatches are cut.
+        places = each * number + index if self.is_interleaved else index * len(each) + each
+        places += shard * number * len(each)
+        return (keys_of_rows(jax.random.fold_in(key, state.step), places),)
+
+    def run(self, state: TrainState, params: Any, batch: Any, keys: Keys) -> Returned:
+        """What the loss returns of some rows, given its trained and its frozen parameters."""
+        trained, frozen = params
+        model = combine(state.skeleton, trained, frozen, state.model_state)
+        if self.model_state is None:
+            loss, aux = split_loss(self.function(model, batch, *keys), self.has_aux)
+            check_aux(aux)
+            return Returned(
+                loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
+            )
+        # A copy, since Equinox's State may be used once.
+        before = jax.tree.map(lambda x: x, state.model_state)
+        after, out = model_states.split_state(
+            self.function(model, before, batch, *keys), self.has_aux
+        )
+        after = model_states.check_returned(state.model_state, after)
+        loss, aux = split_loss(out, self.has_aux)
+        check_aux(aux)
+        return Returned(loss, aux, params, after)
+
+    # Tracing it once, for the proof and for the step.
+
+    def arguments(self, state: TrainState, both: Any, batch: Any, keys: Keys) -> Arguments:
+        """What the loss is computed from, by what rows and shards have to do with it."""
+        rows, whole = self.split(batch)
+        of_rows, of_shard = (keys, ()) if self.keys_of_rows else ((), keys)
+        # All shards have the same state, keys in it too, if it is averaged.
+        equal = self.model_state is ModelState.MEAN
+        of_all, of_one = (state.model_state, None) if equal else (None, state.model_state)
+        return Arguments((rows, of_rows), whole, both, of_all, (of_shard, of_one))
+
+    def of_arguments(self, state: TrainState, *arguments: Any) -> Returned:
+        """What the loss returns of these ``Arguments``."""
+        (rows, of_rows), whole, both, of_all, (of_shard, of_one) = arguments
+        equal = self.model_state is ModelState.MEAN
+        here = dataclasses.replace(state, model_state=of_all if equal else of_one)
+        return self.run(here, both, join(rows, whole), (*of_rows, *of_shard))
+
+    def _trace(self, state: TrainState, arguments: Arguments) -> tuple[Any, Any]:
+        """The jaxpr of the loss, and the tree of what it returns."""
+        key = state.skeleton, *types_of(arguments)
+        if key not in self.record.traces:
+            of = functools.partial(self.of_arguments, state)
+            jaxpr, types = jax.make_jaxpr(of, return_shape=True)(*arguments)
+            found = jaxpr, jax.tree.structure(types)
+            if any(isinstance(x, jax.core.Tracer) for x in jaxpr.consts):
+                return found
+            # With microbatches a step computes its loss several times.
+            self.record.traces[key] = found
+        return self.record.traces[key]
+
+    def _prepared(
+        self, state: TrainState, batch: Any, keys: Keys, at_use: AtUse
+    ) -> tuple[Callable[..., Returned], Any]:
+        """The loss as it is divided, and the weight of its rows; ``None`` if a ``Mean`` has it.
+
+        It is a function of the parameters, and of other rows, keys or states. Raises if it may be
+        no mean over the rows.
+        """
+        times = self.parts(at_use.shards.number) * self.accumulate_steps
+        is_proven = self.over is LossOver.ROWS and times > 1
+        types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
+
+        def run(
+            both: Any, batch: Any = batch, keys: Keys = keys, state: TrainState = state
+        ) -> Returned:
+            if not is_proven:
+                return self.run(state, both, batch, keys)
+            arguments = self.arguments(state, both, batch, keys)
+            jaxpr, tree = self._trace(state, arguments)
+            found = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments))
+            returned: Returned = jax.tree.unflatten(tree, found)
+            return returned
+
+        weight = None
+        if self.weight is not None:
+            of_batch = lambda batch, both: run(both, batch).loss
+            check_weight_is_read(self.weight, batch, of_batch, types)
+            weight = weight_of(self.weight, batch)
+        if not is_proven:
+            return run, weight
+        arguments = self.arguments(state, types, batch, keys)
+        key = state.skeleton, times, *types_of(arguments)
+        if key not in self.record.known:
+            proof, tree = self._proof(state, arguments, times)
+            self.record.conclude(key, proof, tree, arguments, self.batch_axes, times, self.weight)
+        finding, divisor = self.record.checked(
+            key, arguments.given[0], self.weight, self.is_summed, self.accumulate_steps
+        )
+        if divisor is None or not divisor.is_of_piece:
+            return run, weight
+        if is_exact(finding):
+            # In the first batch another sum may be equal to what divides.
+            return run, weight if divisor.is_weight else divisor.of_batch(batch)
+
+        def as_sums(*given: Any, **others: Any) -> Returned:
+            found = run(*given, **others)
+            return found._replace(loss=as_mean(found.loss, divisor, finding, batch, weight))
+
+        return as_sums, None
+
+    def _proof(self, state: TrainState, arguments: Arguments, times: int) -> tuple[Proof, Any]:
+        """What it is in its rows, of which the batch has ``times`` pieces; and what it returns."""
+        given, *others, own = arguments
+        first, tree = self._trace(state, arguments)
+        # Its outputs are the first of them.
+        returned = jax.tree.unflatten(tree, range(tree.num_leaves)).loss
+        outputs = len(jax.tree.leaves(returned))
+        axes, context = self.batch_axes.of_rows(given[0]), get_shard_context()
+        each = jax.tree.leaves(given[0])[0].shape[axes[0]]
+        axes = [*axes, *[0] * len(jax.tree.leaves(given[1]))]
+        inputs = facts_of_inputs(jax.tree.leaves(given), axes, others, own)
+        of_arguments = functools.partial(self.of_arguments, state)
+        traces, proof = [_jax.without_unread(first, outputs)], None
+        while proof is None:
+            more = types_with(given, axes, len(traces) * times * each)
+            try:
+                jaxpr = jax.make_jaxpr(of_arguments)(*arguments._replace(given=more))
+                traces.append(_jax.without_unread(jaxpr, outputs))
+            except Exception as error:  # a loss may raise anything on other shapes
+                traces.append(error)
+            shards = None if context is None else context.axis_name
+            proof = prove(traces, inputs, each, times, shards)
+        return proof, returned
+
+    def _check_equal(
+        self,
+        state: TrainState,
+        both: tuple[Any, Any],
+        batch: Any,
+        run: Callable[..., Returned],
+        keys: Keys,
+    ) -> None:
+        """Raise if model state that is not averaged would differ between shards."""
+        rows, whole = self.split(batch)
+
+        def of_own(own: tuple[Any, Any], both: tuple[Any, Any]) -> Any:
+            rows, keys = own
+            return run(both, join(rows, whole), keys).model_state
+
+        model_states.check_equal(state.model_state, of_own, (rows, keys), both)
+
+    def with_weight(self, local: LocalResult, weight: Any, before: TrainState) -> LocalResult:
+        """What one shard computes, with another weight: with 0 its model state stays as before."""
+        after = model_states.unless_weightless(
+            self.model_state, weight, local.model_state, before.model_state
+        )
+        return local._replace(weight=weight, model_state=after)
+
+
+def with_frozen(at_use: AtUse, function: Callable[[Any], Any], frozen: Any) -> Any:
+    """What a function of the arrays that are not trained returns; as ``AtUse.call``."""
+    return function(frozen) if at_use.frozen is None else at_use.frozen.call(function, frozen)
+
+
+def _pruned(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, computed without what it does not need for that."""
+    jaxpr, types = jax.make_jaxpr(function, return_shape=True)(*args)
+    run = jaxpr_as_fun(_jax.without_unread(jaxpr))
+    return jax.tree.unflatten(jax.tree.structure(types), run(*jax.tree.leaves(args)))
+
+
+def scale_of(state: TrainState) -> Any:
+    """float[]: the loss scale of a state; ``None`` without one."""
+    return getattr(state.opt_state.loss_scale, "scale", None)
+
+
+class Found(NamedTuple):
+    """What differentiating a loss found.
+
+    Attributes:
+      out: the loss with its auxiliary output.
+      gradients: the gradients: whole and local, or, where ``early``, this shard's slice of the sum.
+      early: for each gradient, whether the backward pass has summed it; empty if none is.
+      of_others: the gradients of the other arrays.
+    """
+
+    out: Any
+    gradients: Any
+    early: tuple[bool, ...]
+    of_others: Sequence[Any] = ()
+
+
+def value_and_grad(
+    at_use: AtUse,
+    loss_of: Callable[..., tuple[Any, Any]],
+    params: Any,
+    weight: Any = None,
+    loss_scale: Any = None,
+    others: Sequence[Any] = (),
+) -> Found:
+    """The loss with its auxiliary output, and the gradients that are read.
+
+    Args:
+      at_use: how the loss gets its parameters, and where their gradients are summed.
+      loss_of: the loss as a function of the parameters and the other arrays, which returns
+        ``(loss, aux)``.
+      params: the parameters as they rest.
+      weight: float[], the weight of this shard; ``None`` if all count the same.
+      loss_scale: float[], the scale of the loss; ``None`` without one.
+      others: further arrays to differentiate, which every shard has whole.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    unread = at_use.unread or (False,) * len(leaves)
+    read = [place for place, each in enumerate(unread) if not each]
+    traced, late = at_use.late(loss_of, params, read, others)
+    whole = at_use.at_start(leaves, late)
+    given = list(whole)
+    for place in late.intersection(read):
+        given[place] = at_use.slot(place, leaves[place])
+
+    uses: dict[int, list[Use]] = {}
+
+    def of_read(arrays: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
+        inputs = list(whole)
+        for place, x in zip(read, arrays, strict=True):
+            inputs[place] = x
+        if traced is None:
+            loss, aux = loss_of(tree.unflatten(inputs), *others)
+        else:
+            for place in late:
+                slot = None if unread[place] else inputs[place]
+                inputs[place] = at_use.leaf(place, leaves[place], slot, weight)
+            loss, aux = evaluated(traced, [*inputs, *others], uses)
+        return scaled(loss, loss_scale), (loss, aux)
+
+    both = [given[place] for place in read], list(others)
+    check_sums(lambda: jax.make_jaxpr(lambda *both: of_read(*both)[0])(*both), ())
+    found, out = jax.grad(of_read, (0, 1), has_aux=True)(*both)
+    found, of_others = unscale(found, loss_scale)
+    if at_use.record is not None and traced is not None:
+        at_use.record.latest = uses
+    gradients = [jnp.zeros_like(x) if none else x for x, none in zip(given, unread, strict=True)]
+    for place, gradient in zip(read, found, strict=True):
+        gradients[place] = gradient
+    early = tuple(place in late for place in range(len(leaves))) if late else ()
+    return Found(out, tree.unflatten(gradients), early, of_others)
+
+
+def _scaled(sums: Sums, scale: Any) -> Sums:
+    """The sums of microbatches as those of the scaled loss."""
+    values, loss, weight = sums
+    one = lambda x: x * scale.astype(x.dtype) if is_inexact(x) else x
+    return sums if scale is None else (jax.tree.map(one, values), loss, weight)

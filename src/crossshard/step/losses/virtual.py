@@ -28,24 +28,17 @@ from crossshard.collectives.sums import to_average
 from crossshard.errors import ArgumentError, AxisError
 from crossshard.jaxprs.rewrite import opaque_false, without_repeats
 from crossshard.jaxprs.walk import equations_of, named_axes
-from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.aggregators import Aggregator, Peers, Summands
 from crossshard.pipeline.stage import StageContext
 from crossshard.shards.batch_axes import join
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.loss import StepLoss, Work
-from crossshard.step.losses.rows import RowsLoss, ShardsLoss
+from crossshard.step.losses.rows import StepLoss
 from crossshard.step.microbatches import LocalResult, pieces_of
 
 
 def check_virtual_shards(given: Any, shards: int) -> int | None:
-    """The checked number of virtual shards on so many shards; ``None`` without them.
-
-    Raises:
-      ArgumentError: the shards do not divide them.
-      ArgumentTypeError: it is no int.
-    """
+    """The checked number of virtual shards on so many shards; ``None`` without them."""
     if given is None:
         return None
     number = _check.whole_number("virtual_shards", given)
@@ -59,38 +52,23 @@ def check_virtual_shards(given: Any, shards: int) -> int | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class VirtualLoss(ShardsLoss):
+class VirtualLoss(StepLoss):
     """The losses of a shard's virtual shards, each with rows and a key of its own."""
 
-    def work(
-        self,
-        layout: StateLayout,
-        state: TrainState,
-        batch: Any,
-        at_use: AtUse,
-        scale: Callable[[TrainState], Any],
-    ) -> Work:
-        """To compute the weighed partial sums over its virtual shards."""
-
-        def gradient(before: TrainState, batch: Any, at_use: AtUse, weight: Any) -> LocalResult:
-            if at_use.frozen is not None:
-                # Once for all virtual shards, and in full: a product with slices rounds otherwise.
-                frozen = at_use.frozen.whole(before.frozen)
-                before = dataclasses.replace(before, frozen=frozen)
-                at_use = dataclasses.replace(at_use, frozen=None)
-            return self._of_all(before, batch, at_use, scale(before), weight)
-
-        return self._work_of_rows(layout, batch, at_use, gradient)
-
-    def _of_all(
-        self, state: TrainState, batch: Any, at_use: AtUse, scale: Any, weight: Any
+    def of_shard(
+        self, state: TrainState, batch: Any, at_use: AtUse, weight: Any = None
     ) -> LocalResult:
-        """The sums over the virtual shards of this one; see ``of_shard``.
+        """The weighed partial sums over the virtual shards of this one.
 
         Raises:
           ArgumentError: its rows do not divide.
           AxisError: the loss communicates with other shards.
         """
+        if at_use.frozen is not None:
+            # Once for all virtual shards, and in full: a product with slices rounds otherwise.
+            frozen = at_use.frozen.whole(state.frozen)
+            state = dataclasses.replace(state, frozen=frozen)
+            at_use = dataclasses.replace(at_use, frozen=None)
         number, shard = at_use.shards.number, at_use.shards.index()
         count = self.parts(number) // number
         _check_rows_divide(self.number_of_rows(batch), count, self.accumulate_steps)
@@ -100,8 +78,8 @@ class VirtualLoss(ShardsLoss):
         def compute(index: Any, rows: Any, given: Any) -> tuple[LocalResult, dict[str, Any]]:
             params, frozen, model_state, whole, counts = given
             here = dataclasses.replace(state, params=params, frozen=frozen, model_state=model_state)
-            index, own = shard * count + index, counting.with_counts(counts)
-            local = self._of_shard(here, join(rows, whole), at_use, scale, index, own)
+            index, own = shard * count + index, dataclasses.replace(counting, counts=counts)
+            local = self._of_shard(here, join(rows, whole), at_use, index, own)
             return local, self.sums(local)
 
         given = state.params, state.frozen, state.model_state, whole, counting.counts
@@ -110,8 +88,8 @@ class VirtualLoss(ShardsLoss):
 
     def alone(self) -> StepLoss:
         """The loss of each shard's rows: the mean of the virtual shards' is that of all rows."""
-        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(RowsLoss)}
-        return RowsLoss(**own | {"accumulate_steps": 1, "same_bits": None})
+        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(StepLoss)}
+        return StepLoss(**own | {"accumulate_steps": 1, "same_bits": None})
 
     def check_state(self, state: TrainState) -> None:
         """All shards must have the same."""
@@ -152,9 +130,6 @@ def _over_virtual_shards(
       given: what else the computation reads.
       state: the state of this shard.
       at_use: how the loss gets its parameters.
-
-    Raises:
-      AxisError: the loss communicates with other shards.
     """
 
     params, structure = jax.tree.flatten(state.params)

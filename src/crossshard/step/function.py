@@ -1,12 +1,13 @@
-"""StepFunction: the computation of a step, from each shard's loss to the updated parameters."""
+"""StepConfig: what a step is made of, and what it computes, from the loss to the update."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _jax
 from crossshard.guards.divergence import Sentinel
@@ -16,21 +17,19 @@ from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.pipeline.stages.nonfinite import new_nans, own_weight
 from crossshard.pipeline.update.arrays import Arrays, Global
+from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.cut import map_partitions, only
+from crossshard.shards.devices import number_of_shards
 from crossshard.step.batches import check_same_rows
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.loss import StepLoss
+from crossshard.step.losses.rows import StepLoss
 from crossshard.step.microbatches import LocalResult
 
 
 class Progress(NamedTuple):
-    """How far a step has come.
+    """How far a step has come: what is known of the next state, the reduced ``aux``, the metrics.
 
-    Attributes:
-      state: the next state, as far as it is known.
-      aux: what the loss returned besides, reduced; ``None`` if it returns nothing.
-      metrics: the other metrics that are known.
-      gradients: the reduced gradients; ``None`` once they are applied.
+    The reduced gradients are ``None`` once they are applied.
     """
 
     state: TrainState
@@ -40,32 +39,52 @@ class Progress(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class StepFunction:
-    """The step as a pure function of the state and the batch.
+class StepConfig:
+    """What a step is made of, and of that the step as a pure function of the state and the batch.
 
     Attributes:
-      loss: the loss.
+      loss: the loss, with what it does to a batch.
       pipeline: the pipeline of the gradients.
       name: the name of the pipeline's operations in profiles and HLO.
       sentinel: what compares the shards' copies of the state; ``None`` if nothing does.
       gather_dtype: the dtype in which parameters that rest in parts are gathered; ``None`` for that
         in which the loss uses them.
+      mesh: the mesh, with ``AxisType.Auto`` axes, on which the step computes.
+      outer_mesh: the mesh as the user made it, on which states, batches and metrics lie.
+      axes: its shard axes.
+      weight_update: where the weights are updated.
+      in_parts: whether the parameters rest in parts.
+      wrt: what chooses the trained parameters; ``None`` for all.
+      donate: whether a call overwrites its state.
     """
 
     loss: StepLoss
     pipeline: Pipeline
     name: str
-    sentinel: Sentinel | None = None
-    gather_dtype: Any = None
+    sentinel: Sentinel | None
+    gather_dtype: Any
+    mesh: Mesh
+    outer_mesh: Mesh
+    axes: tuple[str, ...]
+    weight_update: WeightUpdate
+    in_parts: bool = False
+    wrt: Any = None
+    donate: bool = True
 
-    def __call__(
+    @property
+    def number_of_shards(self) -> int:
+        """The number of shards."""
+        return number_of_shards(self.mesh, self.axes)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether each group has its own parameters."""
+        return not self.pipeline.over_all_shards
+
+    def run(
         self, layout: StateLayout, state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The next state and the metrics.
-
-        Raises:
-          ArgumentError: the arrays of the batch have different numbers of rows.
-        """
+        """The next state and the metrics."""
         check_same_rows(self.loss.split(batch)[0], self.loss.batch_axes)
         if self.sentinel is None:
             return self._step(layout, state, batch)
@@ -81,12 +100,12 @@ class StepFunction:
         # XLA splits the work of an update that needs whole arrays: it runs outside of shard_map.
         is_global = isinstance(layout.arrays, Global)
         at_use = self._at_use(layout, state, context)
-        work = self.loss.work(layout, state, batch, at_use, self._scale)
+        given, specs, aux_of_batch = self.loss.enter(layout, state, batch, at_use)
 
         def on_one_shard(state: TrainState, given: Any) -> Progress:
             before = layout.local(state)
-            again = lambda weight: work.of_shard(before, given, weight)[0]
-            done = self._reduce(before, *work.of_shard(before, given, None), context, again)
+            compute = functools.partial(self.loss.local, before, given, at_use)
+            done = self._reduce(before, compute, context)
             if not is_global:
                 apart = self.loss.apart(before)
                 at_rest = dataclasses.replace(context, params=before.params, opaque_false=apart)
@@ -101,53 +120,49 @@ class StepFunction:
             on_one_shard,
             mesh=layout.mesh,
             axis_names=frozenset(layout.axes),
-            in_specs=(layout.specs(state), work.specs),
+            in_specs=(layout.specs(state), specs),
             out_specs=self._out_specs(layout, state, is_global),
         )
-        done = on_all_shards(state, work.given)
+        done = on_all_shards(state, given)
         if is_global:
             done = self._update(state, done, dataclasses.replace(context, params=state.params))
+        metrics = done.metrics
         if self.loss.has_aux:
-            aux = done.aux if work.aux is None else work.aux
-            return layout.constrain(done.state), done.metrics | {"aux": aux}
-        return layout.constrain(done.state), done.metrics
-
-    def _scale(self, state: TrainState) -> Any:
-        has_scale = self.pipeline.loss_scale is not None
-        return state.opt_state.loss_scale.scale if has_scale else None
+            metrics = metrics | {"aux": done.aux if aux_of_batch is None else aux_of_batch}
+        return layout.constrain(done.state), metrics
 
     def _reduce(
         self,
         before: TrainState,
-        local: LocalResult,
-        like: Any,
+        compute: Callable[..., tuple[LocalResult, Any]],
         context: StageContext,
-        again: Callable[[Any], LocalResult],
     ) -> Progress:
-        """From one shard's loss and gradients, and their types, to the reduced gradients.
+        """From the state before a step to the reduced gradients, on one shard.
 
-        ``again`` computes them once more, given whether this shard counts.
+        Args:
+          before: the state.
+          compute: computes the loss and the gradients, and the types of these, given the weight of
+            this shard if it may be left out.
+          context: the context of the stages.
         """
         loss, pipeline, opt_state = self.loss, self.pipeline, before.opt_state
+        excludes, (local, like) = pipeline.excludes_shards, compute()
         context = dataclasses.replace(context, params=like)
         gradients = self._arrive(local, context)
         if pipeline.nonfinite is not None:
             beside = new_nans(local.model_state, before.model_state)
             gradients = gradients.replace(beside=beside)
-
-        def others(weight: Any) -> dict[str, Any]:
-            excludes = pipeline.excludes_shards
-            return loss.sums(loss.with_weight(local, weight, before) if excludes else local)
-
-        def recounted(weight: Any) -> tuple[Any, Any]:
-            found = again(weight)
-            return found.values, found.loss
-
-        # The gradients of a Mean are divided by what all shards count.
-        left_out = None if local.terms is None else recounted
+        if excludes:
+            how: Any = {"others": lambda w: loss.sums(loss.with_weight(local, w, before))}
+        else:
+            how, gradients = {}, gradients.replace(sums=loss.sums(local))
+        if local.terms is not None:
+            # The gradients of a Mean are divided by what all shards count.
+            of_found = lambda found, _: (found.values, found.loss)
+            how["recounted"] = lambda weight: of_found(*compute(weight))
         with jax.named_scope(self.name):
-            gradients, opt_state = pipeline.reduce(gradients, opt_state, context, others, left_out)
-        if pipeline.excludes_shards:
+            gradients, opt_state = pipeline.reduce(gradients, opt_state, context, **how)
+        if excludes:
             weight = own_weight(gradients, local.weight, context)
             local = loss.with_weight(local, weight, before)
         together = loss.parts(context.shards.size)

@@ -15,11 +15,11 @@ from crossshard.model.model_state import ModelState
 from crossshard.model.state import TrainState
 from crossshard.pipeline.update.owners import Owners
 from crossshard.shards.cut import Partition
-from crossshard.step.losses.loss import LossOver
-from crossshard.step.step_function import StepFunction
+from crossshard.step.function import StepConfig
+from crossshard.step.losses.rows import LossOver
 
 
-def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> str:
+def describe(config: StepConfig, layout: StateLayout, state: TrainState) -> str:
     """The pipeline, the weight update with its reason, and the arrays with their sizes."""
     arrays, mesh = layout.arrays, layout.mesh
     axes = ", ".join(f"{name}: {number}" for name, number in mesh.shape.items())
@@ -33,31 +33,30 @@ def describe(function: StepFunction, layout: StateLayout, state: TrainState) -> 
         in_parts, of_frozen = layout, "not differentiated"
     return "\n".join(
         [
-            function.describe(arrays),
+            config.describe(arrays),
             f"{shards}; weight update {arrays.where}: {layout.why}",
             *_updated(layout, state),
-            *_over(function, layout.number_of_shards),
-            *_parameters(function, layout, state),
+            *_over(config, layout.number_of_shards),
+            *_parameters(config, layout, state),
             *([f"frozen: {_sizes(frozen, in_parts)}, {of_frozen}"] * bool(frozen)),
             *([f"model state: {_sizes(state.model_state, None)}, {kept}"] if kind else []),
             f"optimizer state: {_sizes(state.opt_state, layout)}",
-            *([] if function.sentinel is None else [function.sentinel.describe()]),
+            *([] if config.sentinel is None else [config.sentinel.describe()]),
         ]
     )
 
 
-def summarize(
-    function: StepFunction, shards: int, wrt: Any, latest: tuple[StateLayout, TrainState] | None
-) -> str:
+def summarize(config: StepConfig, latest: tuple[StateLayout, TrainState] | None) -> str:
     """What ``print(step)`` says; ``latest`` is what ``init`` decided, if it was called."""
+    wrt, shards = config.wrt, config.number_of_shards
     chooses = getattr(wrt, "__name__", repr(wrt))
     how = "how the weights are updated is decided by init(params)"
     return "\n".join(
         [
-            f"Training step of {function.loss.name} on {count(shards, 'shard')}",
+            f"Training step of {config.loss.name} on {count(shards, 'shard')}",
             *([] if wrt is None else [f"trains only what wrt={chooses:.60} chooses"]),
-            f"metrics: {', '.join(function.names_of_metrics())}",
-            *([function.describe(), how] if latest is None else [describe(function, *latest)]),
+            f"metrics: {', '.join(config.names_of_metrics())}",
+            *([config.describe(), how] if latest is None else [describe(config, *latest)]),
         ]
     )
 
@@ -68,9 +67,9 @@ _KEPT = {
 }
 
 
-def _over(function: StepFunction, shards: int) -> list[str]:
+def _over(config: StepConfig, shards: int) -> list[str]:
     """What the loss is in the rows of the batch, where each shard has its own."""
-    loss = function.loss
+    loss = config.loss
     if not loss.is_of_parts(shards):
         return []
     if loss.over is LossOver.SHARD:
@@ -106,7 +105,7 @@ def _updated(layout: StateLayout, state: TrainState) -> list[str]:
     ]
 
 
-def _parameters(function: StepFunction, layout: StateLayout, state: TrainState) -> list[str]:
+def _parameters(config: StepConfig, layout: StateLayout, state: TrainState) -> list[str]:
     """Where the parameters rest, where they are gathered, and where their gradients are summed."""
     if not any(each.number > 1 for each in layout.arrays.params) or not layout.arrays.in_parts:
         whole = f"parameters: {_sizes(state.params, None)}, whole on every shard"
@@ -114,7 +113,7 @@ def _parameters(function: StepFunction, layout: StateLayout, state: TrainState) 
         summed = f"gradients summed row by row, in the backward pass: {', '.join(names)}"
         return [whole + _split(layout, state), *([summed] * bool(names))]
     lines = [f"parameters: {_sizes(state.params, layout)}"]
-    if function.pipeline.needs_own_gradient:
+    if config.pipeline.needs_own_gradient:
         why = "since a stage needs each shard's own gradient"
         return [*lines, f"  all are gathered at once, at the start of the step, {why}"]
     uses = layout.uses.latest
@@ -127,19 +126,19 @@ def _parameters(function: StepFunction, layout: StateLayout, state: TrainState) 
     for place, (partition, x) in enumerate(
         zip(layout.arrays.params, jax.tree.leaves(state.params), strict=True)
     ):
-        text = _gathered(function, partition, x, (uses or {}).get(place))
+        text = _gathered(config, partition, x, (uses or {}).get(place))
         by_text.setdefault(text, []).append(place)
     return lines + [
         f"  {text}: {', '.join(_named(state.params, places))}" for text, places in by_text.items()
     ]
 
 
-def _gathered(function: StepFunction, partition: Partition, x: Any, uses: Any) -> str:
+def _gathered(config: StepConfig, partition: Partition, x: Any, uses: Any) -> str:
     """Where a parameter that may rest in parts is gathered, how often, and in what."""
     if partition.number == 1:
         return "whole on every shard, since it is tiny or none of its axes divides"
     if uses is None:
-        wire = function.gather_dtype or x.dtype
+        wire = config.gather_dtype or x.dtype
         return f"gathered at the start of the step, with other small ones, in {wire}"
     if not uses:
         return "not gathered, since the loss does not use it"
@@ -149,7 +148,7 @@ def _gathered(function: StepFunction, partition: Partition, x: Any, uses: Any) -
         loop = f" in a loop of {use.inside.turns} turns" if use.inside.loops else ""
         ring = ", slice by slice beside their product" * use.in_ring
         again = ", and again in the backward pass of jax.checkpoint" * use.inside.checkpointed
-        found.append(f"{rows}{loop}{ring}, in {function.gather_dtype or use.dtype}{again}")
+        found.append(f"{rows}{loop}{ring}, in {config.gather_dtype or use.dtype}{again}")
     times = [
         f"{count} times {text}" if count > 1 else text for text, count in Counter(found).items()
     ]

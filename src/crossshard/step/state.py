@@ -1,0 +1,501 @@
+"""States: the layouts of a step's states, the first of them, and moves from and to other steps."""
+
+import contextlib
+import dataclasses
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec, Sharding
+
+from crossshard import _check, _jax, _mesh
+from crossshard._hash import checksum
+from crossshard.distributed.agreement import check_agreement
+from crossshard.distributed.progress import waiting
+from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointWarning
+from crossshard.model.layout import StateLayout, strong_copy
+from crossshard.model.model_state import check_initial
+from crossshard.model.models import check_params, combine, partition
+from crossshard.model.state import TrainState
+from crossshard.pipeline.update.optimize import MastersState, MovingAverageState
+from crossshard.pipeline.update.plan import Planner
+from crossshard.shards.cut import (
+    PER_SHARD,
+    REPLICATED,
+    Placement,
+    check_fits,
+    of_all,
+    only,
+    other_axes_of,
+)
+from crossshard.shards.devices import (
+    are_of_all_processes,
+    put_whole,
+    put_whole_unless_on,
+    shards_on,
+    types_on,
+)
+from crossshard.step.function import StepConfig
+
+# XLA takes four times as long for a program with twice as many outputs.
+_MOST = 1024
+
+
+class Initial(NamedTuple):
+    """What makes an initial state.
+
+    Attributes:
+      layout: its layout.
+      types: its types and shardings.
+      make: the compiled function of arrays and key.
+      arrays: the parameters, the frozen arrays and the model state.
+      key: the key.
+      given: the types of arrays and key, on the mesh.
+    """
+
+    layout: StateLayout
+    types: TrainState
+    make: Any
+    arrays: Any
+    key: Any
+    given: Any
+
+
+class States:
+    """The states of a step: the layout of each kind that it has met, and what makes and moves them.
+
+    For the errors of its methods see those of ``TrainStep``.
+    """
+
+    def __init__(self, config: StepConfig):
+        self._config = config
+        self._known: dict[Any, StateLayout] = {}
+        self._compiled: dict[Any, Callable[[TrainState], TrainState]] = {}
+
+    # Layouts.
+
+    @property
+    def number_of_kinds(self) -> int:
+        """How many kinds of states the step has met."""
+        return len(self._known)
+
+    def layout(self, state: TrainState) -> StateLayout:
+        """The layout of a state, or of its types."""
+        params = state.params
+        if self._config.is_grouped:
+            params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+        return self._of_params(params, state.other_axes)
+
+    def _of_params(self, params: Any, other_axes: tuple[PartitionSpec, ...]) -> StateLayout:
+        """The layout of a state with one such set of parameters, split so over the other axes."""
+        leaves, tree = jax.tree.flatten(params)
+        shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+        key = tree, shapes, other_axes
+        if key not in self._known:
+            types = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*each) for each in shapes])
+            # What is traced here runs under another mesh than the user may have set.
+            with _mesh.without_mesh():
+                self._known[key] = self._plan(params, types, other_axes)
+        return self._known[key]
+
+    def _plan(self, params: Any, types: Any, other_axes: tuple[PartitionSpec, ...]) -> StateLayout:
+        config = self._config
+        mesh, pipeline = config.mesh, config.pipeline
+        shards = shards_on(mesh, config.axes, pipeline.groups if config.is_grouped else None)
+        check_fits(params, other_axes, mesh)
+        # JAX drops axes of size 1 from the shardings of its results.
+        several = [axis for axis, size in mesh.shape.items() if size > 1]
+        split = tuple(only(each, several) for each in other_axes)
+        planner = Planner(
+            pipeline.optimizer,
+            params,
+            shards,
+            mesh,
+            config.weight_update,
+            config.in_parts,
+            # A preprocessor may read them all.
+            leave_unread=pipeline.preprocess is None,
+            other_axes=split[: len(jax.tree.leaves(params))],
+            virtual_shards=config.loss.same_bits,
+        )
+        return StateLayout(
+            mesh,
+            shards,
+            *planner.plan(),
+            pipeline,
+            types,
+            config.loss.model_state,
+            split,
+            has_one_state=config.loss.has_one_state,
+        )
+
+    # The first state.
+
+    def prepare(self, params: Any, rng: Any, model_state: Any) -> Initial:
+        """What ``init`` needs to make the state of a model; nothing is computed yet."""
+        config, (impl, key) = self._config, check_key(rng)
+        mesh, kind = config.mesh, config.loss.model_state
+        has_one = config.loss.has_one_state
+        model_state = check_initial(kind, params, model_state, has_one_state=has_one)
+        skeleton, *arrays = partition(params, config.wrt)
+        if kind is not None:
+            arrays[2] = model_state
+        # Model state may be placed in any way on a mesh whose axes are all shard axes.
+        of = arrays if len(config.axes) < len(mesh.axis_names) else arrays[:2]
+        other_axes = other_axes_of(of, mesh, config.axes, in_parts=config.in_parts)
+        layout = self._of_params(arrays[0], other_axes)
+        check_params(params, arrays[0], config.pipeline.optimizer, config.wrt)
+
+        def make(arrays: Any, key: Any) -> TrainState:
+            state = layout.initial(skeleton, impl, arrays, key)
+            return dataclasses.replace(state, other_axes=other_axes)
+
+        # Of the types that the arrays will have, so that JAX need not trace it again for them.
+        given = types_on(mesh, (arrays, key), layout.specs_of_arrays(arrays[1]))
+        with _mesh.in_place_of_the_users_mesh(mesh):
+            types = jax.eval_shape(make, *given)
+        config.loss.check_state(types)
+        shardings = layout.shardings(types)
+        types = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            types,
+            shardings,
+        )
+        return Initial(layout, types, jax.jit(make, out_shardings=shardings), arrays, key, given)
+
+    def first(self, initial: Initial) -> TrainState:
+        """The initial state."""
+        parts = {
+            "parameters": initial.arrays[0],
+            "the model's other state": initial.arrays[1:],
+            "rng": initial.key,
+            "optimizer": initial.types.opt_state,
+        }
+        for name, tree in zip(("params", "params", "model_state"), initial.arrays, strict=True):
+            _check.arrays(name, tree)
+        self._check_equal_everywhere("init", parts)
+        both = (initial.arrays, initial.key)
+        arrays, key = jax.tree.map(lambda x, to: put_whole(x, to.sharding), both, initial.given)
+        with _mesh.in_place_of_the_users_mesh(self._config.mesh):
+            if len(jax.tree.leaves(initial.types)) <= 2 * _MOST:
+                return initial.make(arrays, key)
+            return _in_pieces(initial, jax.tree.leaves((arrays, key)))
+
+    def _check_equal_everywhere(self, call: str, parts: dict[str, Any]) -> None:
+        """Raise ArgumentError unless all processes have the same arrays."""
+        check_agreement(
+            call,
+            lambda: {name: checksum(tree) for name, tree in parts.items()},
+            self._config.mesh,
+            "Replicated arrays must be equal in every process: create them from the same seed, or "
+            "load the same checkpoint.",
+        )
+
+    # From this step and to it.
+
+    def unshard(self, state: TrainState) -> TrainState:
+        """The state with whole arrays, in the optimizer's own shapes."""
+        layout = self.layout(state)
+        return self._run(layout.unpack, state, layout.unsharded(state))
+
+    def collected(self, state: TrainState) -> TrainState:
+        """The state without rows of owners; arrays stay split over the shards."""
+        layout = self.layout(state)
+        if layout.own is layout:
+            return state
+        types = layout.collected_types(state)
+        return self._run(layout.collected, state, layout.own.shardings(types))
+
+    def reshard(self, state: TrainState) -> TrainState:
+        """A state of any number of shards as this step has it."""
+        config = self._config
+        others = [axis for axis in config.mesh.axis_names if axis not in config.axes]
+        kept = tuple(only(each, others) for each in state.other_axes)
+        state = dataclasses.replace(state, other_axes=kept if any(kept) else ())
+        layout = self.layout(state)
+        state, what = adopted(layout, state)
+        if what:
+            text = f"The state is of a step with other options: {'; '.join(what)}."
+            # At the user's line, behind TrainStep.reshard.
+            warnings.warn(text, CheckpointWarning, stacklevel=3)
+        layout.check_optimizer(state)
+        given = jax.tree.map(lambda x: None if x is NEW else x, state)
+        self._check_equal_everywhere("reshard", {"a state": given})
+        types = completed(layout, state)
+        layout.check_unsharded(types)
+        where = layout.incoming(types)
+        place = lambda x, to: x if x is NEW else put_whole_unless_on(x, to)
+        state = jax.tree.map(place, state, where)
+        with _mesh.in_place_of_the_users_mesh(config.mesh):
+            state = completed(layout, state, jax.tree.leaves(where))
+        if not (layout.is_of_these_shards(state) and self._is_of_these_workers(layout, state)):
+            if config.is_grouped and not config.pipeline.joins_groups:
+                raise ArgumentError(
+                    f"The state has groups over another number of shards than "
+                    f"{layout.number_of_shards}. Choose one shard's parameters with "
+                    f"other.model(state, shard=0) and init with them."
+                )
+            types = jax.eval_shape(layout.on_other_shards, state)
+            return self._run(layout.on_other_shards, state, layout.shardings(types))
+        return self._run(layout.pack, state, layout.shardings(state))
+
+    def _is_of_these_workers(self, layout: StateLayout, state: TrainState) -> bool:
+        """Whether all shards of each worker have the same, if there are workers."""
+        if layout.groups is None or not layout.pipeline.joins_groups:
+            return True
+        members = layout.groups.members
+
+        def look(arrays: Any) -> jax.Array:
+            equal = [(x[members] == x[members[:, :1]]).all() for x in jax.tree.leaves(arrays)]
+            return jnp.stack(equal).all()
+
+        # Right after a synchronisation all have the same parameters.
+        of_worker = state.params, state.opt_state.inner_state
+
+        with _mesh.in_place_of_the_users_mesh(self._config.mesh):
+            return bool(jax.jit(look)(of_worker))
+
+    def _run(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
+        # A loop that saves would compile it each time. Layouts live as long.
+        key = how, jax.tree.structure(state)
+        if key not in self._compiled:
+            run = lambda state: how(jax.tree.map(jnp.copy, state))
+            self._compiled[key] = jax.jit(run, out_shardings=to)
+        # All processes of the job send each other their parts.
+        together = (
+            are_of_all_processes(self._config.mesh)
+            and _jax.at_top_level()
+            and not all(getattr(x, "is_fully_replicated", True) for x in jax.tree.leaves(state))
+        )
+        with (
+            waiting("unshard") if together else contextlib.nullcontext(),
+            _mesh.in_place_of_the_users_mesh(self._config.mesh),
+        ):
+            return self._compiled[key](state)
+
+    # Models.
+
+    def model(self, state: TrainState, arrays: tuple[Any, Any, Any]) -> Any:
+        """The model of such arrays, copied, since the next step donates the state."""
+        # Before they are a model: a tree.map over an NNX module tears apart what it has tied.
+        outer = self._config.outer_mesh
+        arrays = jax.tree.map(lambda x: _mesh.on_mesh(jnp.copy(x), outer), arrays)
+        model = combine(state.skeleton, *arrays)
+        return model if self._config.loss.model_state is None else (model, arrays[2])
+
+    def arrays(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
+        """The parameters, the frozen arrays and the model state of a shard, or of all.
+
+        Of all there are the parameters that they have in common, as after the last synchronisation,
+        and the mean of statistics. With ``ema`` the parameters are their moving average.
+        """
+        config = self._config
+        _check.flag("ema", ema)
+        if shard is not None:
+            shard = _check.index("shard", shard, config.number_of_shards, "shards")
+        joins = config.pipeline.joins_groups and shard is None
+        if config.is_grouped and shard is None and not joins:
+            raise ArgumentError(
+                f"With group_assignment {config.pipeline.groups} the parameters differ between "
+                f"shards. Choose one: model(state, shard=0)."
+            )
+        # An index is an array on the host.
+        with jax.transfer_guard("allow"):
+            params = self._average(state) if ema else state.params
+            if joins:
+                params = config.pipeline.exported(state.opt_state, state.params)
+            elif config.is_grouped:
+                params = jax.tree.map(lambda x: x[shard], params)
+            model_state = state.model_state
+            if state.per_shard:
+                of_shard = lambda x: of_all(x) if shard is None else x[shard]
+                model_state = jax.tree.map(of_shard, model_state)
+            return params, state.frozen, model_state
+
+    def _average(self, state: TrainState) -> Any:
+        """The moving average of the parameters, in their shapes and dtypes."""
+        if self._config.pipeline.ema is None:
+            raise ArgumentError(
+                "This step keeps no moving average of the parameters. Write "
+                "make_train_step(..., ema=0.999)."
+            )
+        # What rests in parts has its own shapes, and is not made whole.
+        whole = self.collected(state) if self._config.in_parts else self.unshard(state)
+        average = optax.tree.get(whole.opt_state.inner_state, "ema")
+        return jax.tree.map(lambda p, x: x.astype(p.dtype), state.params, average)
+
+
+def check_key(rng: Any) -> tuple[Any, jax.Array]:
+    """The implementation and the data of a key, from a key or a seed."""
+    dtype = getattr(rng, "dtype", None)
+    if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
+        if not -(1 << 63) <= rng < 1 << 63:
+            raise ArgumentError(f"rng must be a seed of at most 64 bits, with its sign; got {rng}.")
+        rng = jax.random.key(rng)
+    elif dtype == jnp.uint32 and rng.ndim == 1:  # as jax.random.PRNGKey makes them
+        rng = jax.random.wrap_key_data(jnp.asarray(rng))
+    elif dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or rng.shape != ():
+        raise ArgumentTypeError(
+            f"rng must be a seed or a key such as jax.random.key(0); got {_check.shown(rng)} "
+            f"({type(rng).__name__})."
+        )
+    return jax.random.key_impl(rng), jax.random.key_data(rng)
+
+
+def _in_pieces(initial: Initial, inputs: list[Any]) -> TrainState:
+    """The state from several programs, each of some of its arrays."""
+    jaxpr = initial.make.trace(*initial.given).jaxpr
+    types, tree = jax.tree.flatten(initial.types)
+    made: list[Any] = []
+    for start in range(0, len(types), _MOST):
+        own = types[start : start + _MOST]
+        wanted = [start <= place < start + _MOST for place in range(len(types))]
+        pruned, taken = _jax.pruned(jaxpr, wanted)
+        run = jax.jit(jaxpr_as_fun(pruned), out_shardings=[x.sharding for x in own])
+        made += run(*itertools.compress(inputs, taken))
+    return tree.unflatten(made)
+
+
+# A state that a step with other options has left: which arrays are of which option.
+
+# In place of an array that a state lacks.
+NEW = type("New", (), {})()
+OPTIMIZER, MASTERS, AVERAGE, PREPROCESS = "optimizer", "master_dtype", "ema", "preprocess"
+_INNER = ".opt_state.inner_state"
+
+# An option, or "" for what is of none; and where an array is in it, whatever the other options are.
+Key = tuple[str, str]
+
+
+def key_of(path: str, *, masters: bool, average: bool) -> Key:
+    """The option and the place of an array, given its path in a state with or without these two."""
+    if not path.startswith(_INNER):
+        found = re.match(r"\.opt_state\.(?:others\[')?(\w+)", path)
+        return (found[1] if found else ""), path
+    rest = path.removeprefix(_INNER)
+    for option, field, has in ((MASTERS, ".masters", masters), (AVERAGE, ".ema", average)):
+        if has and rest.startswith(field):
+            return option, rest
+        rest = rest.removeprefix(".inner_state") if has else rest
+    return OPTIMIZER, rest
+
+
+def said(new: Iterable[str], gone: Iterable[str], kept: Collection[str]) -> list[str]:
+    """What becomes of the states of options whose arrays are made, are dropped, or stay."""
+    new, gone, found = set(new), set(gone), []
+    for option in sorted(new | gone):
+        how = "from the parameters" if option in (MASTERS, AVERAGE) else "anew"
+        if option in kept and option not in new:
+            found.append(f"{option} keeps fewer arrays, and the others are dropped")
+        elif option in kept and option not in gone:
+            found.append(f"{option} keeps more arrays, of which the new ones are made {how}")
+        elif option not in new:
+            found.append(f"{option} is gone, and its state is dropped")
+        elif option not in gone:
+            found.append(f"{option} is new, and its state is made {how}")
+        else:
+            found.append(f"{option} keeps other arrays, of which the new ones are made {how}")
+    return found
+
+
+def adopted(layout: StateLayout, state: TrainState) -> tuple[TrainState, list[str]]:
+    """An unsharded state as the step of a layout has it, if a step with other options has left it.
+
+    Returns:
+      The state, with ``NEW`` where an option is new; and what was done, in words.
+    """
+    own, structure = jax.tree.flatten(layout.types)
+    if jax.tree.structure(state.opt_state) == structure:
+        return state, []
+    trees = state.opt_state, layout.types
+    differ = lambda one, other: jax.tree.structure(one) != jax.tree.structure(other)
+    if differ(*(_wrapped(tree.inner_state)[0] for tree in trees)):
+        return state, []
+    stages = [tree.preprocess for tree in trees]
+    if all(map(jax.tree.leaves, stages)) and differ(*stages):
+        raise ArgumentError(
+            "The state is of a step with another preprocess, whose state this one's cannot take "
+            "over. Pass the same preprocess, or init with other.model(state)."
+        )
+    keys, leaves = _keys(layout.types), jax.tree.leaves(state.opt_state)
+    given = dict(zip(_keys(state.opt_state), leaves, strict=True))
+    new = [key[0] for key in keys if key not in given]
+    gone = [key[0] for key in given.keys() - set(keys)]
+    as_own = lambda x, dtype: x if x is NEW or x.dtype == dtype else x.astype(dtype)
+    found = [as_own(given.get(key, NEW), like.dtype) for key, like in zip(keys, own, strict=True)]
+    kept = {key[0] for key in keys if key in given}
+    return dataclasses.replace(state, opt_state=structure.unflatten(found)), said(new, gone, kept)
+
+
+def _wrapped(inner: Any) -> tuple[Any, dict[str, bool]]:
+    """The state of the optimizer that the user passed, and what is around it."""
+    masters = isinstance(inner, MastersState)
+    inner = inner.inner_state if masters else inner
+    average = isinstance(inner, MovingAverageState)
+    return inner.inner_state if average else inner, {"masters": masters, "average": average}
+
+
+def _keys(opt_state: Any) -> list[Key]:
+    around = _wrapped(opt_state.inner_state)[1]
+    return [
+        key_of(f".opt_state{jax.tree_util.keystr(path)}", **around)
+        for path, _ in jax.tree_util.tree_leaves_with_path(opt_state)
+    ]
+
+
+def completed(
+    layout: StateLayout, state: TrainState, shardings: Sequence[Sharding] | None = None
+) -> TrainState:
+    """An unsharded state with what the options' ``init`` makes in place of ``NEW``.
+
+    Args:
+      layout: the layout of the step that takes it.
+      state: the state; what each shard has of its own may be that of another number of shards.
+      shardings: the shardings of all its arrays; ``None`` for the types of new ones alone.
+    """
+    leaves, tree = jax.tree.flatten(state)
+    places = [place for place, leaf in enumerate(leaves) if leaf is NEW]
+    if not places:
+        return state
+    grouped, shards = layout.groups is not None, layout.number_of_shards
+
+    def spread(placement: Placement, x: Any) -> jax.Array:
+        if grouped:
+            return x if placement.per_shard else x[0]
+        return jnp.broadcast_to(x, (shards, *x.shape)) if placement.per_shard else x
+
+    def init(params: Any, masters: Any) -> Any:
+        """The optimizer's state before the first step, around masters that are there already."""
+        made = layout.pipeline.init(params)
+        if masters is None:
+            return made
+        of_masters = layout.pipeline.with_options(master_dtype=None).init(masters)
+        return made._replace(inner_state=MastersState(masters, of_masters.inner_state))
+
+    def make(params: Any, masters: Any) -> list[jax.Array]:
+        made = (jax.vmap(init) if grouped else init)(params, masters)
+        own = PER_SHARD if grouped else REPLICATED
+        inner = jax.tree.map(lambda _: own, made.inner_state)
+        made = jax.tree.map(spread, layout.pipeline.placements(made, inner), made)
+        whole = jax.tree.leaves(dataclasses.replace(state, opt_state=made))
+        return [strong_copy(whole[place]) for place in places]
+
+    inner = state.opt_state.inner_state
+    masters = inner.masters if isinstance(inner, MastersState) else None
+    if any(x is NEW for x in jax.tree.leaves(masters)):
+        masters = None
+    if shardings is None:
+        found = jax.eval_shape(make, state.params, masters)
+    else:
+        run = jax.jit(make, out_shardings=[shardings[place] for place in places])
+        found = run(state.params, masters)
+    for place, x in zip(places, found, strict=True):
+        leaves[place] = x
+    return tree.unflatten(leaves)
