@@ -143,13 +143,15 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 "'replicated' or 'sharded'."
             )
         transformation = Transformation(pipeline, where, _check_name(name), inner)
+        made_in = None
         if "flax" in sys.modules:  # it learns that this is a node before it can meet one
             _flax.load()
-        return cls._made(transformation, SlotStore(), _flax.current_trace())
+            made_in = _flax.current_trace()
+        return cls._made(transformation, SlotStore(), made_in)
 
     @classmethod
     def _made(cls, transformation: Transformation, slots: SlotStore, made_in: Any = None) -> Self:
-        """An optimizer; ``made_in`` is ``None`` for one that JAX or NNX rebuilds from its parts."""
+        """An optimizer; ``made_in`` is ``None`` if it is rebuilt from its parts, or precedes Flax."""
         self = super().__new__(cls, transformation.init, transformation.update)
         self._transformation = transformation
         self._made_in = made_in
@@ -572,6 +574,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 f"created in it: {self!r} was {words[-1]}, and "
                 f"{describe_variable(next(iter(missing.values())))} was {words[0]}. Pass both as "
                 f"arguments."
+                + " If it is an attribute of a module, import Flax before you create it: NNX "
+                "keeps an object that was there before as static." * (made_in is None)
             )
         elif not (_jax.at_top_level() if made_in is None else made_in == _flax.current_trace()):
             raise VariableError(
