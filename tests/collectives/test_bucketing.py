@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
-from crossshard.collectives.sums import gather_parts, scatter_sum
+from crossshard.collectives.sums import bucketed_gather, bucketed_sum, gather_parts, scatter_sum
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import ANY, TPU, TileShape, partition_for
 

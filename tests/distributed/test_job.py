@@ -8,13 +8,7 @@ import jax
 import pytest
 
 import crossshard
-from crossshard.distributed.job import (
-    ALL_INTERFACES,
-    Job,
-    bind_address,
-    find_job,
-    split_address,
-)
+from crossshard.distributed.job import ALL_INTERFACES, Job, bind_address, find_job, split_address
 from crossshard.distributed.progress import PROGRESS
 from crossshard.distributed.supervisor.launcher import free_port
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError

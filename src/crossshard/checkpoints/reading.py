@@ -30,16 +30,7 @@ from crossshard.errors import CheckpointMismatchError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import STAGES
-from crossshard.step.state import (
-    AVERAGE,
-    MASTERS,
-    NEW,
-    OPTIMIZER,
-    Key,
-    completed,
-    key_of,
-    said,
-)
+from crossshard.step.state import AVERAGE, MASTERS, NEW, OPTIMIZER, Key, completed, key_of, said
 
 # What becomes of a difference: it is refused in any case, or if the caller is strict, or only said.
 # The words are what the user may do about it.

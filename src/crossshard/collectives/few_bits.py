@@ -14,8 +14,13 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from crossshard import _check
-from crossshard.collectives.bucketing import on_blocks
-from crossshard.collectives.sums import exchange, gather_parts, send_gathered, send_scattered
+from crossshard.collectives.sums import (
+    exchange,
+    gather_parts,
+    on_blocks,
+    send_gathered,
+    send_scattered,
+)
 from crossshard.errors import ArgumentError
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
@@ -332,14 +337,14 @@ class _Way:
             own = self.shards
             if axes != own.axes:
                 own = dataclasses.replace(
-                    own, number=self._size(axes), axes=axes, torus_factors=(), slices=1
+                    own,
+                    number=math.prod(map(lax.axis_size, axes)),
+                    axes=axes,
+                    torus_factors=(),
+                    slices=1,
                 )
             found.append((wire, own))
         return found
-
-    @staticmethod
-    def _size(axes: tuple[str, ...]) -> int:
-        return math.prod(lax.axis_size(axis) for axis in axes)
 
     def scatter(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``[rows, 128]``: the sum of this shard's rows; and what of ``x`` was not sent."""

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard.collectives.bucketing import Bucket, by_bucket, split_bucket
-from crossshard.collectives.sums import exchange, gather_parts
+from crossshard.collectives.sums import Bucket, by_bucket, exchange, gather_parts, split_bucket
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
 

@@ -31,8 +31,11 @@ from crossshard.shards.cut import (
     of_all,
     only,
     other_axes_like,
+    pack_all,
     partition_along_axis,
+    stored_shapes,
     tile_for,
+    unpack_all,
 )
 from crossshard.shards.random_streams import own_stream
 
@@ -261,13 +264,11 @@ class StateLayout:
 
     def pack(self, state: TrainState) -> TrainState:
         """The state as it is stored, from arrays in the optimizer's own shapes."""
-        own = self.own
-        return self._moved(own._map(lambda placement, x: placement.pack(x), state), own, self)
+        return self._moved(pack_all(self.own.placements(state), state), self.own, self)
 
     def unpack(self, state: TrainState) -> TrainState:
         """The inverse of ``pack``."""
-        own = self.own
-        return own._map(lambda placement, x: placement.unpack(x), self.collected(state))
+        return unpack_all(self.own.placements(state), self.collected(state))
 
     def _map(self, function: Callable[[Placement, Any], Any], state: TrainState) -> TrainState:
         return jax.tree.map(function, self.placements(state), state)
@@ -355,11 +356,7 @@ class StateLayout:
             ("What is frozen", state.frozen, placements.frozen),
             ("The model state", state.model_state, placements.model_state),
         ):
-            shapes = [
-                placement.stored_shape(leaf.shape[placement.per_shard :], self.number_of_shards)
-                for placement, leaf in zip(*map(jax.tree.leaves, (where, tree)), strict=True)
-            ]
-            _check_shapes(what, tree, shapes)
+            _check_shapes(what, tree, stored_shapes(where, tree, self.number_of_shards))
 
     def check_unsharded(self, state: TrainState) -> None:
         """Raise unless the arrays of a state of this optimizer have the optimizer's own shapes."""

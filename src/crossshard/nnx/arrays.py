@@ -16,13 +16,7 @@ from crossshard._check import is_number
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.nnx.slots import HasSlots
-from crossshard.shards.batch_axes import (
-    FIRST,
-    BatchAxes,
-    axes_of,
-    check_batch_axis,
-    spec_along,
-)
+from crossshard.shards.batch_axes import FIRST, BatchAxes, axes_of, check_batch_axis, spec_along
 from crossshard.shards.devices import own_parts, put
 
 

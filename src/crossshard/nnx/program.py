@@ -27,14 +27,7 @@ from crossshard.distributed.progress import PROGRESS
 from crossshard.errors import VariableError
 from crossshard.gradients.nesting import watching_constants
 from crossshard.jaxprs.walk import varying_axes_of_outputs
-from crossshard.nnx.arrays import (
-    Arguments,
-    ByValue,
-    Outputs,
-    as_output,
-    is_numeric,
-    is_stateful,
-)
+from crossshard.nnx.arrays import Arguments, ByValue, Outputs, as_output, is_numeric, is_stateful
 from crossshard.nnx.per_shard import is_per_shard, number_of_shards, per_shard, stacked
 from crossshard.nnx.slots import HasSlots, SlotStore, is_variable
 from crossshard.shards.axes import shard_context

@@ -17,9 +17,9 @@ from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.status import Reduction, check_incoming
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import CrossShardState, Gradients, StageContext
+from crossshard.pipeline.stages.aggregate import as_weight, check_weighable
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
 from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation, maker_of
-from crossshard.pipeline.stages.weigh import as_weight, check_weighable
 from crossshard.pipeline.update.arrays import Arrays, Whole
 from crossshard.pipeline.update.plan import Planner, WeightUpdate, check_blocks
 from crossshard.shards.axes import Shards, get_shard_context

@@ -13,7 +13,6 @@ import optax
 from crossshard import _check
 from crossshard._annotations import PyTree
 from crossshard._check import is_inexact
-from crossshard.collectives.bucketing import bucketed_sum
 from crossshard.collectives.few_bits import (
     DTYPES,
     Codec,
@@ -22,7 +21,14 @@ from crossshard.collectives.few_bits import (
     sum_in_few_bits,
     takes_few_bits,
 )
-from crossshard.collectives.sums import send_exchanged, send_gathered, sum_over_shards, wide, widen
+from crossshard.collectives.sums import (
+    bucketed_sum,
+    send_exchanged,
+    send_gathered,
+    sum_over_shards,
+    wide,
+    widen,
+)
 from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
 from crossshard.pipeline.stage import StageContext
 from crossshard.shards.axes import GroupAssignment, Shards
@@ -79,11 +85,6 @@ class Summands:
     partitions: list[Partition]
     # The place of each array among the leaves of these gradients; ``None`` for the others.
     places: list[int | None]
-
-    def of_others(self) -> tuple[list[jax.Array], list[Partition]]:
-        """The arrays that are no gradients, and their partitions."""
-        kept = [at for at, place in enumerate(self.places) if place is None]
-        return [self.arrays[at] for at in kept], [self.partitions[at] for at in kept]
 
 
 class Aggregator(abc.ABC):
@@ -155,11 +156,14 @@ class Aggregator(abc.ABC):
         totals, after = check_pair(returned, name, "(sums, state)", state)
         check_like(totals, summands.gradients, f"The sums that {name} returned")
         whole = jax.tree.leaves(context.arrays.to_owners(totals))
-        others = iter(bucketed_sum(*summands.of_others(), shards))
+        triples = list(zip(summands.arrays, summands.partitions, summands.places, strict=True))
+        of_others = [(x, partition) for x, partition, place in triples if place is None]
+        given = [x for x, _ in of_others], [partition for _, partition in of_others]
+        others = iter(bucketed_sum(*given, shards))
         index: Any = shards.position()
         sums = [
             next(others) if place is None else partition.local_slice(whole[place], index)
-            for place, partition in zip(summands.places, summands.partitions, strict=True)
+            for _, partition, place in triples
         ]
         return sums, after
 
@@ -414,8 +418,8 @@ def check_dtype(name: str, given: Any) -> Any:
 
 def check_reduce_dtype(
     given: Any, name: str = "reduce_dtype", *, by_axis: bool = True
-) -> FewBits | Any:
-    """The dtype in which gradients are sent, or what sends them in few bits.
+) -> Plain | FewBits:
+    """What sums gradients that are sent so.
 
     Args:
       given: the argument.
@@ -427,7 +431,7 @@ def check_reduce_dtype(
     """
     if not isinstance(given, Mapping):
         wire = _wire_of(given, name)
-        return FewBits(((None, wire),)) if isinstance(wire, Quantized) else wire
+        return FewBits(((None, wire),)) if isinstance(wire, Quantized) else Plain(wire)
     if not by_axis:
         raise ArgumentError(f"{name} is one for all axes; got {_check.shown(given)}.")
     if not given or not all(isinstance(axis, str) for axis in given):

@@ -35,7 +35,7 @@ from crossshard.pipeline.stage import (
     name_at,
 )
 from crossshard.pipeline.stages.accumulate import Accumulate
-from crossshard.pipeline.stages.aggregate import Aggregate
+from crossshard.pipeline.stages.aggregate import Aggregate, Weigh
 from crossshard.pipeline.stages.local_sgd import LocalSGD
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
 from crossshard.pipeline.stages.metrics import LocalNorms, Metrics
@@ -50,9 +50,8 @@ from crossshard.pipeline.stages.nonfinite import (
     with_finite,
 )
 from crossshard.pipeline.stages.preprocess import Preprocess
-from crossshard.pipeline.stages.weigh import Weigh
 from crossshard.pipeline.update.optimize import Decay, Optimize, Updated
-from crossshard.shards.axes import GroupAssignment, Shards, current_shards, over_all_shards
+from crossshard.shards.axes import GroupAssignment, Shards, current_shards
 
 _TO_REDUCTION = (Phase.ARRIVAL, Phase.LOCAL, Phase.REDUCTION)
 
@@ -550,7 +549,7 @@ class Pipeline:
     @property
     def over_all_shards(self) -> bool:
         """Whether the aggregate is the same on every shard."""
-        return over_all_shards(self.groups)
+        return self.groups is None or len(self.groups.groups) == 1
 
     def skips_everywhere(self, skip: jax.Array | None) -> jax.Array | None:
         """Whether all groups skip the update: a global step is one for all of them."""

@@ -153,11 +153,6 @@ class GroupAssignment:
         return str([list(group) for group in self.groups])
 
 
-def over_all_shards(groups: GroupAssignment | None) -> bool:
-    """Whether a reduction within groups is the same on every shard."""
-    return groups is None or len(groups.groups) == 1
-
-
 def _refuse(given: Any, why: str) -> GroupAssignmentError:
     return GroupAssignmentError(
         f"group_assignment must be a list of lists of shard ids, such as [[0, 1], [2, 3]]: {why}. "

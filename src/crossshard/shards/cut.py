@@ -339,6 +339,22 @@ class Placement:
         return jax.vmap(self.partition.unpack)(of_groups)[self.groups.group_of]
 
 
+def pack_all(placements: Any, tree: Any) -> Any:
+    """A pytree of arrays as they are stored; see ``Placement.pack``."""
+    return jax.tree.map(lambda own, x: own.pack(x), placements, tree)
+
+
+def unpack_all(placements: Any, tree: Any) -> Any:
+    """The inverse of ``pack_all``."""
+    return jax.tree.map(lambda own, x: own.unpack(x), placements, tree)
+
+
+def stored_shapes(placements: Any, tree: Any, number_of_shards: int) -> list[tuple[int, ...]]:
+    """The shapes of arrays as they are stored, given these arrays, or as each shard has them."""
+    pairs = zip(*map(jax.tree.leaves, (placements, tree)), strict=True)
+    return [own.stored_shape(x.shape[own.per_shard :], number_of_shards) for own, x in pairs]
+
+
 # The placements of a stage's state.
 REPLICATED = Placement()
 """Every shard has the same value."""

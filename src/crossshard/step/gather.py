@@ -12,10 +12,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from crossshard import _jax
-from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
 from crossshard.collectives.few_bits import LANES, Codec, gather_in_few_bits
 from crossshard.collectives.rings import Product
-from crossshard.collectives.sums import send_gathered, to_average, wide
+from crossshard.collectives.sums import (
+    bucketed_gather,
+    bucketed_sum,
+    send_gathered,
+    to_average,
+    wide,
+)
 from crossshard.jaxprs.deferred import Deferred, Inside, evaluate
 from crossshard.model.layout import UsesRecord
 from crossshard.pipeline.aggregators import as_sent

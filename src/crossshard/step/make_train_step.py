@@ -22,8 +22,8 @@ from crossshard.optimizer.transformation import pipeline_of, transformation_of
 from crossshard.pipeline.aggregators import FewBits, check_gather_dtype
 from crossshard.pipeline.options import Options
 from crossshard.pipeline.pipeline import Pipeline, check_names, names_of_options
+from crossshard.pipeline.stages.aggregate import check_weighable
 from crossshard.pipeline.stages.metrics import need_local
-from crossshard.pipeline.stages.weigh import check_weighable
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
 from crossshard.shards.devices import mesh_and_axes, number_of_shards
 from crossshard.step.batches import check_entries

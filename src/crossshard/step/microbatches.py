@@ -17,7 +17,7 @@ from crossshard.gradients.mean import Mean, MeanSums, counts_of, part_of_mean
 from crossshard.jaxprs.walk import depends
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, add, mean
-from crossshard.pipeline.stages.weigh import as_weight
+from crossshard.pipeline.stages.aggregate import as_weight
 from crossshard.shards.axes import Shards
 from crossshard.shards.batch_axes import BatchAxes
 

@@ -18,8 +18,7 @@ from jax import lax
 
 from crossshard import _check
 from crossshard._annotations import Given, PyTree
-from crossshard.collectives.bucketing import bucketed_sum
-from crossshard.collectives.sums import wide, widen
+from crossshard.collectives.sums import bucketed_sum, wide, widen
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import Reduction
@@ -103,7 +102,7 @@ class LocalSGD(Stage):
             )
         found = optax.with_extra_args_support(check_transformation(found, "outer_optimizer"))
         wire = check_reduce_dtype(given["outer_reduce_dtype"], "outer_reduce_dtype", by_axis=False)
-        return cls(every, found, wire if isinstance(wire, FewBits) else Plain(wire), streaming)
+        return cls(every, found, wire, streaming)
 
     def init(self, params: PyTree) -> LocalSGDState:
         """The state before the first step, of which the anchor is the parameters."""

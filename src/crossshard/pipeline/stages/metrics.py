@@ -15,7 +15,6 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
 from crossshard.pipeline.update.arrays import squared_norm
 from crossshard.pipeline.update.optimize import Optimize
-from crossshard.shards.axes import over_all_shards
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
 
 NAMES = {
@@ -89,8 +88,9 @@ class Metrics(Stage):
         if not names:
             return None
         optimize = Optimize.from_options(options)
-        # Groups may differ.
-        placement = REPLICATED if over_all_shards(options["groups"]) else PER_SHARD
+        groups = options["groups"]
+        differ = groups is not None and len(groups.groups) > 1
+        placement = PER_SHARD if differ else REPLICATED
         return cls(names, optimize.optimizer, placement)
 
     def init(self, params: Any) -> Any:

@@ -13,8 +13,7 @@ from jaxtyping import Array, Float
 
 from crossshard import _jax
 from crossshard._check import is_inexact
-from crossshard.collectives.bucketing import bucketed_gather
-from crossshard.collectives.sums import sum_over_shards, widen
+from crossshard.collectives.sums import bucketed_gather, sum_over_shards, widen
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition, map_partitions, only

@@ -21,9 +21,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from crossshard._check import is_inexact
-from crossshard.collectives.bucketing import bucketed_gather, bucketed_sum
 from crossshard.collectives.in_order import sum_of_nodes
-from crossshard.collectives.sums import sum_over_shards, turn, widen
+from crossshard.collectives.sums import bucketed_gather, bucketed_sum, sum_over_shards, turn, widen
 from crossshard.jaxprs.leafwise import Leafwise
 from crossshard.jaxprs.rewrite import Pieces, in_loop
 from crossshard.pipeline.update.arrays import Arrays, Update, squared_norm_of_slices

@@ -46,13 +46,7 @@ from crossshard.step.microbatches import (
     reduced_aux,
     weight_of,
 )
-from crossshard.step.over_rows import (
-    Arguments,
-    OverRowsRecord,
-    as_mean,
-    is_exact,
-    types_of,
-)
+from crossshard.step.over_rows import Arguments, OverRowsRecord, as_mean, is_exact, types_of
 
 # The random key of a loss, or its keys; empty if it takes none.
 Keys = tuple[jax.Array, ...]
