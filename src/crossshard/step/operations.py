@@ -48,15 +48,10 @@ def precision_of(equation: Any) -> float:
 
 
 class Tried(NamedTuple):
-    """How an operation, or its gradient, was tried.
+    """How an operation, or its gradient, was tried."""
 
-    Attributes:
-      operation: what it is.
-      change: what was changed of the rows.
-    """
-
-    operation: str
-    change: str
+    operation: str  # what it is
+    change: str  # what was changed of the rows
 
 
 class Trial:
