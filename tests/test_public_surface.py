@@ -184,12 +184,14 @@ def test_every_function_and_class_has_an_example_that_runs():
 def test_a_step_of_a_pytree_does_not_load_flax():
     script = """
 import sys
-import jax.numpy as jnp, optax
+import jax, jax.numpy as jnp, optax
 import crossshard
 step = crossshard.make_train_step(lambda w, x: (w * x).mean(), optax.adam(0.1), num_shards=1)
 state = step.init({"w": jnp.float32(3)}["w"])
 state, metrics = step(state, jnp.ones(4))
 step.model(state), step.evaluate(state, [jnp.ones(4)], lambda w, x: w * x), step.describe()
+opt = crossshard.CrossShardOptimizer(optax.adam(0.1))
+jax.vmap(lambda w: opt.update(w, opt.init(w), w), axis_name="shards")(jnp.ones(2))
 print("flax" in sys.modules)
 from flax import nnx
 model, opt = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), crossshard.CrossShardOptimizer(optax.adam(0.1))

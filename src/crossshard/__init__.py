@@ -10,7 +10,7 @@ from crossshard.gradients.local import grad, value_and_grad
 from crossshard.gradients.mean import Mean
 from crossshard.gradients.status import Reduction
 from crossshard.model.state import TrainState
-from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
+from crossshard.nnx.optimizer import CrossShardOptimizer
 from crossshard.pipeline.stage import CrossShardState, Stage
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
 from crossshard.pipeline.stages.nonfinite import Nonfinite

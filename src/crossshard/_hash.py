@@ -1,12 +1,8 @@
 """Hash: each kind of hash once: of arrays in a step, on disk and between processes, and of texts.
 
-| of what | how many bits | name |
-|---|---|---|
-| an array, however it is split, for a checkpoint | 64 | ``hash_of``, ``hash_later`` |
-| an array, inside of a compiled step | half of these | ``word_of`` |
-| a pytree that each process has in full, to compare them | 32 | ``checksum`` |
-| a text, to make it short | 32 | ``crc32`` |
-| texts and numbers, to tell them from others | 256 | ``sha256`` |
+Of an array, however it is split, a checkpoint has 64 bits (``hash_of``), and a compiled step has
+half of these (``word_of``). Pytrees that each process has in full are compared by 32 bits
+(``checksum``), texts are told apart by 256 (``sha256``) or made short with 32 (``crc32``).
 """
 
 import hashlib
@@ -20,11 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
 
 from crossshard import _mesh
-
-# Texts.
 
 
 def crc32(text: str) -> str:
@@ -45,9 +38,6 @@ def sha256(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-# Arrays that each process has in full.
-
-
 def checksum(tree: Any) -> str:
     """``checksum 1a2b3c4d`` of a pytree of arrays, numbers or types: paths, shapes, dtypes, values.
 
@@ -57,42 +47,38 @@ def checksum(tree: Any) -> str:
     """
     found = 0
     for path, given in jax.tree_util.tree_leaves_with_path(tree):
-        leaf: Any = given if hasattr(given, "dtype") else np.asarray(given)
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-        name = f"{jax.tree_util.keystr(path)} {dtype} {leaf.shape}"
+        x: Any = given if hasattr(given, "dtype") else np.asarray(given)
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+        name = f"{jax.tree_util.keystr(path)} {dtype} {x.shape}"
         found = zlib.crc32(name.encode(), found)
         # Of an array that is split over processes each has another part.
-        is_here = getattr(leaf, "is_fully_addressable", True) or leaf.is_fully_replicated
-        if is_here and not isinstance(leaf, jax.ShapeDtypeStruct):
-            found = zlib.crc32(_numbers(leaf).reshape(-1).view(np.uint8).data, found)
+        is_here = getattr(x, "is_fully_addressable", True)
+        if isinstance(x, jax.ShapeDtypeStruct) or not (is_here or x.is_fully_replicated):
+            continue
+        x = _data(x)
+        x = x if is_here else x.addressable_data(0)
+        values = np.ascontiguousarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
+        found = zlib.crc32(values.reshape(-1).view(np.uint8).data, found)
     return f"checksum {found:08x}"
-
-
-def _numbers(x: Any) -> np.ndarray:
-    """The values of an array that this process has in full, in JAX's dtype; the data of keys."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    if not getattr(x, "is_fully_addressable", True):
-        x = x.addressable_data(0)
-    return np.ascontiguousarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 # The bits of arrays.
 
 
+def _data(x: Any) -> Any:
+    """An array that has values: the data of keys."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
 def to_words(x: Any) -> jax.Array:
     """uint32[…]: the bits of each element; of wider ones along a further axis."""
-    x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
+    x = _data(jnp.asarray(x))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
+        return cast(jax.Array, x.astype(jnp.uint32))
     bits = jax.dtypes.itemsize_bits(x.dtype)
-    if bits > 32:
-        return lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)
+    return lax.bitcast_convert_type(x, f"uint{min(bits, 32)}").astype(jnp.uint32)
 
 
 def from_words(words: jax.Array, like: Any) -> jax.Array:
@@ -106,7 +92,7 @@ def from_words(words: jax.Array, like: Any) -> jax.Array:
     if dtype == jnp.bool_:
         return words.astype(dtype)
     bits = jax.dtypes.itemsize_bits(dtype)
-    return lax.bitcast_convert_type(words if bits > 32 else words.astype(f"uint{bits}"), dtype)
+    return lax.bitcast_convert_type(words.astype(f"uint{min(bits, 32)}"), dtype)
 
 
 # Arrays in a step and on disk.
@@ -132,7 +118,7 @@ def word_of(x: Any) -> jax.Array:
     >>> bool(word_of(x) == word_of(x[::-1])), bool(word_of(x) == word_of(-x))
     (False, False)
     """
-    return cast(jax.Array, _half(_each(to_words(x), x.ndim), _places(x.shape, 0), 0, jnp))
+    return cast(jax.Array, _half(to_words(x), _places(x.shape, 0), 0, jnp))
 
 
 def hash_of(x: jax.Array) -> str:
@@ -161,9 +147,9 @@ def hash_later(x: jax.Array) -> Callable[[], str]:
         copies = {shard.replica_id: shard.data for shard in x.addressable_shards}
         x = copies[min(copies)]
     if not _is_on_host(x):
-        with _mesh.in_place_of_the_users_mesh(_mesh_of(x)):
+        with _mesh.without_mesh():
             halves = _on_devices(x)
-        return lambda: _text(*jax.device_get(halves))
+        return lambda: "".join(f"{int(half):08x}" for half in jax.device_get(halves))
     # Views: while there is one, JAX leaves the memory alone.
     parts = [
         (np.asarray(shard.data), tuple(along.start or 0 for along in shard.index))
@@ -173,7 +159,7 @@ def hash_later(x: jax.Array) -> Callable[[], str]:
 
     def add_up() -> str:
         found = [_on_host(part, start) for part, start in parts]
-        return _text(*(sum(int(each[half]) for each in found) % 2**32 for half in (0, 1)))
+        return "".join(f"{sum(map(int, each)) % 2**32:08x}" for each in zip(*found, strict=True))
 
     return add_up
 
@@ -184,21 +170,11 @@ def _is_on_host(x: jax.Array) -> bool:
     return x.is_fully_addressable and all(device.platform == "cpu" for device in devices)
 
 
-def _mesh_of(x: jax.Array) -> Mesh:
-    if isinstance(x.sharding, NamedSharding) and x.sharding.mesh.axis_names:
-        return cast(Mesh, x.sharding.mesh)
-    return Mesh(np.array(list(x.sharding.device_set)), ("one",))
-
-
-def _text(first: Any, second: Any) -> str:
-    return f"{int(first):08x}{int(second):08x}"
-
-
 @jax.jit
 def _on_devices(x: jax.Array) -> tuple[Any, Any]:
-    words = _each(to_words(x), x.ndim)
     # Not the index in the flat array, which would not fit 32 bits.
-    return tuple(_half(words, _places(x.shape, half), half, jnp) for half in (0, 1))
+    words = to_words(x)
+    return _half(words, _places(x.shape, 0), 0, jnp), _half(words, _places(x.shape, 1), 1, jnp)
 
 
 def _on_host(x: np.ndarray, start: tuple[int, ...] = ()) -> tuple[Any, Any]:
@@ -214,11 +190,19 @@ def _on_host(x: np.ndarray, start: tuple[int, ...] = ()) -> tuple[Any, Any]:
         for row in range(0, rows.shape[0], high):
             for column in range(0, rows.shape[1], _BLOCK):
                 block = slice(row, row + high), slice(column, column + _BLOCK)
-                words = _each(_words_on_host(rows[block]), 2)
+                words = _words_on_host(rows[block])
                 for half in (0, 1):
                     places = of_rows[half][block[0]] * np.uint32(_STEPS[half]) + along[block[1]]
                     total[half] += _half(words, places, half, np)
     return total[0], total[1]
+
+
+def _words_on_host(x: np.ndarray) -> np.ndarray:
+    """What ``to_words`` returns, with all words of an element along one further axis."""
+    bits = jax.dtypes.itemsize_bits(x.dtype)
+    # A number of fewer than 8 bits is in the low ones of a byte.
+    words = np.ascontiguousarray(x)[..., None].view(f"uint{min(32, max(8, bits))}")
+    return words.astype(np.uint32) & np.uint32(2 ** min(bits, 32) - 1)
 
 
 def _places(shape: tuple[int, ...], half: int, start: tuple[int, ...] = (), xp: Any = jnp) -> Any:
@@ -231,12 +215,12 @@ def _places(shape: tuple[int, ...], half: int, start: tuple[int, ...] = (), xp: 
     return place
 
 
-def _half(words: list[Any], places: Any, half: int, xp: Any) -> Any:
-    """uint32[]: one half of the hash, with numpy or JAX."""
+def _half(words: Any, places: Any, half: int, xp: Any) -> Any:
+    """uint32[]: one half of the hash, with numpy or JAX, of one word or more for each place."""
     step, total = np.uint32(_STEPS[half]), np.uint32(0)
-    for number, word in enumerate(words):
+    for number, at in enumerate(np.ndindex(words.shape[places.ndim :])):
         own = _mixed(places ^ np.uint32(number * 0xA511E9B3 % 2**32), half)
-        total = total + xp.sum(_mixed(word ^ own ^ step, half), dtype=np.uint32)
+        total = total + xp.sum(_mixed(words[(..., *at)] ^ own ^ step, half), dtype=np.uint32)
     return total
 
 
@@ -244,17 +228,3 @@ def _mixed(x: Any, half: int) -> Any:
     for shift, factor in _ROUNDS[half]:
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     return x
-
-
-def _each(words: Any, ndim: int) -> list[Any]:
-    """The words of each element: one array for each of them."""
-    return [words[(..., *place)] for place in np.ndindex(words.shape[ndim:])]
-
-
-def _words_on_host(x: np.ndarray) -> np.ndarray:
-    """What ``to_words`` returns, with all words of an element along one further axis."""
-    bits = jax.dtypes.itemsize_bits(x.dtype)
-    x = np.ascontiguousarray(x).reshape(*x.shape, 1)
-    # A number of fewer than 8 bits is in the low ones of a byte.
-    words = x.view(np.uint32 if bits >= 32 else f"uint{max(8, bits)}")
-    return words.astype(np.uint32) & np.uint32(2 ** min(bits, 32) - 1)

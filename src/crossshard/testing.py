@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from crossshard._annotations import PyTree
 from crossshard.errors import CommunicationError
-from crossshard.tools.inspection.contract import Contract
 from crossshard.tools.inspection.inspect import HasLower, Program, inspect, program_of
-from crossshard.tools.inspection.report import Communication
+from crossshard.tools.inspection.report import Communication, Contract
 
 __all__ = ["assert_communication"]
 

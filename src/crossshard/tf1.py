@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 from crossshard.collectives.cross_replica import all_to_all, collective_permute, cross_replica_sum
 from crossshard.gradients.status import Reduction
+from crossshard.nnx.optimizer import CrossShardOptimizer
 from crossshard.nnx.runners import batch_parallel, replicate, rewrite, shard
-from crossshard.optimizer.cross_shard_optimizer import CrossShardOptimizer
 from crossshard.shards.axes import ShardContext, get_shard_context, shard_context
 
 __all__ = [

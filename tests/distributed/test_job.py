@@ -13,10 +13,10 @@ from crossshard.distributed.job import (
     Job,
     bind_address,
     find_job,
-    free_port,
     split_address,
 )
 from crossshard.distributed.progress import PROGRESS
+from crossshard.distributed.supervisor.launcher import free_port
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
 from tests.quick import deep
 

@@ -16,8 +16,9 @@ import pytest
 
 from crossshard import _jax
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
-from crossshard.distributed.job import VERDICTS, Job, free_port
+from crossshard.distributed.job import VERDICTS, Job
 from crossshard.distributed.supervisor.judge import Report, State, Timeouts, left_before
+from crossshard.distributed.supervisor.launcher import free_port
 from crossshard.distributed.supervisor.watch import _Watch
 from tests.quick import deep
 

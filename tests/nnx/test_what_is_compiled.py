@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import crossshard
-from crossshard import CrossShardOptimizer
+from crossshard import CrossShardOptimizer, _flax
 from crossshard.errors import VariableError
 from tests.quick import deep, deep_but
 from tests.stateful import adam, sgd
@@ -98,6 +98,21 @@ def test_a_configuration_that_is_written_to_is_another(kind: Any):
     np.testing.assert_allclose(run(model, X), 2 * once, rtol=1e-6)
     model.config = kind(1.0)
     np.testing.assert_array_equal(run(model, X), once)
+
+
+def test_a_later_call_walks_the_model_once(monkeypatch: pytest.MonkeyPatch):
+    # The walks are most of what such a call costs beside its program.
+    model, opt = Configured(Config(1.0)), adam(0.1)
+    step, walks = counted([]), []
+    step(model, opt, X)
+    for where, walk in ((nnx.graph, "flatten"), (_flax.nnx, "iter_graph")):
+        of_flax = getattr(where, walk)
+        told = lambda *args, walk=walk, of_flax=of_flax, **kwargs: (
+            walks.append(walk) or of_flax(*args, **kwargs)
+        )
+        monkeypatch.setattr(where, walk, told)
+    step(model, opt, X)
+    assert walks == ["flatten"]
 
 
 # What outlives what. A variable and an optimizer take no weak references; a module does, and the

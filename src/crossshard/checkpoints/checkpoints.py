@@ -4,7 +4,6 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -13,7 +12,6 @@ from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Json
 from crossshard.checkpoints.fingerprint import fingerprint
 from crossshard.checkpoints.folder import Damaged, Folder
-from crossshard.checkpoints.leaves import check_devices
 from crossshard.checkpoints.manifest import Fingerprint, check_data
 from crossshard.checkpoints.preemption import Preemption
 from crossshard.checkpoints.reading import Found, read_params, read_state
@@ -86,12 +84,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return self.close()
         # The others go on, and do not close it.
@@ -168,7 +161,7 @@ class Checkpoints:
         if not self._preemption.reached():
             return False
         _check_call("save_if_preempted", state, or_types=False)
-        if self._saving.taken is None or self._saving.taken != int(state.step):
+        if self._saving.taken != int(state.step):
             self.save(state, data)
         self.wait()
         return True
@@ -412,3 +405,21 @@ def _check_at_top_level(call: str) -> None:
             f"{call} works with files, which a function that jax traces cannot do. Call it outside "
             f"of jax.jit."
         )
+
+
+def check_devices(layout: StateLayout, state: TrainState) -> None:
+    """Raise unless a state is on the devices of a layout.
+
+    Raises:
+      ArgumentError: it is on others, as a state of another step on another mesh does.
+    """
+    devices = set(layout.mesh.devices.flat)
+    for x in jax.tree.leaves(state):
+        if isinstance(x, jax.Array) and not x.sharding.device_set <= devices:
+            both = x.sharding.device_set, devices
+            names = [sorted(device.id for device in each) for each in both]
+            raise ArgumentError(
+                f"The state is on devices {names[0]}, and the mesh of this step has "
+                f"{names[1]}. Take it there with step.reshard(other.unshard(state)), or save it "
+                f"with the Checkpoints of the step that it is of."
+            )

@@ -19,112 +19,64 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.walk import constants, jaxprs_within, opened
 from crossshard.pipeline.aggregators import Aggregator
-from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.update.optimize import takes_value
 from crossshard.step.function import StepConfig
-from crossshard.step.losses.rows import StepLoss
 from crossshard.step.state import OPTIMIZER, PREPROCESS
-
-# The parts of a step, and of each the fields that are not compared. All others are, so that a new
-# one is: whoever adds one that changes nothing of what a state becomes writes it down here.
-NOT_COMPARED: dict[type, set[str]] = {
-    # Where arrays are, which a restore changes. What is trained the arrays tell. And a name, and
-    # what only looks.
-    StepConfig: {
-        "mesh",
-        "outer_mesh",
-        "axes",
-        "weight_update",
-        "in_parts",
-        "donate",
-        "wrt",
-        "name",
-        "sentinel",
-    },
-    # The user's code and what it takes; what becomes of metrics; what is known of a trace; and
-    # what the reduction tells.
-    StepLoss: {
-        "function",
-        "takes_rng",
-        "has_aux",
-        "batch_axes",
-        "aux_reduction",
-        "record",
-        "is_summed",
-    },
-    # The manifest has the groups; no step has the others, or they name axes. What is compared of
-    # the options the stages say.
-    Pipeline: {"groups", "axis_name", "incoming", "options"},
-}
-# What the user calls them, where fields have other names.
-_NAMES = {
-    "inner": OPTIMIZER,
-    "over": "loss_over",
-    "same_bits": "virtual_shards",
-    "keys_of_rows": "rng_per='row'",
-}
 
 
 def fingerprint(config: StepConfig, params: Any) -> Fingerprint:
-    """What tells a step from another one.
+    """What tells a step from another one, given the types of one set of parameters."""
+    options = compared(config).items()
+    told = [each for name, value in options for each in _told(name, value, params)]
+    updates = {name: each for name, each in told if isinstance(each, Update)}
+    words = {name: each for name, each in told if not isinstance(each, Update)}
+    return Fingerprint(updates, words, jax.__version__, version("optax"))
 
-    Args:
-      config: what the step is made of.
-      params: the types of one set of parameters.
+
+def compared(config: StepConfig) -> dict[str, Any]:
+    """The options that a restore compares, by what the user calls them.
+
+    The others change nothing of what a state becomes: where arrays are, which a restore changes,
+    what only looks, and names. Or they are the user's code, with what it takes and returns. Or the
+    manifest or the arrays tell, such as the groups, and what is trained.
     """
-    updates: dict[str, Update] = {}
-    options: dict[str, str | None] = {}
-    for field, value in compared(config):
-        for name, told in _told(field, value, params):
-            if isinstance(told, Update):
-                updates[name] = told
-            else:
-                options[name] = told
-    return Fingerprint(updates, options, jax.__version__, version("optax"))
-
-
-def part_of(value: Any) -> type | None:
-    """The part of a step that something is, as ``NOT_COMPARED`` has it; ``None`` if it is none."""
-    return next((kind for kind in NOT_COMPARED if isinstance(value, kind)), None)
-
-
-def compared(part: Any) -> Iterator[tuple[str, Any]]:
-    """The names and the values of what is compared of a step, or of a part of it."""
-    kind = part_of(part)
-    assert kind is not None
-    if isinstance(part, Pipeline):
-        yield from part.written().items()
-    for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
-        if part_of(value) is not None:
-            yield from compared(value)
-        elif field.name not in NOT_COMPARED[kind]:
-            yield field.name, value
+    loss, pipeline = config.loss, config.pipeline
+    return {
+        "weight": loss.weight,
+        "accumulate_steps": loss.accumulate_steps,
+        "model_state": loss.model_state,
+        "loss_over": loss.over,
+        "rng_per='row'": loss.keys_of_rows,
+        "virtual_shards": loss.same_bits,
+        **pipeline.written(),
+        OPTIMIZER: pipeline.inner,
+        "reduction": pipeline.reduction,
+        "gather_dtype": config.gather_dtype,
+    }
 
 
 def _told(name: str, value: Any, params: Any) -> Iterator[tuple[str, str | Update | None]]:
     """An option in words, and what it consists of, by their names; ``None`` if it is off."""
-    said = _NAMES.get(name, name)
     if isinstance(value, optax.GradientTransformation):
-        yield said, _of_update(value, params)
+        yield name, _of_update(value, params)
     elif name == PREPROCESS and value is not None:
-        yield said, "on"
-        yield said, _of_stage(value, params)
+        yield name, "on"
+        yield name, _of_stage(value, params)
     elif name == "weight" and callable(value) and not _is_ours(value):
         # One function may be made in several places, and so have several names.
-        yield said, "a function"
+        yield name, "a function"
     elif isinstance(value, Aggregator) and _is_ours(value):
-        yield said, value.describe() or None
+        yield name, value.describe() or None
     elif isinstance(value, Aggregator):
         told, kind = str(value.describe()), type(value).__name__
-        yield said, told if kind in told else f"{told} of {kind}"
+        yield name, told if kind in told else f"{told} of {kind}"
         # Attributes that are no fields may count calls, or tell a process from others.
         for field in _fields(value):
             each = getattr(value, field.name)
             if field.compare and _is_plain(each):
-                yield f"{said}.{field.name}", _in_words(each)
+                yield f"{name}.{field.name}", _in_words(each)
     elif (_is_ours(value) or isinstance(value, Stage)) and _fields(value):
         # One says nonfinite="skip", and Nonfinite("skip", max_consecutive=5).
         first, *others = _fields(value)
@@ -132,7 +84,7 @@ def _told(name: str, value: Any, params: Any) -> Iterator[tuple[str, str | Updat
         for field in others:
             yield from _told(f"{name}.{field.name}", getattr(value, field.name), params)
     else:
-        yield said, _in_words(value)
+        yield name, _in_words(value)
 
 
 def _fields(value: Any) -> tuple[Any, ...]:
@@ -170,14 +122,10 @@ def _in_words(value: Any) -> str | None:
 
 
 def _of_update(optimizer: Any, params: Any) -> Update:
-    def update(gradients: Any, state: Any, params: Any, value: Any) -> Any:
-        extra_args = {"value": value} if takes_value(optimizer) else {}
-        return optimizer.update(gradients, state, params, **extra_args)
-
+    loss = {"value": jax.ShapeDtypeStruct((), jnp.float32)} if takes_value(optimizer) else {}
     with inside_optimizer():
         state = jax.eval_shape(optimizer.init, params)
-        loss = jax.ShapeDtypeStruct((), jnp.float32)
-        jaxpr = jax.make_jaxpr(update)(params, state, params, loss)
+        jaxpr = jax.make_jaxpr(optimizer.update)(params, state, params, **loss)
     found = list(_equations(jaxpr))
     # Where it comes from is asked once for each, since it takes longer than all else.
     kinds = {words: equation for _, words, equation in found}
@@ -185,7 +133,7 @@ def _of_update(optimizer: Any, params: Any) -> Update:
         states=list(_types(state)),
         operations=sha256([operation for operation, _, _ in found]),
         equations=sha256([words for _, words, _ in found]),
-        words=[words + _maker(kinds[words]) for words in dict.fromkeys(each[1] for each in found)],
+        words=[words + _maker(equation) for words, equation in kinds.items()],
     )
 
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from crossshard.errors import ArgumentError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.shards.cut import Placement, partition_along_axis
@@ -66,24 +65,6 @@ def _unpacked(placement: Placement, shape: tuple[int, ...], dtype: Any) -> jax.S
 def _unpack(placement: Placement, x: Any) -> jax.Array:
     whole = placement.unpack(x)
     return jax.random.key_data(whole) if _is_key(whole) else whole
-
-
-def check_devices(layout: StateLayout, state: TrainState) -> None:
-    """Raise unless a state is on the devices of a layout.
-
-    Raises:
-      ArgumentError: it is on others, as a state of another step on another mesh does.
-    """
-    devices = set(layout.mesh.devices.flat)
-    for x in jax.tree.leaves(state):
-        if isinstance(x, jax.Array) and not x.sharding.device_set <= devices:
-            both = x.sharding.device_set, devices
-            names = [sorted(device.id for device in each) for each in both]
-            raise ArgumentError(
-                f"The state is on devices {names[0]}, and the mesh of this step has "
-                f"{names[1]}. Take it there with step.reshard(other.unshard(state)), or save it "
-                f"with the Checkpoints of the step that it is of."
-            )
 
 
 def to_disk(leaf: Leaf, x: jax.Array) -> jax.Array:

@@ -28,14 +28,12 @@ class Lock:
 
     It is a file that names the writer. One whose process has ended is taken over: at once on the
     same machine, and from another one after half a minute in which nobody has touched the file.
-
-    Args:
-      folder: the folder.
-      remote: whether it is one where no file can be created by only one of two that try.
     """
 
-    def __init__(self, folder: Path, *, remote: bool = False):
-        self._path, self._remote = folder / FILE, remote
+    def __init__(self, folder: Any):
+        self._path = folder / FILE
+        # Where no file can be created by only one of two that try.
+        self._remote = not isinstance(folder, Path)
         self._token = uuid.uuid4().hex
         self._release: Any = None
 
@@ -46,7 +44,7 @@ class Lock:
           OSError: the file cannot be written.
         """
         if self._release is not None:
-            holder = self._holder()
+            holder = _read(self._path)
             if holder.get("token") == self._token:
                 return ""
             self.release()
@@ -63,16 +61,15 @@ class Lock:
             }
         )
         while not self._created(text):
-            holder = self._holder()
+            holder = _read(self._path)
             if not self._is_dead(holder):
                 return self._whose(holder)
             self._take_away(holder)
         ended = threading.Event()
-        beating = self._path, self._token, ended, self._remote
-        threading.Thread(target=_beat, args=beating, name="crossshard", daemon=True).start()
+        own = self._path, self._token, ended
+        threading.Thread(target=_beat, args=own, name="crossshard", daemon=True).start()
         # Also when nobody refers to it any longer, and at exit.
-        given = self._path, self._token, os.getpid(), ended
-        self._release = weakref.finalize(self, _give_back, *given)
+        self._release = weakref.finalize(self, _give_back, *own, os.getpid())
         return ""
 
     def release(self) -> None:
@@ -88,16 +85,13 @@ class Lock:
             self._path.write_text(text)
             # Of two that come at once the later one has it.
             time.sleep(1)
-            return bool(self._holder().get("token") == self._token)
+            return bool(_read(self._path).get("token") == self._token)
         try:
             with open(self._path, "x") as opened:
                 opened.write(text)
         except FileExistsError:
             return False
         return True
-
-    def _holder(self) -> dict[str, Any]:
-        return _read(self._path)
 
     def _is_dead(self, holder: dict[str, Any]) -> bool:
         if holder.get("machine") == machine():
@@ -128,7 +122,7 @@ class Lock:
                 # Some file systems have no such locks; then two would have to come at once.
                 with contextlib.suppress(OSError):
                     fcntl.flock(folder, fcntl.LOCK_EX)
-            if self._holder() == holder:
+            if _read(self._path) == holder:
                 self._path.unlink()
 
     def _whose(self, holder: dict[str, Any]) -> str:
@@ -159,19 +153,19 @@ def _read(path: Any) -> dict[str, Any]:
     return {key: x for key, x in found.items() if type(x) is int or is_word(x)}
 
 
-def _beat(path: Any, token: str, ended: threading.Event, remote: bool) -> None:
+def _beat(path: Any, token: str, ended: threading.Event) -> None:
     """Touch the file now and then, as long as it is this writer's."""
     while not ended.wait(_BEAT):
         with contextlib.suppress(OSError):
             if _read(path).get("token") != token:
                 return
-            if remote:
-                path.write_bytes(read(path, _MOST_BYTES))
-            else:
+            if isinstance(path, Path):
                 os.utime(path)
+            else:
+                path.write_bytes(read(path, _MOST_BYTES))
 
 
-def _give_back(path: Any, token: str, process: int, ended: threading.Event) -> None:
+def _give_back(path: Any, token: str, ended: threading.Event, process: int) -> None:
     ended.set()
     # A child process that was forked has a copy of this.
     if os.getpid() == process and _read(path).get("token") == token:

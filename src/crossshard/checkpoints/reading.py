@@ -206,11 +206,9 @@ def _matched(
     written = _by_option(manifest.leaves, manifest.fingerprint)
     if here is None:
         written = {key: leaf for key, leaf in written.items() if key in own}
-        differences = _of_params(manifest, layout, written, own)
-    else:
-        differences = _of_state(manifest, layout, str(state.rng_impl), written, own, here)
+    both = _Both(manifest, layout, here or manifest.fingerprint, written, own)
     notes = []
-    for becomes, what in differences:
+    for becomes, what in both.state(state) if here is not None else both.params():
         if what is not None and (becomes is _REFUSED or (becomes is _STRICT and strict)):
             raise _Different(f"{what}. Build the step as it was when it was saved, {becomes}.")
         notes += [] if what is None else [what]
@@ -226,118 +224,102 @@ def _by_option(leaves: list[Any], fingerprint: Fingerprint) -> dict[Key, Any]:
     return {key_of(leaf.path, masters=masters, average=average): leaf for leaf in leaves}
 
 
-def _of_params(
-    manifest: Manifest,
-    layout: StateLayout,
-    written: dict[Key, WrittenLeaf],
-    own: dict[Key, Leaf],
-) -> _Differences:
-    yield _REFUSED, _of_groups(manifest, layout)
-    was, now = manifest.shards, layout.number_of_shards
-    if manifest.groups is not None and was != now:
-        yield _REFUSED, f"its groups are over {was} shards, and here {now}"
-    for _, what in _of_arrays(manifest.fingerprint, manifest.fingerprint, written, own):
-        yield _REFUSED, what
+@dataclasses.dataclass(frozen=True)
+class _Both:
+    """A checkpoint and a step: what differs between them, the gravest first."""
 
+    manifest: Manifest
+    layout: StateLayout
+    here: Fingerprint
+    # The arrays, by the options that they are of.
+    written: dict[Key, WrittenLeaf]
+    own: dict[Key, Leaf]
 
-def _of_state(
-    manifest: Manifest,
-    layout: StateLayout,
-    rng: str,
-    written: dict[Key, WrittenLeaf],
-    own: dict[Key, Leaf],
-    here: Fingerprint,
-) -> _Differences:
-    before = manifest.fingerprint
-    of_option = lambda name: _of_option(name, before, here)
-    updates = [
-        (name, before.updates[name], update)
-        for name, update in here.updates.items()
-        if name in before.updates
-    ]
-    for name, *both in updates:
-        was, now = (", ".join(each.states) or "no state" for each in both)
-        if was != now:
-            yield _STRICT, f"its {name}'s state is {was}, and this one's {now}"
-    if (manifest.groups is None) != (layout.groups is None):
-        for kind in STAGES:
-            if kind.joins_groups:
-                yield _REFUSED, of_option(kind.options[0])
-    yield _REFUSED, _of_groups(manifest, layout)
-    if manifest.rng != rng:
-        yield _REFUSED, f"its random key is of {manifest.rng}, and here of {rng}"
-    yield _STRICT, of_option("reduction")
-    yield from _of_arrays(before, here, written, own)
-    new = {option for option, _ in own.keys() - written.keys()}
-    gone = {option for option, _ in written.keys() - own.keys()}
-    kept = {option for option, _ in own.keys() & written.keys()}
-    for what in said(new - {OPTIMIZER}, gone - {OPTIMIZER}, kept):
-        yield _SAID, what
-    # Other versions trace an update otherwise.
-    if (before.jax, before.optax) == (here.jax, here.optax):
+    def params(self) -> _Differences:
+        """Of the parameters alone, where all is refused."""
+        yield _REFUSED, self._groups()
+        was, now = self.manifest.shards, self.layout.number_of_shards
+        if self.manifest.groups is not None and was != now:
+            yield _REFUSED, f"its groups are over {was} shards, and here {now}"
+        for _, what in self._arrays():
+            yield _REFUSED, what
+
+    def state(self, state: TrainState) -> _Differences:
+        """Of a whole state, and of what the step does with it."""
+        before, here, rng = self.manifest.fingerprint, self.here, str(state.rng_impl)
+        updates = [
+            (name, before.updates[name], update)
+            for name, update in here.updates.items()
+            if name in before.updates
+        ]
         for name, *both in updates:
-            yield _of_update(name, *both)
-    for name in sorted(here.options.keys() - {"reduction", *new, *gone}):
-        yield _SAID, of_option(name)
-
-
-def _of_arrays(
-    before: Fingerprint,
-    here: Fingerprint,
-    written: dict[Key, WrittenLeaf],
-    own: dict[Key, Leaf],
-) -> _Differences:
-    # Of the optimizer's the first one is named. Those of other options are made, or dropped.
-    sides: Any = ((own, written, "it has no"), (written, own, "it also has"))
-    for (one, other, has), (option, becomes) in itertools.product(
-        sides, (("", _REFUSED), (OPTIMIZER, _STRICT))
-    ):
-        lacking = (key for key in one if key[0] == option and key not in other)
-        for key in itertools.islice(lacking, 1):
-            yield becomes, f"{has} {one[key].path}"
-    # Adam's moments have the dtype of the masters, for example.
-    is_followed = before.options.get(MASTERS) != here.options.get(MASTERS)
-    following = (OPTIMIZER, MASTERS, AVERAGE) if is_followed else ()
-    for key in own:
-        if key not in written:
-            continue
-        was, now, shape = written[key], own[key], own[key].on_disk.shape
-        if was.shape != shape:
+            was, now = (", ".join(each.states) or "no state" for each in both)
+            if was != now:
+                yield _STRICT, f"its {name}'s state is {was}, and this one's {now}"
+        if (self.manifest.groups is None) != (self.layout.groups is None):
             for kind in STAGES:
-                if kind.state_field == key[0] and kind.shaped_by:
-                    yield _REFUSED, _of_option(kind.shaped_by, before, here)
-            yield _REFUSED, f"{now.path} has the shape {was.shape} in it, and {shape} here"
-        is_possible = _converts(was.dtype, now.dtype)
-        if was.dtype != now.dtype and not (is_possible and key[0] in following):
-            what = f"{now.path} is {was.dtype} in it, and {now.dtype} here"
-            yield _STRICT if is_possible else _REFUSED, what
+                if kind.joins_groups:
+                    yield _REFUSED, self._option(kind.options[0])
+        yield _REFUSED, self._groups()
+        if self.manifest.rng != rng:
+            yield _REFUSED, f"its random key is of {self.manifest.rng}, and here of {rng}"
+        yield _STRICT, self._option("reduction")
+        yield from self._arrays()
+        new = {option for option, _ in self.own.keys() - self.written.keys()}
+        gone = {option for option, _ in self.written.keys() - self.own.keys()}
+        kept = {option for option, _ in self.own.keys() & self.written.keys()}
+        for what in said(new - {OPTIMIZER}, gone - {OPTIMIZER}, kept):
+            yield _SAID, what
+        # Other versions trace an update otherwise.
+        if (before.jax, before.optax) == (here.jax, here.optax):
+            for name, *both in updates:
+                yield _of_update(name, *both)
+        for name in sorted(here.options.keys() - {"reduction", *new, *gone}):
+            yield _SAID, self._option(name)
 
+    def _arrays(self) -> _Differences:
+        # Of the optimizer's the first one is named. Those of other options are made, or dropped.
+        sides: Any = (
+            (self.own, self.written, "it has no"),
+            (self.written, self.own, "it also has"),
+        )
+        for (one, other, has), (option, becomes) in itertools.product(
+            sides, (("", _REFUSED), (OPTIMIZER, _STRICT))
+        ):
+            lacking = (key for key in one if key[0] == option and key not in other)
+            for key in itertools.islice(lacking, 1):
+                yield becomes, f"{has} {one[key].path}"
+        # Adam's moments have the dtype of the masters, for example.
+        was, now = (each.options.get(MASTERS) for each in (self.manifest.fingerprint, self.here))
+        following = (OPTIMIZER, MASTERS, AVERAGE) if was != now else ()
+        for (option, where), own in self.own.items():
+            written = self.written.get((option, where))
+            if written is None:
+                continue
+            if written.shape != own.on_disk.shape:
+                for kind in STAGES:
+                    if kind.state_field == option and kind.shaped_by:
+                        yield _REFUSED, self._option(kind.shaped_by)
+                shapes = f"{written.shape} in it, and {own.on_disk.shape} here"
+                yield _REFUSED, f"{own.path} has the shape {shapes}"
+            is_possible = _converts(written.dtype, own.dtype)
+            if written.dtype != own.dtype and not (is_possible and option in following):
+                what = f"{own.path} is {written.dtype} in it, and {own.dtype} here"
+                yield _STRICT if is_possible else _REFUSED, what
 
-def _converts(was: str, now: str) -> bool:
-    """Whether numbers of a dtype can be read and become those of another."""
-    try:
-        before, after = jnp.dtype(was), jnp.dtype(now)
-    except TypeError:
-        return False
-    alike = any(
-        all(jnp.issubdtype(each, kind) for each in (before, after))
-        for kind in (jnp.floating, jnp.complexfloating, jnp.integer)
-    )
-    return alike and jax.dtypes.canonicalize_dtype(before) == before
+    def _option(self, name: str) -> str | None:
+        now = self.here.options.get(name)
+        was = self.manifest.fingerprint.options.get(name, now)
+        if was == now or (was == ON and now is not None) or (was == NOT_BATCH and now != "batch"):
+            return None
+        return f"{name} is {was or 'off'} in it, and {now or 'off'} here"
 
-
-def _of_option(name: str, before: Fingerprint, here: Fingerprint) -> str | None:
-    now = here.options.get(name)
-    was = before.options.get(name, now)
-    known = was == now or (was == ON and now is not None) or (was == NOT_BATCH and now != "batch")
-    return None if known else f"{name} is {was or 'off'} in it, and {now or 'off'} here"
-
-
-def _of_groups(manifest: Manifest, layout: StateLayout) -> str | None:
-    # Workers that synchronise rarely may be others.
-    if manifest.groups == groups_of(layout) or layout.pipeline.joins_groups:
-        return None
-    return f"its groups are {manifest.groups}, and here {groups_of(layout)}"
+    def _groups(self) -> str | None:
+        was, now = self.manifest.groups, groups_of(self.layout)
+        # Workers that synchronise rarely may be others.
+        if was == now or self.layout.pipeline.joins_groups:
+            return None
+        return f"its groups are {was}, and here {now}"
 
 
 def _of_update(name: str, was: Update, now: Update) -> tuple[str, str | None]:
@@ -355,3 +337,16 @@ def _of_update(name: str, was: Update, now: Update) -> tuple[str, str | None]:
         f"those of this one{first}"
     )
     return _STRICT, what if was.states == now.states else None
+
+
+def _converts(was: str, now: str) -> bool:
+    """Whether numbers of a dtype can be read and become those of another."""
+    try:
+        before, after = jnp.dtype(was), jnp.dtype(now)
+    except TypeError:
+        return False
+    alike = any(
+        all(jnp.issubdtype(each, kind) for each in (before, after))
+        for kind in (jnp.floating, jnp.complexfloating, jnp.integer)
+    )
+    return alike and jax.dtypes.canonicalize_dtype(before) == before

@@ -46,7 +46,7 @@ class Saving:
         # The number of steps of the last state; ``None`` before, and after a failure.
         self.taken: int | None = None
         self._folder, self._mesh, self._newest, self._best = folder, mesh, newest, best
-        self._lock = Lock(folder.path, remote=folder.remote)
+        self._lock = Lock(folder.path)
         self._orbax: ocp.AsyncCheckpointer | None = None
         # The checkpoint that is being written, and those that are being deleted.
         self._pending: int | None = None

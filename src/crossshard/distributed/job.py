@@ -24,13 +24,6 @@ CONNECTS = "connects"
 
 LOOPBACK = "127.0.0.1"
 
-# On CPUs XLA takes and frees memory in each step. So glibc keeps it, in large pages of one heap for
-# all threads, instead of handing it back to Linux.
-TUNABLES = (
-    "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:"
-    "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -196,13 +189,6 @@ def split_address(address: str) -> tuple[str, int]:
             f"{address!r:.100}."
         )
     return parts[1] or parts[2], int(parts[3])
-
-
-def free_port(host: str) -> int:
-    """A port of this machine at which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def check_unused(host: str, port: int) -> None:

@@ -121,28 +121,25 @@ def _status(
     if reduced and not grouped and shards.is_varying(gradient):
         raise IncomingError(
             f"{name} ({_type(gradient)}) is declared as {declared}, but by its type it is "
-            f"varying over {_axes(shards)}. Write incoming='local', or leave incoming out."
+            f"varying over {_axes(shards.axes)}. Write incoming='local', or leave incoming out."
         )
     if declared is not None:
         return declared
-    if not shards.invariant_axes(gradient):
+    axes = shards.invariant_axes(gradient)
+    if not axes:
         return GradientStatus.LOCAL
     if shards.number == 1:
         return GradientStatus.REDUCED
-    raise DoubleReductionError(_double_reduction(name, gradient, shards, reduction))
-
-
-def _double_reduction(name: str, gradient: Any, shards: Shards, reduction: Reduction) -> str:
-    number = math.prod(map(lax.axis_size, shards.invariant_axes(gradient)))
+    number = math.prod(map(lax.axis_size, axes))
     mistake = (
         f"averaging again would do nothing and the step would be {number} times too large"
         if reduction is Reduction.MEAN
         else f"summing again would make the step {number} times too large"
     )
-    return (
-        f"{name} ({_type(gradient)}) arrived at CrossShardOptimizer.update already "
-        f"invariant over {_axes(shards, shards.invariant_axes(gradient))}: autodiff has summed it "
-        f"over {number} shards, so {mistake}. Differentiate with crossshard.value_and_grad, or "
+    raise DoubleReductionError(
+        f"{name} ({_type(gradient)}) arrived at CrossShardOptimizer.update already invariant over "
+        f"{_axes(axes)}: autodiff has summed it over {number} shards, so {mistake}. Differentiate "
+        f"with crossshard.value_and_grad, or "
         f'write incoming="summed" ("reduced" if it is already averaged, "local" if it is a local '
         f"gradient that happens to be equal on all shards). If this optimizer stands inside "
         f"optax.MultiSteps, write CrossShardOptimizer(opt, accumulate_steps=k) in its place, with "
@@ -155,8 +152,7 @@ def _type(x: Any) -> str:
     return str(jax.typeof(x).str_short(short_dtypes=True))
 
 
-def _axes(shards: Shards, axes: tuple[str, ...] | None = None) -> str:
-    names = shards.axes if axes is None else axes
+def _axes(names: tuple[str, ...]) -> str:
     return ("axis " if len(names) == 1 else "axes ") + ", ".join(map(repr, names))
 
 

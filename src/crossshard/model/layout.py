@@ -17,7 +17,6 @@ from crossshard.errors import ArgumentError
 from crossshard.model.model_state import ModelState, holds_keys
 from crossshard.model.models import Skeleton
 from crossshard.model.state import TrainState
-from crossshard.nnx.per_shard import of_all
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import CrossShardState
 from crossshard.pipeline.update.arrays import Arrays, Parts
@@ -29,6 +28,7 @@ from crossshard.shards.cut import (
     WHOLE,
     Partition,
     Placement,
+    of_all,
     only,
     other_axes_like,
     partition_along_axis,
@@ -233,10 +233,6 @@ class StateLayout:
         types: TrainState = jax.eval_shape(self.collected, state)
         return types
 
-    def dealt_out(self, state: TrainState) -> TrainState:
-        """The inverse of ``collected``."""
-        return self._moved(state, self.own, self)
-
     def _moved(self, state: TrainState, one: "StateLayout", other: "StateLayout") -> TrainState:
         arrays = self.arrays
         if not isinstance(arrays, Owners) or not arrays.state_blocks:
@@ -266,7 +262,7 @@ class StateLayout:
     def pack(self, state: TrainState) -> TrainState:
         """The state as it is stored, from arrays in the optimizer's own shapes."""
         own = self.own
-        return self.dealt_out(own._map(lambda placement, x: placement.pack(x), state))
+        return self._moved(own._map(lambda placement, x: placement.pack(x), state), own, self)
 
     def unpack(self, state: TrainState) -> TrainState:
         """The inverse of ``pack``."""

@@ -1,13 +1,10 @@
-"""The stateful idiom: variables, their slots and gradients, and the runners of a step.
+"""The stateful idiom: an optimizer that writes variables, and the runners of a step.
 
-From ``CrossShardOptimizer.minimize`` to new values, in eight files: ``names`` finds the variables
-and what they are called, ``differentiate`` returns this shard's gradients, ``computed`` knows that
-they are from here, ``making`` makes the slots that are missing, ``slots`` gives the optimizer's
-state over these variables as an Optax state, ``optimizer.transformation`` passes both through the
-``pipeline``, as in the Optax idiom, and ``optimizer.cross_shard_optimizer`` writes the values.
-Around it, ``runners`` finds what a step was given (``graph``), ``program`` traces it once per shard
-with that bound (``binding``), and compiles it; ``arrays`` is what is split and joined, ``keys``
-says when a program fits again, and ``per_shard`` is what differs between shards.
+From ``minimize`` to new values: ``optimizer`` has the methods, ``variables`` finds what is trained,
+by name, and returns this shard's gradients, ``slots`` is the optimizer's state over these variables
+as an Optax state, and ``optimizer/transformation`` updates both, as in the Optax idiom. Around it,
+``runners`` splits and joins ``arrays``, ``program`` finds what a step was given, traces it once per
+shard and compiles it, and ``per_shard`` is what differs between shards.
 """
 
 from crossshard.nnx.per_shard import (

@@ -1,9 +1,10 @@
-"""Splits a runner's arguments over the shards and joins its outputs."""
+"""A runner's arguments, which are split over the shards, and its outputs, which are joined."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +15,77 @@ from crossshard import _check
 from crossshard._check import is_number
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.nnx.graph import is_stateful
-from crossshard.nnx.keys import ByValue
-from crossshard.shards.batch_axes import FIRST, BatchAxes, axes_of, check_batch_axis, spec_along
+from crossshard.nnx.slots import HasSlots
+from crossshard.shards.batch_axes import (
+    FIRST,
+    BatchAxes,
+    axes_of,
+    check_batch_axis,
+    spec_along,
+)
 from crossshard.shards.devices import own_parts, put
+
+
+class ByValue:
+    """A value as a cache key: compares by type and value, and arrays by their bytes."""
+
+    def __init__(self, value: Any):
+        self.value = value
+        try:
+            self._hash = hash(value)
+        except TypeError:
+            self._hash = hash(type(value))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ByValue) or type(self.value) is not type(other.value):
+            return False
+        ours, theirs = self.value, other.value
+        if ours is theirs and isinstance(ours, jax.Array):
+            return True
+        if isinstance(ours, jax.Array | np.ndarray):
+            return _bytes_of(ours) == _bytes_of(theirs)
+        try:
+            return bool(ours == theirs)
+        except ValueError:  # such as a list of arrays
+            return ours is theirs
+
+
+def _bytes_of(array: Any) -> Any:
+    if not getattr(array, "is_fully_addressable", True):
+        return object()  # other processes have the rest
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return array.shape, array.dtype, np.asarray(array).tobytes()
+
+
+def kept(key: Any) -> Any:
+    """A copy of a key that stays the same when a mutable value in it changes."""
+    if isinstance(key, tuple):
+        return tuple(map(kept, key))
+    if not isinstance(key, ByValue) or isinstance(key.value, jax.Array):
+        return key
+    kind = type(key.value)
+    # What has a hash is not written to, and a copy of what compares by identity is another.
+    if kind.__hash__ is not None or kind.__eq__ is object.__eq__:
+        return key
+    try:
+        return ByValue(copy.deepcopy(key.value))
+    except Exception:  # a user's class may raise anything
+        return key
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The flattened arguments of one call.
-
-    Attributes:
-      leaves: the arrays, on the mesh.
-      specs: their specs.
-      whole: by its place among all leaves, what every shard gets unchanged: a module, an optimizer,
-        a Python value.
-      tree: the structure of the positional and the keyword arguments.
-    """
+    """The flattened arguments of one call: the arrays, which are on the mesh, and all others."""
 
     leaves: tuple[jax.Array, ...]
     specs: tuple[PartitionSpec, ...]
+    # By its place among all leaves: a module, an optimizer, a Python value.
     whole: dict[int, Any]
+    # The structure of the positional and the keyword arguments.
     tree: Any
 
     def own_rows(self) -> str:
@@ -70,30 +121,19 @@ class Arguments:
 
 @dataclasses.dataclass(frozen=True)
 class InputAxes:
-    """Along which axes the inputs of a runner are split.
+    """Along which axes the inputs of a runner are split."""
 
-    Attributes:
-      of_all: the axes of every input.
-      of_each: those of each positional one; ``None`` if they are ``of_all``.
-      argument: the argument that said so: arrays that ``batch_axis`` splits have as many rows.
-    """
-
-    of_all: BatchAxes = FIRST
-    of_each: tuple[BatchAxes, ...] | None = None
-    argument: str = "batch_axis"
+    axes: BatchAxes | tuple[BatchAxes, ...] = FIRST  # of every input, or of each positional one
+    has_same_rows: bool = True  # or each input has a number of its own
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchAxes]:
-        """The axes of each argument, of those by keyword in the order of their names.
-
-        Raises:
-          ArgumentError: they are not one for each argument.
-        """
-        if self.of_each is None:
-            return [self.of_all] * (len(args) + len(kwargs))
-        if len(self.of_each) != len(args):
+        """The axes of each argument, of those by keyword in the order of their names."""
+        if isinstance(self.axes, BatchAxes):
+            return [self.axes] * (len(args) + len(kwargs))
+        if len(self.axes) != len(args):
             raise ArgumentError(
-                f"{self.argument} has {len(self.of_each)} entries for {len(args)} inputs; pass one "
-                f"per input."
+                f"{'batch_axis' if self.has_same_rows else 'input_shard_axes'} has "
+                f"{len(self.axes)} entries for {len(args)} inputs; pass one per input."
             )
         split = [name for name, value in kwargs.items() if not is_whole(value)]
         if split and self.has_same_rows:
@@ -101,48 +141,37 @@ class InputAxes:
                 f"batch_axis has an entry for each input that is passed by position, and none for "
                 f"input {split[0]!r}. Pass it by position."
             )
-        return [*self.of_each, *[self.of_all] * len(kwargs)]
-
-    @property
-    def has_same_rows(self) -> bool:
-        """Whether all inputs have as many rows, or each a number of its own."""
-        return self.of_each is None or self.argument == "batch_axis"
+        return [*self.axes, *[FIRST] * len(kwargs)]
 
 
 def check_input_axes(input_shard_axes: Any, batch_axis: Any) -> InputAxes:
-    """The checked arguments of a runner.
-
-    Raises:
-      ArgumentError: both are given, or every shard would get all.
-      ArgumentTypeError: they are not axes.
-    """
+    """The checked arguments of a runner."""
     if input_shard_axes is None:
-        if not isinstance(batch_axis, list | tuple):
-            return InputAxes(check_batch_axis(batch_axis))
-        check_batch_axis(batch_axis)
-        return InputAxes(of_each=tuple(map(axes_of, batch_axis)))
+        axes = check_batch_axis(batch_axis)
+        is_list = isinstance(batch_axis, list | tuple)
+        return InputAxes(tuple(map(axes_of, batch_axis)) if is_list else axes)
     if batch_axis != 0:
         raise ArgumentError(
             f"input_shard_axes={_check.shown(input_shard_axes)} and "
             f"batch_axis={_check.shown(batch_axis)} say the same. Pass batch_axis "
             f"alone, which takes an axis, or None, for each input, too."
         )
-    each = input_shard_axes if isinstance(input_shard_axes, list | tuple) else ()
     if not isinstance(input_shard_axes, list | tuple) or not all(
-        axis is None or type(axis) is int for axis in each
+        axis is None or type(axis) is int for axis in input_shard_axes
     ):
         raise ArgumentTypeError(
             f"input_shard_axes must be a list of ints; got {_check.shown(input_shard_axes)}."
         )
-    return InputAxes(of_each=tuple(map(axes_of, each)), argument="input_shard_axes")
+    return InputAxes(tuple(map(axes_of, input_shard_axes)), has_same_rows=False)
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether a runner binds this object to the step rather than splitting it over the shards."""
+    return isinstance(value, nnx.Pytree | nnx.Variable | HasSlots)
 
 
 def is_whole(value: Any) -> bool:
-    """Whether an argument is passed to every shard unchanged, rather than split.
-
-    Raises:
-      ArgumentError: it mixes arrays with modules, variables or optimizers.
-    """
+    """Whether an argument is passed to every shard unchanged, rather than split."""
     leaves = jax.tree.leaves(value, is_leaf=is_stateful)
     stateful = [leaf for leaf in leaves if is_stateful(leaf)]
     arrays = [leaf for leaf in leaves if not is_stateful(leaf) and is_numeric(leaf)]
@@ -165,12 +194,7 @@ def split_arguments(
     axes: InputAxes,
     mesh: jax.sharding.Mesh,
 ) -> Arguments:
-    """Put the arrays of a call on the mesh; each of several processes passes its own part.
-
-    Raises:
-      ArgumentError: an axis that does not exist or does not divide evenly, arrays of different
-        lengths, or axes that do not match the arguments.
-    """
+    """Put the arrays of a call on the mesh; each of several processes passes its own part."""
     leaves: list[jax.Array] = []
     specs: list[PartitionSpec] = []
     whole: dict[int, Any] = {}
@@ -207,9 +231,6 @@ def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> P
             f"{where} holds arrays and a {type(leaf).__name__}, which cannot be split over the "
             f"shards. Pass it as an argument of its own."
         )
-    dtype = getattr(leaf, "dtype", None)
-    if isinstance(dtype, np.dtype) and dtype.kind in "OSUMmV" and not hasattr(jnp, dtype.name):
-        raise ArgumentTypeError(f"{where} is an array of {dtype}, which JAX cannot hold.")
     shape = np.shape(leaf)
     if axis is None:
         return PartitionSpec()
@@ -244,38 +265,18 @@ def _check_lengths(lengths: dict[str, int]) -> None:
             )
 
 
-class LaidOut(NamedTuple):
-    """One shard's part of an output.
-
-    Attributes:
-      local: the array, in the shape for its spec.
-      spec: the spec of the joined array.
-      from_all: whether the output is joined over the shards, or the first shard's.
-    """
-
-    local: jax.Array
-    spec: PartitionSpec
-    from_all: bool
-
-
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """How the outputs of the shards are joined.
+    """How the outputs of the shards are joined."""
 
-    Attributes:
-      from_all: for each output whether to join all shards' or take the first's; one value for all.
-      axes: for each output the axis to join along; ``None`` for axis 0 of all.
-    """
-
+    # For each output whether to join all shards' or take the first's; one value for all.
     from_all: tuple[bool, ...] = (True,)
-    axes: tuple[int | None, ...] | None = None
+    axes: tuple[int, ...] | None = None  # for each output; axis 0 of all if None
 
-    def lay_out(self, out: Any, names: tuple[str, ...]) -> list[LaidOut]:
-        """The leaves of one shard's outputs.
-
-        Raises:
-          ArgumentError: options that do not match the outputs.
-        """
+    def lay_out(
+        self, out: Any, names: tuple[str, ...]
+    ) -> list[tuple[jax.Array, PartitionSpec, bool]]:
+        """The arrays of one shard's outputs, the specs of the joined ones, and which are joined."""
         several = isinstance(out, list | tuple) and not hasattr(out, "_fields")
         tops = list(out) if several else [out]
         flags = self.from_all * len(tops) if len(self.from_all) == 1 else self.from_all
@@ -285,27 +286,41 @@ class Outputs:
                 raise ArgumentError(
                     f"{name} has {len(given)} entries for {len(tops)} outputs; pass one per output."
                 )
-        return [
-            _laid_out(x, flag, axis or 0, names)
-            for top, flag, axis in zip(tops, flags, axes, strict=True)
-            for x in jax.tree.leaves(top)
-        ]
+        found = []
+        for top, from_all, axis in zip(tops, flags, axes, strict=True):
+            for x in jax.tree.leaves(top):
+                if not from_all or x.ndim == 0:
+                    found.append((x[None], PartitionSpec(names), from_all))
+                elif -x.ndim <= axis < x.ndim:
+                    spec = PartitionSpec(*[None] * (axis % x.ndim), names)
+                    found.append((x, spec, from_all))
+                else:
+                    raise ArgumentError(
+                        f"output_shard_axes names axis {axis} of an output of shape {x.shape}."
+                    )
+        return found
 
 
-def _laid_out(x: jax.Array, from_all: bool, axis: int, names: tuple[str, ...]) -> LaidOut:
-    if not from_all or x.ndim == 0:
-        return LaidOut(x[None], PartitionSpec(names), from_all)
-    if not -x.ndim <= axis < x.ndim:
-        raise ArgumentError(f"output_shard_axes names axis {axis} of an output of shape {x.shape}.")
-    return LaidOut(x, PartitionSpec(*[None] * (axis % x.ndim), names), from_all)
+def check_outputs(outputs_from_all_shards: Any, output_shard_axes: Any) -> Outputs:
+    """The checked arguments of a runner."""
+    given = outputs_from_all_shards
+    flags = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not all(isinstance(flag, bool) for flag in flags):
+        raise ArgumentTypeError(
+            f"outputs_from_all_shards must be bools; got {_check.shown(given)}."
+        )
+    axes = output_shard_axes
+    if axes is None:
+        return Outputs(flags)
+    if not isinstance(axes, list | tuple) or not all(type(axis) is int for axis in axes):
+        raise ArgumentTypeError(
+            f"output_shard_axes must be a list of ints; got {_check.shown(axes)}."
+        )
+    return Outputs(flags, tuple(axes))
 
 
 def as_output(value: Any) -> Any:
-    """A computation's outputs as arrays; a variable becomes its value.
-
-    Raises:
-      ArgumentTypeError: an output that is not an array.
-    """
+    """A computation's outputs as arrays; a variable becomes its value."""
 
     def one(leaf: Any) -> Any:
         leaf = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -14,12 +14,12 @@ from crossshard import _check, _flax, _jax, _mesh
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import VariableError
 from crossshard.shards.axes import get_shard_context
+from crossshard.shards.cut import of_all
 from crossshard.shards.devices import on_every_device
 
 _Node = TypeVar("_Node")
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class PerShardArray:
     """The values of all shards, held by a variable that differs between them.
 
@@ -87,17 +87,13 @@ class PerShardArray:
             f"values, [shards, …], as variable[...].array."
         )
 
-    def tree_flatten_with_keys(
-        self,
-    ) -> tuple[tuple[tuple[object, jax.Array]], None]:
-        """The array, with a key that identifies it in a checkpoint."""
-        return ((jax.tree_util.GetAttrKey("per_shard"), self.array),), None
 
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Iterable[jax.Array]) -> PerShardArray:
-        """The inverse."""
-        return cls(*children)
-
+# In a checkpoint the path of its values ends with the key.
+jax.tree_util.register_pytree_with_keys(
+    PerShardArray,
+    lambda held: (((jax.tree_util.GetAttrKey("per_shard"), held.array),), None),
+    lambda _, children: PerShardArray(*children),
+)
 
 _REFUSED = """
     jax_array abs add bool complex contains divmod float floordiv ge gt index int invert iter le len
@@ -238,18 +234,16 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
         number = number_of_shards(variable) if isinstance(variable, nnx.Variable) else None
         if number is None:
             continue
-        if shard is not None:
-            _check.index("shard", shard, number, "shards")
         values = jax.tree.map(on_every_device, stacked(variable.get_raw_value()))
         if shard is not None:
-            variable.set_raw_value(_by_row(lambda x: x[shard], values))
-            continue
-        if isinstance(variable, nnx.Param) and not _all_equal(values):
+            _check.index("shard", shard, number, "shards")
+        elif isinstance(variable, nnx.Param) and not _all_equal(values):
             raise VariableError(
                 f"{describe_variable(variable)} differs between {number} shards, and a mean of "
                 f"weights is a different model. Choose a shard: merge_shards(model, shard=0)."
             )
-        variable.set_raw_value(_by_row(of_all, values))
+        chosen = of_all if shard is None else lambda x: x[shard]
+        variable.set_raw_value(_by_row(chosen, values))
     return merged
 
 
@@ -264,14 +258,6 @@ def _by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
             return _mesh.on_mesh(function(_mesh.on_mesh(x, None)), own)
 
     return jax.tree.map(one, values)
-
-
-def of_all(x: jax.Array) -> jax.Array:
-    """One value for all shards: the mean of floating values, else the first shard's."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x[0]
-    # The mean of equal values would round.
-    return jnp.where((x == x[0]).all(0), x[0], x.mean(0))
 
 
 def _all_equal(values: Any) -> bool:

@@ -6,7 +6,7 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,17 @@ from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
 from crossshard.nnx.arrays import (
     Arguments,
+    ByValue,
     InputAxes,
     Outputs,
     as_output,
     check_input_axes,
+    check_outputs,
     is_whole,
+    kept,
     split_arguments,
 )
-from crossshard.nnx.graph import Reached, reached_in
-from crossshard.nnx.keys import ByValue, kept
-from crossshard.nnx.program import Program, program_key
+from crossshard.nnx.program import Program, Reached
 from crossshard.shards.axes import check_num_shards, get_shard_context
 from crossshard.shards.devices import (
     are_of_all_processes,
@@ -40,10 +41,9 @@ from crossshard.shards.devices import (
 )
 
 _TRACING = threading.RLock()
-_Out = TypeVar("_Out")
 
 
-class ShardedFunction(Generic[_Out]):
+class ShardedFunction:
     """A step function that runs on each shard, as ``shard`` and ``batch_parallel`` return it.
 
     Like ``jax.jit``, it compiles once per structure of the variables and shapes of the arrays;
@@ -57,7 +57,7 @@ class ShardedFunction(Generic[_Out]):
 
     def __init__(
         self,
-        computation: Callable[..., _Out],
+        computation: Callable[..., PyTree],
         mesh: jax.sharding.Mesh,
         axes: InputAxes,
         outputs: Outputs,
@@ -66,7 +66,6 @@ class ShardedFunction(Generic[_Out]):
     ):
         functools.update_wrapper(self, computation)
         self._follows = follows
-        self._on_others: dict[jax.sharding.Mesh, ShardedFunction[_Out]] = {}
         self._computation = computation
         self._mesh = mesh
         self._axes = axes
@@ -80,7 +79,7 @@ class ShardedFunction(Generic[_Out]):
         """The number of shards that run the function."""
         return self._mesh.size
 
-    def __call__(self, *args: PyTree, **kwargs: PyTree) -> _Out:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Run the function on every shard and join the outputs."""
         here = self._on_mesh_in_force()
         if here is not self:
@@ -115,15 +114,12 @@ class ShardedFunction(Generic[_Out]):
             program, reached, _ = here._program(args, kwargs)
             program.spread(reached)
 
-    def _on_mesh_in_force(self) -> "ShardedFunction[_Out]":
+    def _on_mesh_in_force(self) -> "ShardedFunction":
         """The same on the mesh that ``jax.set_mesh`` has set, unless it was given one."""
         found = mesh_in_force(self._mesh.size) if self._follows else None
         if found is None or found == self._mesh:
             return self
-        if found not in self._on_others:
-            how = self._axes, self._outputs
-            self._on_others[found] = ShardedFunction(self._computation, found, *how)
-        return self._on_others[found]
+        return _sharded(self._computation, found, self._axes, self._outputs)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -157,56 +153,21 @@ class ShardedFunction(Generic[_Out]):
     ) -> tuple[Program, Reached, Arguments]:
         """The program for these arguments, what it reaches, and the arguments on the mesh."""
         arguments = split_arguments(args, kwargs, self._axes, self._mesh)
-        reached = reached_in(arguments.whole.values())
-        key = program_key(reached, arguments)
+        reached = Reached(arguments.whole.values())
+        key = reached.key(), arguments.key()
         program = self._programs.get(key)
         if program is None:
             program = Program(self._computation, self._mesh, self._outputs, reached, arguments)
             # It has made the slots that were missing, and its key is another one then.
-            reached = reached_in(reached.roots)
-            key = program_key(reached, arguments)
-            self._programs[kept(key)] = program
+            reached = Reached(reached.roots)
+            self._programs[kept((reached.key(), arguments.key()))] = program
             if program.spread(reached):
-                self._programs[kept(program_key(reached, arguments))] = program
+                self._programs[kept((reached.key(), arguments.key()))] = program
         return program, reached, arguments
-
-    @overload
-    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
-
-    @overload
-    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., _Out]: ...
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
         """As a method, its first input is the instance."""
         return self if instance is None else types.MethodType(self, instance)
-
-
-@overload
-def shard(
-    computation: None = None,
-    inputs: None = None,
-    num_shards: int = 1,
-    input_shard_axes: Sequence[int | None] | None = None,
-    outputs_from_all_shards: bool | Sequence[bool] = True,
-    output_shard_axes: Sequence[int] | None = None,
-    *,
-    batch_axis: PyTree = 0,
-    mesh: jax.sharding.Mesh | None = None,
-) -> Callable[[Callable[..., _Out]], ShardedFunction[_Out]]: ...
-
-
-@overload
-def shard(
-    computation: Callable[..., _Out],
-    inputs: list[PyTree] | None = None,
-    num_shards: int = 1,
-    input_shard_axes: Sequence[int | None] | None = None,
-    outputs_from_all_shards: bool | Sequence[bool] = True,
-    output_shard_axes: Sequence[int] | None = None,
-    *,
-    batch_axis: PyTree = 0,
-    mesh: jax.sharding.Mesh | None = None,
-) -> _Out: ...
 
 
 def shard(
@@ -261,7 +222,7 @@ def shard(
     >>> shard(lambda x: x.sum(), [jnp.arange(4.0)], num_shards=1)
     Array([6.], dtype=float32)
     """
-    outputs = Outputs(_bools(outputs_from_all_shards), _axes(output_shard_axes))
+    outputs = check_outputs(outputs_from_all_shards, output_shard_axes)
     axes = check_input_axes(input_shard_axes, batch_axis)
     where = mesh_for(check_num_shards(num_shards), mesh)
     if computation is None:
@@ -285,7 +246,7 @@ def _sharded(
     axes: InputAxes,
     outputs: Outputs,
     wrap: Callable[[Any], Any] = lambda computation: computation,
-) -> ShardedFunction[Any]:
+) -> ShardedFunction:
     """The runner of a computation, cached per function, or calls would recompile each time."""
     _check_callable(computation)
     how = mesh, axes, outputs, wrap
@@ -303,26 +264,6 @@ def _remembered(computation: ByValue, mesh: Any, axes: Any, outputs: Any, wrap: 
     return ShardedFunction(wrap(computation.value), mesh, axes, outputs)
 
 
-@overload
-def batch_parallel(
-    computation: None = None,
-    inputs: None = None,
-    num_shards: int = 1,
-    *,
-    mesh: jax.sharding.Mesh | None = None,
-) -> Callable[[Callable[..., _Out]], ShardedFunction[_Out]]: ...
-
-
-@overload
-def batch_parallel(
-    computation: Callable[..., _Out],
-    inputs: list[PyTree] | None = None,
-    num_shards: int = 1,
-    *,
-    mesh: jax.sharding.Mesh | None = None,
-) -> _Out: ...
-
-
 def batch_parallel(
     computation: Callable[..., PyTree] | None = None,
     inputs: list[PyTree] | None = None,
@@ -336,16 +277,15 @@ def batch_parallel(
     >>> batch_parallel(lambda x: 2 * x, [jnp.arange(3.0)], num_shards=1)
     Array([0., 2., 4.], dtype=float32)
     """
-    run: Callable[..., PyTree] = shard
-    return run(computation, inputs, num_shards, mesh=mesh)
+    return shard(computation, inputs, num_shards, mesh=mesh)
 
 
 def replicate(
-    computation: Callable[..., _Out],
+    computation: Callable[..., PyTree],
     inputs: list[list[PyTree]] | None = None,
     *,
     mesh: jax.sharding.Mesh | None = None,
-) -> list[_Out]:
+) -> list[PyTree]:
     """Run a computation once per replica, each on its own list of inputs.
 
     Args:
@@ -399,7 +339,7 @@ def _of_one_replica(computation: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def rewrite(computation: Callable[..., _Out], inputs: list[PyTree] | None = None) -> _Out:
+def rewrite(computation: Callable[..., PyTree], inputs: list[PyTree] | None = None) -> PyTree:
     """Run a computation on one shard, inside a shard context.
 
     >>> import jax.numpy as jnp
@@ -438,24 +378,3 @@ def _check_callable(computation: Any) -> Callable[..., Any]:
             f"The computation must be a function; got {_check.shown(computation)}."
         )
     return computation
-
-
-def _bools(value: Any) -> tuple[bool, ...]:
-    flags = value if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(flag, bool) for flag in flags):
-        raise ArgumentTypeError(
-            f"outputs_from_all_shards must be bools; got {_check.shown(value)}."
-        )
-    return tuple(flags)
-
-
-def _axes(value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or not all(
-        isinstance(axis, int) and not isinstance(axis, bool) for axis in value
-    ):
-        raise ArgumentTypeError(
-            f"output_shard_axes must be a list of ints; got {_check.shown(value)}."
-        )
-    return tuple(value)

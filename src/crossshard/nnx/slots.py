@@ -1,17 +1,24 @@
-"""Slots: an Optax state over named variables, with a variable at every leaf."""
+"""Slots: an Optax state over named variables, and where the gradients of these are from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from crossshard import _flax
 from crossshard._flax import AnyVariable, describe_variable, nnx
-from crossshard.errors import ArgumentError, VariableError
-from crossshard.nnx.computed import Named
+from crossshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    IncomingError,
+    ShardContextError,
+    VariableError,
+)
+from crossshard.gradients.status import GradientStatus
 from crossshard.nnx.per_shard import (
     PerShardArray,
     is_per_shard,
@@ -22,6 +29,9 @@ from crossshard.nnx.per_shard import (
     set_shared,
     stacked,
 )
+
+# By the id of the variable; keeping the variable keeps its id unique.
+Named: TypeAlias = "dict[int, tuple[AnyVariable, str]]"
 
 # TensorFlow's names, and the fields of Optax's states that they mean.
 _TENSORFLOW_NAMES = {
@@ -43,7 +53,6 @@ class _Key(str):
     __slots__ = ()
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class Slots(dict[str, Any]):
     """One value per variable, by the variable's key.
 
@@ -52,15 +61,48 @@ class Slots(dict[str, Any]):
     dict there.
     """
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        """The values with their keys, in the order of the keys."""
-        keys = tuple(sorted(self))
-        return [(jax.tree_util.DictKey(k), self[k]) for k in keys], keys
 
-    @classmethod
-    def tree_unflatten(cls, keys: tuple[str, ...], values: Iterable[Any]) -> Slots:
-        """The inverse."""
-        return cls(zip(keys, values, strict=True))
+class ReadOnly(dict[Any, Any]):
+    """Hyperparameters in what ``opt.state`` returns, which is a copy: to write there is refused.
+
+    ``jax.tree.map`` makes a plain dict of it.
+    """
+
+    def __reduce__(self) -> tuple[type, tuple[dict[Any, Any]]]:
+        return dict, (dict(self),)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ArgumentTypeError(
+            "opt.state is a copy, and to write to it changes nothing. Assign it: opt.state = "
+            "optax.tree.set(opt.state, learning_rate=0.01), or make dicts of it that can be "
+            "written to: state = jax.tree.map(lambda x: x, opt.state)."
+        )
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+def _flatten(node: dict[Any, Any]) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    keys = tuple(sorted(node))
+    return [(jax.tree_util.DictKey(key), node[key]) for key in keys], keys
+
+
+def _unflatten_as(kind: type) -> Callable[[Any, Any], Any]:
+    return lambda keys, values: kind(zip(keys, values, strict=True))
+
+
+jax.tree_util.register_pytree_with_keys(Slots, _flatten, _unflatten_as(Slots))
+jax.tree_util.register_pytree_with_keys(ReadOnly, _flatten, _unflatten_as(dict))
+
+
+def _register() -> None:
+    from flax import serialization as flax
+
+    to_save = lambda node: flax.to_state_dict(dict(node))
+    from_saved = lambda node, saved: flax.from_state_dict(dict(node), saved)
+    flax.register_serialization_state(ReadOnly, to_save, from_saved)
+
+
+_flax.when_loaded(_register)
 
 
 def _map(function: Callable[..., Any], *states: Any) -> Any:
@@ -73,12 +115,11 @@ def as_params(keyed: Mapping[str, AnyVariable]) -> dict[str, Any]:
 
 
 class _NoName:
-    """A key whose text cannot be read."""
+    """A key whose text cannot be read; JAX sorts the keys of a dict."""
 
     def __init__(self, place: int):
         self._place = place
 
-    # JAX sorts the keys of a dict.
     def __lt__(self, other: _NoName) -> bool:
         return self._place < other._place
 
@@ -123,41 +164,27 @@ def _with_slots(made: Any) -> Any:
     return jax.tree.map(lambda x: as_slots(x) if mirrors(x) else x, made, is_leaf=mirrors)
 
 
-def _by_name(state: Any) -> dict[str, Slots]:
-    """The slots by the name of their field; the first one of a name that occurs twice."""
-    found: dict[str, Slots] = {}
-    is_slots = lambda node: isinstance(node, Slots)
-    for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_slots)[0]:
-        fields = [getattr(key, "name", getattr(key, "key", None)) for key in path]
-        names = [field for field in fields if isinstance(field, str) and field]
-        if isinstance(node, Slots) and names:
-            found.setdefault(names[-1], node)
-    return found
-
-
 class SlotStore:
     """The Optax state of an optimizer over the variables that it updates, each with a key.
 
     A copy keeps the keys and binds its own variables on first use.
-
-    Attributes:
-      variables: the variables by their keys, in order of first use; ``None`` in a copy.
-      tree: the state with a variable at every leaf; ``None`` before the first step.
     """
 
     def __init__(self, variables: Mapping[str, AnyVariable | None] | None = None, tree: Any = None):
+        # By their keys, in order of first use; None in a copy.
         self.variables: dict[str, AnyVariable | None] = dict(variables or {})
+        # The state with a variable at every leaf; None before the first step.
         self.tree: Any = tree
 
     # Keys.
 
-    def keys(
+    def keyed(
         self, variables: Sequence[AnyVariable], order: Sequence[AnyVariable], names: Named
-    ) -> list[str]:
-        """The keys of variables; the key of one without a name is its index in ``order``."""
+    ) -> dict[str, AnyVariable]:
+        """Variables by their keys; the key of one without a name is its index in ``order``."""
         # Keys without a variable are those of a copy: its variables are found by name or index.
         taken = {key for key, variable in self.variables.items() if variable is not None}
-        keys = []
+        keyed = {}
         for variable in variables:
             key = self.key_of(variable)
             if key is None:
@@ -168,30 +195,24 @@ class SlotStore:
                     count += 1
                     key = f"{name}#{count}"
             taken.add(key)
-            keys.append(key)
-        return keys
+            keyed[key] = variable
+        return keyed
 
     def key_of(self, variable: Any) -> str | None:
         """The key of a variable; ``None`` if it has none."""
         return next((key for key, known in self.variables.items() if known is variable), None)
 
-    # Creating.
-
     def bind(self, variables: Mapping[str, AnyVariable]) -> dict[str, AnyVariable]:
-        """Bind variables to the keys that have slots; returns those without slots."""
-        missing = {key: v for key, v in variables.items() if key not in self.variables}
-        self.variables.update({key: v for key, v in variables.items() if key not in missing})
-        return missing
-
-    def check_all_bound(self, missing: Mapping[str, AnyVariable]) -> None:
-        """Raise if slots without variables may belong to the variables without slots.
+        """Bind variables to the keys that have slots; returns those without slots.
 
         Raises:
-          VariableError: a copy, a loop or a branch created the variables again, and names do not
-            match them.
+          VariableError: there are both, and a copy, a loop or a branch has created the variables
+            again, so that names do not match them. New slots would start the moments anew.
         """
+        missing = {key: v for key, v in variables.items() if key not in self.variables}
+        self.variables.update({key: v for key, v in variables.items() if key not in missing})
         unbound = [key for key, variable in self.variables.items() if variable is None]
-        if unbound:
+        if missing and unbound:
             which = [describe_variable(variable) for variable in missing.values()]
             raise VariableError(
                 f"The slots of {', '.join(which)} cannot be found here: there are slots of "
@@ -200,9 +221,15 @@ class SlotStore:
                 f"the model or list from which these names are; in a branch or loop, inside it. It "
                 f"matches the slots to the variables."
             )
+        return missing
 
-    def initial(self, init: Callable[[Any], Any], missing: Mapping[str, AnyVariable]) -> Any:
-        """The Optax state over these variables, one per shard if they differ between shards."""
+    # Creating.
+
+    def make(self, init: Callable[[Any], Any], missing: Mapping[str, AnyVariable]) -> None:
+        """Add the initial state of variables that had none; what is shared stays as it is.
+
+        It is one per shard if the variables differ between shards.
+        """
         params = {key: stacked(value) for key, value in as_params(missing).items()}
 
         def checked(params: Any) -> Any:
@@ -210,15 +237,13 @@ class SlotStore:
             _check_names_unread(init, params)
             return made
 
-        if not any(map(is_per_shard, missing.values())):
-            return _with_slots(checked(params))
-        axes = {key: 0 if is_per_shard(missing[key]) else None for key in params}
-        return _with_slots(per_shard(jax.vmap(checked, in_axes=(axes,))(params)))
-
-    def add(self, missing: Mapping[str, AnyVariable], made: Any) -> None:
-        """Add the initial state of variables that had none; what is shared stays as it is."""
+        if any(map(is_per_shard, missing.values())):
+            axes = {key: 0 if is_per_shard(missing[key]) else None for key in params}
+            made = per_shard(jax.vmap(checked, in_axes=(axes,))(params))
+        else:
+            made = checked(params)
+        new = jax.tree.map(_as_variable, _with_slots(made), is_leaf=is_per_shard_array)
         both = lambda old, new: Slots({**old, **new}) if isinstance(old, Slots) else old
-        new = jax.tree.map(_as_variable, made, is_leaf=is_per_shard_array)
         self.tree = _map(both, self.tree, new) if self.variables else new
         self.variables.update(missing)
 
@@ -232,12 +257,29 @@ class SlotStore:
 
     def all(self, keys: Iterable[str] | None = None) -> list[AnyVariable]:
         """Every variable of the state, or what is shared and the slots of these variables."""
-        return list(jax.tree.leaves(self._seen(keys), is_leaf=_is_variable))
+        return list(jax.tree.leaves(self._seen(keys), is_leaf=is_variable))
 
     def values(self, keys: Iterable[str] | None = None) -> Any:
         """The arrays of ``all`` as an optimizer sees its state: slots are plain dicts."""
         read = lambda variable: stacked(variable.get_value())
-        return jax.tree.map(read, self._seen(keys), is_leaf=_is_variable)
+        return jax.tree.map(read, self._seen(keys), is_leaf=is_variable)
+
+    def copy(self) -> Any:
+        """``values``, whose hyperparameters, as of ``optax.inject_hyperparams``, are ``ReadOnly``.
+
+        All other dicts stay what they are, since a pytree of another type fits no tree of dicts.
+        """
+
+        def frozen(path: Any, node: Any) -> Any:
+            if type(node) is not dict:
+                return node
+            if path and getattr(path[-1], "name", "") == "hyperparams":
+                return ReadOnly(node)
+            return {key: read_only(value) for key, value in node.items()}
+
+        is_dict = lambda node: type(node) is dict
+        read_only = lambda x: jax.tree_util.tree_map_with_path(frozen, x, is_leaf=is_dict)
+        return read_only(self.values())
 
     def write(self, keys: Iterable[str], state: Any) -> None:
         """Write the state after a step of these variables, as ``values`` returned it before."""
@@ -248,16 +290,23 @@ class SlotStore:
     def find(self, variable: Any, name: str) -> Any:
         """A slot of a variable, or of the variable of a name; ``None`` if there is none."""
         key = variable if isinstance(variable, str) else self.key_of(variable)
-        slots = _by_name(self.tree)
+        named = self.named()
         for field in (name, _TENSORFLOW_NAMES.get(name, name)):
-            slot = slots.get(field, Slots()).get(key or "")
+            slot = named.get(field, Slots()).get(key or "")
             if slot is not None and not isinstance(slot, optax.MaskedNode):
                 return slot
         return None
 
-    def slot_names(self) -> list[str]:
-        """The names of the slots, as Optax names them."""
-        return list(_by_name(self.tree))
+    def named(self) -> dict[str, Slots]:
+        """The slots by the name of their field; the first one of a name that occurs twice."""
+        found: dict[str, Slots] = {}
+        is_slots = lambda node: isinstance(node, Slots)
+        for path, node in jax.tree_util.tree_flatten_with_path(self.tree, is_leaf=is_slots)[0]:
+            fields = [getattr(key, "name", getattr(key, "key", None)) for key in path]
+            names = [field for field in fields if isinstance(field, str) and field]
+            if isinstance(node, Slots) and names:
+                found.setdefault(names[-1], node)
+        return found
 
     def restore(self, state: Any, may_differ: Callable[[Any], bool]) -> None:
         """Write a saved state, shared or per shard as it was saved.
@@ -265,10 +314,6 @@ class SlotStore:
         Args:
           state: the state, of this structure.
           may_differ: whether the state at a path may differ between shards with equal parameters.
-
-        Raises:
-          ArgumentError: another structure, or a leaf of another shape.
-          VariableError: two variables of one shape have no names.
         """
         have, state = self.values(), jax.tree.map(lambda x: x, state)
         if jax.tree.structure(have) != jax.tree.structure(state):
@@ -293,15 +338,14 @@ class SlotStore:
         for key, variable in self.variables.items():
             if variable is None or not key.startswith("#"):
                 continue
-            shape = jnp.shape(variable.get_raw_value())
-            if shape in shapes:
+            other = shapes.setdefault(jnp.shape(variable.get_raw_value()), variable)
+            if other is not variable:
                 raise VariableError(
-                    f"{describe_variable(variable)} and {describe_variable(shapes[shape])} have no "
+                    f"{describe_variable(variable)} and {describe_variable(other)} have no "
                     f"names, so a state that was saved with them in another order would be "
                     f"swapped. Pass the module, var_list=model; or name the variables, "
                     f"nnx.Param(value, name='kernel')."
                 )
-            shapes[shape] = variable
 
     def _differs(
         self, path: Any, variable: AnyVariable, value: jax.Array, may_differ: bool
@@ -333,5 +377,88 @@ def _as_variable(value: Any) -> AnyVariable:
     return nnx.OptState(value if isinstance(value, PerShardArray) else jnp.asarray(value))
 
 
-def _is_variable(leaf: Any) -> bool:
+def is_variable(leaf: Any) -> bool:
+    """Whether it is a variable of NNX."""
     return isinstance(leaf, nnx.Variable)
+
+
+class Computed:
+    """The variables whose gradients ``compute_gradients`` returned in the current trace."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._trace = _flax.current_trace()
+        self._names: Named = {}
+        # By the id of the variable: the number of shards, and whether it has been applied.
+        self._shards: dict[int, tuple[int, bool]] = {}
+        # float[], 0 if a Mean counted no row; None if some always count.
+        self.weight: jax.Array | None = None
+
+    @property
+    def names(self) -> Named:
+        """The names that variables were given in this trace."""
+        if self._trace != _flax.current_trace():
+            self.clear()
+        return self._names
+
+    def add(self, found: Named, number_of_shards: int, empty: jax.Array | None) -> None:
+        """Note that their gradients were returned on this many shards, and if no row counts."""
+        self.names.update(found)
+        self.weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
+        self._shards.update(dict.fromkeys(found, (number_of_shards, False)))
+
+    def note_applied(self, variables: Sequence[AnyVariable]) -> None:
+        """Note that their gradients have been applied."""
+        for known in {id(variable) for variable in variables} & self._shards.keys():
+            self._shards[known] = self._shards[known][0], True
+
+    def origin(
+        self, variables: Sequence[AnyVariable], number: int, divisor: int, *, declared: bool
+    ) -> GradientStatus | None:
+        """What the gradients of variables are that are applied on this many shards.
+
+        Args:
+          variables: the variables.
+          number: the number of shards.
+          divisor: what a mean over them divides by; 1 for a sum.
+          declared: whether the optimizer says what gradients from elsewhere are.
+        """
+        elsewhere: AnyVariable | None = None
+        known = self.names and self._shards
+        for variable in variables:
+            computed, is_applied = known.get(id(variable), (None, False))
+            if computed is None:
+                elsewhere = variable if elsewhere is None else elsewhere
+            elif is_applied and divisor > 1:
+                raise IncomingError(
+                    f"The gradient of {describe_variable(variable)} has been applied already in "
+                    f"this step. Call compute_gradients again, or pass incoming='scaled' to apply "
+                    f"the same gradients twice."
+                )
+            elif computed != number:
+                raise ShardContextError(
+                    f"The gradient of {describe_variable(variable)} was computed under {computed} "
+                    f"shards and is applied under {number}. Call compute_gradients and "
+                    f"apply_gradients in the same step."
+                )
+        if elsewhere is None:
+            return GradientStatus.SCALED
+        if declared or divisor == 1:
+            return None
+        raise IncomingError(
+            f"The gradient of {describe_variable(elsewhere)} does not come "
+            f"from this optimizer's compute_gradients in this step, so it may or may not be "
+            f"divided by {divisor} already. Pass incoming='local' to average local gradients, or "
+            f"incoming='scaled' if they are divided already, or only to be summed, which is what "
+            f"TensorFlow's apply_gradients does."
+        )
+
+
+class HasSlots:
+    """An optimizer, as the runners see it: its state, and the gradients that it has computed."""
+
+    slots: SlotStore
+    computed: Computed

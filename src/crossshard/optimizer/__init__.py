@@ -1,1 +1,1 @@
-"""CrossShardOptimizer: one object for the Optax way and the stateful way; the latter is in nnx."""
+"""A pipeline as an Optax transformation; the stateful methods around it are in nnx."""

@@ -1,8 +1,9 @@
 """The Optax idiom: a pipeline as an Optax transformation, for code that runs on each shard."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import jax
@@ -13,12 +14,11 @@ from jax.sharding import PartitionSpec
 from crossshard import _check, _jax
 from crossshard.errors import ArgumentError, ArgumentTypeError, ShardContextError, WeightUpdateError
 from crossshard.gradients.nesting import refuse_nesting
-from crossshard.gradients.status import check_incoming
-from crossshard.optimizer.arguments import check_functions
+from crossshard.gradients.status import Reduction, check_incoming
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import CrossShardState, Gradients, StageContext
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
-from crossshard.pipeline.stages.preprocess import Preprocess, maker_of
+from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation, maker_of
 from crossshard.pipeline.stages.weigh import as_weight, check_weighable
 from crossshard.pipeline.update.arrays import Arrays, Whole
 from crossshard.pipeline.update.plan import Planner, WeightUpdate, check_blocks
@@ -32,18 +32,12 @@ class Transformation:
 
     Per-shard state has a leading axis of 1 inside that code, so that ``P("shards")`` stacks it as
     ``[shards, …]``.
-
-    Attributes:
-      pipeline: the stages.
-      weight_update: whether each shard updates all weights, or its slice of them.
-      name: the name of its scope in profiles and HLO.
-      inner: the transformation that was wrapped.
     """
 
     pipeline: Pipeline
-    weight_update: WeightUpdate
-    name: str
-    inner: optax.GradientTransformation
+    weight_update: WeightUpdate  # whether each shard updates all weights, or its slice of them
+    name: str  # of its scope in profiles and HLO
+    inner: optax.GradientTransformation  # what was wrapped
 
     def __repr__(self) -> str:
         groups = self.pipeline.groups
@@ -123,7 +117,7 @@ class Transformation:
             check_blocks(self.transformations, like, shards)
             if weight is not None:
                 check_weighable(self.pipeline.reduction)
-            check_functions(extra_args, like, shards)
+            _check_functions(extra_args, like, shards)
             # Optax's names for the loss and the gradient, which some optimizers also take.
             extra = {
                 name: extra_args[name]
@@ -255,3 +249,64 @@ def _other_axes(param: Any, axes: tuple[str, ...]) -> PartitionSpec:
 
 def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec)
+
+
+def _check_functions(given: Mapping[str, Any], params: Any, shards: Shards) -> None:
+    """Raise for a function that the inner optimizer would call on this shard's rows alone.
+
+    One whose type says that it reduces its value itself may be called.
+    """
+
+    def look(function: Callable[..., Any], params: Any) -> None:
+        (value,) = jax.tree.leaves(function(params))
+        reduces.append(jnp.shape(value) == () and not shards.is_varying(value))
+
+    for name, function in given.items():
+        if shards.number == 1 or not callable(function):
+            continue
+        reduces: list[bool] = []
+        if shards.has_vma:
+            with contextlib.suppress(Exception):  # of other arguments, or of no single value
+                jax.eval_shape(functools.partial(look, function), params)
+        if reduces != [True]:
+            raise ArgumentError(
+                f"{name} is a function, which the inner optimizer calls after the gradients have "
+                f"been reduced: on each shard it would see that shard's rows alone, and shards "
+                f"would take different steps. Take the step on global arrays instead, under "
+                f"jax.jit and without shard_map: there is nothing to reduce then, and the function "
+                f"sees all rows."
+            )
+
+
+def transformation_of(optimizer: Any) -> Transformation:
+    """What an optimizer does; of one of Optax's, what it does when it is wrapped."""
+    # A CrossShardOptimizer is a pair of methods of one.
+    found = getattr(getattr(optimizer, "update", None), "__self__", None)
+    if isinstance(found, Transformation):
+        return found
+    inner = check_transformation(optimizer)
+    pipeline = Pipeline(optax.with_extra_args_support(inner), Reduction.MEAN)
+    return Transformation(pipeline, WeightUpdate.REPLICATED, "CrossShardOptimizer", inner)
+
+
+def pipeline_of(optimizer: Transformation, options: Mapping[str, Any]) -> Pipeline:
+    """The pipeline of an optimizer, with further options."""
+    pipeline = optimizer.pipeline
+    if not options:
+        return pipeline
+    # Which checks them first.
+    given = dataclasses.replace(pipeline, options=options).options
+    asked = {name: value for name, value in given.items() if _is_asked(value)}
+    sums = ("reduce_dtype", "aggregator")
+    for name in asked:
+        both = sums if name in sums else (name,)
+        if any(_is_asked(pipeline.options.get(each)) for each in both):
+            raise ArgumentError(
+                f"Both the optimizer and make_train_step were given {', or '.join(both)}. Pass it "
+                f"to one of them."
+            )
+    return pipeline.with_options(**asked)
+
+
+def _is_asked(value: Any) -> bool:
+    return value is not None and not (isinstance(value, Sized) and len(value) == 0)

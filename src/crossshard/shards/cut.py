@@ -467,3 +467,11 @@ def _names(entry: Any) -> tuple[str, ...]:
     if entry is None or isinstance(entry, str):
         return () if entry is None else (entry,)
     return tuple(entry)
+
+
+def of_all(x: jax.Array) -> jax.Array:
+    """One value for all shards: the mean of floating values, else the first shard's."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x[0]
+    # The mean of equal values would round.
+    return jnp.where((x == x[0]).all(0), x[0], x.mean(0))

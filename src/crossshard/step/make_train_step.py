@@ -18,7 +18,7 @@ from crossshard.gradients.status import GradientStatus, Reduction
 from crossshard.guards.divergence import check_divergence_options
 from crossshard.model.model_state import ModelState, check_model_state, with_rng
 from crossshard.model.models import check_wrt
-from crossshard.optimizer.cross_shard_optimizer import pipeline_of, transformation_of
+from crossshard.optimizer.transformation import pipeline_of, transformation_of
 from crossshard.pipeline.aggregators import FewBits, check_gather_dtype
 from crossshard.pipeline.options import Options
 from crossshard.pipeline.pipeline import Pipeline, check_names, names_of_options

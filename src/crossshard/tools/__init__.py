@@ -4,16 +4,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from crossshard.tools.diagnosis.doctor import doctor
-    from crossshard.tools.diagnosis.report import CollectiveTest, Devices, Diagnosis, Finding
+    from crossshard.tools.diagnosis.doctor import (
+        CollectiveTest,
+        Devices,
+        Diagnosis,
+        Finding,
+        doctor,
+    )
     from crossshard.tools.inspection.collectives import Collective
     from crossshard.tools.inspection.hlo import Array
     from crossshard.tools.inspection.inspect import inspect
     from crossshard.tools.inspection.report import Communication, Memory
     from crossshard.tools.planning.plan import Candidate, LinkUse, MemoryUse, Plan, plan
     from crossshard.tools.planning.topology import Topology, topology
-    from crossshard.tools.verification.conclude import Fault, LeafReport, Verification
-    from crossshard.tools.verification.verify import verify
+    from crossshard.tools.verification.verify import Fault, LeafReport, Verification, verify
 
 __all__ = [
     "Array",
@@ -41,16 +45,14 @@ __all__ = [
 
 # The same once more for Python, which skips the imports above: importing crossshard loads no tool.
 _HOMES = {
-    "diagnosis.doctor": "doctor",
-    "diagnosis.report": "CollectiveTest Devices Diagnosis Finding",
+    "diagnosis.doctor": "CollectiveTest Devices Diagnosis Finding doctor",
     "inspection.collectives": "Collective",
     "inspection.hlo": "Array",
     "inspection.inspect": "inspect",
     "inspection.report": "Communication Memory",
     "planning.plan": "Candidate LinkUse MemoryUse Plan plan",
     "planning.topology": "Topology topology",
-    "verification.conclude": "Fault LeafReport Verification",
-    "verification.verify": "verify",
+    "verification.verify": "Fault LeafReport Verification verify",
 }
 
 

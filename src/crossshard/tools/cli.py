@@ -23,9 +23,9 @@ from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.shards.devices import cpu_devices
 from crossshard.tools.diagnosis.doctor import SECONDS, SIZES, diagnose
 from crossshard.tools.inspection.collectives import KINDS
-from crossshard.tools.inspection.contract import Contract
 from crossshard.tools.inspection.hlo import users_line
 from crossshard.tools.inspection.inspect import is_program, named_bytes, program_of
+from crossshard.tools.inspection.report import Contract
 from crossshard.tools.planning.topology import KNOWN, topology
 
 _FINE, _BROKEN, _REFUSED = 0, 1, 2
@@ -320,7 +320,13 @@ def _inspect(options: argparse.Namespace) -> int:
         named_bytes(options.parameters)
     _make_devices(options.devices)
     returned = _call_factory(options.factory)
-    step, *args = (returned,) if is_program(returned) else _of_tuple(options.factory, returned)
+    returned = (returned,) if is_program(returned) else returned
+    if not isinstance(returned, tuple) or not returned:
+        raise ArgumentError(
+            f"{options.factory} returned {type(returned).__name__}; it must return (step, args…), "
+            "or a lowered or compiled program."
+        )
+    step, *args = returned
     with _in_one_sentence(f"The step of {options.factory} cannot be lowered"):
         program = program_of(step, args, {})
     with _in_one_sentence(f"The step of {options.factory} cannot be inspected"):
@@ -330,15 +336,6 @@ def _inspect(options: argparse.Namespace) -> int:
     for breach in breaches:
         print(f"crossshard: {breach.sentence}.", file=sys.stderr)
     return _BROKEN if breaches else _FINE
-
-
-def _of_tuple(name: str, returned: Any) -> tuple[Any, ...]:
-    if isinstance(returned, tuple) and returned:
-        return returned
-    raise ArgumentError(
-        f"{name} returned {type(returned).__name__}; it must return (step, args…), or a "
-        "lowered or compiled program."
-    )
 
 
 def _shares(given: Sequence[str]) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 import crossshard
 from crossshard.tools.diagnosis import doctor as diagnosis
-from crossshard.tools.diagnosis.report import Finding
+from crossshard.tools.diagnosis.doctor import Finding
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import crossshard
 from crossshard.errors import ArgumentError
 from crossshard.testing import assert_communication
-from crossshard.tools.inspection.groups import joined_shards
+from crossshard.tools.inspection.inspect import joined_shards
 from tests.tools.steps import (
     FLOAT,
     GRID,

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from crossshard.errors import ArgumentError
 from crossshard.tools.inspection.collectives import Collective, bytes_sent, collectives, executions
-from crossshard.tools.inspection.groups import parse_groups
-from crossshard.tools.inspection.hlo import Array, leaves, parse
+from crossshard.tools.inspection.hlo import Array, leaves, parse, parse_groups
 
 # As XLA writes for GPUs: pairs of start and done, a wrapped reduce-scatter, nested loops.
 ASYNCHRONOUS = """HloModule jit_step, is_scheduled=true, replica_count=1, num_partitions=4

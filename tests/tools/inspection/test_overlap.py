@@ -10,10 +10,9 @@ import pytest
 from crossshard.errors import ArgumentError, CommunicationError
 from crossshard.testing import assert_communication
 from crossshard.tools.inspection.collectives import Collective, collectives
-from crossshard.tools.inspection.contract import Contract
 from crossshard.tools.inspection.hlo import parse
 from crossshard.tools.inspection.inspect import report_on
-from crossshard.tools.inspection.report import Communication
+from crossshard.tools.inspection.report import Communication, Contract
 from tests.tools.steps import SPLIT, WHOLE, mean, over
 
 DATA = Path(__file__).parent / "data"

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard.errors import ArgumentError
-from crossshard.tools.verification.conclude import Fault
+from crossshard.tools.verification.verify import Fault
 from tests.processes import join, run_processes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.deep]
@@ -86,8 +86,8 @@ def see_a_fault() -> None:
     # Only a device that computes wrongly would show one to a single process.
     module = sys.modules["crossshard.tools.verification.verify"]
     own = Fault("update", "w: another update", ("w",), 2.0, shards=(1,))
-    conclude = module.conclude
-    module.conclude = lambda *seen: dataclasses.replace(conclude(*seen), faults=(own,))
+    conclude = module._conclude
+    module._conclude = lambda *seen: dataclasses.replace(conclude(*seen), faults=(own,))
 
 
 @pytest.fixture(scope="module")

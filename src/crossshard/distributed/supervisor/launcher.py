@@ -7,6 +7,7 @@ import os
 import queue
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,10 +24,8 @@ from crossshard.distributed.job import (
     LOOPBACK,
     NUMBER,
     OWN,
-    TUNABLES,
     VERDICTS,
     check_unused,
-    free_port,
     told_launcher,
 )
 from crossshard.distributed.supervisor import guard
@@ -45,6 +44,12 @@ GRACE_SECONDS = 30.0
 _DRAIN_SECONDS = 1.0
 # How long processes that leave because of another one wait for each other, at most.
 _LEAVING_SECONDS = 5.0
+# On CPUs XLA takes and frees memory in each step. So glibc keeps it, in large pages of one heap for
+# all threads, instead of handing it back to Linux.
+TUNABLES = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:"
+    "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
+)
 _EVERY = 0.02
 _ENDING = tuple(getattr(signal, f"SIG{name}") for name in ("INT", "QUIT", "TERM", "HUP"))
 _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
@@ -79,6 +84,13 @@ def most_processes() -> tuple[int, str]:
         for limit, own, each, what in bounds
         if limit >= 0
     )
+
+
+def free_port(host: str) -> int:
+    """A port of this machine at which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def launch(

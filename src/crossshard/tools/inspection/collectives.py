@@ -8,12 +8,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from crossshard.step.rebuild import RARE
-from crossshard.tools.inspection.groups import Groups, groups_of
 from crossshard.tools.inspection.hlo import (
     Array,
     Computation,
+    Groups,
     Instruction,
     Module,
+    groups_of,
     leaves,
     source_of,
 )
@@ -68,12 +69,7 @@ _NOTHING, _KERNEL, _PRODUCT = range(3)
 
 
 def bytes_sent(kind: str, group_size: int, operand: float) -> float:
-    """The bytes that one shard sends for a collective.
-
-    Args:
-      kind: one of ``KINDS``.
-      group_size: the number of participants; one shard sends nothing.
-      operand: the bytes of the shard's operand.
+    """The bytes that one of so many shards sends for a collective, given those of its operand.
 
     >>> bytes_sent("all-reduce", 8, 1024), bytes_sent("all-gather", 8, 128)
     (1792.0, 896)

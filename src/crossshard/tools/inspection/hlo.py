@@ -1,4 +1,4 @@
-"""Parser for the text of optimized HLO modules, and the source lines that it names.
+"""Parser for the text of optimized HLO modules, with their groups of devices and source lines.
 
 The text is stable across JAX versions; the objects behind it are private. Attributes are parsed
 lazily, because a pod's program has megabytes of them.
@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+import numpy as np
 
 from crossshard.errors import ArgumentError
 
@@ -45,6 +47,23 @@ _BETWEEN_SLICES = {
 _SLICES = re.compile(r'_xla_megascale_target=("[^"]*"|\{\{.*?\}\})')
 # The first slice is 1. The ids of its devices begin here, those of the second at twice this.
 _OF_A_SLICE = 100_000
+
+Groups = tuple[tuple[int, ...], ...]
+
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{(.*)\}")
+_MESH_DEVICES = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
+_USED_AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")
+
+# Without use_global_device_ids, ids are replica ids if there is no channel id. With a channel id
+# they are partition ids for these kinds, and ids of full replicas for all others.
+_IDS_ARE_PARTITIONS = {
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+}
 
 
 def width(dtype: str) -> int:
@@ -177,7 +196,7 @@ class Module:
     def slices(self) -> int:
         """The number of slices of a TPU that run it, each with all replicas and partitions."""
         each = (x for one in self.computations.values() for x in one.instructions.values())
-        groups = (group for x in each if x.sent_as is not None for group in sent_to(x))
+        groups = (group for x in each if x.sent_as is not None for group in _sent_to(x))
         return max((slice_ for group in groups for slice_, _ in group), default=1)
 
     @property
@@ -202,13 +221,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parse a module.
-
-    Args:
-      text: the output of ``compiled.as_text()``.
-
-    Raises:
-      ArgumentError: the text is not an HLO module.
+    """Parse a module from the output of ``compiled.as_text()``.
 
     >>> module = parse('''HloModule tiny, num_partitions=2
     ...
@@ -324,10 +337,114 @@ def _unknown(what: str, text: str) -> str:
     return f"The program's text has an unknown {what}: {text.strip()[:80]!r}."
 
 
-# Between slices.
+# Who sends to whom: replica groups in all of XLA's notations, and between slices.
 
 
-def sent_to(send: Instruction) -> list[list[tuple[int, int]]]:
+def parse_groups(text: str) -> Groups:
+    """Read the value of ``replica_groups``; empty for ``{}``, which means one group of all.
+
+    It is explicit groups, ``{{0,1},{2,3}}``; the rows of a transposed iota, ``[4,2]<=[2,4]T(1,0)``;
+    or axes of a mesh, ``mesh['a'=2,'b'=4] {'b'}``, with an optional device order,
+    ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}``.
+
+    >>> parse_groups("{{0,1},{2,3}}")
+    ((0, 1), (2, 3))
+    >>> parse_groups("[4,2]<=[2,4]T(1,0)")
+    ((0, 4), (1, 5), (2, 6), (3, 7))
+    >>> parse_groups("mesh['a'=2,'b'=2] {'a'}")
+    ((0, 2), (1, 3))
+    """
+    if iota := _IOTA.fullmatch(text):
+        return _rows(_transposed(iota[2], iota[3]).reshape(_numbers(iota[1])))
+    if mesh := _MESH.fullmatch(text):
+        return _over_axes(mesh[1], mesh[2], mesh[3])
+    if text.startswith("{"):
+        inner = re.findall(r"\{([\d,\s]*)\}", text[1:-1])
+        return tuple(tuple(int(i) for i in re.findall(r"\d+", group)) for group in inner)
+    raise ArgumentError(
+        f"The program's text has replica groups of an unknown form: {text[:120]!r}."
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _transposed(dimensions: str, order: str | None) -> np.ndarray:
+    """A transposed iota."""
+    lengths = _numbers(dimensions)
+    ids = np.arange(math.prod(lengths)).reshape(lengths)
+    return ids.transpose(_numbers(order)) if order else ids
+
+
+def _mesh_devices(text: str | None, number: int) -> np.ndarray:
+    """The device ids of a mesh, in its order."""
+    if text is None:
+        return np.arange(number)
+    iota = _MESH_DEVICES.fullmatch(text)
+    return _transposed(iota[1], iota[2]).ravel() if iota else np.array(_numbers(text))
+
+
+def _rows(table: np.ndarray) -> Groups:
+    return tuple(tuple(row) for row in table.reshape(-1, table.shape[-1]).tolist())
+
+
+def _over_axes(mesh: str, devices: str | None, used: str) -> Groups:
+    sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh)}
+    # A sub-axis, 'a':(2)4, splits its axis in three: the 2 before it, its 4, and the rest.
+    parts = [
+        (name, int(before or 1), int(before or 1) * int(size or sizes[name]))
+        for name, before, size in _USED_AXIS.findall(used)
+    ]
+    factors: list[int] = []
+    starts: list[tuple[str, int]] = []
+    for axis, length in sizes.items():
+        edges = {1, length}.union(*(part[1:] for part in parts if part[0] == axis))
+        for low, high in itertools.pairwise(sorted(edges)):
+            factors.append(high // low)
+            starts.append((axis, low))
+    chosen = [
+        i
+        for name, low, high in parts
+        for i, (axis, start) in enumerate(starts)
+        if axis == name and low <= start < high
+    ]
+    rest = [i for i in range(len(factors)) if i not in chosen]
+    ids = _mesh_devices(devices, math.prod(factors)).reshape(factors)
+    ids = ids.transpose([*rest, *chosen])
+    return _rows(ids.reshape(-1, math.prod(factors[i] for i in chosen)))
+
+
+def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
+    """The groups of a collective, as device indices; of a permute, its (source, target) pairs."""
+    devices = np.arange(module.replicas * module.partitions)
+    if collective.sent_as is not None:
+        sent = _sent_to(collective)
+        return tuple(tuple((at - 1) * devices.size + x for at, x in group) for group in sent)
+    attributes = collective.attributes
+    pairs = kind == "collective-permute"
+    text = attributes.get("source_target_pairs" if pairs else "replica_groups", "{}")
+    if text.startswith("mesh") and "device_ids" in attributes:
+        # They follow a comma, so they were parsed as another attribute.
+        text = f"{text}, device_ids={attributes['device_ids']}"
+    given = [list(group) for group in parse_groups(text)]
+    if pairs and not given:
+        return ()
+    table = devices.reshape(module.replicas, module.partitions)
+    if attributes.get("use_global_device_ids") == "true":
+        rows = [devices[group] for group in given or [list(range(devices.size))]]
+    elif "channel_id" not in attributes:
+        rows = [column[group] for column in table.T for group in given or [[*range(len(column))]]]
+    elif kind in _IDS_ARE_PARTITIONS:
+        rows = [row[group] for row in table for group in given or [[*range(len(row))]]]
+    else:
+        rows = [table[group].ravel() for group in given or [[*range(len(table))]]]
+    # Every slice runs the same.
+    firsts = range(0, module.devices, devices.size)
+    return tuple(tuple((row + first).tolist()) for first in firsts for row in rows)
+
+
+def _sent_to(send: Instruction) -> list[list[tuple[int, int]]]:
     """The groups between slices: of each device its slice, from 1, and its place in it."""
     found = _SLICES.search(send.attributes.get("frontend_attributes", ""))
     text = found[1] if found else ""
@@ -352,10 +469,7 @@ def _in_ranges(text: str) -> list[int]:
 
 
 def users_line(lines: Iterable[str]) -> str | None:
-    """The first line in user code, outside crossshard and other libraries.
-
-    Args:
-      lines: as ``file:line``, innermost first.
+    """The first of lines, innermost first, in user code, outside crossshard and other libraries.
 
     >>> users_line(["/lib/python3.11/site-packages/flax/nnx/norm.py:9", "train.py:12", "main.py:3"])
     'train.py:12'

@@ -1,22 +1,26 @@
 """``inspect``: a communication report on a lowered or compiled step."""
 
 import dataclasses
+import itertools
 import math
 import numbers
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from crossshard import TrainState, _check
 from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.tools.inspection.collectives import collectives
-from crossshard.tools.inspection.groups import Axes, axes_of, joined_shards
-from crossshard.tools.inspection.hlo import Module, parse
+from crossshard.tools.inspection.hlo import Groups, Module, parse
 from crossshard.tools.inspection.report import UNKNOWN, Communication, Memory
+
+# The names of the axes of a program's mesh with their sizes, in the order of its devices.
+Axes: TypeAlias = tuple[tuple[str, int], ...]
 
 
 class _HoldsLowered(Protocol):
@@ -120,7 +124,7 @@ def report_on(
         axes = ()
     found = []
     for each in collectives(module):
-        along = axes_of(each.groups, axes)
+        along = _axes_of(each.groups, axes)
         within = bool(along and of_data) and not {*along} & {*of_data}
         found.append(dataclasses.replace(each, axes=along, within_shard=within))
     sending = {each.groups for each in found if each.bytes_sent}
@@ -133,17 +137,55 @@ def report_on(
     )
 
 
+def _axes_of(groups: Groups, axes: Axes) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ.
+
+    >>> _axes_of(((0, 1), (2, 3)), (("data", 2), ("model", 2)))
+    ('model',)
+    """
+    if not axes:
+        return ()
+    sizes = [size for _, size in axes]
+    differ = np.zeros(len(sizes), bool)
+    for group in groups:
+        places = np.array(np.unravel_index(list(group), sizes))
+        differ |= (places != places[:, :1]).any(axis=1)
+    return tuple(name for (name, _), along in zip(axes, differ, strict=True) if along)
+
+
+def joined_shards(
+    joining: Iterable[Groups], devices: int, axes: Axes, of_data: Collection[str]
+) -> int:
+    """The largest number of shards that groups connect, directly or through others.
+
+    Args:
+      joining: the groups of some collectives.
+      devices: the number of devices.
+      axes: those of the mesh; empty if unknown.
+      of_data: the axes that split the batch, all if empty: other devices are one shard.
+
+    >>> joined_shards([((0, 1), (2, 3)), ((0, 2), (1, 3))], 8, (), ())
+    4
+    >>> joined_shards([((0, 1, 2, 3),)], 4, (("data", 2), ("model", 2)), ["data"])
+    2
+    """
+    sizes = [size for _, size in axes] or [devices]
+    kept = [not of_data or name in of_data for name, _ in axes] or [True]
+    places = np.indices(sizes).reshape(len(sizes), -1)[kept]
+    shard = np.unique(places, axis=1, return_inverse=True)[1].ravel()
+    leader = np.arange(shard.max() + 1)
+    for group in itertools.chain.from_iterable(joining):
+        leaders = np.unique(leader[shard[list(group)]])
+        if len(leaders) > 1:
+            leader[np.isin(leader, leaders)] = leaders[0]
+    return max(Counter(leader.tolist()).values())
+
+
 def named_bytes(parameters: Any, of_data: Collection[str] = ()) -> Mapping[str, int]:
     """The bytes of one shard's copy of the given parameters, by dtype.
 
-    Args:
-      parameters: a number of bytes, or a pytree of arrays or ``jax.ShapeDtypeStruct``. Scalars are
-        not counted, like their collectives.
-      of_data: the mesh axes that split the batch; all if empty.
-
-    Raises:
-      ArgumentError: there is nothing to count.
-      ArgumentTypeError: a leaf is not an array.
+    They are a number of bytes, or a pytree of arrays or ``jax.ShapeDtypeStruct``. Scalars are not
+    counted, like their collectives. The axes ``of_data`` split the batch; all do if it is empty.
 
     >>> import numpy as np
     >>> dict(named_bytes({"w": np.zeros((3, 4), np.float32), "scale": np.zeros((), np.float32)}))
@@ -167,16 +209,9 @@ def is_program(step: Any) -> bool:
 
 
 def program_of(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-    """A step lowered for its arguments, or the program itself.
+    """A step lowered for its arguments, or a program itself, which takes none.
 
-    Args:
-      step: a function, with ``jax.jit`` or without, or anything that has ``lower``; or a program,
-        without arguments.
-      args: the arguments to lower the step with, as arrays or ``jax.ShapeDtypeStruct``.
-      kwargs: the keyword arguments.
-
-    Raises:
-      ArgumentTypeError: ``step`` cannot be lowered, or a program is passed with arguments.
+    A step is a function, with ``jax.jit`` or without, or anything that has ``lower``.
     """
     if is_program(step):
         if args or kwargs:

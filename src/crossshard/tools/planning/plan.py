@@ -277,11 +277,9 @@ def plan(
                 params=rest,
                 **{name: each for name, each in options.items() if name not in left_out},
             )
-            found.append(_Compiling((shape, weight_update, rest), where, step, types, rows))
-    with quiet():
-        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(_Compiling.compile, found))
-        candidates = [each.read() for each in found]
+            found.append(_Lowered((shape, weight_update, rest), where, step, types, rows))
+    with quiet(), concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+        candidates = list(pool.map(_Lowered.candidate, found))
     parameters = number_of_parameters(model, options.get("wrt"))
     return Plan(topology, where.size, parameters, candidates)
 
@@ -357,8 +355,8 @@ def _split(model: Any, specs: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(lay, model)
 
 
-class _Compiling:
-    """A step that is lowered, then compiled, and then read."""
+class _Lowered:
+    """A step that is lowered, unless what it has on a device is more than the memory there."""
 
     def __init__(
         self, choice: tuple[Any, str, str], topology: Topology, step: Any, types: Any, batch: Any
@@ -373,47 +371,41 @@ class _Compiling:
             for x, axis in zip(jax.tree.leaves(batch), axes_of_batch(step).of(batch), strict=True)
         )
         self._arguments = bytes_on_device(self._state) + rows
-        # The bytes that the program needs at least, unless it is compiled.
-        self._refused_for = self._arguments
-        # A large model takes minutes to compile: not where its state alone is too large.
+        # A large model takes minutes to compile.
         fits = self._arguments <= topology.memory
         self._lowered = step.lower(self._state, batch) if fits else None
-        self._compiled: jax.stages.Compiled | None = None
 
-    def compile(self) -> None:
-        """Compile it; a program that needs too much memory stays uncompiled."""
-        if self._lowered is None:
-            return
-        try:
-            self._compiled = self._lowered.compile()
-        except jax.errors.JaxRuntimeError as error:
-            # The bytes that it needs, from what its compiler says of its memory.
-            for pattern, more in ((_USED, 0), (_TEMPORARIES, self._arguments)):
-                if found := pattern.search(str(error)):
-                    self._refused_for = more + int(float(found[1]) * _UNITS[found[2]])
-                    return
-            raise self._refused("compiled", error) from error
-
-    def read(self) -> Candidate:
-        """What the program needs and sends."""
-        links = None
-        if self._compiled is not None:
+    def candidate(self) -> Candidate:
+        """Compile it, and read what the program needs and sends."""
+        compiled, links, needed = None, None, self._arguments
+        if self._lowered is not None:
             try:
-                links = _links(self._compiled, self._devices)
+                compiled = self._lowered.compile()
+                links = _links(compiled, self._devices)
             except jax.errors.JaxRuntimeError as error:
-                raise self._refused("read", error) from error
-        return Candidate(*self._choice, self._memory(), links, self._lowered is not None)
+                refused_for = None if compiled else self._needed(str(error))
+                if refused_for is None:
+                    what = f"{'read' if compiled else 'compiled'} for {self._topology.name}"
+                    first = (str(error).splitlines() or ["no reason"])[0]
+                    raise ArgumentError(
+                        f"The step of {_name_of(*self._choice)} cannot be {what}: {first:.300}"
+                    ) from error
+                needed = refused_for
+        memory = self._memory(compiled, needed)
+        return Candidate(*self._choice, memory, links, self._lowered is not None)
 
-    def _refused(self, what: str, error: Exception) -> ArgumentError:
-        first = (str(error).splitlines() or ["no reason"])[0]
-        where = f"{_name_of(*self._choice)} cannot be {what} for {self._topology.name}"
-        return ArgumentError(f"The step of {where}: {first:.300}")
+    def _needed(self, message: str) -> int | None:
+        """The bytes that a program needs, if its compiler refuses it for them."""
+        for pattern, more in ((_USED, 0), (_TEMPORARIES, self._arguments)):
+            if found := pattern.search(message):
+                return more + int(float(found[1]) * _UNITS[found[2]])
+        return None
 
-    def _memory(self) -> MemoryUse:
+    def _memory(self, compiled: jax.stages.Compiled | None, needed: int) -> MemoryUse:
         parameters = bytes_on_device((self._state.params, self._state.frozen))
         optimizer = bytes_on_device(self._state.opt_state)
-        arguments, temporaries, needed = self._arguments, None, self._refused_for
-        stats = None if self._compiled is None else self._compiled.memory_analysis()
+        arguments, temporaries = self._arguments, None
+        stats = None if compiled is None else compiled.memory_analysis()
         if stats is not None:
             arguments = stats.argument_size_in_bytes
             temporaries = stats.temp_size_in_bytes

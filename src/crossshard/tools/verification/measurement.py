@@ -189,20 +189,7 @@ def is_weighted(own: np.ndarray, of: np.ndarray, within: float) -> bool:
 class Measurement:
     """Runs the step once in each way, and more often when it is asked to.
 
-    Args:
-      make_step: the factory of the step.
-      batch: the arguments after the state.
-      axes: for each of them along which axes its arrays have rows.
-      key: the random key; ``None`` if the step takes none.
-      groups: the shards that reduce together.
-      factor: by which the update on N shards should differ: the size of a group under SUM.
-
-    Attributes:
-      number: N.
-      rows: the rows of the batch.
-      samples: how many runs were made, each with other random keys.
-      shapes: the shape of each parameter on one device, by its name.
-      notes: what could not be measured.
+    ``factor`` is that by which the update on N shards should differ, the size of a group under SUM.
 
     Raises:
       ArgumentError: there is one shard, the rows do not divide over groups, or the step does not
@@ -229,7 +216,7 @@ class Measurement:
         self.rows: int = rows_of(batch, axes)
         divides = self.rows % self.number == 0
         self._blocks = np.arange(self.rows).reshape(self.number, -1) if divides else None
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # what could not be measured
         if self._blocks is None and len(groups) > 1:
             raise ArgumentError(
                 f"The {self.rows} rows of the batch do not divide over {self.number} shards, so "
@@ -256,6 +243,7 @@ class Measurement:
             for what, names in known
             for name in names
         }
+        # How many runs were made, each with other random keys.
         self.samples = self._own_samples = 0
         self._take(self._many, self._one)
         self._own: list[Iterator[Run]] = []

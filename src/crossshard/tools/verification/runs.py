@@ -88,10 +88,7 @@ class Run:
     def seen(self, what: str, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
         """What is compared, float64[copies, size]; ``None`` if it is not there, or is another.
 
-        Args:
-          what: ``UPDATE``, ``STATISTICS`` or ``METRIC``.
-          name: the array.
-          shape: the array's on one device.
+        ``shape`` is the array's on one device.
         """
         before, after = (self.idle, self.last) if what == UPDATE else (self.start, self.idle)
         before, after = ({}, self.metrics) if what == METRIC else (before, after)
@@ -105,15 +102,7 @@ class Run:
 
 
 class BuiltStep:
-    """A step for a number of shards, with the probe as its optimizer.
-
-    Args:
-      make_step: the user's factory.
-      number: the number of shards.
-
-    Raises:
-      ArgumentTypeError: the factory does not return a step with its state.
-    """
+    """A user's step for a number of shards, with the probe as its optimizer."""
 
     def __init__(self, make_step: Factory, number: int) -> None:
         returned = make_step(probe(), number)
@@ -135,13 +124,8 @@ class BuiltStep:
         """Idle steps in a row with the same batch, from each of which others go off.
 
         So counters go on as they do in training, and each run has other random keys, whether these
-        are made from a counter, are in the state, or are an argument.
-
-        Args:
-          batch: the arguments after the state.
-          key: the random key, the last argument; none if ``None``.
-          rate: the learning rate.
-          calls: the number of steps with it; as many as it takes if ``None``.
+        are made from a counter, are in the state, or are the last argument, ``key``. There are
+        ``calls`` steps with the learning rate, or as many as it takes.
         """
         state = tuple(self._state)
         for seed in itertools.count():
@@ -214,11 +198,7 @@ def changed(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def rows_of(batch: Sequence[Any], axes: Sequence[BatchAxes]) -> int:
-    """The number of rows of a batch, given the axes of each of its arguments.
-
-    Raises:
-      ArgumentError: it has none, or the axes do not fit it.
-    """
+    """The number of rows of a batch, given the axes of each of its arguments."""
     for each, of_each in zip(batch, axes, strict=True):
         for leaf, axis in zip(jax.tree.leaves(each), of_each.of(each), strict=True):
             if np.ndim(leaf) and axis is not None:
@@ -357,11 +337,9 @@ def copies_of(x: Any) -> Copies:
 
 
 def fresh(state: Sequence[Any], seed: int = 0) -> tuple[Any, ...]:
-    """Copies of the arguments of a step, whose random keys are other ones if seed is not 0.
+    """Copies of the arguments of a step, with a seed folded into their random keys unless it is 0.
 
-    Args:
-      state: the arguments, which stay as they are.
-      seed: what is folded into the keys, typed, or raw as ``PRNGKey`` and Keras hold them.
+    Keys are typed, or raw as ``PRNGKey`` and Keras hold them.
     """
 
     def copy(x: Any) -> Any:

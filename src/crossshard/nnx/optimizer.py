@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeAlias, Unpack, final
 
 import jax
@@ -12,44 +12,39 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from crossshard import _check, _flax
+from crossshard import _check, _flax, _jax
 from crossshard._annotations import Groups, PyTree
-from crossshard._flax import AnyVariable, nnx
-from crossshard.errors import ArgumentError, ArgumentTypeError, NestedReductionError
-from crossshard.gradients.status import GradientStatus, Reduction, check_incoming, check_reduction
-from crossshard.nnx.binding import check_writable
-from crossshard.nnx.computed import Computed
-from crossshard.nnx.differentiate import differentiate
-from crossshard.nnx.graph import HasSlots
-from crossshard.nnx.making import check_structure, explained, keyed_variables, make_missing_slots
-from crossshard.nnx.names import named_variables, trained_by_default
-from crossshard.nnx.read_only import read_only
-from crossshard.nnx.slots import SlotStore, as_params
-from crossshard.optimizer.arguments import (
-    check_gates,
-    check_global_step,
-    check_keywords,
-    check_loss,
-    check_name,
-    check_pairs,
-    check_whole,
-    reads,
+from crossshard._flax import AnyVariable, describe_variable, nnx
+from crossshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CrossshardError,
+    NestedReductionError,
+    VariableError,
+    WeightUpdateError,
 )
-from crossshard.optimizer.node import register_node
+from crossshard.gradients.nesting import inside_optimizer
+from crossshard.gradients.status import GradientStatus, Reduction, check_incoming, check_reduction
+from crossshard.jaxprs.walk import depends
+from crossshard.nnx.program import bound, check_writable
+from crossshard.nnx.slots import Computed, HasSlots, SlotStore, as_params
+from crossshard.nnx.variables import (
+    check_global_step,
+    check_pairs,
+    differentiate,
+    known_names,
+    named_variables,
+    trained_by_default,
+)
 from crossshard.optimizer.transformation import Transformation
 from crossshard.pipeline.options import Options
 from crossshard.pipeline.pipeline import Pipeline, check_names
 from crossshard.pipeline.stage import CrossShardState, Stage
 from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation
 from crossshard.pipeline.update.arrays import Parts
+from crossshard.pipeline.update.optimize import takes_keyword
 from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
-from crossshard.shards.axes import (
-    Shards,
-    check_axis_name,
-    check_group_assignment,
-    check_num_shards,
-    shards_of_gradient,
-)
+from crossshard.shards.axes import Shards, check_axis_name, check_group_assignment, check_num_shards
 from crossshard.shards.devices import axes_in_sight
 
 GradientsAndVariables: TypeAlias = "Iterable[tuple[jax.Array | None, AnyVariable]]"
@@ -127,8 +122,12 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         check_names(CrossShardOptimizer, options, Options)
         reduction = check_reduction(reduction)
         inner = check_transformation(opt)
-        _refuse_nested(inner)
-        _refuse_nested(preprocess)
+        for each in (inner, preprocess):
+            if isinstance(each, CrossShardOptimizer):
+                raise NestedReductionError(
+                    f"{each!r} already reduces over the shards; wrapping it again would reduce "
+                    f"twice. Wrap its .inner."
+                )
         pipeline = Pipeline(
             optax.with_extra_args_support(inner),
             reduction,
@@ -143,9 +142,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 "weight_update='auto' is for make_train_step, which shards the state itself; pass "
                 "'replicated' or 'sharded'."
             )
-        transformation = Transformation(pipeline, where, check_name(name), inner)
-        # Flax learns that it is a node before it can meet one.
-        _flax.load()
+        transformation = Transformation(pipeline, where, _check_name(name), inner)
+        if "flax" in sys.modules:  # it learns that this is a node before it can meet one
+            _flax.load()
         return cls._made(transformation, SlotStore(), _flax.current_trace())
 
     @classmethod
@@ -296,8 +295,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
           VariableTypeError: an item of ``var_list`` is no variable.
         """
         del aggregation_method, colocate_gradients_with_ops
-        check_gates(gate_gradients)
-        return self._compute(loss, var_list, grad_loss)[1]
+        return self._compute(loss, var_list, gate_gradients, grad_loss)[1]
 
     def apply_gradients(
         self,
@@ -334,31 +332,47 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             step, without ``incoming``.
           ShardContextError: gradients that were computed with another number of shards.
         """
-        check_whole(self._transformation.weight_update)
+        self._check_whole()
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
-        scope = contextlib.nullcontext() if name is None else jax.named_scope(check_name(name))
+        scope = contextlib.nullcontext() if name is None else jax.named_scope(_check_name(name))
         given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         variables = [variable for _, variable in given]
         counted = [] if global_step is None else [global_step]
         for variable in [*variables, *counted, *self.slots.all()]:
             check_writable(variable)
-        origin = check_incoming(incoming) or self._origin(variables)
+        shards, declared = self._pipeline.shards(warn=False), self._pipeline.incoming is not None
+        origin = check_incoming(incoming) or self.computed.origin(
+            variables, shards.number, self._pipeline.divisor(shards.size), declared=declared
+        )
         if incoming is None and origin is GradientStatus.SCALED and weight is None:
             weight = self.computed.weight
-        keyed = keyed_variables(self, variables, [variable for _, variable in pairs])
+        keyed = self._keyed(variables, [variable for _, variable in pairs])
         run = self._transformation.transformations
-        is_stage = not isinstance(self._pipeline.preprocess, Preprocess | None)
-        check_keywords(run, as_params(keyed), extra_args, a_stage_may_read=is_stage)
-        self._make_missing_slots(keyed)
+        a_stage_may_read = not isinstance(self._pipeline.preprocess, Preprocess | None)
+        # Optax's names for the loss and its gradient: optimizers that do not use them ignore them.
+        for name in sorted(extra_args.keys() - {"value", "grad"}):
+            if a_stage_may_read or _reads(run, as_params(keyed), name, extra_args) is not False:
+                continue
+            raise ArgumentTypeError(
+                f"apply_gradients was given {name!r}, which neither it nor the inner optimizer "
+                f"takes. Pass hyperparameters, such as a learning rate, when you create the "
+                f"optimizer, or keep them in its state with optax.inject_hyperparams."
+            )
+        self._make_slots(keyed)
         gradients = {key: jnp.asarray(g) for key, (g, _) in zip(keyed, given, strict=True)}
         params, before = as_params(keyed), self.slots.values(keyed)
-        with scope, explained(self._transformation.of_optax):
+        with scope, _explained(self._transformation.of_optax):
             updates, after, reduced = self._transformation.update_local(
                 gradients, before, params, origin, weight, extra_args
             )
             stepped = optax.apply_updates(params, updates)
-        check_structure(self._transformation.of_optax, before, after)
+        if jax.tree.structure(after) != jax.tree.structure(before):
+            raise ArgumentError(
+                f"The state of {self._transformation.of_optax} changed its structure in a step, "
+                f"from {jax.tree.structure(before)} to {jax.tree.structure(after)}. Slots are "
+                f"created once and keep their structure; use the Optax idiom (init and update)."
+            )
         for key, variable in keyed.items():
             variable.set_value(stepped[key])
         self.slots.write(keyed, after)
@@ -385,12 +399,12 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         see the two methods.
         """
         del aggregation_method, colocate_gradients_with_ops
-        check_gates(gate_gradients)
-        value, pairs = self._compute(loss, var_list, grad_loss)
-        params = as_params(keyed_variables(self, [variable for _, variable in pairs]))
+        value, pairs = self._compute(loss, var_list, gate_gradients, grad_loss)
+        variables = [variable for _, variable in pairs]
+        params = as_params(self._keyed(variables, variables))
         # A loss that is not read would still be summed over the shards.
         with_loss = {"value": value, **extra_args}
-        used = reads(self._transformation.transformations, params, "value", with_loss)
+        used = _reads(self._transformation.transformations, params, "value", with_loss)
         extra_args = extra_args if used is False else with_loss
         self.apply_gradients(pairs, global_step, name, **extra_args)
         return value
@@ -405,12 +419,11 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
           ArgumentError: the inner optimizer's state cannot be slots.
           VariableError, VariableTypeError: see ``compute_gradients``.
         """
-        check_whole(self._transformation.weight_update)
+        self._check_whole()
         found = named_variables(var_list)
         self.computed.names.update(found)
-        self._make_missing_slots(
-            keyed_variables(self, [variable for variable, _ in found.values()])
-        )
+        variables = [variable for variable, _ in found.values()]
+        self._make_slots(self._keyed(variables, variables))
 
     def get_slot(self, var: AnyVariable | str, name: str) -> AnyVariable | None:
         """The slot of a variable, as a variable; ``None`` if there is no such slot.
@@ -432,7 +445,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     def get_slot_names(self) -> list[str]:
         """The names of the slots, as Optax names them; empty before the first step."""
-        return self.slots.slot_names()
+        return list(self.slots.named())
 
     def variables(self) -> list[AnyVariable]:
         """Every variable of the state: slots and shared ones, such as a step count."""
@@ -448,7 +461,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         Assign a pytree of the same structure to restore it, after ``build`` or a first step, or to
         change it: ``opt.state = optax.tree.set(opt.state, learning_rate=jnp.float32(0.01))``.
         """
-        state: CrossShardState | None = read_only(self.slots.values())
+        state: CrossShardState | None = self.slots.copy()
         return state
 
     @state.setter
@@ -457,27 +470,44 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     # What the methods share.
 
+    def _check_whole(self) -> None:
+        """Raise WeightUpdateError if each shard updates its slice: slots are whole."""
+        if self._transformation.weight_update is WeightUpdate.SHARDED:
+            raise WeightUpdateError(
+                "weight_update='sharded' is for the Optax idiom and make_train_step: a slot has "
+                "the full shape of its variable. Leave weight_update out here."
+            )
+
     def _compute(
         self,
         loss: Callable[[], ArrayLike],
         var_list: VariableList | None,
+        gate_gradients: int,
         grad_loss: ArrayLike | None,
     ) -> tuple[jax.Array, list[tuple[jax.Array | None, AnyVariable]]]:
         """This shard's loss, and the pairs that ``compute_gradients`` returns."""
-        loss, axes = check_loss(loss), self._pipeline.axis_name
+        # A bool is none, and to compare with an array gives another one.
+        if type(gate_gradients) is not int or gate_gradients not in (0, 1, 2):
+            raise ArgumentError(
+                f"gate_gradients must be one of CrossShardOptimizer.GATE_NONE (0), GATE_OP (1) and "
+                f"GATE_GRAPH (2); got {_check.shown(gate_gradients)}."
+            )
+        if not callable(loss):
+            raise ArgumentTypeError(
+                f"A loss must be a function without arguments, because a computed value cannot be "
+                f"differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
+            )
         shards = self._pipeline.shards()
         found = named_variables(trained_by_default() if var_list is None else var_list)
         variables = [variable for variable, _ in found.values()]
         value, gradients, empty = differentiate(
             loss,
             variables,
-            shards_of_gradient(axes),
-            self._pipeline.divisor(shards.size),
-            grad_loss,
-            var_list,
-            self._loss_scale(),
-            axes,
-            self._shards_of_mean,
+            self._pipeline,
+            grad_loss=grad_loss,
+            given=var_list,
+            loss_scale=self._loss_scale(),
+            shards_of_mean=self._shards_of_mean,
         )
         self.computed.add(found, shards.number, empty)
         return value, list(zip(gradients, variables, strict=True))
@@ -511,70 +541,112 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             return None
         return stage.init(None).scale if state is None else state.loss_scale.scale.get_value()
 
-    def _origin(self, variables: list[AnyVariable]) -> GradientStatus | None:
-        """What the gradients of variables are, if nobody has declared it."""
-        shards = self._pipeline.shards(warn=False)
-        divisor = self._pipeline.divisor(shards.size)
-        declared = self._pipeline.incoming is not None
-        return self.computed.origin(variables, shards.number, divisor, declared=declared)
+    def _keyed(
+        self, variables: Sequence[AnyVariable], order: Sequence[AnyVariable]
+    ) -> dict[str, AnyVariable]:
+        """Variables by their keys; one without a name is called by its place in ``order``."""
+        names = self.computed.names
+        names.update(known_names(v for v in variables if id(v) not in names))
+        return self.slots.keyed(variables, order, names)
 
-    def _make_missing_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
-        def make(missing: Mapping[str, AnyVariable]) -> None:
-            with explained(self._transformation.of_optax, when_made=True):
-                made = self.slots.initial(self._pipeline.init, missing)
-            self.slots.add(missing, made)
+    def _make_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
+        """Make the slots of those variables that have none, where they last."""
+        missing = self.slots.bind(keyed)
+        if not missing:
+            return
 
-        make_missing_slots(self, keyed, make, self._made_in)
+        def make() -> None:
+            with _explained(self._transformation.of_optax, when_made=True):
+                self.slots.make(self._pipeline.init, missing)
 
-
-register_node(CrossShardOptimizer)
-
-
-def transformation_of(optimizer: Any) -> Transformation:
-    """What an optimizer does; of one of Optax's, what it does when it is wrapped.
-
-    Raises:
-      ArgumentTypeError: it is no optimizer.
-    """
-    if isinstance(optimizer, CrossShardOptimizer):
-        return optimizer._transformation
-    inner = check_transformation(optimizer)
-    pipeline = Pipeline(optax.with_extra_args_support(inner), Reduction.MEAN)
-    return Transformation(pipeline, WeightUpdate.REPLICATED, "CrossShardOptimizer", inner)
-
-
-def pipeline_of(optimizer: Transformation, options: Mapping[str, Any]) -> Pipeline:
-    """The pipeline of an optimizer, with further options.
-
-    Raises:
-      ArgumentError: an option is invalid, or the optimizer has it already.
-      ArgumentTypeError: an option is invalid.
-    """
-    pipeline = optimizer.pipeline
-    if not options:
-        return pipeline
-    # Which checks them first.
-    given = dataclasses.replace(pipeline, options=options).options
-    asked = {name: value for name, value in given.items() if _is_asked(value)}
-    sums = ("reduce_dtype", "aggregator")
-    for name in asked:
-        both = sums if name in sums else (name,)
-        if any(_is_asked(pipeline.options.get(each)) for each in both):
-            raise ArgumentError(
-                f"Both the optimizer and make_train_step were given {', or '.join(both)}. Pass it "
-                f"to one of them."
+        around, made_in = bound(), self._made_in
+        all_of_them: list[AnyVariable | HasSlots] = [*missing.values(), self]
+        given = [around is not None and around.has(each) for each in all_of_them]
+        if around is not None and all(given):
+            # This trace goes on with slots of its own; those that last are made after it.
+            around.lacks(self, make)
+        elif any(given):
+            words = ["given to it" if each else "not given to it" for each in given]
+            raise VariableError(
+                f"An optimizer and its variables must be either both passed to a step or both "
+                f"created in it: {self!r} was {words[-1]}, and "
+                f"{describe_variable(next(iter(missing.values())))} was {words[0]}. Pass both as "
+                f"arguments."
             )
-    return pipeline.with_options(**asked)
+        elif not (_jax.at_top_level() if made_in is None else made_in == _flax.current_trace()):
+            raise VariableError(
+                f"The slots of {self!r} would be created inside a trace, of jax.jit, nnx.jit, "
+                f"nnx.cond, nnx.scan or the like, and be lost when it ends. Create them before "
+                f"it with optimizer.build(model), for example in the first line of a step under "
+                f"crossshard.shard."
+            )
+        make()
 
 
-def _is_asked(value: Any) -> bool:
-    return value is not None and not (isinstance(value, Sized) and len(value) == 0)
+def _flatten(optimizer: CrossShardOptimizer) -> tuple[Any, Any]:
+    # Equal for an optimizer and its rebuilt copies.
+    static = optimizer._transformation, tuple(optimizer.slots.variables)
+    return ((jax.tree_util.GetAttrKey("state"), optimizer.slots.tree),), static
 
 
-def _refuse_nested(inner: Any) -> None:
-    """Raise NestedReductionError if an optimizer is a CrossShardOptimizer."""
-    if isinstance(inner, CrossShardOptimizer):
-        raise NestedReductionError(
-            f"{inner!r} already reduces over the shards; wrapping it again would reduce twice. "
-            f"Wrap its .inner."
-        )
+def _unflatten(static: Any, children: Any) -> CrossShardOptimizer:
+    transformation, keys = static
+    return CrossShardOptimizer._made(transformation, SlotStore(dict.fromkeys(keys), *children))
+
+
+# Its children are its slots, for JAX's trees and for NNX's graphs, as nnx.Optimizer's are.
+jax.tree_util.register_pytree_with_keys(CrossShardOptimizer, _flatten, _unflatten)
+_flax.when_loaded(lambda: nnx.register_data_type(CrossShardOptimizer))
+
+
+# Checks.
+
+
+def _check_name(name: Any) -> str:
+    return _check.word("name", name, hint="It is how the optimizer is found in profiles.")
+
+
+def _reads(
+    transformations: Sequence[optax.GradientTransformation],
+    params: Any,
+    name: str,
+    given: Mapping[str, Any],
+) -> bool | None:
+    """Whether an update depends on a keyword; ``None`` if one cannot be traced alone."""
+    found: list[bool | None] = []
+    for transformation in transformations:
+
+        def update(value: Any, params: Any, gradients: Any, run: Any = transformation) -> Any:
+            with inside_optimizer():
+                return run.update(gradients, run.init(params), params, **{**given, name: value})
+
+        try:
+            takes = takes_keyword(transformation, name)
+            found.append(takes and depends(update, given[name], params, params))
+        except Exception:  # with a function as the value, for example: the step itself will tell
+            found.append(None)
+    return None if None in found and True not in found else any(found)
+
+
+@contextlib.contextmanager
+def _explained(of_optax: str, *, when_made: bool = False) -> Iterator[None]:
+    """Say what parameters are here if an optimizer fails on a dict of them.
+
+    Any usual failure means that where slots are made, for there is no gradient yet.
+    """
+    kinds = (AttributeError, KeyError, TypeError, ValueError) if when_made else ()
+    try:
+        yield
+    except CrossshardError:
+        raise
+    except Exception as error:
+        of_dict = isinstance(error, AttributeError) and type(error.obj) is dict
+        if not of_dict and not isinstance(error, kinds):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ArgumentError(
+            f"{of_optax} cannot update variables: here parameters are a dict from name to array, "
+            f"such as 'dense/kernel', and it failed on that ({reason}). Write masks and labels as "
+            f"functions of the parameters; optimizers with their own parameter type, such as "
+            f"lookahead, need the Optax idiom (init and update)."
+        ) from error
