@@ -24,7 +24,6 @@ from crossshard.model.layout import StateLayout, strong_copy
 from crossshard.model.model_state import check_initial
 from crossshard.model.models import check_params, combine, partition
 from crossshard.model.state import TrainState
-from crossshard.nnx.per_shard import of_all
 from crossshard.pipeline.update.optimize import MastersState, MovingAverageState
 from crossshard.pipeline.update.plan import Planner
 from crossshard.shards.cut import (
@@ -32,6 +31,7 @@ from crossshard.shards.cut import (
     REPLICATED,
     Placement,
     check_fits,
+    of_all,
     only,
     other_axes_of,
 )
