@@ -134,3 +134,14 @@ def test_a_count_of_floats_divides_too():
 @pytest.mark.parametrize("name", UNLIKE)
 def test_what_treats_chunks_unlike_is_not_proven(name: str):
     assert found(UNLIKE[name]).kind in (OverRows.UNDECIDED, OverRows.COMPARED)
+
+
+def test_what_is_assumed_of_an_operation_in_a_chunk_is_told():
+    """The callback may let rows meet, which no trace shows."""
+
+    def turn(so_far: Any, x: Any) -> Any:
+        own = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return so_far + jax.pure_callback(lambda x: x, own, x).sum(), None
+
+    finding = found(lambda b, w, k: lax.scan(turn, 0.0, cut(b["x"]))[0] / len(b["x"]))
+    assert "pure_callback" in str(finding.assumes)

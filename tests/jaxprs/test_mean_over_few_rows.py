@@ -11,7 +11,7 @@ import pytest
 from flax import linen
 
 from crossshard.jaxprs.mean_over_rows import is_free, is_mean, is_sum
-from crossshard.jaxprs.row_facts import Free, Obstacle, OverRows, Ratio, Total
+from crossshard.jaxprs.row_facts import Divided, Free, Obstacle, OverRows, Total
 from tests.jaxprs.proving import over_rows, proof_of
 
 WIDTH = 4
@@ -116,6 +116,6 @@ def test_all_outputs_have_facts():
     assert (is_sum(count), is_mean(count), is_free(count)) == (True, False, False)
     assert (is_sum(free), is_mean(free), is_free(free)) == (False, True, True)
     assert isinstance(compared, Obstacle)
-    assert isinstance(ratio, Ratio)
+    assert isinstance(ratio, Divided)
     for fact in (compared, ratio):
         assert (is_sum(fact), is_mean(fact), is_free(fact)) == (False, False, False)

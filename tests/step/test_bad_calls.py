@@ -1,5 +1,6 @@
 """What make_train_step and its steps refuse, by name, and that nothing is lost by it."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -305,3 +306,15 @@ def test_a_refused_batch_costs_no_state():
             step(state, batch)
     state, metrics = step(state, ROWS)
     assert float(metrics["loss"]) == 64 * 64
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("shape", [(1, 64), (64, 1), (64,), (64, 128)], ids=str)
+def test_moments_of_another_shape_are_refused(weight_update: Any, shape: tuple[int, ...]):
+    # Those that broadcast would train without a word.
+    step = make(opt=optax.adam(0.1), weight_update=weight_update)()
+    state = step.init(PARAMS)
+    other = jax.tree.map(lambda x: jnp.ones(shape) if x.ndim else x, state.opt_state.inner_state)
+    opt_state = state.opt_state._replace(inner_state=other)
+    with pytest.raises(ArgumentError, match="The optimizer state has arrays of other shapes"):
+        step(dataclasses.replace(state, opt_state=opt_state), ROWS)

@@ -19,30 +19,19 @@ from crossshard.jaxprs.walk import CHECKPOINTS, Call, Scan, control_flow
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """What an equation stands inside of.
+    """What an equation stands inside of."""
 
-    Attributes:
-      turns: how often it runs: the product of the lengths of the scans around it.
-      loops: the number of these scans.
-      checkpointed: whether a ``jax.checkpoint`` is around it, so that it may run again in the
-        backward pass.
-    """
-
-    turns: int = 1
-    loops: int = 0
+    turns: int = 1  # how often it runs: the product of the lengths of the scans around it
+    loops: int = 0  # the number of these scans
+    # Whether a ``jax.checkpoint`` is around it, so that it may run again in the backward pass.
     checkpointed: bool = False
 
 
 class Deferred(abc.ABC):
-    """An input of a jaxpr that becomes an array where the jaxpr uses it.
+    """An input of a jaxpr that becomes an array where the jaxpr uses it."""
 
-    Attributes:
-      name: which it is, for those who want to know where it is used.
-      arrays: a pytree of the arrays that it is made of.
-    """
-
-    name: Any
-    arrays: Any
+    name: Any  # which it is, for those who want to know where it is used
+    arrays: Any  # a pytree of the arrays that it is made of
 
     @property
     @abc.abstractmethod
@@ -101,17 +90,13 @@ def evaluate(
 
 
 class _Waiting:
-    """A variable that is deferred until something uses it.
-
-    Attributes:
-      may_wait: whether one equation reads it, once, or each of several takes other rows of it.
-      is_converted: whether all of several readers convert it to one dtype, which it has already.
-    """
+    """A variable that is deferred until something uses it."""
 
     def __init__(self, deferred: Deferred, readers: Sequence[Any], inside: Inside, note: Note):
         taken = [None if each is None else _rows(each) for each in readers]
         rows = sorted(each for each in taken if each is not None)
         apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(rows))
+        # Whether one equation reads it, once, or each of several takes other rows of it.
         self.may_wait = len(readers) == 1 or (len(rows) == len(readers) and apart)
         dtypes = {
             None
@@ -121,6 +106,7 @@ class _Waiting:
         }
         common = dtypes.pop() if len(readers) > 1 and len(dtypes) == 1 else None
         narrow = None if common is None else deferred.in_dtype(common)
+        # Whether all of several readers convert it to one dtype, which it has already.
         self.is_converted = narrow is not None
         self._deferred, self._inside, self._note = narrow or deferred, inside, note
         self._array: Any = None
@@ -143,20 +129,16 @@ def _whole(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Evaluation:
-    """One evaluation of a jaxpr, with all that it calls.
+    """One evaluation of a jaxpr, with all that it calls."""
 
-    Attributes:
-      note: is told of each use.
-      checkpoints: the functions under ``jax.checkpoint``, each with the types of its inputs
-        and the uses in it. Equal layers share one, as they do without us.
-      of_policy: whether it is of what is under a ``jax.checkpoint`` with a policy, which chooses
-        products to be stored.
-    """
-
-    note: Note
+    note: Note  # is told of each use
+    # The functions under ``jax.checkpoint``, each with the types of its inputs and the uses in it.
+    # Equal layers share one, as they do without us.
     checkpoints: dict[Any, tuple[Callable[..., Any], Sequence[Any], list[Any]]] = dataclasses.field(
         default_factory=dict
     )
+    # Whether it is of what is under a ``jax.checkpoint`` with a policy, which chooses products to
+    # be stored.
     of_policy: bool = False
 
     def of(self, jaxpr: Any, inputs: Sequence[Any], inside: Inside) -> list[Any]:

@@ -65,17 +65,12 @@ def says(equation: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """An operation that is assumed to compute each row alone.
+    """An operation that is assumed to compute each row alone."""
 
-    Attributes:
-      pair: its equations, with some rows and with more.
-      inputs: what is known of its inputs: rows, or free of the batch.
-      outputs: where the rows are in its outputs, or that they are sums over them; with powers of
-        their number in its inputs, it is also assumed to multiply its outputs as these are.
-    """
-
-    pair: Pair
-    inputs: tuple[Fact, ...]
+    pair: Pair  # its equations, with some rows and with more
+    inputs: tuple[Fact, ...]  # what is known of its inputs: rows, or free of the batch
+    # Where the rows are in its outputs, or that they are sums over them; with powers of their
+    # number in its inputs, it is also assumed to multiply its outputs as these are.
     outputs: tuple[Rows | Total, ...]
 
     def __str__(self) -> str:
@@ -94,15 +89,12 @@ def _name_of(equation: Any) -> str:
 
 @dataclass
 class Assumptions:
-    """The operations that a walk assumes to compute each row alone.
+    """The operations that a walk assumes to compute each row alone."""
 
-    Attributes:
-      operations: these, by the number of the second of their equations.
-      rules: the jaxprs of derivatives, with more rows, and what is known of the slopes that they
-        take, by the number of the calls' equations.
-    """
-
+    # These, by the number of the second of their equations.
     operations: dict[int, list[Operation]] = field(default_factory=dict)
+    # The jaxprs of derivatives, with more rows, and what is known of the slopes that they take, by
+    # the number of the calls' equations.
     rules: dict[int, tuple[Any, Sequence[Fact]]] = field(default_factory=dict)
 
     def add(self, operation: Operation) -> None:
@@ -297,36 +289,26 @@ def _is_in_grid(pair: Pair, facts: Sequence[Fact]) -> bool:
 
 
 class _Block(NamedTuple):
-    """How the steps of a grid choose the blocks of an array.
+    """How the steps of a grid choose the blocks of an array."""
 
-    Attributes:
-      sizes: how many slices a block has along each axis; ``None`` if that is not fixed.
-      walks: of an axis whose block is that of a step's own number, the dimension of the grid.
-      depends: for each axis, the dimensions of the grid that choose the block.
-    """
-
+    # How many slices a block has along each axis; ``None`` if that is not fixed.
     sizes: tuple[int | None, ...]
+    # Of an axis whose block is that of a step's own number, the dimension of the grid.
     walks: dict[int, int]
+    # For each axis, the dimensions of the grid that choose the block.
     depends: tuple[frozenset[int], ...]
 
 
 class _Grid(NamedTuple):
-    """The grid of a ``pallas_call``.
+    """The grid of a ``pallas_call``."""
 
-    Attributes:
-      lengths: of its dimensions.
-      before: how many inputs choose blocks, and have none.
-      blocks: of the other inputs, and of the outputs.
-      alone: the dimensions whose steps are programs of their own, so that nothing is kept between
-        them, and which do not read their number, either.
-      code: what a step runs, as text.
-    """
-
-    lengths: tuple[Any, ...]
-    before: int
-    blocks: tuple[_Block, ...]
+    lengths: tuple[Any, ...]  # of its dimensions
+    before: int  # how many inputs choose blocks, and have none
+    blocks: tuple[_Block, ...]  # of the other inputs, and of the outputs
+    # The dimensions whose steps are programs of their own, so that nothing is kept between them,
+    # and which do not read their number, either.
     alone: frozenset[int]
-    code: str
+    code: str  # what a step runs, as text
 
 
 def _grid_of(equation: Any) -> _Grid | None:

@@ -35,39 +35,29 @@ class NotLeafwise(Exception):
 
 
 class Scalar(NamedTuple):
-    """A scalar that is computed from one leaf, and read by all.
+    """A scalar that is computed from one leaf, and read by all."""
 
-    Attributes:
-      leaf: the leaf.
-      level: how many rounds of scalars come before it.
-      reduced: by what the parts of all shards become the scalar, if the leaf is cut:
-        ``reduce_sum``, ``reduce_and`` or ``reduce_or``; else empty.
-    """
-
-    leaf: int
-    level: int
+    leaf: int  # the leaf
+    level: int  # how many rounds of scalars come before it
+    # By what the parts of all shards become the scalar, if the leaf is cut: ``reduce_sum``,
+    # ``reduce_and`` or ``reduce_or``; else empty.
     reduced: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Leafwise:
-    """An update that can be run leaf by leaf.
+    """An update that can be run leaf by leaf."""
 
-    Attributes:
-      jaxpr: from ``(params, state, gradients, *extra, *scalars, *masks)`` to ``(updates, state,
-        *scalars)``, on slices of those leaves that are cut.
-      of_state: for each array of the state its leaf; ``None`` if it is of none.
-      scalars: the scalars that leaves have in common.
-      masks: the leaf of each mask, bool[…], which tells a slice's elements from its padding.
-      whole: the leaves that are not cut, and why.
-      stacked: the leaves that are cut along their first axis; all others are elementwise.
-    """
-
+    # From ``(params, state, gradients, *extra, *scalars, *masks)`` to ``(updates, state,
+    # *scalars)``, on slices of those leaves that are cut.
     jaxpr: Any
+    # For each array of the state its leaf; ``None`` if it is of none.
     of_state: tuple[int | None, ...]
-    scalars: tuple[Scalar, ...]
+    scalars: tuple[Scalar, ...]  # the scalars that leaves have in common
+    # The leaf of each mask, bool[…], which tells a slice's elements from its padding.
     masks: tuple[int, ...]
-    whole: Mapping[int, str]
+    whole: Mapping[int, str]  # the leaves that are not cut, and why
+    # The leaves that are cut along their first axis; all others are elementwise.
     stacked: frozenset[int]
 
 
@@ -101,20 +91,14 @@ def find_leafwise(
 
 
 class _Value(NamedTuple):
-    """What is known of a value.
+    """What is known of a value."""
 
-    Attributes:
-      leaf: the leaf from which it is computed; ``None`` if every shard has it, and ``_OF_ALL`` if
-        it is of leaves that every shard updates.
-      kind: how it stands to the value on full arrays.
-      level: how many rounds of scalars come before it.
-      fixed: the array of the state that it is, if that is never updated.
-    """
-
+    # The leaf from which it is computed; ``None`` if every shard has it, and ``_OF_ALL`` if it is
+    # of leaves that every shard updates.
     leaf: int | None
-    kind: Kind
-    level: int = 0
-    fixed: int | None = None
+    kind: Kind  # how it stands to the value on full arrays
+    level: int = 0  # how many rounds of scalars come before it
+    fixed: int | None = None  # the array of the state that it is, if that is never updated
 
 
 _SHARED = _Value(None, Slicing.SAME)
@@ -307,14 +291,7 @@ _SEVERAL = "a leaf is computed from the arrays of another one"
 
 
 class _Walk:
-    """One pass over the equations of the update on full arrays and on slices.
-
-    Attributes:
-      scalars: the scalars that leaves have in common.
-      masks: the inputs that tell elements from padding, by their leaf and shape.
-      refused: the leaves that cannot be cut as assumed, and why.
-      failed: why the update does not run leaf by leaf; empty if it does.
-    """
+    """One pass over the equations of the update on full arrays and on slices."""
 
     def __init__(self, finder: _Finder, whole: Any, part: Any):
         self._finder, self._whole, self._part = finder, whole, part
@@ -325,10 +302,11 @@ class _Walk:
         self._sums: dict[Any, Any] = {}
         self._equations: list[Any] = []
         self._outputs: list[Any] = []
-        self.scalars: list[Scalar] = []
+        self.scalars: list[Scalar] = []  # what leaves have in common
+        # The inputs that tell elements from padding, by their leaf and shape.
         self.masks: dict[tuple[int, Shape], Any] = {}
-        self.refused: dict[int, str] = {}
-        self.failed = ""
+        self.refused: dict[int, str] = {}  # the leaves that cannot be cut as assumed, and why
+        self.failed = ""  # why the update does not run leaf by leaf
 
     def run(self) -> None:
         """Follow every equation, and check what comes out."""

@@ -17,21 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _jax
-from crossshard.jaxprs.kernels import Assumptions, is_rowwise, of_kernel
+from crossshard.jaxprs.kernels import SAID_BY_JAXPR, Assumptions, is_rowwise, of_kernel
 from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
 from crossshard.jaxprs.row_facts import (
     ADDS_SHARDS,
     MEETS_EARLIER,
     Chunks,
+    Divided,
     Fact,
     Free,
     Index,
-    Inverse,
     Obstacle,
     OneRow,
     OverRows,
     Pair,
-    Ratio,
     Rows,
     Shape,
     SoFar,
@@ -53,11 +52,10 @@ from crossshard.jaxprs.row_facts import (
 from crossshard.jaxprs.row_rules import (
     added,
     batches_of,
-    divided,
-    divisor_of,
     drawn,
     gathered,
     merged,
+    of_divided,
     of_index,
     of_own_numbers,
     of_rows,
@@ -71,6 +69,7 @@ from crossshard.jaxprs.same_program import (
     scales,
     takes_cotangents,
 )
+from crossshard.jaxprs.slices import axis_of_slices
 from crossshard.jaxprs.walk import (
     Analysis,
     Equations,
@@ -80,7 +79,7 @@ from crossshard.jaxprs.walk import (
     equations_of,
     follow,
     has_own_derivative,
-    is_ref,
+    has_ref,
     named_axes,
     opened,
 )
@@ -89,37 +88,25 @@ from crossshard.shards.batch_axes import resized
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a loss is in the rows of its batch, and why.
+    """What a loss is in the rows of its batch, and why."""
 
-    Attributes:
-      kind: what it is.
-      reason: the operation that decides; empty for a mean.
-      source: its source line; empty if unknown.
-      entry: of a ratio, the place among the leaves of the batch of the one whose sum divides;
-        ``None`` if it is none of them.
-      power: of a ratio, of the number of rows, which the sum that divides grows with.
-      moved: of a ratio, what was done to the sum that divides: ``"max"`` with a bound, ``"plus"``
-        something small, or ``"guard"``, another value where it is 0; empty if nothing was.
-      bound: that bound, what was added, or that value.
-      counts: of a ratio, whether the sum that divides is known to be one of integers.
-      code: of a ratio, the line that divides; empty if unknown.
-      by: of a ratio, which sum divides; see ``Total.of``.
-      of: what part of a ``Mean`` it is of; empty for a number.
-      assumes: the operations that it is assumed of to compute each row alone.
-    """
-
-    kind: OverRows
-    reason: str = ""
-    source: str = ""
+    kind: OverRows  # what it is
+    reason: str = ""  # the operation that decides; empty for a mean
+    source: str = ""  # its source line; empty if unknown
+    # Of a ratio, the place among the leaves of the batch of the one whose sum divides; ``None`` if
+    # it is none of them.
     entry: int | None = None
-    power: int = 1
+    power: int = 1  # of a ratio, of the number of rows, which the sum that divides grows with
+    # Of a ratio, what was done to the sum that divides: ``"max"`` with a bound, ``"plus"``
+    # something small, or ``"guard"``, another value where it is 0; empty if nothing was.
     moved: str = ""
-    bound: float = 0.0
-    counts: bool = False
-    code: str = ""
+    bound: float = 0.0  # that bound, what was added, or that value
+    counts: bool = False  # of a ratio, whether the sum that divides is known to be one of integers
+    code: str = ""  # of a ratio, the line that divides; empty if unknown
+    # Of a ratio, which sum divides; see ``Total.of``.
     by: Any = dataclasses.field(default=None, compare=False, repr=False)
-    assumes: tuple[str, ...] = ()
-    of: str = ""
+    assumes: tuple[str, ...] = ()  # the operations that it is assumed of to compute each row alone
+    of: str = ""  # what part of a ``Mean`` it is of; empty for a number
 
     def __str__(self) -> str:
         reason = f": {self.reason}" if self.reason else ""
@@ -128,17 +115,11 @@ class Finding:
 
 
 class Proof(NamedTuple):
-    """What is known of the outputs of a function.
+    """What is known of the outputs of a function."""
 
-    Attributes:
-      facts: what each is in the rows of its batch.
-      jaxpr: the one whose variables they name.
-      assumed: what is assumed of operations.
-    """
-
-    facts: tuple[Fact, ...]
-    jaxpr: Any
-    assumed: Assumptions
+    facts: tuple[Fact, ...]  # what each is in the rows of its batch
+    jaxpr: Any  # the one whose variables they name
+    assumed: Assumptions  # what is assumed of operations
 
     def concluded(self, finding: Finding) -> Finding:
         """What a loss is of which these facts tell so much, with what that assumes.
@@ -247,7 +228,7 @@ def followed(
     What it assumes of operations is written down in ``assumed``.
     """
     try:
-        return tuple(follow(_OverRows(rows, times, shards, assumed=assumed), traces, inputs))
+        return tuple(follow(_OverRows(rows, times, shards, assumed), traces, inputs))
     except Mismatch as mismatch:
         differs = Obstacle(OverRows.UNDECIDED, _DIFFERS, mismatch.equation)
         return (differs,) * len(traces[0].out_avals)
@@ -287,7 +268,7 @@ def found(fact: Fact) -> Finding:
             return Finding(
                 kind, reason, source or _jax.sources_of(equation) if equation else source
             )
-        case Ratio(by, equation, power=0):
+        case Divided(Total(0), by, equation):
             return Finding(
                 OverRows.RATIO,
                 source=_jax.sources_of(equation),
@@ -307,35 +288,24 @@ def found(fact: Fact) -> Finding:
             return Finding(OverRows.SUM)
         case Total(moved=str(moved)) if moved:
             return Finding(OverRows.COMPARED, _NOT_LINEAR)
-        case Inverse() | Some():
+        case Divided(Free()) | Some():
             return Finding(OverRows.COMPARED, _NOT_LINEAR)
         case _:
             return Finding(OverRows.UNDECIDED, "it grows with the number of rows")
 
 
+@dataclasses.dataclass(eq=False)
 class _OverRows(Analysis[Fact]):
-    """The facts of two traces, the second with several times as many rows as the first.
+    """The facts of two traces, the second with several times as many rows as the first."""
 
-    Args:
-      rows: the number of rows of the first.
-      times: how many times as many the second has.
-      shards: the mesh axes of the shards; all that are named if ``None``.
-      derives: whether to look at the derivatives of functions that have their own; not within
-        such a derivative.
-      assumed: where to write down what is assumed of operations.
-    """
+    rows: int  # the number of rows of the first
+    times: int  # how many times as many the second has
+    shards: Sequence[str] | None = None  # the mesh axes of the shards; ``None`` for all
+    assumed: Assumptions = dataclasses.field(default_factory=Assumptions)
+    # Whether derivatives of functions that have their own are looked at; not within one.
+    derives: bool = True
 
-    def __init__(
-        self,
-        rows: int,
-        times: int,
-        shards: Sequence[str] | None = None,
-        *,
-        derives: bool = True,
-        assumed: Assumptions | None = None,
-    ):
-        self._rows, self._times, self._shards, self._derives = rows, times, shards, derives
-        self._assumed = Assumptions() if assumed is None else assumed
+    def __post_init__(self) -> None:
         self.memory = {}
 
     def constant(self, values: Sequence[Any]) -> Fact:
@@ -355,16 +325,16 @@ class _OverRows(Analysis[Fact]):
             same = one is other
             return Free() if same else Obstacle(OverRows.UNDECIDED, _DIFFERS, equation)
         if one.shape == other.shape:
-            if np.array_equal(one, other) or _both_nan(one, other):
+            if np.array_equal(one, other, equal_nan=jnp.issubdtype(one.dtype, jnp.inexact)):
                 return Free(number=_number(one))
             if one.ndim == 1 and one.size < 9 and one.dtype.kind in "iu":
                 return Shape(tuple(one.tolist()), tuple(other.tolist()))
-            powers = (p for p in (1, -1, 2, -2) if scales(one, other, self._times, p))
+            powers = (p for p in (1, -1, 2, -2) if scales(one, other, self.times, p))
             power = next(powers, None)
             if power is not None:
                 return Free(power, number=_number(one))
-        counts = one.ndim == 1 and np.array_equal(other, np.arange(self._times * self._rows))
-        if counts and np.array_equal(one, np.arange(self._rows)):
+        counts = one.ndim == 1 and np.array_equal(other, np.arange(self.times * self.rows))
+        if counts and np.array_equal(one, np.arange(self.rows)):
             return Index(0)
         return Obstacle(OverRows.UNDECIDED, _COUNTS, equation)
 
@@ -378,7 +348,7 @@ class _OverRows(Analysis[Fact]):
                 return None
             case Obstacle() | OneRow(0) | Some():
                 return decides
-            case Total() | Ratio() | Inverse():
+            case Total() | Divided(Total() | Free()):
                 return pair.compared(f"a sum over rows decides a {name}")
             case _:
                 return pair.undecided(f"rows decide a {name}")
@@ -408,12 +378,14 @@ class _OverRows(Analysis[Fact]):
                 return replace(fact, axis=axis + axes)
             case Total():
                 return replace(fact, single=False, of=None)
+            case Divided(inner):
+                return fact.with_fact(self._beside(equations, inner, axes))
         return fact
 
     def returned(
         self, equations: Equations, inputs: Sequence[Fact], outputs: Sequence[Fact]
     ) -> Sequence[Fact]:
-        if self._derives and has_own_derivative(equations[0]):
+        if self.derives and has_own_derivative(equations[0]):
             obstacle = self._of_derivative(equations, inputs, outputs)
             if obstacle is not None:
                 outputs = [worst([fact, obstacle]) or obstacle for fact in outputs]
@@ -424,7 +396,7 @@ class _OverRows(Analysis[Fact]):
         # A value without a source line, as in a jit that JAX has traced before, takes the call's.
         return [
             replace(fact, equation=equations[0])
-            if isinstance(fact, Obstacle | Ratio) and not _jax.has_source(fact.equation)
+            if isinstance(fact, Obstacle | Divided) and not _jax.has_source(fact.equation)
             else fact
             for fact in outputs
         ]
@@ -438,7 +410,7 @@ class _OverRows(Analysis[Fact]):
         if pair.name == "select_n" and is_zero(inputs[0]):
             # As where an index is negative, which the number of a row is not.
             return [inputs[1]]
-        if any(map(is_ref, (*pair.one.invars, *pair.one.outvars))):
+        if has_ref(pair.one):
             return [pair.undecided("a value that is written in place")] * number
         if pair.name == "axis_index":
             return [Free(own=True)]
@@ -472,19 +444,19 @@ class _OverRows(Analysis[Fact]):
         means to.
         """
         names = named_axes(pair.one)
-        elsewhere = self._shards is not None and not names & set(self._shards)
+        elsewhere = self.shards is not None and not names & set(self.shards)
         brings = pair.name not in OVER_SHARDS and not elsewhere
         by_itself = Obstacle(OverRows.OVER_SHARDS, pair.name, pair.one, brings=brings)
         if brings or len(inputs) != len(pair.one.outvars):
             free = all(isinstance(fact, Free) and fact.power == 0 for fact in inputs)
             return [Free(own=True) if free else by_itself] * len(pair.one.outvars)
-        whole = pair.one.params.get("axis_index_groups") is None and self._derives
+        whole = pair.one.params.get("axis_index_groups") is None and self.derives
         adds = pair.name.startswith("psum")
         number = math.prod(_jax.bound_axes().get(name, 1) for name in names) if adds else 1
 
         def of(fact: Fact) -> Fact:
             match fact:
-                case Rows(over=None) if elsewhere:
+                case Rows() if elsewhere:
                     # Of the same rows, as on a mesh with axes of the model.
                     return replace(fact, entry=None, counts=False)
                 case Total(power, moved="") if elsewhere and adds:
@@ -495,7 +467,7 @@ class _OverRows(Analysis[Fact]):
                     return Free(power, own and elsewhere, times=1 if elsewhere else number)
                 case Total(power, moved="") if whole and adds and not elsewhere:
                     return Free(power, times=1 if power else number)
-                case Ratio() if not elsewhere:
+                case Divided(Total()) if not elsewhere:
                     return pair.compared(f"{pair.name} of each shard's ratio of sums over rows")
             return by_itself
 
@@ -503,10 +475,12 @@ class _OverRows(Analysis[Fact]):
 
     def _pair(self, equations: Equations) -> Pair:
         one, other = equations
-        return Pair(one, other, self._rows, self._times, str(one.primitive.name))
+        return Pair(one, other, self.rows, self.times, str(one.primitive.name))
 
     def _of_shape(self, pair: Pair, fact: Fact, one: Any, other: Any) -> Fact:
         """The fact of an output, given its shapes."""
+        if isinstance(fact, Divided):
+            return fact.with_fact(self._of_shape(pair, fact.fact, one, other))
         if not self._fits(fact, one, other):
             return pair.undecided(f"{pair.name} of rows")
         if isinstance(fact, Total) and math.prod(shape_of(one)) == 1:
@@ -519,24 +493,24 @@ class _OverRows(Analysis[Fact]):
         if isinstance(fact, Chunks) and fact.axis is not None:
             fits = shapes[0][0] == fact.number and shapes[0][fact.axis] == fact.size
             grown = list(shapes[0])
-            grown[fact.axis] *= self._times
+            grown[fact.axis] *= self.times
             return fits and tuple(grown) == shapes[1]
         if not isinstance(fact, Rows | Index):
             return isinstance(fact, Obstacle) or shapes[0] == shapes[1]
         slices = 1 if isinstance(fact, Index) else fact.outer * fact.inner
-        if fact.axis >= len(shapes[0]) or shapes[0][fact.axis] != slices * self._rows:
+        if fact.axis >= len(shapes[0]) or shapes[0][fact.axis] != slices * self.rows:
             return False
         grown = list(shapes[0])
-        grown[fact.axis] *= self._times
+        grown[fact.axis] *= self.times
         return tuple(grown) == shapes[1]
 
     def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         kinds = set(map(type, inputs))
         if Chunks in kinds:
             return self._of_chunks(pair, inputs)
-        if Rows in kinds and any(type(x) is Rows and x.over is not None for x in inputs):
-            return self._of_divided(pair, inputs)
-        found = batches_of(pair, inputs) or of_kernel(self, pair, inputs, self._assumed)
+        if Divided in kinds and pair.name not in SAID_BY_JAXPR:
+            return of_divided(pair, inputs, self._transferred)
+        found = batches_of(pair, inputs) or of_kernel(self, pair, inputs, self.assumed)
         if found is not None:
             return found
         if not pair.is_alike():
@@ -545,7 +519,7 @@ class _OverRows(Analysis[Fact]):
             return [self._of_shapes(pair, inputs)]
         if kinds & {OneRow, SoFar}:
             return self._of_one_row(pair, inputs)
-        if kinds & {Total, Ratio, Inverse, Some}:
+        if kinds & {Total, Some}:
             return [of_sums(pair, inputs)] * len(pair.one.outvars)
         if Index in kinds:
             return self._of_index(pair, inputs)
@@ -561,17 +535,6 @@ class _OverRows(Analysis[Fact]):
         if len(free) < len(inputs) or not (same and do_the_same(*pair[:2])):
             return pair.undecided(_DIFFERS)
         return [Free(own=any(fact.own for fact in free))] * len(pair.one.outvars)
-
-    def _of_divided(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        """Of rows that are all divided by one sum: what is linear in them still is."""
-        by = divisor_of(pair, inputs)
-        if isinstance(by, Obstacle):
-            return by
-        without = [replace(x, over=None) if isinstance(x, Rows) else x for x in inputs]
-        outputs = self._transferred(pair, without)
-        if isinstance(outputs, Obstacle):
-            return outputs
-        return [divided(pair, fact, by) for fact in outputs]
 
     def _of_chunks(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         """Of chunks of rows, outside of a loop over them: what treats all of them alike."""
@@ -613,14 +576,13 @@ class _OverRows(Analysis[Fact]):
             kept = name in MOVES and not pair.converts() and len(free) == len(inputs)
             of_all = free[0].number if kept and free else None
             return [Free(power, own, of_all, _times(name, free))] * number
-        axes = {
-            _axis_that_grows(shape_of(one), shape_of(other), self._times)
-            for one, other in zip(pair.one.outvars, pair.other.outvars, strict=True)
-        }
-        (axis,) = axes if len(axes) == 1 else (None,)
-        if axis is None:
+        shapes = [tuple(map(shape_of, each.outvars)) for each in pair[:2]]
+        axes = set(map(axis_of_slices, *shapes))
+        axis = axes.pop() if len(axes) == 1 else None
+        pairs = zip(*shapes, strict=True)
+        if axis is None or any(more[axis] != self.times * few[axis] for few, more in pairs):
             return pair.undecided(f"{name} makes an array of rows by rows")
-        inner, odd = divmod(shape_of(pair.one.outvars[0])[axis], self._rows)
+        inner, odd = divmod(shapes[0][0][axis], self.rows)
         if odd:
             return pair.undecided(f"{name} with the number of rows")
         if name == "iota" and pair.one.params["dimension"] == axis:
@@ -701,17 +663,17 @@ class _OverRows(Analysis[Fact]):
         steps, within = [each.steps for each in loops], self
         if chunks:
             size = chunks[0].size
-            within = _OverRows(size, self._times, self._shards, derives=self._derives)
+            within = replace(self, rows=size)
             if steps[0] != steps[1] or {fact.size for fact in chunks} != {size}:
                 return unknown
-        elif steps[1] != (self._times * self._rows, steps[0][1]) or steps[0][0] != self._rows:
+        elif steps[1] != (self.times * self.rows, steps[0][1]) or steps[0][0] != self.rows:
             return [pair.undecided("a scan with the number of rows")] * number
         rows: list[Fact] = []
         for fact in inputs[first:]:
             match fact:
                 case Chunks(_, _, int(axis), power, counts):
                     rows.append(Rows(axis - 1, power=power, counts=counts))
-                case Rows(0, 1, 1, power, constant, over=None) if not chunks:
+                case Rows(0, 1, 1, power, constant) if not chunks:
                     rows.append(Free(power) if constant else OneRow(power))
                 case _:
                     return unknown
@@ -761,10 +723,10 @@ class _OverRows(Analysis[Fact]):
                 found.append(total)
         for fact in outputs[carried:]:
             match fact:
-                case Rows(axis, 1, 1, power, over=None) if chunks:
-                    found.append(Chunks(chunks[0].number, within._rows, axis + 1, power))
+                case Rows(axis, 1, 1, power) if chunks:
+                    found.append(Chunks(chunks[0].number, within.rows, axis + 1, power))
                 case Total(power, moved="") if chunks:
-                    found.append(Chunks(chunks[0].number, within._rows, None, power))
+                    found.append(Chunks(chunks[0].number, within.rows, None, power))
                 case OneRow(power):
                     found.append(Rows(0, power=power))
                 case Free(power) if not chunks:
@@ -808,10 +770,8 @@ class _OverRows(Analysis[Fact]):
             rules = list(map(rule_of_derivative, equations))
         except Exception:  # a rule of the user may raise anything
             return unknown
-        without_rules = _OverRows(
-            self._rows, self._times, self._shards, derives=False, assumed=self._assumed
-        )
-        self._assumed.rules[id(pair.other)] = rules[1], slopes
+        without_rules = replace(self, derives=False)
+        self.assumed.rules[id(pair.other)] = rules[1], slopes
         try:
             found = follow(without_rules, rules, [*inputs, *slopes])
         except Mismatch:
@@ -864,25 +824,8 @@ def _number(value: np.ndarray[Any, Any]) -> float | None:
     return float(value.flat[0])
 
 
-def _both_nan(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    real = jnp.issubdtype(one.dtype, jnp.floating)
-    return bool(
-        real
-        and np.array_equal(np.isnan(one), np.isnan(other))
-        and np.array_equal(one[~np.isnan(one)], other[~np.isnan(other)])
-    )
-
-
 def _same_shape(one: Any, other: Any) -> bool:
     return shape_of(one) == shape_of(other)
-
-
-def _axis_that_grows(one: Sequence[int], other: Sequence[int], times: int) -> int | None:
-    if len(one) != len(other):
-        return None
-    differ = [axis for axis, pair in enumerate(zip(one, other, strict=True)) if len(set(pair)) > 1]
-    grows = len(differ) == 1 and other[differ[0]] == times * one[differ[0]]
-    return differ[0] if grows else None
 
 
 def _is_never(name: str, one: Free, other: Free) -> bool:

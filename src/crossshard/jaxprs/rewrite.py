@@ -47,12 +47,7 @@ def evaluate(
 
 
 class Written:
-    """Equations that are written down, with those of a call in place of it.
-
-    Attributes:
-      equations: these.
-      constants: the values of the constants that they read.
-    """
+    """Equations that are written down, with those of a call in place of it."""
 
     def __init__(
         self,
@@ -66,7 +61,7 @@ class Written:
           keep: the primitives whose calls stay as they are.
         """
         self.equations: list[Any] = []
-        self.constants: dict[Any, Any] = {}
+        self.constants: dict[Any, Any] = {}  # the values of those that they read
         self._emit, self._keep = emit or self.add, keep
 
     def add(self, equation: Any) -> list[Any]:
@@ -202,17 +197,11 @@ def computed_once(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class Piece(NamedTuple):
-    """A function of some inputs of a jaxpr.
+    """A function of some inputs of a jaxpr."""
 
-    Attributes:
-      run: the function.
-      taken: the places of its inputs.
-      text: the same for functions that compute the same from other inputs.
-    """
-
-    run: Callable[..., list[Any]]
-    taken: tuple[int, ...]
-    text: str
+    run: Callable[..., list[Any]]  # the function
+    taken: tuple[int, ...]  # the places of its inputs
+    text: str  # the same for functions that compute the same from other inputs
 
 
 class Pieces:

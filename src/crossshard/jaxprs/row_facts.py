@@ -3,13 +3,14 @@
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from crossshard.jaxprs.primitives import CHOOSES, HOMOGENEOUS, OF_COUNTS, OF_SIGN
+from crossshard.jaxprs.walk import are_alike
 
 
 class OverRows(enum.Enum):
@@ -34,45 +35,31 @@ SAME_NOISE = "noise from a key that is the same on every shard"
 # Facts of two kinds are never equal, as tuples could be.
 @dataclass(frozen=True)
 class Free:
-    """A value that does not depend on the batch.
+    """A value that does not depend on the batch."""
 
-    Attributes:
-      power: of the number of rows, which it grows with.
-      own: whether it differs from shard to shard.
-      number: what all of it is, if that is known; with the rows of the first trace.
-      times: how many times too large it is, as the shards have added up what is no sum over rows.
-    """
-
-    power: int = 0
-    own: bool = False
+    power: int = 0  # of the number of rows, which it grows with
+    own: bool = False  # whether it differs from shard to shard
+    # What all of it is, if that is known; with the rows of the first trace.
     number: float | None = None
+    # How many times too large it is, as the shards have added up what is no sum over rows.
     times: int = 1
 
 
 @dataclass(frozen=True)
 class Rows:
-    """An array with rows along an axis, each computed from one row of the batch.
+    """An array with rows along an axis, each computed from one row of the batch."""
 
-    Attributes:
-      axis: the axis; its length is ``outer`` · rows · ``inner``, in this order.
-      outer, inner: how many slices along the axis are before a row's, and of it.
-      power: of the number of rows, which it grows with.
-      constant: whether all slices along the axis are equal, so that it has any such order.
-      zero: whether all of it is 0.
-      entry: the place of the batch's leaf that it is, but for its shape and dtype.
-      counts: whether all of it is known to be integers, of any dtype.
-      over: the sum over rows that all of it is divided by, if it is.
-    """
-
-    axis: int
+    axis: int  # the axis; its length is ``outer`` · rows · ``inner``, in this order
+    # How many slices along the axis are before a row's, and of it.
     outer: int = 1
     inner: int = 1
-    power: int = 0
+    power: int = 0  # of the number of rows, which it grows with
+    # Whether all slices along the axis are equal, so that it has any such order.
     constant: bool = False
-    zero: bool = False
+    zero: bool = False  # whether all of it is 0
+    # The place of the batch's leaf that it is, but for its shape and dtype.
     entry: int | None = None
-    counts: bool = False
-    over: "Total | None" = None
+    counts: bool = False  # whether all of it is known to be integers, of any dtype
 
     @property
     def is_plain(self) -> bool:
@@ -86,20 +73,14 @@ class Chunks:
 
     Which rows are in the first chunk depends on their number, so that all chunks have to be treated
     alike.
-
-    Attributes:
-      number: how many chunks there are.
-      size: how many slices along the axis one has.
-      axis: the axis of these slices; ``None`` if each chunk has but a sum over its slices.
-      power: of the number of rows, which it grows with.
-      counts: as of ``Rows``.
     """
 
-    number: int
-    size: int
+    number: int  # how many chunks there are
+    size: int  # how many slices along the axis one has
+    # The axis of these slices; ``None`` if each chunk has but a sum over its slices.
     axis: int | None
-    power: int = 0
-    counts: bool = False
+    power: int = 0  # of the number of rows, which it grows with
+    counts: bool = False  # as of ``Rows``
 
 
 @dataclass(frozen=True)
@@ -127,39 +108,28 @@ class OneRow:
 
 @dataclass(frozen=True)
 class SoFar:
-    """A sum over the rows before, in a scan over the rows or over chunks of them.
+    """A sum over the rows before, in a scan over the rows or over chunks of them."""
 
-    Attributes:
-      power: of what is added of each row; ``None`` if nothing is yet.
-      counts: whether all that is added is known to be integers.
-    """
-
-    power: int | None = None
-    counts: bool = True
+    power: int | None = None  # of what is added of each row; ``None`` if nothing is yet
+    counts: bool = True  # whether all that is added is known to be integers
 
 
 @dataclass(frozen=True)
 class Total:
-    """A sum over rows.
+    """A sum over rows."""
 
-    Attributes:
-      power: of the number of rows, which it grows with: 1 for a sum, 0 for a mean.
-      of: which sum it is: the place of the batch's leaf of which it is the sum, or what tells it
-        from others; ``None`` if unknown.
-      moved: what was done to it, so that it may only divide: ``"max"`` with a bound, ``"plus"``
-        something small, or ``"guard"``, another value where it is 0; empty if nothing was.
-      bound: that bound, what was added, or that value; without any of these, what each row has
-        more than what is summed, infinite if unknown.
-      counts: whether it is known to be a sum of integers, before it was moved.
-      single: whether it is one number.
-    """
-
-    power: int
+    power: int  # of the number of rows, which it grows with: 1 for a sum, 0 for a mean
+    # Which sum it is: the place of the batch's leaf of which it is the sum, or what tells it from
+    # others; ``None`` if unknown.
     of: Any = None
+    # What was done to it, so that it may only divide: ``"max"`` with a bound, ``"plus"`` something
+    # small, or ``"guard"``, another value where it is 0; empty if nothing was.
     moved: str = ""
+    # That bound, what was added, or that value; without any of these, what each row has more than
+    # what is summed, infinite if unknown.
     bound: float = 0.0
-    counts: bool = False
-    single: bool = False
+    counts: bool = False  # whether it is known to be a sum of integers, before it was moved
+    single: bool = False  # whether it is one number
 
     def is_same(self, other: "Total") -> bool:
         """Whether it is known to be the same value."""
@@ -168,46 +138,25 @@ class Total:
 
 
 @dataclass(frozen=True)
-class Inverse:
-    """One by a sum over rows, which is one number.
+class Divided:
+    """A value that is divided by a sum over rows, which is one number."""
 
-    Attributes:
-      power: of the number of rows, which it grows with.
-      by: the sum.
-    """
+    fact: Free | Rows | Total  # what it is without that
+    by: Total  # the sum that divides
+    equation: Any = field(compare=False)  # the one that divides
 
-    power: int
-    by: Total
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A sum over rows, divided by another one, which is one number.
-
-    Attributes:
-      by: the sum that divides.
-      equation: the one that divides.
-      power: of the number of rows, which it grows with.
-    """
-
-    by: Total
-    equation: Any
-    power: int = 0
+    def with_fact(self, fact: "Fact") -> "Fact":
+        """Another value that is divided so; an obstacle stays one."""
+        return replace(self, fact=fact) if isinstance(fact, Free | Rows | Total) else fact
 
 
 @dataclass(frozen=True)
 class Some:
-    """Whether a sum over rows is more than 0, as a guard of what it divides asks.
+    """Whether a sum over rows is more than 0, as a guard of what it divides asks."""
 
-    Attributes:
-      of: which sum, as of ``Total``.
-      isnt: whether it is 0.
-      equation: the one that asks.
-    """
-
-    of: Any
-    isnt: bool = False
-    equation: Any = None
+    of: Any  # which sum, as of ``Total``
+    isnt: bool = False  # whether it is 0
+    equation: Any = None  # the one that asks
 
     def asks(self, total: Total) -> bool:
         """Whether it is known to ask this sum."""
@@ -216,54 +165,28 @@ class Some:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A value that is none of these, because of an equation, or of what a source line does.
+    """A value that is none of these, because of an equation, or of what a source line does."""
 
-    Attributes:
-      kind: what it is.
-      reason: why.
-      equation: the one that makes it so; ``None`` if unknown.
-      source: the line, if it is known without an equation.
-      brings: whether rows of other shards come to it, so that comparisons with them are meant.
-    """
-
-    kind: OverRows
-    reason: str
-    equation: Any = None
-    source: str = ""
+    kind: OverRows  # what it is
+    reason: str  # why
+    equation: Any = None  # the one that makes it so; ``None`` if unknown
+    source: str = ""  # the line, if it is known without an equation
+    # Whether rows of other shards come to it, so that comparisons with them are meant.
     brings: bool = False
 
 
-Fact = (
-    Free
-    | Rows
-    | Chunks
-    | Index
-    | Shape
-    | OneRow
-    | SoFar
-    | Total
-    | Inverse
-    | Ratio
-    | Some
-    | Obstacle
-)
+Fact = Free | Rows | Chunks | Index | Shape | OneRow | SoFar | Total | Divided | Some | Obstacle
 
 
 class Pair(NamedTuple):
-    """An equation of the one trace, and that of the other.
+    """An equation of the one trace, and that of the other."""
 
-    Attributes:
-      one, other: the equations.
-      rows: the number of rows of the one.
-      times: how many times as many the other has.
-      name: that of the primitive.
-    """
-
+    # The equations.
     one: Any
     other: Any
-    rows: int
-    times: int
-    name: str
+    rows: int  # the number of rows of the one
+    times: int  # how many times as many the other has
+    name: str  # that of the primitive
 
     def compared(self, reason: str) -> Obstacle:
         """That it lets rows meet."""
@@ -275,11 +198,7 @@ class Pair(NamedTuple):
 
     def is_alike(self) -> bool:
         """Whether the parameters are equal, but for lengths, which the shapes tell."""
-        left, right = self.one.params, self.other.params
-        return all(
-            key in _OF_SHAPE or value is right[key] or bool(value == right[key])
-            for key, value in left.items()
-        )
+        return are_alike(self.one, self.other, _OF_SHAPE)
 
     def converts(self) -> bool:
         """Whether it makes another number of a number, as from float to integer."""
@@ -361,31 +280,32 @@ def joined(one: Fact, other: Fact) -> Fact:
     match one, other:
         case Free(power), Free(by) if power == by or one.number == 0 or other.number == 0:
             return Free(by if one.number == 0 else power, one.own or other.own)
-        case Free(number=0), Total() | Ratio() | OneRow():
+        case Free(number=0), Total() | Divided(Total()) | OneRow():
             return other
         case Free(power), Total(by, moved="") if power == by:
             return Total(power, bound=math.inf)
-        case Free(power), Ratio(power=by) if power == by:
+        case Free(power), Divided(Total(by)) if power == by:
             return other
         case Free(0), Some():
             return other
-        case (Some() as some, Ratio(by) as ratio) | (Ratio(by) as ratio, Some() as some) if (
-            some.asks(by)
-        ):
+        case (Some() as some, Divided(Total(), by) as ratio) | (
+            Divided(Total(), by) as ratio,
+            Some() as some,
+        ) if some.asks(by):
             # A shard of whose rows none counts has no weight, whatever its loss is.
             return ratio
         case Free(power), OneRow(by) if power == by:
             return other
         case Total(power, moved=""), Total(by, moved="") if power == by:
             return Total(power, bound=math.inf if one.bound or other.bound else 0.0)
-        case Ratio(by), Ratio(also) if by.is_same(also) and one.power == other.power:
-            return one
-        case Rows(), Rows() if one.axis == other.axis and one.over == other.over:
+        case Divided(by=by), Divided(by=also) if by == also or by.is_same(also):
+            return one.with_fact(joined(one.fact, other.fact))
+        case Rows(), Rows() if one.axis == other.axis:
             found = layout((one, other))
             if found is not None and (one.power == other.power or one.zero or other.zero):
                 power = other.power if one.zero else one.power
                 constant = one.constant and other.constant
-                return Rows(one.axis, found.outer, found.inner, power, constant, over=found.over)
+                return Rows(one.axis, found.outer, found.inner, power, constant)
     for fact in (one, other):
         if isinstance(fact, Some):
             return Obstacle(OverRows.COMPARED, "a sum over rows decides", fact.equation)
@@ -402,10 +322,9 @@ def outside(fact: Fact, place: Any = None) -> Fact:
     match fact:
         case Total(of=of) | Some(of=of):
             return replace(fact, of=_outside(of, place))
-        case Ratio(by) | Inverse(by=by):
-            return replace(fact, by=replace(by, of=_outside(by.of, place)))
-        case Rows(over=Total() as by):
-            return replace(fact, over=replace(by, of=_outside(by.of, place)))
+        case Divided(inner, by):
+            own = replace(fact, by=replace(by, of=_outside(by.of, place)))
+            return own.with_fact(outside(inner, place))
     return fact
 
 
@@ -467,7 +386,7 @@ def tangent(fact: Fact) -> Fact:
     match fact:
         case Free(power, own):
             return Free(power, own)
-        case Rows(over=None):
+        case Rows():
             return replace(fact, zero=False, entry=None)
         case Total(power, moved=""):
             return Total(power)
@@ -481,7 +400,7 @@ def cotangent(fact: Fact) -> Fact:
     match fact:
         case Free(power):
             return Total(-power)
-        case Rows(axis, outer, inner, power, over=None):
+        case Rows(axis, outer, inner, power):
             return Rows(axis, outer, inner, -1 - power)
         case Total(power, moved=""):
             return Free(-power)
@@ -497,7 +416,7 @@ def is_slope(fact: Fact, expected: Fact) -> bool:
     match fact, expected:
         case Rows(), Rows():
             alike = layout([fact, expected]) is not None
-            same = (fact.axis, fact.power, fact.over) == (expected.axis, expected.power, None)
+            same = (fact.axis, fact.power) == (expected.axis, expected.power)
             return alike and same
         case ((Total(power, moved="") | Free(power)), Total(by)):
             return power == by

@@ -15,16 +15,17 @@ import numpy as np
 from crossshard.jaxprs.primitives import ADDS, CHOOSES, ELEMENTWISE, KEYS, LINEAR, MIXES, MOVES
 from crossshard.jaxprs.row_facts import (
     ADDS_UNLIKE,
+    MEETS_EARLIER,
     SAME_NOISE,
     Chunks,
+    Divided,
     Fact,
     Free,
     Index,
-    Inverse,
     Obstacle,
     Pair,
-    Ratio,
     Rows,
+    SoFar,
     Some,
     Total,
     are_counts,
@@ -289,23 +290,14 @@ def _added_up(pair: Pair, inputs: Sequence[Fact], power: int) -> list[Total] | O
 
 
 class _Numbers(NamedTuple):
-    """The dimension numbers of a gather, or of a scatter, whose updates are what a gather returns.
+    """The dimension numbers of a gather, or a scatter, whose updates are what a gather returns."""
 
-    Attributes:
-      windows: the axes of the output, or updates, that are axes of the operand.
-      batch: its other axes, which are those of the indices but the last.
-      gone: the axes of the operand that indices choose one of.
-      to_operand: the axis of the operand that each column of the indices counts.
-      paired: the axes of the operand that go with axes of the indices, and these.
-      kept: the other axes of the operand.
-    """
-
-    windows: Sequence[int]
-    batch: Sequence[int]
-    gone: Sequence[int]
-    to_operand: Sequence[int]
-    paired: dict[int, int]
-    kept: Sequence[int]
+    windows: Sequence[int]  # the axes of the output, or updates, that are axes of the operand
+    batch: Sequence[int]  # its other axes, which are those of the indices but the last
+    gone: Sequence[int]  # the axes of the operand that indices choose one of
+    to_operand: Sequence[int]  # the axis of the operand that each column of the indices counts
+    paired: dict[int, int]  # the axes of the operand that go with axes of the indices, and these
+    kept: Sequence[int]  # the other axes of the operand
 
     def of_rows(self, rows: Rows, size: int, full: int) -> int | None:
         """Where rows of the operand are, if indices choose the same in all of them."""
@@ -502,7 +494,7 @@ def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     mixed = _mixed(pair, inputs, f"{name} of a sum over rows")
     if any(isinstance(fact, Some) for fact in inputs):
         return _guarded(pair, inputs)
-    if not all(isinstance(fact, Free | Total | Ratio | Inverse) for fact in inputs):
+    if not all(isinstance(fact, Free | Total) for fact in inputs):
         return _of_rows_and_sums(pair, inputs)
     match inputs:
         # Of a sum with something behind it, too: a guard of that does nothing, or the same.
@@ -514,27 +506,16 @@ def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
         return mixed
     if name == "div":
         return _divided(pair, inputs, mixed)
-    if name == "mul" and len(sums) == 2:
-        match sorted(sums, key=lambda fact: isinstance(fact, Inverse)):
-            case [Total(power, moved=""), Inverse(by, divisor)]:
-                return Ratio(divisor, pair.one, power + by)
-        return mixed
-    if name == "mul" or (name == "dot_general" and len(sums) == 1):
+    if (name == "mul" or name == "dot_general") and len(sums) == 1:
         power = sum(fact.power for fact in inputs if isinstance(fact, Free))
         match sums[0]:
-            case Total(own, moved="") | Ratio(power=own) | Inverse(own):
+            case Total(own, moved=""):
                 return replace(sums[0], power=own + power)
         return mixed
     if name == "max":
         return _at_least(inputs, mixed)
     if name in ADDS:
-        kinds = set(map(type, inputs))
-        if kinds == {Total}:
-            return added(inputs, mixed)
-        # Two ratios may divide by the same.
-        of_one_loss = Total in kinds or kinds == {Ratio, Free}
-        grows = pair.compared(ADDS_UNLIKE) if of_one_loss else pair.undecided(ADDS_UNLIKE)
-        return added(inputs, grows)
+        return added(inputs, mixed if len(sums) == len(inputs) else pair.compared(ADDS_UNLIKE))
     if name in CHOOSES:
         chooses, rest = chosen(name, inputs)
         if any(not isinstance(fact, Free) or fact.power for fact in chooses):
@@ -558,12 +539,8 @@ def _of_rows_and_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     reason = f"{pair.name} of a row and of a sum over rows"
     match inputs:
         case [Rows(power=power) as rows, Total(by, single=True) as total] if pair.name == "div":
-            return replace(rows, power=power - by, over=total, entry=None, counts=False)
-        case [Rows() as rows, Inverse() as one] | [Inverse() as one, Rows() as rows] if (
-            pair.name == "mul"
-        ):
-            power = rows.power + one.power
-            return replace(rows, power=power, over=one.by, entry=None, counts=False)
+            rows = replace(rows, power=power - by, entry=None, counts=False)
+            return Divided(rows, total, pair.one)
         case [Rows(), Total()] if pair.name == "div":
             return pair.undecided(reason)
     # In a mean over rows, what is added to each row is still added to the mean.
@@ -572,49 +549,79 @@ def _of_rows_and_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     )
 
 
-def divisor_of(pair: Pair, inputs: Sequence[Fact]) -> Total | Obstacle:
-    """The sum that divides some of the inputs, if the output is linear in what it divides."""
-    name = pair.name
-    reason = f"{name} of rows that a sum over rows divides"
-    divided = [fact for fact in inputs if isinstance(fact, Rows) and fact.over is not None]
-    by = divided[0].over
-    assert by is not None
-    if not all(isinstance(fact, Rows | Free) for fact in inputs) or pair.converts():
-        return pair.undecided(reason)
-    linear = name in LINEAR and len(inputs) == 1
-    if name in ("mul", "dot_general"):
-        linear = len(divided) == 1
-    elif name == "div":
-        linear = len(divided) == 1 and divided[0] is inputs[0]
-    elif name in ADDS or name in ("select_n", "gather", "dynamic_slice", "concatenate", "stack"):
+def of_divided(
+    pair: Pair,
+    inputs: Sequence[Fact],
+    transferred: Callable[[Pair, Sequence[Fact]], Sequence[Fact] | Obstacle],
+) -> Sequence[Fact] | Obstacle:
+    """The facts of the outputs, of inputs among which some are divided by a sum over rows.
+
+    What is linear in them is divided by the same sum.
+
+    Args:
+      pair: the equations.
+      inputs: the facts of what they take.
+      transferred: returns the facts of the outputs, of inputs of which none is divided.
+    """
+    name, divided = pair.name, [fact for fact in inputs if isinstance(fact, Divided)]
+    within = [fact.fact if isinstance(fact, Divided) else fact for fact in inputs]
+    kinds, (first, *_) = set(map(type, within)), divided
+    by, was_ratio = first.by, any(isinstance(fact.fact, Total) for fact in divided)
+    if SoFar in kinds:
+        return pair.compared(MEETS_EARLIER)
+    if Some in kinds and Rows not in kinds:
+        return [_guarded(pair, inputs)]
+    if name in ADDS and Rows not in kinds:
+        others = [type(fact) for fact in inputs if not isinstance(fact, Divided)]
+        of_one_loss = others == [Total] or (others == [Free] and was_ratio)
+        return [added(inputs, (pair.compared if of_one_loss else pair.undecided)(ADDS_UNLIKE))]
+    if {Rows, Total} <= kinds:
+        reason = f"{name} of a row and of a sum over rows"
+        unsure = name in ("add", "add_any") or any(isinstance(x.fact, Rows) for x in divided)
+        return pair.undecided(reason) if unsure else _mixed(pair, inputs, reason)
+    of = "rows that a sum over rows divides" if Rows in kinds else "a sum over rows"
+    mixed = _mixed(pair, inputs, f"{name} of {of}")
+    unknown = pair.undecided(mixed.reason)
+    if not kinds <= {Free, Rows, Total} or (Rows in kinds and pair.converts()):
+        return unknown
+    linear = len(divided) == 1
+    if name == "div":
+        linear = linear and first is inputs[0]
+    elif name in LINEAR or name in ADDS or name in CHOOSES:
         chooses, rest = chosen(name, inputs)
-        same = [fact == by or by.is_same(fact) for fact in (x.over for x in divided) if fact]
-        apart = [fact for fact in rest if fact not in divided and not is_zero(fact)]
-        linear = all(same) and not apart and not any(fact in divided for fact in chooses)
-    if linear:
-        return by
-    return _mixed(pair, inputs, reason)
+        same = all(fact.by == by or by.is_same(fact.by) for fact in divided)
+        apart = [fact for fact in rest if not isinstance(fact, Divided) and not is_zero(fact)]
+        linear = same and not apart and not any(isinstance(fact, Divided) for fact in chooses)
+    elif name not in ("mul", "dot_general"):
+        linear = False
+    if not linear or pair.converts():
+        return mixed
+    outputs = transferred(pair, within)
+    if isinstance(outputs, Obstacle):
+        return outputs
 
+    def again(fact: Fact) -> Fact:
+        match fact:
+            case Total(power, moved=""):
+                fact = Total(power)
+            case Free(power, own=False):
+                fact = Free(power)
+            case Divided():
+                return mixed
+            case Rows() | Obstacle():
+                pass
+            case _:
+                return unknown
+        return replace(first, equation=first.equation if was_ratio else pair.one).with_fact(fact)
 
-def divided(pair: Pair, fact: Fact, by: Total) -> Fact:
-    """What is known of a value, if all of it is divided by a sum over rows."""
-    match fact:
-        case Rows():
-            return replace(fact, over=by)
-        case Total(power, moved=""):
-            return Ratio(by, pair.one, power)
-        case Free(power, own=False):
-            return Inverse(power, by)
-        case Obstacle():
-            return fact
-    return pair.undecided(f"{pair.name} of rows that a sum over rows divides")
+    return list(map(again, outputs))
 
 
 def _guarded(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     """Of what is something else where a sum over rows is 0."""
     name, reason = pair.name, "a sum over rows decides"
     # The sum that is asked may be the one that divides, computed once more.
-    again = any(isinstance(fact, Total | Ratio) for fact in inputs)
+    again = any(isinstance(fact, Total | Divided) for fact in inputs)
     mixed = (pair.undecided if again else pair.compared)(reason)
     if name in MOVES and len(inputs) == 1:
         return inputs[0]
@@ -625,15 +632,16 @@ def _guarded(pair: Pair, inputs: Sequence[Fact]) -> Fact:
                 if total.moved:
                     return total
                 return replace(total, moved="guard", bound=number or 0.0)
-            case [Free(0), Ratio(by) as ratio] if some.asks(by):
+            case [Free(0), Divided(Total(), by) as ratio] if some.asks(by):
                 return ratio
-            case [Free(number=0), Inverse(by=by) as inverse] if some.asks(by):
+            case [Free(number=0), Divided(Free(), by) as inverse] if some.asks(by):
                 return inverse
     elif name == "mul":
         match inputs:
-            case [Some() as asked, Ratio(by) as ratio] | [Ratio(by) as ratio, Some() as asked] if (
-                asked.asks(by)
-            ):
+            case [Some() as asked, Divided(Total(), by) as ratio] | [
+                Divided(Total(), by) as ratio,
+                Some() as asked,
+            ] if asked.asks(by):
                 return ratio
     return mixed
 
@@ -652,14 +660,12 @@ def _divided(pair: Pair, inputs: Sequence[Fact], mixed: Obstacle) -> Fact:
     match inputs:
         case [Total(power, moved=""), Free(by)]:
             return Total(power - by)
-        case [Ratio(power=power) | Inverse(power) as fact, Free(by)]:
-            return replace(fact, power=power - by)
         case [Total(moved="") | Free(), Total(single=False)]:
             return pair.undecided("div by several sums over rows")
         case [Total(power, moved=""), Total(by) as divisor]:
-            return Ratio(divisor, pair.one, power - by)
+            return Divided(Total(power - by), divisor, pair.one)
         case [Free(power), Total(by) as divisor]:
-            return Inverse(power - by, divisor)
+            return Divided(Free(power - by), divisor, pair.one)
         # Such as Dice's: a sum and a number, of which each shard would add its own.
         case [Total(moved="plus"), _]:
             return pair.compared(ADDS_UNLIKE)
@@ -686,10 +692,10 @@ def added(facts: Sequence[Fact], mixed: Obstacle) -> Fact:
             return Total(power, bound=math.inf if number is None or one.bound else number)
         case Total(1, moved="" | "guard"), Free(0, _, float(number)) if abs(number) <= _SMALL:
             return replace(one, moved="plus", bound=number)
-        case Ratio(power=power), Free(by) if power == by:
+        case Divided(Total(power)), Free(by) if power == by:
             return one
         case Total(power, moved=""), Total(by, moved="") if power == by:
             return Total(power, bound=math.inf if one.bound or other.bound else 0.0)
-        case Ratio(by), Ratio(also) if by.is_same(also) and one.power == other.power:
-            return one
+        case Divided(Total(power), by), Divided(Total(other_power), also) if by.is_same(also):
+            return one if power == other_power else mixed
     return mixed

@@ -232,16 +232,11 @@ _LEFT_OUT: dict[str, Any] = {"dot_general": _of_product, "gather": _of_gather}
 
 
 class _Trace:
-    """A jaxpr, in which a value keeps its name when it only gets another shape.
-
-    Attributes:
-      jaxpr: the open jaxpr.
-      kept: its equations that do more.
-    """
+    """A jaxpr, in which a value keeps its name when it only gets another shape."""
 
     def __init__(self, jaxpr: Any):
         self.jaxpr = opened(jaxpr)
-        self.kept: list[Any] = []
+        self.kept: list[Any] = []  # the equations that do more
         self._values: dict[Any, Any] = {}
         for kind in ("invars", "constvars"):
             variables = getattr(self.jaxpr, kind)

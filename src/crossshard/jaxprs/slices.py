@@ -17,7 +17,7 @@ import numpy as np
 
 from crossshard import _jax
 from crossshard.jaxprs.primitives import ALONG_ONE, ELEMENTWISE, OF_MATRICES, REDUCTIONS
-from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, follow, has_effect
+from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, are_alike, follow, has_effect
 
 
 class Slicing(enum.Enum):
@@ -30,15 +30,10 @@ class Slicing(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """A value whose elements depend on other positions, or on their own position.
+    """A value whose elements depend on other positions, or on their own position."""
 
-    Attributes:
-      reason: the operation that mixes them.
-      source: its source line; empty if unknown.
-    """
-
-    reason: str
-    source: str = ""
+    reason: str  # the operation that mixes them
+    source: str = ""  # its source line; empty if unknown
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.source})" if self.source else self.reason
@@ -208,7 +203,7 @@ class Slices(Analysis[Kind]):
             given = whole.invars[0].aval
             if given.size == 1 < out.size:
                 return Slicing.UNIFORM
-            axis = _axis_of_slices(out.shape, part.outvars[0].aval.shape)
+            axis = axis_of_slices(out.shape, part.outvars[0].aval.shape)
             at = whole.params["broadcast_dimensions"]
             if axis is not None and (axis not in at or given.shape[at.index(axis)] == 1):
                 return Along(axis)
@@ -225,7 +220,7 @@ class Slices(Analysis[Kind]):
         except ValueError:
             axes = None
         outs = zip(whole.outvars, part.outvars, strict=True)
-        grown = [_axis_of_slices(one.aval.shape, other.aval.shape) for one, other in outs]
+        grown = [axis_of_slices(one.aval.shape, other.aval.shape) for one, other in outs]
         if axes is None or grown != list(axes):
             reason = f"{whole.primitive.name} over the stack of a parameter"
             return [Mixed(reason, _jax.source_of(whole))] * len(whole.outvars)
@@ -249,11 +244,7 @@ _OF_SHAPE = frozenset({"shape", "sharding", "broadcast_dimensions", "out_shardin
 
 def same_but_for_shapes(one: Any, other: Any) -> bool:
     """Whether two equations of one primitive are equal except for the shapes of arrays."""
-    left, right = one.params, other.params
-    # Both come from one function, so their other parameters compare by value.
-    return all(
-        key in _OF_SHAPE or left[key] is right[key] or left[key] == right[key] for key in left
-    )
+    return are_alike(one, other, _OF_SHAPE)
 
 
 def _keeps_order(equation: Any) -> bool:
@@ -262,7 +253,7 @@ def _keeps_order(equation: Any) -> bool:
     return reshapes and equation.params.get("dimensions") is None
 
 
-def _axis_of_slices(whole: Sequence[int], part: Sequence[int]) -> int | None:
+def axis_of_slices(whole: Sequence[int], part: Sequence[int]) -> int | None:
     """The one axis in which two shapes differ."""
     if len(whole) != len(part):
         return None

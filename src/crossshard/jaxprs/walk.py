@@ -8,7 +8,7 @@ small analyses are here: which inputs the outputs depend on, or are, and along w
 import abc
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -55,15 +55,15 @@ def equations_within(equation: Any) -> Iterator[Any]:
         yield from equations_of(jaxpr)
 
 
-def is_ref(atom: Any) -> bool:
-    """Whether an input of an equation is a mutable array."""
-    return "Ref" in type(atom.aval).__name__
+def has_ref(equation: Any) -> bool:
+    """Whether an equation takes or makes a mutable array."""
+    return any("Ref" in type(x.aval).__name__ for x in (*equation.invars, *equation.outvars))
 
 
 def has_effect(equation: Any) -> bool:
     """Whether outputs may depend on more than inputs and named axes: on a Ref, on a callback."""
     effects = (type(each).__name__ for each in equation.effects)
-    return any(map(is_ref, equation.invars)) or any(name != "NamedAxisEffect" for name in effects)
+    return has_ref(equation) or any(name != "NamedAxisEffect" for name in effects)
 
 
 def has_own_derivative(equation: Any) -> bool:
@@ -74,6 +74,15 @@ def has_own_derivative(equation: Any) -> bool:
 def named_axes(equation: Any) -> frozenset[str]:
     """The named axes of a collective; those of vmap, which are positions, are none."""
     return _names_in((equation.params.get("axes", ()), equation.params.get("axis_name", ())))
+
+
+def are_alike(one: Any, other: Any, but: Container[str] = ()) -> bool:
+    """Whether two equations of one primitive, of one function, have equal parameters but these."""
+    left, right = one.params, other.params
+    return all(
+        key in but or value is right[key] or bool(value == right[key])
+        for key, value in left.items()
+    )
 
 
 class Call(NamedTuple):
@@ -143,24 +152,17 @@ def control_flow(equation: Any) -> Call | Cond | While | Scan | None:
 
 
 class Mismatch(Exception):
-    """Jaxprs that are walked side by side do not match.
-
-    Attributes:
-      equation: the first equation that differs; ``None`` if unknown.
-    """
+    """Jaxprs that are walked side by side do not match."""
 
     def __init__(self, equation: Any = None):
         super().__init__(equation)
-        self.equation = equation
+        self.equation = equation  # the first that differs; ``None`` if unknown
 
 
 class Analysis(abc.ABC, Generic[Fact]):
-    """The facts of an analysis, a join-semilattice of finite height, and their transfer.
+    """The facts of an analysis, a join-semilattice of finite height, and their transfer."""
 
-    Attributes:
-      memory: what calls, branches and loops were found to return, if each is to be walked once.
-    """
-
+    # What calls, branches and loops were found to return, if each is to be walked once.
     memory: dict[Any, Any] | None = None
 
     @abc.abstractmethod

@@ -407,8 +407,8 @@ def _check_shapes(what: str, tree: Any, expected: list[tuple[int, ...]]) -> None
     given = [leaf.shape for leaf in jax.tree.leaves(tree)]
     if given != expected:
         raise ArgumentError(
-            f"{what} was sharded by another step: the arrays have shapes {given}, and this step "
-            f"expects {expected}. Write step.reshard(other.unshard(state))."
+            f"{what} has arrays of other shapes than this step's: {given}, where it expects "
+            f"{expected}. If another step has it so, write step.reshard(other.unshard(state))."
         )
 
 
