@@ -24,7 +24,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "crossshard"
 FEATURES = {
     "workers": r"\bsync_(every|streaming)\b|\bouter_(optimizer|reduce_dtype)\b|\bLocalSGD",
     "virtual shards": r"\bvirtual_shards\b|\btakes_nodes\b|\bVirtualLoss\b",
-    "a loss over the batch": r"\b(is_)?over_batch\b|\bOnMesh\b|\bBatchLoss\b",
+    "a loss over the batch": r"\b(is_)?over_batch\b|\bof_mesh\b|\bBatchLoss\b",
 }
 
 

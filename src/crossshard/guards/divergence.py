@@ -110,19 +110,12 @@ def names_of_compared(layout: StateLayout, state: TrainState) -> tuple[str, ...]
 
 
 class Majority(NamedTuple):
-    """What this shard knows of some leaves that the same shards have.
+    """What this shard knows of some leaves that the same shards have."""
 
-    Attributes:
-      common: uint32[leaves], the word of the majority.
-      healthy: bool[leaves], whether this shard has that word.
-      equal: bool[leaves], whether all shards have it.
-      decided: bool[leaves], whether more than half of them have it.
-    """
-
-    common: jax.Array
-    healthy: jax.Array
-    equal: jax.Array
-    decided: jax.Array
+    common: jax.Array  # uint32[leaves], the word of the majority
+    healthy: jax.Array  # bool[leaves], whether this shard has that word
+    equal: jax.Array  # bool[leaves], whether all shards have it
+    decided: jax.Array  # bool[leaves], whether more than half of them have it
 
 
 def judge(words: jax.Array, shards: Shards) -> Majority:
@@ -142,15 +135,10 @@ def judge(words: jax.Array, shards: Shards) -> Majority:
 
 @dataclasses.dataclass(frozen=True)
 class Sentinel:
-    """Compares the copies of a state before the step, each time the step count divides.
+    """Compares the copies of a state before the step, each time the step count divides."""
 
-    Attributes:
-      every: the number of steps from one comparison to the next.
-      on_divergence: what happens when copies differ.
-    """
-
-    every: int
-    on_divergence: OnDivergence
+    every: int  # the number of steps from one comparison to the next
+    on_divergence: OnDivergence  # what happens when copies differ
 
     @property
     def repairs(self) -> bool:

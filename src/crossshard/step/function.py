@@ -40,36 +40,23 @@ class Progress(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """What a step is made of, and of that the step as a pure function of the state and the batch.
+    """What a step is made of, and of that the step as a function of the state and the batch."""
 
-    Attributes:
-      loss: the loss, with what it does to a batch.
-      pipeline: the pipeline of the gradients.
-      name: the name of the pipeline's operations in profiles and HLO.
-      sentinel: what compares the shards' copies of the state; ``None`` if nothing does.
-      gather_dtype: the dtype in which parameters that rest in parts are gathered; ``None`` for that
-        in which the loss uses them.
-      mesh: the mesh, with ``AxisType.Auto`` axes, on which the step computes.
-      outer_mesh: the mesh as the user made it, on which states, batches and metrics lie.
-      axes: its shard axes.
-      weight_update: where the weights are updated.
-      in_parts: whether the parameters rest in parts.
-      wrt: what chooses the trained parameters; ``None`` for all.
-      donate: whether a call overwrites its state.
-    """
-
-    loss: StepLoss
-    pipeline: Pipeline
-    name: str
+    loss: StepLoss  # the loss, with what it does to a batch
+    pipeline: Pipeline  # the pipeline of the gradients
+    name: str  # the name of the pipeline's operations in profiles and HLO
+    # What compares the shards' copies of the state; ``None`` if nothing does.
     sentinel: Sentinel | None
+    # The dtype in which parameters that rest in parts are gathered; ``None`` for that in which the
+    # loss uses them.
     gather_dtype: Any
-    mesh: Mesh
-    outer_mesh: Mesh
-    axes: tuple[str, ...]
-    weight_update: WeightUpdate
-    in_parts: bool = False
-    wrt: Any = None
-    donate: bool = True
+    mesh: Mesh  # the mesh, with ``AxisType.Auto`` axes, on which the step computes
+    outer_mesh: Mesh  # the mesh as the user made it, on which states, batches and metrics lie
+    axes: tuple[str, ...]  # its shard axes
+    weight_update: WeightUpdate  # where the weights are updated
+    in_parts: bool = False  # whether the parameters rest in parts
+    wrt: Any = None  # what chooses the trained parameters; ``None`` for all
+    donate: bool = True  # whether a call overwrites its state
 
     @property
     def number_of_shards(self) -> int:

@@ -30,54 +30,41 @@ from crossshard.shards.cut import Partition
 
 
 class Use(NamedTuple):
-    """Where the loss uses a parameter.
+    """Where the loss uses a parameter."""
 
-    Attributes:
-      inside: what the use stands inside of.
-      dtype: the dtype in which it is used.
-      of_row: whether it uses one of its rows, or some.
-      in_ring: whether its slices meet a product one by one.
-    """
-
-    inside: Inside
-    dtype: Any
-    of_row: bool
-    in_ring: bool
+    inside: Inside  # what the use stands inside of
+    dtype: Any  # the dtype in which it is used
+    of_row: bool  # whether it uses one of its rows, or some
+    in_ring: bool  # whether its slices meet a product one by one
 
 
 @dataclasses.dataclass(frozen=True)
 class AtUse:
-    """How the loss of one shard gets its parameters, and where their gradients are summed.
+    """How the loss of one shard gets its parameters, and where their gradients are summed."""
 
-    Attributes:
-      partitions: the partition of each parameter.
-      shards: the shards.
-      in_parts: whether the parameters rest in parts.
-      unread: for each parameter, whether its gradient is not to be computed; empty for none.
-      reduce_dtype: the dtype in which gradients are sent; ``None`` for their own, or float32.
-      gather_dtype: the dtype in which parameters are sent, or the codec; ``None`` for that in
-        which they are used.
-      waits: whether a stage needs each shard's own gradient, so that all are summed after it.
-      frozen: how the arrays get there that are not trained; ``None`` if all of them rest whole.
-      record: what is told, once the loss is traced, where it uses each parameter that is gathered,
-        or summed, there; ``None`` if nobody asks.
-      before: the sums of the microbatches before this one, which is the last, as
-        ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
-        later.
-      of_mesh: the mesh and its shard axes, if the arrays are global ones, which XLA gathers and
-        sums; ``None`` inside of ``shard_map``.
-    """
-
-    partitions: tuple[Partition, ...]
+    partitions: tuple[Partition, ...]  # the partition of each parameter
     shards: Shards
-    in_parts: bool = False
+    in_parts: bool = False  # whether the parameters rest in parts
+    # For each parameter, whether its gradient is not to be computed; empty for none.
     unread: tuple[bool, ...] = ()
+    # The dtype in which gradients are sent; ``None`` for their own, or float32.
     reduce_dtype: Any = None
+    # The dtype in which parameters are sent, or the codec; ``None`` for that in which they are
+    # used.
     gather_dtype: Any = None
+    # Whether a stage needs each shard's own gradient, so that all are summed after it.
     waits: bool = False
+    # How the arrays get there that are not trained; ``None`` if all of them rest whole.
     frozen: "AtUse | None" = None
+    # What is told, once the loss is traced, where it uses each parameter that is gathered, or
+    # summed, there; ``None`` if nobody asks.
     record: UsesRecord | None = dataclasses.field(default=None, compare=False)
+    # The sums of the microbatches before this one, which is the last, as
+    # ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
+    # later.
     before: Any = dataclasses.field(default=None, compare=False)
+    # The mesh and its shard axes, if the arrays are global ones, which XLA gathers and sums;
+    # ``None`` inside of ``shard_map``.
     of_mesh: tuple[Mesh, tuple[str, ...]] | None = None
 
     def whole(self, params: Any) -> Any:
@@ -272,19 +259,12 @@ def evaluated(traced: Any, inputs: Sequence[Any], uses: dict[int, list[Use]]) ->
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How one parameter gets to its use, and its gradient from it.
+    """How one parameter gets to its use, and its gradient from it."""
 
-    Attributes:
-      at_use: how all of them get there.
-      partition: its partition, or that of its row.
-      dtype: the dtype in which it is used.
-      summed: the dtype of the sum of its gradients.
-    """
-
-    at_use: AtUse
-    partition: Partition
-    dtype: Any
-    summed: Any
+    at_use: AtUse  # how all of them get there
+    partition: Partition  # its partition, or that of its row
+    dtype: Any  # the dtype in which it is used
+    summed: Any  # the dtype of the sum of its gradients
 
     def forward(self, value: jax.Array) -> jax.Array:
         """The parameter in full."""
@@ -396,25 +376,18 @@ _use.defvjp(_use_forward, _use_backward)
 
 @dataclasses.dataclass(frozen=True)
 class Leaf(Deferred):
-    """A parameter until the loss uses it.
+    """A parameter until the loss uses it."""
 
-    Attributes:
-      name: its place among the parameters.
-      way: how it gets there.
-      arrays: ``value``, as it rests; ``slot``, zeros in the place of its gradient, or ``None`` if
-        that is not computed; and ``before``, the sum of earlier microbatches, if there are some.
-      shared: what is the same for all rows: ``weight``, float[], of this shard, or ``None`` if all
-        count the same; and ``before``, the sum of those of earlier microbatches.
-      of_row: whether it is a row of the parameter, or some.
-      in_ring: whether its slices meet a product one by one.
-    """
-
-    name: int
-    way: Way
+    name: int  # its place among the parameters
+    way: Way  # how it gets there
+    # ``value``, as it rests; ``slot``, zeros in the place of its gradient, or ``None`` if that is
+    # not computed; and ``before``, the sum of earlier microbatches, if there are some.
     arrays: dict[str, Any]
+    # What is the same for all rows: ``weight``, float[], of this shard, or ``None`` if all count
+    # the same; and ``before``, the sum of those of earlier microbatches.
     shared: dict[str, Any]
-    of_row: bool = False
-    in_ring: bool = False
+    of_row: bool = False  # whether it is a row of the parameter, or some
+    in_ring: bool = False  # whether its slices meet a product one by one
 
     @property
     def kind(self) -> Hashable:

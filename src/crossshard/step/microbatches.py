@@ -23,29 +23,21 @@ from crossshard.shards.batch_axes import BatchAxes
 
 
 class LocalResult(NamedTuple):
-    """What one shard computes from its rows.
+    """What one shard computes from its rows."""
 
-    Attributes:
-      loss: float[], the mean loss.
-      values: its gradient.
-      weight: float[], the weight of the rows; ``None`` if all shards count the same.
-      model_state: the model state after the loss.
-      aux: what else the loss returned.
-      terms: the sums and counts of a ``Mean``; ``None`` if the loss is a number.
-      early: for each leaf of the gradient whether the backward pass has summed it over the shards;
-        empty if none is. See ``Gradients``.
-      sums: what else the aggregate is to sum, by name, of virtual shards: loss, values, weight and
-        these are then their weighed partial sums, ``[nodes, …]``, and aux is ``[virtual, …]``.
-        ``None`` without them.
-    """
-
-    loss: Any
-    values: Any
-    weight: Any
-    model_state: Any
-    aux: Any
+    loss: Any  # float[], the mean loss
+    values: Any  # its gradient
+    weight: Any  # float[], the weight of the rows; ``None`` if all shards count the same
+    model_state: Any  # the model state after the loss
+    aux: Any  # what else the loss returned
+    # The sums and counts of a ``Mean``; ``None`` if the loss is a number.
     terms: MeanSums | None = None
+    # For each leaf of the gradient whether the backward pass has summed it over the shards; empty
+    # if none is. See ``Gradients``.
     early: tuple[bool, ...] = ()
+    # What else the aggregate is to sum, by name, of virtual shards: loss, values, weight and these
+    # are then their weighed partial sums, ``[nodes, …]``, and aux is ``[virtual, …]``. ``None``
+    # without them.
     sums: dict[str, Any] | None = None
 
 
@@ -332,19 +324,13 @@ def weight_of(weight: Weight, batch: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Counting:
-    """How the counts of a ``Mean`` are summed over the parts of the batch.
+    """How the counts of a ``Mean`` are summed over the parts of the batch."""
 
-    Attributes:
-      shards: the shards that have them.
-      pieces: how many parts each shard has.
-      weight: float[], 0 if this shard is left out, else 1; ``None`` if none is.
-      counts: float[] of each term, of the whole batch; ``None`` if each shard has one part, which
-        sums them where they are computed.
-    """
-
-    shards: Shards
-    pieces: int
-    weight: Any = None
+    shards: Shards  # the shards that have them
+    pieces: int  # how many parts each shard has
+    weight: Any = None  # float[], 0 if this shard is left out, else 1; ``None`` if none is
+    # float[] of each term, of the whole batch; ``None`` if each shard has one part, which sums them
+    # where they are computed.
     counts: tuple[Any, ...] | None = None
 
     def part(self, mean: Mean) -> jax.Array:

@@ -30,16 +30,11 @@ from crossshard.step.microbatches import SumOf
 
 
 class ToRead(NamedTuple):
-    """A model that every shard reads.
+    """A model that every shard reads."""
 
-    Attributes:
-      skeleton: its static part.
-      at_use: how a shard gets its parameters.
-      arrays: its parameters, its frozen arrays and its state, one value for all shards.
-    """
-
-    skeleton: Skeleton
-    at_use: AtUse
+    skeleton: Skeleton  # its static part
+    at_use: AtUse  # how a shard gets its parameters
+    # Its parameters, its frozen arrays and its state, one value for all shards.
     arrays: tuple[Any, Any, Any]
 
 

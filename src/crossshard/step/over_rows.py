@@ -64,21 +64,13 @@ AS_MEAN = (
 
 
 class Arguments(NamedTuple):
-    """What a loss is computed from.
+    """What a loss is computed from."""
 
-    Attributes:
-      given: the rows of the batch, and their keys.
-      whole: the entries of the batch that have no rows.
-      both: the parameters, trained and frozen.
-      of_all: the model state, if all shards have the same.
-      own: the key of the shard, and its model state.
-    """
-
-    given: Any
-    whole: Any
-    both: Any
-    of_all: Any
-    own: Any
+    given: Any  # the rows of the batch, and their keys
+    whole: Any  # the entries of the batch that have no rows
+    both: Any  # the parameters, trained and frozen
+    of_all: Any  # the model state, if all shards have the same
+    own: Any  # the key of the shard, and its model state
 
 
 def types_of(tree: Any) -> tuple[Any, ...]:
@@ -88,31 +80,19 @@ def types_of(tree: Any) -> tuple[Any, ...]:
 
 
 class Divisor(NamedTuple):
-    """The sum over rows that divides a loss.
+    """The sum over rows that divides a loss."""
 
-    Attributes:
-      of_batch: computes it, float[], from a batch.
-      is_of_piece: whether of a piece.
-      is_weight: whether the weight is shown to be it, or it times a constant, for any batch.
-    """
-
-    of_batch: Callable[[Any], Any]
-    is_of_piece: bool
-    is_weight: bool
+    of_batch: Callable[[Any], Any]  # computes it, float[], from a batch
+    is_of_piece: bool  # whether of a piece
+    is_weight: bool  # whether the weight is shown to be it, or it times a constant, for any batch
 
 
 class Doubt(NamedTuple):
-    """What the trace of a loss does not decide.
+    """What the trace of a loss does not decide."""
 
-    Attributes:
-      finding: what the loss is in its rows, as far as it is known.
-      sentence: what nothing proves.
-      types: the shapes and dtypes of the rows.
-    """
-
-    finding: Finding
-    sentence: str
-    types: tuple[Any, ...]
+    finding: Finding  # what the loss is in its rows, as far as it is known
+    sentence: str  # what nothing proves
+    types: tuple[Any, ...]  # the shapes and dtypes of the rows
 
 
 class UndecidedError(LossError):
@@ -177,22 +157,18 @@ def _if(holds: bool, fact: Any, what: str, expected: str) -> Finding:
 
 @dataclasses.dataclass
 class OverRowsRecord:
-    """What is known of a loss in the rows of its batch.
+    """What is known of a loss in the rows of its batch."""
 
-    Attributes:
-      latest: what its trace showed last; ``None`` if it has not been traced.
-      known: what its traces showed, by the types of all that it took.
-      by_numbers: the doubts that numbers have removed.
-      divisors: what divides a loss that is a ratio, by the same.
-      traces: the traced losses of the step that is being traced, by the same.
-      returns_mean: whether the loss returns a ``Mean``; ``None`` if it has not been traced.
-    """
-
-    latest: Finding | None = None
+    latest: Finding | None = None  # what its trace showed last; ``None`` if it has not been traced
+    # What its traces showed, by the types of all that it took.
     known: dict[Any, Finding] = dataclasses.field(default_factory=dict)
+    # The doubts that numbers have removed.
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
+    # What divides a loss that is a ratio, by the same.
     divisors: dict[Any, Divisor | None] = dataclasses.field(default_factory=dict)
+    # The traced losses of the step that is being traced, by the same.
     traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    # Whether the loss returns a ``Mean``; ``None`` if it has not been traced.
     returns_mean: bool | None = None
 
     def __str__(self) -> str:

@@ -49,23 +49,14 @@ _MOST = 1024
 
 
 class Initial(NamedTuple):
-    """What makes an initial state.
+    """What makes an initial state."""
 
-    Attributes:
-      layout: its layout.
-      types: its types and shardings.
-      make: the compiled function of arrays and key.
-      arrays: the parameters, the frozen arrays and the model state.
-      key: the key.
-      given: the types of arrays and key, on the mesh.
-    """
-
-    layout: StateLayout
-    types: TrainState
-    make: Any
-    arrays: Any
-    key: Any
-    given: Any
+    layout: StateLayout  # its layout
+    types: TrainState  # its types and shardings
+    make: Any  # the compiled function of arrays and key
+    arrays: Any  # the parameters, the frozen arrays and the model state
+    key: Any  # the key
+    given: Any  # the types of arrays and key, on the mesh
 
 
 class States:

@@ -61,10 +61,6 @@ class Watch:
           state: the latest state, after whose parameters leaves are named.
           compared: returns the names of the leaves that the sentinel compares.
           running: the number of the last calls that are not looked at yet.
-
-        Raises:
-          DivergenceError: shards had different copies of an array.
-          NonfiniteError: at ``max_consecutive`` steps in a row something was not finite.
         """
         while len(self._metrics) > running:
             metrics = self._metrics.popleft()
@@ -75,7 +71,8 @@ class Watch:
 
     def _check_finite(self, found: NonfiniteState, state: TrainState) -> None:
         assert self._nonfinite is not None
-        number = _value(found.in_a_row)
+        # Each device, or shard, has the same copy.
+        number = int(np.ravel(jax.device_get(found.in_a_row.addressable_data(0)))[0])
         if number < self._nonfinite.max_consecutive:
             return
         # Whoever goes on is not told of the same steps again.
@@ -171,7 +168,13 @@ class TrainStep:
             call before the last; ``state`` stays valid.
         """
         if more:
-            _refuse_more(more)
+            kinds = ", ".join(type(each).__name__ for each in more)
+            raise ArgumentTypeError(
+                f"A step takes a state and a batch; got {len(more)} more: {kinds}. Pass all arrays "
+                f"as one batch, such as step(state, {{'x': x, 'y': y}}), of which the loss reads "
+                f"batch['x'] and batch['y']. Pass a random key to init(params, rng=key): each step "
+                f"and shard derives its own from it."
+            )
         if not self._is_watched:
             return self._step(state, batch)
         with entering("step"):
@@ -501,26 +504,6 @@ def _first_nan(state: TrainState) -> str:
         if any(np.isnan(np.asarray(part)).any() for part in parts):
             return leaf_name(path)
     return ""
-
-
-def _value(x: jax.Array) -> int:
-    """A number of which each device, or shard, has the same copy."""
-    return int(np.ravel(jax.device_get(x.addressable_data(0)))[0])
-
-
-def _refuse_more(more: Sequence[Any]) -> None:
-    """Raise for what was passed to a step after the batch.
-
-    Raises:
-      ArgumentTypeError: always.
-    """
-    kinds = ", ".join(type(each).__name__ for each in more)
-    raise ArgumentTypeError(
-        f"A step takes a state and a batch; got {len(more)} more: {kinds}. Pass all arrays as one "
-        f"batch, such as step(state, {{'x': x, 'y': y}}), of which the loss reads batch['x'] and "
-        f"batch['y']. Pass a random key to init(params, rng=key): each step and shard derives its "
-        f"own from it."
-    )
 
 
 def _inside(tree: Any) -> Any:

@@ -109,48 +109,36 @@ class StepLoss:
     """The loss of a step, as a function of a state and rows: here of those of each shard.
 
     A loss over the batch, and one of virtual shards, say what they do otherwise.
-
-    Attributes:
-      function: the loss of some rows of the batch.
-      takes_rng: whether it takes a PRNG key.
-      has_aux: whether it returns ``(loss, aux)``.
-      weight: the weight function of the mean; ``None`` if all shards count the same.
-      accumulate_steps: the number of microbatches of a shard's rows.
-      model_state: how the state that it returns is kept; ``None`` if it returns none.
-      aux_reduction: how ``aux`` is reduced over the shards, a pytree prefix of it.
-      batch_axes: along which axes the arrays of the batch are split.
-      over: what the user says that it is over.
-      keys_of_rows: whether it takes a key for each row.
-      is_summed: whether the shards' losses are added up.
-      same_bits: of how many parts it is, if no bit may depend on the number of shards that have
-        them; ``None`` if some may.
-      record: what its trace has shown it to be in the rows of its batch.
-      status: the status of its gradients.
-      has_one_state: whether there is one state of all rows, and so no weight of some.
-      is_interleaved: whether its rows are those of all shards, of which a microbatch has some.
-      gradient: its gradient in words; empty if it is each shard's local one.
     """
 
-    function: Callable[..., Any]
-    takes_rng: bool = False
-    has_aux: bool = False
+    function: Callable[..., Any]  # the loss of some rows of the batch
+    takes_rng: bool = False  # whether it takes a PRNG key
+    has_aux: bool = False  # whether it returns ``(loss, aux)``
+    # The weight function of the mean; ``None`` if all shards count the same.
     weight: Weight | None = None
-    accumulate_steps: int = 1
+    accumulate_steps: int = 1  # the number of microbatches of a shard's rows
+    # How the state that it returns is kept; ``None`` if it returns none.
     model_state: ModelState | None = None
+    # How ``aux`` is reduced over the shards, a pytree prefix of it.
     aux_reduction: Any = AuxReduction.PER_SHARD
-    batch_axes: BatchAxes = FIRST
-    over: LossOver = LossOver.SHARD
-    keys_of_rows: bool = False
-    is_summed: bool = False
+    batch_axes: BatchAxes = FIRST  # along which axes the arrays of the batch are split
+    over: LossOver = LossOver.SHARD  # what the user says that it is over
+    keys_of_rows: bool = False  # whether it takes a key for each row
+    is_summed: bool = False  # whether the shards' losses are added up
+    # Of how many parts it is, if no bit may depend on the number of shards that have them; ``None``
+    # if some may.
     same_bits: int | None = None
+    # What its trace has shown it to be in the rows of its batch.
     record: OverRowsRecord = dataclasses.field(
         default_factory=OverRowsRecord, compare=False, repr=False
     )
 
-    status: ClassVar[GradientStatus] = GradientStatus.LOCAL
+    status: ClassVar[GradientStatus] = GradientStatus.LOCAL  # the status of its gradients
+    # Whether there is one state of all rows, and so no weight of some.
     has_one_state: ClassVar[bool] = False
+    # Whether its rows are those of all shards, of which a microbatch has some.
     is_interleaved: ClassVar[bool] = False
-    gradient: ClassVar[str] = ""
+    gradient: ClassVar[str] = ""  # its gradient in words; empty if it is each shard's local one
 
     # What a loss over other rows does otherwise.
 
@@ -609,19 +597,14 @@ def scale_of(state: TrainState) -> Any:
 
 
 class Found(NamedTuple):
-    """What differentiating a loss found.
+    """What differentiating a loss found."""
 
-    Attributes:
-      out: the loss with its auxiliary output.
-      gradients: the gradients: whole and local, or, where ``early``, this shard's slice of the sum.
-      early: for each gradient, whether the backward pass has summed it; empty if none is.
-      of_others: the gradients of the other arrays.
-    """
-
-    out: Any
+    out: Any  # the loss with its auxiliary output
+    # The gradients: whole and local, or, where ``early``, this shard's slice of the sum.
     gradients: Any
+    # For each gradient, whether the backward pass has summed it; empty if none is.
     early: tuple[bool, ...]
-    of_others: Sequence[Any] = ()
+    of_others: Sequence[Any] = ()  # the gradients of the other arrays
 
 
 def value_and_grad(

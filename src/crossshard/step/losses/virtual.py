@@ -196,13 +196,9 @@ def _check_alone(jaxpr: Any, axes: Sequence[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class InOrder(Aggregator):
-    """The sum over virtual shards, of which every shard gives as many partial sums.
+    """The sum over virtual shards, of which every shard gives as many partial sums."""
 
-    Attributes:
-      virtual_shards: how many there are on all shards together.
-    """
-
-    virtual_shards: int
+    virtual_shards: int  # how many there are on all shards together
 
     divides_before = False
     takes_nodes = True
