@@ -1,4 +1,4 @@
-"""Checkpoints of parameters that rest in parts: to and from every other placement."""
+"""Checkpoints of sharded parameters: to and from every other placement."""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Several processes train, save and resume parameters that rest in parts."""
+"""Several processes train, save and resume sharded parameters."""
 
 import json
 from pathlib import Path

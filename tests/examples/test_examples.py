@@ -290,7 +290,7 @@ def test_an_example_runs(name: str, tmp_path: Path):
     ran = run([str(FOLDER / f"{name}.py")], tmp_path)
     assert re.fullmatch(LAST_LINES[name], ran.splitlines()[-1])
     assert name == "two_processes" or falls(ran)
-    assert ("update in parts, leaf by leaf" in ran) == (name == "whole_step")
+    assert ("sharded update, leaf by leaf" in ran) == (name == "whole_step")
 
 
 @pytest.mark.deep

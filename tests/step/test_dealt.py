@@ -446,7 +446,7 @@ def test_describe_names_each_leaf_with_its_owner_and_the_line_that_decides():
         "  updated element by element, a slice on each shard: `odd`"
     ]
     assert "  updated layer by layer, each on one shard: `layers`, `more`" in lines
-    assert "  updated whole on every shard: `bias`" in lines
+    assert "  updated on every shard: `bias`" in lines
     (whole,) = [line for line in lines if "`large` (shard " in line]
     assert "(scale_by_muon, optax/contrib/_muon.py:" in whole
     assert len(lines) == 4
@@ -458,7 +458,7 @@ def test_it_is_chosen_by_auto():
     for rule in optax.chain(CLIP, SGD), contrib.muon(0.1):
         step = make_train_step(loss, rule, num_shards=N)
         step.abstract_init(params)
-        assert "weight update in parts, leaf by leaf" in step.describe()
+        assert "weight update sharded, leaf by leaf" in step.describe()
 
 
 def test_auto_leaves_replicated_what_one_shard_would_do_alone():
@@ -466,12 +466,12 @@ def test_auto_leaves_replicated_what_one_shard_would_do_alone():
     params = {"a": np.zeros((512, 512), np.float32), "b": np.zeros((32, 32), np.float32)}
     step = make_train_step(loss, contrib.muon(0.1), num_shards=N)
     step.abstract_init(params)
-    assert "replicated" not in step.describe()
-    assert "weight update whole on every shard: one shard would do most of it" in step.describe()
+    assert "as requested" not in step.describe()
+    assert "weight update replicated: one shard would do most of it" in step.describe()
     # Adam updates most of these, in slices.
     params["c"] = np.zeros(512 * 1024, np.float32)
     step.abstract_init(params)
-    assert "weight update in parts, leaf by leaf" in step.describe()
+    assert "weight update sharded, leaf by leaf" in step.describe()
 
 
 def test_what_needs_all_leaves_at_once_says_both_reasons():

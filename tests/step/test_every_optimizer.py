@@ -82,7 +82,7 @@ def test_sharded_follows_replicated(name: str):
     assert np.isfinite(moved).all()
     assert name == "freeze" or max(moved) > 1e-3
     # A rule that looks at norms magnifies what rounding does to them.
-    tolerance = 1e-5 if "weight update in parts" in described else 1e-4
+    tolerance = 1e-5 if "weight update sharded" in described else 1e-4
     assert_close(params, expected, tolerance)
     assert_close(state, expected_state, 10 * tolerance)
 

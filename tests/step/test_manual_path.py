@@ -135,4 +135,4 @@ def test_auto_is_for_make_train_step():
     opt = CrossShardOptimizer(optax.adam(0.1), weight_update="sharded")
     step = crossshard.make_train_step(lambda p, b: p.sum() * b.mean(), opt, num_shards=8)
     step.abstract_init(np.zeros((64, 64), np.float32))
-    assert "update in parts" in step.describe()
+    assert "sharded update" in step.describe()

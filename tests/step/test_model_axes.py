@@ -288,10 +288,10 @@ def test_what_it_says(own: str | None):
     step = make_train_step(network, opt, mesh=mesh, axis_name=other, weight_update="sharded")
     step.init(placed(mesh, PARAMS, SPLIT))
     assert step.describe().splitlines()[1:] == [
-        "4 shards over data on the mesh (data: 4, model: 2); weight update in parts: the update is "
+        "4 shards over data on the mesh (data: 4, model: 2); weight update sharded: the update is "
         "elementwise",
         "loss: what it is in its rows is known once the step has been lowered, or called",
-        "parameters: 524 kB in 2 arrays, whole on every shard; 2 of them split over model, "
+        "parameters: 524 kB in 2 arrays, replicated; 2 of them split over model, "
         "262 kB on each device",
         "optimizer state: 1.05 MB in 5 arrays, 131 kB of it on each device",
     ]

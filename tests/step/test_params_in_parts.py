@@ -1,4 +1,4 @@
-"""Parameters that rest in parts: where they are gathered, and that the step stays right."""
+"""Sharded parameters: where they are gathered, and that the step stays right."""
 
 from pathlib import Path
 from typing import Any
@@ -663,12 +663,12 @@ def test_64_bits_may_be_used_in_32(mode: str):
 # What is said, and what is refused.
 
 
-def test_a_step_says_that_parameters_rest_in_parts():
+def test_a_step_says_that_parameters_are_sharded():
     step = in_parts(optimizer=optax.adam(1e-3))
     step.init(PARAMS)
     said = step.describe()
-    assert "whole on every shard" not in said
-    assert "in parts" in said
+    assert "replicated" not in said
+    assert "weight update sharded" in said
 
 
 def refusal(**options: Any) -> str:

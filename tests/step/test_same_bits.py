@@ -162,7 +162,7 @@ def test_norms_are_added_piece_by_piece_and_only_what_cannot_be_cut_is_whole():
     text = step.describe()
     assert "updated element by element, a slice on each shard: `a`" in text
     assert "whole on one shard each, since it has no axis that divides by 8: `odd`" in text
-    assert "updated whole on every shard: `b`" in text
+    assert "updated on every shard: `b`" in text
     # To its owner and back, and what has no slices, with padding.
     assert crossshard.inspect(lowered).ratio == pytest.approx(1, abs=0.1)
 

@@ -1,4 +1,4 @@
-"""The state of a step whose parameters rest in parts: made, moved, read, compared."""
+"""The state of a step with sharded parameters: made, moved, read, compared."""
 
 import dataclasses
 import math

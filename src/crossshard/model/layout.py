@@ -99,7 +99,7 @@ class StateLayout:
         return in_parts + self.other_axes[len(in_parts) :]
 
     def partitions_of_frozen(self, frozen: Any) -> tuple[Partition, ...]:
-        """The partition of each array that is not trained: large ones rest as parameters do."""
+        """The partition of each array that is not trained: large ones as those of parameters."""
         tile = tile_for(self.mesh, self.arrays.in_parts)
         specs = itertools.chain(self.other_axes[len(self.arrays.params) :], itertools.repeat(WHOLE))
 

@@ -270,7 +270,7 @@ class Pipeline:
         Args:
           steps: the update and what follows it.
           weighted: whether shards have weights.
-          in_parts: whether parameters rest in parts.
+          in_parts: whether the parameters are sharded.
           of_loss: the gradient in words, if it is of a loss of which no shard has its own.
           microbatches: the number of microbatches in one program.
         """

@@ -63,7 +63,7 @@ _IN_RINGS = dataclasses.replace(TPU, by_columns=True)
 
 
 def tile_for(mesh: Mesh, in_parts: bool) -> TileShape:
-    """The tile of a mesh's platform, for parameters that rest in parts, or whole ones."""
+    """The tile of a mesh's platform, for sharded parameters, or replicated ones."""
     if mesh.devices.flat[0].platform != "tpu":
         return ANY
     return _IN_RINGS if in_parts and sends_beside_products(mesh) else TPU
@@ -382,7 +382,7 @@ def other_axes_of(
       tree: arrays, or types with shardings.
       mesh: the mesh of the step.
       axes: its shard axes.
-      in_parts: whether arrays may be split over the shards, since parameters rest in parts.
+      in_parts: whether arrays may be split over the shards, since the parameters are sharded.
 
     Returns:
       One entry per leaf; empty if no array is split.
@@ -405,14 +405,14 @@ def _other_axes_of(
         return PartitionSpec()
     others = [axis for axis in mesh.axis_names if axis not in axes]
     if in_parts and not others:
-        # It is moved to where it rests, from any devices.
+        # It is moved to where it is kept, from any devices.
         return PartitionSpec()
     spec = getattr(sharding, "spec", None)
     found = f"{name} is sharded over devices ({sharding if spec is None else spec})"
     if not others:
         raise ArgumentError(
-            f"{found}, but in this step every shard has all parameters in full. For parameters "
-            f"that rest in parts write make_train_step(..., params='sharded'). For whole ones "
+            f"{found}, but in this step every shard has all parameters in full. To shard "
+            f"them, write make_train_step(..., params='sharded'). Or "
             f"replicate it, with jax.device_put(params, NamedSharding(mesh, PartitionSpec())). "
             f"For a model that is split over an axis, name the shard axes: "
             f"make_train_step(..., mesh=mesh, axis_name=...)."
@@ -430,8 +430,8 @@ def _other_axes_of(
         raise ArgumentError(
             f"{found}, and {', '.join(axes)} is a shard axis: every shard has all parameters. The "
             f"step itself splits the optimizer state over the shards. Split parameters over "
-            f"{', '.join(others)} only, or leave out of axis_name what splits them; for parameters "
-            f"that rest in parts write make_train_step(..., params='sharded')."
+            f"{', '.join(others)} only, or leave out of axis_name what splits them; to shard them "
+            f"over {', '.join(axes)}, too, write make_train_step(..., params='sharded')."
         )
     return only(sharding.spec, others)
 

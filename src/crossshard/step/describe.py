@@ -94,7 +94,7 @@ def _updated(layout: StateLayout, state: TrainState) -> list[str]:
         elif partition.number > 1:
             text = "element by element, a slice on each shard"
         else:
-            text = "whole on every shard"
+            text = "on every shard"
         by_text.setdefault(text, []).append(place)
     names = _named(state.params, range(len(arrays.params)))
     of_whole = {i: owner for (i, row), owner in arrays.owners.items() if row is None}
@@ -106,9 +106,9 @@ def _updated(layout: StateLayout, state: TrainState) -> list[str]:
 
 
 def _parameters(config: StepConfig, layout: StateLayout, state: TrainState) -> list[str]:
-    """Where the parameters rest, where they are gathered, and where their gradients are summed."""
+    """How parameters are kept, where they are gathered, and where their gradients are summed."""
     if not any(each.number > 1 for each in layout.arrays.params) or not layout.arrays.in_parts:
-        whole = f"parameters: {_sizes(state.params, None)}, whole on every shard"
+        whole = f"parameters: {_sizes(state.params, None)}, replicated"
         names = _named(state.params, layout.uses.latest or ())
         summed = f"gradients summed row by row, in the backward pass: {', '.join(names)}"
         return [whole + _split(layout, state), *([summed] * bool(names))]
@@ -134,9 +134,9 @@ def _parameters(config: StepConfig, layout: StateLayout, state: TrainState) -> l
 
 
 def _gathered(config: StepConfig, partition: Partition, x: Any, uses: Any) -> str:
-    """Where a parameter that may rest in parts is gathered, how often, and in what."""
+    """Where a sharded parameter is gathered, how often, and in what."""
     if partition.number == 1:
-        return "whole on every shard, since it is tiny or none of its axes divides"
+        return "replicated, since it is tiny or none of its axes divides"
     if uses is None:
         wire = config.gather_dtype or x.dtype
         return f"gathered at the start of the step, with other small ones, in {wire}"

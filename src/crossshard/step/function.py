@@ -47,14 +47,14 @@ class StepConfig:
     name: str  # the name of the pipeline's operations in profiles and HLO
     # What compares the shards' copies of the state; ``None`` if nothing does.
     sentinel: Sentinel | None
-    # The dtype in which parameters that rest in parts are gathered; ``None`` for that in which the
+    # The dtype in which sharded parameters are gathered; ``None`` for that in which the
     # loss uses them.
     gather_dtype: Any
     mesh: Mesh  # the mesh, with ``AxisType.Auto`` axes, on which the step computes
     outer_mesh: Mesh  # the mesh as the user made it, on which states, batches and metrics lie
     axes: tuple[str, ...]  # its shard axes
     weight_update: WeightUpdate  # where the weights are updated
-    in_parts: bool = False  # whether the parameters rest in parts
+    in_parts: bool = False  # whether the parameters are sharded
     wrt: Any = None  # what chooses the trained parameters; ``None`` for all
     donate: bool = True  # whether a call overwrites its state
 
@@ -311,7 +311,7 @@ def to_read(layout: StateLayout, state: TrainState) -> AtUse:
 
 
 def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) -> AtUse | None:
-    """How a shard gets the arrays that are not trained; ``None`` if all of them rest whole."""
+    """How a shard gets the arrays that are not trained; ``None`` if all of them are replicated."""
     partitions = layout.partitions_of_frozen(frozen)
     if all(each.number == 1 for each in partitions):
         return None

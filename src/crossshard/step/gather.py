@@ -44,7 +44,7 @@ class AtUse:
 
     partitions: tuple[Partition, ...]  # the partition of each parameter
     shards: Shards
-    in_parts: bool = False  # whether the parameters rest in parts
+    in_parts: bool = False  # whether the parameters are sharded
     # For each parameter, whether its gradient is not to be computed; empty for none.
     unread: tuple[bool, ...] = ()
     # The dtype in which gradients are sent; ``None`` for their own, or float32.
@@ -54,7 +54,7 @@ class AtUse:
     gather_dtype: Any = None
     # Whether a stage needs each shard's own gradient, so that all are summed after it.
     waits: bool = False
-    # How the arrays get there that are not trained; ``None`` if all of them rest whole.
+    # How the arrays get there that are not trained; ``None`` if all of them are replicated.
     frozen: "AtUse | None" = None
     # What is told, once the loss is traced, where it uses each parameter that is gathered, or
     # summed, there; ``None`` if nobody asks.
@@ -108,7 +108,7 @@ class AtUse:
         return evaluated(self._traced(function, params), inputs, {})
 
     def types_of_frozen(self, frozen: Any) -> Any:
-        """The arrays that are not trained, or their types in full if some rest in parts."""
+        """The arrays that are not trained, or their types in full if some are sharded."""
         return frozen if self.frozen is None else self.frozen.types(frozen)
 
     def _traced(
@@ -380,7 +380,7 @@ class Leaf(Deferred):
 
     name: int  # its place among the parameters
     way: Way  # how it gets there
-    # ``value``, as it rests; ``slot``, zeros in the place of its gradient, or ``None`` if that is
+    # ``value``, as it is kept; ``slot``, zeros in the place of its gradient, or ``None`` if that is
     # not computed; and ``before``, the sum of earlier microbatches, if there are some.
     arrays: dict[str, Any]
     # What is the same for all rows: ``weight``, float[], of this shard, or ``None`` if all count

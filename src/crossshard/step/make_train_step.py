@@ -134,12 +134,12 @@ def make_train_step(
         slice of the optimizer state (ZeRO-1, Xu et al. 2020, arXiv 2004.13336).
         ``"replicated"``: each updates all. ``"auto"``: sharded if the optimizer is proven to
         update each parameter from its own arrays and from scalars, and it pays.
-      params: ``"sharded"``: parameters rest in parts, too (FSDP): a device has 1/N of parameters,
+      params: ``"sharded"``: parameters are sharded, too (FSDP): a device has 1/N of parameters,
         masters, moving average and optimizer state. A layer is gathered where the loss uses it,
         in the loop that runs over stacked layers and again in the backward pass where
         ``jax.checkpoint`` recomputes it, and its gradient is summed where the backward pass makes
         it. ``state.params`` are global arrays in their own shapes. Large parameters that ``wrt``
-        leaves out rest in parts too, and are gathered without a gradient.
+        leaves out are sharded too, and are gathered without a gradient.
       loss_over: ``"rows"``: the loss is given one shard's rows, and it is proven from its trace to
         be a mean over rows, sums over them and their counts in a ``Mean``, or with ``weight`` a
         ratio of two sums, so that the shards' losses make that of the whole batch; else it is a
@@ -261,8 +261,8 @@ def make_train_step(
     in_parts = rest is Rest.SHARDED
     if gather_dtype is not None and not in_parts:
         raise ArgumentError(
-            f"gather_dtype={str(gather_dtype)!r} rounds what the loss sees of parameters that "
-            f"rest in parts; those that are whole it would round for good. Pass "
+            f"gather_dtype={str(gather_dtype)!r} rounds sharded parameters as they are gathered. "
+            f"Replicated ones are never gathered, so it would round the stored values. Pass "
             f"params='sharded', or, for weights of 16 bits, master_dtype='float32'."
         )
     config = StepConfig(

@@ -317,7 +317,7 @@ class States:
                 "This step keeps no moving average of the parameters. Write "
                 "make_train_step(..., ema=0.999)."
             )
-        # What rests in parts has its own shapes, and is not made whole.
+        # What is sharded has its own shapes, and is not gathered.
         whole = self.collected(state) if self._config.in_parts else self.unshard(state)
         average = optax.tree.get(whole.opt_state.inner_state, "ema")
         return jax.tree.map(lambda p, x: x.astype(p.dtype), state.params, average)

@@ -283,7 +283,7 @@ class TrainStep:
         Use it to save, to inspect, or to ``reshard`` on another number of shards. Arrays stay split
         over other axes. The given state stays valid. Every device gets all of the state: where it
         is too large for that, as with ``params="sharded"`` it may be, ``reshard`` takes it as it
-        is, and ``Checkpoints`` saves and restores it in parts.
+        is, and ``Checkpoints`` saves and restores it slice by slice.
         """
         state = self._to_look_at(state)
         with self._inner_mesh():
@@ -355,7 +355,7 @@ class TrainStep:
     ) -> PyTree:
         """The mean of a metric over all examples of a data set, as on one device.
 
-        Parameters that rest in parts are gathered where the metric uses them, as in the loss.
+        Sharded parameters are gathered where the metric uses them, as in the loss.
 
         Args:
           state: a state of this step.

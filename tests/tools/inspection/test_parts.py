@@ -1,4 +1,4 @@
-"""Steps whose parameters rest in parts: what is gathered and summed, and faults."""
+"""Steps with sharded parameters: what is gathered and summed, and faults."""
 
 from typing import Any
 

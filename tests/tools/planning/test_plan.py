@@ -139,7 +139,9 @@ def test_a_model_of_70_billion_parameters_is_a_matter_of_shapes():
     )
     assert found.parameters == 80 * 13 * 8192**2  # 69.8 billion
     # By their state alone: they are not compiled, and may need more.
-    words = f"Not compiled, since what rests on a device is more than its memory: {NAMES}."
+    words = (
+        f"Not compiled, since what a device keeps between steps is more than its memory: {NAMES}."
+    )
     assert words in str(found)
     for each, shards in zip(found.candidates, (1, 1, SHARDS), strict=True):
         assert (each.fits, each.compiled) == (False, False)

@@ -169,7 +169,7 @@ class Aggregate(Stage):
         self, gradients: Gradients, state: Any, context: StageContext
     ) -> tuple[Gradients, Any]:
         """The sums of gradients: in full, or this shard's slice of each if arrays are split."""
-        # Parameters that rest in parts have other shapes than gradients that are whole.
+        # Sharded parameters have other shapes than whole gradients.
         in_parts = any(gradients.early) or context.arrays.in_parts
         # One shard reduces nothing: as under a jit of the user's own, on global arrays.
         as_params = not in_parts and not self.aggregator.takes_nodes

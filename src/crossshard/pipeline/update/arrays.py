@@ -91,7 +91,7 @@ class Whole(Arrays):
     # one.
     apart: Arrays | None = None
 
-    where = "whole on every shard"
+    where = "replicated"
     steps = ("update on every shard",)
 
     def partitions_of(self, gradients: Any) -> Sequence[Partition]:
@@ -125,8 +125,8 @@ class Parts(Arrays):
     unread: tuple[bool, ...] = ()
     in_parts: bool = False
 
-    where = "in parts"
-    steps = ("update in parts", "gather")
+    where = "sharded"
+    steps = ("sharded update", "gather")
 
     def squared_norm(self, tree: Any) -> Float[Array, ""]:
         """The squared norm of the arrays of which this shard has slices."""

@@ -306,8 +306,8 @@ class Owners(Arrays):
     unread: tuple[bool, ...] = ()
     in_parts: bool = False
 
-    where = "in parts, leaf by leaf"
-    steps = ("update in parts, leaf by leaf", "gather")
+    where = "sharded, leaf by leaf"
+    steps = ("sharded update, leaf by leaf", "gather")
 
     @functools.cached_property
     def owned(self) -> frozenset[int]:

@@ -62,7 +62,7 @@ def check_weight_update(weight_update: object) -> WeightUpdate:
 
 
 class Rest(enum.StrEnum):
-    """Where parameters rest between steps.
+    """How parameters are kept between steps.
 
     REPLICATED: every shard has all of them.
     SHARDED: every shard has its slice of each, and the update is sharded too.
@@ -314,7 +314,7 @@ class Planner:
 
     @property
     def _whole(self) -> Whole:
-        """Every array whole on every shard."""
+        """Every array replicated."""
         return Whole(
             *self._partitions, self._unread.gradients, shards=self.shards, apart=self._apart
         )

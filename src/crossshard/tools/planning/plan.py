@@ -31,7 +31,7 @@ _DATA, _MODEL = "data", "model"
 _WHOLE = "replicated"
 # Chosen by the plan itself.
 _OURS = {"mesh", "num_shards", "axis_name", "weight_update"}
-# Options of a step whose parameters rest in parts, and of no other.
+# Options of a step with sharded parameters, and of no other.
 _OF_PARTS = {"gather_dtype"}
 # How many devices share a model, which are near: NVLink, or a part of a torus.
 _OF_A_MODEL = (2, 4, 8)
@@ -100,12 +100,12 @@ class LinkUse:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A mesh, and where parameters and optimizer state rest, compiled.
+    """A mesh, and how parameters and optimizer state are kept, compiled.
 
     Attributes:
       mesh: the sizes of its axes by their names.
       weight_update: ``"replicated"`` or ``"sharded"``.
-      params: ``"replicated"``, or ``"sharded"`` if the parameters rest in parts.
+      params: ``"replicated"``, or ``"sharded"`` if they are.
       memory: on each device.
       links: what is sent; ``None`` if it was not compiled, or the compiler refused it.
       compiled: whether it was compiled, which it is not if its state alone is too large.
@@ -181,7 +181,8 @@ class Plan:
         ]
         if names := "; ".join(each.name for each in self.candidates if not each.compiled):
             parts.append(
-                f"Not compiled, since what rests on a device is more than its memory: {names}."
+                f"Not compiled, since what a device keeps between steps is more than its memory: "
+                f"{names}."
             )
         return "\n\n".join(parts)
 
@@ -256,7 +257,7 @@ def plan(
         raise ArgumentError(f"plan compares meshes and updates itself; leave out {chosen[0]}.")
     if isinstance(params, str):
         raise ArgumentError(
-            f"plan compares parameters that rest whole and in parts itself; params is the model "
+            f"plan compares replicated and sharded parameters itself; params is the model "
             f"here, and not {params!r}."
         )
     is_model = isinstance(params, nnx.Pytree) or not callable(params)
@@ -287,7 +288,7 @@ def plan(
 def _ways(optimizer: Any, shape: Mapping[str, int]) -> list[tuple[str, str]]:
     """The ``weight_update`` and ``params`` of the steps that are compared on a mesh."""
     ways = [("replicated", _WHOLE), ("sharded", _WHOLE), ("sharded", "sharded")]
-    # Groups of shards differ in their parameters, which cannot rest in parts.
+    # Groups of shards differ in their parameters, which cannot be sharded.
     grouped = len(getattr(optimizer, "group_assignment", None) or ()) > 1
     # One shard has nothing to split.
     return ways[:1] if shape[_DATA] == 1 else ways[: 2 if grouped else 3]
