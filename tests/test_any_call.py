@@ -288,7 +288,8 @@ def try_it(target: Target, parameter: str = "", bad: str = "", *, inside: bool =
         else:
             args.append(value)
     name, context = target.name.rpartition(".")[2], contextlib.nullcontext()
-    if getattr(target.call, "__module__", "").startswith("crossshard.collectives"):
+    of_shards = getattr(target.call, "__module__", "").startswith("crossshard.collectives")
+    if of_shards and not isinstance(target.call, type):
         # On two shards that vmap simulates.
         jax.vmap(lambda _: target.call(*args, **kwargs), axis_name="shards")(jnp.ones(2))
         return

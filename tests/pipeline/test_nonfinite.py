@@ -493,7 +493,7 @@ def test_what_contradicts_it_is_refused():
 
 
 def test_it_is_described():
-    assert make("quarantine")._config.function.describe() == (
+    assert make("quarantine")._config.describe() == (
         "local gradient → quarantine → weigh → mean over all shards → skip if not finite → update"
     )
     found = crossshard.pipeline.NonfiniteState(3, 1, 2, False, 1)

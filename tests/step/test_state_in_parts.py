@@ -95,7 +95,7 @@ RESTS = {
 def test_no_device_ever_holds_a_whole_leaf(optimizer: str, masters: str | None):
     step = step_of(4, optimizer, master_dtype=masters, ema=0.9)
     params = PARAMS if masters is None else jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    prepared = step._layouts.prepare(params, 0, None)
+    prepared = step._states.prepare(params, 0, None)
     memory = prepared.make.lower(*prepared.given).compile().memory_analysis()
     state = step.init(params)
     whole = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -365,7 +365,7 @@ def test_a_step_is_replayed():
     state = step.init(PARAMS)
     assert step.replay(state, BATCHES[0]) == {}
     other = train(step, copy(state), BATCHES[:1])
-    layout = step._layouts.of_state(state)
+    layout = step._states.layout(state)
     assert differing(layout, state, other)["params['layers']"] == (0, 1, 2, 3)
     for part in other.params["few"].addressable_shards:
         assert part.data.shape == (16, 32)
