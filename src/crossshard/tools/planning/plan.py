@@ -330,7 +330,10 @@ def _split(model: Any, specs: Any, mesh: Mesh) -> Any:
                 f"like params: {str(error).splitlines()[0]}"
             ) from error
         leaves = jax.tree_util.tree_leaves_with_path(every, is_leaf=is_spec)
-        flat = {jax.tree_util.keystr(path): spec or PartitionSpec() for path, spec in leaves}
+        flat = {
+            jax.tree_util.keystr(path): PartitionSpec() if spec is None else spec
+            for path, spec in leaves
+        }
         of = lambda path, leaf: flat[jax.tree_util.keystr(path)]
 
     def lay(path: Any, leaf: Any) -> Any:
