@@ -214,7 +214,7 @@ UNEVEN = {
         ({"topology": "h100:1x8"}, ArgumentError, r'pip install "crossshard\[cuda12\]"'),
         # What the plan chooses itself.
         ({"weight_update": "sharded"}, ArgumentError, "leave out weight_update"),
-        ({"params": "sharded"}, ArgumentError, "whole and in parts itself"),
+        ({"params": "sharded"}, ArgumentError, "replicated and sharded parameters itself"),
         (UNEVEN, ArgumentError, r"params\['up'\].*cannot be split"),
         ({"model_specs": {"up": P()}}, ArgumentTypeError, "like params"),
     ],
