@@ -203,6 +203,26 @@ print(len(nnx.state(opt)["state"]), len(opt.variables()))
     assert ran.stdout.split("\n")[:2] == ["False", "1 5"]
 
 
+def test_an_optimizer_that_flax_came_after_is_no_attribute_of_a_module():
+    script = """
+import crossshard, optax
+opt = crossshard.CrossShardOptimizer(optax.sgd(0.1))
+import jax.numpy as jnp
+from flax import nnx
+class Trainer(nnx.Module):
+    def __init__(self):
+        self.model, self.opt = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), opt
+def step(trainer, x):
+    trainer.opt.minimize(lambda: trainer.model(x).sum(), var_list=trainer.model)
+try:
+    crossshard.shard(num_shards=1)(step)(Trainer(), jnp.ones((1, 3)))
+except crossshard.errors.VariableError as error:
+    print("import Flax before you create it" in str(error))
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == "True\n"
+
+
 def test_importing_loads_neither_flax_nor_orbax_nor_a_tool():
     # In an interpreter of its own: here the tests have imported much already.
     script = """

@@ -1,4 +1,4 @@
-"""Rings: products with an array in parts, whose slices go from shard to shard beside them."""
+"""Rings: products with a sharded array, whose slices go from shard to shard beside them."""
 
 import dataclasses
 import functools

@@ -1,1 +1,1 @@
-"""Update: from a reduced gradient to new parameters, in full or in parts."""
+"""Update: from a reduced gradient to new parameters, replicated, sharded, or by owners."""
