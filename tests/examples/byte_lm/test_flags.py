@@ -99,7 +99,12 @@ HALF = {"dtype": "bfloat16", "param_dtype": "bfloat16", "master_dtype": "float32
 @pytest.mark.parametrize(
     ("flags", "chosen", "within", "described"),
     [
-        ({"accumulate_steps": 4, "weight_update": "sharded"}, "", EXACT, "4 microbatches.* sharded update"),
+        (
+            {"accumulate_steps": 4, "weight_update": "sharded"},
+            "",
+            EXACT,
+            "4 microbatches.* sharded update",
+        ),
         *map(
             deep,
             [
