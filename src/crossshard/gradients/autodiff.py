@@ -4,7 +4,7 @@ import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from crossshard.jaxprs.walk import (
     has_own_derivative,
     named_axes,
 )
-from crossshard.shards.axes import Shards, UntypedAxes, untyped_axes
+from crossshard.shards.axes import Shards, get_shard_context
 
 
 def split_loss(
@@ -95,13 +95,26 @@ def check_sums(trace: Callable[[], Any], axis_name: tuple[str, ...]) -> None:
       trace: returns the jaxpr of the loss as a function of what is differentiated.
       axis_name: the shard axes; empty if they are not named.
     """
-    axes = untyped_axes(axis_name)
+    bound, context = _jax.bound_axes(), get_shard_context()
+    # A single axis is known to count the shards.
+    only = tuple(bound) if len(bound) == 1 else ()
+    named = axis_name or (context.axis_name if context else ()) or only
+    untyped = (axis for axis in bound if axis not in named and not _jax.has_vma(axis))
+    axes = _Axes(named, tuple(bound), {axis: bound[axis] for axis in untyped if bound[axis] > 1})
     if not axes.further:
         return
     jaxpr = trace()
     (found,) = follow(_Sums(axes), [jaxpr], [_Of.PARAMETERS] * len(jaxpr.in_avals))
     if found is not None and not isinstance(found, _Of):
         raise AxisError(_refusal(found, axes))
+
+
+class _Axes(NamedTuple):
+    """The bound axes."""
+
+    named: tuple[str, ...]  # those of the shards; empty if none is named
+    bound: tuple[str, ...]  # all of them
+    further: dict[str, int]  # of the others, those without types, with their sizes
 
 
 class _Of(enum.Enum):
@@ -115,7 +128,7 @@ class _Of(enum.Enum):
 class _Sums(Analysis[Any]):
     """``None``, an ``_Of``, or the equation that sums what has a derivative."""
 
-    def __init__(self, axes: UntypedAxes) -> None:
+    def __init__(self, axes: _Axes) -> None:
         self._axes = axes
 
     def constant(self, values: Sequence[Any]) -> _Of | None:
@@ -150,7 +163,7 @@ class _Sums(Analysis[Any]):
 
 
 def _axes_of(
-    equation: Any, axes: UntypedAxes, names: tuple[str, ...] = ("psum", "all_gather")
+    equation: Any, axes: _Axes, names: tuple[str, ...] = ("psum", "all_gather")
 ) -> tuple[str, ...]:
     """The axes of a collective that count no shards, or that nobody has named."""
     if equation.primitive.name not in names or equation.params.get("axis_index_groups"):
@@ -162,7 +175,7 @@ def _axes_of(
     return tuple(axis for axis in axes.further if axis in summed)
 
 
-def _refusal(equation: Any, axes: UntypedAxes) -> str:
+def _refusal(equation: Any, axes: _Axes) -> str:
     over = _axes_of(equation, axes)
     number = math.prod(axes.further[axis] for axis in over)
     line = _jax.source_of(equation)
