@@ -180,6 +180,19 @@ class Partition:
             return jnp.asarray(packed)
         return jnp.ravel(packed)[: math.prod(self.shape)].reshape(self.shape)
 
+    def slices(self, array: Any) -> jax.Array:
+        """``[number, …]``: the slices of an array that is split."""
+        packed = self.pack(array)
+        if self.axis:
+            return jnp.stack(jnp.split(packed, self.number, self.axis))
+        return packed.reshape(self.number, *self.local_shape)
+
+    def joined(self, slices: jax.Array) -> jax.Array:
+        """The inverse of ``slices``."""
+        if self.axis:
+            return jnp.concatenate(list(slices), self.axis)
+        return self.unpack(slices.reshape(-1, *self.local_shape[1:]))
+
     def local_slice(self, array: Any, index: jax.Array) -> jax.Array:
         """The slice at ``index`` of a full array."""
         if self.number == 1:
@@ -318,12 +331,8 @@ class Placement:
             return jnp.asarray(array)
         if self.groups is None:
             return self.partition.pack(array)
-        number, shape = self.partition.number, self.partition.local_shape
-        if self.partition.axis:
-            parts = jnp.stack(jnp.split(array, number, self.partition.axis + 1), 1)
-        else:
-            parts = jax.vmap(self.partition.pack)(array).reshape(array.shape[0], number, *shape)
-        return parts[np.arange(array.shape[0]), self.groups.position_of]
+        parts = jax.vmap(self.partition.slices)(array)
+        return parts[np.arange(len(array)), self.groups.position_of]
 
     def unpack(self, stored: jax.Array) -> jax.Array:
         """The inverse of ``pack``."""
@@ -331,12 +340,7 @@ class Placement:
             return jnp.asarray(stored)
         if self.groups is None:
             return self.partition.unpack(stored)
-        of_groups = stored[self.groups.members]
-        if self.partition.axis:
-            along = self.partition.axis + 1
-            of_groups = jnp.concatenate(list(jnp.moveaxis(of_groups, 1, 0)), along)
-        of_groups = of_groups.reshape(-1, *self.partition.packed_shape)
-        return jax.vmap(self.partition.unpack)(of_groups)[self.groups.group_of]
+        return jax.vmap(self.partition.joined)(stored[self.groups.members])[self.groups.group_of]
 
 
 def pack_all(placements: Any, tree: Any) -> Any:
