@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _jax
+from crossshard.jaxprs import row_rules as rules
 from crossshard.jaxprs.kernels import SAID_BY_JAXPR, Assumptions, is_rowwise, of_kernel
 from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
 from crossshard.jaxprs.row_facts import (
@@ -48,19 +49,6 @@ from crossshard.jaxprs.row_facts import (
     shape_of,
     tangent,
     worst,
-)
-from crossshard.jaxprs.row_rules import (
-    added,
-    batches_of,
-    drawn,
-    gathered,
-    merged,
-    of_divided,
-    of_index,
-    of_own_numbers,
-    of_rows,
-    of_sums,
-    scattered,
 )
 from crossshard.jaxprs.same_program import (
     is_same_program,
@@ -504,8 +492,8 @@ class _OverRows(Analysis[Fact]):
         if Chunks in kinds:
             return self._of_chunks(pair, inputs)
         if Divided in kinds and pair.name not in SAID_BY_JAXPR:
-            return of_divided(pair, inputs, self._transferred)
-        found = batches_of(pair, inputs) or of_kernel(self, pair, inputs, self.assumed)
+            return rules.of_divided(pair, inputs, self._transferred)
+        found = rules.batches_of(pair, inputs) or of_kernel(self, pair, inputs, self.assumed)
         if found is not None:
             return found
         if not pair.is_alike():
@@ -515,11 +503,11 @@ class _OverRows(Analysis[Fact]):
         if kinds & {OneRow, SoFar}:
             return self._of_one_row(pair, inputs)
         if kinds & {Total, Some}:
-            return [of_sums(pair, inputs)] * len(pair.one.outvars)
+            return [rules.of_sums(pair, inputs)] * len(pair.one.outvars)
         if Index in kinds:
             return self._of_index(pair, inputs)
         if Rows in kinds:
-            return of_rows(pair, inputs)
+            return rules.of_rows(pair, inputs)
         return self._of_free(pair, inputs)
 
     def _of_chunks(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
@@ -533,7 +521,7 @@ class _OverRows(Analysis[Fact]):
             whole = one.axis is not None and {0, one.axis} <= axes
             return [Total(one.power + 1, counts=counts)] if whole else unknown
         if pair.name == "reshape" and one.axis is not None:
-            return merged(pair, one)
+            return rules.merged(pair, one)
         alike = all(
             (x.number, x.size, x.axis) == (one.number, one.size, one.axis)
             if isinstance(x, Chunks)
@@ -579,8 +567,8 @@ class _OverRows(Analysis[Fact]):
             return [Rows(axis, 1, inner, power, constant=True, zero=zero, counts=counts)]
         if name == "tile":
             return [Rows(axis, 1, inner, power, constant=inner == 1)]
-        if name in KEYS:
-            return drawn(pair, inputs, axis) if inner == 1 else pair.undecided(f"{name} of rows")
+        if name in KEYS and inner == 1:
+            return rules.drawn(pair, inputs, axis)
         return pair.undecided(f"{name} with the number of rows")
 
     def _of_shapes(self, pair: Pair, inputs: Sequence[Fact]) -> Fact:
@@ -598,15 +586,15 @@ class _OverRows(Analysis[Fact]):
             case [Index(axis, None), other] if pair.name == "lt" and is_zero(other):
                 return [Rows(axis, constant=True, zero=True)]
         if pair.name == "random_fold_in":
-            return of_own_numbers(pair, inputs)
+            return rules.of_own_numbers(pair, inputs)
         if pair.name == "gather" or pair.name.startswith("scatter"):
             of = [fact for fact in inputs if not isinstance(fact, Index)]
             power = power_of(pair, [of[0], Free(), *of[1:]])
-            found = (gathered if pair.name == "gather" else scattered)(pair, inputs)
+            found = (rules.gathered if pair.name == "gather" else rules.scattered)(pair, inputs)
             if power is None or isinstance(found, Obstacle):
                 return found if power is not None else pair.undecided(f"{pair.name} of powers")
             return [replace(fact, power=power, zero=False, entry=None) for fact in found]
-        index = of_index(pair, inputs)
+        index = rules.of_index(pair, inputs)
         if index is not None:
             return [index]
         by_noise = pair.name == "sort" and pair.one.invars[0].aval.dtype == np.uint32
@@ -702,7 +690,7 @@ class _OverRows(Analysis[Fact]):
                 found.append(start)
             else:
                 mixed = pair.undecided("a sum of the rows and of something else")
-                total = added([Total(fact.power + 1), start], mixed)
+                total = rules.added([Total(fact.power + 1), start], mixed)
                 if isinstance(total, Total):
                     counts = fact.counts or not is_inexact(atom)
                     total = replace(total, counts=counts and start.number == 0)

@@ -343,16 +343,6 @@ class Placement:
         return jax.vmap(self.partition.joined)(stored[self.groups.members])[self.groups.group_of]
 
 
-def pack_all(placements: Any, tree: Any) -> Any:
-    """A pytree of arrays as they are stored; see ``Placement.pack``."""
-    return jax.tree.map(lambda own, x: own.pack(x), placements, tree)
-
-
-def unpack_all(placements: Any, tree: Any) -> Any:
-    """The inverse of ``pack_all``."""
-    return jax.tree.map(lambda own, x: own.unpack(x), placements, tree)
-
-
 def stored_shapes(placements: Any, tree: Any, number_of_shards: int) -> list[tuple[int, ...]]:
     """The shapes of arrays as they are stored, given these arrays, or as each shard has them."""
     pairs = zip(*map(jax.tree.leaves, (placements, tree)), strict=True)
