@@ -413,9 +413,8 @@ def check_no_further(loss: Any, shards: Shards, params: Iterable[Any]) -> None:
         f"The loss varies by its type over {', '.join(map(repr, over))}, which is not among the "
         f"shard axes ({', '.join(map(repr, shards.axes))}), so that autodiff would sum "
         f"the gradient over {number} losses. If these are equal, return jax.lax.pmean(loss, "
-        f"{axes!r}); if they are parts of one loss, jax.lax.psum(loss, {axes!r}). If they are of "
-        f"rows of their own, write axis_name={named!r}, or jax.lax.pmean where parameters are "
-        f"split over {axes!r}."
+        f"{axes!r}); if they are parts of one loss, jax.lax.psum(loss, {axes!r}); if they are of "
+        f"rows of their own, write axis_name={named!r}."
     )
 
 

@@ -406,10 +406,8 @@ def _other_axes_of(
     if not others:
         raise ArgumentError(
             f"{found}, but in this step every shard has all parameters in full. To shard "
-            f"them, write make_train_step(..., params='sharded'). Or "
-            f"replicate it, with jax.device_put(params, NamedSharding(mesh, PartitionSpec())). "
-            f"For a model that is split over an axis, name the shard axes: "
-            f"make_train_step(..., mesh=mesh, axis_name=...)."
+            f"them, write make_train_step(..., params='sharded'); for a model that is split over "
+            f"an axis, name the shard axes, with mesh= and axis_name=."
         )
     if not isinstance(sharding, NamedSharding) or (
         sharding.mesh.axis_names != mesh.axis_names
@@ -422,10 +420,9 @@ def _other_axes_of(
         )
     if only(sharding.spec, axes) and not in_parts:
         raise ArgumentError(
-            f"{found}, and {', '.join(axes)} is a shard axis: every shard has all parameters. The "
-            f"step itself splits the optimizer state over the shards. Split parameters over "
-            f"{', '.join(others)} only, or leave out of axis_name what splits them; to shard them "
-            f"over {', '.join(axes)}, too, write make_train_step(..., params='sharded')."
+            f"{found}, and {', '.join(axes)} is a shard axis: every shard has all parameters. "
+            f"Split parameters over {', '.join(others)} only; to shard them over "
+            f"{', '.join(axes)}, too, write make_train_step(..., params='sharded')."
         )
     return only(sharding.spec, others)
 
