@@ -17,9 +17,9 @@ import pytest
 from crossshard import _jax
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
 from crossshard.distributed.job import VERDICTS, Job
-from crossshard.distributed.supervisor.judge import Report, State, Timeouts, left_before
-from crossshard.distributed.supervisor.launcher import free_port
-from crossshard.distributed.supervisor.watch import _Watch
+from crossshard.distributed.judge import Report, State, Timeouts, left_before
+from crossshard.distributed.launcher import free_port
+from crossshard.distributed.watch import _Watch
 from tests.quick import deep
 
 PATIENCE = 240
@@ -151,8 +151,8 @@ def test_a_process_that_dies_fails_or_leaves_is_named_and_keeps_its_code(
 
 CHATTER = """
 import os, threading, time
-from crossshard.distributed.supervisor.judge import Kind, Verdict
-from crossshard.distributed.supervisor.watch import _leave
+from crossshard.distributed.judge import Kind, Verdict
+from crossshard.distributed.watch import _leave
 
 def chatter():
     while True:
@@ -255,7 +255,7 @@ def test_a_process_with_other_rows_in_mid_run_is_named_with_them(start, script: 
         assert process.returncode == PROCESS_STALLED, err
         assert (
             "crossshard: process 1 has entered step 6 with float32[4,3], and process 0 with "
-            "float32[2,3]. Pass as many rows in every process, or weight=, "
+            "float32[2,3]. Pass as many rows, of the same dtypes, in every process, or weight=, "
         ) in err
         assert err.endswith(f" Process {own} leaves.\n")
 

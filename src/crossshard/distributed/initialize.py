@@ -23,8 +23,8 @@ from crossshard.distributed.job import (
     tell_launcher,
     told_launcher,
 )
-from crossshard.distributed.supervisor.judge import Kind, Timeouts, Verdict, check_seconds
-from crossshard.distributed.supervisor.watch import watch, watch_alone
+from crossshard.distributed.judge import Kind, Timeouts, Verdict, check_seconds
+from crossshard.distributed.watch import watch, watch_alone
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
 
 _JAX_HEARTBEAT_SECONDS = 100
@@ -117,10 +117,10 @@ def initialize(
             f"{job.num_processes}, from {job.found_in}."
         )
     if job.coordinator_address is not None and job.num_processes > 1:
-        _connect(job, bind, timeout, timeouts.longest)
+        _connect(job, bind, timeout, max(timeouts.step, *timeouts.others.values(), 0))
         watch(job, timeouts)
-    elif timeouts.alone is not None:
-        watch_alone(timeouts.alone)
+    elif "alone" in timeouts.others:
+        watch_alone(timeouts.others["alone"])
     return job
 
 

@@ -20,9 +20,8 @@ from typing import Any
 from crossshard import _jax
 from crossshard.distributed import identity
 from crossshard.distributed.job import Job, answers, tell_launcher
-from crossshard.distributed.progress import PROGRESS
-from crossshard.distributed.supervisor.judge import (
-    NOWHERE,
+from crossshard.distributed.judge import (
+    EARLY,
     PROCESS_STALLED,
     Judge,
     Kind,
@@ -30,10 +29,9 @@ from crossshard.distributed.supervisor.judge import (
     State,
     Timeouts,
     Verdict,
-    is_before_steps,
-    stands_at,
     unheard,
 )
+from crossshard.distributed.progress import PROGRESS
 
 _EVERY = 0.5
 # For the others to read the verdict, before process 0 takes the coordinator away.
@@ -49,7 +47,7 @@ _FOLDER = "crossshard/watch"
 _LEAVING = threading.Lock()
 _NOT_THE_USERS = tuple(
     {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {str(Path(__file__).parents[2]), "<frozen"}
+    | {str(Path(__file__).parents[1]), "<frozen"}
 )
 # Python calls its own handlers between two instructions only, and an abort does not wait for one.
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -72,14 +70,19 @@ def watch_alone(seconds: float) -> None:
         calls, idle = 0, 0.0
         while True:
             time.sleep(_EVERY)
-            moves = is_before_steps(PROGRESS.latest) or PROGRESS.inside or PROGRESS.calls != calls
+            is_early = PROGRESS.latest.partition(" ")[0] in EARLY
+            moves = is_early or PROGRESS.inside or PROGRESS.calls != calls
             calls, idle = PROGRESS.calls, 0.0 if moves else idle + _EVERY
             if idle >= seconds:
                 what = f"nothing was entered for {int(idle)} seconds after {PROGRESS.latest}."
-                _leave(0, Verdict(Kind.STALLED, 0, what + stands_at(_place())))
+                _leave(0, Verdict(Kind.STALLED, 0, f"{what} It stands at {_place()}."))
 
     PROGRESS.is_alone = True
-    threading.Thread(target=tick, name="crossshard watch", daemon=True).start()
+    _start(tick)
+
+
+def _start(target: Any) -> None:
+    threading.Thread(target=target, name="crossshard watch", daemon=True).start()
 
 
 class _Watch:
@@ -88,7 +91,7 @@ class _Watch:
         self._process = job.process_id
         self._timeouts = timeouts
         self._state = State.RUNNING
-        self._error = "nothing"
+        self._error = ""
         self._beat = 0
         # Seconds in which this process ran; those of a suspended machine are nobody's fault.
         self._clock = 0.0
@@ -111,10 +114,9 @@ class _Watch:
         _kept.append(_Handler(self._speak_before_abort))
         _on_abort(ctypes.cast(_kept[0], ctypes.c_void_p))
         atexit.register(self._at_exit)
-        for target in (self._talk, self._tick):
-            threading.Thread(target=target, name="crossshard watch", daemon=True).start()
-
-    # In a thread, since a call does not return if the coordinator stands still.
+        # In a thread of its own, since a call does not return if the coordinator stands still.
+        _start(self._talk)
+        _start(self._tick)
 
     def _talk(self) -> None:
         while not self._over:
@@ -132,22 +134,25 @@ class _Watch:
 
     def _exchange(self) -> None:
         report = self._report()
-        _jax.tell_again(f"{_FOLDER}/reports/{self._process}", str(report))
+        self._tell(f"reports/{self._process}", report)
         if self._process == 0:
-            _jax.tell_again(f"{_FOLDER}/first/report", str(report))
+            self._tell("first/report", report)
             verdict = self._judge.hear({**self._reports(), 0: report}, self._clock)
         else:
             verdict = self._of_first()
         if verdict is not None:
             self._obey(verdict)
 
+    def _tell(self, key: str, what: Report | Verdict) -> None:
+        _jax.tell_again(f"{_FOLDER}/{key}", str(what))
+
     def _of_first(self) -> Verdict | None:
         texts = _jax.told_below(f"{_FOLDER}/first/")
         told = Verdict.parse(texts.get("verdict", ""))
-        if told is not None:
-            return told
         report = Report.parse(texts.get("report", ""))
-        verdict = self._first.hear({0: report}, self._clock) if report else None
+        if told is not None or report is None:
+            return told
+        verdict = self._first.hear({0: report}, self._clock)
         # That process 0 has come to its end says nothing of the others.
         return verdict if verdict and verdict.kind is not Kind.DONE else None
 
@@ -157,8 +162,6 @@ class _Watch:
         of_machine.pop(self._process, None)
         gone = (process for process, told in of_machine.items() if identity.is_gone(told))
         rows, since = PROGRESS.rows
-        # Before the first call JAX itself waits for all, to count their devices.
-        waits = PROGRESS.waits if PROGRESS.calls else int(_jax.backend_has_begun())
         return Report(
             self._beat,
             PROGRESS.calls,
@@ -170,7 +173,8 @@ class _Watch:
             rows,
             since,
             ", ".join(PROGRESS.trail[:-1]),
-            waits,
+            # Before the first call JAX itself waits for all, to count their devices.
+            PROGRESS.waits if PROGRESS.calls else int(_jax.backend_has_begun()),
             PROGRESS.inner,
         )
 
@@ -184,17 +188,14 @@ class _Watch:
         numbers = {str(process) for process in range(self._job.num_processes)}
         return {int(key): text for key, text in found.items() if key in numbers}
 
-    # In another thread.
-
     def _tick(self) -> None:
         while not self._over:
             time.sleep(_EVERY / 2)
             self._clock += _EVERY / 2
             self._note_gap()
             silent = self._clock - self._answered
-            if self._failing_since is not None and (
-                self._clock - self._failing_since > _ANSWER_SECONDS
-            ):
+            failing = self._failing_since
+            if failing is not None and self._clock - failing > _ANSWER_SECONDS:
                 self._leave(Verdict.of(Kind.DIED, 0, "died"))
             elif silent >= self._timeouts.silence(PROGRESS.latest) and self._process != 0:
                 self._leave(unheard(0, silent))
@@ -214,7 +215,7 @@ class _Watch:
         self._stacks = _stacks()
         own_end = self._state is not State.RUNNING and verdict.process == self._process
         if self._process == 0:
-            _jax.tell_again(f"{_FOLDER}/first/verdict", str(verdict))
+            self._tell("first/verdict", verdict)
         if verdict.kind is not Kind.DONE:
             with contextlib.suppress(Exception):
                 self._say_farewell(verdict)
@@ -227,25 +228,23 @@ class _Watch:
     def _say_farewell(self, verdict: Verdict) -> None:
         """Tell that this process ends; process 0 waits until all others have told it."""
         ending = Report(self._beat + 1, PROGRESS.calls, PROGRESS.latest, state=State.ENDING)
-        _jax.tell_again(f"{_FOLDER}/reports/{self._process}", str(ending))
+        self._tell(f"reports/{self._process}", ending)
+        if self._process != 0:
+            return
         until = time.monotonic() + _FAREWELL_SECONDS
-        ends_itself = verdict.kind in (Kind.FAILED, Kind.LEFT)
         others = {*range(1, self._job.num_processes)}
         if verdict.kind in (Kind.DIED, Kind.SILENT):
             others -= {verdict.process}
-        while self._process == 0 and others and time.monotonic() < until:
+        while others and time.monotonic() < until:
             time.sleep(0.05)
             heard = self._reports().items()
             others -= {process for process, each in heard if each.state is State.ENDING}
-        if self._process == 0 != verdict.process and ends_itself:
-            self._wait_for_end_of(verdict.process)
-
-    def _wait_for_end_of(self, process: int) -> None:
-        """Let a process end with its own exit code, which it loses if the coordinator goes."""
-        told = self._told(self._machine).get(process)
-        until = time.monotonic() + (1 if told is None else _END_SECONDS)
-        while time.monotonic() < until and not (told and identity.is_gone(told)):
-            time.sleep(0.05)
+        if verdict.process != 0 and verdict.kind in (Kind.FAILED, Kind.LEFT):
+            # It ends with its own exit code, which it loses if the coordinator goes before.
+            told = self._told(self._machine).get(verdict.process)
+            until = time.monotonic() + (1 if told is None else _END_SECONDS)
+            while time.monotonic() < until and not (told and identity.is_gone(told)):
+                time.sleep(0.05)
 
     def _leave(self, verdict: Verdict) -> None:
         self._note_gap()
@@ -264,18 +263,16 @@ class _Watch:
 
     def _at_exit(self) -> None:
         """Wait for the others, which may need this process; keep its exit code."""
-        if self._over:
-            # Another thread may be about to say why this process leaves.
-            with contextlib.suppress(KeyboardInterrupt):
-                self._released.wait()
-            return
+        was_over = self._over
         # Python has printed an exception that nobody caught.
         failed: Any = getattr(sys, "last_type", None)
-        self._error = "nothing" if failed is None else failed.__name__[:60]
-        self._state = State.LEFT if failed is None else State.FAILED
+        if not was_over:
+            self._error = "" if failed is None else failed.__name__[:60]
+            self._state = State.LEFT if failed is None else State.FAILED
+        # If it is over, another thread may be about to say why this process leaves.
         with contextlib.suppress(KeyboardInterrupt):
             self._released.wait()
-        if self._verdict is not None and self._verdict.kind is Kind.DONE:
+        if was_over or (self._verdict is not None and self._verdict.kind is Kind.DONE):
             return
         # JAX would now wait for the others, some of which wait for this one.
         if failed is None:
@@ -325,11 +322,11 @@ def _flush() -> None:
 def _place() -> str:
     """The line of the user's code at which the main thread stands, such as ``train.py:41``."""
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    if innermost is None:
-        return NOWHERE
-    frames = [each for each, _ in traceback.walk_stack(innermost)]
+    frames = [each for each, _ in traceback.walk_stack(innermost)] if innermost else []
     is_the_users = lambda each: not each.f_code.co_filename.startswith(_NOT_THE_USERS)
     frame = next(filter(is_the_users, frames), innermost)
+    if frame is None:
+        return ""
     name = os.path.basename(frame.f_code.co_filename)
     # Others print it.
     return f"{name[-60:] if name.isprintable() else '_'}:{frame.f_lineno}"
@@ -340,13 +337,10 @@ def _stacks() -> str:
     main = threading.main_thread().ident
     lines = []
     for thread, frame in sys._current_frames().items():
-        found = [each for each, _ in traceback.walk_stack(frame)]
-        is_watch = any(each.f_code.co_filename == __file__ for each in found)
-        if thread == main or not is_watch:
+        found = [(each.f_code, line) for each, line in traceback.walk_stack(frame)]
+        if thread == main or all(code.co_filename != __file__ for code, _ in found):
             lines.append("The main thread:" if thread == main else "Another thread:")
-            for each in found:
-                code = each.f_code
-                lines.append(f"  {code.co_filename}:{each.f_lineno} in {code.co_qualname}")
+            lines += [f"  {code.co_filename}:{n} in {code.co_qualname}" for code, n in found]
     return "\n".join(lines)
 
 
