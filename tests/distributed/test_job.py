@@ -110,7 +110,11 @@ def test_half_a_description_is_refused(environment, variables, message):
         (("10.0.0.1:1", 2, 2), ArgumentError, "from 0 to num_processes - 1; got 2 of 2"),
         (("10.0.0.1", 2, 0), ArgumentError, "must be host:port"),
         (("10.0.0.1:99999", 2, 0), ArgumentError, "must be host:port"),
-        ((b"10.0.0.1:1", 2, 0), ArgumentTypeError, "a str; got bytes"),
+        (
+            (b"10.0.0.1:1", 2, 0),
+            ArgumentTypeError,
+            "must be a string; got b'10",
+        ),
         (("10.0.0.1:1", "2", 0), ArgumentTypeError, "num_processes must be an int; got '2'"),
         (("10.0.0.1:1", 2, True), ArgumentTypeError, "process_id must be an int; got True"),
     ],

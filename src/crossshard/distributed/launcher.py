@@ -17,18 +17,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from crossshard.distributed import guard
-from crossshard.distributed.job import (
-    ADDRESS,
-    CONNECTS,
-    DEVICES,
-    LOOPBACK,
-    NUMBER,
-    OWN,
-    VERDICTS,
-    check_unused,
-    told_launcher,
-)
+from crossshard.distributed.job import ADDRESS, DEVICES, LOOPBACK, NUMBER, OWN, check_unused
 from crossshard.distributed.judge import PROCESS_LOST, PROCESS_STALLED, Kind, Verdict, left_before
+from crossshard.distributed.watch import CONNECTS, VERDICTS, told_launcher
 from crossshard.errors import ArgumentError
 
 # How long a process may take to end after a signal, to save a checkpoint; as Slurm and Kubernetes.
@@ -113,7 +104,7 @@ def launch(
             for own, slot in enumerate(slots):
                 if run.must_end:
                     break
-                environment = {**os.environ, **given, OWN: str(own), VERDICTS: str(verdicts)}
+                environment = {**os.environ, **given, OWN: str(own), VERDICTS: verdicts}
                 if cpu_devices is None:
                     # One GPU each, as under Slurm and Open MPI.
                     environment[DEVICES] = str(slot)
@@ -132,7 +123,7 @@ def launch(
 
 
 @contextlib.contextmanager
-def _guarded(grace: float) -> Iterator[tuple[Any, Path]]:
+def _guarded(grace: float) -> Iterator[tuple[Any, str]]:
     """Start a program that ends processes if this one is killed.
 
     Yields a function that tells it of each, and a file in which processes write why they leave.
@@ -152,7 +143,7 @@ def _guarded(grace: float) -> Iterator[tuple[Any, Path]]:
             os.write(watching.stdin.fileno(), f"{process.pid}\n".encode())  # type: ignore[union-attr]
 
     try:
-        yield tell, Path(file)
+        yield tell, file
     finally:
         watching.kill()
         watching.communicate()
@@ -162,7 +153,7 @@ def _guarded(grace: float) -> Iterator[tuple[Any, Path]]:
 class _Run:
     """The processes of a run, which get the launcher's signals and end together."""
 
-    def __init__(self, stdout: IO[bytes], stderr: IO[bytes], grace: float, verdicts: Path) -> None:
+    def __init__(self, stdout: IO[bytes], stderr: IO[bytes], grace: float, verdicts: str) -> None:
         self.received: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []

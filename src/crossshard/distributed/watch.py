@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 import sysconfig
 import threading
@@ -19,7 +20,6 @@ from typing import Any
 
 from crossshard import _jax
 from crossshard.distributed import identity
-from crossshard.distributed.job import Job, answers, tell_launcher
 from crossshard.distributed.judge import (
     EARLY,
     PROCESS_STALLED,
@@ -43,6 +43,10 @@ _ANSWER_SECONDS = 2.0
 # For a process that stood still to find that the others have left.
 _RECENT_SECONDS = 20.0
 _FOLDER = "crossshard/watch"
+# The file in which processes tell their launcher that they connect, and why they leave.
+VERDICTS = "CROSSSHARD_VERDICTS"
+# What they write there before they wait for each other to connect.
+CONNECTS = "connects"
 # Nobody gives it back: the first thread that leaves ends the process, and has the last word.
 _LEAVING = threading.Lock()
 _NOT_THE_USERS = tuple(
@@ -54,10 +58,10 @@ _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _kept: list[Any] = []
 
 
-def watch(job: Job, timeouts: Timeouts) -> None:
+def watch(number: int, own: int, address: str, timeouts: Timeouts) -> None:
     """Watch the other processes of a job, whose coordinator is connected, until this one ends."""
     PROGRESS.seconds = timeouts.of
-    _Watch(job, timeouts).start()
+    _Watch(number, own, address, timeouts).start()
 
 
 def watch_alone(seconds: float) -> None:
@@ -86,9 +90,10 @@ def _start(target: Any) -> None:
 
 
 class _Watch:
-    def __init__(self, job: Job, timeouts: Timeouts) -> None:
-        self._job = job
-        self._process = job.process_id
+    def __init__(self, number: int, own: int, address: str, timeouts: Timeouts) -> None:
+        self._number = number
+        self._process = own
+        self._address = address
         self._timeouts = timeouts
         self._state = State.RUNNING
         self._error = ""
@@ -97,7 +102,7 @@ class _Watch:
         self._clock = 0.0
         self._answered = 0.0
         self._failing_since: float | None = None
-        self._judge = Judge(job.num_processes, timeouts, self._clock)
+        self._judge = Judge(number, timeouts, self._clock)
         self._first = Judge(1, timeouts, self._clock)  # in the eyes of the others
         self._machine = identity.machine()
         self._verdict: Verdict | None = None
@@ -185,7 +190,7 @@ class _Watch:
     def _told(self, below: str) -> dict[int, str]:
         """What each process has told, by its number; whatever else is there is left out."""
         found = _jax.told_below(f"{_FOLDER}/{below}/")
-        numbers = {str(process) for process in range(self._job.num_processes)}
+        numbers = {str(process) for process in range(self._number)}
         return {int(key): text for key, text in found.items() if key in numbers}
 
     def _tick(self) -> None:
@@ -232,7 +237,7 @@ class _Watch:
         if self._process != 0:
             return
         until = time.monotonic() + _FAREWELL_SECONDS
-        others = {*range(1, self._job.num_processes)}
+        others = {*range(1, self._number)}
         if verdict.kind in (Kind.DIED, Kind.SILENT):
             others -= {verdict.process}
         while others and time.monotonic() < until:
@@ -257,7 +262,7 @@ class _Watch:
     def _speak_before_abort(self, _: int) -> None:
         if self._state is State.FAILED and self._released.is_set():
             os._exit(1)
-        if self._verdict is None and answers(str(self._job.coordinator_address)):
+        if self._verdict is None and answers(self._address):
             return  # it aborts for a reason of its own
         self._leave(self._verdict or Verdict.of(Kind.DIED, 0, "died"))
 
@@ -308,6 +313,33 @@ def _leave(process: int, verdict: Verdict, stood: str | None = None) -> None:
     # Exit codes alone would not tell who left because of whom.
     tell_launcher(process, str(verdict))
     os._exit(verdict.code)
+
+
+def tell_launcher(process: int, what: str) -> None:
+    """Write a line for ``crossshard launch``, if that has started this process."""
+    with contextlib.suppress(KeyError, OSError):
+        file = os.open(os.environ[VERDICTS], os.O_WRONLY | os.O_APPEND)
+        os.write(file, f"{process} {what}\n".encode())
+        os.close(file)
+
+
+def told_launcher(file: str | None = None) -> list[tuple[str, str]]:
+    """What processes have told their launcher: the number of each, and its text."""
+    try:
+        lines = Path(file or os.environ[VERDICTS]).read_text("utf-8", "replace").splitlines()
+    except (KeyError, OSError):
+        return []
+    return [(who, what) for who, _, what in (line.partition(" ") for line in lines)]
+
+
+def answers(address: str) -> bool:
+    """Whether something listens at ``host:port``."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def _flush() -> None:
