@@ -265,13 +265,9 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 def _devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
     given = environ.get(DEVICES)
-    if not given:
-        return None
-    if not re.fullmatch(r"\d+(,\d+)*", given):
-        raise ArgumentError(
-            f"{DEVICES} must be numbers with commas between them; got {given!r:.60}."
-        )
-    return tuple(map(int, given.split(",")))
+    if given and not re.fullmatch(r"\d+(,\d+)*", given):
+        raise ArgumentError(f"{DEVICES} must be numbers with commas between; got {given!r:.60}.")
+    return tuple(map(int, given.split(","))) if given else None
 
 
 def bind_address(coordinator_address: str, bind: str | None) -> str:

@@ -8,12 +8,12 @@ import dataclasses
 import enum
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Self
 
 from crossshard import _check
 from crossshard._check import typed
-from crossshard.distributed.progress import NAME
 from crossshard.errors import ArgumentError
 
 # Outside those of sysexits.h.
@@ -22,6 +22,8 @@ PROCESS_LOST = 81
 PROCESS_STALLED = 82
 """Exit code of a process that leaves because another one does not move."""
 
+# The name of a call.
+NAME = re.compile(r"[a-z][a-z_]{0,19}")
 _LONGEST_TEXT = 2000
 # After a process has failed or left: long enough to see whether it did because another one died, or
 # whether the others do so too.
@@ -100,12 +102,11 @@ class _Told:
 
 
 class State(enum.StrEnum):
-    """Whether a process works, has come to its end, has failed, or ends for a verdict."""
+    """Whether a process works, has come to its end, or has failed."""
 
     RUNNING = "running"
     LEFT = "left"
     FAILED = "failed"
-    ENDING = "ending"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +131,15 @@ class Report(_Told):
         """How far it is, to compare with others."""
         return self.calls, self.waits
 
+    @property
+    def trail(self) -> list[str]:
+        """The calls that it has entered, the newest last, as far as remembered."""
+        return [*filter(None, self.before.split(", ")), self.latest]
+
     def at(self, call: int) -> str | None:
         """What it has entered as this call; ``None`` if that is long ago, or to come."""
-        known = [*filter(None, self.before.split(", ")), self.latest]
         back = self.calls - call
-        return known[-1 - back] if 0 <= back < len(known) else None
+        return self.trail[-1 - back] if 0 <= back < len(self.trail) else None
 
 
 class Kind(enum.StrEnum):

@@ -1,7 +1,6 @@
 """Launcher: starts the processes of a job on this machine, and ends them together."""
 
 import contextlib
-import dataclasses
 import math
 import os
 import queue
@@ -38,15 +37,6 @@ _EVERY = 0.02
 _ENDING = tuple(getattr(signal, f"SIG{name}") for name in ("INT", "QUIT", "TERM", "HUP"))
 _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _BECAUSE_OF_ANOTHER = (PROCESS_LOST, PROCESS_STALLED)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ending:
-    """How a run ended."""
-
-    code: int
-    failed: int | None = None  # which process failed first, as far as known
-    why: str = ""  # what there is to say of it
 
 
 def free_port(host: str) -> int:
@@ -109,17 +99,16 @@ def launch(
                     # One GPU each, as under Slurm and Open MPI.
                     environment[DEVICES] = str(slot)
                 tell(run.start(command, environment, f"[{own:>{len(str(len(slots) - 1))}}] "))
-            ending = run.wait(len(slots))
-        if ending.code == 0 or run.received or left == 0:
+            code, failed = run.wait(len(slots))
+        if code == 0 or run.received or left == 0:
             break
-        may_drop = min_processes is not None and len(slots) > min_processes
-        if may_drop and ending.failed is not None:
-            del slots[ending.failed]
+        if failed is not None and min_processes is not None and len(slots) > min_processes:
+            del slots[failed]
         many = f"{len(slots)} process{'es' * (len(slots) > 1)}"
         times = f"{left - 1} more restart{'s' * (left != 2)}"
         stderr.write(f"crossshard: started again with {many}; {times} left.\n".encode())
         stderr.flush()
-    return ending.code
+    return code
 
 
 @contextlib.contextmanager
@@ -243,14 +232,11 @@ class _Run:
                 with open(os.devnull, "wb") as nowhere:
                     os.dup2(nowhere.fileno(), to.fileno())
 
-    def wait(self, number: int) -> _Ending:
-        """Wait until so many processes have ended well, one has not, or their time is over."""
-        ending = self._ending(number)
-        if ending.why:
-            self._lines.put((self._stderr, f"crossshard: {ending.why}.\n".encode()))
-        return ending
+    def wait(self, number: int) -> tuple[int, int | None]:
+        """Wait until so many processes have ended well, one has not, or their time is over.
 
-    def _ending(self, number: int) -> _Ending:
+        Returns the exit code, and which process failed first, as far as known.
+        """
         left = dict(enumerate(self._processes))
         while left and time.monotonic() < self._until:
             self._pass_on()
@@ -258,30 +244,30 @@ class _Run:
                 if process.poll() is not None:
                     del left[own]
                 if process.returncode:
-                    ending = self._of_failure(own, process.returncode, left)
-                    # After Ctrl-C everybody knows why.
-                    is_news = number > 1 and not self.received
-                    return ending if is_news else dataclasses.replace(ending, why="")
-            if left and not self.received:
-                absent = self._absent({*range(len(self._processes))} - left.keys())
-                if absent is not None:
-                    return absent
+                    return self._of_failure(own, process.returncode, left)
+            absent = self._absent({*range(len(self._processes))} - left.keys()) if left else None
+            if absent is not None and not self.received:
+                verdict = left_before("initialize", absent)
+                return self._ended(verdict.code, absent, verdict.sentence)
             time.sleep(_EVERY)
         if not left and len(self._processes) == number:
-            return _Ending(0)
+            return 0, None
         asked = next(each for each in self.received if each in _ENDING)
-        late = " ".join(map(str, left))
-        why = f"killed {self._grace:g} seconds after {signal.Signals(asked).name}: process {late}"
-        return _Ending(128 + asked, why=why if left else "")
+        if left:
+            late = f"{signal.Signals(asked).name}: process {' '.join(map(str, left))}"
+            self._say(f"killed {self._grace:g} seconds after {late}")
+        return 128 + asked, None
 
-    def _of_failure(self, own: int, code: int, left: dict[int, subprocess.Popen[bytes]]) -> _Ending:
+    def _of_failure(
+        self, own: int, code: int, left: dict[int, subprocess.Popen[bytes]]
+    ) -> tuple[int, int | None]:
         """The ending of a run in which a process has failed, perhaps because of another one."""
         if code in _BECAUSE_OF_ANOTHER or any(who == str(own) for who, _ in self._told()):
             self._wait_for(left.values(), _LEAVING_SECONDS)
             # What process 0 says, which judges, or else what the first says.
             said = sorted(self._told(), key=lambda words: words[0] != "0")
             if not said:
-                return _ended(code, None, f"process {own} ended with code {code}")
+                return self._ended(code, None, f"process {own} ended with code {code}")
             verdict = said[0][1]
             # They may see a death before this process can ask for its code.
             own, its = verdict.process, self._processes[verdict.process].returncode
@@ -289,23 +275,30 @@ class _Run:
                 # It is stopped, or does not run Python, and saves nothing.
                 _send(self._processes[own], signal.SIGKILL)
             if not its or its in _BECAUSE_OF_ANOTHER:
-                return _ended(its or code, own, verdict.sentence)
+                return self._ended(its or code, own, verdict.sentence)
             code = its
         how = f"with code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
-        return _ended(code if code > 0 else 128 - code, own, f"process {own} ended {how}")
+        return self._ended(code if code > 0 else 128 - code, own, f"process {own} ended {how}")
 
-    def _absent(self, ended: set[int]) -> _Ending | None:
-        """The ending of a run if one of those that ended well is waited for by those that connect.
+    def _ended(self, code: int, failed: int | None, sentence: str) -> tuple[int, int | None]:
+        # After Ctrl-C everybody knows why.
+        if len(self._processes) > 1 and not self.received:
+            # Of a verdict its first sentence.
+            self._say(f"{sentence.partition('. ')[0].rstrip('.')}; the others are ended")
+        return code, failed
+
+    def _say(self, what: str) -> None:
+        self._lines.put((self._stderr, f"crossshard: {what}.\n".encode()))
+
+    def _absent(self, ended: set[int]) -> int | None:
+        """Which of those that ended well is waited for by those that connect.
 
         Those that connect wait for all, and come to their ends together.
         """
         told = told_launcher(self._verdicts) if ended else []
         connected = {who for who, what in told if what == CONNECTS}
-        absent = next((each for each in sorted(ended) if str(each) not in connected), None)
-        if not connected or absent is None:
-            return None
-        verdict = left_before("initialize", absent)
-        return _ended(verdict.code, absent, verdict.sentence)
+        absent = (each for each in sorted(ended) if connected and str(each) not in connected)
+        return next(absent, None)
 
     def _told(self) -> list[tuple[str, Verdict]]:
         """Why they leave, as they themselves say it."""
@@ -329,12 +322,6 @@ class _Run:
             self._passed_on += 1
             for process in self._processes:
                 _send(process, number)
-
-
-def _ended(code: int, failed: int | None, sentence: str) -> _Ending:
-    # Of a verdict its first sentence.
-    why = sentence.partition(". ")[0].rstrip(".")
-    return _Ending(code, failed, f"{why}; the others are ended")
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:

@@ -7,6 +7,7 @@ sends the coordinator a few texts in a second, however many there are.
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import os
 import signal
 import socket
@@ -34,10 +35,9 @@ from crossshard.distributed.judge import (
 from crossshard.distributed.progress import PROGRESS
 
 _EVERY = 0.5
-# For the others to read the verdict, before process 0 takes the coordinator away.
-_FAREWELL_SECONDS = 2.0
-# For a process that comes to its end to be gone, on a busy machine.
-_END_SECONDS = 4.0
+# For the others to read the verdict and to end, before process 0 takes the coordinator away: those
+# of other machines, and those of its own, on a busy one.
+_FAREWELL_SECONDS, _END_SECONDS = 1.5, 4.0
 # For a coordinator that does not answer to answer again.
 _ANSWER_SECONDS = 2.0
 # For a process that stood still to find that the others have left.
@@ -74,11 +74,12 @@ def watch_alone(seconds: float) -> None:
         calls, idle = 0, 0.0
         while True:
             time.sleep(_EVERY)
-            is_early = PROGRESS.latest.partition(" ")[0] in EARLY
-            moves = is_early or PROGRESS.inside or PROGRESS.calls != calls
-            calls, idle = PROGRESS.calls, 0.0 if moves else idle + _EVERY
+            now = PROGRESS.now
+            is_early = now.latest.partition(" ")[0] in EARLY
+            moves = is_early or PROGRESS.inside or now.calls != calls
+            calls, idle = now.calls, 0.0 if moves else idle + _EVERY
             if idle >= seconds:
-                what = f"nothing was entered for {int(idle)} seconds after {PROGRESS.latest}."
+                what = f"nothing was entered for {int(idle)} seconds after {now.latest}."
                 _leave(0, Verdict(Kind.STALLED, 0, f"{what} It stands at {_place()}."))
 
     PROGRESS.is_alone = True
@@ -95,8 +96,6 @@ class _Watch:
         self._process = own
         self._address = address
         self._timeouts = timeouts
-        self._state = State.RUNNING
-        self._error = ""
         self._beat = 0
         # Seconds in which this process ran; those of a suspended machine are nobody's fault.
         self._clock = 0.0
@@ -107,9 +106,8 @@ class _Watch:
         self._machine = identity.machine()
         self._verdict: Verdict | None = None
         self._stacks: str | None = None
-        # When the clock was last read, and the seconds and the end of the latest long gap.
-        self._ticked = time.monotonic()
-        self._gap = (0.0, 0.0)
+        # For how many seconds this process stood still last, and when that ended.
+        self._stood = (0.0, 0.0)
         self._released = threading.Event()
         self._over = False
 
@@ -133,8 +131,8 @@ class _Watch:
                     # The script has called jax.distributed.shutdown().
                     self._over = True
                     self._released.set()
-                elif "UNAVAILABLE" in str(error) or self._failing_since is not None:
-                    self._failing_since = self._failing_since or self._clock
+                elif self._failing_since is None and "UNAVAILABLE" in str(error):
+                    self._failing_since = self._clock
             time.sleep(_EVERY)
 
     def _exchange(self) -> None:
@@ -166,21 +164,11 @@ class _Watch:
         of_machine = self._told(self._machine)
         of_machine.pop(self._process, None)
         gone = (process for process, told in of_machine.items() if identity.is_gone(told))
-        rows, since = PROGRESS.rows
-        return Report(
-            self._beat,
-            PROGRESS.calls,
-            PROGRESS.latest,
-            self._state,
-            self._error,
-            next(gone, None),
-            _place(),
-            rows,
-            since,
-            ", ".join(PROGRESS.trail[:-1]),
-            # Before the first call JAX itself waits for all, to count their devices.
-            PROGRESS.waits if PROGRESS.calls else int(_jax.backend_has_begun()),
-            PROGRESS.inner,
+        now = PROGRESS.now
+        # Before the first call JAX itself waits for all, to count their devices.
+        waits = now.waits if now.calls else int(_jax.backend_has_begun())
+        return dataclasses.replace(
+            now, beat=self._beat, gone=next(gone, None), place=_place(), waits=waits
         )
 
     def _reports(self) -> dict[int, Report]:
@@ -195,22 +183,19 @@ class _Watch:
 
     def _tick(self) -> None:
         while not self._over:
+            began = time.monotonic()
             time.sleep(_EVERY / 2)
             self._clock += _EVERY / 2
-            self._note_gap()
+            stood = time.monotonic() - began
+            # The others count from the last time that they heard of this process.
+            if stood >= self._timeouts.silence(PROGRESS.now.latest) / 2:
+                self._stood = (stood, self._clock)
             silent = self._clock - self._answered
             failing = self._failing_since
             if failing is not None and self._clock - failing > _ANSWER_SECONDS:
                 self._leave(Verdict.of(Kind.DIED, 0, "died"))
-            elif silent >= self._timeouts.silence(PROGRESS.latest) and self._process != 0:
+            elif silent >= self._timeouts.silence(PROGRESS.now.latest) and self._process != 0:
                 self._leave(unheard(0, silent))
-
-    def _note_gap(self) -> None:
-        now = time.monotonic()
-        # The others count from the last time that they heard of this process.
-        if now - self._ticked >= self._timeouts.silence(PROGRESS.latest) / 2:
-            self._gap = (now - self._ticked, now)
-        self._ticked = now
 
     # The end.
 
@@ -218,49 +203,42 @@ class _Watch:
         self._verdict = verdict
         # Before the others leave, which the main thread may meet.
         self._stacks = _stacks()
-        own_end = self._state is not State.RUNNING and verdict.process == self._process
+        own_end = PROGRESS.now.state is not State.RUNNING and verdict.process == self._process
         if self._process == 0:
             self._tell("first/verdict", verdict)
-        if verdict.kind is not Kind.DONE:
             with contextlib.suppress(Exception):
-                self._say_farewell(verdict)
+                self._wait_for_others(verdict)
         self._over = True
         if verdict.kind is Kind.DONE or own_end:
             self._released.set()
         else:
             self._leave(verdict)
 
-    def _say_farewell(self, verdict: Verdict) -> None:
-        """Tell that this process ends; process 0 waits until all others have told it."""
-        ending = Report(self._beat + 1, PROGRESS.calls, PROGRESS.latest, state=State.ENDING)
-        self._tell(f"reports/{self._process}", ending)
-        if self._process != 0:
+    def _wait_for_others(self, verdict: Verdict) -> None:
+        """Let the others leave, each with its own code, which it loses if this one is gone."""
+        if verdict.kind is Kind.DONE:
             return
-        until = time.monotonic() + _FAREWELL_SECONDS
-        others = {*range(1, self._number)}
-        if verdict.kind in (Kind.DIED, Kind.SILENT):
-            others -= {verdict.process}
-        while others and time.monotonic() < until:
+        began, told = time.monotonic(), self._told(self._machine)
+        least = _FAREWELL_SECONDS if len(told) < self._number else 0
+        silent = verdict.process if verdict.kind is Kind.SILENT else 0
+        others = [each for process, each in told.items() if process not in (0, silent)]
+        while (seconds := time.monotonic() - began) < _END_SECONDS:
+            if seconds >= least and all(map(identity.is_gone, others)):
+                break
             time.sleep(0.05)
-            heard = self._reports().items()
-            others -= {process for process, each in heard if each.state is State.ENDING}
-        if verdict.process != 0 and verdict.kind in (Kind.FAILED, Kind.LEFT):
-            # It ends with its own exit code, which it loses if the coordinator goes before.
-            told = self._told(self._machine).get(verdict.process)
-            until = time.monotonic() + (1 if told is None else _END_SECONDS)
-            while time.monotonic() < until and not (told and identity.is_gone(told)):
-                time.sleep(0.05)
 
     def _leave(self, verdict: Verdict) -> None:
-        self._note_gap()
-        seconds, until = self._gap
-        if verdict.kind is Kind.DIED and seconds and self._ticked - until < _RECENT_SECONDS:
-            # This process stood still: the others have left for that, and have not died.
-            verdict = unheard(self._process, seconds)
+        if verdict.kind is Kind.DIED:
+            # Until the clock has been read.
+            time.sleep(_EVERY)
+            seconds, end = self._stood
+            if seconds and self._clock - end < _RECENT_SECONDS:
+                # This process stood still: the others have left for that, and have not died.
+                verdict = unheard(self._process, seconds)
         _leave(self._process, verdict, self._stacks)
 
     def _speak_before_abort(self, _: int) -> None:
-        if self._state is State.FAILED and self._released.is_set():
+        if PROGRESS.now.state is State.FAILED and self._released.is_set():
             os._exit(1)
         if self._verdict is None and answers(self._address):
             return  # it aborts for a reason of its own
@@ -272,8 +250,8 @@ class _Watch:
         # Python has printed an exception that nobody caught.
         failed: Any = getattr(sys, "last_type", None)
         if not was_over:
-            self._error = "" if failed is None else failed.__name__[:60]
-            self._state = State.LEFT if failed is None else State.FAILED
+            error = "" if failed is None else failed.__name__[:60]
+            PROGRESS.note(state=State.LEFT if failed is None else State.FAILED, error=error)
         # If it is over, another thread may be about to say why this process leaves.
         with contextlib.suppress(KeyboardInterrupt):
             self._released.wait()

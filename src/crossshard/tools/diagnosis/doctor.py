@@ -131,7 +131,8 @@ class CollectiveTest:
 
     def _row(self) -> tuple[str, ...]:
         sizes = (_text.size(self.size), _text.size(self.bytes_sent), _text.time(self.seconds))
-        return (self.kind, *sizes, _text.rate(self.bandwidth), "right" if self.right else "WRONG")
+        rate = f"{_text.size(self.bandwidth)}/s"
+        return (self.kind, *sizes, rate, "right" if self.right else "WRONG")
 
 
 @dataclasses.dataclass(frozen=True)
