@@ -197,8 +197,8 @@ def test_the_coordinator_listens_where_it_is_named():
     ("address", "bind", "message"),
     [
         # An address for documentation, which nobody has.
-        ("192.0.2.1:80", None, "not the address of an interface of this machine"),
-        ("no.such.host.invalid:80", None, "is not known here"),
+        ("192.0.2.1:80", None, "cannot listen at '192.0.2.1', which must be an interface"),
+        ("no.such.host.invalid:80", None, "cannot listen at 'no.such.host.invalid'"),
         ("127.0.0.1:80", "0.0.0.0", "listens on every interface"),
         ("127.0.0.1:80", "::", "listens on every interface"),
     ],

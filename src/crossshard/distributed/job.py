@@ -28,7 +28,8 @@ DEVICES = "JAX_LOCAL_DEVICE_IDS"
 LOOPBACK = "127.0.0.1"
 # `bind` for every interface of the machine.
 ALL_INTERFACES = "all interfaces"
-_JAX_HEARTBEAT_SECONDS = 100
+# Then JAX aborts the process, without a word on who it waits for; the watch does so before.
+_JAX_HEARTBEAT_SECONDS = 10**6
 _STALL_SECONDS = 120.0
 
 
@@ -133,14 +134,14 @@ def initialize(
             f"{job.num_processes}, from {job.found_in}."
         )
     if job.coordinator_address is not None and job.num_processes > 1:
-        _connect(job, job.coordinator_address, bind, timeout, timeouts)
+        _connect(job, job.coordinator_address, bind, timeout)
         watch(job.num_processes, job.process_id, job.coordinator_address, timeouts)
     elif "alone" in timeouts.others:
         watch_alone(timeouts.others["alone"])
     return job
 
 
-def _connect(job: Job, address: str, bind: str | None, timeout: float, timeouts: Timeouts) -> None:
+def _connect(job: Job, address: str, bind: str | None, timeout: float) -> None:
     split_address(address)
     if _jax.has_coordinator():
         raise DistributedError("initialize is called once in a process; this is the second time.")
@@ -157,8 +158,6 @@ def _connect(job: Job, address: str, bind: str | None, timeout: float, timeouts:
     of_launcher = os.environ.get(NUMBER) == str(job.num_processes)
     if of_launcher:
         tell_launcher(job.process_id, CONNECTS)
-    # JAX aborts the process then, without a word on who it waits for.
-    heartbeat = min(2 * max(timeouts.step, *timeouts.others.values(), 0), 1e6)
     try:
         _jax.start_coordination(
             address,
@@ -167,7 +166,7 @@ def _connect(job: Job, address: str, bind: str | None, timeout: float, timeouts:
             devices=job.local_device_ids,
             bind_address=listens,
             seconds=timeout,
-            heartbeat_seconds=max(_JAX_HEARTBEAT_SECONDS, int(heartbeat)),
+            heartbeat_seconds=_JAX_HEARTBEAT_SECONDS,
         )
         return
     except TimeoutError:
@@ -283,20 +282,17 @@ def bind_address(coordinator_address: str, bind: str | None) -> str:
     host = host if bind is None else bind
     try:
         found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        _listen(found, 0)
     except OSError as error:
         raise ArgumentError(
-            f"The host {host!r:.100} is not known here: {error.strerror or error}."
+            f"Process 0 cannot listen at {host!r:.100}, which must be an interface of this "
+            f"machine: {error.strerror or error}. Pass bind= with the address of one, or "
+            f"bind={ALL_INTERFACES!r}."
         ) from None
     if bind is not None and ipaddress.ip_address(found).is_unspecified:
         raise ArgumentError(
             f"bind={bind!r} listens on every interface of this machine, to anyone who reaches it. "
             f"If that is meant, write bind={ALL_INTERFACES!r}."
-        )
-    if _trial(found, 0) is not None:
-        raise ArgumentError(
-            f"{found}, for {bind or host!r}, is not the address of an interface of this machine, "
-            f"so process 0 cannot listen there. Pass bind= with the address of one, or "
-            f"bind={ALL_INTERFACES!r}."
         )
     return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
 
@@ -318,22 +314,20 @@ def check_unused(host: str, port: int) -> None:
     A second coordinator could listen there, too, and the processes of two jobs would meet at the
     wrong one.
     """
-    error = _trial(host, port)
-    if error is not None and error.errno == errno.EADDRINUSE:
-        raise ArgumentError(
-            f"Something listens at port {port} of {host} already, perhaps another job. Name "
-            f"another port, or none."
-        )
+    try:
+        _listen(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ArgumentError(
+                f"Something listens at port {port} of {host} already, perhaps another job. Name "
+                f"another port, or none."
+            ) from None
 
 
-def _trial(host: str, port: int) -> OSError | None:
-    """Why this process could not listen there; ``None`` if it could."""
+def _listen(host: str, port: int) -> None:
+    """Raise if this process could not listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # The connections of a job that has ended do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error
-    return None
+        probe.bind((host, port))

@@ -203,10 +203,10 @@ class Judge:
         self._since: dict[tuple[Any, ...], float] = {}
         self.hear({}, now)
 
-    def hear(self, reports: Mapping[int, Report], now: float) -> Verdict | None:
+    def hear(self, reports: Mapping[int, Report | None], now: float) -> Verdict | None:
         """Take the reports that have come, and say what is wrong; ``None`` if nothing is."""
         self._now, self._before, self._since = now, self._since, {}
-        self._reports |= reports
+        self._reports |= {process: each for process, each in reports.items() if each is not None}
         each = self._reports.items()
         self._silent = {process: self._for("beat", process, r.beat) for process, r in each}
         self._still = {process: self._for("reached", process, r.reached) for process, r in each}

@@ -11,9 +11,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from crossshard.distributed import guard
 from crossshard.distributed.job import ADDRESS, DEVICES, LOOPBACK, NUMBER, OWN, check_unused
@@ -90,15 +90,14 @@ def launch(
             # Enough threads that collectives of virtual devices never deadlock.
             given["NPROC"] = str(4 * cpu_devices)
             given["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", TUNABLES)
-        with _guarded(grace) as (tell, verdicts), _Run(stdout, stderr, grace, verdicts) as run:
+        with _Run(stdout, stderr, grace) as run:
             for own, slot in enumerate(slots):
                 if run.must_end:
                     break
-                environment = {**os.environ, **given, OWN: str(own), VERDICTS: verdicts}
-                if cpu_devices is None:
-                    # One GPU each, as under Slurm and Open MPI.
-                    environment[DEVICES] = str(slot)
-                tell(run.start(command, environment, f"[{own:>{len(str(len(slots) - 1))}}] "))
+                # One GPU each, as under Slurm and Open MPI.
+                of_slot = {DEVICES: str(slot)} if cpu_devices is None else {}
+                environment = {**os.environ, **given, OWN: str(own), **of_slot}
+                run.start(command, environment, f"[{own:>{len(str(len(slots) - 1))}}] ")
             code, failed = run.wait(len(slots))
         if code == 0 or run.received or left == 0:
             break
@@ -111,38 +110,10 @@ def launch(
     return code
 
 
-@contextlib.contextmanager
-def _guarded(grace: float) -> Iterator[tuple[Any, str]]:
-    """Start a program that ends processes if this one is killed.
-
-    Yields a function that tells it of each, and a file in which processes write why they leave.
-    """
-    number, file = tempfile.mkstemp(prefix="crossshard-")
-    os.close(number)
-    watching = subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__, str(grace), file],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        # Signals of the terminal are not for it.
-        start_new_session=True,
-    )
-
-    def tell(process: subprocess.Popen[bytes]) -> None:
-        with contextlib.suppress(OSError):
-            os.write(watching.stdin.fileno(), f"{process.pid}\n".encode())  # type: ignore[union-attr]
-
-    try:
-        yield tell, file
-    finally:
-        watching.kill()
-        watching.communicate()
-        Path(file).unlink(missing_ok=True)
-
-
 class _Run:
     """The processes of a run, which get the launcher's signals and end together."""
 
-    def __init__(self, stdout: IO[bytes], stderr: IO[bytes], grace: float, verdicts: str) -> None:
+    def __init__(self, stdout: IO[bytes], stderr: IO[bytes], grace: float) -> None:
         self.received: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
@@ -152,7 +123,18 @@ class _Run:
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._stdout, self._stderr = stdout, stderr
         self._grace = grace
-        self._verdicts = verdicts
+        # In which they write why they leave.
+        number, self._verdicts = tempfile.mkstemp(prefix="crossshard-")
+        os.close(number)
+        # It ends them if this process is killed.
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, str(grace), self._verdicts],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            # Signals of the terminal are not for it.
+            start_new_session=True,
+        )
         self._passed_on = 0
         self._until = math.inf
 
@@ -183,6 +165,9 @@ class _Run:
         for process in self._processes:
             _send(process, signal.SIGKILL)
             process.wait()
+        self._guard.kill()
+        self._guard.communicate()
+        Path(self._verdicts).unlink(missing_ok=True)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         until = time.monotonic() + _DRAIN_SECONDS
@@ -191,14 +176,12 @@ class _Run:
         self._lines.put(None)
         self._writer.join()
 
-    def start(
-        self, command: Sequence[str], environment: dict[str, str], prefix: str
-    ) -> subprocess.Popen[bytes]:
+    def start(self, command: Sequence[str], environment: dict[str, str], prefix: str) -> None:
         """Start a process, which gets a prefix to each of its lines."""
         try:
             process = subprocess.Popen(
                 command,
-                env=environment,
+                env={**environment, VERDICTS: self._verdicts},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -210,11 +193,12 @@ class _Run:
                 f"{command[0]!r:.100} cannot be started: {error.strerror or error}."
             ) from None
         self._processes.append(process)
+        with contextlib.suppress(OSError):
+            self._guard.stdin.write(f"{process.pid}\n".encode())  # type: ignore[union-attr]
         for pipe, to in ((process.stdout, self._stdout), (process.stderr, self._stderr)):
             given = pipe, prefix.encode(), to
             self._readers.append(threading.Thread(target=self._read, args=given, daemon=True))
             self._readers[-1].start()
-        return process
 
     def _read(self, pipe: IO[bytes], prefix: bytes, to: IO[bytes]) -> None:
         for line in pipe:

@@ -137,11 +137,12 @@ class _Watch:
 
     def _exchange(self) -> None:
         report = self._report()
-        self._tell(f"reports/{self._process}", report)
         if self._process == 0:
             self._tell("first/report", report)
-            verdict = self._judge.hear({**self._reports(), 0: report}, self._clock)
+            told = {process: Report.parse(text) for process, text in self._told("reports").items()}
+            verdict = self._judge.hear({**told, 0: report}, self._clock)
         else:
+            self._tell(f"reports/{self._process}", report)
             verdict = self._of_first()
         if verdict is not None:
             self._obey(verdict)
@@ -170,10 +171,6 @@ class _Watch:
         return dataclasses.replace(
             now, beat=self._beat, gone=next(gone, None), place=_place(), waits=waits
         )
-
-    def _reports(self) -> dict[int, Report]:
-        parsed = {process: Report.parse(text) for process, text in self._told("reports").items()}
-        return {process: report for process, report in parsed.items() if report is not None}
 
     def _told(self, below: str) -> dict[int, str]:
         """What each process has told, by its number; whatever else is there is left out."""
