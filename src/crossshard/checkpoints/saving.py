@@ -205,7 +205,8 @@ class Saving:
         # Orbax's checkpointer keeps its error; the next save gets a new one.
         self._orbax = self.taken = None
         reason = self._folder.why_not_writable() or in_words(error)
-        if jax.process_index() == 0 and self._folder.path.is_dir():
+        # Where other processes write still, they would fail, too; there the next save deletes it.
+        if jax.process_count() == 1 and self._folder.path.is_dir():
             self._folder.delete_unfinished()
         return CheckpointError(
             f"Checkpoint {number} was not written to {self._folder.path}: {reason}.{self._last()}"

@@ -18,7 +18,7 @@ import jax
 
 import crossshard
 from crossshard import _check
-from crossshard.distributed.supervisor.launcher import GRACE_SECONDS, launch_again, most_processes
+from crossshard.distributed.launcher import GRACE_SECONDS, launch
 from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.shards.devices import cpu_devices
 from crossshard.tools.diagnosis.doctor import SECONDS, SIZES, diagnose
@@ -356,14 +356,9 @@ def _shares(given: Sequence[str]) -> Any:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    for flag, value in (("-n", options.processes), ("--cpu-devices", options.cpu_devices)):
-        if value is not None:
-            _check.whole_number(flag, value)
-    most, why = most_processes()
-    if options.processes > most:
-        raise ArgumentError(
-            f"-n must be at most {most} on this machine, where {why}; got {options.processes}."
-        )
+    _check.whole_number("-n", options.processes, most=10_000)
+    if options.cpu_devices is not None:
+        _check.whole_number("--cpu-devices", options.cpu_devices)
     if options.port is not None and not 0 < options.port < 65536:
         raise ArgumentError(f"--port must be from 1 to 65535; got {options.port}.")
     if not options.grace >= 0:
@@ -375,7 +370,7 @@ def _launch(options: argparse.Namespace) -> int:
             f"--min-processes must be from 1 to {options.processes}, which -n is, and needs "
             f"--restarts; got {fewest}."
         )
-    return launch_again(
+    return launch(
         options.command,
         options.processes,
         options.restarts,

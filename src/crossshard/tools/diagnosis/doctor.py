@@ -28,8 +28,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import crossshard
 from crossshard import _check, _jax, _text
 from crossshard._annotations import Json
-from crossshard.distributed.initialize import initialize
-from crossshard.distributed.job import ADDRESS, NUMBER, OWN, Job, find_job, split_address
+from crossshard.distributed.job import (
+    ADDRESS,
+    NUMBER,
+    OWN,
+    Job,
+    find_job,
+    initialize,
+    split_address,
+)
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError, DeadlockWarning
 from crossshard.shards.devices import forced_cpu_devices, shard_mesh, warn_of_deadlock
 from crossshard.tools.inspection.collectives import bytes_sent
@@ -124,7 +131,8 @@ class CollectiveTest:
 
     def _row(self) -> tuple[str, ...]:
         sizes = (_text.size(self.size), _text.size(self.bytes_sent), _text.time(self.seconds))
-        return (self.kind, *sizes, _text.rate(self.bandwidth), "right" if self.right else "WRONG")
+        rate = f"{_text.size(self.bandwidth)}/s"
+        return (self.kind, *sizes, rate, "right" if self.right else "WRONG")
 
 
 @dataclasses.dataclass(frozen=True)
