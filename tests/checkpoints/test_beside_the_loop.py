@@ -9,7 +9,7 @@ import pytest
 
 from crossshard import Checkpoints, _hash
 from crossshard.checkpoints import saving
-from crossshard.checkpoints.leaves import leaves_of, to_disk
+from crossshard.checkpoints.storage import leaves_of, to_disk
 from crossshard.step.train_step import layout_of
 from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, step_on, trained
 

@@ -23,6 +23,7 @@ from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.update.optimize import takes_value
 from crossshard.step.function import StepConfig
+from crossshard.step.losses.virtual import written
 from crossshard.step.state import OPTIMIZER, PREPROCESS
 
 
@@ -42,14 +43,9 @@ def compared(config: StepConfig) -> dict[str, Any]:
     what only looks, and names. Or they are the user's code, with what it takes and returns. Or the
     manifest or the arrays tell, such as the groups, and what is trained.
     """
-    loss, pipeline = config.loss, config.pipeline
+    pipeline = config.pipeline
     return {
-        "weight": loss.weight,
-        "accumulate_steps": loss.accumulate_steps,
-        "model_state": loss.model_state,
-        "loss_over": loss.over,
-        "rng_per='row'": loss.keys_of_rows,
-        "virtual_shards": loss.same_bits,
+        **written(config.loss),
         **pipeline.written(),
         OPTIMIZER: pipeline.inner,
         "reduction": pipeline.reduction,

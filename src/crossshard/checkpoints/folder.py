@@ -1,5 +1,6 @@
 """Folder: the numbered checkpoints in a folder, here or remote, where anybody may put anything."""
 
+import contextlib
 import errno
 import itertools
 import json
@@ -7,7 +8,6 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,14 @@ class Folder:
             )
         try:
             os.fsencode(text)
-            self.path: Any = _remote(text) if self.remote else Path(text).expanduser().resolve()
+            self.path: Any = None if self.remote else Path(text).expanduser().resolve()
         except (ValueError, RuntimeError) as error:
             raise ArgumentError(f"folder must be a path; got {text!r:.80} ({error}).") from None
+        if self.remote:
+            # Here and not above: most folders are on a disk.
+            from etils import epath
+
+            self.path = epath.Path(text)
 
     def of(self, number: int) -> Any:
         """The folder of a checkpoint."""
@@ -136,18 +141,19 @@ class Folder:
         if not committed:
             raise Damaged(f"it was not committed: {_MARKER} is missing")
 
-    def take_out(self, number: int) -> Callable[[], None]:
-        """Take a checkpoint's name from it, so that no half of it has it; what deletes the rest.
+    def delete(self, number: int) -> None:
+        """Delete a checkpoint, its name first, so that no half of it has it; it may be gone.
 
         Raises:
-          OSError: it is gone, or cannot be deleted.
+          OSError: it cannot be deleted.
         """
         doomed = self.of(number)
-        if self.remote:
-            (doomed / _MARKER).unlink()
-        else:
-            doomed = doomed.rename(doomed.with_suffix(".deleted"))
-        return lambda: self._delete(doomed)
+        with contextlib.suppress(FileNotFoundError):
+            if self.remote:
+                (doomed / _MARKER).unlink()
+            else:
+                doomed = doomed.rename(doomed.with_suffix(".deleted"))
+            self._delete(doomed)
 
     def delete_unfinished(self) -> None:
         """Delete what interrupted saves and deletions have left."""
@@ -162,13 +168,6 @@ class Folder:
             shutil.rmtree(path, ignore_errors=True)
         elif path.exists():
             path.rmtree()
-
-
-def _remote(text: str) -> Any:
-    # Here and not above: most folders are on a disk.
-    from etils import epath
-
-    return epath.Path(text)
 
 
 def read(path: Any, most: int) -> bytes:
