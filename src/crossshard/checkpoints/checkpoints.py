@@ -73,7 +73,7 @@ class Checkpoints:
         _check.whole_number("keep_best", keep_best, least=0, most=None)
         self._folder, self._step, self._keep = Folder(folder), step, keep
         self._preemption: Preemption | None = None
-        self._fingerprints: dict[int, tuple[StateLayout, Fingerprint]] = {}
+        self._fingerprints: dict[int, Fingerprint] = {}
         self._saving = Saving(self._folder, step.mesh, keep, keep_best)
         self._may_write = not self._saving.numbers
 
@@ -114,7 +114,7 @@ class Checkpoints:
           CheckpointError: it cannot be written, the one before could not be, or another run writes
             to the folder.
         """
-        _check_call("save", state, or_types=False)
+        _check_call("save", state, jax.Array)
         with entering_of(self._step, "save"):
             layout = layout_of(self._step, state)
             check_data(data)
@@ -126,7 +126,7 @@ class Checkpoints:
                     f"and they would be deleted in time. Call restore_latest(state) before save, "
                     f"or choose another folder."
                 )
-            found = self._fingerprint(layout, state)
+            found = self._fingerprint(layout)
             self._saving.start(layout.own, collected(self._step, state), found, data, notes)
 
     def save_if_preempted(self, state: TrainState, data: Json = None) -> bool:
@@ -159,7 +159,7 @@ class Checkpoints:
         self._preemption = self._preemption or Preemption()
         if not self._preemption.reached():
             return False
-        _check_call("save_if_preempted", state, or_types=False)
+        _check_call("save_if_preempted", state, jax.Array)
         if self._saving.taken != int(state.step):
             self.save(state, data)
         self.wait()
@@ -310,9 +310,10 @@ class Checkpoints:
         self, state: TrainState, step: int | None, *, strict: bool = True, only_params: bool = False
     ) -> Found | None:
         """What is read of a checkpoint, or of the latest that is whole; ``None`` without any."""
-        _check_call("restore_params" if only_params else "restore", state)
+        call = "restore_params" if only_params else "restore"
+        _check_call(call, state, jax.Array, jax.ShapeDtypeStruct)
         layout = layout_of(self._step, state)
-        here = None if only_params else self._fingerprint(layout, state)
+        here = None if only_params else self._fingerprint(layout)
         types = layout.collected_types(state)
         self._saving.wait()
         reasons: dict[int, str] = {}
@@ -361,29 +362,25 @@ class Checkpoints:
             f"one of steps(), or choose another folder to start again in."
         )
 
-    def _fingerprint(self, layout: StateLayout, state: TrainState) -> Fingerprint:
-        # It traces the optimizer, and a loop saves the states of one layout. The layout is kept, so
-        # that no other one gets its id.
+    def _fingerprint(self, layout: StateLayout) -> Fingerprint:
+        # It traces the optimizer. A loop saves the states of one layout, which the step keeps.
         if id(layout) not in self._fingerprints:
-            first = 0 if layout.groups is None else 1
-            of_one = lambda x: jax.ShapeDtypeStruct(x.shape[first:], x.dtype)
             with _mesh.without_mesh():
-                found = fingerprint(config_of(self._step), jax.tree.map(of_one, state.params))
-            self._fingerprints[id(layout)] = layout, found
-        return self._fingerprints[id(layout)][1]
+                found = fingerprint(config_of(self._step), layout.params)
+            self._fingerprints[id(layout)] = found
+        return self._fingerprints[id(layout)]
 
 
-def _check_call(call: str, state: Any, *, or_types: bool = True) -> None:
-    """Raise unless a call can do its work here, and with a state, or its types."""
-    check_state(state, or_types=or_types)
-    allowed = (jax.Array, jax.ShapeDtypeStruct) if or_types else (jax.Array,)
+def _check_call(call: str, state: Any, *kinds: type) -> None:
+    """Raise unless a call can do its work here, and with a state of arrays of these kinds."""
+    _check_at_top_level(call)
+    check_state(state)
     for path, x in jax.tree_util.tree_leaves_with_path(state):
-        if not isinstance(x, allowed):
+        if not isinstance(x, kinds):
             raise ArgumentTypeError(
                 f"state{jax.tree_util.keystr(path)} must lie on the devices of the step; got "
                 f"{type(x).__name__}. Pass a state that init, restore_latest or a step returned."
             )
-    _check_at_top_level(call)
 
 
 def _check_at_top_level(call: str) -> None:

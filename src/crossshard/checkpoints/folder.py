@@ -75,12 +75,8 @@ class Folder:
     def numbers(self, mesh: Mesh, *, create: bool = False) -> list[int]:
         """The numbers of the complete checkpoints, ascending, as the first process sees them.
 
-        Args:
-          mesh: the mesh whose processes ask.
-          create: whether to create the folder if it does not exist.
-
         Raises:
-          CheckpointError: it cannot see them, in every process.
+          CheckpointError: it cannot see them, or create the folder, in every process.
         """
         own: Any = []
         if jax.process_index() == 0:
@@ -113,17 +109,13 @@ class Folder:
         if self.remote:
             return ""
         if not self.path.is_dir():
-            return "the folder is gone" if not self.path.exists() else "it is no folder"
+            return "the folder is gone"
         effective = os.access in os.supports_effective_ids
         may = os.access(self.path, os.W_OK | os.X_OK, effective_ids=effective)
         return "" if may else "the folder is read-only"
 
     def check(self, number: int) -> None:
-        """Raise unless a checkpoint was committed and keeps to its folder.
-
-        Raises:
-          Damaged: it is incomplete, holds a link or a device, or a file that is far too large.
-        """
+        """Raise ``Damaged`` unless it is complete, without links, devices and enormous files."""
         try:
             top = self.of(number)
             # `rglob` does not follow links.
@@ -142,11 +134,7 @@ class Folder:
             raise Damaged(f"it was not committed: {_MARKER} is missing")
 
     def delete(self, number: int) -> None:
-        """Delete a checkpoint, its name first, so that no half of it has it; it may be gone.
-
-        Raises:
-          OSError: it cannot be deleted.
-        """
+        """Delete a checkpoint, its name first, so that no half of it has it; it may be gone."""
         doomed = self.of(number)
         with contextlib.suppress(FileNotFoundError):
             if self.remote:
@@ -171,11 +159,7 @@ class Folder:
 
 
 def read(path: Any, most: int) -> bytes:
-    """The bytes of a file, on a disk or remote, of which there may be so many.
-
-    Raises:
-      OSError: it cannot be read, is a link, a pipe or a device, or has more bytes.
-    """
+    """The bytes of a file; raises OSError if it has more, is no file, or cannot be read."""
     with open(path, "rb", opener=_open) if isinstance(path, Path) else path.open("rb") as opened:
         found: bytes = opened.read(most + 1)
     if len(found) > most:

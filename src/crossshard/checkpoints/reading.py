@@ -64,8 +64,7 @@ def read_state(
       number: which one of it.
       layout: that of the step's states.
       state: such a state, or its types.
-      here: the fingerprint of the step; ``None`` for the parameters, whatever has trained them,
-        placed as in a state.
+      here: the fingerprint of the step; ``None`` for the parameters, whatever has trained them.
       strict: whether to refuse what changes the meaning of a step, and not only what does not fit.
 
     Raises:
@@ -279,8 +278,6 @@ def _converts(was: str, now: str) -> bool:
         before, after = jnp.dtype(was), jnp.dtype(now)
     except TypeError:
         return False
-    alike = any(
-        all(jnp.issubdtype(each, kind) for each in (before, after))
-        for kind in (jnp.floating, jnp.complexfloating, jnp.integer)
-    )
+    kinds = jnp.floating, jnp.complexfloating, jnp.integer
+    alike = any(jnp.issubdtype(before, kind) and jnp.issubdtype(after, kind) for kind in kinds)
     return alike and jax.dtypes.canonicalize_dtype(before) == before

@@ -33,8 +33,7 @@ _MOST_BYTES = 64
 class Saving:
     """The one writer of a folder, from its first checkpoint until it is closed.
 
-    The processes of the mesh save together. The newest checkpoints stay, so many of those with the
-    highest scores, and those that are pinned.
+    The processes of the mesh save together. The newest checkpoints stay, the best, and the pinned.
     """
 
     def __init__(self, folder: Folder, mesh: Mesh, newest: int, best: int):
@@ -208,11 +207,7 @@ def _sum(value: Any) -> str:
 
 
 def notes_of(score: Any, pin: Any) -> dict[str, str]:
-    """What stands beside the manifest: texts by the names of their files.
-
-    Raises:
-      ArgumentTypeError: the score is no number, or ``pin`` no bool.
-    """
+    """What stands beside the manifest: texts by the names of their files, once checked."""
     notes = {_PINNED: ""} if _check.flag("pin", pin) else {}
     if score is None:
         return notes

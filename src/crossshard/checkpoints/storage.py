@@ -126,7 +126,7 @@ class _NotesHandler(ocp.JsonCheckpointHandler):
         return [future.CommitFutureAwaitingContractedSignals(write(), name="crossshard")]
 
 
-# Orbax knows no handler that has arguments for one of both only.
+# Orbax knows no handler that only saves.
 @ocp.args.register_with_handler(_NotesHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class _Notes(ocp.args.CheckpointArgs):
