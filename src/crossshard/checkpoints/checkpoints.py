@@ -348,7 +348,7 @@ class Checkpoints:
                     f"{self._folder.path}, checkpoint {each}: {why}. It is damaged and passed "
                     f"over; checkpoint {found.number} is taken.",
                     CheckpointWarning,
-                    stacklevel=4,
+                    stacklevel=3 if only_params else 4,
                 )
             return found
         if not reasons:

@@ -44,25 +44,19 @@ class Folder:
     """
 
     def __init__(self, path: object):
-        if not isinstance(path, str | os.PathLike):
-            raise ArgumentTypeError(f"folder must be a path; got {type(path).__name__}.")
-        text = os.fspath(path)
-        self.remote: bool = isinstance(text, str) and text.startswith(_REMOTE)
-        if not isinstance(text, str) or ("://" in text and not self.remote) or not text:
-            raise ArgumentError(
-                f"folder must be a folder of this machine, one that is mounted, or one at "
-                f"{_REMOTE}, where Orbax can write; got {text!r:.80}."
-            )
         try:
+            text: Any = os.fspath(path)  # type: ignore[call-overload]
             os.fsencode(text)
-            self.path: Any = None if self.remote else Path(text).expanduser().resolve()
-        except (ValueError, RuntimeError) as error:
-            raise ArgumentError(f"folder must be a path; got {text!r:.80} ({error}).") from None
-        if self.remote:
-            # Here and not above: most folders are on a disk.
-            from etils import epath
-
-            self.path = epath.Path(text)
+            self.remote: bool = text.startswith(_REMOTE)
+            if not text or ("://" in text and not self.remote):
+                raise ValueError("Orbax writes no arrays there")
+            self.path: Any = _remote(text) if self.remote else Path(text).expanduser().resolve()
+        except (TypeError, ValueError, RuntimeError) as error:
+            kind = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError
+            raise kind(
+                f"folder must be a path; got {path!r:.80} ({error}). Pass one of this machine, one "
+                f"that is mounted, or one at {_REMOTE}."
+            ) from None
 
     def of(self, number: int) -> Any:
         """The folder of a checkpoint."""
@@ -156,6 +150,13 @@ class Folder:
             shutil.rmtree(path, ignore_errors=True)
         elif path.exists():
             path.rmtree()
+
+
+def _remote(text: str) -> Any:
+    # Here and not above: most folders are on a disk.
+    from etils import epath
+
+    return epath.Path(text)
 
 
 def read(path: Any, most: int) -> bytes:

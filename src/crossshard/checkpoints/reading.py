@@ -26,7 +26,6 @@ from crossshard.distributed.agreement import exchange
 from crossshard.errors import CheckpointMismatchError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.pipeline.pipeline import STAGES
 from crossshard.step.state import AVERAGE, MASTERS, NEW, OPTIMIZER, Key, completed, key_of, said
 
 # What becomes of a difference: it is refused in any case, or if the caller is strict, or only said.
@@ -79,23 +78,25 @@ def read_state(
         folder.check(number)
         manifest = read_manifest(folder.note(number, FILE), number)
         known = here or manifest.fingerprint
-        types = _as_written(manifest, layout, state)
+        types = _as_written(manifest, state)
         own = _by_option(storage.leaves_of(layout, types, manifest.shards), known)
         written = _by_option(manifest.leaves, manifest.fingerprint)
         if here is None:
             own = {key: leaf for key, leaf in own.items() if re.match(r"\.params\b", leaf.path)}
             # Of the parameters alone those that the step has not are left out.
             written = {key: leaf for key, leaf in written.items() if key in own}
-        notes = []
-        for becomes, what in _differences(
-            manifest, layout, str(state.rng_impl), here, written, own
-        ):
-            if what is not None and (becomes is _REFUSED or (becomes is _STRICT and strict)):
+        all_of = _differences(manifest, layout, str(state.rng_impl), here, written, own)
+        differences = [(becomes, what) for becomes, what in all_of if what is not None]
+        others = [what for becomes, what in differences if becomes is _SAID]
+        for becomes, what in differences:
+            if becomes is _REFUSED or (becomes is _STRICT and strict):
+                # An option may be the reason.
+                also = f" ({'; '.join(others)})" if others else ""
                 raise CheckpointMismatchError(
-                    f"Checkpoint {number} in {folder.path} is not of this step: {what}. Build the "
-                    f"step as it was when it was saved, {becomes}."
+                    f"Checkpoint {number} in {folder.path} is not of this step: {what}{also}. "
+                    f"Build the step as it was when it was saved, {becomes}."
                 )
-            notes += [] if what is None else [printable(what)]
+        notes = [printable(what) for _, what in differences]
         for key in own.keys() & written.keys():
             if written[key].dtype != own[key].dtype:
                 on_disk = own[key].on_disk.update(dtype=jnp.dtype(written[key].dtype))
@@ -141,24 +142,17 @@ def _agree(refused: Exception | None, layout: StateLayout) -> None:
             raise error(found[error.__name__])
 
 
-def _as_written(manifest: Manifest, layout: StateLayout, state: TrainState) -> TrainState:
+def _as_written(manifest: Manifest, state: TrainState) -> TrainState:
     """The types of a state, with a model state for each shard if that of a checkpoint is so."""
-    dimensions = {leaf.path: len(leaf.shape) for leaf in manifest.leaves}
-    more = {
-        dimensions.get(path, x.ndim) - x.ndim
-        for key, x in jax.tree_util.tree_leaves_with_path(state)
-        if (path := jax.tree_util.keystr(key)).startswith(".model_state")
-    }
-    # One dimension more in all of them, or less.
-    if state.grouped or more != {-1 if state.per_shard else 1}:
+    own = jax.tree.leaves(state.model_state)
+    written = [leaf for leaf in manifest.leaves if leaf.path.startswith(".model_state")]
+    # Then its arrays have one dimension more, or less.
+    more = [len(leaf.shape) - x.ndim for leaf, x in zip(written, own, strict=False)]
+    if state.grouped or {*more} != {-1 if state.per_shard else 1}:
         return state
-
-    def one(x: Any) -> jax.ShapeDtypeStruct:
-        shape = x.shape[1:] if state.per_shard else (manifest.shards, *x.shape)
-        return jax.ShapeDtypeStruct(shape, x.dtype)
-
-    others = jax.tree.map(one, state.model_state)
-    return dataclasses.replace(state, model_state=others, per_shard=not state.per_shard)
+    shape = lambda x: x.shape[1:] if state.per_shard else (manifest.shards, *x.shape)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), state.model_state)
+    return dataclasses.replace(state, model_state=types, per_shard=not state.per_shard)
 
 
 # Which array is which, and what differs.
@@ -190,10 +184,6 @@ def _differences(
         states = (", ".join(each.states) or "no state" for each in both)
         yield _STRICT, _differ(f"its {name}'s state is", *states)
     groups = groups_of(layout)
-    if (manifest.groups is None) != (groups is None):
-        for kind in STAGES:
-            if kind.joins_groups:
-                yield _REFUSED, option(kind.options[0])
     # Workers that synchronise rarely may be others.
     if None in (manifest.groups, groups) or not layout.pipeline.joins_groups:
         yield _REFUSED, _differ("its groups are", manifest.groups, groups)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,9 +20,6 @@ from crossshard.distributed.progress import waiting
 from crossshard.errors import CheckpointError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
 
 # Beside a checkpoint's manifest. Who wants to keep a checkpoint can make the first file by hand.
 _PINNED, _SCORE = "pinned", "score.txt"
@@ -45,7 +42,7 @@ class Saving:
         self.taken: int | None = None
         self._folder, self._mesh, self._newest, self._best = folder, mesh, newest, best
         self._lock = Lock(folder.path)
-        self._orbax: ocp.AsyncCheckpointer | None = None
+        self._orbax: Any = None
         # The checkpoint that is being written.
         self._pending: int | None = None
 
@@ -108,7 +105,6 @@ class Saving:
         """Wait until all is written, and delete what does not stay; raises as ``start``."""
         if self._pending is None:
             return
-        assert self._orbax is not None
         try:
             self._orbax.wait_until_finished()
         except Exception as error:
