@@ -1,6 +1,5 @@
 """Folder: the numbered checkpoints in a folder, here or remote, where anybody may put anything."""
 
-import contextlib
 import errno
 import itertools
 import json
@@ -8,6 +7,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +127,22 @@ class Folder:
         if not committed:
             raise Damaged(f"it was not committed: {_MARKER} is missing")
 
-    def delete(self, number: int) -> None:
-        """Delete a checkpoint, its name first, so that no half of it has it; it may be gone."""
+    def delete(self, number: int) -> list[threading.Thread]:
+        """Delete a checkpoint, if it is there; its name first, so that no half of it has it.
+
+        Returns what deletes the rest. Raises OSError if it cannot be deleted.
+        """
         doomed = self.of(number)
-        with contextlib.suppress(FileNotFoundError):
+        try:
             if self.remote:
                 (doomed / _MARKER).unlink()
             else:
                 doomed = doomed.rename(doomed.with_suffix(".deleted"))
-            self._delete(doomed)
+        except FileNotFoundError:
+            return []
+        deleting = threading.Thread(target=self._delete, args=(doomed,), name="crossshard")
+        deleting.start()
+        return [deleting]
 
     def delete_unfinished(self) -> None:
         """Delete what interrupted saves and deletions have left."""

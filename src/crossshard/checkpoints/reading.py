@@ -175,25 +175,18 @@ def _differences(
     # Of the parameters alone, arrays and groups are all that counts.
     before, now = manifest.fingerprint, here or manifest.fingerprint
     option = lambda name: _options_differ(name, before, now)
-    updates = [
-        (name, before.updates[name], now.updates[name])
-        for name in now.updates
-        if name in before.updates
-    ]
-    for name, *both in updates:
-        states = (", ".join(each.states) or "no state" for each in both)
+    names = [name for name in now.updates if name in before.updates]
+    updates = {name: (before.updates[name], now.updates[name]) for name in names}
+    for name, pair in updates.items():
+        states = (", ".join(each.states) or "no state" for each in pair)
         yield _STRICT, _differ(f"its {name}'s state is", *states)
     groups = groups_of(layout)
     # Workers that synchronise rarely may be others.
     if None in (manifest.groups, groups) or not layout.pipeline.joins_groups:
         yield _REFUSED, _differ("its groups are", manifest.groups, groups)
     if here is None and manifest.groups is not None:
-        yield (
-            _REFUSED,
-            _differ(
-                "the number of shards of its groups is", manifest.shards, layout.number_of_shards
-            ),
-        )
+        shards = manifest.shards, layout.number_of_shards
+        yield _REFUSED, _differ("the number of shards of its groups is", *shards)
     if here is not None and manifest.rng != rng:
         yield _REFUSED, f"its random key is of {manifest.rng}, and here of {rng}"
     yield _STRICT, option("reduction")
@@ -206,8 +199,8 @@ def _differences(
         yield _SAID, what
     # Other versions trace an update otherwise.
     if (before.jax, before.optax) == (now.jax, now.optax):
-        for name, *both in updates:
-            yield _of_update(name, *both)
+        for name, pair in updates.items():
+            yield _of_update(name, *pair)
     for name in sorted(now.options.keys() - {"reduction", *new, *gone}):
         yield _SAID, option(name)
 

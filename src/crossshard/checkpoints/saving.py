@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +44,9 @@ class Saving:
         self._folder, self._mesh, self._newest, self._best = folder, mesh, newest, best
         self._lock = Lock(folder.path)
         self._orbax: Any = None
-        # The checkpoint that is being written.
+        # The checkpoint that is being written, and what deletes others beside the loop.
         self._pending: int | None = None
+        self._deleting: list[threading.Thread] = []
 
     def start(
         self,
@@ -65,7 +67,7 @@ class Saving:
         # Here and not above: it imports Orbax.
         from crossshard.checkpoints import storage
 
-        self.wait()
+        self._finish()
         taken, shards = int(state.step), layout.number_of_shards
         number = max([taken, *(newest + 1 for newest in self.numbers[-1:])])
         leaves = storage.leaves_of(layout, state, shards)
@@ -102,7 +104,12 @@ class Saving:
             raise self._failed(error) from error
 
     def wait(self) -> None:
-        """Wait until all is written, and delete what does not stay; raises as ``start``."""
+        """Wait until all is written, and deleted that does not stay; raises as ``start``."""
+        self._finish()
+        while self._deleting:
+            self._deleting.pop().join()
+
+    def _finish(self) -> None:
         if self._pending is None:
             return
         try:
@@ -115,7 +122,7 @@ class Saving:
             for number in self._too_many():
                 self.numbers.remove(number)
                 try:
-                    self._folder.delete(number)
+                    self._deleting += self._folder.delete(number)
                 except OSError as error:
                     raise CheckpointError(
                         f"Checkpoint {number} in {self._folder.path} is older than those to keep, "
