@@ -79,8 +79,8 @@ def test_float32_has_room_for_the_sums_on_every_number_of_shards():
 def test_a_sum_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch):
     compiled = diagnosis._compiled
 
-    def hangs(mesh: Any, length: int) -> Any:
-        return compiled(mesh, length) if length == 100 else lambda _: time.sleep(5)
+    def hangs(sharding: Any, length: int) -> Any:
+        return compiled(sharding, length) if length == 100 else lambda _: time.sleep(5)
 
     monkeypatch.setattr(diagnosis, "_compiled", hangs)
     found = crossshard.doctor(sizes=(400, 4_000, 8_000), timeout=3)

@@ -1,9 +1,10 @@
 """doctor: looks at this machine, at JAX and at the job, sums over all devices, says what is wrong.
 
 What may never end is run in a thread, and left there when its time is over. The processes of a job
-tell each other what they have entered, to name the one that is missing.
+tell each other which sum they have entered, to name the one that is missing.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -11,13 +12,11 @@ import itertools
 import json
 import os
 import platform
-import re
 import textwrap
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,7 +30,7 @@ from crossshard._annotations import Json
 from crossshard.distributed.initialize import initialize
 from crossshard.distributed.job import ADDRESS, NUMBER, OWN, Job, find_job, split_address
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError, DeadlockWarning
-from crossshard.shards.devices import forced_cpu_devices, shard_mesh, warn_of_deadlock
+from crossshard.shards.devices import shard_mesh, warn_of_deadlock
 from crossshard.tools.inspection.collectives import bytes_sent
 from crossshard.tools.quiet import quiet
 
@@ -42,7 +41,6 @@ SECONDS = 30.0
 _RUNS = 5
 # float32 counts to here without a gap, so that sums are exact in any order.
 _EXACT = 2**24
-_DEV = Path("/dev")
 # They must be of the version of jaxlib, or JAX leaves them aside.
 _PLUGINS = (
     *("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
@@ -50,10 +48,8 @@ _PLUGINS = (
 )
 _SHOWN = ("jax", "jaxlib", "numpy", "optax", "flax", "orbax-checkpoint", "libtpu", *_PLUGINS)
 _SETTINGS = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "CUDA_VISIBLE", "GLIBC_TUNABLES", "NPROC")
-# A process's own, or nothing that a program depends on.
-_OF_ONE = ("JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
-_FIRST, _ENTERED = "crossshard/doctor/first", "crossshard/doctor/in"
-_calls, _entered = itertools.count(1), itertools.count(1)
+_ENTERED = "crossshard/doctor/in"
+_entered = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +118,6 @@ class CollectiveTest:
         """Bytes/s that a device has sent."""
         return self.bytes_sent / self.seconds
 
-    def _row(self) -> tuple[str, ...]:
-        sizes = (_text.size(self.size), _text.size(self.bytes_sent), _text.time(self.seconds))
-        return (self.kind, *sizes, _text.rate(self.bandwidth), "right" if self.right else "WRONG")
-
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
@@ -140,8 +132,7 @@ class Diagnosis:
         whether they have met.
       settings: the environment variables that JAX, XLA and crossshard read here.
       tests: the collective, in each size; empty without a self-test.
-      findings: what looks wrong. Of several processes, the first has its own; each other one has
-        those that the first does not have.
+      findings: what looks wrong, in this process.
       stuck: whether a collective, or JAX itself, has not come to an end.
 
     >>> Diagnosis({}, None, {}, {}, {}, (), ()).ok
@@ -177,7 +168,7 @@ class Diagnosis:
         lines = [wrapped.fill(f"{name:<11}{text or 'none'}") for name, text in rows.items()]
         if self.tests:
             head = ("collective", "size", "sent", "time", "speed", "values")
-            lines += ["", _text.table(head, [each._row() for each in self.tests])]
+            lines += ["", _text.table(head, list(map(_row, self.tests)))]
         heads = {0: "Nothing looks wrong.", 1: "One thing looks wrong:"}
         number = len(self.findings)
         lines += ["", heads.get(number, f"{number} things look wrong:")]
@@ -188,6 +179,11 @@ class Diagnosis:
     def to_json(self, **kwargs: Any) -> str:
         """The attributes, and ``ok``, as a JSON object; the arguments are those of json.dumps."""
         return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, **kwargs)
+
+
+def _row(test: CollectiveTest) -> tuple[str, ...]:
+    sizes = (_text.size(test.size), _text.size(test.bytes_sent), _text.time(test.seconds))
+    return (test.kind, *sizes, _text.rate(test.bandwidth), "right" if test.right else "WRONG")
 
 
 def _of_job(job: Mapping[str, Any]) -> str:
@@ -250,9 +246,8 @@ def diagnose(
     found = [*_of_versions(versions), *of_job, *of_start]
     mesh, tests = None, list[CollectiveTest]()
     if devices is not None:
-        found += _of_cpus(devices)
-        found = _of_this_one(found, versions | settings, timeout)
-        mesh = shard_mesh(devices.number)
+        mesh, of_threads = _mesh(devices.number)
+        found += of_threads
         if self_test and devices.number > 1:
             # Gloo writes to stdout.
             with quiet(1):
@@ -291,19 +286,12 @@ def _of_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
     """Which versions are not released together."""
     of_jax = versions["jax"]
     for name in ("jaxlib", *_PLUGINS):
-        if name in versions and _numbers(versions[name]) != _numbers(of_jax):
-            extra = "" if name == "jaxlib" else f"[{name.split('-')[1]}]"
+        if name in versions and versions[name] != of_jax:
             yield Finding(
                 "versions",
                 f"{name} is {versions[name]} and jax {of_jax}, and they are released together: "
-                f'pip install "jax{extra}=={of_jax}" "jaxlib=={of_jax}".',
+                f'pip install "jax=={of_jax}" "{name}=={of_jax}".',
             )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Three of them, so that 0.13 is 0.13.0; what follows, as in ``rc1``, is left out."""
-    found = re.findall(r"\d+", re.split(r"[^\d.]", version)[0])
-    return tuple(int(each) for each in (*found, 0, 0, 0)[:3])
 
 
 def _started(timeout: float) -> tuple[Devices | None, list[Finding]]:
@@ -317,7 +305,10 @@ def _started(timeout: float) -> tuple[Devices | None, list[Finding]]:
         hint = "JAX waits for all hosts of a slice: start this on each of them"
         return None, [Finding("stuck", f"{_late('The start of JAX', number, timeout)} {hint}.")]
     except Exception as error:  # whatever a plugin raises
-        return None, [Finding("start", _why_jax_does_not_start(error))]
+        platforms = os.environ.get("JAX_PLATFORMS")
+        where = f" with JAX_PLATFORMS={platforms}" if platforms else ""
+        why = _first_line(error, "it finds no devices")
+        return None, [Finding("start", f"JAX does not start{where}: {why}.")]
 
 
 def _look() -> Devices:
@@ -330,43 +321,20 @@ def _look() -> Devices:
     return Devices(*kinds, len(everyone), len(own), *processes, memory)
 
 
-def _why_jax_does_not_start(error: BaseException) -> str:
-    """A sentence on an exception that JAX raises in place of its devices."""
-    config: Any = jax.config
-    # JAX may fail without a word where a plugin is not installed.
-    first = _first_line(error, "it finds no devices")
-    if not config.jax_platforms:
-        return f"JAX does not start: {first}."
-    return (
-        f"JAX does not start with JAX_PLATFORMS={config.jax_platforms}: {first}. Unset it, or "
-        f'install what is missing: pip install "jax[cuda12]" for GPUs, "jax[tpu]" for TPUs.'
-    )
-
-
 def _first_line(error: BaseException, otherwise: str = "") -> str:
     lines = str(error).splitlines() or [otherwise or type(error).__name__]
-    return f"{lines[0].partition(' (set JAX_PLATFORMS')[0].rstrip('.'):.300}"
+    return f"{lines[0].rstrip('.'):.300}"
 
 
-def _of_cpus(devices: Devices) -> Iterator[Finding]:
-    """What is wrong where JAX uses the CPU."""
-    config: Any = jax.config
-    if devices.platform != "cpu":
-        return
-    # Who asks for virtual CPU devices does not want the GPU.
-    if forced_cpu_devices() is None and config.jax_num_cpu_devices < 1:
-        for name, files in (("cuda", "nvidia[0-9]*"), ("tpu", "accel[0-9]*")):
-            if there := sorted(_DEV.glob(files)):
-                yield Finding(
-                    "unused accelerator",
-                    f"There is {there[0]}, but JAX uses the CPU. JAX_PLATFORMS={name} crossshard "
-                    f"doctor says why.",
-                )
+def _mesh(number: int) -> tuple[Mesh, list[Finding]]:
+    """The mesh that crossshard uses if it is given none, and what it warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeadlockWarning)
-        warn_of_deadlock(shard_mesh(devices.number))
+        mesh = shard_mesh(number)
+        # Again, though the mesh may be there already.
+        warn_of_deadlock(mesh)
     sentences = {str(each.message) for each in caught if each.category is DeadlockWarning}
-    yield from (Finding("threads", sentence) for sentence in sentences)
+    return mesh, [Finding("threads", sentence) for sentence in sentences]
 
 
 # The processes of the job.
@@ -405,43 +373,12 @@ def _find(timeout: float, *, meet: bool) -> tuple[Job, list[Finding]]:
     return job, [Finding("alone", sentence)]
 
 
-def _of_this_one(found: list[Finding], facts: Mapping[str, str], seconds: float) -> list[Finding]:
-    """What is wrong in this process and not in process 0, which it may differ from.
-
-    Args:
-      found: what is wrong here.
-      facts: versions and settings by name, which process 0 is to have, too.
-      seconds: how long to wait for process 0.
-    """
-    if not _jax.has_coordinator():
-        return found
-    facts = {name: each for name, each in facts.items() if name not in _OF_ONE}
-    key = f"{_FIRST}/{next(_calls)}"
-    _, own = _jax.processes_of_job()
-    if own == 0:
-        _jax.tell_processes(key, json.dumps([facts, [each.sentence for each in found]]))
-        return found
-    told = _jax.told_by_processes(key, seconds)
-    if told is None:
-        return found
-    first, sentences = json.loads(told)
-    return [each for each in found if each.sentence not in sentences] + [
-        Finding(
-            "other than process 0",
-            f"Process {own} has {name}={facts.get(name, '(nothing)')}, and process 0 "
-            f"{str(first.get(name, '(nothing)'))!r:.100}. Give all processes the same.",
-        )
-        for name in sorted({*facts, *first})
-        if facts.get(name) != first.get(name)
-    ]
-
-
 class _LateError(Exception):
     """What was to be run has not come to an end in time; it may still go on."""
 
 
 def _within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What a function returns or raises.
+    """What a function returns or raises in a thread.
 
     Raises:
       _LateError: it has not come to an end after so many seconds.
@@ -449,23 +386,20 @@ def _within(seconds: float, function: Callable[[], Any]) -> Any:
     >>> _within(60, lambda: 3)
     3
     """
-    found: list[Any] = []
-    raised: list[BaseException] = []
+    ended: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def run() -> None:
         try:
-            found.append(function())
+            ended.set_result(function())
         except BaseException as error:
-            raised.append(error)
+            ended.set_exception(error)
 
-    thread = threading.Thread(target=run, name="crossshard doctor", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if raised:
-        raise raised[0]
-    if not found:
+    # Not one of a pool, for which Python waits at its end.
+    threading.Thread(target=run, daemon=True).start()
+    done, _ = concurrent.futures.wait([ended], seconds)
+    if not done:
         raise _LateError
-    return found[0]
+    return ended.result()
 
 
 def _enter() -> int:
@@ -487,15 +421,15 @@ def _late(what: str, number: int, seconds: float) -> str:
     except Exception:  # nobody answers
         return f"{sentence}, and the coordinator does not answer. See what process 0 does."
     # A process may enter what comes later, but nothing before this.
-    has_entered = lambda text: text.isdecimal() and int(text) >= number
-    entered = {process for process, text in told.items() if has_entered(text)}
-    if behind := [str(each) for each in range(processes) if str(each) not in entered]:
+    behind = [
+        str(process) for process in range(processes) if int(told.get(str(process), "0")) < number
+    ]
+    if behind:
         names = _text.listed(behind, 10)
         return f"{sentence}: process {names} has not entered it. See what that one does."
     return (
         f"{sentence}, and all processes have entered it: one of them stands still, or they do not "
-        "reach each other. See their logs; open all ports between their hosts, or name the "
-        "interface, as in NCCL_SOCKET_IFNAME=eth0."
+        "reach each other. See their logs."
     )
 
 
@@ -518,22 +452,20 @@ def _tests(
         except Exception as error:  # whatever the runtime raises
             return tests, [*found, Finding("failed", f"{what} failed: {_first_line(error)}")]
         tests.append(test)
-        if wrong is not None:
-            sentence = (
-                f"{what} is wrong in {wrong}. Train without this device; if another one is wrong "
-                f"too, with another version of jaxlib or of the driver."
-            )
-            found.append(Finding("wrong values", sentence))
+        if wrong:
+            says = f"{what} is wrong in {wrong}. Train without this device."
+            found.append(Finding("wrong values", says))
     return tests, found
 
 
-def _all_reduce(mesh: Mesh, length: int, timeout: float) -> tuple[CollectiveTest, str | None]:
+def _all_reduce(mesh: Mesh, length: int, timeout: float) -> tuple[CollectiveTest, str]:
     """Sum an array of each device over a mesh of one axis, and say which values are wrong."""
     numbers, marks = _values(length, mesh.size)
     right = (mesh.size * numbers + marks.sum()).astype(np.float32)
-    compiled = _within(timeout, lambda: _compiled(mesh, length))
+    sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    compiled = _within(timeout, lambda: _compiled(sharding, length))
     part = lambda index: (numbers + marks[(index[0].start or 0) // length]).astype(np.float32)
-    x = jax.make_array_from_callback((mesh.size * length,), _over(mesh), part)
+    x = jax.make_array_from_callback((mesh.size * length,), sharding, part)
 
     def run() -> tuple[float, jax.Array]:
         began = time.perf_counter()
@@ -542,9 +474,18 @@ def _all_reduce(mesh: Mesh, length: int, timeout: float) -> tuple[CollectiveTest
 
     _, result = _within(timeout, run)
     seconds = float(np.median([_within(timeout, run)[0] for _ in range(_RUNS)]))
-    wrong = _wrong(result, right)
+    wrong = ""
+    for each in result.addressable_shards:
+        got = np.asarray(each.data)
+        differs = np.flatnonzero(got != right)
+        if differs.size:
+            shard, at = (each.index[0].start or 0) // length, int(differs[0])
+            wrong = wrong or (
+                f"{differs.size} of {got.size} values on shard {shard} ({each.device}); value {at} "
+                f"is {got[at]:g} and should be {right[at]:g}"
+            )
     sent = bytes_sent("all-reduce", mesh.size, 4 * length)
-    return CollectiveTest("all-reduce", 4 * length, sent, seconds, wrong is None), wrong
+    return CollectiveTest("all-reduce", 4 * length, sent, seconds, not wrong), wrong
 
 
 def _values(length: int, shards: int) -> tuple[Any, Any]:
@@ -558,28 +499,10 @@ def _values(length: int, shards: int) -> tuple[Any, Any]:
     return np.arange(length) % min(period, 65521), marks
 
 
-def _over(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
-
-
-def _compiled(mesh: Mesh, length: int) -> Any:
-    spec = PartitionSpec(*mesh.axis_names)
+def _compiled(sharding: NamedSharding, length: int) -> Any:
+    spec, mesh = sharding.spec, sharding.mesh
     summed = lambda x: lax.psum(x, mesh.axis_names[0])
     mapped = jax.shard_map(summed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    x = jax.ShapeDtypeStruct((mesh.size * length,), np.float32, sharding=_over(mesh))
+    x = jax.ShapeDtypeStruct((mesh.size * length,), np.float32, sharding=sharding)
     with jax.disable_jit(False):
         return jax.jit(mapped).lower(x).compile()
-
-
-def _wrong(result: jax.Array, right: Any) -> str | None:
-    """What a device of this process has that numpy has not; ``None`` if all is right."""
-    for each in result.addressable_shards:
-        got = np.asarray(each.data)
-        differs = np.flatnonzero(got != right)
-        if differs.size:
-            shard, at = (each.index[0].start or 0) // got.size, int(differs[0])
-            return (
-                f"{differs.size} of {got.size} values on shard {shard} ({each.device}); value {at} "
-                f"is {got[at]:g} and should be {right[at]:g}"
-            )
-    return None
