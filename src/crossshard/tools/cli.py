@@ -248,9 +248,9 @@ last run."""
 
 _OF_PLAN = """\
 Compile a training step for a TPU slice, a GPU cluster or the CPU devices of this machine, with the
-weights updated on every shard, updated in parts, and resting in parts, over the meshes that are
-worth a look; say what each needs, whether that fits, and what it sends over which links. No
-accelerator is needed, nothing is run on one, and no parameter is allocated."""
+weights updated on every shard, updated in parts, and resting in parts; say what each needs, whether
+that fits, and what it sends over which links. No accelerator is needed, nothing is run on one, and
+no parameter is allocated."""
 _AFTER_PLAN = f"""\
 {_FACTORY} the arguments of crossshard.plan as a dict:
 
@@ -263,8 +263,8 @@ _AFTER_PLAN = f"""\
 
 loss_fn is that of make_train_step; params arrays, types, or a function without arguments that makes
 them, which is only traced; batch the global batch, as arrays or types, or a function of the number
-of devices. Also model_specs, how parameters may be split over an axis "model", and options of
-make_train_step, such as has_aux or accumulate_steps; gather_dtype is for parameters in parts.
+of devices. Also options of make_train_step, such as has_aux or accumulate_steps; gather_dtype is
+for parameters in parts.
 
 Topologies: {KNOWN}.
 
