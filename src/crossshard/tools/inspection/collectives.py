@@ -141,12 +141,6 @@ class Collective:
     counted: bool = True
 
     @property
-    def combined(self) -> int:
-        """The most collectives that XLA may have combined; operands of one call count, too."""
-        # The operands of an all-to-all are one array.
-        return 1 if "to-all" in self.kind else len(self.operands)
-
-    @property
     def behind(self) -> str:
         """What hides it: ``matrix products``, ``other kernels`` or ``nothing``."""
         if self.matrix_products:
