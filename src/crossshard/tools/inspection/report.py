@@ -323,8 +323,9 @@ class Contract:
             shown = _check.shown(self.max_bytes_ratio)
             raise ArgumentError(f"max_bytes_ratio must be a number of at least 0; got {shown}.")
         _check.flag("in_loop", self.in_loop)
-        whole = [] if hidden is None or shares else [hidden]
-        if not all(_is_number(each, 1) for each in (*shares.values(), *whole)):
+        one = [0 if hidden is None else hidden]
+        given = hidden.values() if isinstance(hidden, Mapping) else one
+        if not all(_is_number(each, 1) for each in given):
             raise ArgumentError(
                 f"min_hidden must be a share from 0 to 1, or one for each of some kinds, such as "
                 f'{{"reduce-scatter": 0.8}}; got {_check.shown(hidden)}.'

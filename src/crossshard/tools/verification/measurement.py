@@ -64,7 +64,6 @@ class Comparison:
 
     members: tuple[int, ...]  # the numbers of these shards
     of_all: int  # the number of shards in all groups
-    rows: int  # those of this group
     tolerance: float = 0.0  # the relative difference that is rounding
     rounding: float = 0.0  # the norm of a difference that is the rounding of what it came from
     is_stacked: bool = False  # whether N shards have an array [shards, …] of it
@@ -232,9 +231,8 @@ class Measurement:
         statistics = sorted(set(changed(one.start, one.idle)) - set(names))
         metrics = one.metrics if factor == 1 else ()  # they have another one under SUM
         known = ((UPDATE, names), (STATISTICS, statistics), (METRIC, metrics))
-        part = self.rows // self.number
         self._compared = {
-            (what, name): [Comparison(each, self.number, part * len(each)) for each in groups]
+            (what, name): [Comparison(each, self.number) for each in groups]
             for what, names in known
             for name in names
         }

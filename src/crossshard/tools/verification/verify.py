@@ -69,7 +69,7 @@ class Fault:
       ratio: what the first of them has on N shards over what it has on one, by least squares;
         ``None`` if that is 0, or is not compared.
       factor: the ratio's name if it has one, such as ``"N"``, ``"1/N"`` or ``"√N"``; else empty.
-      shards: the shards that it is about, if not all.
+      shards: the shards of the group that it is found in.
     """
 
     kind: str
@@ -354,7 +354,7 @@ def _of_parameters(
         case = shown[name] = off or first
         floor = _VANISHING * largest * np.sqrt(len(first.one)) + first.noise
         if case.copies_differ:
-            found[name] = _of_copies(case)
+            found[name] = Fault("copies", "differs between the shards", shards=case.members)
         elif off is None and any(each.is_hidden for each in of_leaf):
             found[name] = _TOO_SMALL
         elif off is None:
@@ -364,18 +364,6 @@ def _of_parameters(
         else:
             found[name] = Fault(UPDATE, "", ratio=case.ratio, factor=_factor(case))
     return found, shown
-
-
-def _of_copies(case: Comparison) -> Fault:
-    """Which copies differ from those of most shards."""
-    usual = np.median(case.many, axis=0)
-    within = 1e-5 * (norm(usual) + norm(case.one))
-    odd = [place for place, x in enumerate(case.many) if norm(x - usual) > within]
-    if len(case.many) != len(case.members) or not 0 < len(odd) < len(case.many) / 2:
-        return Fault("copies", "differs between the shards", shards=case.members)
-    shards = tuple(case.members[place] for place in odd)
-    which = f"shard{'s' * (len(shards) > 1)} {', '.join(map(str, shards))}"
-    return Fault("copies", f"differs on {which} from the others", shards=shards)
 
 
 def _factor(case: Comparison) -> str:
@@ -398,13 +386,16 @@ def _factor(case: Comparison) -> str:
 
 def _known(case: Comparison) -> list[tuple[str, float]]:
     """The factors that have a name; n is the size of a group."""
-    n, groups = len(case.members), []
-    sizes = [("N", "1/N", n), ("N²", "1/N²", n * n), ("√N", "1/√N", n**0.5)]
-    sizes += [("rows", "1/rows", case.rows)]
-    if n != case.of_all:
-        groups = [("N/n", "n/N", case.of_all / n), ("N", "1/N", case.of_all)]
-        sizes = [(up.replace("N", "n"), down.replace("N", "n"), size) for up, down, size in sizes]
-    of = [each for each in groups + sizes if each[2] != 1]
+    n, all_ = len(case.members), case.of_all
+    sizes: list[tuple[str, str, float]] = [("N", "1/N", all_), ("√N", "1/√N", all_**0.5)]
+    if n != all_:
+        sizes = [
+            ("N/n", "n/N", all_ / n),
+            ("N", "1/N", all_),
+            ("n", "1/n", n),
+            ("√n", "1/√n", n**0.5),
+        ]
+    of = [each for each in sizes if each[2] != 1]
     return [pair for up, down, size in of for pair in ((up, size), (down, 1 / size))]
 
 
