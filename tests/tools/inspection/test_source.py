@@ -103,7 +103,7 @@ def test_a_layer_of_flax_in_a_model_of_the_users():
     assert source == line_of(forward, "# theirs")
 
 
-def test_of_several_that_are_combined_one_line_is_kept():
+def test_of_several_that_are_combined_one_line_is_kept_and_the_number_said():
     def step(params: Any, x: Any) -> Any:
         grads = jax.grad(loss)(params, x)
         return jax.tree.map(jnp.subtract, params, lax.pmean(grads, "s"))  # theirs
@@ -111,7 +111,7 @@ def test_of_several_that_are_combined_one_line_is_kept():
     report = crossshard.inspect(lowered(step, PARAMS, X))
     (only,) = report.collectives
     assert len(only.operands) == 3
-    assert line_of(step, "# theirs") in report.table()
+    assert f"{line_of(step, '# theirs')} (1 of 3 combined)" in report.table()
 
 
 def test_callers_in_both_ways_of_counting_them():

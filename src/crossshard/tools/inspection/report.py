@@ -243,8 +243,8 @@ class Communication:
         elif self.bytes_sent:
             lines.append("no collective is asynchronous, so all bytes are exposed")
         if self.memory is not None:
-            parts = dataclasses.asdict(self.memory).items()
-            words = (f"{name} {exact_size(number)}" for name, number in parts)
+            kinds = dataclasses.asdict(self.memory).items()
+            words = (f"{name} {exact_size(number)}" for name, number in kinds)
             lines.append(f"memory per device: {', '.join(words)}")
         return "\n".join(lines)
 
@@ -271,6 +271,9 @@ def _row(each: Collective) -> tuple[str, ...]:
         among = f"{len(each.groups)} pairs"
     sent = exact_size(each.bytes_sent + each.scalar_bytes_sent)
     where = each.source or each.op_name or each.name
+    # The operands of an all-to-all are one array.
+    if "to-all" not in each.kind and len(each.operands) > 1:
+        where += f" (1 of {len(each.operands)} combined)"
     return (each.kind, ", ".join(shown), sent, among, ", ".join(when), where)
 
 
