@@ -67,7 +67,7 @@ def test_platforms_with_which_jax_does_not_start():
     assert (ran.returncode, ran.stderr) == (1, ""), ran
     assert "devices    none" in ran.stdout
     assert "One thing looks wrong:" in ran.stdout
-    assert "JAX does not start with JAX_PLATFORMS=no_such_platform: " in ran.stdout
+    assert "The start of JAX with JAX_PLATFORMS=no_such_platform failed: " in ran.stdout
 
 
 @pytest.mark.deep

@@ -52,15 +52,13 @@ def test_platforms_that_are_not_here(plain: pytest.MonkeyPatch):
         raise RuntimeError("Unknown backend: 'cuda'.\nmore")
 
     plain.setattr(diagnosis, "_look", fail)
-    plain.setenv("JAX_PLATFORMS", "cuda")
-    _, (finding,) = diagnosis._started(5)
-    assert finding.sentence == (
-        "JAX does not start with JAX_PLATFORMS=cuda: Unknown backend: 'cuda'."
-    )
-    plain.delenv("JAX_PLATFORMS")
-    plain.setattr(diagnosis, "_look", lambda: (_ for _ in ()).throw(RuntimeError()))
-    _, (finding,) = diagnosis._started(5)
-    assert finding.sentence == "JAX does not start: it finds no devices."
+    for platforms, named in (("cuda", " with JAX_PLATFORMS=cuda"), ("", "")):
+        plain.setenv("JAX_PLATFORMS", platforms)
+        found = crossshard.doctor()
+        assert (found.devices, found.tests) == (None, ())
+        assert sentences(found.findings) == (
+            f"start: The start of JAX{named} failed: Unknown backend: 'cuda'."
+        )
 
 
 def test_threads_that_deadlock(plain: pytest.MonkeyPatch):

@@ -242,17 +242,19 @@ def diagnose(
     versions = _installed()
     settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_SETTINGS)}
     job, of_job = _find(timeout, meet=as_command)
-    devices, of_start = _started(timeout)
-    found = [*_of_versions(versions), *of_job, *of_start]
+    found = [*_of_versions(versions), *of_job]
+    platforms = os.environ.get("JAX_PLATFORMS")
+    start = f"The start of JAX{f' with JAX_PLATFORMS={platforms}' if platforms else ''}"
+    devices: Devices | None = _tried(found, "start", start, timeout, _look)
     mesh, tests = None, list[CollectiveTest]()
     if devices is not None:
         mesh, of_threads = _mesh(devices.number)
         found += of_threads
-        if self_test and devices.number > 1:
-            # Gloo writes to stdout.
-            with quiet(1):
-                tests, wrong = _tests(mesh, sizes, timeout)
-            found += wrong
+        for size in sizes if self_test and devices.number > 1 else ():
+            test = _test(found, mesh, size, timeout)
+            if test is None:
+                break
+            tests.append(test)
     connected = _jax.has_coordinator()
     if connected:
         number, own = _jax.processes_of_job()
@@ -294,23 +296,6 @@ def _of_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
             )
 
 
-def _started(timeout: float) -> tuple[Devices | None, list[Finding]]:
-    """The devices, once JAX has started; what is wrong if it does not."""
-    number = _enter()
-    try:
-        # XLA, and the watch of the job, write to stderr why they end the process.
-        with quiet(1):
-            return _within(timeout, _look), []
-    except _LateError:
-        hint = "JAX waits for all hosts of a slice: start this on each of them"
-        return None, [Finding("stuck", f"{_late('The start of JAX', number, timeout)} {hint}.")]
-    except Exception as error:  # whatever a plugin raises
-        platforms = os.environ.get("JAX_PLATFORMS")
-        where = f" with JAX_PLATFORMS={platforms}" if platforms else ""
-        why = _first_line(error, "it finds no devices")
-        return None, [Finding("start", f"JAX does not start{where}: {why}.")]
-
-
 def _look() -> Devices:
     everyone, own = jax.devices(), jax.local_devices()
     of_device = lambda: (own[0].memory_stats() or {}).get("bytes_limit")
@@ -321,8 +306,8 @@ def _look() -> Devices:
     return Devices(*kinds, len(everyone), len(own), *processes, memory)
 
 
-def _first_line(error: BaseException, otherwise: str = "") -> str:
-    lines = str(error).splitlines() or [otherwise or type(error).__name__]
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
     return f"{lines[0].rstrip('.'):.300}"
 
 
@@ -373,19 +358,21 @@ def _find(timeout: float, *, meet: bool) -> tuple[Job, list[Finding]]:
     return job, [Finding("alone", sentence)]
 
 
-class _LateError(Exception):
-    """What was to be run has not come to an end in time; it may still go on."""
+def _tried(
+    found: list[Finding], kind: str, what: str, seconds: float, function: Callable[[], Any]
+) -> Any:
+    """What a function returns in a thread; ``None``, and a finding, if it raises or does not end.
 
-
-def _within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What a function returns or raises in a thread.
-
-    Raises:
-      _LateError: it has not come to an end after so many seconds.
-
-    >>> _within(60, lambda: 3)
-    3
+    Args:
+      found: where the finding goes.
+      kind: its kind, if the function raises.
+      what: how it names the function.
+      seconds: how long to wait.
+      function: what all processes of the job call.
     """
+    number, (processes, own) = next(_entered), _jax.processes_of_job()
+    if processes > 1:
+        _jax.tell_again(f"{_ENTERED}/{own}", str(number))
     ended: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def run() -> None:
@@ -394,98 +381,84 @@ def _within(seconds: float, function: Callable[[], Any]) -> Any:
         except BaseException as error:
             ended.set_exception(error)
 
-    # Not one of a pool, for which Python waits at its end.
-    threading.Thread(target=run, daemon=True).start()
-    done, _ = concurrent.futures.wait([ended], seconds)
-    if not done:
-        raise _LateError
-    return ended.result()
+    # Gloo writes to stdout. To stderr, XLA and the watch of the job write why they end the process.
+    with quiet(1):
+        # Not a thread of a pool, for which Python waits at its end.
+        threading.Thread(target=run, daemon=True).start()
+        concurrent.futures.wait([ended], seconds)
+    if not ended.done():
+        who = _late(number, processes)
+        found.append(Finding("stuck", f"{what} has not ended in {seconds:g} seconds{who}."))
+    elif error := ended.exception():
+        found.append(Finding(kind, f"{what} failed: {_first_line(error)}."))
+    else:
+        return ended.result()
+    return None
 
 
-def _enter() -> int:
-    """Tell the other processes that this one enters something that all enter; its number."""
-    number = next(_entered)
-    if _jax.has_coordinator():
-        _jax.tell_again(f"{_ENTERED}/{_jax.processes_of_job()[1]}", str(number))
-    return number
-
-
-def _late(what: str, number: int, seconds: float) -> str:
-    """A sentence on something that has not ended, and on the processes that have not entered it."""
-    sentence = f"{what} has not ended in {seconds:g} seconds"
-    processes, _ = _jax.processes_of_job()
+def _late(number: int, processes: int) -> str:
+    """Which processes have not entered what has not ended."""
     if processes == 1:
-        return f"{sentence}. See what else runs on this machine, and run it again alone."
+        return ""
     try:
-        told = _within(seconds, lambda: _jax.told_below(f"{_ENTERED}/"))
+        told = _jax.told_below(f"{_ENTERED}/")
     except Exception:  # nobody answers
-        return f"{sentence}, and the coordinator does not answer. See what process 0 does."
+        return ", and the coordinator does not answer"
     # A process may enter what comes later, but nothing before this.
-    behind = [
-        str(process) for process in range(processes) if int(told.get(str(process), "0")) < number
-    ]
+    behind = [str(i) for i in range(processes) if int(told.get(str(i), "0")) < number]
     if behind:
-        names = _text.listed(behind, 10)
-        return f"{sentence}: process {names} has not entered it. See what that one does."
+        return f": process {_text.listed(behind, 10)} has not entered it"
     return (
-        f"{sentence}, and all processes have entered it: one of them stands still, or they do not "
-        "reach each other. See their logs."
+        ", and all processes have entered it: one of them stands still, or they do not reach each "
+        "other"
     )
 
 
 # The sum over all devices.
 
 
-def _tests(
-    mesh: Mesh, sizes: Sequence[int], timeout: float
-) -> tuple[list[CollectiveTest], list[Finding]]:
-    """Sum arrays of each size; those sums that have ended, and what is wrong."""
-    tests: list[CollectiveTest] = []
-    found: list[Finding] = []
-    for size in sizes:
-        what = f"The all-reduce of {_text.size(size)}"
-        number = _enter()
-        try:
-            test, wrong = _all_reduce(mesh, max(size // 4, 1), timeout)
-        except _LateError:
-            return tests, [*found, Finding("stuck", _late(what, number, timeout))]
-        except Exception as error:  # whatever the runtime raises
-            return tests, [*found, Finding("failed", f"{what} failed: {_first_line(error)}")]
-        tests.append(test)
-        if wrong:
-            says = f"{what} is wrong in {wrong}. Train without this device."
-            found.append(Finding("wrong values", says))
-    return tests, found
-
-
-def _all_reduce(mesh: Mesh, length: int, timeout: float) -> tuple[CollectiveTest, str]:
-    """Sum an array of each device over a mesh of one axis, and say which values are wrong."""
+def _test(found: list[Finding], mesh: Mesh, size: int, timeout: float) -> CollectiveTest | None:
+    """Sum an array of this size on each device over a mesh of one axis; ``None`` if that fails."""
+    what, length = f"The all-reduce of {_text.size(size)}", max(size // 4, 1)
+    summed = _tried(found, "failed", what, timeout, lambda: _all_reduce(mesh, length))
+    if summed is None:
+        return None
+    seconds, result = summed
     numbers, marks = _values(length, mesh.size)
     right = (mesh.size * numbers + marks.sum()).astype(np.float32)
-    sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
-    compiled = _within(timeout, lambda: _compiled(sharding, length))
-    part = lambda index: (numbers + marks[(index[0].start or 0) // length]).astype(np.float32)
-    x = jax.make_array_from_callback((mesh.size * length,), sharding, part)
-
-    def run() -> tuple[float, jax.Array]:
-        began = time.perf_counter()
-        result = jax.block_until_ready(compiled(x))
-        return time.perf_counter() - began, result
-
-    _, result = _within(timeout, run)
-    seconds = float(np.median([_within(timeout, run)[0] for _ in range(_RUNS)]))
     wrong = ""
     for each in result.addressable_shards:
         got = np.asarray(each.data)
         differs = np.flatnonzero(got != right)
-        if differs.size:
+        if differs.size and not wrong:
             shard, at = (each.index[0].start or 0) // length, int(differs[0])
-            wrong = wrong or (
-                f"{differs.size} of {got.size} values on shard {shard} ({each.device}); value {at} "
-                f"is {got[at]:g} and should be {right[at]:g}"
+            wrong = (
+                f"{what} is wrong in {differs.size} of {got.size} values on shard {shard} "
+                f"({each.device}); value {at} is {got[at]:g} and should be {right[at]:g}. Train "
+                "without this device."
             )
+            found.append(Finding("wrong values", wrong))
     sent = bytes_sent("all-reduce", mesh.size, 4 * length)
-    return CollectiveTest("all-reduce", 4 * length, sent, seconds, not wrong), wrong
+    return CollectiveTest("all-reduce", 4 * length, sent, seconds, not wrong)
+
+
+def _all_reduce(mesh: Mesh, length: int) -> tuple[float, jax.Array]:
+    """The seconds of a sum, the median of several, and what it returns."""
+    numbers, marks = _values(length, mesh.size)
+    spec = PartitionSpec(*mesh.axis_names)
+    summed = lambda x: lax.psum(x, mesh.axis_names[0])
+    mapped = jax.shard_map(summed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    part = lambda index: (numbers + marks[(index[0].start or 0) // length]).astype(np.float32)
+    shape, sharding = (mesh.size * length,), NamedSharding(mesh, spec)
+    x = jax.make_array_from_callback(shape, sharding, part)
+    with jax.disable_jit(False):
+        compiled = jax.jit(mapped).lower(x).compile()
+    result, seconds = jax.block_until_ready(compiled(x)), []
+    for _ in range(_RUNS):
+        began = time.perf_counter()
+        jax.block_until_ready(compiled(x))
+        seconds.append(time.perf_counter() - began)
+    return float(np.median(seconds)), result
 
 
 def _values(length: int, shards: int) -> tuple[Any, Any]:
@@ -497,12 +470,3 @@ def _values(length: int, shards: int) -> tuple[Any, Any]:
     marks = np.arange(shards) ** 2 % 251
     period = max((_EXACT - int(marks.sum())) // shards, 1)
     return np.arange(length) % min(period, 65521), marks
-
-
-def _compiled(sharding: NamedSharding, length: int) -> Any:
-    spec, mesh = sharding.spec, sharding.mesh
-    summed = lambda x: lax.psum(x, mesh.axis_names[0])
-    mapped = jax.shard_map(summed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    x = jax.ShapeDtypeStruct((mesh.size * length,), np.float32, sharding=sharding)
-    with jax.disable_jit(False):
-        return jax.jit(mapped).lower(x).compile()
