@@ -401,11 +401,11 @@ def _late(number: int, processes: int) -> str:
     if processes == 1:
         return ""
     try:
-        told = _jax.told_below(f"{_ENTERED}/")
+        told = {who: int(text) for who, text in _jax.told_below(f"{_ENTERED}/").items()}
     except Exception:  # nobody answers
         return ", and the coordinator does not answer"
     # A process may enter what comes later, but nothing before this.
-    behind = [str(i) for i in range(processes) if int(told.get(str(i), "0")) < number]
+    behind = [str(each) for each in range(processes) if told.get(str(each), 0) < number]
     if behind:
         return f": process {_text.listed(behind, 10)} has not entered it"
     return (

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,24 +30,33 @@ _IDLE = -1_234_567_891
 _MOST_CALLS = 64
 
 
+class ProbeState(NamedTuple):
+    """The learning rate, as an integer, which no cast of a state to fewer bits changes."""
+
+    bits: jax.Array  # int32[], those of a float32
+
+
 def probe() -> optax.GradientTransformationExtraArgs:
     """Plain SGD, which changes nothing before its state has a learning rate.
 
     What an idle step changes is no parameter, but statistics, counters and the like, on which the
     next step may depend. However often a step updates, or how seldom, none of it moves parameters.
-
-    Its state is the rate as an integer, which no cast of a state to fewer bits changes.
     """
 
+    def init(params: optax.Params) -> ProbeState:
+        del params
+        return ProbeState(jnp.int32(_IDLE))
+
     def update(
-        updates: optax.Updates, state: Any, params: optax.Params = None, **extra: object
-    ) -> tuple[optax.Updates, Any]:
+        updates: optax.Updates, state: ProbeState, params: optax.Params = None, **extra: object
+    ) -> tuple[optax.Updates, ProbeState]:
         del params, extra
-        rate = jax.lax.bitcast_convert_type(state, jnp.float32)
-        step = lambda g: jnp.where(state == _IDLE, 0, -rate * g).astype(g.dtype)
+        rate = jax.lax.bitcast_convert_type(state.bits, jnp.float32)
+        rests = state.bits == _IDLE
+        step = lambda g: jnp.where(rests, 0, -rate * g).astype(g.dtype)
         return jax.tree.map(step, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: jnp.int32(_IDLE), update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _with_rate(x: Any, rate: float) -> Any:
