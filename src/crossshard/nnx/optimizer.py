@@ -37,8 +37,7 @@ from crossshard.nnx.variables import (
     trained_by_default,
 )
 from crossshard.optimizer.transformation import Transformation
-from crossshard.pipeline.options import Options
-from crossshard.pipeline.pipeline import Pipeline, check_names
+from crossshard.pipeline.pipeline import Options, Pipeline, check_names
 from crossshard.pipeline.stage import CrossShardState, Stage
 from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation
 from crossshard.pipeline.update.arrays import Parts

@@ -206,8 +206,6 @@ class Stage(abc.ABC):
       needs_local: before the reduction, what it does to each shard's local gradient, as an error
         says; empty if it takes gradients that are already summed.
       options: the names of the options that it declares, of which one asks for it.
-      asked_by: the option of another stage that asks for it, too; empty if none does.
-      is_always_there: whether it is there without being asked for.
       of_steps: whether they are for whole steps alone.
       is_compared: whether a restore compares them: not if they change nothing of what a state
         becomes.
@@ -234,8 +232,6 @@ class Stage(abc.ABC):
     state_field: str = "preprocess"
     needs_local: str = "preprocess applies to"
     options: tuple[str, ...] = ("preprocess",)
-    asked_by: str = ""
-    is_always_there: bool = False
     of_steps: bool = False
     is_compared: bool = True
     shaped_by: str = ""

@@ -74,8 +74,6 @@ class Weigh(Stage):
     state_field = ""
     needs_local = ""
     options = ()
-    # A call, or another stage, may bring a weight.
-    is_always_there = True
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
@@ -120,7 +118,6 @@ class Aggregate(Stage):
     scope = "reduce"
     state_field = "aggregate"
     options = ("reduce_dtype", "aggregator")
-    is_always_there = True
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:

@@ -48,7 +48,6 @@ class Optimize(Stage):
     scope = ""
     state_field = "inner_state"
     options = ("master_dtype", "ema")
-    is_always_there = True
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _check, _jax
@@ -280,7 +279,7 @@ class Planner:
 
     @functools.cached_property
     def _find(self) -> Callable[..., Any]:
-        return _traced_once(as_updates(self.optimizer))
+        return jax.jit(as_updates(self.optimizer))
 
     @functools.cached_property
     def _update(self) -> Callable[..., Any]:
@@ -413,25 +412,6 @@ def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[...
             return optimizer.update(gradients, state, params, **extra_args)
 
     return update
-
-
-def _traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that Python runs once for arguments of the same types.
-
-    After that it is what it was traced as, with the names and the source lines of that.
-    """
-    known: dict[Any, tuple[Callable[..., Any], Any]] = {}
-
-    def run(*args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args)
-        key = tree, tuple(map(jax.typeof, leaves))
-        if key not in known:
-            jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)
-            known[key] = jaxpr_as_fun(jaxpr), jax.tree.structure(out)
-        found, out = known[key]
-        return jax.tree.unflatten(out, found(*leaves))
-
-    return run
 
 
 def whole_and_slices(
