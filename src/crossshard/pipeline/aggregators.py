@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -156,16 +157,15 @@ class Aggregator(abc.ABC):
         totals, after = check_pair(returned, name, "(sums, state)", state)
         check_like(totals, summands.gradients, f"The sums that {name} returned")
         whole = jax.tree.leaves(context.arrays.to_owners(totals))
-        triples = list(zip(summands.arrays, summands.partitions, summands.places, strict=True))
-        of_others = [(x, partition) for x, partition, place in triples if place is None]
-        given = [x for x, _ in of_others], [partition for _, partition in of_others]
-        others = iter(bucketed_sum(*given, shards))
-        index: Any = shards.position()
-        sums = [
+        is_other = [place is None for place in summands.places]
+        of_others = lambda items: list(itertools.compress(items, is_other))
+        sums = bucketed_sum(of_others(summands.arrays), of_others(summands.partitions), shards)
+        others, index = iter(sums), shards.position()
+        pairs = zip(summands.partitions, summands.places, strict=True)
+        return [
             next(others) if place is None else partition.local_slice(whole[place], index)
-            for _, partition, place in triples
-        ]
-        return sums, after
+            for partition, place in pairs
+        ], after
 
 
 def check_aggregator(aggregator: Any) -> Aggregator | None:
@@ -185,20 +185,31 @@ def check_aggregator(aggregator: Any) -> Aggregator | None:
 # ---- As XLA adds it, in 32 bits or sent in 16.
 
 
+class BySlices(Aggregator):
+    """An aggregator of crossshard's own: its sums in full are slices of arrays that are not cut."""
+
+    def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
+        """The sums over the peers, in full, and the next state."""
+        leaves, tree = jax.tree.flatten(values)
+        wholes, places = [Partition(jnp.shape(x)) for x in leaves], [*range(len(leaves))]
+        given = Summands(values, leaves, wholes, places), state, StageContext(peers.shards)
+        sums, after = self.reduce(*given)
+        return tree.unflatten(sums), after
+
+    @abc.abstractmethod
+    def reduce(
+        self, summands: Summands, state: PyTree, context: StageContext
+    ) -> tuple[list[jax.Array], PyTree]:
+        """This shard's slice of the sum of each of the arrays, and the next state."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Plain(Aggregator):
+class Plain(BySlices):
     """The sum over the shards."""
 
     dtype: Any = None  # the dtype in which gradients are sent; ``None`` for their own, or float32
 
     divides_before = False
-
-    def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
-        """The sums in full; small arrays share a collective."""
-        leaves, tree = jax.tree.flatten(values)
-        sent = [as_sent(x, self.dtype) for x in leaves]
-        wholes = [Partition(x.shape) for x in sent]
-        return tree.unflatten(bucketed_sum(sent, wholes, peers.shards)), state
 
     def reduce(
         self, summands: Summands, state: PyTree, context: StageContext
@@ -246,7 +257,7 @@ class FewBitsState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FewBits(Aggregator):
+class FewBits(BySlices):
     """The sum of gradients that are sent in few bits."""
 
     # How they are sent along each axis, the last one first: a ``Quantized``, a dtype, or ``None``
@@ -274,30 +285,37 @@ class FewBits(Aggregator):
             jnp.int32(0) if self._is_random else (),
         )
 
-    def sum(self, values: PyTree, state: FewBitsState, peers: Peers) -> tuple[PyTree, FewBitsState]:
-        """The sums in full, and what was not sent."""
-        leaves, tree = jax.tree.flatten(self._with_held(values, state))
-        wholes = [Partition(jnp.shape(x)) for x in leaves]
-        sums, lost = self._sent(leaves, wholes, [*range(len(leaves))], state, peers.shards)
-        return tree.unflatten(sums), self._after(tree.unflatten(lost), state)
-
     def reduce(
         self, summands: Summands, state: FewBitsState, context: StageContext
     ) -> tuple[list[jax.Array], FewBitsState]:
         """The slices of the sums, and what was not sent."""
+        shards, places = context.shards, summands.places
         sent = context.arrays.to_owners(self._with_held(summands.gradients, state))
         leaves, tree = jax.tree.flatten(sent)
-        arrays = [
-            x if place is None else leaves[place]
-            for x, place in zip(summands.arrays, summands.places, strict=True)
-        ]
-        given = summands.partitions, summands.places, state, context.shards
-        sums, kept = self._sent(arrays, *given)
-        lost = [jnp.zeros_like(x) for x in leaves]
-        for place, x in zip(summands.places, kept, strict=True):
-            if place is not None:
-                lost[place] = x
-        return sums, self._after(context.arrays.from_owners(tree.unflatten(lost)), state)
+        pairs = zip(summands.arrays, places, strict=True)
+        arrays = [x if place is None else leaves[place] for x, place in pairs]
+        pairs = zip(arrays, places, strict=True)
+        few = [place is not None and takes_few_bits(x, shards) for x, place in pairs]
+        of = lambda items, kind: [x for x, is_few in zip(items, few, strict=True) if is_few is kind]
+        key = None
+        if self._is_random:
+            # All runs draw the same numbers.
+            key = jax.random.fold_in(jax.random.key(0), state.count)
+        given = of(arrays, True), of(summands.partitions, True), shards, key, self._tiers(shards)
+        of_few, lost = sum_in_few_bits(*given)
+        whole = [widen(x) for x in of(arrays, False)]
+        others = bucketed_sum(whole, of(summands.partitions, False), shards)
+        sums = {True: iter(of_few), False: iter(others)}
+        held = [jnp.zeros_like(x) for x in leaves]
+        for place, x in zip(of(places, True), lost, strict=True):
+            held[place] = x
+        residual = state.residual
+        if self._feeds_back:
+            keep = lambda old, x: None if old is None else x
+            new = context.arrays.from_owners(tree.unflatten(held))
+            residual = jax.tree.map(keep, residual, new, is_leaf=lambda x: x is None)
+        count = optax.safe_increment(state.count) if self._is_random else ()
+        return [next(sums[is_few]) for is_few in few], FewBitsState(residual, count)
 
     def change_held(self, state: FewBitsState, change: Callable[[PyTree], PyTree]) -> FewBitsState:
         """The state with other residuals."""
@@ -311,44 +329,6 @@ class FewBits(Aggregator):
         known = lambda held: jnp.where(jnp.isfinite(held), held, 0)
         add = lambda held, x: x if held is None else widen(x) + known(held)
         return jax.tree.map(add, state.residual, values, is_leaf=lambda x: x is None)
-
-    def _sent(
-        self,
-        arrays: Sequence[jax.Array],
-        partitions: Sequence[Partition],
-        places: Sequence[int | None],
-        state: FewBitsState,
-        shards: Shards,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """This shard's slice of each sum, and what was not sent of each array."""
-        few = [
-            place is not None and takes_few_bits(x, shards)
-            for x, place in zip(arrays, places, strict=True)
-        ]
-        of = lambda items, kind: [x for x, is_few in zip(items, few, strict=True) if is_few is kind]
-        key = None
-        if self._is_random:
-            # All runs draw the same numbers.
-            key = jax.random.fold_in(jax.random.key(0), state.count)
-        given = of(arrays, True), of(partitions, True), shards, key, self._tiers(shards)
-        of_few, of_lost = sum_in_few_bits(*given)
-        whole = [widen(x) for x in of(arrays, False)]
-        others = bucketed_sum(whole, of(partitions, False), shards)
-        sums, lost = [iter(of_few), iter(others)], iter(of_lost)
-        found = [next(sums[not is_few]) for is_few in few]
-        kept = [
-            next(lost) if is_few else jnp.zeros_like(x)
-            for x, is_few in zip(arrays, few, strict=True)
-        ]
-        return found, kept
-
-    def _after(self, lost: PyTree, state: FewBitsState) -> FewBitsState:
-        residual = state.residual
-        if self._feeds_back:
-            keep = lambda held, x: None if held is None else x
-            residual = jax.tree.map(keep, residual, lost, is_leaf=lambda x: x is None)
-        count = optax.safe_increment(state.count) if self._is_random else ()
-        return FewBitsState(residual, count)
 
     def check_axes(self, axes: Sequence[str], groups: GroupAssignment | None) -> None:
         """Raise unless the shards have these axes, over all of which they sum."""
