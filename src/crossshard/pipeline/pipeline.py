@@ -26,7 +26,6 @@ from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.status import GradientStatus, Reduction, Statuses, statuses_of
-from crossshard.pipeline.aggregators import Aggregator, Plain, check_like, check_pair
 from crossshard.pipeline.stage import (
     CrossShardState,
     Gradients,
@@ -37,7 +36,14 @@ from crossshard.pipeline.stage import (
     name_at,
 )
 from crossshard.pipeline.stages.accumulate import Accumulate
-from crossshard.pipeline.stages.aggregate import Aggregate, Weigh
+from crossshard.pipeline.stages.aggregate import (
+    Aggregate,
+    Aggregator,
+    Plain,
+    Weigh,
+    check_like,
+    check_pair,
+)
 from crossshard.pipeline.stages.local_sgd import LocalSGD
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
 from crossshard.pipeline.stages.metrics import LocalNorms, Metrics
@@ -281,10 +287,18 @@ class Pipeline:
                 moved[name] = jax.tree.map(drop, moved[name])
         return spread.with_states(**moved)
 
-    def check_states(self, state: CrossShardState, types: CrossShardState) -> None:
-        """Raise unless these stages can go on from the states of other ones."""
-        for name, stage in self._stateful.items():
-            stage.check_state(state.of(name), types.of(name))
+    def check_shapes(self, state: CrossShardState, types: CrossShardState) -> None:
+        """Raise unless stages can go on from these states, given the types of one shard's."""
+        state, types = (each._replace(inner_state=()) for each in (state, types))
+        leaves = zip(*map(jax.tree.leaves, (self.placements(state), state, types)), strict=True)
+        # What has yet to be made has no shape.
+        known = ((x, own.per_shard, like) for own, x, like in leaves if hasattr(x, "shape"))
+        if any(x.shape[per_shard:] != like.shape for x, per_shard, like in known):
+            raise ArgumentError(
+                "The state of a stage has arrays of other shapes, as those of sync_streaming with "
+                "another sync_every, which are cut into other pieces. Choose the parameters with "
+                "other.model(state) and init with them."
+            )
 
     def exported(self, state: CrossShardState, params: Any) -> Any:
         """The parameters of a model of all groups, of parameters ``[shards, …]``."""

@@ -268,16 +268,6 @@ class Stage(abc.ABC):
     ) -> tuple[Gradients, PyTree]:
         """The gradients for the next stage, and this stage's next state."""
 
-    def check_state(self, state: PyTree, types: PyTree) -> None:
-        """Raise unless a state of this structure is one that this stage can go on from.
-
-        Args:
-          state: the state, ``[shards, …]`` where each shard has its own; without arrays where it
-            has yet to be made.
-          types: the types of one shard's.
-        """
-        del state, types
-
     def moved_to(self, state: PyTree, spread: PyTree, number: int) -> PyTree:
         """The state on another number of shards.
 

@@ -19,9 +19,8 @@ from crossshard.guards.divergence import check_divergence_options
 from crossshard.model.model_state import ModelState, check_model_state, with_rng
 from crossshard.model.models import check_wrt
 from crossshard.optimizer.transformation import pipeline_of, transformation_of
-from crossshard.pipeline.aggregators import FewBits, check_gather_dtype
 from crossshard.pipeline.pipeline import Options, Pipeline, check_names, names_of_options
-from crossshard.pipeline.stages.aggregate import check_weighable
+from crossshard.pipeline.stages.aggregate import FewBits, check_gather_dtype, check_weighable
 from crossshard.pipeline.stages.metrics import need_local
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
 from crossshard.shards.devices import mesh_and_axes, number_of_shards

@@ -24,8 +24,8 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.rewrite import in_loop, opaque_false
 from crossshard.jaxprs.slices import why_not_elementwise
-from crossshard.pipeline.aggregators import FewBits, Peers, Plain, check_reduce_dtype
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.stages.aggregate import FewBits, Peers, Plain, check_reduce_dtype
 from crossshard.pipeline.stages.preprocess import check_transformation
 from crossshard.pipeline.update.arrays import Arrays, Parts, Whole
 from crossshard.pipeline.update.optimize import Updated
@@ -126,18 +126,6 @@ class LocalSGD(Stage):
         of_all = jax.tree.map(lambda _: REPLICATED, state)
         own = jax.tree.map(lambda _: PER_SHARD, state.aggregate)
         return of_all._replace(aggregate=own)
-
-    def check_state(self, state: LocalSGDState, types: LocalSGDState) -> None:
-        """Raise ArgumentError if the state is cut into other pieces."""
-        trees = self.placements(state), state, types
-        leaves = zip(*map(jax.tree.leaves, trees), strict=True)
-        shapes = ((x, p.per_shard, like) for p, x, like in leaves if hasattr(x, "shape"))
-        if any(x.shape[per_shard:] != like.shape for x, per_shard, like in shapes):
-            raise ArgumentError(
-                "The state is of a step with sync_streaming and another sync_every, or one of two "
-                "has it and the other has not: what the outer optimizer keeps is cut into other "
-                "pieces. Choose the parameters with other.model(state) and init with them."
-            )
 
     def moved_to(self, state: LocalSGDState, spread: PyTree, number: int) -> LocalSGDState:
         """What the sum keeps is shared out; the new workers have all else in common, too."""

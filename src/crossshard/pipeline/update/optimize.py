@@ -18,8 +18,8 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.status import check_shapes
 from crossshard.jaxprs.rewrite import in_loop, zeros
 from crossshard.jaxprs.walk import equations_of, named_axes, returned_inputs, sources
-from crossshard.pipeline.aggregators import check_dtype
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.stages.aggregate import check_dtype
 
 # The decay of an average: a number, or a schedule of the number of updates.
 Decay = float | Callable[[Any], Any]
