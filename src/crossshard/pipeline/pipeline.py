@@ -32,8 +32,8 @@ from crossshard.pipeline.stage import (
     Phase,
     Stage,
     StageContext,
+    Staged,
     as_local,
-    name_at,
 )
 from crossshard.pipeline.stages.accumulate import Accumulate
 from crossshard.pipeline.stages.aggregate import (
@@ -58,7 +58,7 @@ from crossshard.pipeline.stages.nonfinite import (
     with_finite,
 )
 from crossshard.pipeline.stages.preprocess import Preprocess
-from crossshard.pipeline.update.optimize import Decay, Optimize, Updated
+from crossshard.pipeline.update.optimize import Optimize, Updated
 from crossshard.shards.axes import GroupAssignment, Shards, current_shards
 
 _TO_REDUCTION = (Phase.ARRIVAL, Phase.LOCAL, Phase.REDUCTION)
@@ -214,16 +214,6 @@ class Pipeline:
         return self.optimize.optimizer
 
     @property
-    def master_dtype(self) -> Any:
-        """The dtype of master weights; ``None`` without them."""
-        return self.optimize.master_dtype
-
-    @property
-    def ema(self) -> Decay | None:
-        """The decay of the average of the parameters, or a schedule; ``None`` without one."""
-        return self.optimize.ema
-
-    @property
     def metrics(self) -> tuple[str, ...]:
         """The names of the metrics of each update."""
         stage = cast(Metrics | None, self._made.get(Metrics))
@@ -266,7 +256,9 @@ class Pipeline:
 
     def may_differ(self, path: Any) -> bool:
         """Whether the state at a path may differ between shards with equal parameters."""
-        stage = self._stateful.get(name_at(path))
+        first, *rest = path
+        name = rest[0].key if first.name == "others" else first.name
+        stage = self._stateful.get(name)
         return stage is not None and stage.placement.per_shard
 
     def placements(self, state: CrossShardState, inner: Any = ()) -> CrossShardState:
@@ -391,12 +383,9 @@ class Pipeline:
                 known = GradientStatus.REDUCED if invariant else GradientStatus.LOCAL
             extra_status += statuses_of({name: extra[name]}, shards, known, **how)
         done = early or (False,) * len(jax.tree.leaves(values))
-        status = tuple(
-            GradientStatus.SUMMED if is_done else each
-            for each, is_done in zip(
-                statuses_of(values, shards, declared, **how), done, strict=True
-            )
-        )
+        found = statuses_of(values, shards, declared, **how)
+        pairs = zip(found, done, strict=True)
+        status = tuple(GradientStatus.SUMMED if is_done else each for each, is_done in pairs)
         widened = widened or self.accumulate is not None
 
         def dtype_of(leaf: Any, param: Any, status: GradientStatus | None, is_done: bool) -> Any:
@@ -407,7 +396,7 @@ class Pipeline:
                 dtype = jnp.promote_types(dtype, master_dtype)
             return dtype
 
-        master_dtype = self.master_dtype
+        master_dtype = self.optimize.master_dtype
         # The parameters of optax.lookahead have more leaves than the gradients.
         like = jax.tree.leaves(values if params is None else params)
         dtypes = map(dtype_of, jax.tree.leaves(values), like, status, done)
@@ -422,9 +411,7 @@ class Pipeline:
             dtypes=(*dtypes_of_extra, *dtypes),
         )
 
-    def update(
-        self, gradients: Gradients, state: CrossShardState, context: StageContext
-    ) -> tuple[Gradients, CrossShardState]:
+    def update(self, gradients: Gradients, state: CrossShardState, context: StageContext) -> Staged:
         """All stages: the reduced gradients with the update, and the next state.
 
         The gradients of a call that only accumulates have no values, and their step is skipped.
@@ -449,8 +436,7 @@ class Pipeline:
 
         def wait(state: CrossShardState) -> Any:
             like = jax.eval_shape(last, state)[0]
-            result = context.params if context.apply_updates else jax.tree.map(jnp.zeros_like, like)
-            state = state._replace(accumulate=sums)
+            state, result = state._replace(accumulate=sums), jax.tree.map(jnp.zeros_like, like)
             return self._as_varying(result, state, jnp.bool_(True), context)
 
         result, state, skip = lax.cond(self.accumulate.is_last(sums), last, wait, state)
@@ -473,7 +459,7 @@ class Pipeline:
         context: StageContext,
         others: Callable[[jax.Array | None], dict[str, Any]] = lambda _: {},
         recounted: Callable[[Any], tuple[Any, Any]] | None = None,
-    ) -> tuple[Gradients, CrossShardState]:
+    ) -> Staged:
         """The stages up to the reduction.
 
         Args:
@@ -495,7 +481,7 @@ class Pipeline:
         def examined(gradients: Gradients) -> Gradients:
             return self.run((Phase.ARRIVAL,), gradients, before, context)[0]
 
-        def weighed(gradients: Gradients) -> tuple[Gradients, CrossShardState]:
+        def weighed(gradients: Gradients) -> Staged:
             sums = {**others(gradients.weight), **gradients.sums}
             return self.run((Phase.LOCAL,), gradients.replace(sums=sums), before, context)
 
@@ -519,7 +505,7 @@ class Pipeline:
             none = none if self.over_all_shards else context.shards.as_varying(none)
             reduced = reduced.replace(sums={**reduced.sums, REPORTED: none})
 
-            def without_bad(_: Any, own: Any) -> tuple[tuple[Gradients, Any], Any]:
+            def without_bad(_: Any, own: Any) -> tuple[Staged, Any]:
                 left = examined(gradients.replace(values=own))
                 if recounted is not None:
                     values, loss = recounted(left.weight)
@@ -529,7 +515,7 @@ class Pipeline:
                 found, again = summed(rest, again)
                 return (found, again.aggregate), jax.tree.map(kept, rest.values, own)
 
-            def named(done: tuple[Gradients, Any], own: Any) -> tuple[tuple[Gradients, Any], Any]:
+            def named(done: Staged, own: Any) -> tuple[Staged, Any]:
                 reduced, after = done
                 report = examined(gradients.replace(values=own)).sums[REPORTED]
                 found = sum_over_shards(report, context.shards)
@@ -548,7 +534,7 @@ class Pipeline:
         state: CrossShardState,
         before: CrossShardState,
         context: StageContext,
-    ) -> tuple[Gradients, CrossShardState]:
+    ) -> Staged:
         """The stages after the reduction; ``before`` is the state before those up to it.
 
         A skipped step leaves the states of these as they were.
@@ -567,7 +553,7 @@ class Pipeline:
         gradients: Gradients,
         state: CrossShardState,
         context: StageContext,
-    ) -> tuple[Gradients, CrossShardState]:
+    ) -> Staged:
         """The stages of some phases."""
         refuse_nesting()
         for stage in self.stages:
@@ -582,8 +568,11 @@ class Pipeline:
                 name = f"{type(stage).__name__}.update"
                 returned = check_returned(returned, gradients, before, name)
             gradients, after = returned
-            if stage.phase in (Phase.ARRIVAL, Phase.LOCAL):
-                after = _unless_weightless(gradients, after, before)
+            weight = gradients.weight
+            if stage.phase in (Phase.ARRIVAL, Phase.LOCAL) and weight is not None:
+                # A shard of weight 0 keeps its state, since its gradients may be NaN.
+                keep = lambda new, old, weight=weight: jnp.where(weight != 0, new, old)
+                after = jax.tree.map(keep, after, before)
             if stage.state_field:
                 state = state.with_states(**{stage.state_field: after})
         return gradients, state
@@ -611,28 +600,12 @@ class Pipeline:
         """Whether the aggregate is the same on every shard."""
         return self.groups is None or len(self.groups.groups) == 1
 
-    def skips_everywhere(self, skip: jax.Array | None) -> jax.Array | None:
-        """Whether all groups skip the update: a global step is one for all of them."""
-        if skip is None or self.over_all_shards:
-            return skip
-        return StageContext(self.shards(warn=False)).on_all_shards(skip)
-
     def divisor(self, number: int) -> int:
         """The divisor of the sum over so many shards: 1 under SUM."""
         return 1 if self.reduction is Reduction.SUM else number
 
 
-def _unless_weightless(gradients: Gradients, after: Any, before: Any) -> Any:
-    """A stage's next state; on a shard of weight 0 its old one, since gradients may be NaN."""
-    weight = gradients.weight
-    if weight is None:
-        return after
-    return jax.tree.map(lambda new, old: jnp.where(weight != 0, new, old), after, before)
-
-
-def check_returned(
-    returned: Any, gradients: Gradients, state: PyTree, name: str
-) -> tuple[Gradients, PyTree]:
+def check_returned(returned: Any, gradients: Gradients, state: PyTree, name: str) -> Staged:
     """What ``update`` of a user's own stage has returned, if the next stage can take it.
 
     Raises:

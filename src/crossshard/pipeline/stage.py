@@ -3,8 +3,8 @@
 import abc
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +126,10 @@ class Gradients:
         totals, tree = jax.tree.flatten(self.values)
         values = tree.unflatten(map(one, totals, self.status, self.dtypes))
         return self.replace(values=values, status=(), dtypes=(), divisor=None)
+
+
+# What a stage returns: the gradients for the next one, and its own next state.
+Staged: TypeAlias = tuple[Gradients, PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,9 +267,7 @@ class Stage(abc.ABC):
         return jax.tree.map(lambda _: self.placement, state)
 
     @abc.abstractmethod
-    def update(
-        self, gradients: Gradients, state: PyTree, context: StageContext
-    ) -> tuple[Gradients, PyTree]:
+    def update(self, gradients: Gradients, state: PyTree, context: StageContext) -> Staged:
         """The gradients for the next stage, and this stage's next state."""
 
     def moved_to(self, state: PyTree, spread: PyTree, number: int) -> PyTree:
@@ -376,8 +378,3 @@ class CrossShardState(NamedTuple):
         new = {name: state for name, state in states.items() if name not in self._fields}
         others = {"others": {**dict(self.others), **new}} if new else {}
         return self._replace(**fields, **others)
-
-
-def name_at(path: Sequence[Any]) -> str:
-    """The name of the stage whose state has an array at this path."""
-    return str(path[1].key if path[0].name == "others" else path[0].name)

@@ -427,14 +427,14 @@ def _check_together(
             "Leave weight_update out.",
         ),
         Option(
-            pipeline.master_dtype is not None,
+            pipeline.optimize.master_dtype is not None,
             Needs.UNTOUCHED,
-            f"master_dtype={str(pipeline.master_dtype)!r} keeps parameters that a synchronisation "
-            f"would not reach",
+            f"master_dtype={pipeline.optimize.master_dtype} keeps parameters that a "
+            f"synchronisation would not reach",
             "Pass parameters of 32 bits that the loss converts.",
         ),
         Option(
-            pipeline.ema is not None,
+            pipeline.optimize.ema is not None,
             Needs.UNTOUCHED,
             "ema averages the parameters of one worker, which a synchronisation replaces",
             "Leave it out, and evaluate model(state), which is of all workers.",

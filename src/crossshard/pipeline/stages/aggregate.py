@@ -36,8 +36,8 @@ from crossshard.collectives.sums import (
     widen,
 )
 from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
-from crossshard.gradients.status import GradientStatus, Reduction, Statuses, check_shapes
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
+from crossshard.gradients.status import GradientStatus, Reduction, check_shapes
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged, as_local
 from crossshard.shards.axes import GroupAssignment, Shards
 from crossshard.shards.cut import PER_SHARD, Partition
 
@@ -541,9 +541,7 @@ class Weigh(Stage):
         del options
         return cls()
 
-    def update(
-        self, gradients: Gradients, state: Any, context: StageContext
-    ) -> tuple[Gradients, Any]:
+    def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
         """The gradients, and the values reduced with them, times the weight."""
         weight = gradients.weight
         if weight is None or gradients.weighed:
@@ -622,9 +620,7 @@ class Aggregate(Stage):
         axes = f" on {', '.join(self.axis_name)}" if self.axis_name else ""
         return f"{word} over {over}{axes} {self.aggregator.describe()}".rstrip()
 
-    def update(
-        self, gradients: Gradients, state: Any, context: StageContext
-    ) -> tuple[Gradients, Any]:
+    def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
         """The sums of gradients: in full, or this shard's slice of each if arrays are split."""
         # Sharded parameters have other shapes than whole gradients.
         in_parts = any(gradients.early) or context.arrays.in_parts
@@ -640,7 +636,10 @@ class Aggregate(Stage):
             to_owners = jax.vmap(to_owners)
         values = to_owners(gradients.values)
         leaves, tree = jax.tree.flatten((dict(gradients.extra), values))
-        status = (*gradients.extra_status, *_unless_unread(gradients.status, context.unread))
+        # A gradient that nothing reads counts as reduced: it is zero.
+        unread = zip(gradients.status, context.unread or [False] * len(leaves), strict=False)
+        known = (GradientStatus.REDUCED if is_unread else each for each, is_unread in unread)
+        status = (*gradients.extra_status, *known)
         partitions = _partitions(gradients, context)
         to_sum = [place for place, each in enumerate(status) if each in _TO_SUM]
         # The weight and other sums travel in the bucket of the loss.
@@ -706,14 +705,6 @@ def _divided(gradients: Gradients, context: StageContext) -> Gradients:
 
 
 _TO_SUM = (GradientStatus.LOCAL, GradientStatus.SCALED)
-
-
-def _unless_unread(status: Statuses, unread: tuple[bool, ...]) -> Statuses:
-    """The status of each gradient; those that nothing reads count as reduced: they are all zero."""
-    if not any(unread):
-        return status
-    pairs = zip(status, unread, strict=True)
-    return tuple(GradientStatus.REDUCED if is_unread else each for each, is_unread in pairs)
 
 
 def _partitions(gradients: Gradients, context: StageContext) -> list[Partition]:

@@ -24,7 +24,7 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.rewrite import in_loop, opaque_false
 from crossshard.jaxprs.slices import why_not_elementwise
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
 from crossshard.pipeline.stages.aggregate import FewBits, Peers, Plain, check_reduce_dtype
 from crossshard.pipeline.stages.preprocess import check_transformation
 from crossshard.pipeline.update.arrays import Arrays, Parts, Whole
@@ -155,18 +155,14 @@ class LocalSGD(Stage):
         often = "every step" if self.every == 1 else f"every {self.every} steps"
         return f"{often} the {mean}, and the outer update"
 
-    def update(
-        self, gradients: Gradients, state: LocalSGDState, context: StageContext
-    ) -> tuple[Gradients, LocalSGDState]:
+    def update(self, gradients: Gradients, state: LocalSGDState, context: StageContext) -> Staged:
         """The updated parameters, synchronised if it is time, and the next state."""
-        synchronise = self._piece_synchronised if self.streaming else self._synchronised
-        return synchronise(gradients, state, context)
-
-    def _synchronised(
-        self, gradients: Gradients, state: LocalSGDState, context: StageContext
-    ) -> tuple[Gradients, LocalSGDState]:
         assert gradients.updated is not None
-        updated = gradients.updated
+        synchronise = self._piece_synchronised if self.streaming else self._synchronised
+        result, after = synchronise(gradients.updated, state, context)
+        return gradients.replace(updated=gradients.updated._replace(result=result)), after
+
+    def _synchronised(self, updated: Updated, state: LocalSGDState, context: StageContext) -> Any:
         state = state._replace(count=optax.safe_increment(context.agreed(state.count)))
 
         def synchronise(_: PyTree, state: LocalSGDState) -> tuple[PyTree, LocalSGDState]:
@@ -180,8 +176,7 @@ class LocalSGD(Stage):
 
         is_due = state.count % self.every == 0
         keep = lambda params, state: (params, state)
-        result, after = lax.cond(is_due, synchronise, keep, updated.result, state)
-        return gradients.replace(updated=updated._replace(result=result)), after
+        return lax.cond(is_due, synchronise, keep, updated.result, state)
 
     @staticmethod
     def _moved(updated: Updated, state: LocalSGDState, context: StageContext) -> PyTree:
@@ -216,9 +211,8 @@ class LocalSGD(Stage):
     # One piece in each step.
 
     def _piece_synchronised(
-        self, gradients: Gradients, state: LocalSGDState, context: StageContext
-    ) -> tuple[Gradients, LocalSGDState]:
-        assert gradients.updated is not None
+        self, updated: Updated, state: LocalSGDState, context: StageContext
+    ) -> tuple[PyTree, LocalSGDState]:
         # Shards that count differently would sum different pieces.
         count = context.agreed(state.count)
         at = count % self.every
@@ -250,7 +244,7 @@ class LocalSGD(Stage):
             back = jax.tree.map(jnp.add, updates, pseudogradient)
             return jax.tree.map(add, updated, back), (updates, after)
 
-        updated, on_cpus = gradients.updated, context.shards.platform == "cpu"
+        on_cpus = context.shards.platform == "cpu"
         # XLA is to write over the parameters, and not to compute them where they are read.
         result, (updates, inner_state) = (
             in_loop(synchronised, updated.result, skip=opaque_false(count))
@@ -263,7 +257,7 @@ class LocalSGD(Stage):
             optax.safe_increment(count),
             jax.tree.map(keep, state.aggregate, aggregate),
         )
-        return gradients.replace(updated=updated._replace(result=result)), after
+        return result, after
 
     def _piece_of(self, x: Any) -> "_Pieces":
         return _Pieces(jnp.shape(x), self.every)

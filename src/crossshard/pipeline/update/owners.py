@@ -324,18 +324,6 @@ class Owners(Arrays):
             for shard in range(self.shards.number)
         )
 
-    @property
-    def is_lopsided(self) -> bool:
-        """Whether most of the work, and of what is split, would be one owner's."""
-        cost = lambda leaf, layer: cost_of(self.types[0][leaf].shape[0 if layer is None else 1 :])
-        loads = [sum(cost(*block) for block in own) for own in self.of_shard]
-        partitions = packed(self.blocks, self.params)
-        split = [i for i, each in enumerate(partitions) if each.number > 1 or i in self.owned]
-        of_owners, of_all = (
-            sum(bytes_of_type(self.types[0][i]) for i in leaves) for leaves in (self.owned, split)
-        )
-        return 2 * max(loads) > sum(loads) and 2 * of_owners > of_all
-
     def turned(self, leaf: int) -> int:
         """The axis along which the slices of a leaf arrive that are updated along the first; or 0.
 
@@ -561,7 +549,13 @@ class _Run:
             self._of_owners.append((own, self._leafwise.of_state, self._of_state))
         place = self._after + len(params)
         self._inputs[place] = self._typed(place, loss)
-        self._mask()
+        # What tells the elements of this shard's slices from their padding.
+        masks = self._leafwise.masks
+        for place, leaf in enumerate(masks, len(self._jaxpr.in_avals) - len(masks)):
+            shape, partition = self._jaxpr.in_avals[place].shape, plan.params[leaf]
+            size = math.prod(partition.local_shape)
+            left = math.prod(partition.shape) - self._index * size
+            self._inputs[place] = (jnp.arange(size) < left).reshape(shape)
 
     def _take(self, arrays: Sequence[Any], start: int) -> None:
         """Take arrays like the parameters: of leaves that are cut, and the blocks of owners."""
@@ -588,15 +582,6 @@ class _Run:
 
     def _typed(self, place: int, x: Any) -> jax.Array:
         return jnp.asarray(x, self._jaxpr.in_avals[place].dtype)
-
-    def _mask(self) -> None:
-        """Tell the elements of this shard's slices from their padding."""
-        masks = self._leafwise.masks
-        for place, leaf in enumerate(masks, len(self._jaxpr.in_avals) - len(masks)):
-            shape, partition = self._jaxpr.in_avals[place].shape, self._plan.params[leaf]
-            size = math.prod(partition.local_shape)
-            own = math.prod(partition.shape) - self._index * size
-            self._inputs[place] = (jnp.arange(size) < own).reshape(shape)
 
     def found(self) -> tuple[list[Any], list[Any]]:
         """The updates, and the next state."""

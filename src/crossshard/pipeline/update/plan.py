@@ -168,10 +168,17 @@ class Planner:
         # What is compiled as one program on one shard is so on all others.
         may_have_owners = self._apart is not None or not same_bits
         if may_have_owners and not (only_parts or any(self.other_axes)):
+            # A gradient that nothing reads is not sent, to no owner either.
+            pairs = zip(params, self._unread.gradients, strict=True)
+            read = [Partition(each.shape) if unread else each for each, unread in pairs]
             try:
-                return self._leaf_by_leaf(params)
+                found = self._owners(read, self.in_parts)
             except NotLeafwise as reason:
                 not_leafwise = str(reason)
+            else:
+                if auto and same_bits and found.exchanged:
+                    return self._whole, "gradients would travel twice, to be updated whole"
+                return found, "each leaf is updated from its own arrays, and from scalars"
         obstacle = why_not_elementwise(self._update, *arguments)
         if not_leafwise not in ("", obstacle):
             obstacle = f"{obstacle}; nor leaf by leaf: {not_leafwise}"
@@ -186,21 +193,10 @@ class Planner:
         if self.mesh is None or auto:
             return self._whole, why
         along_axis = functools.partial(self._slices, partition_along_axis)
-        params, state = self._cut(partition_along_axis), tuple(map(along_axis, self._partitions[1]))
+        params = self._cut(partition_along_axis)
+        state = tuple(map(along_axis, self._partitions[1]))
         kept = self._unread.gradients, self.in_parts
         return Global(params, state, self.shards, self.mesh, *kept), why
-
-    def _leaf_by_leaf(self, params: Partitions) -> tuple[Arrays, str]:
-        """A plan with owners, or a whole one where they gain nothing."""
-        # A gradient that nothing reads is not sent, to no owner either.
-        pairs = zip(params, self._unread.gradients, strict=True)
-        read = [Partition(each.shape) if unread else each for each, unread in pairs]
-        found = self._owners(read, self.in_parts)
-        if self.wanted is WeightUpdate.AUTO and found.is_lopsided:
-            return self._whole, "one shard would do most of it, if each leaf were updated by one"
-        if self.wanted is WeightUpdate.AUTO and self.virtual_shards and found.exchanged:
-            return self._whole, "gradients would travel twice, to be updated whole"
-        return found, "each leaf is updated from its own arrays, and from scalars"
 
     def _owners(self, params: Sequence[Partition], in_parts: bool) -> Owners:
         """The update leaf by leaf; every shard updates the leaves that are not split.
@@ -413,7 +409,7 @@ def check_blocks(
     tracked = all(map(_jax.has_vma, axes))
     leaves = jax.tree_util.tree_leaves_with_path(params)
     is_split = lambda x: not tracked or not _jax.varying_axes(x).isdisjoint(axes)
-    splits = [("split",) if is_split(x) else () for _, x in leaves]
+    splits: list[Any] = [("split",) if is_split(x) else () for _, x in leaves]
     if not any(splits):
         return
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
