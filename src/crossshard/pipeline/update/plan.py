@@ -209,13 +209,12 @@ class Planner:
         sums_in_loops = virtual is None and self.shards.platform != "cpu"
         partitions, cut = [_within_layers(each) for each in params], dict[int, Partition]()
         if virtual is not None:
-            for i, each in enumerate(partitions):
-                # For any tile, which may depend on the number of shards.
-                piece = partition_along_axis(each.shape, virtual)
-                if piece.number > 1:
-                    cut[i] = piece
-                    if each.number > 1:
-                        partitions[i] = dataclasses.replace(piece, number=number, tile=tile)
+            # For any tile, which may depend on the number of shards.
+            along = [partition_along_axis(each.shape, virtual) for each in partitions]
+            cut = {i: each for i, each in enumerate(along) if each.number > 1}
+            for i, piece in cut.items():
+                if partitions[i].number > 1:
+                    partitions[i] = dataclasses.replace(piece, number=number, tile=tile)
         split = {i: each for i, each in enumerate(partitions) if each.number > 1}
         # What may have an owner for each layer, also if it travels in slices.
         layers = {
@@ -223,7 +222,6 @@ class Planner:
             for i, each in split.items()
             if _has_layers(each) and (each.shape[0] % number == 0 or each.axis)
         }
-        stay: dict[int, str] = {}
         if virtual is None:
             slices = {i: each.local_shape for i, each in split.items()}
             # So many layers go to each shard; if they do not divide, each has an owner.
@@ -232,33 +230,36 @@ class Planner:
             # Of all leaves, whether they are split or not, and whatever the number of shards.
             slices = {i: cut.get(i, each).local_shape for i, each in enumerate(partitions)}
             together = {i: 1 for i, each in enumerate(partitions) if _has_layers(each)}
-            why = f"it has no axis that divides by {virtual}"
-            stay = {i: why for i in slices if i not in cut}
-        stacks = {i: (own, *partitions[i].shape[1:]) for i, own in together.items()}
-        padded = [i for i, each in split.items() if each.packed_shape != each.shape]
-        given = self.params, self._state, [_LOSS]
-        found = find_leafwise(self._find, *given, slices, stacks, padded, stay)
+        stay = [] if virtual is None else [i for i in slices if i not in cut]
+        found = find_leafwise(
+            self._find,
+            self.params,
+            self._state,
+            [_LOSS],
+            slices,
+            {i: (own, *partitions[i].shape[1:]) for i, own in together.items()},
+            padded=[i for i, each in split.items() if each.packed_shape != each.shape],
+            stay=dict.fromkeys(stay, f"it has no axis that divides by {virtual}"),
+        )
         pieces = {} if virtual is None else dict.fromkeys(found.stacked, (0, 1))
         for i in set(cut).difference(found.stacked, found.whole):
             axis = cut[i].axis or 0
             pieces[i] = axis, cut[i].local_shape[axis]
-        stacked = [i for i in found.stacked if i in layers]
-        layered = [i for i in stacked if layers[i] % number]
+        evenly = [i for i in found.stacked if i in layers and layers[i] % number == 0]
+        layered = [i for i in found.stacked if i in layers and layers[i] % number]
         of_one = [i for i in found.whole if i in split]
         costs: dict[Block, float] = {(i, None): cost_of(partitions[i].shape) for i in of_one}
         for i in layered:
             costs |= {(i, layer): cost_of(partitions[i].shape[1:]) for layer in range(layers[i])}
-        chosen = list(partitions)
-        for i in found.stacked.difference(stacked):
-            chosen[i] = Partition(partitions[i].shape)
-        for i in set(stacked).difference(layered):
-            if not in_parts and not (sums_in_loops and partitions[i].axis):
-                chosen[i] = Partition(partitions[i].shape, number, 0, tile)
         # Gradients that are summed layer by layer, where the backward pass makes them, are slices.
         waits = lambda each: sums_in_loops and (each.row or Partition(each.shape).row) is not None
         whole = [i for i in (*of_one, *layered) if not (in_parts or waits(partitions[i]))]
-        for i in whole:
+        chosen = list(partitions)
+        for i in (*whole, *found.stacked.difference(layers)):
             chosen[i] = Partition(partitions[i].shape)
+        for i in evenly:
+            if not in_parts and not (sums_in_loops and partitions[i].axis):
+                chosen[i] = Partition(partitions[i].shape, number, 0, tile)
         planned = Owners(
             tuple(chosen),
             found,
