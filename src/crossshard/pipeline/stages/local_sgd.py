@@ -90,9 +90,7 @@ class LocalSGD(Stage):
                         f"sync_every=20, or leave {name} out."
                     )
             return None
-        every = _check.whole_number(
-            "sync_every", options["sync_every"], hint="It counts steps, such as 20."
-        )
+        every = _check.whole_number("sync_every", options["sync_every"], hint="It counts steps.")
         # The mean of the parameters is that of a rate of 1.
         found = optax.sgd(1.0) if given["outer_optimizer"] is None else given["outer_optimizer"]
         if isinstance(getattr(found, "reduction", None), Reduction):
@@ -109,13 +107,12 @@ class LocalSGD(Stage):
         # Copied, since two arrays of a donated state must not share a buffer.
         copy = lambda p: jnp.array(p, wide(jnp.result_type(p)), copy=True)
         anchor = jax.tree.map(copy, params)
+        pieces, over_pieces = anchor, lambda init: init
         if self.streaming:
             self._check_elementwise(anchor)
             cut = lambda at: jax.tree.map(lambda x: self._piece_of(x).cut(x, at), anchor)
             pieces = jax.vmap(cut)(jnp.arange(self.every))
             over_pieces = functools.partial(jax.vmap, axis_size=self.every)
-        else:
-            pieces, over_pieces = anchor, functools.partial(lambda init: init)
         with inside_optimizer():
             inner_state = over_pieces(self.optimizer.init)(pieces)
         aggregate = over_pieces(self.aggregator.init)(pieces)
