@@ -19,10 +19,8 @@ from crossshard.guards import check_divergence_options
 from crossshard.model.model_state import ModelState, check_model_state, with_rng
 from crossshard.model.models import check_wrt
 from crossshard.optimizer.transformation import pipeline_of, transformation_of
-from crossshard.pipeline.aggregators import FewBits, check_gather_dtype
-from crossshard.pipeline.options import Options
-from crossshard.pipeline.pipeline import Pipeline, check_names, names_of_options
-from crossshard.pipeline.stages.aggregate import check_weighable
+from crossshard.pipeline.pipeline import Options, Pipeline, check_names, names_of_options
+from crossshard.pipeline.stages.aggregate import FewBits, check_gather_dtype, check_weighable
 from crossshard.pipeline.stages.metrics import need_local
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
 from crossshard.shards.devices import mesh_and_axes, number_of_shards
@@ -429,14 +427,14 @@ def _check_together(
             "Leave weight_update out.",
         ),
         Option(
-            pipeline.master_dtype is not None,
+            pipeline.optimize.master_dtype is not None,
             Needs.UNTOUCHED,
-            f"master_dtype={str(pipeline.master_dtype)!r} keeps parameters that a synchronisation "
-            f"would not reach",
+            f"master_dtype={pipeline.optimize.master_dtype} keeps parameters that a "
+            f"synchronisation would not reach",
             "Pass parameters of 32 bits that the loss converts.",
         ),
         Option(
-            pipeline.ema is not None,
+            pipeline.optimize.ema is not None,
             Needs.UNTOUCHED,
             "ema averages the parameters of one worker, which a synchronisation replaces",
             "Leave it out, and evaluate model(state), which is of all workers.",

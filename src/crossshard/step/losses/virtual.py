@@ -29,8 +29,8 @@ from crossshard.errors import ArgumentError, AxisError
 from crossshard.jaxprs.rewrite import opaque_false, without_repeats
 from crossshard.jaxprs.walk import equations_of, named_axes
 from crossshard.model.state import TrainState
-from crossshard.pipeline.aggregators import Aggregator, Peers, Summands
 from crossshard.pipeline.stage import StageContext
+from crossshard.pipeline.stages.aggregate import Aggregator, Peers, Summands
 from crossshard.shards.batch_axes import join
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.rows import StepLoss
