@@ -111,8 +111,6 @@ class Aggregator(abc.ABC):
 
     # Whether values are divided before they are summed, so that what is kept of them is of a mean.
     divides_before = True
-    # Whether arrays have the partial sums of a shard's virtual shards, weighed, along a first axis.
-    takes_nodes = False
 
     def init(self, params: PyTree) -> PyTree:
         """The state of one shard before the first step."""
@@ -128,6 +126,14 @@ class Aggregator(abc.ABC):
           state: the state of this shard.
           peers: the shards to sum over.
         """
+
+    def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of arrays, on what it sums: by default a shard has one array of each."""
+        return function
+
+    def one(self, x: jax.Array) -> jax.Array:
+        """What a shard has of an array that is not summed, since all have the same."""
+        return x
 
     def on_other_shards(self, state: PyTree, number: int) -> PyTree:
         """The state of each of another number of shards, from that of all, ``[shards, …]``.

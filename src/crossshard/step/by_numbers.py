@@ -32,7 +32,7 @@ from crossshard.shards.batch_axes import join, take_rows
 from crossshard.shards.cut import Partition
 from crossshard.shards.random_streams import is_key, quiet_keys
 from crossshard.step.function import StepConfig, to_read
-from crossshard.step.losses.batch import BatchLoss
+from crossshard.step.losses import loss_over
 from crossshard.step.losses.rows import LossOver, StepLoss, with_frozen
 from crossshard.step.microbatches import pieces_of, weight_of
 from crossshard.step.operations import Trial, precision_of
@@ -106,7 +106,7 @@ class _Check:
             has_one_state=True,
         )
         loss = config.loss
-        self._fields: dict[str, Any] = {x.name: getattr(loss, x.name) for x in fields(StepLoss)} | {
+        self._fields: dict[str, Any] = {x.name: getattr(loss, x.name) for x in fields(loss)} | {
             "function": _quiet(loss),
             "over": LossOver.SHARD,
             "accumulate_steps": 1,
@@ -155,8 +155,8 @@ class _Check:
             return join(jax.tree.map(again, rows, loss.batch_axes.tree_of(rows)), whole)
 
         same = lambda x: x
-        of_batch = BatchLoss(**self._fields | {"weight": None})
-        ways = [(of_batch, same), (StepLoss(**self._fields), repeated)]
+        of_batch = loss_over(**self._fields | {"over": LossOver.BATCH, "weight": None})
+        ways = [(of_batch, same), (loss_over(**self._fields), repeated)]
         failure = None
         for of_all, all_rows in ways:
             for widen in (_widened, same):
@@ -184,7 +184,7 @@ class _Check:
         """How far two losses and their gradients are apart; and both losses."""
         state, batch = widen((self._of_one_group(state), batch))
         pieces = self._config.loss.pieces(self._layout.number_of_shards)
-        of_pieces = StepLoss(**self._fields | {"accumulate_steps": pieces})
+        of_pieces = loss_over(**self._fields | {"accumulate_steps": pieces})
         found = []
         for loss, rows in ((of_all, all_rows(batch)), (of_pieces, batch)):
             config = dataclasses.replace(self._config, loss=loss)
@@ -218,7 +218,7 @@ class _Check:
         Raises:
           _NotDecidedError: more is in doubt, or some are not reached.
         """
-        layout, loss = self._layout, StepLoss(**self._fields)
+        layout, loss = self._layout, loss_over(**self._fields)
         shards, axes, trials = layout.shards, loss.batch_axes, list[Any]()
 
         def on_shard(state: TrainState, batch: Any) -> Any:

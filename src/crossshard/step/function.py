@@ -222,7 +222,7 @@ class StepConfig:
             skips_by_loop=shards.groups is None and not is_global and shards.platform == "cpu",
             apply_updates=True,
         )
-        return self.loss.in_context(context)
+        return dataclasses.replace(context, **self.loss.in_context)
 
     def _at_use(self, layout: StateLayout, state: TrainState, context: StageContext) -> AtUse:
         arrays, pipeline = layout.arrays, self.pipeline
@@ -239,7 +239,7 @@ class StepConfig:
         )
 
     def _arrive(self, local: LocalResult, context: StageContext) -> Gradients:
-        weighed = local.sums is not None
+        weighed = local.is_weighed
         return self.pipeline.arrive(
             local.values,
             context.shards,

@@ -172,16 +172,12 @@ class Aggregate(Stage):
         # Sharded parameters have other shapes than whole gradients.
         in_parts = any(gradients.early) or context.arrays.in_parts
         # One shard reduces nothing: as under a jit of the user's own, on global arrays.
-        as_params = not in_parts and not self.aggregator.takes_nodes
-        if context.params is not None and as_params and context.shards.number > 1:
+        if context.params is not None and not in_parts and context.shards.number > 1:
             check_shapes(gradients.values, context.params)
         divisor = context.divisor
         if self.aggregator.divides_before:
             gradients, divisor = _divided(gradients, context), 1
-        to_owners = context.arrays.to_owners
-        if self.aggregator.takes_nodes:
-            to_owners = jax.vmap(to_owners)
-        values = to_owners(gradients.values)
+        values = self.aggregator.each(context.arrays.to_owners)(gradients.values)
         leaves, tree = jax.tree.flatten((dict(gradients.extra), values))
         status = (*gradients.extra_status, *_unless_unread(gradients.status, context.unread))
         partitions = _partitions(gradients, context)
@@ -205,8 +201,8 @@ class Aggregate(Stage):
                 return totals[place]
             if status[place] is None or early[place]:
                 return leaf
-            leaf = leaf[0] if self.aggregator.takes_nodes else leaf
-            return partitions[place].local_slice(widen(leaf), context.shards.position())
+            own = widen(self.aggregator.one(leaf))
+            return partitions[place].local_slice(own, context.shards.position())
 
         extra, values = tree.unflatten(list(map(summed, range(len(leaves)), leaves)))
         dtypes = gradients.dtypes

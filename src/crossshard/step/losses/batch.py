@@ -1,7 +1,8 @@
 """BatchLoss: one loss of all rows and its gradient, on global arrays whose work XLA splits."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, final
 
 import jax
 from jax.sharding import PartitionSpec
@@ -12,11 +13,10 @@ from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import map_partitions, only
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.rows import LossOver, StepLoss
+from crossshard.step.losses.rows import StepLoss
 from crossshard.step.microbatches import LocalResult
 
 
@@ -32,16 +32,16 @@ def on_all_rows(at_use: AtUse, layout: StateLayout) -> AtUse:
     )
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class BatchLoss(StepLoss):
     """The loss of the batch, outside of ``shard_map``: of no shard, and reduced by XLA."""
 
-    over: LossOver = LossOver.BATCH
-
     status = GradientStatus.REDUCED
-    has_one_state = True
-    is_interleaved = True
+    has_one_state = is_interleaved = True
     gradient = "gradient of one loss over the batch, summed by XLA"
+    # Nothing has to divide it.
+    in_context: ClassVar[Mapping[str, Any]] = {"divisor": 1, "over_batch": True}
 
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
@@ -84,33 +84,13 @@ class BatchLoss(StepLoss):
         """The loss, and a shard's slices of the gradient."""
         loss, values, model_state, terms = given
         early = tuple(each.number > 1 for each in at_use.partitions)
-        return LocalResult(loss, values, None, model_state, None, terms, early), before.params
-
-    def in_context(self, context: StageContext) -> StageContext:
-        """What nothing has to divide."""
-        return dataclasses.replace(context, divisor=1, over_batch=True)
+        # All of it is of the batch, and nothing else is to be summed.
+        found = LocalResult(loss, values, None, model_state, None, terms, early, sums={})
+        return found, before.params
 
     def alone(self) -> StepLoss:
         """Itself: its microbatches are other losses, on any number of shards."""
         return self
-
-    def sums(self, local: LocalResult) -> dict[str, Any]:
-        """Nothing: all of it is of the batch."""
-        return {}
-
-    def settled_state(self, local: LocalResult, gradients: Gradients, number: int) -> Any:
-        """The model state as the loss returned it."""
-        return local.model_state
-
-    def reduced_aux(
-        self, local: LocalResult, gradients: Gradients, number: int, grouped: bool
-    ) -> Any:
-        """Nothing: it never enters ``shard_map``."""
-        return None
-
-    def aux_specs(self, each: Any, reduced: Any) -> Any:
-        """Whole."""
-        return PartitionSpec()
 
 
 def _check_convolutions(jaxpr: Any, rows: int) -> None:
