@@ -206,7 +206,9 @@ class StepLoss(abc.ABC):
 
     def aux_specs(self, each: Any, reduced: Any) -> Any:
         """The specs of ``aux``, given that of per-shard and that of reduced values."""
-        is_each = lambda x: x is AuxReduction.PER_SHARD and not self.has_one_state
+        if self.has_one_state:
+            return reduced
+        is_each = lambda x: x is AuxReduction.PER_SHARD
         return jax.tree.map(lambda x: each if is_each(x) else reduced, self.aux_reduction)
 
     # The rows that it has.
