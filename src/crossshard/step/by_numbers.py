@@ -276,14 +276,14 @@ class _Check:
         found, _ = self._run(on_shards, state, batch)
         worst = np.argmax(np.nan_to_num(found[..., 1], nan=np.inf), 0)
         apart = found[worst, np.arange(found.shape[1])]
-        for tried, (distance, allowed) in zip(trials[-1], apart, strict=True):
+        for (operation, change), (distance, allowed) in zip(trials[-1], apart, strict=True):
             # Which is so of numbers that are not finite, too.
             if not allowed <= 1:
                 if not math.isfinite(distance):
-                    raise self._not_finite(f" of {tried.operation}")
+                    raise self._not_finite(f" of {operation}")
                 raise LossError(
                     f"{self._doubt.sentence} And by numbers it is not so: of the same rows "
-                    f"{tried.change}, the results of {tried.operation} are {distance:.2g} of their "
+                    f"{change}, the results of {operation} are {distance:.2g} of their "
                     f"size apart. {WAYS_ON}"
                 )
 

@@ -257,22 +257,18 @@ class StepLoss(abc.ABC):
         self, state: TrainState, batch: Any, at_use: AtUse, weight: Any = None
     ) -> LocalResult:
         """The loss and gradients of all rows that there are, or of their microbatches."""
-        in_pieces = self.pieces(at_use.shards.number) > 1
-        counting = self.begin(state, batch, at_use, weight, in_pieces=in_pieces)
+        counting = self.begin(state, batch, at_use, weight)
         return self.of_part(state, batch, at_use, at_use.shards.index(), counting)
 
-    def begin(
-        self, state: TrainState, batch: Any, at_use: AtUse, weight: Any, *, in_pieces: bool
-    ) -> Counting:
+    def begin(self, state: TrainState, batch: Any, at_use: AtUse, weight: Any) -> Counting:
         """How a ``Mean`` is counted in the step that is traced from here on."""
         self.record.traces.clear()
         # Unknown for a step that is traced anew, whose batch may have other entries.
         self.record.returns_mean = None
         counting = Counting(at_use.shards, self.pieces(at_use.shards.number), weight)
-        if in_pieces:
-            counts = self._counts(state, batch, at_use, counting)
-            counting = dataclasses.replace(counting, counts=counts)
-        return counting
+        if counting.pieces == 1 and self.same_bits is None:
+            return counting
+        return dataclasses.replace(counting, counts=self._counts(state, batch, at_use, counting))
 
     def _counts(
         self, state: TrainState, batch: Any, at_use: AtUse, counting: Counting
@@ -313,10 +309,9 @@ class StepLoss(abc.ABC):
             return lax.map(of_one, (jnp.arange(count), pieces_of(rows, self.batch_axes, count)))
 
         with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
-            if self.record.returns_mean is None:
-                pieces = pieces_of(rows, self.batch_axes, counting.pieces)
-                of_one = jax.tree.map(lambda x: x[0], pieces)
-                jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
+            pieces = pieces_of(rows, self.batch_axes, counting.pieces)
+            of_one = jax.tree.map(lambda x: x[0], pieces)
+            jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
             if not self.record.returns_mean:
                 return None
             if self.same_bits is None:
@@ -406,7 +401,9 @@ class StepLoss(abc.ABC):
             types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
             run, weight = self._prepared(state, batch, keys, at_use)
             if self.model_state is ModelState.MEAN and not self.has_one_state:
-                self._check_equal(state, types, batch, run, keys)
+                rows, whole = self.split(batch)
+                of_own = lambda own, both: run(both, join(own[0], whole), own[1]).model_state
+                model_states.check_equal(state.model_state, of_own, (rows, keys), types)
             with jax.named_scope("loss"):
                 overwritten = model_states.overwritten(state.model_state)
                 scale = scale_of(state)
@@ -524,7 +521,7 @@ class StepLoss(abc.ABC):
         key = state.skeleton, times, *types_of(arguments)
         if key not in self.record.known:
             proof, tree = self._proof(state, arguments, times)
-            self.record.conclude(key, proof, tree, arguments, self.batch_axes, times, self.weight)
+            self.record.conclude(key, proof, tree, arguments, self.batch_axes, self.weight)
         finding, divisor = self.record.checked(
             key, arguments.given[0], self.weight, self.is_summed, self.accumulate_steps
         )
@@ -563,23 +560,6 @@ class StepLoss(abc.ABC):
             shards = None if context is None else context.axis_name
             proof = prove(traces, inputs, each, times, shards)
         return proof, returned
-
-    def _check_equal(
-        self,
-        state: TrainState,
-        both: tuple[Any, Any],
-        batch: Any,
-        run: Callable[..., Returned],
-        keys: Keys,
-    ) -> None:
-        """Raise if model state that is not averaged would differ between shards."""
-        rows, whole = self.split(batch)
-
-        def of_own(own: tuple[Any, Any], both: tuple[Any, Any]) -> Any:
-            rows, keys = own
-            return run(both, join(rows, whole), keys).model_state
-
-        model_states.check_equal(state.model_state, of_own, (rows, keys), both)
 
     def with_weight(self, local: LocalResult, weight: Any, before: TrainState) -> LocalResult:
         """What one shard computes, with another weight: with 0 its model state stays as before."""

@@ -87,7 +87,7 @@ class VirtualLoss(StepLoss):
         number, shard = at_use.shards.number, at_use.shards.index()
         count = self.parts(number) // number
         _check_rows_divide(self.number_of_rows(given), count, self.accumulate_steps)
-        counting = self.begin(state, given, at_use, weight, in_pieces=True)
+        counting = self.begin(state, given, at_use, weight)
         rows, whole = self.split(given)
 
         def compute(index: Any, rows: Any, given: Any) -> tuple[LocalResult, dict[str, Any]]:
