@@ -37,7 +37,7 @@ from crossshard.distributed.progress import PROGRESS
 _EVERY = 0.5
 # For the others to read the verdict and to end, before process 0 takes the coordinator away: those
 # of other machines, and those of its own, on a busy one.
-_FAREWELL_SECONDS, _END_SECONDS = 1.5, 4.0
+_FAREWELL_SECONDS, _END_SECONDS = 1.5, 8.0
 # For a coordinator that does not answer to answer again.
 _ANSWER_SECONDS = 2.0
 # For a process that stood still to find that the others have left.
