@@ -190,12 +190,8 @@ class Diagnosis:
 
 def _row(test: CollectiveTest) -> tuple[str, ...]:
     sizes = (_text.size(test.size), _text.size(test.bytes_sent), _text.time(test.seconds))
-    return (
-        test.kind,
-        *sizes,
-        f"{_text.size(test.bandwidth)}/s",
-        "right" if test.right else "WRONG",
-    )
+    speed, values = f"{_text.size(test.bandwidth)}/s", "right" if test.right else "WRONG"
+    return (test.kind, *sizes, speed, values)
 
 
 def _of_job(job: Mapping[str, Any]) -> str:
