@@ -26,22 +26,10 @@ def sentences(found: object) -> str:
 
 # Versions.
 
-FINE = {"jax": "0.10.2", "jaxlib": "0.10.2", "flax": "0.12.8", "libtpu": "0.0.51"}
-
-
-OTHERS = [
-    ({"jaxlib": "0.10.1"}, 'pip install "jax==0.10.2" "jaxlib==0.10.2"'),
-    ({"jax-cuda12-plugin": "0.10.1"}, 'pip install "jax==0.10.2" "jax-cuda12-plugin==0.10.2"'),
-]
-
 
 def test_versions():
-    assert not list(diagnosis._of_versions(FINE))
-    for other, says in OTHERS:
-        assert says in sentences(diagnosis._of_versions(FINE | other))
     found = diagnosis._installed()
     assert (found["jax"], found["crossshard"]) == (jax.__version__, crossshard.__version__)
-    assert not list(diagnosis._of_versions(found))
 
 
 # Devices.
