@@ -33,6 +33,7 @@ from crossshard.pipeline.stage import (
     Stage,
     StageContext,
     Staged,
+    Updated,
     as_local,
 )
 from crossshard.pipeline.stages.accumulate import Accumulate
@@ -58,7 +59,7 @@ from crossshard.pipeline.stages.nonfinite import (
     with_finite,
 )
 from crossshard.pipeline.stages.preprocess import Preprocess
-from crossshard.pipeline.update.optimize import Optimize, Updated
+from crossshard.pipeline.update.optimize import Optimize
 from crossshard.shards.axes import GroupAssignment, Shards, current_shards
 
 _TO_REDUCTION = (Phase.ARRIVAL, Phase.LOCAL, Phase.REDUCTION)

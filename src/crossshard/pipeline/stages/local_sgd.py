@@ -24,11 +24,10 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.rewrite import in_loop, opaque_false
 from crossshard.jaxprs.slices import why_not_elementwise
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged, Updated
 from crossshard.pipeline.stages.aggregate import FewBits, Peers, Plain, check_reduce_dtype
 from crossshard.pipeline.stages.preprocess import check_transformation
 from crossshard.pipeline.update.arrays import Arrays, Parts, Whole
-from crossshard.pipeline.update.optimize import Updated
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Partition, partition_for
 
 

@@ -18,21 +18,11 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.status import check_shapes
 from crossshard.jaxprs.rewrite import in_loop, zeros
 from crossshard.jaxprs.walk import equations_of, named_axes, returned_inputs, sources
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged, Updated
 from crossshard.pipeline.stages.aggregate import check_dtype
 
 # The decay of an average: a number, or a schedule of the number of updates.
 Decay = float | Callable[[Any], Any]
-
-
-class Updated(NamedTuple):
-    """The result of an optimizer's update."""
-
-    result: Any  # full updates, or full updated parameters
-    updates: Any = None  # the updates, split as the optimizer's arrays are
-    # The parameters before it, split in the same way; ``None`` if the caller passed none.
-    params: Any = None
-    state: Any = None  # the optimizer's next state
 
 
 @dataclasses.dataclass(frozen=True)
