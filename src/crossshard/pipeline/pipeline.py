@@ -644,7 +644,6 @@ def check_names(
       of_steps: whether it makes whole steps.
     """
     others = {name for kind in STAGES if kind.of_steps for name in kind.options}
-    others |= {"virtual_shards"}
     of_stages = names_of_options() - (set() if of_steps else others)
     declared_names = sorted(of_stages | set(typing.get_type_hints(declared)))
     for name in options.keys() - declared_names:

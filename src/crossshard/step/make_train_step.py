@@ -15,7 +15,7 @@ from crossshard._annotations import Filter, Loss, PyTree
 from crossshard.collectives.few_bits import Codec, Quantized
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import GradientStatus, Reduction
-from crossshard.guards.divergence import check_divergence_options
+from crossshard.guards import check_divergence_options
 from crossshard.model.model_state import ModelState, check_model_state, with_rng
 from crossshard.model.models import check_wrt
 from crossshard.optimizer.transformation import pipeline_of, transformation_of
@@ -26,9 +26,9 @@ from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_upd
 from crossshard.shards.devices import mesh_and_axes, number_of_shards
 from crossshard.step.batches import check_entries
 from crossshard.step.function import StepConfig
-from crossshard.step.losses.batch import BatchLoss
-from crossshard.step.losses.rows import LossOver, RngPer, StepLoss, check_rng_per
-from crossshard.step.losses.virtual import InOrder, VirtualLoss, check_virtual_shards
+from crossshard.step.losses import loss_over as loss_of
+from crossshard.step.losses.rows import LossOver, RngPer, check_rng_per
+from crossshard.step.losses.virtual import InOrder, check_virtual_shards
 from crossshard.step.microbatches import AuxReduction, check_aux_reduction, check_weight
 from crossshard.step.train_step import TrainStep
 
@@ -219,7 +219,6 @@ def make_train_step(
         "model_state": kind,
         "aux_reduction": check_aux_reduction(options.get("aux_reduction"), has_aux),
         "batch_axes": check_entries(batch_axis, replicated_entries, weigh),
-        "over": over,
         "keys_of_rows": rng_per is RngPer.ROW,
         "is_summed": pipeline.reduction is Reduction.SUM,
     }
@@ -245,12 +244,9 @@ def make_train_step(
         # As it was passed: without it aux is per shard too, where there is a loss of each.
         aux_reduction=options.get("aux_reduction"),
     )
-    loss: StepLoss
+    loss = loss_of(over, same_bits=virtual, **of_loss)
     if virtual is not None:
-        loss = VirtualLoss(**of_loss, same_bits=virtual)
         pipeline = pipeline.with_options(aggregator=InOrder(virtual))
-    else:
-        loss = BatchLoss(**of_loss) if over is LossOver.BATCH else StepLoss(**of_loss)
     if isinstance(pipeline.aggregator, FewBits):
         pipeline.aggregator.check_axes(axes, pipeline.groups)
     sentinel = check_divergence_options(

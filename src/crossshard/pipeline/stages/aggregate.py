@@ -118,8 +118,6 @@ class Aggregator(abc.ABC):
 
     # Whether values are divided before they are summed, so that what is kept of them is of a mean.
     divides_before = True
-    # Whether arrays have the partial sums of a shard's virtual shards, weighed, along a first axis.
-    takes_nodes = False
 
     def init(self, params: PyTree) -> PyTree:
         """The state of one shard before the first step."""
@@ -135,6 +133,14 @@ class Aggregator(abc.ABC):
           state: the state of this shard.
           peers: the shards to sum over.
         """
+
+    def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of arrays, on what it sums: by default a shard has one array of each."""
+        return function
+
+    def one(self, x: jax.Array) -> jax.Array:
+        """What a shard has of an array that is not summed, since all have the same."""
+        return x
 
     def on_other_shards(self, state: PyTree, number: int) -> PyTree:
         """The state of each of another number of shards, from that of all, ``[shards, …]``.
@@ -625,16 +631,12 @@ class Aggregate(Stage):
         # Sharded parameters have other shapes than whole gradients.
         in_parts = any(gradients.early) or context.arrays.in_parts
         # One shard reduces nothing: as under a jit of the user's own, on global arrays.
-        as_params = not in_parts and not self.aggregator.takes_nodes
-        if context.params is not None and as_params and context.shards.number > 1:
+        if context.params is not None and not in_parts and context.shards.number > 1:
             check_shapes(gradients.values, context.params)
         divisor = context.divisor
         if self.aggregator.divides_before:
             gradients, divisor = _divided(gradients, context), 1
-        to_owners = context.arrays.to_owners
-        if self.aggregator.takes_nodes:
-            to_owners = jax.vmap(to_owners)
-        values = to_owners(gradients.values)
+        values = self.aggregator.each(context.arrays.to_owners)(gradients.values)
         leaves, tree = jax.tree.flatten((dict(gradients.extra), values))
         # A gradient that nothing reads counts as reduced: it is zero.
         unread = zip(gradients.status, context.unread or [False] * len(leaves), strict=False)
@@ -661,8 +663,8 @@ class Aggregate(Stage):
                 return totals[place]
             if status[place] is None or early[place]:
                 return leaf
-            leaf = leaf[0] if self.aggregator.takes_nodes else leaf
-            return partitions[place].local_slice(widen(leaf), context.shards.position())
+            own = widen(self.aggregator.one(leaf))
+            return partitions[place].local_slice(own, context.shards.position())
 
         extra, values = tree.unflatten(list(map(summed, range(len(leaves)), leaves)))
         dtypes = gradients.dtypes
