@@ -131,7 +131,10 @@ class Optimize(Stage):
     def describe(self, update: str = "update") -> str:
         """How it updates, and what the optimizer keeps besides its own state."""
         kept = [] if self.master_dtype is None else [f"{self.master_dtype} masters"]
-        kept += [] if self.ema is None else [f"moving average {describe_decay(self.ema)}"]
+        if self.ema is not None:
+            # The same words in every process.
+            name = getattr(self.ema, "__qualname__", type(self.ema).__name__)
+            kept.append(f"moving average {f'by {name}' if callable(self.ema) else self.ema}")
         return f"{update} ({', '.join(kept)})" if kept else update
 
 
@@ -340,13 +343,6 @@ def _unless_set(master: Any, param: Any) -> jax.Array:
     near = 4 * float(jnp.finfo(wide).eps)
     below, above = (is_param((master * by).astype(narrow)) for by in (1 - near, 1 + near))
     return jnp.where(below | above, master, jnp.asarray(param, wide))
-
-
-def describe_decay(decay: Decay) -> str:
-    """A decay in a few words, the same in every process."""
-    if not callable(decay):
-        return str(decay)
-    return f"by {getattr(decay, '__qualname__', type(decay).__name__)}"
 
 
 def check_ema(decay: Any) -> Decay | None:
