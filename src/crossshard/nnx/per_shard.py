@@ -83,8 +83,7 @@ class PerShardArray:
         raise VariableError(
             f"A variable that differs between {self.shape[0]} shards, {self.dtype}"
             f"{list(self.shape)}, cannot be used as one value. Evaluate "
-            f"crossshard.merge_shards(model), which has one value for all shards; or read all "
-            f"values, [shards, …], as variable[...].array."
+            f"crossshard.merge_shards(model), or read all values as variable[...].array."
         )
 
 
@@ -104,17 +103,11 @@ for _name in _REFUSED:
     setattr(PerShardArray, f"__{_name}__", PerShardArray._refuse)
 
 
-def _register() -> None:
-    from flax import serialization as flax
-
-    def from_saved(target: PerShardArray, saved: Any) -> PerShardArray:
-        return PerShardArray(flax.from_state_dict(target.array, saved["per_shard"]))
-
-    to_save = lambda value: {"per_shard": value.array}
-    flax.register_serialization_state(PerShardArray, to_save, from_saved)
-
-
-_flax.when_loaded(_register)
+_flax.serialize_as(
+    PerShardArray,
+    lambda held: {"per_shard": held.array},
+    lambda tree: PerShardArray(tree["per_shard"]),
+)
 
 
 def is_per_shard_array(leaf: Any) -> bool:
@@ -170,8 +163,7 @@ def set_shared(variable: AnyVariable, value: npt.ArrayLike) -> None:
     >>> variable.get_value()
     Array(1., dtype=float32, weak_type=True)
     """
-    value = _check_value(variable, value)
-    variable.set_value(value)
+    variable.set_value(_check_value(variable, value))
 
 
 def set_per_shard(variable: AnyVariable, values: npt.ArrayLike) -> None:
@@ -195,8 +187,7 @@ def set_per_shard(variable: AnyVariable, values: npt.ArrayLike) -> None:
         )
     if get_shard_context() is not None and not _jax.at_top_level():
         raise VariableError(
-            f"Inside a step {describe_variable(variable)} holds one shard's value; write that to "
-            f"it, or call set_per_shard outside."
+            f"Inside a step {describe_variable(variable)} holds one shard's value; write that."
         )
     variable.set_value(PerShardArray(values))
 
@@ -234,7 +225,7 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
         number = number_of_shards(variable) if isinstance(variable, nnx.Variable) else None
         if number is None:
             continue
-        values = jax.tree.map(on_every_device, stacked(variable.get_raw_value()))
+        values = stacked(variable.get_raw_value())
         if shard is not None:
             _check.index("shard", shard, number, "shards")
         elif isinstance(variable, nnx.Param) and not _all_equal(values):
@@ -242,16 +233,15 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
                 f"{describe_variable(variable)} differs between {number} shards, and a mean of "
                 f"weights is a different model. Choose a shard: merge_shards(model, shard=0)."
             )
-        chosen = of_all if shard is None else lambda x: x[shard]
-        variable.set_raw_value(_by_row(chosen, values))
+        variable.set_raw_value(by_row(of_all if shard is None else lambda x: x[shard], values))
     return merged
 
 
-def _by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
+def by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
     """A function of arrays ``[shards, …]``, of which a row has no type on explicit axes."""
 
     def one(x: jax.Array) -> jax.Array:
-        own = getattr(x.sharding, "mesh", None)
+        x, own = on_every_device(x), getattr(x.sharding, "mesh", None)
         if own is None or not _mesh.has_explicit_axes(own):
             return function(x)
         with _mesh.in_place_of_the_users_mesh(_mesh.with_automatic_axes(own)):
@@ -261,7 +251,7 @@ def _by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
 
 
 def _all_equal(values: Any) -> bool:
-    rows = [np.asarray(leaf) for leaf in jax.tree.leaves(values)]
+    rows = [np.asarray(on_every_device(leaf)) for leaf in jax.tree.leaves(values)]
     return all(np.array_equal(x, np.broadcast_to(x[0], x.shape), equal_nan=True) for x in rows)
 
 
