@@ -211,7 +211,6 @@ class Stage(abc.ABC):
       of_steps: whether they are for whole steps alone.
       is_compared: whether a restore compares them: not if they change nothing of what a state
         becomes.
-      shaped_by: the one of them that decides the shapes of its state; empty if none does.
       joins_groups: whether it makes the parameters of all groups one again, so that groups may
         change, and a state has parameters of all.
       sends_beside: whether it communicates while the loss is computed.
@@ -238,7 +237,6 @@ class Stage(abc.ABC):
     is_always_there: bool = False
     of_steps: bool = False
     is_compared: bool = True
-    shaped_by: str = ""
     joins_groups: bool = False
 
     @property

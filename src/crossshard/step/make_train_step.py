@@ -15,7 +15,7 @@ from crossshard._annotations import Filter, Loss, PyTree
 from crossshard.collectives.few_bits import Codec, Quantized
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import GradientStatus, Reduction
-from crossshard.guards.divergence import check_divergence_options
+from crossshard.guards import check_divergence_options
 from crossshard.model.model_state import ModelState, check_model_state, with_rng
 from crossshard.model.models import check_wrt
 from crossshard.optimizer.transformation import pipeline_of, transformation_of

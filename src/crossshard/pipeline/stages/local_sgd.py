@@ -64,7 +64,6 @@ class LocalSGD(Stage):
     scope = state_field = "outer"
     options = ("sync_every", "outer_optimizer", "outer_reduce_dtype", "sync_streaming")
     of_steps = True
-    shaped_by = "sync_streaming"
     joins_groups = True
 
     @property

@@ -221,3 +221,15 @@ class InOrder(Aggregator):
     def describe(self) -> str:
         """How many virtual shards there are."""
         return f"as {self.virtual_shards} virtual shards, added in a fixed order"
+
+
+def written(loss: StepLoss) -> dict[str, Any]:
+    """What a checkpoint tells of a loss, and a restore compares, by the names of the options."""
+    return {
+        "weight": loss.weight,
+        "accumulate_steps": loss.accumulate_steps,
+        "model_state": loss.model_state,
+        "loss_over": loss.over,
+        "rng_per='row'": loss.keys_of_rows,
+        "virtual_shards": loss.same_bits,
+    }
