@@ -122,7 +122,8 @@ class Reached:
       variables: every variable below them, in a fixed order.
       held: those of them that have arrays.
       optimizers: every optimizer below them.
-      lacking: functions that make the slots that the step lacks, to be called after its trace.
+      lacking: optimizers whose slots the step lacks, with their stores, and functions that make
+        the slots, to be called after its trace.
     """
 
     def __init__(self, values: Iterable[Any], shards: int | None = None):
@@ -145,8 +146,7 @@ class Reached:
             held = {id(node): node for node in nodes if isinstance(node, HasSlots)}
             self.optimizers = list(held.values())
         self.held = [variable for variable in self.variables if _has_arrays(variable, shards)]
-        self.lacking: list[Callable[[], None]] = []
-        self._slots: dict[int, tuple[HasSlots, SlotStore]] = {}
+        self.lacking: list[tuple[HasSlots, SlotStore, Callable[[], None]]] = []
 
     def key(self) -> Any:
         """The structure of all that is reached, as a cache key."""
@@ -168,8 +168,7 @@ class Reached:
 
     def lacks(self, optimizer: HasSlots, make: Callable[[], None]) -> None:
         """Note how to make slots, and give the optimizer a store of its own for this trace."""
-        self.lacking.append(make)
-        self._slots.setdefault(id(optimizer), (optimizer, optimizer.slots))
+        self.lacking.append((optimizer, optimizer.slots, make))
         optimizer.slots = SlotStore(optimizer.slots.variables, optimizer.slots.tree)
 
     @contextlib.contextmanager
@@ -184,9 +183,8 @@ class Reached:
             # What belongs to the trace ends with it.
             for optimizer in self.optimizers:
                 optimizer.computed.clear()
-            for optimizer, slots in self._slots.values():
+            for optimizer, slots, _ in reversed(self.lacking):
                 optimizer.slots = slots
-            self._slots = {}
 
 
 def _has_arrays(variable: AnyVariable, shards: int | None) -> bool:
@@ -461,7 +459,7 @@ class Program:
         while True:
             differs = self._trace(arguments)
             if reached.lacking:
-                for make in reached.lacking:
+                for *_, make in reached.lacking:
                     make()
                 return self._settle(arguments.again(self._mesh.size))
             of_each = zip(self._entering, self._changed, differs, strict=True)
