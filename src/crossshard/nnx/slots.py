@@ -445,8 +445,8 @@ class SlotStore:
             if value.shape != shape and not is_own:
                 raise ArgumentError(
                     f"The state's {jax.tree_util.keystr(path)} must have shape {shape}, or "
-                    f"[shards, …] of that if the parameters, restored first, differ between "
-                    f"shards; got {value.shape}."
+                    f"[shards, …] of that if the parameters differ between shards; got "
+                    f"{value.shape}. Restore them first, with crossshard.nnx.set_per_shard."
                 )
             write = set_shared if value.shape == shape else set_per_shard
             value = value.astype(variable.get_raw_value().dtype)

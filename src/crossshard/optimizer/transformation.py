@@ -184,7 +184,7 @@ class Transformation:
             raise ArgumentError(
                 f"With weight_update='sharded' each shard has its slice of the optimizer state, in "
                 f"shapes {expected}; this state has {given}. Call init inside jax.shard_map, with "
-                f"out_specs=opt.state_specs(params, num_shards), and pass it with these in_specs."
+                f"out_specs=opt.state_specs(params, num_shards), or use crossshard.make_train_step."
             )
         return plan
 
@@ -213,8 +213,8 @@ class Transformation:
         if not shards.axes and get_shard_context() is None:
             raise ShardContextError(
                 "The state of preprocess and of error feedback is one per shard, and how many "
-                "there are is not known here. Call init inside shard_map, with "
-                "out_specs=opt.state_specs(params, num_shards)."
+                "there are is not known here. Call init inside shard_map, or within "
+                "crossshard.shard_context(num_shards)."
             )
         number = 1 if shards.axes else shards.number
         return jnp.broadcast_to(shards.as_varying(x), (number, *jnp.shape(x)))
