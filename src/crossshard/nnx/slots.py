@@ -517,9 +517,10 @@ class Computed:
             return None
         raise IncomingError(
             f"The gradient of {describe_variable(elsewhere[0])} does not come from this "
-            f"optimizer's compute_gradients in this step. Pass incoming='local' to divide it by "
-            f"{divisor}, or incoming='scaled' if it is divided by {divisor} already, or only to be "
-            f"summed, which is what TensorFlow's apply_gradients does."
+            f"optimizer's compute_gradients in this step, so it may or may not be divided by "
+            f"{divisor} already. Pass incoming='local' to average local gradients, or "
+            f"incoming='scaled' if they are divided already, or only to be summed, which is what "
+            f"TensorFlow's apply_gradients does."
         )
 
 
