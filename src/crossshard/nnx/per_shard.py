@@ -225,7 +225,7 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
         number = number_of_shards(variable) if isinstance(variable, nnx.Variable) else None
         if number is None:
             continue
-        values = stacked(variable.get_raw_value())
+        values = jax.tree.map(on_every_device, stacked(variable.get_raw_value()))
         if shard is not None:
             _check.index("shard", shard, number, "shards")
         elif isinstance(variable, nnx.Param) and not _all_equal(values):
@@ -241,7 +241,7 @@ def by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
     """A function of arrays ``[shards, …]``, of which a row has no type on explicit axes."""
 
     def one(x: jax.Array) -> jax.Array:
-        x, own = on_every_device(x), getattr(x.sharding, "mesh", None)
+        own = getattr(x.sharding, "mesh", None)
         if own is None or not _mesh.has_explicit_axes(own):
             return function(x)
         with _mesh.in_place_of_the_users_mesh(_mesh.with_automatic_axes(own)):
@@ -251,7 +251,7 @@ def by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
 
 
 def _all_equal(values: Any) -> bool:
-    rows = [np.asarray(on_every_device(leaf)) for leaf in jax.tree.leaves(values)]
+    rows = [np.asarray(leaf) for leaf in jax.tree.leaves(values)]
     return all(np.array_equal(x, np.broadcast_to(x[0], x.shape), equal_nan=True) for x in rows)
 
 

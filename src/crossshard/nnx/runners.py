@@ -39,6 +39,7 @@ from crossshard.shards.devices import (
     are_of_all_processes,
     mesh_for,
     mesh_in_force,
+    on_every_device,
     own_parts,
     put,
     put_whole,
@@ -437,7 +438,7 @@ def replicate(
     rows = NamedSharding(where, PartitionSpec(where.axis_names))
     stacked = [_stack(place, values, rows) for place, values in enumerate(zip(*lists, strict=True))]
     run = _runner(_OfOneReplica(_check_callable(computation)), where, InputAxes(), Outputs())
-    joined = run(*stacked)
+    joined = jax.tree.map(on_every_device, run(*stacked))
     row = lambda replica: by_row(lambda x: x[replica], joined)
     return [row(replica) for replica in range(len(lists))]
 
