@@ -18,8 +18,8 @@ from crossshard.checkpoints.manifest import Fingerprint, Update
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.walk import constants, jaxprs_within, opened
-from crossshard.pipeline.aggregators import Aggregator
 from crossshard.pipeline.stage import Stage
+from crossshard.pipeline.stages.aggregate import Aggregator
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.update.optimize import takes_value
 from crossshard.step.function import StepConfig

@@ -397,7 +397,7 @@ class StateLayout:
                 f"{jax.tree.structure(given.inner_state)}. If only ema or master_dtype differ, "
                 f"write step.reshard(other.unshard(state))."
             )
-        self.pipeline.check_states(given, own)
+        self.pipeline.check_shapes(given, own)
 
 
 def _check_shapes(what: str, tree: Any, expected: list[tuple[int, ...]]) -> None:

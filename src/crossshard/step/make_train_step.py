@@ -19,18 +19,16 @@ from crossshard.guards import check_divergence_options
 from crossshard.model.model_state import ModelState, check_model_state, with_rng
 from crossshard.model.models import check_wrt
 from crossshard.optimizer.transformation import pipeline_of, transformation_of
-from crossshard.pipeline.aggregators import FewBits, check_gather_dtype
-from crossshard.pipeline.options import Options
-from crossshard.pipeline.pipeline import Pipeline, check_names, names_of_options
-from crossshard.pipeline.stages.aggregate import check_weighable
+from crossshard.pipeline.pipeline import Options, Pipeline, check_names, names_of_options
+from crossshard.pipeline.stages.aggregate import FewBits, check_gather_dtype, check_weighable
 from crossshard.pipeline.stages.metrics import need_local
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
 from crossshard.shards.devices import mesh_and_axes, number_of_shards
 from crossshard.step.batches import check_entries
 from crossshard.step.function import StepConfig
-from crossshard.step.losses.batch import BatchLoss
-from crossshard.step.losses.rows import LossOver, RngPer, StepLoss, check_rng_per
-from crossshard.step.losses.virtual import InOrder, VirtualLoss, check_virtual_shards
+from crossshard.step.losses import loss_over as loss_of
+from crossshard.step.losses.rows import LossOver, RngPer, check_rng_per
+from crossshard.step.losses.virtual import InOrder, check_virtual_shards
 from crossshard.step.microbatches import AuxReduction, check_aux_reduction, check_weight
 from crossshard.step.train_step import TrainStep
 
@@ -221,7 +219,6 @@ def make_train_step(
         "model_state": kind,
         "aux_reduction": check_aux_reduction(options.get("aux_reduction"), has_aux),
         "batch_axes": check_entries(batch_axis, replicated_entries, weigh),
-        "over": over,
         "keys_of_rows": rng_per is RngPer.ROW,
         "is_summed": pipeline.reduction is Reduction.SUM,
     }
@@ -247,12 +244,9 @@ def make_train_step(
         # As it was passed: without it aux is per shard too, where there is a loss of each.
         aux_reduction=options.get("aux_reduction"),
     )
-    loss: StepLoss
+    loss = loss_of(over, same_bits=virtual, **of_loss)
     if virtual is not None:
-        loss = VirtualLoss(**of_loss, same_bits=virtual)
         pipeline = pipeline.with_options(aggregator=InOrder(virtual))
-    else:
-        loss = BatchLoss(**of_loss) if over is LossOver.BATCH else StepLoss(**of_loss)
     if isinstance(pipeline.aggregator, FewBits):
         pipeline.aggregator.check_axes(axes, pipeline.groups)
     sentinel = check_divergence_options(
@@ -429,14 +423,14 @@ def _check_together(
             "Leave weight_update out.",
         ),
         Option(
-            pipeline.master_dtype is not None,
+            pipeline.optimize.master_dtype is not None,
             Needs.UNTOUCHED,
-            f"master_dtype={str(pipeline.master_dtype)!r} keeps parameters that a synchronisation "
-            f"would not reach",
+            f"master_dtype={pipeline.optimize.master_dtype} keeps parameters that a "
+            f"synchronisation would not reach",
             "Pass parameters of 32 bits that the loss converts.",
         ),
         Option(
-            pipeline.ema is not None,
+            pipeline.optimize.ema is not None,
             Needs.UNTOUCHED,
             "ema averages the parameters of one worker, which a synchronisation replaces",
             "Leave it out, and evaluate model(state), which is of all workers.",
