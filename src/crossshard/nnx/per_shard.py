@@ -163,7 +163,8 @@ def set_shared(variable: AnyVariable, value: npt.ArrayLike) -> None:
     >>> variable.get_value()
     Array(1., dtype=float32, weak_type=True)
     """
-    variable.set_value(_check_value(variable, value))
+    value = _check_value(variable, value)
+    variable.set_value(value)
 
 
 def set_per_shard(variable: AnyVariable, values: npt.ArrayLike) -> None:
