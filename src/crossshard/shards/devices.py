@@ -55,21 +55,15 @@ def cpu_devices(num_devices: int) -> None:
         return
     if _threads() < _THREADS_PER_DEVICE * num_devices:
         os.environ["NPROC"] = str(_THREADS_PER_DEVICE * num_devices)
-    forced = forced_cpu_devices()
+    flags = os.environ.get("XLA_FLAGS", "")
+    forced = re.search(r"xla_force_host_platform_device_count=(\d+)", flags)
     if forced is None:
         jax.config.update("jax_num_cpu_devices", num_devices)
-    elif forced < num_devices:
+    elif int(forced[1]) < num_devices:
         raise ShardContextError(
             f"{num_devices} CPU devices were requested, but XLA_FLAGS fixes their number at "
-            f"{forced}. Remove xla_force_host_platform_device_count from XLA_FLAGS."
+            f"{forced[1]}. Remove xla_force_host_platform_device_count from XLA_FLAGS."
         )
-
-
-def forced_cpu_devices() -> int | None:
-    """How many virtual CPU devices ``XLA_FLAGS`` asks for; ``None`` if it says nothing of them."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    found = re.search(r"xla_force_host_platform_device_count=(\d+)", flags)
-    return None if found is None else int(found[1])
 
 
 def _threads() -> int:
