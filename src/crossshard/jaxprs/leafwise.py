@@ -144,12 +144,10 @@ class _Finder:
         """What has been found once nothing is assumed that does not hold."""
         self._whole = dict.fromkeys(self._slices, "")
         # First of which leaf each array of the state is; all leaves are whole.
-        while self._walk(self._jaxpr) is None:
-            pass
+        self._settled()
         self._whole = dict(stay)
         self._check_state_is_cut()
-        while self._walk(self._jaxpr) is None:
-            pass
+        self._settled()
         # Then the same on slices. What is not elementwise may be a stack.
         self._stacked = {leaf for leaf in self._whole if leaf in self._stacks}
         refused = {leaf: self._whole.pop(leaf) for leaf in self._stacked}
@@ -168,6 +166,13 @@ class _Finder:
                     dict(self._whole),
                     frozenset(self._stacked),
                 )
+
+    def _settled(self) -> None:
+        """Correct what is assumed until it holds for full arrays."""
+        while True:
+            walk = self._walk(self._jaxpr)
+            if walk is not None:
+                return
 
     def _on_slices(self) -> "_Walk | None":
         """The walk on slices; ``None`` if something had to be corrected."""
