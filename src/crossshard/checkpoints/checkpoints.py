@@ -273,7 +273,7 @@ class Checkpoints:
         """
         _check_call("restore_params", state)
         layout = layout_of(self._step, state)
-        types = layout.collected_types(state)
+        types = jax.eval_shape(layout.collected, state)
         read = lambda number: read_params(self._folder, number, layout.own, types)
         with entering_of(self._step, "restore"):
             params = self._latest(read) if step is None else self._chosen(step, read)
@@ -300,7 +300,7 @@ class Checkpoints:
 
         def read(number: int) -> Found:
             own = self._fingerprint(layout, state)
-            types = layout.collected_types(state)
+            types = jax.eval_shape(layout.collected, state)
             return read_state(self._folder, number, layout.own, types, own, strict=strict)
 
         return read

@@ -169,11 +169,8 @@ class StateLayout:
 
     def specs(self, state: TrainState) -> TrainState:
         """The spec of every array of a state over the shards."""
-        return jax.tree.map(self._spec, self.placements(state))
-
-    @functools.cached_property
-    def _spec(self) -> Callable[[Placement], PartitionSpec]:
-        return functools.cache(lambda own: only(own.spec(self.axes), self.axes))
+        of = functools.cache(lambda own: only(own.spec(self.axes), self.axes))
+        return jax.tree.map(of, self.placements(state))
 
     def shardings(self, state: TrainState) -> TrainState:
         """The sharding of every array of a state."""
@@ -230,11 +227,6 @@ class StateLayout:
     def collected(self, state: TrainState) -> TrainState:
         """The state as ``own`` places it."""
         return self._moved(state, self, self.own)
-
-    def collected_types(self, state: TrainState) -> TrainState:
-        """The types of the arrays of ``collected``."""
-        types: TrainState = jax.eval_shape(self.collected, state)
-        return types
 
     def _moved(self, state: TrainState, one: "StateLayout", other: "StateLayout") -> TrainState:
         arrays = self.arrays

@@ -117,10 +117,9 @@ def check_params(
             raise ArgumentError(
                 f"The parameters are a dict with 'params' in it, as Linen's variables, and the "
                 f"optimizer would also train {sorted(set(model) - {'params'})}. Write "
-                f"init(params, model_state=rest), where params = variables.pop('params'), with "
-                f"make_train_step(loss_fn, optimizer, model_state='mean'{over}) and "
-                f"loss_fn(params, rest, batch), which returns (loss, rest). To train everything, "
-                f"write wrt=lambda path, leaf: True."
+                f"init(variables.pop('params'), model_state=variables), with "
+                f"make_train_step(loss_fn, optimizer, model_state='mean'{over}); or, to train "
+                f"everything, wrt=lambda path, leaf: True."
             )
     if isinstance(model, nnx.Pytree):
         of_lora = [
@@ -142,24 +141,17 @@ def _refuse_states(model: Any) -> None:
     """Raise if a pytree holds a state among its parameters, whose arrays would be trained."""
     equinox = sys.modules.get("equinox")
     of_equinox = equinox.nn.State if equinox is not None else ()
-
-    def is_state(node: Any) -> bool:
-        return isinstance(node, of_equinox) or type(node).__module__.startswith("optax.")
-
-    nodes = filter(is_state, jax.tree.leaves(model, is_leaf=is_state))
-    state = next((node for node in nodes if jax.tree.leaves(node)), None)
-    if isinstance(state, of_equinox):
-        raise ArgumentError(
-            "The parameters hold an eqx.nn.State, and its statistics would be trained. Write "
-            "init(model, model_state=state), with make_train_step(loss_fn, optimizer, "
-            "model_state='mean') and loss_fn(model, state, batch)."
-        )
-    if state is not None:
-        raise ArgumentError(
-            f"The parameters, of type {type(model).__name__}, hold an optimizer state, "
-            f"{type(state).__name__}, which would be trained. Pass only the parameters, as in "
-            f"init(state.params); init creates the optimizer state."
-        )
+    of_optax = lambda node: type(node).__module__.startswith("optax.")
+    is_state = lambda node: isinstance(node, of_equinox) or of_optax(node)
+    for node in filter(is_state, jax.tree.leaves(model, is_leaf=is_state)):
+        if jax.tree.leaves(node):
+            what, instead = "an eqx.nn.State", "init(model, model_state=state)"
+            if of_optax(node):
+                what, instead = "an optimizer state", "init(state.params), of the parameters alone"
+            raise ArgumentError(
+                f"The parameters hold {what}, {type(node).__name__}, whose arrays would be "
+                f"trained. Write {instead}."
+            )
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +19,18 @@ from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.model.models import Skeleton, combine
 from crossshard.shards.axes import shard_context
-from crossshard.shards.batch_axes import join, resized, take_rows
+from crossshard.shards.batch_axes import join, resized
 from crossshard.shards.cut import only
 from crossshard.shards.devices import are_of_all_processes, put
-from crossshard.step.batches import BatchShardings, check_rows
+from crossshard.step.batches import BatchPlacer, check_rows, padded
 from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.rows import with_frozen
 from crossshard.step.microbatches import SumOf
 
-
-class ToRead(NamedTuple):
-    """A model that every shard reads."""
-
-    skeleton: Skeleton  # its static part
-    at_use: AtUse  # how a shard gets its parameters
-    # Its parameters, its frozen arrays and its state, one value for all shards.
-    arrays: tuple[Any, Any, Any]
+# A model that every shard reads: its static part, how a shard gets its parameters, and these, its
+# frozen arrays and its state, one value for all shards.
+ToRead = tuple[Skeleton, AtUse, tuple[Any, Any, Any]]
 
 
 class OverData:
@@ -47,7 +42,7 @@ class OverData:
 
     def __init__(self, config: StepConfig):
         self._loss = config.loss
-        self._where = BatchShardings(config.mesh, config.axes, config.loss.batch_axes)
+        self._where = BatchPlacer(config.mesh, config.axes, config.loss)
         self._in_processes = len(processes_of(config.mesh)) > 1
         self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
         self._sums = jax.jit(self._sums_of_batch, static_argnums=(0, 1, 2))
@@ -134,7 +129,7 @@ class OverData:
         )
         self._check_agreement(call, f"{before} and a further one of {each}")
         if not is_placed:
-            put_rows = lambda x, axis: put(_padded(x, axis, number), where.along(axis))
+            put_rows = lambda x, axis: put(padded(x, axis, number), where.along(axis))
             rows = jax.tree.map(put_rows, rows, where.of_batch.tree_of(rows))
             counted = np.pad(counted, (0, number - lengths[0]))
         elif where.parts < where.number:
@@ -183,6 +178,7 @@ class OverData:
 
             with shard_context(where.number, axis_name=where.axes):
                 values = at_use.call(run, params)
+            _check_values(values, counted.shape[0])
             return finish(values, batch, counted)
 
         def specs(use: AtUse | None, tree: Any) -> Any:
@@ -215,10 +211,8 @@ class OverData:
 
         def sums(values: Any, batch: Any, counted: jax.Array) -> Any:
             weights = self._weights(batch, counted)
-            paths, tree = jax.tree_util.tree_flatten_with_path(values)
-            if not paths:
-                raise ArgumentError("metric_fn returned nothing to average.")
-            pairs = [_summed(path, value, weights) for path, value in paths]
+            leaves, tree = jax.tree.flatten(values)
+            pairs = [_summed(x, weights) for x in leaves]
             totals, of_weights = zip(*lax.psum(pairs, self._where.axes), strict=True)
             return tree.unflatten(totals), tree.unflatten(of_weights)
 
@@ -252,43 +246,33 @@ class OverData:
         self, predict_fn: Callable[..., Any], skeleton: Skeleton, at_use: AtUse, *batch: Any
     ) -> Any:
         """The values of each row, split over the shards."""
-
-        def checked(values: Any, batch: Any, counted: jax.Array) -> Any:
-            paths = jax.tree_util.tree_leaves_with_path(values)
-            if not paths:
-                raise ArgumentError("predict_fn returned nothing.")
-            for path, value in paths:
-                _check_values(path, value, counted.shape[0])
-            return values
-
-        rows = PartitionSpec(self._where.axes)
-        return self._on_shards(predict_fn, checked, skeleton, at_use, *batch, out_specs=rows)
+        rows, as_is = PartitionSpec(self._where.axes), lambda values, batch, counted: values
+        return self._on_shards(predict_fn, as_is, skeleton, at_use, *batch, out_specs=rows)
 
 
-def _padded(leaf: Any, axis: int, rows: int) -> Any:
-    missing = rows - leaf.shape[axis]
-    if not missing:
-        return leaf
-    xp: Any = jnp if isinstance(leaf, jax.Array) else np
-    copies = xp.broadcast_to(take_rows(leaf, axis, slice(1)), resized(leaf.shape, axis, missing))
-    return xp.concatenate([leaf, copies], axis)
+def _check_values(values: Any, rows: int) -> None:
+    """Raise unless a function has returned arrays with a value for each row."""
+    paths = jax.tree_util.tree_leaves_with_path(values)
+    if not paths:
+        raise ArgumentError("The function of the model and a batch returned nothing.")
+    for path, value in paths:
+        where = f"The function's value{jax.tree_util.keystr(path)}"
+        if not is_number(value):
+            raise ArgumentTypeError(f"{where} must be an array; got {type(value).__name__}.")
+        if np.shape(value)[:1] != (rows,):
+            raise ArgumentError(
+                f"{where} has shape {np.shape(value)}, but it must have a value for each row, "
+                f"[rows, …], here {rows} rows on each shard. Leave out the mean: evaluate takes it "
+                f"over all examples of all batches."
+            )
 
 
-def _summed(path: Any, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    where = f"metric_fn's value{jax.tree_util.keystr(path)}"
-    if not is_number(value):
-        raise ArgumentTypeError(f"{where} must be an array; got {type(value).__name__}.")
+def _summed(value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     value = jnp.asarray(value)
-    if value.shape[:1] != weights.shape[:1]:
-        raise ArgumentError(
-            f"{where} has shape {value.shape}, but a metric is one value per example, [rows, …], "
-            f"here {weights.shape[0]} rows on each shard. Leave out the mean: it is taken over all "
-            f"examples of all batches."
-        )
     if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool) or jnp.iscomplexobj(
         value
     ):
-        raise ArgumentTypeError(f"{where} is {value.dtype}; a metric is real.")
+        raise ArgumentTypeError(f"A metric is real; metric_fn returned {value.dtype}.")
     if weights.shape != value.shape[: weights.ndim]:
         # Of parts of an example, such as tokens, while the value is the whole example's.
         weights = weights.sum(range(1, weights.ndim))
@@ -308,17 +292,6 @@ def _mean(total: Any, weight: Any) -> Any:
     if weight == 0:
         raise ArgumentError("No example counts: the weights of all batches are zero.")
     return total / weight
-
-
-def _check_values(path: Any, value: Any, rows: int) -> None:
-    where = f"predict_fn's value{jax.tree_util.keystr(path)}"
-    if not is_number(value):
-        raise ArgumentTypeError(f"{where} must be an array; got {type(value).__name__}.")
-    if np.shape(value)[:1] != (rows,):
-        raise ArgumentError(
-            f"{where} has shape {np.shape(value)}, but it must have a value for each row, "
-            f"[rows, …], here {rows} rows on each shard. For a mean over rows, call evaluate."
-        )
 
 
 def _own_rows(values: Any, counted: jax.Array) -> Any:

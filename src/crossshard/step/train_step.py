@@ -342,7 +342,7 @@ class TrainStep:
         state = self._to_look_at(state)
         with self._inner_mesh():
             arrays = self._states.arrays(state, shard, ema)
-            return ToRead(state.skeleton, to_read(self._states.layout(state), state), arrays)
+            return state.skeleton, to_read(self._states.layout(state), state), arrays
 
     def evaluate(
         self,
