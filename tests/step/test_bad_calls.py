@@ -215,7 +215,7 @@ TABLE = [
         make(loss=lambda params, stats, x, y: (x.mean(), stats), model_state="mean"),
         ArgumentTypeError, "(params, model_state, batch)…of which the loss reads"),
     bad("an array after the batch", a_further_array, ArgumentTypeError,
-        "got 1 more: ndarray…{'x': x, 'y': y}"),
+        "got 1 more…{'x': x, 'y': y}"),
     bad("a forgotten has_aux", step_on(ROWS, loss=lambda p, x: (loss_fn(p, x), 1)),
         ArgumentTypeError, "returned (loss, aux)…pass has_aux=True"),
     bad("a state with statistics",

@@ -159,11 +159,8 @@ def check_returned(before: Any, after: Any) -> Any:
 def check_equal(state: Any, after: Callable[..., Any], own: Any, params: Any) -> None:
     """Raise if an array that is not averaged would differ between shards.
 
-    Args:
-      state: the state before the loss.
-      after: the state after the loss, as a function of ``own`` and the parameters.
-      own: what differs between shards: the rows of the batch, and the key.
-      params: the parameters, or their types.
+    Takes the state before the loss, and that after it as a function of ``own``, what differs
+    between shards, the rows of the batch and the key, and the parameters.
     """
     paths = jax.tree_util.tree_leaves_with_path(state)
     if all(is_inexact(leaf) for _, leaf in paths):

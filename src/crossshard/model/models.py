@@ -59,19 +59,14 @@ def partition(model: Any, wrt: Any = None) -> tuple[Any, ...]:
     kinds = nnx.Pytree | nnx.Variable
     is_nnx = lambda leaf: isinstance(leaf, kinds)
     inside = [leaf for leaf in jax.tree.leaves(model, is_leaf=is_nnx) if is_nnx(leaf)]
-    if isinstance(model, nnx.State):
-        others = [leaf for leaf in inside if not isinstance(leaf, nnx.Param)]
-        if others:
-            raise ArgumentTypeError(
-                f"An nnx.State to train must hold only nnx.Param; this one also has an nnx "
-                f"{type(others[0]).__name__}. Split it off: graphdef, params, rest = "
-                f"nnx.split(model, nnx.Param, ...)."
-            )
-    elif inside and not isinstance(model, nnx.Pytree):
+    trained = nnx.Param if isinstance(model, nnx.State) else ()
+    others = [leaf for leaf in inside if not isinstance(leaf, trained)]
+    if others and not isinstance(model, nnx.Pytree):
         raise ArgumentTypeError(
-            f"Parameters are a pytree of arrays, or one module; got {type(model).__name__} with an "
-            f"nnx {type(inside[0]).__name__} in it, whose statistics would be trained as "
-            f"parameters. Put everything into one nnx.Module, nnx.Dict or nnx.List."
+            f"Parameters are a pytree of arrays, one module, or an nnx.State of nnx.Param alone; "
+            f"got {type(model).__name__} with an nnx {type(others[0]).__name__} in it, which would "
+            f"be trained. Put everything into one nnx.Module, or split a state off: graphdef, "
+            f"params, rest = nnx.split(model, nnx.Param, ...)."
         )
     of = _partition_module if isinstance(model, nnx.Pytree) else _partition_pytree
     parts = of(model, _chooser(wrt, model))
@@ -81,10 +76,10 @@ def partition(model: Any, wrt: Any = None) -> tuple[Any, ...]:
         raise ArgumentError(
             f"There is nothing to train: {type(model).__name__} has no floating array."
         )
-    others = jax.tree_util.tree_leaves_with_path(parts[2])
+    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(parts[2])]
     raise ArgumentError(
         f"wrt chooses none of the model's parameters, of which the first is "
-        f"{_name(others[0][0]) if others else 'params'}, so there is nothing to train. {_WRITE}"
+        f"{(names or ['params'])[0]}, so there is nothing to train. {_WRITE}"
     )
 
 
@@ -96,13 +91,8 @@ def check_params(
 ) -> None:
     """Raise if a step would train what is not meant to be trained.
 
-    Such as a state, Linen's other collections, or the base of a model with LoRA.
-
-    Args:
-      model: the model that the caller passes to ``init``.
-      params: its parameters.
-      optimizer: the inner optimizer.
-      wrt: the caller's choice of what is trained; ``None`` without one.
+    Such as a state, Linen's other collections, or the base of a model with LoRA. Takes the model
+    that the caller passes to ``init``, its parameters, the inner optimizer, and ``wrt``.
     """
     _refuse_states(model)
     if wrt is not None:

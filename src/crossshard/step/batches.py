@@ -48,21 +48,6 @@ def check_entries(batch_axis: Any, names: Any, weight: Weight | None) -> BatchAx
     return axes
 
 
-def check_rows(path: Any, leaf: Any, axis: int, *, or_type: bool = False) -> None:
-    """Raise unless a leaf of a batch is an array, or its type, with rows along an axis."""
-    where = f"batch{jax.tree_util.keystr(path)}"
-    if is_number(leaf) and not np.shape(leaf):
-        raise ArgumentError(
-            f"{where} is a scalar, which has no rows to split over the shards. Name the entry in "
-            f"replicated_entries, or write None for it in batch_axis, so that every shard gets it "
-            f"whole. A loss that closes over a number keeps the value that it had when it was "
-            f"compiled."
-        )
-    _check.array(where, leaf, or_type=or_type)
-    if not leaf.shape[axis]:
-        raise ArgumentError(f"{where} has 0 rows, which have no mean. Leave such a batch out.")
-
-
 def check_same_rows(rows: Any, axes: BatchAxes) -> None:
     """Raise unless all arrays of a batch that are split have as many rows.
 
@@ -78,9 +63,8 @@ def check_same_rows(rows: Any, axes: BatchAxes) -> None:
             f"All arrays of a batch must have as many rows, since each is split over the shards, "
             f"here along axes {along[0]} and {along[place]}; got "
             f"{sorted([lengths[0], length])}: batch{names[0]} has {lengths[0]}, and "
-            f"batch{names[1]} {length}. Write the axes of the rows in make_train_step(..., "
-            f"batch_axis=...); or, if every shard gets an entry whole, such as a table, its name "
-            f"in replicated_entries=."
+            f"batch{names[1]} {length}. Write the axes of the rows in batch_axis=, or None there "
+            f"for an entry that every shard gets whole, such as a table."
         )
 
 
@@ -229,15 +213,28 @@ class BatchPlacer:
         check_agreement("step", given, self.mesh, mend)
         self._agreed.add(key)
 
-    def _check(self, rows: Any, whole: Any, *, or_types: bool = False) -> None:
-        """Raise unless each array has rows that can be split, or padded."""
+    def check_rows(self, rows: Any, *, or_types: bool = False) -> None:
+        """Raise unless a batch without its whole arrays has some, all of them with rows."""
         paths = jax.tree_util.tree_leaves_with_path(rows)
-        axes = self.of_batch.of_rows(rows)
         if not paths:
             raise ArgumentError("The batch is empty: it has no array that is split.")
-        for (path, leaf), axis in zip(paths, axes, strict=True):
-            check_rows(path, leaf, axis, or_type=or_types)
-        for (path, leaf), axis in zip(paths, axes, strict=True):
+        for (path, leaf), axis in zip(paths, self.of_batch.of_rows(rows), strict=True):
+            where = f"batch{jax.tree_util.keystr(path)}"
+            if is_number(leaf) and not np.shape(leaf):
+                raise ArgumentError(
+                    f"{where} is a scalar, which has no rows to split over the shards. Name it "
+                    f"in replicated_entries, or write None for it in batch_axis, so that every "
+                    f"shard gets it whole."
+                )
+            _check.array(where, leaf, or_type=or_types)
+            if not leaf.shape[axis]:
+                raise ArgumentError(f"{where} has 0 rows, which have no mean. Leave it out.")
+
+    def _check(self, rows: Any, whole: Any, *, or_types: bool = False) -> None:
+        """Raise unless each array has rows that can be split, or padded."""
+        self.check_rows(rows, or_types=or_types)
+        paths = jax.tree_util.tree_leaves_with_path(rows)
+        for (path, leaf), axis in zip(paths, self.of_batch.of_rows(rows), strict=True):
             if self._missing(leaf, axis):
                 self._check_padding(path, leaf.shape[axis], rows, whole)
                 break

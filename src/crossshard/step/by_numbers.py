@@ -366,7 +366,7 @@ def _of_shards_and_batch(
     loss, shards, axes = config.loss, layout.shards, layout.axes
     # Each shard's own gradient, but for those that the backward pass sums where it makes them.
     at_use = dataclasses.replace(to_read(layout, state), waits=True)
-    early = at_use.early or (False,) * len(at_use.partitions)
+    early = at_use.early
     # Of all shards the same state, as the whole batch has one.
     first = (lambda x: x[0]) if state.per_shard else lambda x: x
     of_first = lambda state: jax.tree.map(first, state.model_state)

@@ -22,7 +22,7 @@ from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import join, resized
 from crossshard.shards.cut import only
 from crossshard.shards.devices import are_of_all_processes, put
-from crossshard.step.batches import BatchPlacer, check_rows, padded
+from crossshard.step.batches import BatchPlacer, check_same_rows, padded
 from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.rows import with_frozen
@@ -110,18 +110,13 @@ class OverData:
         where = self._where
         batch = jax.tree.map(lambda leaf: _mesh.on_mesh(leaf, None), batch)
         rows, whole = where.split(batch)
-        axes, paths = where.of_batch.of_rows(rows), jax.tree_util.tree_leaves_with_path(rows)
-        for (path, leaf), axis in zip(paths, axes, strict=True):
-            check_rows(path, leaf, axis)
-        leaves = [leaf for _, leaf in paths]
-        lengths = sorted(set(where.of_batch.lengths(rows)))
-        if len(lengths) != 1:
-            raise ArgumentError(
-                f"All arrays of a batch to evaluate must have as many rows; got {lengths}."
-            )
-        counted = np.ones(lengths, np.float32)
+        where.check_rows(rows)
+        check_same_rows(rows, where.of_batch)
+        axes, leaves = where.of_batch.of_rows(rows), jax.tree.leaves(rows)
+        length = leaves[0].shape[axes[0]]
+        counted = np.ones(length, np.float32)
         is_placed = all(map(where.is_placed, leaves, axes))
-        own = lengths[0] * where.parts // where.number if is_placed else lengths[0]
+        own = length * where.parts // where.number if is_placed else length
         number = own if is_placed else max(longest, math.ceil(own / where.parts) * where.parts)
         each = ", ".join(
             f"{leaf.dtype}{list(resized(leaf.shape, axis, number))}"
@@ -131,7 +126,7 @@ class OverData:
         if not is_placed:
             put_rows = lambda x, axis: put(padded(x, axis, number), where.along(axis))
             rows = jax.tree.map(put_rows, rows, where.of_batch.tree_of(rows))
-            counted = np.pad(counted, (0, number - lengths[0]))
+            counted = np.pad(counted, (0, number - length))
         elif where.parts < where.number:
             counted = counted[:own]
         return join(rows, where.place_whole(whole)), put(counted, where.along(0))

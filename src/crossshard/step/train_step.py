@@ -36,16 +36,11 @@ class Watch:
     """Looks at what each step has found, two calls later, and waits for no later one."""
 
     def __init__(self, config: StepConfig):
-        self._sentinel = config.sentinel
-        self._nonfinite = config.pipeline.nonfinite
-        self._mesh = config.mesh
-        self._axes = config.axes
+        self._sentinel, self._nonfinite = config.sentinel, config.pipeline.nonfinite
+        self._where = config.mesh, config.axes
         self._metrics: collections.deque[dict[str, Any]] = collections.deque()
-
-    @property
-    def is_on(self) -> bool:
-        """Whether steps look for anything."""
-        return self._sentinel is not None or self._nonfinite is not None
+        # Whether steps look for anything.
+        self.is_on = self._sentinel is not None or self._nonfinite is not None
 
     def add(self, metrics: dict[str, Any]) -> None:
         """Remember what a step has found."""
@@ -65,7 +60,7 @@ class Watch:
         while len(self._metrics) > running:
             metrics = self._metrics.popleft()
             if self._sentinel is not None and metrics["divergence"].diverged:
-                report(metrics["divergence"], self._sentinel, compared(), self._mesh, self._axes)
+                report(metrics["divergence"], self._sentinel, compared(), *self._where)
             if self._nonfinite is not None:
                 self._check_finite(metrics["nonfinite"], state)
 
@@ -116,8 +111,7 @@ class TrainStep:
         return f"TrainStep({config.loss.name} on {axes}; {config.describe(arrays)})"
 
     def __str__(self) -> str:
-        config = self._config
-        return summarize(config, self._latest)
+        return summarize(self._config, self._latest)
 
     @property
     def mesh(self) -> Mesh:
@@ -168,12 +162,9 @@ class TrainStep:
             call before the last; ``state`` stays valid.
         """
         if more:
-            kinds = ", ".join(type(each).__name__ for each in more)
             raise ArgumentTypeError(
-                f"A step takes a state and a batch; got {len(more)} more: {kinds}. Pass all arrays "
-                f"as one batch, such as step(state, {{'x': x, 'y': y}}), of which the loss reads "
-                f"batch['x'] and batch['y']. Pass a random key to init(params, rng=key): each step "
-                f"and shard derives its own from it."
+                f"A step takes a state and a batch; got {len(more)} more. Pass all arrays as one "
+                f"batch, such as step(state, {{'x': x, 'y': y}}), and a key to init(params, rng)."
             )
         if not self._is_watched:
             return self._step(state, batch)
@@ -468,13 +459,11 @@ class TrainStep:
                 "replay compares two runs on the host, which a function that jax traces cannot. "
                 "Call it outside of jax.jit."
             )
-        first, again = (self._replayed(state, batch) for _ in range(2))
-        with self._inner_mesh():
-            return differing(self._states.layout(state), _inside(first), _inside(again))
-
-    def _replayed(self, state: TrainState, batch: Any) -> TrainState:
         with self._entering("replay"):
-            return self._program(copy(_inside(state)), batch)[0]
+            run = lambda: _inside(self._program(copy(_inside(state)), batch)[0])
+            first, again = run(), run()
+        with self._inner_mesh():
+            return differing(self._states.layout(state), first, again)
 
     def describe(self) -> str:
         """The pipeline, the weight update with its reason, and the arrays with their sizes.
