@@ -211,19 +211,10 @@ def make_train_step(
     loss_fn, takes_rng = with_rng(loss_fn, takes)
     weigh, over = check_weight(weight), _check.choice("loss_over", loss_over, LossOver)
     rng_per = check_rng_per(options.get("rng_per", RngPer.SHARD), takes_rng=takes_rng)
-    of_loss: dict[str, Any] = {
-        "function": loss_fn,
-        "takes_rng": takes_rng,
-        "has_aux": has_aux,
-        "weight": weigh,
-        "accumulate_steps": accumulate_steps,
-        "model_state": kind,
-        "aux_reduction": check_aux_reduction(options.get("aux_reduction"), has_aux),
-        "batch_axes": check_entries(batch_axis, replicated_entries, weigh),
-        "over": over,
-        "keys_of_rows": rng_per is RngPer.ROW,
-        "is_summed": pipeline.reduction is Reduction.SUM,
-    }
+    # Of aux what was passed: without it aux is per shard too, where there is a loss of each.
+    aux = options.get("aux_reduction")
+    reduced = check_aux_reduction(aux, has_aux)
+    batch_axes = check_entries(batch_axis, replicated_entries, weigh)
     number = number_of_shards(where, axes)
     if pipeline.joins_groups:
         pipeline = pipeline.with_workers(number)
@@ -236,8 +227,6 @@ def make_train_step(
     nonfinite, of_options = pipeline.nonfinite, pipeline.options
     excludes = nonfinite is not None and nonfinite.excludes_shards
     is_coded = isinstance(gather_dtype, Codec)
-    # As it was passed: without it aux is per shard too, where there is a loss of each.
-    aux = options.get("aux_reduction")
     _check_together(
         {
             "sync_every": pipeline.joins_groups and options.get("sync_every"),
@@ -261,12 +250,23 @@ def make_train_step(
             "mesh": len(where.axis_names) > len(axes) and where.axis_names,
         }
     )
-    loss: StepLoss
+    of_rows = BatchLoss if over is LossOver.BATCH else StepLoss
+    loss = (of_rows if virtual is None else VirtualLoss)(
+        loss_fn,
+        takes_rng,
+        has_aux,
+        weigh,
+        accumulate_steps,
+        kind,
+        reduced,
+        batch_axes,
+        over,
+        keys_of_rows=rng_per is RngPer.ROW,
+        is_summed=pipeline.reduction is Reduction.SUM,
+        same_bits=virtual,
+    )
     if virtual is not None:
-        loss = VirtualLoss(**of_loss, same_bits=virtual)
         pipeline = pipeline.with_options(aggregator=InOrder(virtual))
-    else:
-        loss = BatchLoss(**of_loss) if over is LossOver.BATCH else StepLoss(**of_loss)
     if isinstance(pipeline.aggregator, FewBits):
         pipeline.aggregator.check_axes(axes, pipeline.groups)
     sentinel = check_divergence_options(

@@ -89,9 +89,11 @@ class TrainStep:
     >>> import jax.numpy as jnp, optax
     >>> from crossshard import make_train_step
     >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
-    >>> _ = step.init(jnp.float32(3))
+    >>> state = step.init(jnp.float32(3))
     >>> print(step.describe().splitlines()[0])
     local gradient → mean over all shards → update on every shard
+    >>> step.compared(state), step.replay(state, jnp.ones(1))
+    (('step', 'params', 'rng'), {})
     """
 
     def __init__(self, config: StepConfig):
@@ -423,12 +425,6 @@ class TrainStep:
 
         Args:
           state: a state of this step, or its types.
-
-        >>> import jax.numpy as jnp, optax
-        >>> from crossshard import make_train_step
-        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
-        >>> step.compared(step.init(jnp.float32(3)))
-        ('step', 'params', 'rng')
         """
         check_state(state)
         return names_of_compared(self._states.layout(state), state)
@@ -446,19 +442,10 @@ class TrainStep:
         Returns:
           The names of the arrays that differ, and for each the shards whose part or copy does;
           empty if none differs.
-
-        >>> import jax.numpy as jnp, optax
-        >>> from crossshard import make_train_step
-        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
-        >>> step.replay(step.init(jnp.float32(3)), jnp.ones(1))
-        {}
         """
         check_state(state, or_types=False)
         if not _jax.at_top_level():
-            raise ArgumentError(
-                "replay compares two runs on the host, which a function that jax traces cannot. "
-                "Call it outside of jax.jit."
-            )
+            raise ArgumentError("replay compares runs on the host. Call it outside of jax.jit.")
         with self._entering("replay"):
             run = lambda: _inside(self._program(copy(_inside(state)), batch)[0])
             first, again = run(), run()
