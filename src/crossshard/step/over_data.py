@@ -45,10 +45,10 @@ class OverData:
         self._where = BatchPlacer(config.mesh, config.axes, config.loss)
         self._in_processes = len(processes_of(config.mesh)) > 1
         self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
-        self._sums = jax.jit(self._sums_of_batch, static_argnums=(0, 1, 2))
-        self._rows = jax.jit(
-            self._rows_of_batch, static_argnums=(0, 1, 2), out_shardings=self._where.along(0)
-        )
+        once, rows = functools.partial(jax.jit, static_argnums=(0, 1, 2)), self._where.along(0)
+        sums = functools.partial(self._on_shards, self._summed, PartitionSpec())
+        as_is = functools.partial(self._on_shards, lambda values, *_: values, rows.spec)
+        self._sums, self._rows = once(sums), once(as_is, out_shardings=rows)
 
     def evaluate(self, metric_fn: Callable[..., Any], model: ToRead, batches: Iterable[Any]) -> Any:
         """The mean of each value that ``metric_fn`` returns, over all examples."""
@@ -148,15 +148,14 @@ class OverData:
 
     def _on_shards(
         self,
-        function: Callable[..., Any],
         finish: Callable[[Any, Any, jax.Array], Any],
+        out_specs: PartitionSpec,
+        function: Callable[..., Any],
         skeleton: Skeleton,
         at_use: AtUse,
         arrays: Any,
         batch: Any,
         counted: jax.Array,
-        *,
-        out_specs: PartitionSpec,
     ) -> Any:
         """``finish(values, rows, counted)`` of what a function returns for the rows of a shard."""
         where, takes_state = self._where, self._loss.model_state is not None
@@ -199,22 +198,12 @@ class OverData:
         )
         return run(arrays, batch, counted)
 
-    def _sums_of_batch(
-        self, metric_fn: Callable[..., Any], skeleton: Skeleton, at_use: AtUse, *batch: Any
-    ) -> tuple[Any, Any]:
+    def _summed(self, values: Any, batch: Any, counted: jax.Array) -> tuple[Any, Any]:
         """For each value its weighted sum over the examples, and the sum of their weights."""
-
-        def sums(values: Any, batch: Any, counted: jax.Array) -> Any:
-            weights = self._weights(batch, counted)
-            leaves, tree = jax.tree.flatten(values)
-            pairs = [_summed(x, weights) for x in leaves]
-            totals, of_weights = zip(*lax.psum(pairs, self._where.axes), strict=True)
-            return tree.unflatten(totals), tree.unflatten(of_weights)
-
-        found: tuple[Any, Any] = self._on_shards(
-            metric_fn, sums, skeleton, at_use, *batch, out_specs=PartitionSpec()
-        )
-        return found
+        weights, (leaves, tree) = self._weights(batch, counted), jax.tree.flatten(values)
+        pairs = [_sum_of(x, weights) for x in leaves]
+        totals, of_weights = zip(*lax.psum(pairs, self._where.axes), strict=True)
+        return tree.unflatten(totals), tree.unflatten(of_weights)
 
     def _weights(self, batch: Any, counted: jax.Array) -> jax.Array:
         """The weight of each example, ``[rows]``, or of its parts, ``[rows, …]``."""
@@ -237,13 +226,6 @@ class OverData:
 
         return jax.vmap(of_row, (axes,))(rows) * counted
 
-    def _rows_of_batch(
-        self, predict_fn: Callable[..., Any], skeleton: Skeleton, at_use: AtUse, *batch: Any
-    ) -> Any:
-        """The values of each row, split over the shards."""
-        rows, as_is = PartitionSpec(self._where.axes), lambda values, batch, counted: values
-        return self._on_shards(predict_fn, as_is, skeleton, at_use, *batch, out_specs=rows)
-
 
 def _check_values(values: Any, rows: int) -> None:
     """Raise unless a function has returned arrays with a value for each row."""
@@ -262,7 +244,7 @@ def _check_values(values: Any, rows: int) -> None:
             )
 
 
-def _summed(value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sum_of(value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     value = jnp.asarray(value)
     if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool) or jnp.iscomplexobj(
         value
