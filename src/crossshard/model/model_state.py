@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from crossshard import _check
-from crossshard._check import is_inexact, is_number
+from crossshard._check import is_inexact
 from crossshard._flax import nnx
 from crossshard.collectives.sums import average, to_average
 from crossshard.errors import ArgumentError, ArgumentTypeError
@@ -32,9 +32,9 @@ class ModelState(enum.StrEnum):
 
 def check_model_state(model_state: object) -> ModelState | None:
     """The checked ``model_state`` argument."""
+    hint = "The state itself is an argument of init."
     if model_state is None:
         return None
-    hint = "It says how a step keeps what the loss returns; the state is an argument of init."
     return _check.choice("model_state", model_state, ModelState, hint)
 
 
@@ -65,13 +65,7 @@ def check_initial(
             f"the maxima of fp8 over all rows, and a shard sees its own. Write "
             f"make_train_step(..., loss_over='batch'), and the values are one device's."
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
-        name = f"model_state{jax.tree_util.keystr(path)}"
-        if not is_number(leaf):
-            raise ArgumentTypeError(
-                f"{name} is {_check.described(leaf)}; a state holds arrays and numbers."
-            )
-        _check.array(name, leaf, or_type=True)
+    _check.arrays("model_state", model_state, or_types=True)
     is_type = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     return jax.tree.map(lambda x: x if is_type(x) else jnp.asarray(x), model_state)
 

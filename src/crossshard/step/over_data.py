@@ -12,8 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from crossshard import _mesh
-from crossshard._check import is_number
+from crossshard import _check, _mesh
 from crossshard.distributed.agreement import check_agreement, processes_of
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError
@@ -234,8 +233,7 @@ def _check_values(values: Any, rows: int) -> None:
         raise ArgumentError("The function of the model and a batch returned nothing.")
     for path, value in paths:
         where = f"The function's value{jax.tree_util.keystr(path)}"
-        if not is_number(value):
-            raise ArgumentTypeError(f"{where} must be an array; got {type(value).__name__}.")
+        _check.array(where, value)
         if np.shape(value)[:1] != (rows,):
             raise ArgumentError(
                 f"{where} has shape {np.shape(value)}, but it must have a value for each row, "

@@ -26,7 +26,6 @@ from crossshard.pipeline.stages.nonfinite import RARE
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.batch_axes import BatchAxes, take_rows
 from crossshard.step.describe import bytes_on_device
-from crossshard.step.function import StepConfig
 from crossshard.step.losses.rows import LossOver
 from crossshard.step.train_step import TrainStep, config_of
 
@@ -56,12 +55,17 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
     config = config_of(step)
     # Metrics may be those of the optimizer that it had.
     pipeline = config.pipeline.without(lambda kind: kind is Metrics or kind.joins_groups)
+    if isinstance(pipeline.aggregator, FewBits):
+        pipeline = pipeline.with_options(reduce_dtype=None, aggregator=None)
     pipeline = dataclasses.replace(pipeline, inner=optimizer)
+    gather_dtype = None if isinstance(config.gather_dtype, Codec) else config.gather_dtype
+    config = dataclasses.replace(
+        config, pipeline=pipeline, gather_dtype=gather_dtype, sentinel=None
+    )
     if not alone:
-        config = dataclasses.replace(config, pipeline=pipeline, sentinel=None)
-        return TrainStep(_in_all_bits(config) if of_few_bits(step) else config)
-    pipeline = Pipeline(
-        pipeline.inner,
+        return TrainStep(config)
+    of_one = Pipeline(
+        optimizer,
         Reduction.MEAN,
         axis_name=pipeline.axis_name,
         options={"preprocess": pipeline.preprocess},
@@ -69,9 +73,8 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
     mesh = _own_shard(config.mesh, config.axes)
     own = dataclasses.replace(
         config,
-        pipeline=pipeline,
+        pipeline=of_one,
         loss=config.loss.alone(),
-        sentinel=None,
         mesh=mesh,
         outer_mesh=mesh,
         weight_update=WeightUpdate.REPLICATED,
@@ -89,14 +92,6 @@ def of_few_bits(step: TrainStep) -> str:
     if isinstance(config.gather_dtype, Codec):
         sent.append(f"parameters in {config.gather_dtype}")
     return " and ".join(sent)
-
-
-def _in_all_bits(config: StepConfig) -> StepConfig:
-    pipeline, gather_dtype = config.pipeline, config.gather_dtype
-    if isinstance(pipeline.aggregator, FewBits):
-        pipeline = pipeline.with_options(reduce_dtype=None, aggregator=None)
-    gather_dtype = None if isinstance(gather_dtype, Codec) else gather_dtype
-    return dataclasses.replace(config, pipeline=pipeline, gather_dtype=gather_dtype)
 
 
 def _own_shard(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:
