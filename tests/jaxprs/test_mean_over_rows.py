@@ -121,11 +121,6 @@ def convolved(kernel: Any, x: Any) -> Any:
     return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
 
 
-def adapted_kernel(x: Any) -> Any:
-    inner = lambda kernel: (convolved(kernel, x[None]) ** 2).mean()
-    return inner(KERNEL - jax.grad(inner)(KERNEL))
-
-
 def halved_while_large(x: Any) -> Any:
     more = lambda s: (s[1] < 5) & (jnp.abs(s[0]).max() > 0.1)
     return lax.while_loop(more, lambda s: (s[0] / 2, s[1] + 1), (x, 0))[0].sum()  # <-
@@ -281,7 +276,6 @@ MEANS: dict[str, Loss] = {
     "attack, convolution": lambda b, w, k: convolved(
         KERNEL, attacked(lambda x: (convolved(KERNEL, x) ** 2).mean(), b["image"])
     ).mean(),
-    "adapted kernels": lambda b, w, k: jax.vmap(adapted_kernel)(b["image"]).mean(),
     "without missing": lambda b, w, k: (jnp.where(jnp.isnan(b["x"]), 0, b["x"]) @ w).mean(),
     "sum over rows in turn": lambda b, w, k: lax.scan(
         lambda s, x: (s + (x @ w).sum() / ROWS_OF(b), None), 0.0, b["x"]
@@ -333,15 +327,9 @@ MEANS: dict[str, Loss] = {
         b["sequence"][jnp.arange(ROWS_OF(b)), (b["mask"] > 0).sum(1) - 1] @ w
     ).mean(),
     "transform within": lambda b, w, k: jnp.abs(jnp.fft.rfft(b["sequence"] @ w, axis=1)).mean(),
-    "systems of rows": lambda b, w, k: jax.vmap(
-        lambda x: jnp.linalg.solve(x.T @ x + jnp.eye(WIDTH), w).sum()
-    )(b["sequence"]).mean(),
     "density": lambda b, w, k: (
         -jax.scipy.stats.multivariate_normal.logpdf(b["x"] @ w, jnp.zeros(4), jnp.eye(4)).mean()
     ),
-    "determinants": lambda b, w, k: jax.vmap(
-        lambda x: jnp.linalg.slogdet(x.T @ x + jnp.eye(WIDTH))[1]
-    )(b["sequence"]).mean(),
     "interpolated": lambda b, w, k: jnp.interp(
         b["x"] @ w, jnp.linspace(-1, 1, 5), jnp.arange(5.0)
     ).mean(),

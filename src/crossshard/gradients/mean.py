@@ -263,20 +263,6 @@ def part_of_mean(mean: Mean, counts: tuple[Any, ...], parts: Any) -> Float[Array
     return functools.reduce(jnp.add, found, _wide(mean.rest))
 
 
-def per_row(mean: Mean, rows: int) -> Float[Array, ""]:
-    """A number that is a mean over rows if, and only if, all totals and counts are sums over them.
-
-    For sums that cancel each other by chance all of them get factors of their own.
-    """
-    found = _wide(mean.rest)
-    for place, each in enumerate(mean.terms):
-        total = (1 + 0.37 * place) * _wide(each.total)
-        found += (
-            each.scale * (total + (0.61 + 0.23 * place) * jnp.asarray(each.count, float)) / rows
-        )
-    return found
-
-
 def part_of_shard(mean: Mean, shards: Shards) -> tuple[Float[Array, ""], Bool[Array, ""] | None]:
     """The loss of a shard, so that the mean over the shards, or the group, is that of the batch.
 

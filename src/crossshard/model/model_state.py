@@ -188,16 +188,15 @@ def to_reduce(kind: ModelState | None, after: Any, weight: jax.Array | None) -> 
     return {"model_state": [to_average(leaf, weight) for leaf in leaves]}
 
 
-def settled(kind: ModelState | None, after: Any, gradients: Gradients, number: int) -> Any:
-    """The state for the next step, if it is not skipped.
+def settled(after: Any, gradients: Gradients, number: int) -> Any:
+    """The state for the next step, if it is not skipped: averaged if it was summed.
 
     Args:
-      kind: how the state is kept; ``None`` if it is that of a module.
       after: this shard's state after the loss.
       gradients: the reduced gradients, with the sums of ``to_reduce``.
       number: the number of shards in a mean.
     """
-    if kind is not ModelState.MEAN:
+    if "model_state" not in gradients.sums:
         return after
     totals = iter(gradients.sums["model_state"])
     mean = lambda x: average(next(totals), gradients.weight, number).astype(x.dtype)

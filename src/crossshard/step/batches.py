@@ -268,11 +268,7 @@ class BatchPlacer:
             return
         # Otherwise the padding would silently change the mean.
         each = math.ceil(number / parts)
-
-        def nothing(x: Any, axis: int) -> Any:
-            with_padding = padded(x, axis, number + each, zeros=True)
-            return take_rows(with_padding, axis, slice(number, None))
-
+        nothing = lambda x, axis: _padding(x, axis, each, zeros=True)
         padding = jax.tree.map(nothing, rows, self.of_batch.tree_of(rows))
         weight = float(weight_of(self._weight, join(padding, whole)))
         if weight != 0:
@@ -285,21 +281,21 @@ class BatchPlacer:
 
 
 def padded(leaf: Any, axis: int, number: int, *, zeros: bool = False) -> Any:
-    """An array with so many rows: further ones are copies of the first, or zeros.
-
-    PRNG keys have no zeros.
-    """
+    """An array with so many rows: further ones are copies of the first, or zeros."""
     missing = number - leaf.shape[axis]
     if not missing:
         return leaf
     xp: Any = jnp if isinstance(leaf, jax.Array) else np
-    shape = resized(leaf.shape, axis, missing)
-    more = (
-        np.zeros(shape, leaf.dtype)
-        if zeros and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-        else xp.broadcast_to(take_rows(leaf, axis, slice(1)), shape)
-    )
-    return xp.concatenate([leaf, more], axis)
+    return xp.concatenate([leaf, _padding(leaf, axis, missing, zeros=zeros)], axis)
+
+
+def _padding(leaf: Any, axis: int, rows: int, *, zeros: bool) -> Any:
+    shape = resized(leaf.shape, axis, rows)
+    # PRNG keys have no zeros.
+    if zeros and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return np.zeros(shape, leaf.dtype)
+    xp: Any = jnp if isinstance(leaf, jax.Array) else np
+    return xp.broadcast_to(take_rows(leaf, axis, slice(1)), shape)
 
 
 class Donation:

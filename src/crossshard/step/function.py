@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _jax
-from crossshard.guards.divergence import Sentinel
+from crossshard.guards import Sentinel
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
@@ -86,6 +86,31 @@ class StepConfig:
         context = self._context(layout, batch)
         # XLA splits the work of an update that needs whole arrays: it runs outside of shard_map.
         is_global = isinstance(layout.arrays, Global)
+        done, aux_of_batch = self._on_shards(layout, state, batch, context, updates=not is_global)
+        if is_global:
+            done = self._update(state, done, dataclasses.replace(context, params=state.params))
+        metrics = done.metrics
+        if self.loss.has_aux:
+            metrics = metrics | {"aux": done.aux if aux_of_batch is None else aux_of_batch}
+        return layout.constrain(done.state), metrics
+
+    def reduced(self, layout: StateLayout, state: TrainState, batch: Any) -> Gradients:
+        """The loss and its reduced gradients, of global arrays, without an update."""
+        context = self._context(layout, batch)
+        done, _ = self._on_shards(layout, state, batch, context, updates=False)
+        assert done.gradients is not None
+        return done.gradients
+
+    def _on_shards(
+        self,
+        layout: StateLayout,
+        state: TrainState,
+        batch: Any,
+        context: StageContext,
+        *,
+        updates: bool,
+    ) -> tuple[Progress, Any]:
+        """What all shards compute, up to the reduced gradients or the update; ``aux`` if known."""
         at_use = self._at_use(layout, state, context)
         given, specs, aux_of_batch = self.loss.enter(layout, state, batch, at_use)
 
@@ -93,10 +118,13 @@ class StepConfig:
             before = layout.local(state)
             compute = functools.partial(self.loss.local, before, given, at_use)
             done = self._reduce(before, compute, context)
-            if not is_global:
+            if updates:
                 apart = self.loss.apart(before)
                 at_rest = dataclasses.replace(context, params=before.params, opaque_false=apart)
                 done = self._update(before, done, at_rest)
+            elif done.gradients is not None:
+                # Their sums leave shard_map, where nothing divides them.
+                done = done._replace(gradients=done.gradients.settled())
             # Groups differ, and `aux` has an axis for the shards already.
             stored = lambda x: x if layout.groups is None else x[None]
             metrics = jax.tree.map(stored, done.metrics)
@@ -108,15 +136,9 @@ class StepConfig:
             mesh=layout.mesh,
             axis_names=frozenset(layout.axes),
             in_specs=(layout.specs(state), specs),
-            out_specs=self._out_specs(layout, state, is_global),
+            out_specs=self._out_specs(layout, state, updates),
         )
-        done = on_all_shards(state, given)
-        if is_global:
-            done = self._update(state, done, dataclasses.replace(context, params=state.params))
-        metrics = done.metrics
-        if self.loss.has_aux:
-            metrics = metrics | {"aux": done.aux if aux_of_batch is None else aux_of_batch}
-        return layout.constrain(done.state), metrics
+        return on_all_shards(state, given), aux_of_batch
 
     def _reduce(
         self,
@@ -171,9 +193,6 @@ class StepConfig:
             opt_state=opt_state,
             model_state=loss.settled_state(local, gradients, together),
         )
-        if isinstance(context.arrays, Global):
-            # Their sums leave shard_map, where nothing divides them.
-            gradients = gradients.settled()
         return Progress(after, aux, metrics, gradients)
 
     def _update(self, before: TrainState, reduced: Progress, context: StageContext) -> Progress:
@@ -203,7 +222,7 @@ class StepConfig:
             skips_by_loop=shards.groups is None and not is_global and shards.platform == "cpu",
             apply_updates=True,
         )
-        return self.loss.in_context(context)
+        return dataclasses.replace(context, **self.loss.in_context)
 
     def _at_use(self, layout: StateLayout, state: TrainState, context: StageContext) -> AtUse:
         arrays, pipeline = layout.arrays, self.pipeline
@@ -220,7 +239,7 @@ class StepConfig:
         )
 
     def _arrive(self, local: LocalResult, context: StageContext) -> Gradients:
-        weighed = local.sums is not None
+        weighed = local.is_weighed
         return self.pipeline.arrive(
             local.values,
             context.shards,
@@ -234,13 +253,13 @@ class StepConfig:
             early=local.early,
         ).replace(weighed=weighed)
 
-    def _out_specs(self, layout: StateLayout, state: TrainState, is_global: bool) -> Progress:
+    def _out_specs(self, layout: StateLayout, state: TrainState, updates: bool) -> Progress:
         """The specs of what leaves ``shard_map``."""
         names, each = layout.axes, PartitionSpec(layout.axes)
         whole: Any = PartitionSpec()
         of_group: Any = whole if layout.groups is None else each
         aux = self.loss.aux_specs(each, of_group)
-        if not is_global:
+        if updates:
             return Progress(layout.specs(state), aux, of_group)
         of_part = lambda part, _: PartitionSpec(*only(part.spec(names), names))
         split = map_partitions(of_part, layout.arrays.params, state.params)

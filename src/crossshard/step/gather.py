@@ -1,5 +1,6 @@
 """AtUse: gathers parameters where the loss uses them, and sums gradients where they are made."""
 
+import abc
 import dataclasses
 import functools
 import math
@@ -8,8 +9,6 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import Mesh, NamedSharding
 
 from crossshard import _jax
 from crossshard.collectives.few_bits import LANES, Codec, gather_in_few_bits
@@ -23,8 +22,8 @@ from crossshard.collectives.sums import (
 )
 from crossshard.jaxprs.deferred import Deferred, Inside, evaluate
 from crossshard.model.layout import UsesRecord
-from crossshard.pipeline.aggregators import as_sent
 from crossshard.pipeline.stages.accumulate import add, mean
+from crossshard.pipeline.stages.aggregate import as_sent
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
 
@@ -36,6 +35,44 @@ class Use(NamedTuple):
     dtype: Any  # the dtype in which it is used
     of_row: bool  # whether it uses one of its rows, or some
     in_ring: bool  # whether its slices meet a product one by one
+
+
+class Transport(abc.ABC):
+    """How slices of arrays are gathered, and gradients summed into slices."""
+
+    @abc.abstractmethod
+    def gather(
+        self, parts: Sequence[jax.Array], partitions: Sequence[Partition], shards: Shards
+    ) -> list[jax.Array]:
+        """Arrays in full, from their slices."""
+
+    @abc.abstractmethod
+    def sum(self, x: jax.Array, partition: Partition, shards: Shards) -> jax.Array:
+        """This shard's slice of the sum of ``x`` over the shards."""
+
+    @abc.abstractmethod
+    def shape(self, partition: Partition) -> tuple[int, ...]:
+        """The shape of such a slice, as it is seen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Collectives(Transport):
+    """By collectives, inside of ``shard_map``."""
+
+    def gather(
+        self, parts: Sequence[jax.Array], partitions: Sequence[Partition], shards: Shards
+    ) -> list[jax.Array]:
+        """Arrays in full; small ones share a collective."""
+        return bucketed_gather(parts, partitions, shards)
+
+    def sum(self, x: jax.Array, partition: Partition, shards: Shards) -> jax.Array:
+        """This shard's slice of the sum."""
+        (total,) = bucketed_sum([x], [partition], shards)
+        return total
+
+    def shape(self, partition: Partition) -> tuple[int, ...]:
+        """That of one slice."""
+        return partition.local_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +100,7 @@ class AtUse:
     # ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
     # later.
     before: Any = dataclasses.field(default=None, compare=False)
-    # The mesh and its shard axes, if the arrays are global ones, which XLA gathers and sums;
-    # ``None`` inside of ``shard_map``.
-    of_mesh: tuple[Mesh, tuple[str, ...]] | None = None
+    transport: Transport = Collectives()
 
     def whole(self, params: Any) -> Any:
         """The parameters in full, gathered at once."""
@@ -89,7 +124,7 @@ class AtUse:
         """The types of the gradients of any loss."""
         leaves, tree = jax.tree.flatten(self.types(params))
         types = [
-            jax.ShapeDtypeStruct(self._shape_of_sum(each), x.dtype) if is_early else x
+            jax.ShapeDtypeStruct(self.transport.shape(each), x.dtype) if is_early else x
             for x, each, is_early in zip(leaves, self.partitions, self.early, strict=True)
         ]
         return tree.unflatten(types)
@@ -168,11 +203,7 @@ class AtUse:
 
     def slot(self, place: int, x: Any) -> jax.Array:
         """Zeros in the place of a gradient: what the backward pass leaves of it."""
-        return jnp.zeros(self._shape_of_sum(self.partitions[place]), wide(x.dtype))
-
-    def _shape_of_sum(self, partition: Partition) -> tuple[int, ...]:
-        """The shape of what the backward pass leaves of a gradient."""
-        return partition.local_shape if self.of_mesh is None else partition.packed_shape
+        return jnp.zeros(self.transport.shape(self.partitions[place]), wide(x.dtype))
 
     def leaf(self, place: int, x: Any, slot: Any, weight: Any) -> "Leaf":
         way = Way(self._of_one, self.partitions[place], x.dtype, wide(x.dtype))
@@ -206,11 +237,8 @@ class AtUse:
                 for (x, partition, dtype), is_few in zip(each, few, strict=True)
                 if not is_few
             ]
-            if self.of_mesh is None:
-                sent = [x for x, _ in plain], [partition for _, partition in plain]
-                others = iter(bucketed_gather(*sent, self.shards))
-            else:
-                others = iter([self._gathered_by_xla(*each) for each in plain])
+            sent = [x for x, _ in plain], [partition for _, partition in plain]
+            others = iter(self.transport.gather(*sent, self.shards))
             codec, shards = self.gather_dtype, self.shards
             return [
                 (gather_in_few_bits(x, part, codec, shards) if is_few else next(others)).astype(
@@ -218,17 +246,6 @@ class AtUse:
                 )
                 for (x, part, dtype), is_few in zip(each, few, strict=True)
             ]
-
-    def split(self, x: jax.Array, partition: Partition) -> jax.Array:
-        """A global array, packed, of which each shard has its slice."""
-        assert self.of_mesh is not None
-        mesh, axes = self.of_mesh
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, partition.spec(axes)))
-
-    def _gathered_by_xla(self, part: jax.Array, partition: Partition) -> jax.Array:
-        assert self.of_mesh is not None
-        whole = NamedSharding(self.of_mesh[0], partition.other_axes)
-        return lax.with_sharding_constraint(self.split(part, partition), whole)
 
     def dtype_sent(self, dtype: Any) -> Any:
         """The dtype in which a parameter that is used in this one is sent."""
@@ -272,12 +289,8 @@ class Way:
     def backward(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """This shard's slice of the sum of all shards' gradients."""
         with jax.named_scope("reduce"):
-            of = self.at_use
-            if of.of_mesh is not None:
-                return of.split(gradient.astype(self.summed), self.partition)
-            sent = self._sent(gradient, shared, before)
-            (total,) = bucketed_sum([sent], [self.partition], of.shards)
-            return total.astype(self.summed)
+            of, sent = self.at_use, self._sent(gradient, shared, before)
+            return of.transport.sum(sent, self.partition, of.shards).astype(self.summed)
 
     def _sent(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """What is to be summed of a gradient, or of a slice of it."""

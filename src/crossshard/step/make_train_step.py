@@ -14,22 +14,20 @@ from crossshard._annotations import Filter, Loss, PyTree
 from crossshard.collectives.few_bits import Codec, Quantized
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import GradientStatus, Reduction
-from crossshard.guards.divergence import check_divergence_options
+from crossshard.guards import check_divergence_options
 from crossshard.model.model_state import ModelState, check_model_state, with_rng
 from crossshard.model.models import check_wrt
 from crossshard.optimizer.transformation import pipeline_of, transformation_of
-from crossshard.pipeline.aggregators import FewBits, check_gather_dtype
-from crossshard.pipeline.options import Options
-from crossshard.pipeline.pipeline import Pipeline, check_names, names_of_options
-from crossshard.pipeline.stages.aggregate import check_weighable
+from crossshard.pipeline.pipeline import Options, Pipeline, check_names, names_of_options
+from crossshard.pipeline.stages.aggregate import FewBits, check_gather_dtype, check_weighable
 from crossshard.pipeline.stages.metrics import need_local
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
 from crossshard.shards.devices import mesh_and_axes, number_of_shards
 from crossshard.step.batches import check_entries
 from crossshard.step.function import StepConfig
-from crossshard.step.losses.batch import BatchLoss
-from crossshard.step.losses.rows import LossOver, RngPer, StepLoss, check_rng_per
-from crossshard.step.losses.virtual import InOrder, VirtualLoss, check_virtual_shards
+from crossshard.step.losses import loss_over as loss_of
+from crossshard.step.losses.rows import LossOver, RngPer, check_rng_per
+from crossshard.step.losses.virtual import InOrder, check_virtual_shards
 from crossshard.step.microbatches import AuxReduction, check_aux_reduction, check_weight
 from crossshard.step.train_step import TrainStep
 
@@ -235,7 +233,7 @@ def make_train_step(
             "virtual_shards": virtual,
             "loss_over": over is LossOver.BATCH and str(over),
             "weight_update": sharding is WeightUpdate.REPLICATED and str(sharding),
-            "master_dtype": pipeline.master_dtype and str(pipeline.master_dtype),
+            "master_dtype": of_options.get("master_dtype"),
             "ema": of_options.get("ema"),
             "weight": weight,
             "preprocess": of_options.get("preprocess"),
@@ -250,17 +248,16 @@ def make_train_step(
             "mesh": len(where.axis_names) > len(axes) and where.axis_names,
         }
     )
-    of_rows = BatchLoss if over is LossOver.BATCH else StepLoss
-    loss = (of_rows if virtual is None else VirtualLoss)(
-        loss_fn,
-        takes_rng,
-        has_aux,
-        weigh,
-        accumulate_steps,
-        kind,
-        reduced,
-        batch_axes,
+    loss = loss_of(
         over,
+        function=loss_fn,
+        takes_rng=takes_rng,
+        has_aux=has_aux,
+        weight=weigh,
+        accumulate_steps=accumulate_steps,
+        model_state=kind,
+        aux_reduction=reduced,
+        batch_axes=batch_axes,
         keys_of_rows=rng_per is RngPer.ROW,
         is_summed=pipeline.reduction is Reduction.SUM,
         same_bits=virtual,

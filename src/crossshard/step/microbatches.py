@@ -35,10 +35,11 @@ class LocalResult(NamedTuple):
     # For each leaf of the gradient whether the backward pass has summed it over the shards; empty
     # if none is. See ``Gradients``.
     early: tuple[bool, ...] = ()
-    # What else the aggregate is to sum, by name, of virtual shards: loss, values, weight and these
-    # are then their weighed partial sums, ``[nodes, …]``, and aux is ``[virtual, …]``. ``None``
-    # without them.
+    # What else the aggregate is to sum, by name; ``None`` for what the loss makes of the others.
     sums: dict[str, Any] | None = None
+    # Whether loss, values, weight and sums are weighed partial sums over virtual shards,
+    # ``[nodes, …]``, and aux is ``[virtual, …]``.
+    is_weighed: bool = False
 
 
 # Computes the gradient of one microbatch from its rows, the model state and its index.

@@ -7,7 +7,7 @@ so is its gradient. What it computes of a row may differ by rounding alone.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,7 @@ from crossshard.jaxprs.kernels import SAID_BY_JAXPR, Assumptions, Operation, is_
 from crossshard.jaxprs.row_facts import Fact, Free, Rows
 from crossshard.jaxprs.walk import (
     Call,
-    Cond,
     Scan,
-    While,
     control_flow,
     equations_within,
     has_own_derivative,
@@ -47,13 +45,6 @@ def precision_of(equation: Any) -> float:
     return max((float(jnp.finfo(x).eps) for x in exact), default=0.0)
 
 
-class Tried(NamedTuple):
-    """How an operation, or its gradient, was tried."""
-
-    operation: str  # what it is
-    change: str  # what was changed of the rows
-
-
 class Trial:
     """Collects what the operations of one loss do on one shard."""
 
@@ -62,7 +53,8 @@ class Trial:
         self._seen: set[str] = set()
         # The operations that were reached, even if like ones had been tried before.
         self.reached: set[str] = set()
-        self.tried: list[Tried] = []
+        # What was tried, and what was changed of the rows.
+        self.tried: list[tuple[str, str]] = []
         # For each of these how far the results are apart, and of how far they may be.
         self.apart: list[jax.Array] = []
 
@@ -90,13 +82,6 @@ class Trial:
         match control_flow(equation):
             case Call(jaxpr) if not is_rowwise(equation):
                 return within(jaxpr, given)
-            case Cond(branches):
-                for branch in branches:
-                    within(branch, given[1:])
-            case While(cond, of_cond, body, of_body):
-                carry = given[of_cond + of_body :]
-                within(cond, [*given[:of_cond], *carry])
-                within(body, [*given[of_cond : of_cond + of_body], *carry])
             case Scan(body, constants, carried, (steps, reverse)) if steps:
                 first = constants + carried
                 turn = [x[steps - 1 if reverse else 0] for x in given[first:]]
@@ -213,24 +198,12 @@ class Trial:
                 found[_NUMBER].append((fact, x, _behind(fact, *parts)))
             else:
                 found[_NUMBER].append((fact, x, parts[0] + parts[1], *sums))
-        limit = lambda fact, change: (
-            precision * (_OF_ROWS[change] if isinstance(fact, Rows) else _OF_SUMS[change])
-        )
-        noise: Any = 0.0
         for change, pairs in found.items():
-            apart = []
             for fact, *arrays in pairs:
-                distance, allowed = _distance(*arrays), jnp.maximum(limit(fact, change), 4 * noise)
-                apart.append(jnp.stack([distance, distance / allowed]))
-            if apart:
-                self.tried.append(Tried(name, change))
-                stacked = jnp.stack(apart)
-                self.apart.append(stacked[jnp.argmax(jnp.nan_to_num(stacked[:, 1], nan=jnp.inf))])
-            if change == _ORDER and apart:
-                # The order itself may make no more than is allowed.
-                noise = jnp.minimum(
-                    self.apart[-1][0], min(limit(each[0], change) for each in pairs)
-                )
+                limits = _OF_ROWS if isinstance(fact, Rows) else _OF_SUMS
+                distance = _distance(*arrays)
+                self.tried.append((name, change))
+                self.apart.append(jnp.stack([distance, distance / (precision * limits[change])]))
 
 
 def _telling(operation: Operation, given: Sequence[Any]) -> list[Any]:

@@ -22,13 +22,10 @@ from crossshard.jaxprs.kernels import ROWWISE
 from crossshard.jaxprs.mean_over_rows import (
     Finding,
     Proof,
-    facts_of_inputs,
     found,
     is_free,
     is_mean,
     is_sum,
-    prove,
-    types_with,
 )
 from crossshard.jaxprs.rewrite import evaluate, flat
 from crossshard.jaxprs.row_facts import (
@@ -40,12 +37,10 @@ from crossshard.jaxprs.row_facts import (
     OverRows,
     Total,
 )
-from crossshard.jaxprs.walk import Call, constants, control_flow, opened
+from crossshard.jaxprs.walk import Call, constants, control_flow, depends, opened
 from crossshard.shards.batch_axes import BatchAxes, join
 from crossshard.step.microbatches import SumOf, Weight
 
-# Of a recurrent network over [time, rows, …].
-_OTHER_AXIS = "If the rows are along another axis, write batch_axis=1, or its number. "
 WAYS_ON = (
     "Write loss_over='batch', and the loss is given all rows; or loss_over='shard', if each "
     "shard's own loss is meant."
@@ -189,7 +184,6 @@ class OverRowsRecord:
         returned: Any,
         arguments: Arguments,
         batch_axes: BatchAxes,
-        times: int,
         weight: Weight | None,
     ) -> None:
         """Remember what a loss is in its rows, and what divides it.
@@ -200,7 +194,6 @@ class OverRowsRecord:
           returned: what it returned: any number, or a ``Mean`` of such.
           arguments: the types of what it is computed from.
           batch_axes: along which axes the arrays of the batch have their rows.
-          times: of how many pieces the batch is.
           weight: the weight function of the step, if it has one.
         """
         structure = jax.tree.structure(returned)
@@ -210,8 +203,7 @@ class OverRowsRecord:
             split = batch_axes.split
             self.divisors[key] = divisor_of(finding, proof.jaxpr, arguments, split, weight)
         if finding.kind is OverRows.MEAN and weight is not None:
-            rows = arguments.given[0]
-            check_weight_of_mean(weight, rows, arguments.whole, batch_axes.of_rows(rows), times)
+            _check_weight_of_mean(weight, arguments.given[0], arguments.whole)
 
     def checked(
         self, key: Any, rows: Any, weight: Weight | None, summed: bool, microbatches: int
@@ -231,99 +223,96 @@ class OverRowsRecord:
         """
         finding, divisor = self.known[key], self.divisors.get(key)
         self.latest = finding
-        _check_over_rows(finding, rows, weight, summed, microbatches, self, divisor)
+        where = f" ({finding.source})" if finding.source else ""
+        refusal = _refusal(finding, where)
+        if finding.kind is OverRows.SUM:
+            refusal = _refusal_of_sum(summed, microbatches)
+        if refusal:
+            raise LossError(refusal)
+        types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
+        doubts = dict[str, Divisor | None]()
+        if finding.kind is OverRows.UNDECIDED:
+            what = "the loss is a mean over the rows of the batch"
+            if finding.of:
+                what = f"{finding.of} is a sum over the rows of the batch"
+            doubts[f"Nothing proves that {what}: {finding.reason}{where}."] = None
+        if finding.kind is OverRows.RATIO and _is_doubtful(finding, where, rows, weight, divisor):
+            doubts[f"Nothing proves that weight= is what the loss divides by{where}."] = divisor
+        if finding.assumes:
+            by = ", ".join(finding.assumes)
+            doubts[f"Nothing proves that each row is computed alone by {by}."] = None
+        for sentence, of in doubts.items():
+            doubt = Doubt(finding, sentence, types)
+            if doubt not in self.by_numbers:
+                raise UndecidedError(doubt, of)
         return finding, divisor
 
 
-def _check_over_rows(
-    finding: Finding,
-    rows: Any,
-    weight: Weight | None,
-    summed: bool,
-    microbatches: int,
-    record: OverRowsRecord,
-    divisor: Divisor | None,
-) -> None:
-    """Raise if a loss is no mean over rows, or nobody knows; see ``OverRowsRecord.checked``."""
-    where = f" ({finding.source})" if finding.source else ""
-
-    def ask_numbers(sentence: str, divisor: Divisor | None = None) -> None:
-        """Raise unless numbers have shown, for rows of these types, what the trace does not."""
-        types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
-        doubt = Doubt(finding, sentence, types)
-        if doubt not in record.by_numbers:
-            raise UndecidedError(doubt, divisor)
-
-    if finding.kind is OverRows.COMPARED and finding.reason == SAME_NOISE:
-        raise LossError(
-            f"The loss draws {finding.reason}{where}, so that rows of several shards get the same "
-            f"numbers, and all rows of the batch would not. Let the loss take a key as its last "
-            f"parameter, rng, which is each shard's own; or keep the key in "
-            f"model_state='per_shard'. {WAYS_ON}"
-        )
+def _refusal(finding: Finding, where: str) -> str:
+    """Why a loss is no mean over rows, and what to write; empty if it may be one."""
+    compares, reason = finding.kind is OverRows.COMPARED, finding.reason
     # Where two quotients may divide by the same sum, numbers would have to tell them apart.
-    if finding.kind is not OverRows.MEAN and finding.reason == ADDS_UNLIKE:
-        adds = finding.reason
+    if finding.kind is not OverRows.MEAN and reason == ADDS_UNLIKE:
+        adds = reason
         if finding.kind is OverRows.UNDECIDED:
             adds = "terms of which nothing shows that they depend alike on the number of rows"
-        raise LossError(
-            f"The loss adds {adds}{where}, such as a mean over rows and a regulariser "
-            f"that is divided by their number, or means that divide by different sums, so that the "
-            f"mean of the shards' losses is not that of the whole batch. Leave the number of rows "
-            f"out of the regulariser. Return each quotient as a Mean, and add them up: "
+        return (
+            f"The loss adds {adds}{where}, such as a mean over rows and a regulariser that is "
+            f"divided by their number, or means that divide by different sums. Leave the number of "
+            f"rows out of the regulariser. Return each quotient as a Mean, and add them up: "
             f"crossshard.Mean(total, count) + crossshard.Mean(other, its_count); a mean over rows "
             f"is Mean(losses.sum(), losses.size). Or: {WAYS_ON}"
         )
-    if finding.kind is OverRows.COMPARED and finding.reason == ADDS_SHARDS:
-        raise LossError(
+    if not compares:
+        return ""
+    if reason == SAME_NOISE:
+        return (
+            f"The loss draws {reason}{where}, so that rows of several shards get the same numbers. "
+            f"Let the loss take a key as its last parameter, rng, which is each shard's own; or "
+            f"keep the key in model_state='per_shard'. {WAYS_ON}"
+        )
+    if reason == ADDS_SHARDS:
+        return (
             "The loss adds up the shards' means, or what is the same on all of them, with "
             "jax.lax.psum over their axis, so that it is as many times too large as there are "
             "shards. Write jax.lax.pmean; or add up sums over rows, and divide by a sum over all."
         )
-    if finding.kind is OverRows.COMPARED and finding.of:
-        raise LossError(
-            f"The loss returns a Mean, and {finding.of} {finding.reason}{where}. Return the sum "
-            f"over the rows and how many count in it, Mean((losses * mask).sum(), mask.sum()), and "
-            f"no mean or quotient of them; where nothing counts, the Mean is 0. Or: {WAYS_ON}"
+    if finding.of:
+        return (
+            f"The loss returns a Mean, and {finding.of} {reason}{where}. Return the sum over the "
+            f"rows and how many count in it, Mean((losses * mask).sum(), mask.sum()), and no mean "
+            f"or quotient of them; where nothing counts, the Mean is 0. Or: {WAYS_ON}"
         )
-    if finding.kind is OverRows.COMPARED:
-        raise LossError(
-            f"The loss compares rows of the batch: {finding.reason}{where}. Each shard has its own "
-            f"rows, so that the mean of the shards' losses is not that of the whole batch. "
-            f"{_OTHER_AXIS if finding.reason == MEETS_EARLIER else ''}{WAYS_ON}"
-        )
-    if finding.kind is OverRows.UNDECIDED:
-        what = "the loss is a mean over the rows of the batch"
-        if finding.of:
-            what = f"{finding.of} is a sum over the rows of the batch"
-        ask_numbers(f"Nothing proves that {what}: {finding.reason}{where}.")
-    if finding.kind is OverRows.SUM and not summed:
-        raise LossError(
+    # Of a recurrent network over [time, rows, …].
+    axis = "If the rows are along another axis, write batch_axis=1, or its number. "
+    return (
+        f"The loss compares rows of the batch: {reason}{where}. Each shard has its own rows, so "
+        f"that the mean of the shards' losses is not that of the whole batch. "
+        f"{axis if reason == MEETS_EARLIER else ''}{WAYS_ON}"
+    )
+
+
+def _refusal_of_sum(summed: bool, microbatches: int) -> str:
+    """Why a loss that is a sum over rows is refused; empty if it is not."""
+    if not summed:
+        return (
             "The loss is a sum over the rows of the batch, and the mean of the shards' sums is "
             "smaller than the sum of the whole batch. Write the mean over rows; or pass "
             "CrossShardOptimizer(optimizer, reduction='sum'), which adds up the shards' gradients."
         )
-    if finding.kind is OverRows.SUM and microbatches > 1:
-        raise LossError(
-            f"The loss is a sum over the rows of the batch, and accumulate_steps={microbatches} "
-            f"takes the mean of the microbatches, which is 1/{microbatches} of the sum of the "
-            f"whole batch. Write the mean over rows, without reduction='sum'; or leave out "
-            f"accumulate_steps; or write loss_over='shard', if this mean is meant."
-        )
-    if finding.kind is OverRows.RATIO:
-        unknown = _check_weight(finding, where, rows, weight, divisor)
-        if unknown:
-            ask_numbers(unknown, divisor)
-    if finding.assumes:
-        ask_numbers(
-            f"Nothing proves that each row is computed alone by {', '.join(finding.assumes)}."
-        )
+    if microbatches == 1:
+        return ""
+    return (
+        f"The loss is a sum over the rows of the batch, and accumulate_steps={microbatches} takes "
+        f"the mean of the microbatches. Write the mean over rows, without reduction='sum'; or "
+        f"leave out accumulate_steps."
+    )
 
 
-def _check_weight(
+def _is_doubtful(
     finding: Finding, where: str, rows: Any, weight: Weight | None, divisor: Divisor | None
-) -> str:
-    """Raise unless the weight is the sum by which a ratio divides; what is not known of that."""
+) -> bool:
+    """Raise unless the weight is the sum by which a ratio divides, or may be; whether it may."""
     entry = _name_of(rows, finding.entry)
     if weight is None:
         passed = f"Pass weight={entry!r}, which is how much a shard counts. Or: " if entry else ""
@@ -347,7 +336,7 @@ def _check_weight(
             f"a branch, or the loss is another program for so few rows. So it cannot be compared "
             f"with {said(weight)}. {AS_MEAN}"
         )
-    return "" if is_weight else f"Nothing proves that weight= is what the loss divides by{where}."
+    return not is_weight
 
 
 def divisor_of(
@@ -478,9 +467,6 @@ def are_equal(one: Any, other: Any) -> bool:
 
 def _drawn(draw: np.random.Generator, shape: Any, dtype: Any) -> Any:
     """Numbers of a dtype: small ones, and zeros among them; integers of both signs."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        keys = jnp.asarray(draw.integers(0, 2**31, int(np.prod(shape))), jnp.uint32)
-        return jax.vmap(jax.random.key)(keys).reshape(shape)
     if dtype == np.bool_:
         return draw.random(shape) < 0.5
     if jnp.issubdtype(dtype, jnp.integer):
@@ -510,31 +496,15 @@ def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: A
     return with_moved(Mean(wide * by, count), moved) + 0.0 * Mean(0.0, weight, "weight")
 
 
-def check_weight_of_mean(
-    weight: Weight, rows: Any, whole: Any, axes: Sequence[int], times: int
-) -> None:
+def _check_weight_of_mean(weight: Weight, rows: Any, whole: Any) -> None:
     """Raise unless the weight of a loss that is a mean over rows is the same for all shards.
 
     Args:
       weight: the weight.
       rows: the rows of a piece of the batch, or their types.
       whole: the entries that have none.
-      axes: for each array of the rows the axis along which they are.
-      times: of how many pieces the batch is.
     """
-    of = lambda rows, whole: jnp.asarray(weight(join(rows, whole)), float)
-    leaves, proof = jax.tree.leaves(rows), None
-    traces: list[Any] = [jax.make_jaxpr(of)(rows, whole)]
-    each = leaves[0].shape[axes[0]]
-    while proof is None:
-        try:
-            more = types_with(rows, axes, len(traces) * times * each)
-            traces.append(jax.make_jaxpr(of)(more, whole))
-        except Exception as error:  # a weight may raise anything on other shapes
-            traces.append(error)
-        proof = prove(traces, facts_of_inputs(leaves, axes, whole, ()), each, times)
-    (fact,) = proof.facts
-    if isinstance(fact, Free) and not fact.own:
+    if not depends(lambda rows: weight(join(rows, whole)), rows):
         return
     if isinstance(weight, SumOf):
         entry = f"batch[{weight.key!r}]"
@@ -565,10 +535,9 @@ def said(weight: Weight) -> str:
 
 def another_sum(weight: Weight, finding: Finding, numbers: str = "") -> LossError:
     """The error for a weight that is not what the loss divides by."""
-    code = f"{finding.code} ({finding.source})" if finding.code else finding.source
     return LossError(
         f"The loss divides by one sum over rows, and weight= is another:\n"
-        f"    the loss: {code}\n    the weight: {said(weight)}\n{numbers}{AS_MEAN}"
+        f"    the loss: {finding.source}\n    the weight: {said(weight)}\n{numbers}{AS_MEAN}"
     )
 
 

@@ -1,10 +1,12 @@
 """BatchLoss: one loss of all rows and its gradient, on global arrays whose work XLA splits."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, final
 
 import jax
-from jax.sharding import PartitionSpec
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
 from crossshard.errors import AxisError, LossError
@@ -12,12 +14,44 @@ from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.pipeline.stage import Gradients, StageContext
 from crossshard.shards.axes import Shards
-from crossshard.shards.cut import map_partitions, only
-from crossshard.step.gather import AtUse
-from crossshard.step.losses.rows import LossOver, StepLoss
+from crossshard.shards.cut import Partition, map_partitions, only
+from crossshard.step.gather import AtUse, Transport
+from crossshard.step.losses.rows import StepLoss
 from crossshard.step.microbatches import LocalResult
+
+
+@dataclasses.dataclass(frozen=True)
+class ByXLA(Transport):
+    """By XLA, of global arrays, which are packed."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]  # its shard axes
+
+    def gather(
+        self, parts: Sequence[jax.Array], partitions: Sequence[Partition], shards: Shards
+    ) -> list[jax.Array]:
+        """Arrays that are replicated, but for the other axes."""
+        del shards
+        whole = lambda each: NamedSharding(self.mesh, each.other_axes)
+        return [
+            lax.with_sharding_constraint(self.split(x, each), whole(each))
+            for x, each in zip(parts, partitions, strict=True)
+        ]
+
+    def sum(self, x: jax.Array, partition: Partition, shards: Shards) -> jax.Array:
+        """The array, of which each shard has its slice: the sum of all that is one."""
+        del shards
+        return self.split(x, partition)
+
+    def shape(self, partition: Partition) -> tuple[int, ...]:
+        """That of all slices."""
+        return partition.packed_shape
+
+    def split(self, x: jax.Array, partition: Partition) -> jax.Array:
+        """A packed array, of which each shard has its slice."""
+        placed = NamedSharding(self.mesh, partition.spec(self.axes))
+        return lax.with_sharding_constraint(x, placed)
 
 
 def on_all_rows(at_use: AtUse, layout: StateLayout) -> AtUse:
@@ -26,22 +60,22 @@ def on_all_rows(at_use: AtUse, layout: StateLayout) -> AtUse:
     One shard has all rows, so that the key does not depend on the number of shards, either.
     """
     frozen = None if at_use.frozen is None else on_all_rows(at_use.frozen, layout)
-    of_mesh, waits = (layout.mesh, layout.axes), not at_use.in_parts
+    by_xla, waits = ByXLA(layout.mesh, layout.axes), not at_use.in_parts
     return dataclasses.replace(
-        at_use, shards=Shards(1), waits=waits, frozen=frozen, of_mesh=of_mesh
+        at_use, shards=Shards(1), waits=waits, frozen=frozen, transport=by_xla
     )
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class BatchLoss(StepLoss):
     """The loss of the batch, outside of ``shard_map``: of no shard, and reduced by XLA."""
 
-    over: LossOver = LossOver.BATCH
-
     status = GradientStatus.REDUCED
-    has_one_state = True
-    is_interleaved = True
+    has_one_state = is_interleaved = True
     gradient = "gradient of one loss over the batch, summed by XLA"
+    # Nothing has to divide it.
+    in_context: ClassVar[Mapping[str, Any]] = {"divisor": 1, "over_batch": True}
 
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
@@ -56,6 +90,7 @@ class BatchLoss(StepLoss):
           LossError: XLA would compute it wrongly.
         """
         axes, partitions, on_all = layout.axes, at_use.partitions, on_all_rows(at_use, layout)
+        split = ByXLA(layout.mesh, axes).split
 
         def compute(state: TrainState, batch: Any) -> LocalResult:
             return self.of_shard(state, batch, on_all)._replace(early=())
@@ -72,7 +107,7 @@ class BatchLoss(StepLoss):
             raise
         leaves, tree = jax.tree.flatten(found.values)
         values = tree.unflatten(
-            [on_all.split(each.pack(x), each) for x, each in zip(leaves, partitions, strict=True)]
+            [split(each.pack(x), each) for x, each in zip(leaves, partitions, strict=True)]
         )
         whole, of_one = PartitionSpec(), lambda each, _: only(each.spec(axes), axes)
         specs = whole, map_partitions(of_one, partitions, values), whole, whole
@@ -84,33 +119,13 @@ class BatchLoss(StepLoss):
         """The loss, and a shard's slices of the gradient."""
         loss, values, model_state, terms = given
         early = tuple(each.number > 1 for each in at_use.partitions)
-        return LocalResult(loss, values, None, model_state, None, terms, early), before.params
-
-    def in_context(self, context: StageContext) -> StageContext:
-        """What nothing has to divide."""
-        return dataclasses.replace(context, divisor=1, over_batch=True)
+        # All of it is of the batch, and nothing else is to be summed.
+        found = LocalResult(loss, values, None, model_state, None, terms, early, sums={})
+        return found, before.params
 
     def alone(self) -> StepLoss:
         """Itself: its microbatches are other losses, on any number of shards."""
         return self
-
-    def sums(self, local: LocalResult) -> dict[str, Any]:
-        """Nothing: all of it is of the batch."""
-        return {}
-
-    def settled_state(self, local: LocalResult, gradients: Gradients, number: int) -> Any:
-        """The model state as the loss returned it."""
-        return local.model_state
-
-    def reduced_aux(
-        self, local: LocalResult, gradients: Gradients, number: int, grouped: bool
-    ) -> Any:
-        """Nothing: it never enters ``shard_map``."""
-        return None
-
-    def aux_specs(self, each: Any, reduced: Any) -> Any:
-        """Whole."""
-        return PartitionSpec()
 
 
 def _check_convolutions(jaxpr: Any, rows: int) -> None:

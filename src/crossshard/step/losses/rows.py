@@ -1,10 +1,11 @@
-"""StepLoss: the loss of each shard's rows and its gradient, in one piece or in microbatches."""
+"""StepLoss: what a loss is over, and its gradient; and RowsLoss, of each shard's rows."""
 
+import abc
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from crossshard import _check, _jax
 from crossshard._check import is_inexact
 from crossshard.collectives.sums import to_sum
 from crossshard.errors import ArgumentError
-from crossshard.gradients.autodiff import check_sums, scaled, split_loss, unscale
+from crossshard.gradients.local import check_sums, scaled, split_loss, unscale
 from crossshard.gradients.mean import Mean, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.mean_over_rows import Proof, facts_of_inputs, prove, types_with
@@ -25,7 +26,7 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
 from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
-from crossshard.pipeline.stage import Gradients, StageContext
+from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, zeros
 from crossshard.shards.axes import get_shard_context, shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
@@ -105,11 +106,8 @@ class Returned(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class StepLoss:
-    """The loss of a step, as a function of a state and rows: here of those of each shard.
-
-    A loss over the batch, and one of virtual shards, say what they do otherwise.
-    """
+class StepLoss(abc.ABC):
+    """The loss of a step, as a function of a state and rows, and what these rows are."""
 
     function: Callable[..., Any]  # the loss of some rows of the batch
     takes_rng: bool = False  # whether it takes a PRNG key
@@ -134,14 +132,19 @@ class StepLoss:
     )
 
     status: ClassVar[GradientStatus] = GradientStatus.LOCAL  # the status of its gradients
-    # Whether there is one state of all rows, and so no weight of some.
+    # Whether it is one loss, of all rows, and has one state.
     has_one_state: ClassVar[bool] = False
     # Whether its rows are those of all shards, of which a microbatch has some.
     is_interleaved: ClassVar[bool] = False
     gradient: ClassVar[str] = ""  # its gradient in words; empty if it is each shard's local one
+    # What the context of the stages says of its gradients.
+    in_context: ClassVar[Mapping[str, Any]] = {}
+    # Why no shard may have a model state of its own; empty if each may.
+    without_own_state: ClassVar[str] = ""
 
-    # What a loss over other rows does otherwise.
+    # What it is over: the finals differ in this.
 
+    @abc.abstractmethod
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
     ) -> tuple[Any, Any, Any]:
@@ -153,8 +156,8 @@ class StepLoss:
           batch: the batch, its rows split over the shards.
           at_use: how a shard gets its parameters.
         """
-        return batch, self.batch_axes.specs(batch, layout.axes), None
 
+    @abc.abstractmethod
     def local(
         self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
     ) -> tuple[LocalResult, Any]:
@@ -166,31 +169,17 @@ class StepLoss:
           at_use: how it gets its parameters.
           weight: float[], 0 if this shard is left out of a ``Mean``, else 1; ``None`` if none is.
         """
-        params = before.params
-        if at_use.waits:
-            params, at_use = at_use.whole(params), dataclasses.replace(at_use, in_parts=False)
-        like = at_use.types_of_gradients(params) if at_use.in_parts else params
-        before = dataclasses.replace(before, params=params)
-        return self.of_shard(before, given, at_use, weight), like
 
-    def of_shard(
-        self, state: TrainState, batch: Any, at_use: AtUse, weight: Any = None
-    ) -> LocalResult:
-        """The loss and gradients of one shard's rows; see ``local``."""
-        in_pieces = self.pieces(at_use.shards.number) > 1
-        counting = self._begin(state, batch, at_use, weight, in_pieces=in_pieces)
-        return self._of_shard(state, batch, at_use, at_use.shards.index(), counting)
-
-    def in_context(self, context: StageContext) -> StageContext:
-        """The context of the stages for gradients of this loss."""
-        return context
-
+    @abc.abstractmethod
     def alone(self) -> "StepLoss":
         """The same of all rows in one piece, if it is a mean of pieces."""
-        return dataclasses.replace(self, accumulate_steps=1)
 
     def check_state(self, state: TrainState) -> None:
         """Raise ArgumentError unless it can keep the model state of this state."""
+        if state.per_shard and self.without_own_state:
+            raise ArgumentError(self.without_own_state)
+
+    # What is reduced besides its gradients.
 
     def sums(self, local: LocalResult) -> dict[str, Any]:
         """What the aggregate must sum, by name, besides the gradients and the loss."""
@@ -204,23 +193,25 @@ class StepLoss:
 
     def settled_state(self, local: LocalResult, gradients: Gradients, number: int) -> Any:
         """The model state for the next step, given the reduced gradients of ``number`` parts."""
-        return model_states.settled(self.model_state, local.model_state, gradients, number)
+        return model_states.settled(local.model_state, gradients, number)
 
     def reduced_aux(
         self, local: LocalResult, gradients: Gradients, number: int, grouped: bool
     ) -> Any:
         """One shard's ``aux`` as the metrics store it, given the reduced gradients."""
-        if not self.has_aux:
+        if local.aux is None:
             return None
-        how = {"grouped": grouped, "stacked": local.sums is not None}
+        how = {"grouped": grouped, "stacked": local.is_weighed}
         return reduced_aux(self.aux_reduction, local.aux, gradients, number, **how)
 
     def aux_specs(self, each: Any, reduced: Any) -> Any:
         """The specs of ``aux``, given that of per-shard and that of reduced values."""
-        is_per_shard = lambda reduction: reduction is AuxReduction.PER_SHARD
-        return jax.tree.map(lambda x: each if is_per_shard(x) else reduced, self.aux_reduction)
+        if self.has_one_state:
+            return reduced
+        is_each = lambda x: x is AuxReduction.PER_SHARD
+        return jax.tree.map(lambda x: each if is_each(x) else reduced, self.aux_reduction)
 
-    # What it is over.
+    # The rows that it has.
 
     @property
     def name(self) -> str:
@@ -251,18 +242,33 @@ class StepLoss:
         """Whether what it is in its rows matters, as it is computed of several pieces of them."""
         return self.over is not LossOver.BATCH and shards * self.pieces(shards) > 1
 
-    def _begin(
-        self, state: TrainState, batch: Any, at_use: AtUse, weight: Any, *, in_pieces: bool
-    ) -> Counting:
+    def at_rest(self, before: TrainState, at_use: AtUse) -> tuple[TrainState, AtUse, Any]:
+        """The state and the use of its parameters, gathered at once if their gradients wait.
+
+        And the types of the gradients.
+        """
+        params = before.params
+        if at_use.waits:
+            params, at_use = at_use.whole(params), dataclasses.replace(at_use, in_parts=False)
+        like = at_use.types_of_gradients(params) if at_use.in_parts else params
+        return dataclasses.replace(before, params=params), at_use, like
+
+    def of_shard(
+        self, state: TrainState, batch: Any, at_use: AtUse, weight: Any = None
+    ) -> LocalResult:
+        """The loss and gradients of all rows that there are, or of their microbatches."""
+        counting = self.begin(state, batch, at_use, weight)
+        return self.of_part(state, batch, at_use, at_use.shards.index(), counting)
+
+    def begin(self, state: TrainState, batch: Any, at_use: AtUse, weight: Any) -> Counting:
         """How a ``Mean`` is counted in the step that is traced from here on."""
         self.record.traces.clear()
         # Unknown for a step that is traced anew, whose batch may have other entries.
         self.record.returns_mean = None
         counting = Counting(at_use.shards, self.pieces(at_use.shards.number), weight)
-        if in_pieces:
-            counts = self._counts(state, batch, at_use, counting)
-            counting = dataclasses.replace(counting, counts=counts)
-        return counting
+        if counting.pieces == 1 and self.same_bits is None:
+            return counting
+        return dataclasses.replace(counting, counts=self._counts(state, batch, at_use, counting))
 
     def _counts(
         self, state: TrainState, batch: Any, at_use: AtUse, counting: Counting
@@ -303,17 +309,16 @@ class StepLoss:
             return lax.map(of_one, (jnp.arange(count), pieces_of(rows, self.batch_axes, count)))
 
         with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
-            if self.record.returns_mean is None:
-                pieces = pieces_of(rows, self.batch_axes, counting.pieces)
-                of_one = jax.tree.map(lambda x: x[0], pieces)
-                jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
+            pieces = pieces_of(rows, self.batch_axes, counting.pieces)
+            of_one = jax.tree.map(lambda x: x[0], pieces)
+            jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
             if not self.record.returns_mean:
                 return None
             if self.same_bits is None:
                 return counting.over_shards(_pruned(of_shard, rows, shard))
             return counting.in_order(_pruned(of_parts, rows))
 
-    def _of_shard(
+    def of_part(
         self, state: TrainState, batch: Any, at_use: AtUse, shard: Any, counting: Counting
     ) -> LocalResult:
         """The loss and gradients of the shard, or the virtual one, with this index."""
@@ -396,7 +401,9 @@ class StepLoss:
             types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
             run, weight = self._prepared(state, batch, keys, at_use)
             if self.model_state is ModelState.MEAN and not self.has_one_state:
-                self._check_equal(state, types, batch, run, keys)
+                rows, whole = self.split(batch)
+                of_own = lambda own, both: run(both, join(own[0], whole), own[1]).model_state
+                model_states.check_equal(state.model_state, of_own, (rows, keys), types)
             with jax.named_scope("loss"):
                 overwritten = model_states.overwritten(state.model_state)
                 scale = scale_of(state)
@@ -514,7 +521,7 @@ class StepLoss:
         key = state.skeleton, times, *types_of(arguments)
         if key not in self.record.known:
             proof, tree = self._proof(state, arguments, times)
-            self.record.conclude(key, proof, tree, arguments, self.batch_axes, times, self.weight)
+            self.record.conclude(key, proof, tree, arguments, self.batch_axes, self.weight)
         finding, divisor = self.record.checked(
             key, arguments.given[0], self.weight, self.is_summed, self.accumulate_steps
         )
@@ -554,29 +561,35 @@ class StepLoss:
             proof = prove(traces, inputs, each, times, shards)
         return proof, returned
 
-    def _check_equal(
-        self,
-        state: TrainState,
-        both: tuple[Any, Any],
-        batch: Any,
-        run: Callable[..., Returned],
-        keys: Keys,
-    ) -> None:
-        """Raise if model state that is not averaged would differ between shards."""
-        rows, whole = self.split(batch)
-
-        def of_own(own: tuple[Any, Any], both: tuple[Any, Any]) -> Any:
-            rows, keys = own
-            return run(both, join(rows, whole), keys).model_state
-
-        model_states.check_equal(state.model_state, of_own, (rows, keys), both)
-
     def with_weight(self, local: LocalResult, weight: Any, before: TrainState) -> LocalResult:
         """What one shard computes, with another weight: with 0 its model state stays as before."""
         after = model_states.unless_weightless(
             self.model_state, weight, local.model_state, before.model_state
         )
         return local._replace(weight=weight, model_state=after)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class RowsLoss(StepLoss):
+    """The loss of each shard's rows."""
+
+    def enter(
+        self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
+    ) -> tuple[Any, Any, Any]:
+        """The batch, of which each shard gets its rows."""
+        return batch, self.batch_axes.specs(batch, layout.axes), None
+
+    def local(
+        self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
+    ) -> tuple[LocalResult, Any]:
+        """The loss and gradients of the shard's rows."""
+        before, at_use, like = self.at_rest(before, at_use)
+        return self.of_shard(before, given, at_use, weight), like
+
+    def alone(self) -> StepLoss:
+        """The same without microbatches."""
+        return dataclasses.replace(self, accumulate_steps=1)
 
 
 def with_frozen(at_use: AtUse, function: Callable[[Any], Any], frozen: Any) -> Any:

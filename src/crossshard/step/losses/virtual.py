@@ -6,7 +6,7 @@ operations together for any number of shards, so that what it contracts and roun
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,13 @@ from crossshard.collectives.sums import to_average
 from crossshard.errors import ArgumentError, AxisError
 from crossshard.jaxprs.rewrite import opaque_false, without_repeats
 from crossshard.jaxprs.walk import equations_of, named_axes
+from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.pipeline.aggregators import Aggregator, Peers, Summands
 from crossshard.pipeline.stage import StageContext
+from crossshard.pipeline.stages.aggregate import Aggregator, Peers, Summands
 from crossshard.shards.batch_axes import join
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.rows import StepLoss
+from crossshard.step.losses.rows import RowsLoss, StepLoss
 from crossshard.step.microbatches import LocalResult, pieces_of
 
 
@@ -51,19 +52,33 @@ def check_virtual_shards(given: Any, shards: int) -> int | None:
     return number
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class VirtualLoss(StepLoss):
     """The losses of a shard's virtual shards, each with rows and a key of its own."""
 
-    def of_shard(
-        self, state: TrainState, batch: Any, at_use: AtUse, weight: Any = None
-    ) -> LocalResult:
+    without_own_state = (
+        "Each shard keeps its own variables of this module, such as statistics or random streams; "
+        "with virtual_shards the parameters are not to depend on the number of shards. Write the "
+        "loss as a function with model_state='mean', and take random numbers from its argument rng."
+    )
+
+    def enter(
+        self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
+    ) -> tuple[Any, Any, Any]:
+        """The batch, of which each shard gets its rows."""
+        return batch, self.batch_axes.specs(batch, layout.axes), None
+
+    def local(
+        self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
+    ) -> tuple[LocalResult, Any]:
         """The weighed partial sums over the virtual shards of this one.
 
         Raises:
           ArgumentError: its rows do not divide.
           AxisError: the loss communicates with other shards.
         """
+        state, at_use, like = self.at_rest(before, at_use)
         if at_use.frozen is not None:
             # Once for all virtual shards, and in full: a product with slices rounds otherwise.
             frozen = at_use.frozen.whole(state.frozen)
@@ -71,35 +86,27 @@ class VirtualLoss(StepLoss):
             at_use = dataclasses.replace(at_use, frozen=None)
         number, shard = at_use.shards.number, at_use.shards.index()
         count = self.parts(number) // number
-        _check_rows_divide(self.number_of_rows(batch), count, self.accumulate_steps)
-        counting = self._begin(state, batch, at_use, weight, in_pieces=True)
-        rows, whole = self.split(batch)
+        _check_rows_divide(self.number_of_rows(given), count, self.accumulate_steps)
+        counting = self.begin(state, given, at_use, weight)
+        rows, whole = self.split(given)
 
         def compute(index: Any, rows: Any, given: Any) -> tuple[LocalResult, dict[str, Any]]:
             params, frozen, model_state, whole, counts = given
             here = dataclasses.replace(state, params=params, frozen=frozen, model_state=model_state)
             index, own = shard * count + index, dataclasses.replace(counting, counts=counts)
-            local = self._of_shard(here, join(rows, whole), at_use, index, own)
+            local = self.of_part(here, join(rows, whole), at_use, index, own)
             return local, self.sums(local)
 
-        given = state.params, state.frozen, state.model_state, whole, counting.counts
+        shared = state.params, state.frozen, state.model_state, whole, counting.counts
         pieces = pieces_of(rows, self.batch_axes, count)
-        return _over_virtual_shards(count, compute, pieces, given, state, at_use)
+        local = _over_virtual_shards(count, compute, pieces, shared, state, at_use)
+        of_nodes = lambda x, like: jax.ShapeDtypeStruct(x.shape, like.dtype)
+        return local, jax.tree.map(of_nodes, local.values, like)
 
     def alone(self) -> StepLoss:
         """The loss of each shard's rows: the mean of the virtual shards' is that of all rows."""
-        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(StepLoss)}
-        return StepLoss(**own | {"accumulate_steps": 1, "same_bits": None})
-
-    def check_state(self, state: TrainState) -> None:
-        """All shards must have the same."""
-        if state.per_shard:
-            raise ArgumentError(
-                "Each shard keeps its own variables of this module, such as statistics or random "
-                "streams; with virtual_shards the parameters are not to depend on the number of "
-                "shards. Write the loss as a function with model_state='mean', and take random "
-                "numbers from its argument rng."
-            )
+        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return RowsLoss(**own | {"accumulate_steps": 1, "same_bits": None})
 
 
 def _check_rows_divide(rows: int, count: int, microbatches: int) -> None:
@@ -178,7 +185,7 @@ def _over_virtual_shards(
         for x, is_unread in zip(params, unread, strict=True)
     ]
     summed = structure.unflatten(values)
-    return LocalResult(loss, summed, weight, model_state, aux, sums=others)
+    return LocalResult(loss, summed, weight, model_state, aux, sums=others, is_weighed=True)
 
 
 def _check_alone(jaxpr: Any, axes: Sequence[str]) -> None:
@@ -201,7 +208,14 @@ class InOrder(Aggregator):
     virtual_shards: int  # how many there are on all shards together
 
     divides_before = False
-    takes_nodes = True
+
+    def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """On each of the partial sums ``[nodes, …]``."""
+        return jax.vmap(function)
+
+    def one(self, x: jax.Array) -> jax.Array:
+        """The first of them."""
+        return x[0]
 
     def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
         """The sums of arrays ``[nodes, …]``, one by one."""
@@ -221,3 +235,15 @@ class InOrder(Aggregator):
     def describe(self) -> str:
         """How many virtual shards there are."""
         return f"as {self.virtual_shards} virtual shards, added in a fixed order"
+
+
+def written(loss: StepLoss) -> dict[str, Any]:
+    """What a checkpoint tells of a loss, and a restore compares, by the names of the options."""
+    return {
+        "weight": loss.weight,
+        "accumulate_steps": loss.accumulate_steps,
+        "model_state": loss.model_state,
+        "loss_over": loss.over,
+        "rng_per='row'": loss.keys_of_rows,
+        "virtual_shards": loss.same_bits,
+    }
