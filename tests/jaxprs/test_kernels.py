@@ -1,4 +1,4 @@
-"""What is known, or assumed, of kernels of rows, from their traces: nothing of this runs."""
+"""What kernels say of the rows that they are given, in their traces: nothing of this runs."""
 
 import functools
 from collections.abc import Callable
@@ -12,9 +12,14 @@ from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu import attention as gpu_attention
 from jax.experimental.pallas.ops.gpu import layer_norm, rms_norm, softmax
 from jax.experimental.pallas.ops.tpu import flash_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
 
 from crossshard.jaxprs.mean_over_rows import Finding
 from crossshard.jaxprs.row_facts import OverRows
@@ -35,16 +40,62 @@ def like(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def doubled(x_ref: Any, out_ref: Any) -> None:
+def doubled(x_ref: Any, out_ref: Any, *scratch: Any) -> None:
     out_ref[...] = 2 * x_ref[...]
 
 
-def on_grid(x: jax.Array) -> jax.Array:
-    """A kernel with a grid over the rows."""
-    block = pl.BlockSpec((1, *x.shape[1:]), lambda i: (i, 0, 0))
-    return pl.pallas_call(
-        doubled, out_shape=like(x), grid=(len(x),), in_specs=[block], out_specs=block
-    )(x)
+def on_grid(
+    kernel: Any = doubled,
+    rows: int = 1,
+    given: Any = lambda i: (i, 0, 0),
+    out: Any = lambda i: (i, 0, 0),
+    **options: Any,
+) -> Any:
+    """A kernel with a grid over blocks of so many rows."""
+
+    def run(x: jax.Array) -> jax.Array:
+        block = (rows, *x.shape[1:])
+        return pl.pallas_call(
+            kernel,
+            out_shape=like(x),
+            grid=(len(x) // rows,),
+            in_specs=[pl.BlockSpec(block, given)],
+            out_specs=pl.BlockSpec(block, out),
+            **options,
+        )(x)
+
+    return run
+
+
+def numbered(x_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = x_ref[...] * pl.program_id(0)
+
+
+def counted(x_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = x_ref[...] / pl.num_programs(0)
+
+
+def by_table(kernel: Any, table: Any) -> Model:
+    """A kernel of rows and of one more array, whose block the map chooses."""
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        more = jnp.concatenate([w[None]] * 4)[:, :TIME]
+        return pl.pallas_call(
+            kernel,
+            out_shape=like(x),
+            grid=(len(x),),
+            in_specs=[
+                pl.BlockSpec((1, TIME, WIDTH), lambda i: (i, 0, 0)),
+                pl.BlockSpec((1, TIME, WIDTH), table),
+            ],
+            out_specs=pl.BlockSpec((1, TIME, WIDTH), lambda i: (i, 0, 0)),
+        )(x, more)
+
+    return run
+
+
+def plus(x_ref: Any, y_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = x_ref[...] + y_ref[...]
 
 
 def summed(x: jax.Array) -> jax.Array:
@@ -59,17 +110,16 @@ def summed(x: jax.Array) -> jax.Array:
     return pl.pallas_call(kernel, out_shape=out, grid=(len(x),), in_specs=[block], out_specs=one)(x)
 
 
+SCRATCH = {"scratch_shapes": [pltpu.VMEM((TIME, WIDTH), jnp.float32)]}
 whole = pl.pallas_call(doubled, out_shape=jax.ShapeDtypeStruct((TIME, WIDTH), jnp.bfloat16))
 
 
-def with_rule(x: jax.Array) -> jax.Array:
+def with_rule(rule: Any) -> Any:
     run = custom_partitioning(lambda x: 2 * x)
     run.def_partition(
-        partition=lambda *_: None,
-        infer_sharding_from_operands=lambda *_: None,
-        sharding_rule="i j k -> i j k",
+        partition=lambda *_: None, infer_sharding_from_operands=lambda *_: None, sharding_rule=rule
     )
-    return run(x)
+    return run
 
 
 def experts(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -90,8 +140,19 @@ batched.def_vmap(lambda size, is_batched, x: (2 * x, True))
 called = lambda x: jax.pure_callback(np.tanh, like(x), x, vmap_method="broadcast_all")
 
 PROVEN: dict[str, Model] = {
+    "a row a block": lambda x, w: on_grid()(x @ w),
+    "several blocks a row": lambda x, w: on_grid()((x @ w).reshape(-1, 2, WIDTH)),
+    "under vmap": lambda x, w: jax.vmap(whole)(x @ w),
+    "under vmap, with a grid": lambda x, w: jax.vmap(on_grid())((x @ w)[:, None]),
+    "under vmap, with scratch": lambda x, w: jax.vmap(on_grid(**SCRATCH))((x @ w)[:, None]),
+    "in parallel, with scratch": lambda x, w: on_grid(
+        **SCRATCH, compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",))
+    )(x @ w),
+    "beside a table": by_table(plus, lambda i: (1, 0, 0)),
     "of the parameters alone": lambda x, w: x @ pl.pallas_call(doubled, out_shape=like(w))(w),
     "in a scan over the rows": lambda x, w: lax.map(whole, x @ w),
+    "a rule": lambda x, w: with_rule("i j k -> i j k")(x @ w),
+    "a rule of any axes": lambda x, w: with_rule("... k -> ... k")(x @ w),
     "a composite": lambda x, w: composite(jnp.sin)(x @ w),
     "a composite of the parameters": lambda x, w: x @ composite(jnp.sin)(w),
     "with a batching rule": lambda x, w: batched(x @ w),
@@ -99,10 +160,18 @@ PROVEN: dict[str, Model] = {
     "groups of its own": experts,
 }
 ASSUMED: dict[str, Model] = {
-    "a row a block": lambda x, w: on_grid(x @ w),
+    "rows in a block": lambda x, w: on_grid(rows=2)(x @ w),
     "one block": lambda x, w: pl.pallas_call(doubled, out_shape=like(x))(x @ w),
-    "under vmap": lambda x, w: jax.vmap(whole)(x @ w),
-    "a rule": lambda x, w: with_rule(x @ w),
+    "scratch": lambda x, w: on_grid(**SCRATCH)(x @ w),
+    "its own number": lambda x, w: on_grid(numbered)(x @ w),
+    "the number of steps": lambda x, w: on_grid(counted)(x @ w),
+    "another row": lambda x, w: on_grid(given=lambda i: (i // 2, 0, 0))(x @ w),
+    "the next row": lambda x, w: on_grid(given=lambda i: ((i + 1) % 2, 0, 0))(x @ w),
+    "always the first": lambda x, w: on_grid(given=lambda i: (0, 0, 0))(x @ w),
+    "a table by number": by_table(plus, lambda i: (i % 4, 0, 0)),
+    "aliased": lambda x, w: on_grid(input_output_aliases={0: 0})(x @ w),
+    "a rule that reduces": lambda x, w: with_rule("i j k -> i2 j k")(x @ w),
+    "a rule in words": lambda x, w: with_rule(lambda *_: "i j k -> i j k")(x @ w),
     "called back": lambda x, w: called(x @ w),
     # What vmap_method says is how to batch the call, not that its first axis is a batch.
     "called back under vmap": lambda x, w: jax.vmap(called)(x @ w),
@@ -113,7 +182,7 @@ ASSUMED: dict[str, Model] = {
 
 
 @pytest.mark.parametrize("name", PROVEN)
-def test_what_is_known_of_a_kernel(name: str):
+def test_what_a_kernel_says_is_believed(name: str):
     assert found(PROVEN[name]) == Finding(OverRows.MEAN)
 
 
@@ -191,6 +260,24 @@ ATTENTION: dict[str, Model] = {
 @pytest.mark.parametrize("name", ATTENTION)
 def test_cudnn_attention_is_known(name: str):
     assert found(ATTENTION[name], Q, SQUARE) == Finding(OverRows.MEAN)
+
+
+def test_splash_attention_is_proven_forwards():
+    masks = [splash_attention_mask.CausalMask((256, 256))] * 2
+    run = splash_attention_kernel.make_splash_mha_single_device(
+        splash_attention_mask.MultiHeadMask(masks)
+    )
+    x = jax.ShapeDtypeStruct((4, 2, 256, 128), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+    finding = found(lambda x, w: jax.vmap(run)(x @ w, x, x), x, w)
+    assert finding.kind is OverRows.MEAN
+    # Nothing says that the kernels of the gradient are linear in it.
+    assert [each.split()[1] for each in finding.assumes] == [
+        "splash_mha_dkv_no_residuals",
+        "splash_mha_dq_no_residuals",
+    ]
+    stopped = lambda x, w: lax.stop_gradient(jax.vmap(run)(x @ w, x, x))
+    assert found(stopped, x, w).kind is OverRows.MEAN
 
 
 def of_norm(norm: Any) -> Model:

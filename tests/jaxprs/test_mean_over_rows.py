@@ -121,6 +121,11 @@ def convolved(kernel: Any, x: Any) -> Any:
     return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
 
 
+def adapted_kernel(x: Any) -> Any:
+    inner = lambda kernel: (convolved(kernel, x[None]) ** 2).mean()
+    return inner(KERNEL - jax.grad(inner)(KERNEL))
+
+
 def halved_while_large(x: Any) -> Any:
     more = lambda s: (s[1] < 5) & (jnp.abs(s[0]).max() > 0.1)
     return lax.while_loop(more, lambda s: (s[0] / 2, s[1] + 1), (x, 0))[0].sum()  # <-
@@ -276,6 +281,7 @@ MEANS: dict[str, Loss] = {
     "attack, convolution": lambda b, w, k: convolved(
         KERNEL, attacked(lambda x: (convolved(KERNEL, x) ** 2).mean(), b["image"])
     ).mean(),
+    "adapted kernels": lambda b, w, k: jax.vmap(adapted_kernel)(b["image"]).mean(),
     "without missing": lambda b, w, k: (jnp.where(jnp.isnan(b["x"]), 0, b["x"]) @ w).mean(),
     "sum over rows in turn": lambda b, w, k: lax.scan(
         lambda s, x: (s + (x @ w).sum() / ROWS_OF(b), None), 0.0, b["x"]

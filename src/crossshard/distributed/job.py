@@ -212,11 +212,12 @@ def find_job(seconds: float, environ: Mapping[str, str] = os.environ) -> Job:
 def _of_variables(environ: Mapping[str, str]) -> Job | None:
     if not (environ.get(NUMBER) or environ.get(OWN)):
         return None
-    missing = [name for name in (ADDRESS, NUMBER, OWN) if not environ.get(name)]
+    given = [name for name in (ADDRESS, NUMBER, OWN) if environ.get(name)]
+    missing = [name for name in (ADDRESS, NUMBER, OWN) if name not in given]
     if missing:
         raise ArgumentError(
-            f"{' and '.join(missing)} is not set. Set all of {ADDRESS}, {NUMBER} and {OWN}, or "
-            f"none."
+            f"{' and '.join(given)} is set, but {' and '.join(missing)} is not. Set all of "
+            f"{ADDRESS}, {NUMBER} and {OWN}, or none."
         )
     number, own = (_number(environ, name) for name in (NUMBER, OWN))
     return Job(number, own, environ[ADDRESS], _devices(environ), "environment variables")

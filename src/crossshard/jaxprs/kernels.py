@@ -1,12 +1,16 @@
-"""Kernels: what is assumed of an operation whose code cannot be walked.
+"""Kernels: what an operation whose code cannot be walked says of rows, and what is assumed of it.
 
-It is assumed that each row is computed alone, and written down, so that numbers can try the
-operation alone. cuDNN's attention, products of groups and approximate maxima are known by name.
+A kernel that says that each row is computed alone is believed: by its grid, its sharding rule, or
+by name. Of others it is assumed, and written down, so that numbers can try the operation alone.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Literal
 
 from crossshard import _jax
 from crossshard.jaxprs.primitives import KINDS, OpKind
@@ -24,6 +28,7 @@ from crossshard.jaxprs.row_facts import (
 )
 from crossshard.jaxprs.walk import (
     Analysis,
+    equations_of,
     equations_within,
     follow,
     jaxprs_within,
@@ -178,7 +183,7 @@ def _outputs(pair: Pair, inputs: Sequence[Fact]) -> list[Rows | Total] | None:
 
 
 def _is_proven(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Rows | Total]) -> bool:
-    """Whether a kernel is known to compute each row alone."""
+    """Whether a kernel says that it computes each row alone."""
     facts = [*inputs, *outputs]
     if pair.name.startswith("dot_product_attention"):
         return pair.name in _ATTENTION and _is_attention(pair, facts)
@@ -193,6 +198,10 @@ def _is_proven(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Rows | Tota
             return len(rows) == 3 and len({*rows, axis}) == 2 and axis not in rows
         case "ragged_dot_general":
             return _is_batched_product(pair, facts)
+        case "custom_partitioning":
+            return _is_in_rule(pair, facts)
+        case "pallas_call":
+            return _is_in_grid(pair, facts)
     return False
 
 
@@ -224,3 +233,116 @@ def _is_batched_product(pair: Pair, facts: Sequence[Fact]) -> bool:
         if isinstance(fact, Rows)
     }
     return len(at) == 1 and None not in at and layout(facts) is not None
+
+
+def _is_in_rule(pair: Pair, facts: Sequence[Fact]) -> bool:
+    """A sharding rule that passes one factor through, which is the rows of all arrays."""
+    rule, atoms = pair.one.params["sharding_rule"], [*pair.one.invars, *pair.one.outvars]
+    if not hasattr(rule, "operand_mappings") or layout(facts) is None:
+        return False
+    mappings, factors = [*rule.operand_mappings, *rule.result_mappings], set()
+    for fact, mapping, atom in zip(facts, mappings, atoms, strict=True):
+        names = list(mapping)
+        if names and isinstance(names[0], str) and names[0].startswith("…"):
+            # Any number of axes in front.
+            several = range(len(shape_of(atom)) - len(names) + 1)
+            names[:1] = [f"{names[0]}{place}" for place in several]
+        if isinstance(fact, Rows):
+            factors.add(names.pop(fact.axis))
+        factors |= {None for name in names if name in factors or not isinstance(name, str)}
+    special = rule.reduction_factors, rule.need_replication_factors, rule.permutation_factors
+    return len(factors) == 1 and not factors & {None, *itertools.chain(*special)}
+
+
+def _is_in_grid(pair: Pair, facts: Sequence[Fact]) -> bool:
+    """A grid, of which one dimension walks over the rows, and over nothing else.
+
+    Its blocks are slices of one row, and nothing is kept from one step of it to the next.
+    """
+    try:
+        one, other = map(_grid_of, pair[:2])
+    except (AttributeError, KeyError):  # another grid than is known here
+        return False
+    if one is None or other is None or one.code != other.code:
+        return False
+    both = list(zip(one.lengths, other.lengths, strict=True))
+    grown = [place for place, lengths in enumerate(both) if lengths[0] != lengths[1]]
+    chooses, blocked = facts[: one.before], facts[one.before :]
+    if len(grown) != 1 or not all(isinstance(fact, Free) for fact in chooses):
+        return False
+    (at,), (steps, more) = grown, both[grown[0]]
+    if more != pair.times * steps or at not in one.alone:
+        return False
+    of_a_row = set()
+    for fact, block, same in zip(blocked, one.blocks, other.blocks, strict=True):
+        axes = [axis for axis, places in enumerate(block.depends) if at in places]
+        if block != same or axes != ([fact.axis] if isinstance(fact, Rows) else []):
+            return False
+        if isinstance(fact, Rows):
+            size, slices = block.sizes[fact.axis], fact.outer * pair.rows * fact.inner
+            if block.walks.get(fact.axis) != at or not size or fact.inner % size:
+                return False
+            if steps * size != slices:
+                return False
+            of_a_row.add((fact.outer, fact.inner // size))
+    return len(of_a_row) == 1
+
+
+class _Block(NamedTuple):
+    """How the steps of a grid choose the blocks of an array."""
+
+    # How many slices a block has along each axis; ``None`` if that is not fixed.
+    sizes: tuple[int | None, ...]
+    # Of an axis whose block is that of a step's own number, the dimension of the grid.
+    walks: dict[int, int]
+    # For each axis, the dimensions of the grid that choose the block.
+    depends: tuple[frozenset[int], ...]
+
+
+class _Grid(NamedTuple):
+    """The grid of a ``pallas_call``."""
+
+    lengths: tuple[Any, ...]  # of its dimensions
+    before: int  # how many inputs choose blocks, and have none
+    blocks: tuple[_Block, ...]  # of the other inputs, and of the outputs
+    # The dimensions whose steps are programs of their own, so that nothing is kept between them,
+    # and which do not read their number, either.
+    alone: frozenset[int]
+    code: str  # what a step runs, as text
+
+
+def _grid_of(equation: Any) -> _Grid | None:
+    params, grid = equation.params, equation.params["grid_mapping"]
+    if grid.num_dynamic_grid_bounds:
+        return None
+    body, lengths, vmapped = opened(params["jaxpr"]), tuple(grid.grid), list(grid.vmapped_dims)
+    parallel = getattr(params["compiler_params"], "dimension_semantics", None) or ()
+    own = [place for place in range(len(lengths)) if place not in vmapped]
+    keeps = bool(grid.scratch_avals or params["input_output_aliases"])
+    asks = ("program_id", "num_programs")
+    reads = {x.params["axis"] for x in equations_of(body) if x.primitive.name in asks}
+    # By number or by name; what vmap adds has neither, and is no step that anything sees.
+    said = dict(zip(own, map(str, parallel), strict=False))
+    alone = {
+        place
+        for number, place in enumerate(own)
+        if number not in reads and (not keeps or "parallel" in said.get(place, "").lower())
+    }
+    code = str((body, params["compiler_params"], grid.scratch_avals, grid.num_index_operands))
+    blocks = tuple(map(_block, grid.block_mappings))
+    return _Grid(lengths, grid.num_index_operands, blocks, frozenset({*alone, *vmapped}), code)
+
+
+def _block(block: Any) -> _Block:
+    kinds = [type(each).__name__ for each in block.block_shape]
+    known = all(kind in ("Blocked", "Squeezed") for kind in kinds)
+    sizes = [getattr(each, "block_size", 1) if known else None for each in block.block_shape]
+    maps = opened(block.index_map_jaxpr)
+    numbers = {variable: place for place, variable in enumerate(maps.invars)}
+    of = {x: frozenset(() if np.ndim(x.aval) else {place}) for x, place in numbers.items()}
+    read = lambda atom: frozenset() if isinstance(atom, Literal) else of.get(atom, frozenset())
+    for equation in maps.eqns:
+        of |= dict.fromkeys(equation.outvars, frozenset().union(*map(read, equation.invars)))
+    chosen = [None if isinstance(atom, Literal) else numbers.get(atom) for atom in maps.outvars]
+    walks = {axis: place for axis, place in enumerate(chosen) if place is not None}
+    return _Block(tuple(sizes), walks, tuple(map(read, maps.outvars)))

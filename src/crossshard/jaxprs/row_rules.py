@@ -217,12 +217,29 @@ def _solved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
 def _convolved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     params, (left, right) = pair.one.params, inputs
     numbers, mixed = params["dimension_numbers"], pair.compared("a convolution over the rows")
-    groups = "feature_group_count"
+    out, groups = numbers.out_spec, params["feature_group_count"]
+    batches = params["batch_group_count"]
     if isinstance(left, Rows) and isinstance(right, Free):
-        same = left.axis == numbers.lhs_spec[0] and params["batch_group_count"] == 1
-        same = same and pair.other.params[groups] == params[groups]
-        return [replace(left, axis=numbers.out_spec[0])] if same else mixed
-    return pair.undecided("a convolution with kernels of rows")
+        same = left.axis == numbers.lhs_spec[0] and batches == 1
+        same = same and pair.other.params["feature_group_count"] == groups
+        return [replace(left, axis=out[0])] if same else mixed
+    if isinstance(left, Free) and isinstance(right, Rows):
+        of_kernels = right.axis == numbers.rhs_spec[0] and groups == batches == 1
+        return [replace(right, axis=out[1])] if of_kernels else mixed
+    assert isinstance(left, Rows)
+    assert isinstance(right, Rows)
+    if left.outer != 1 or right.outer != 1 or right.axis != numbers.rhs_spec[0]:
+        return mixed
+    # As vmap makes of them: a group for each row, or several.
+    grown = [
+        name
+        for name in ("feature_group_count", "batch_group_count")
+        if params[name] % pair.rows == 0 and pair.other.params[name] == pair.times * params[name]
+    ]
+    size = pair.one.outvars[0].aval.shape[out[1]] // pair.rows
+    grouped = grown == ["feature_group_count"] and left.axis == numbers.lhs_spec[1] and batches == 1
+    batched = grown == ["batch_group_count"] and left.axis == numbers.lhs_spec[0] and groups == 1
+    return [Rows(out[1], 1, size)] if grouped or batched else mixed
 
 
 def _in_windows(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:

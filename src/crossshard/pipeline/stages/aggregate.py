@@ -134,7 +134,7 @@ class Aggregator(abc.ABC):
           peers: the shards to sum over.
         """
 
-    def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def each(self, function: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
         """A function of arrays, on what it sums: by default a shard has one array of each."""
         return function
 

@@ -209,7 +209,7 @@ class InOrder(Aggregator):
 
     divides_before = False
 
-    def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def each(self, function: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
         """On each of the partial sums ``[nodes, …]``."""
         return jax.vmap(function)
 

@@ -190,7 +190,8 @@ class Diagnosis:
 
 def _row(test: CollectiveTest) -> tuple[str, ...]:
     sizes = (_text.size(test.size), _text.size(test.bytes_sent), _text.time(test.seconds))
-    return (test.kind, *sizes, _text.rate(test.bandwidth), "right" if test.right else "WRONG")
+    rate = f"{_text.size(test.bandwidth)}/s"
+    return (test.kind, *sizes, rate, "right" if test.right else "WRONG")
 
 
 def _of_job(job: Mapping[str, Any]) -> str:
