@@ -260,7 +260,7 @@ TABLE = [
     bad("a word in the model state",
         lambda: make(loss=lambda p, s, b: (b.mean(), s), model_state="mean")().init(
             PARAMS, model_state={"name": "batch"}),
-        ArgumentTypeError, "model_state['name'] must be an array or a number; got 'batch'"),
+        ArgumentTypeError, "model_state['name'] must be an array…'batch'"),
     bad("a loss that returns no state", stateful(lambda out: out[0]), ArgumentTypeError,
         "returns (loss, model_state)"),
     bad("a state of another structure", stateful(lambda out: (out[0], {"mean": 1.0})),
