@@ -1,6 +1,5 @@
 """OverData: evaluates and predicts on data sets, in batches of any length, on every shard."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -13,14 +12,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from crossshard import _check, _mesh
-from crossshard.distributed.agreement import check_agreement, processes_of
-from crossshard.distributed.progress import PROGRESS, entering
+from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.model.models import Skeleton, combine
 from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import join, resized
 from crossshard.shards.cut import only
-from crossshard.shards.devices import are_of_all_processes, put
+from crossshard.shards.devices import put
 from crossshard.step.batches import BatchPlacer, check_same_rows, padded
 from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
@@ -36,14 +34,12 @@ class OverData:
     """Runs functions on each batch of a data set, compiled once for each function and shape.
 
     Every batch is padded to as many rows as the longest before it. A row of padding is a copy of
-    the first row, and does not count.
+    the first row, and does not count. ``entering`` tells other processes of each batch.
     """
 
-    def __init__(self, config: StepConfig):
-        self._loss = config.loss
+    def __init__(self, config: StepConfig, entering: Callable[[str], Any]):
+        self._loss, self._entering = config.loss, entering
         self._where = BatchPlacer(config.mesh, config.axes, config.loss)
-        self._in_processes = len(processes_of(config.mesh)) > 1
-        self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
         once, rows = functools.partial(jax.jit, static_argnums=(0, 1, 2)), self._where.along(0)
         sums = functools.partial(self._on_shards, self._summed, PartitionSpec())
         as_is = functools.partial(self._on_shards, lambda values, *_: values, rows.spec)
@@ -89,17 +85,16 @@ class OverData:
                 f"for a single one."
             )
         where = self._where
-        within = lambda: entering(call) if self._is_watched else contextlib.nullcontext()
         longest, number = 0, 0
         for batch in batches:
-            with within(), _mesh.in_place_of_the_users_mesh(where.mesh):
+            with self._entering(call), _mesh.in_place_of_the_users_mesh(where.mesh):
                 with jax.transfer_guard("allow"):
                     placed, counted = self._place(call, batch, longest, number)
                 found = run(placed, counted)
             yield found
             number += 1
             longest = max(longest, counted.shape[0] * where.parts // where.number)
-        with within():
+        with self._entering(call):
             self._check_agreement(call, f"{number}")
         if not number:
             raise ArgumentError("There is no batch: batches is empty.")
@@ -136,14 +131,13 @@ class OverData:
         Before each batch: JAX's CPU devices make the host wait within a sum that others never join.
         On accelerators the last batch is still under way.
         """
-        if self._in_processes:
-            check_agreement(
-                call,
-                lambda: {"batches:": batches},
-                self._where.mesh,
-                "Pass as many batches in every process, of as many rows, of which only the last "
-                "may have fewer: they are padded to the longest before them.",
-            )
+        check_agreement(
+            call,
+            lambda: {"batches:": batches},
+            self._where.mesh,
+            "Pass as many batches in every process, of as many rows, of which only the last may "
+            "have fewer: they are padded to the longest before them.",
+        )
 
     def _on_shards(
         self,

@@ -100,7 +100,7 @@ class TrainStep:
         self._config = config
         self._states = States(config)
         self._program = Program(config, self._states)
-        self._over_data = OverData(config)
+        self._over_data = OverData(config, self._entering)
         self._watch = Watch(config)
         self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
         # Of the last call of init, for the descriptions.
