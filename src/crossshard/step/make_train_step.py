@@ -229,7 +229,7 @@ def make_train_step(
         {
             "sync_every": pipeline.joins_groups and options.get("sync_every"),
             "params": rest is Rest.SHARDED and str(rest),
-            "group_assignment": pipeline.groups,
+            "group_assignment": pipeline.groups and pipeline.groups.groups,
             "virtual_shards": virtual,
             "loss_over": over is LossOver.BATCH and str(over),
             "weight_update": sharding is WeightUpdate.REPLICATED and str(sharding),
