@@ -7,6 +7,7 @@ half of these (``word_of``). Pytrees that each process has in full are compared 
 
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any, cast
@@ -103,6 +104,8 @@ _ROUNDS = (
 )
 # One odd factor for each of the two halves, so that no two positions collide in both.
 _STEPS = (0x9E3779B1, 0x85EBCA77)
+# Numpy's intermediate results of so many elements stay in a core's cache.
+_BLOCK = 1 << 15
 
 
 def word_of(x: Any) -> jax.Array:
@@ -115,7 +118,7 @@ def word_of(x: Any) -> jax.Array:
     >>> bool(word_of(x) == word_of(x[::-1])), bool(word_of(x) == word_of(-x))
     (False, False)
     """
-    return _half(to_words(x), x.shape, 0)
+    return cast(jax.Array, _half(to_words(x), _places(x.shape, 0), 0, jnp))
 
 
 def hash_of(x: jax.Array) -> str:
@@ -136,34 +139,88 @@ def hash_of(x: jax.Array) -> str:
 def hash_later(x: jax.Array) -> Callable[[], str]:
     """A function that returns the hash of an array, which may be donated meanwhile.
 
-    The devices of the array compute it next, and the function waits for them.
+    What the host has is hashed with numpy when the function is called. Other arrays are hashed by
+    their devices, which do it next, and the function waits for them.
     """
     if x.is_fully_replicated:
         # Of the copy that is written, and without the same work on every device.
         copies = {shard.replica_id: shard.data for shard in x.addressable_shards}
         x = copies[min(copies)]
-    with _mesh.without_mesh():
-        halves = _halves(x)
-    return lambda: "".join(f"{int(half):08x}" for half in jax.device_get(halves))
+    if not _is_on_host(x):
+        with _mesh.without_mesh():
+            halves = _on_devices(x)
+        return lambda: "".join(f"{int(half):08x}" for half in jax.device_get(halves))
+    # Views: while there is one, JAX leaves the memory alone.
+    parts = [
+        (np.asarray(shard.data), tuple(along.start or 0 for along in shard.index))
+        for shard in x.addressable_shards
+        if shard.replica_id == 0
+    ]
+
+    def add_up() -> str:
+        found = [_on_host(part, start) for part, start in parts]
+        return "".join(f"{sum(map(int, each)) % 2**32:08x}" for each in zip(*found, strict=True))
+
+    return add_up
+
+
+def _is_on_host(x: jax.Array) -> bool:
+    """Whether the host can read all of an array without a copy."""
+    devices: Any = x.sharding.device_set
+    return x.is_fully_addressable and all(device.platform == "cpu" for device in devices)
 
 
 @jax.jit
-def _halves(x: Any) -> tuple[jax.Array, jax.Array]:
+def _on_devices(x: jax.Array) -> tuple[Any, Any]:
+    # Not the index in the flat array, which would not fit 32 bits.
     words = to_words(x)
-    return _half(words, x.shape, 0), _half(words, x.shape, 1)
+    return _half(words, _places(x.shape, 0), 0, jnp), _half(words, _places(x.shape, 1), 1, jnp)
 
 
-def _half(words: jax.Array, shape: tuple[int, ...], half: int) -> jax.Array:
-    """uint32[]: one half of the hash of an array of this shape, of one word or more for each."""
-    step, total = np.uint32(_STEPS[half]), jnp.uint32(0)
-    # What stands for a position is not the index in the flat array, which would not fit 32 bits.
-    places = jnp.zeros((1,) * len(shape), np.uint32)
+def _on_host(x: np.ndarray, start: tuple[int, ...] = ()) -> tuple[Any, Any]:
+    """The same of a part of an array that starts at these indices."""
+    if not x.size:
+        return 0, 0
+    rows = np.ascontiguousarray(x).reshape(math.prod(x.shape[:-1]), -1)
+    total = np.zeros(2, np.uint32)
+    with np.errstate(over="ignore"):
+        of_rows = [_places(x.shape[:-1], half, start[:-1], np).reshape(-1, 1) for half in (0, 1)]
+        along = np.arange(rows.shape[1], dtype=np.uint32) + np.uint32((start or (0,))[-1])
+        high = max(1, _BLOCK // rows.shape[1])
+        for row in range(0, rows.shape[0], high):
+            for column in range(0, rows.shape[1], _BLOCK):
+                block = slice(row, row + high), slice(column, column + _BLOCK)
+                words = _words_on_host(rows[block])
+                for half in (0, 1):
+                    places = of_rows[half][block[0]] * np.uint32(_STEPS[half]) + along[block[1]]
+                    total[half] += _half(words, places, half, np)
+    return total[0], total[1]
+
+
+def _words_on_host(x: np.ndarray) -> np.ndarray:
+    """What ``to_words`` returns, with all words of an element along one further axis."""
+    bits = jax.dtypes.itemsize_bits(x.dtype)
+    # A number of fewer than 8 bits is in the low ones of a byte.
+    words = np.ascontiguousarray(x)[..., None].view(f"uint{min(32, max(8, bits))}")
+    return words.astype(np.uint32) & np.uint32(2 ** min(bits, 32) - 1)
+
+
+def _places(shape: tuple[int, ...], half: int, start: tuple[int, ...] = (), xp: Any = jnp) -> Any:
+    """uint32: what stands for the position of each element, if the first one is at ``start``."""
+    place = xp.zeros((1,) * len(shape), np.uint32)
     for axis, size in enumerate(shape):
-        along = jnp.arange(size, dtype=np.uint32).reshape(-1, *(1,) * (len(shape) - 1 - axis))
-        places = places * step + along
-    for number, at in enumerate(np.ndindex(words.shape[len(shape) :])):
+        along = xp.arange(size, dtype=np.uint32) + np.uint32(start[axis] if start else 0)
+        along = along.reshape(-1, *(1,) * (len(shape) - 1 - axis))
+        place = place * np.uint32(_STEPS[half]) + along
+    return place
+
+
+def _half(words: Any, places: Any, half: int, xp: Any) -> Any:
+    """uint32[]: one half of the hash, with numpy or JAX, of one word or more for each place."""
+    step, total = np.uint32(_STEPS[half]), np.uint32(0)
+    for number, at in enumerate(np.ndindex(words.shape[places.ndim :])):
         own = _mixed(places ^ np.uint32(number * 0xA511E9B3 % 2**32), half)
-        total = total + jnp.sum(_mixed(words[(..., *at)] ^ own ^ step, half), dtype=np.uint32)
+        total = total + xp.sum(_mixed(words[(..., *at)] ^ own ^ step, half), dtype=np.uint32)
     return total
 
 

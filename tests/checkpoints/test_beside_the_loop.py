@@ -1,4 +1,4 @@
-"""A save keeps the loop waiting neither for a copy of the state nor for its hashes."""
+"""A save keeps the loop waiting neither for a copy of the state nor for its _hash."""
 
 import threading
 from pathlib import Path
@@ -8,7 +8,6 @@ import jax
 import pytest
 
 from crossshard import Checkpoints, _hash
-from crossshard.checkpoints import saving
 from crossshard.checkpoints.storage import leaves_of, to_disk
 from crossshard.step.train_step import layout_of
 from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, step_on, trained
@@ -34,13 +33,13 @@ def test_what_is_on_disk_as_it_lies_is_not_copied(update: str):
 def test_the_next_steps_do_not_wait_for_the_hashes_nor_change_what_is_written(
     update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    step, own, go = step_on(4, update), saving.hash_later, threading.Event()
+    step, own, go = step_on(4, update), _hash._on_host, threading.Event()
 
-    def slow(x: jax.Array) -> Any:
-        found = own(x)
-        return lambda: found() if go.wait(60) else ""
+    def slow(*args: Any) -> Any:
+        assert go.wait(60)
+        return own(*args)
 
-    monkeypatch.setattr(saving, "hash_later", slow)
+    monkeypatch.setattr(_hash, "_on_host", slow)
     state = trained(step, 1)
     expected = arrays(step, state)
     with Checkpoints(tmp_path, step) as checkpoints:
@@ -56,10 +55,14 @@ def test_the_next_steps_do_not_wait_for_the_hashes_nor_change_what_is_written(
 
 
 @pytest.mark.parametrize("spec", [(), ("data",), (None, "model"), ("model", "data")], ids=str)
-def test_devices_are_asked_for_the_same_hash_whatever_mesh_the_user_has_set(spec: Any):
+def test_devices_are_asked_for_the_same_hash_whatever_mesh_the_user_has_set(
+    spec: Any, monkeypatch: pytest.MonkeyPatch
+):
+    # The way of accelerators.
     types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
     x = jax.device_put(XS[0], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
     expected = _hash.hash_of(x)
+    monkeypatch.setattr(_hash, "_is_on_host", lambda x: False)
     with jax.set_mesh(jax.make_mesh((8,), ("other",))):
         assert _hash.hash_of(x) == expected
