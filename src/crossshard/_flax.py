@@ -21,9 +21,6 @@ else:
     class _None:
         """Stands for every class of Flax until it is loaded: nothing is an instance of it."""
 
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            raise AssertionError("Flax is not loaded, and a variable is about to be made.")
-
     class _Nnx:
         """Stands for ``flax.nnx``, whose import takes longer than that of this package."""
 
@@ -50,6 +47,19 @@ def when_loaded(register: Callable[[], object]) -> None:
     _registrations.append(register)
     if is_loaded():
         load()
+
+
+def serialize_as(kind: type, tree_of: Callable[[Any], Any], of_tree: Callable[[Any], Any]) -> None:
+    """Let Flax's serialization write the values of a class as trees."""
+
+    def register() -> None:
+        from flax import serialization as flax
+
+        to_save = lambda value: flax.to_state_dict(tree_of(value))
+        from_saved = lambda value, saved: of_tree(flax.from_state_dict(tree_of(value), saved))
+        flax.register_serialization_state(kind, to_save, from_saved)
+
+    when_loaded(register)
 
 
 def load() -> Any:
@@ -122,21 +132,11 @@ def _set(variable: AnyVariable, value: Any, trace: TraceState) -> None:
     object.__setattr__(variable, "_trace_state", trace)
 
 
-def flatten(roots: Sequence[Any]) -> tuple[Any, list[list[Any]]]:
-    """The structure of some roots, and the variables and other leaves of each, each once."""
-    graph, flat = nnx.graph.flatten(list(roots), with_paths=True)
-    leaves: list[list[Any]] = [[] for _ in roots]
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        place: Any = path[0]
-        leaves[place].append(leaf)
-    return graph, leaves
-
-
-def has_pytree_of(kind: type, graph: Any) -> bool:
-    """Whether a structure holds a node of JAX's trees of this kind."""
+def number_of_pytrees(kind: type, graph: Any) -> int:
+    """How many nodes of JAX's trees of this kind a structure holds."""
     trees = (getattr(getattr(node, "metadata", None), "treedef", None) for node in graph.nodes)
     data = (tree.node_data() for tree in trees if tree is not None)
-    return any(each is not None and issubclass(each[0], kind) for each in data)
+    return sum(each is not None and issubclass(each[0], kind) for each in data)
 
 
 def hashable(graph: Any, as_hashable: Callable[[Any], Hashable]) -> Hashable:
@@ -144,11 +144,9 @@ def hashable(graph: Any, as_hashable: Callable[[Any], Hashable]) -> Hashable:
     try:
         hash(graph)
     except TypeError:  # an attribute that is no node, such as a configuration
-        nodes = tuple(map(as_hashable, graph.nodes))
-        attributes = tuple(
-            (name, as_hashable(getattr(kind, "value", kind))) for name, kind in graph.attributes
-        )
-        return nodes, attributes
+        kinds = (as_hashable(getattr(kind, "value", kind)) for _, kind in graph.attributes)
+        names = tuple(name for name, _ in graph.attributes)
+        return tuple(map(as_hashable, graph.nodes)), names, tuple(kinds)
     return graph
 
 

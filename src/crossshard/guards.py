@@ -260,31 +260,28 @@ def report(
     Raises:
       DivergenceError: they still differ.
     """
-    step, every = int(found.step), sentinel.every
     places = lambda flags: np.flatnonzero(flags).tolist()
     what = listed([names[index] for index in places(found.leaves)], _MOST)
     who = listed([_shard(index, mesh, axes) for index in places(found.shards)], _MOST)
-    mend = (
-        f"Memory or arithmetic of a device is at fault. Go on without it, from a checkpoint of "
-        f"step {max(0, step - every)} or before: checkpoints.restore(state, step) reads one."
-    )
+    step, fault = int(found.step), "Memory or arithmetic of a device is at fault"
+    differ = f"Before step {step} another copy of {what} than on most shards was on {who}."
     if found.undecided:
-        raise DivergenceError(
+        differ = (
             f"Before step {step} the copies of {what} differ between {who}. No majority of the "
-            f"shards has the same, so nobody can tell which copy is right, and nothing has been "
-            f"changed{' there' * sentinel.repairs}. {mend}"
+            f"shards has the same, so nobody can tell which copy is right."
         )
-    differs = f"Before step {step} another copy of {what} than on most shards was on {who}."
-    if not sentinel.repairs:
-        raise DivergenceError(
-            f"{differs} Nothing has been changed. {mend} on_divergence='repair' gives all shards "
-            f"the copy of the majority."
+    elif sentinel.repairs:
+        warnings.warn(
+            f"{differ} All shards were given the copy of the majority. {fault}: replace it if this "
+            f"comes again.",
+            DivergenceWarning,
+            stacklevel=5,
         )
-    warnings.warn(
-        f"{differs} All shards were given the copy of the majority. Memory or arithmetic of a "
-        f"device is at fault: replace it if this comes again.",
-        DivergenceWarning,
-        stacklevel=5,
+        return
+    raise DivergenceError(
+        f"{differ} They have not been changed. {fault}. Go on without it, from a checkpoint of "
+        f"step {max(0, step - sentinel.every)} or before: checkpoints.restore(state, step) reads "
+        f"one."
     )
 
 

@@ -491,8 +491,9 @@ def test_what_a_runner_refuses(options: dict[str, Any], error: type, said: str):
         crossshard.shard(lambda x, y: x.sum(), [X["x"], np.ones((8, 3), np.float32)], 1, **options)
 
 
-def test_an_array_by_keyword_has_no_place_in_a_list():
-    run = crossshard.shard(num_shards=2, batch_axis=[1])(lambda x, y: x.sum() + y.sum())
+@pytest.mark.parametrize("name", ["batch_axis", "input_shard_axes"])
+def test_an_array_by_keyword_has_no_place_in_a_list(name: str):
+    run = crossshard.shard(num_shards=2, **{name: [1]})(lambda x, y: x.sum() + y.sum())
     with pytest.raises(ArgumentError, match=r"none for input 'y'\. Pass it by position"):
         run(X["x"], y=X["y"])
 

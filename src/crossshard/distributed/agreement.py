@@ -124,13 +124,28 @@ def exchange(call: str, text: str, mesh: Mesh, within: str = "") -> tuple[str, .
     if PROGRESS.seconds is not None:
         # Nobody watches the processes of a smaller mesh, which may compile.
         seconds = _FOR_EVER if of_all else max(PROGRESS.seconds(within or call), seconds)
+    this, first = jax.process_index(), processes[0]
+    _exchanges[processes] += 1
+    number, folder = _exchanges[processes], f"crossshard/{crc32(repr(processes))}"
+    here, late = f"{folder}/{number}", f"has not reached {call} in {seconds:g} seconds."
     # The watch compares only what all processes of the job enter.
     with waiting(call, within) if of_all else contextlib.nullcontext():
-        told, wrong = _told(_Call(call, text), processes, seconds)
+        own = json.dumps(dataclasses.asdict(_Call(call, text)))
+        _jax.tell_processes(f"{here}/{this}", own)
+        if this == first:
+            came = lambda process: _jax.told_by_processes(f"{here}/{process}", seconds) is not None
+            wrong = next((f"Process {each} {late}" for each in processes if not came(each)), "")
+            _jax.tell_processes(f"{here}/all", wrong)
+            # Who has come here has read everything of the exchange before.
+            _jax.forget(f"{folder}/{number - 1}")
+        else:
+            found = _jax.told_by_processes(f"{here}/all", 2 * seconds)
+            wrong = f"Process {first} {late}" if found is None else found
+    texts = {} if wrong else _jax.told_below(f"{here}/")
+    told = [_read(_Call, texts.get(str(each), ""), each) for each in processes if texts]
     for process, its in zip(processes, told, strict=False):
         if its.name != told[0].name and not wrong:
-            first = f"process {processes[0]} at {told[0].name}"
-            wrong = f"Process {process} is at {its.name}, and {first}."
+            wrong = f"Process {process} is at {its.name}, and process {first} at {told[0].name}."
     if wrong:
         raise ArgumentError(
             f"{wrong} Every process of a mesh must make the same calls, in the same order."
@@ -141,28 +156,6 @@ def exchange(call: str, text: str, mesh: Mesh, within: str = "") -> tuple[str, .
 def processes_of(mesh: Mesh) -> tuple[int, ...]:
     """The indices of the processes that have devices of a mesh, in ascending order."""
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
-
-
-def _told(own: _Call, processes: tuple[int, ...], seconds: float) -> tuple[list[_Call], str]:
-    """What all have told; or what is wrong: one has not come in so many seconds."""
-    this, first = jax.process_index(), processes[0]
-    _exchanges[processes] += 1
-    number, folder = _exchanges[processes], f"crossshard/{crc32(repr(processes))}"
-    here = f"{folder}/{number}"
-    late = f"has not reached {own.name} in {seconds:g} seconds."
-    _jax.tell_processes(f"{here}/{this}", json.dumps(dataclasses.asdict(own)))
-    if this == first:
-        came = lambda process: _jax.told_by_processes(f"{here}/{process}", seconds) is not None
-        wrong = next((f"Process {each} {late}" for each in processes if not came(each)), "")
-        _jax.tell_processes(f"{here}/all", wrong)
-        # Who has come here has read everything of the exchange before.
-        _jax.forget(f"{folder}/{number - 1}")
-    else:
-        found = _jax.told_by_processes(f"{here}/all", 2 * seconds)
-        wrong = f"Process {first} {late}" if found is None else found
-    texts = {} if wrong else _jax.told_below(f"{here}/")
-    told = [_read(_Call, texts.get(str(each), ""), each) for each in processes if texts]
-    return told, wrong
 
 
 def _read(kind: Any, text: str, process: int) -> Any:

@@ -36,25 +36,20 @@ def is_gone(identity: str) -> bool | None:
     if found is None:
         return None
     pid, began = int(found[1]), int(found[2])
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
-    if not began:
-        return None
     state, now_began = _state_and_beginning(pid)
     # A zombie has ended, and nobody has asked for its code yet.
-    return state in ("Z", "X") or now_began != began
+    if state in ("Z", "X"):
+        return True
+    return now_began != began if began and now_began else None
 
 
 def _state_and_beginning(pid: int) -> tuple[str, int]:
-    """Of proc(5): the state, and the beginning in clock ticks; nothing where there is no /proc."""
-    if not _PROC.joinpath("self/stat").exists():
-        return "", 0
-    try:
+    """Of proc(5): the state, and the beginning in clock ticks; else no more than if it ended."""
+    with contextlib.suppress(OSError):
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "X", 0
-    return fields[0], int(fields[19])
+        return fields[0], int(fields[19])
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return "X" if isinstance(error, ProcessLookupError) else "", 0
+    return "", 0

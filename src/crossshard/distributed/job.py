@@ -3,10 +3,10 @@
 import dataclasses
 import errno
 import ipaddress
-import os
 import re
 import socket
 from collections.abc import Mapping
+from os import environ
 
 import jax
 
@@ -155,7 +155,7 @@ def _connect(job: Job, address: str, bind: str | None, timeout: float) -> None:
     listens = bind_address(address, bind) if job.process_id == 0 else address
     if job.process_id == 0:
         check_unused(*split_address(listens))
-    of_launcher = os.environ.get(NUMBER) == str(job.num_processes)
+    of_launcher = environ.get(NUMBER) == str(job.num_processes)
     if of_launcher:
         tell_launcher(job.process_id, CONNECTS)
     try:
@@ -192,12 +192,12 @@ def _connect(job: Job, address: str, bind: str | None, timeout: float) -> None:
     )
 
 
-def find_job(seconds: float, environ: Mapping[str, str] = os.environ) -> Job:
+def find_job(seconds: float) -> Job:
     """The job that the environment describes; one process if it describes none.
 
     A cluster's own service may take so many seconds to answer.
     """
-    job = _of_variables(environ) or _of_open_mpi_5(environ) or _of_jax(seconds, environ)
+    job = _of_variables() or _of_open_mpi_5() or _of_jax(seconds)
     # Of another launcher, such as torchrun, MPICH or Open MPI, each process would train alone.
     for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if job is None else ():
         if environ.get(name, "").isdecimal() and int(environ[name]) > 1:
@@ -209,7 +209,7 @@ def find_job(seconds: float, environ: Mapping[str, str] = os.environ) -> Job:
     return job or Job()
 
 
-def _of_variables(environ: Mapping[str, str]) -> Job | None:
+def _of_variables() -> Job | None:
     if not (environ.get(NUMBER) or environ.get(OWN)):
         return None
     given = [name for name in (ADDRESS, NUMBER, OWN) if environ.get(name)]
@@ -219,11 +219,11 @@ def _of_variables(environ: Mapping[str, str]) -> Job | None:
             f"{' and '.join(given)} is set, but {' and '.join(missing)} is not. Set all of "
             f"{ADDRESS}, {NUMBER} and {OWN}, or none."
         )
-    number, own = (_number(environ, name) for name in (NUMBER, OWN))
-    return Job(number, own, environ[ADDRESS], _devices(environ), "environment variables")
+    number, own = (_number(name) for name in (NUMBER, OWN))
+    return Job(number, own, environ[ADDRESS], _devices(), "environment variables")
 
 
-def _of_open_mpi_5(environ: Mapping[str, str]) -> Job | None:
+def _of_open_mpi_5() -> Job | None:
     # Open MPI 4 sets OMPI_MCA_orte_hnp_uri, which JAX reads. From 5 on the name of the job has the
     # host and the process id of mpirun: prterun-HOST-PID@1.
     started = re.fullmatch(r"prterun-(.+)-(\d+)@\d+", environ.get("PMIX_NAMESPACE", ""))
@@ -232,19 +232,19 @@ def _of_open_mpi_5(environ: Mapping[str, str]) -> Job | None:
     host, pid = started.groups()
     # In the upper end of the ephemeral range, and the same in all processes of a job.
     port = environ.get("JAX_COORDINATOR_PORT") or 61440 + int(pid) % 4096
-    number = _number(environ, "OMPI_COMM_WORLD_SIZE")
-    on_this_host = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    number = _number("OMPI_COMM_WORLD_SIZE")
+    on_this_host = _number("OMPI_COMM_WORLD_LOCAL_SIZE")
     return Job(
         number,
-        _number(environ, "OMPI_COMM_WORLD_RANK"),
+        _number("OMPI_COMM_WORLD_RANK"),
         environ.get(ADDRESS) or f"{LOOPBACK if on_this_host == number else host}:{port}",
         # As JAX does it under Open MPI 4.
-        _devices(environ) or (_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),),
+        _devices() or (_number("OMPI_COMM_WORLD_LOCAL_RANK"),),
         "Open MPI 5",
     )
 
 
-def _of_jax(seconds: float, environ: Mapping[str, str]) -> Job | None:
+def _of_jax(seconds: float) -> Job | None:
     found = _jax.detected_job(seconds)
     if found is None:
         return None
@@ -257,13 +257,13 @@ def _of_jax(seconds: float, environ: Mapping[str, str]) -> Job | None:
     return Job(number, own, address, devices, name)
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _number(name: str) -> int:
     if not environ.get(name, "").isdecimal():
         raise ArgumentError(f"{name} must be a number from 0; got {environ.get(name)!r:.60}.")
     return int(environ[name])
 
 
-def _devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+def _devices() -> tuple[int, ...] | None:
     given = environ.get(DEVICES)
     if given and not re.fullmatch(r"\d+(,\d+)*", given):
         raise ArgumentError(f"{DEVICES} must be numbers with commas between; got {given!r:.60}.")

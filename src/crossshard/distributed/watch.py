@@ -37,7 +37,7 @@ from crossshard.distributed.progress import PROGRESS
 _EVERY = 0.5
 # For the others to read the verdict and to end, before process 0 takes the coordinator away: those
 # of other machines, and those of its own, on a busy one.
-_FAREWELL_SECONDS, _END_SECONDS = 1.5, 4.0
+_FAREWELL_SECONDS, _END_SECONDS = 1.5, 5.0
 # For a coordinator that does not answer to answer again.
 _ANSWER_SECONDS = 2.0
 # For a process that stood still to find that the others have left.
@@ -256,8 +256,9 @@ class _Watch:
             return
         # JAX would now wait for the others, some of which wait for this one.
         if failed is None:
-            # As usual: Python ends, and runs no more functions.
-            _on_abort(ctypes.c_void_p(signal.SIG_DFL))
+            # As usual: Python ends, and runs no more functions. If the coordinator goes before, the
+            # abort waits in C for as many seconds as the number of its signal, which is 6.
+            _on_abort(ctypes.cast(ctypes.CDLL(None).sleep, ctypes.c_void_p))
             _jax.abandon_coordination()
             return
         _flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeAlias, Unpack, final
@@ -15,6 +16,7 @@ from jax.typing import ArrayLike
 from crossshard import _check, _flax, _jax
 from crossshard._annotations import Groups, PyTree
 from crossshard._flax import AnyVariable, describe_variable, nnx
+from crossshard.collectives.sums import widen
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -23,18 +25,21 @@ from crossshard.errors import (
     VariableError,
     WeightUpdateError,
 )
+from crossshard.gradients.local import value_and_grad
+from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import GradientStatus, Reduction, check_incoming, check_reduction
 from crossshard.jaxprs.walk import depends
-from crossshard.nnx.program import bound, check_writable
-from crossshard.nnx.slots import Computed, HasSlots, SlotStore, as_params
-from crossshard.nnx.variables import (
+from crossshard.nnx.program import Reached, bound, check_writable, roots_of_step, same_arrays
+from crossshard.nnx.slots import (
+    Computed,
+    HasSlots,
+    SlotStore,
+    as_params,
     check_global_step,
     check_pairs,
-    differentiate,
     known_names,
     named_variables,
-    trained_by_default,
 )
 from crossshard.optimizer.transformation import Transformation
 from crossshard.pipeline.pipeline import Options, Pipeline, check_names
@@ -141,7 +146,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 "weight_update='auto' is for make_train_step, which shards the state itself; pass "
                 "'replicated' or 'sharded'."
             )
-        transformation = Transformation(pipeline, where, _check_name(name), inner)
+        transformation = Transformation(pipeline, where, _check.word("name", name), inner)
         made_in = None
         if "flax" in sys.modules:  # it learns that this is a node before it can meet one
             _flax.load()
@@ -165,11 +170,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             "1e-3)); what is to happen to each shard's own is preprocess=."
         )
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
+    # Not those of a tuple, which Optax's transformations are.
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def __repr__(self) -> str:
         return repr(self._transformation)
@@ -336,7 +338,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         self._check_whole()
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
-        scope = contextlib.nullcontext() if name is None else jax.named_scope(_check_name(name))
+        scope = (
+            contextlib.nullcontext() if name is None else jax.named_scope(_check.word("name", name))
+        )
         given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         variables = [variable for _, variable in given]
         counted = [] if global_step is None else [global_step]
@@ -350,20 +354,19 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             weight = self.computed.weight
         keyed = self._keyed(variables, [variable for _, variable in pairs])
         run = self._transformation.transformations
-        a_stage_may_read = not isinstance(self._pipeline.preprocess, Preprocess | None)
+        is_read = lambda name: _may_read(run, as_params(keyed), name, extra_args)
         # Optax's names for the loss and its gradient: optimizers that do not use them ignore them.
-        for name in sorted(extra_args.keys() - {"value", "grad"}):
-            if a_stage_may_read or _reads(run, as_params(keyed), name, extra_args) is not False:
-                continue
-            raise ArgumentTypeError(
-                f"apply_gradients was given {name!r}, which neither it nor the inner optimizer "
-                f"takes. Pass hyperparameters, such as a learning rate, when you create the "
-                f"optimizer, or keep them in its state with optax.inject_hyperparams."
-            )
+        unread = [name for name in extra_args if name not in ("value", "grad")]
+        if isinstance(self._pipeline.preprocess, Preprocess | None):  # else a stage may read them
+            for name in itertools.filterfalse(is_read, unread):
+                raise ArgumentTypeError(
+                    f"apply_gradients was given {name!r}, which neither it nor the inner optimizer "
+                    f"takes. Keep hyperparameters in its state, with optax.inject_hyperparams."
+                )
         self._make_slots(keyed)
         gradients = {key: jnp.asarray(g) for key, (g, _) in zip(keyed, given, strict=True)}
         params, before = as_params(keyed), self.slots.values(keyed)
-        with scope, _explained(self._transformation.of_optax):
+        with scope, self._explained(AttributeError):
             updates, after, reduced = self._transformation.update_local(
                 gradients, before, params, origin, weight, extra_args
             )
@@ -371,8 +374,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         if jax.tree.structure(after) != jax.tree.structure(before):
             raise ArgumentError(
                 f"The state of {self._transformation.of_optax} changed its structure in a step, "
-                f"from {jax.tree.structure(before)} to {jax.tree.structure(after)}. Slots are "
-                f"created once and keep their structure; use the Optax idiom (init and update)."
+                f"from {jax.tree.structure(before)} to {jax.tree.structure(after)}. Slots keep "
+                f"theirs; use the Optax idiom (init and update)."
             )
         for key, variable in keyed.items():
             variable.set_value(stepped[key])
@@ -406,8 +409,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         params = as_params(self._keyed(variables, variables))
         # A loss that is not read would still be summed over the shards.
         with_loss = {"value": value, **extra_args}
-        used = _reads(self._transformation.transformations, params, "value", with_loss)
-        extra_args = extra_args if used is False else with_loss
+        if _may_read(self._transformation.transformations, params, "value", with_loss):
+            extra_args = with_loss
         self.apply_gradients(pairs, global_step, name, **extra_args)
         return value
 
@@ -422,7 +425,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
           VariableError, VariableTypeError: see ``compute_gradients``.
         """
         self._check_whole()
-        found = named_variables(var_list)
+        found = named_variables(var_list, roots_of_step())
         self.computed.names.update(found)
         variables = [variable for variable, _ in found.values()]
         self._make_slots(self._keyed(variables, variables))
@@ -463,8 +466,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         Assign a pytree of the same structure to restore it, after ``build`` or a first step, or to
         change it: ``opt.state = optax.tree.set(opt.state, learning_rate=jnp.float32(0.01))``.
         """
-        state: CrossShardState | None = self.slots.copy()
-        return state
+        return self.slots.copy()  # type: ignore[no-any-return]
 
     @state.setter
     def state(self, state: CrossShardState) -> None:
@@ -487,7 +489,11 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         gate_gradients: int,
         grad_loss: ArrayLike | None,
     ) -> tuple[jax.Array, list[tuple[jax.Array | None, AnyVariable]]]:
-        """This shard's loss, and the pairs that ``compute_gradients`` returns."""
+        """This shard's loss, and the pairs that ``compute_gradients`` returns.
+
+        Gradients of 16-bit variables have 32 bits if they are divided. What the loss writes to
+        other variables (batch statistics, counters) of the step, or below the list, is kept.
+        """
         # A bool is none, and to compare with an array gives another one.
         if type(gate_gradients) is not int or gate_gradients not in (0, 1, 2):
             raise ArgumentError(
@@ -500,41 +506,78 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 f"differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
             )
         shards = self._pipeline.shards()
-        found = named_variables(trained_by_default() if var_list is None else var_list)
+        divisor, around = self._pipeline.divisor(shards.size), bound()
+        if var_list is None:
+            if around is None:
+                raise ArgumentError(
+                    "Outside of a step of crossshard.shard there is no list of all parameters. "
+                    "Pass the module whose parameters to train, var_list=model."
+                )
+            var_list = [held for held in around.held if isinstance(held, nnx.Param)]
+        found = named_variables(var_list, roots_of_step())
         variables = [variable for variable, _ in found.values()]
-        value, gradients, empty = differentiate(
-            loss,
-            variables,
-            self._pipeline,
-            grad_loss=grad_loss,
-            given=var_list,
-            loss_scale=self._loss_scale(),
-            shards_of_mean=self._shards_of_mean,
-        )
+        below = Reached([roots_of_step(), var_list])
+        others = [v for v in below.variables if id(v) not in found]
+        known = found.keys() | set(map(id, others))
+        before = [other.get_raw_value() for other in others]
+        reached: set[int] = set()
+        written: list[AnyVariable] = []
+
+        def of_values(values: list[Any]) -> Any:
+            marked = [_mark(value, place, reached) for place, value in enumerate(values)]
+            with _flax.rebound([*variables, *others], [*marked, *before], below.modules):
+                out = _called(loss)
+                after = [other.get_raw_value() for other in others]
+                made = [v for v in Reached(below.roots).variables if id(v) not in known]
+            empty = None
+            if isinstance(out, Mean):
+                out, empty = part_of_shard(out, self._shards_of_mean())
+            value = jnp.asarray(_check.scalar(out))
+            changed = [not same_arrays(a, b) for a, b in zip(after, before, strict=True)]
+            written[:] = [*itertools.compress(others, changed), *made]
+            kept = [*itertools.compress(after, changed), *(v.get_raw_value() for v in made)]
+            divided = value if divisor == 1 or divide_after else value / divisor
+            return divided, (value, kept, empty)
+
+        values = [variable.get_raw_value() for variable in variables]
+        # Divided in 16 bits, a small gradient could underflow before it is summed.
+        divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
+        names, scale = self._pipeline.axis_name or None, self._loss_scale()
+        of_shard = value_and_grad(of_values, has_aux=True, axis_name=names, loss_scale=scale)
+        (_, (value, kept, empty)), gradients = of_shard(values)
+        if divide_after:
+            gradients = [widen(gradient) / divisor for gradient in gradients]
+        for other, after in zip(written, kept, strict=True):
+            if id(other) in known:
+                check_writable(other)
+                other.set_raw_value(after)
+            else:
+                _flax.bring_out(other, after)
+        if grad_loss is not None:
+            # grad_loss may be an int; a loss may not.
+            seed = jnp.asarray(_check.scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
+            _check.finite("grad_loss", grad_loss)
+            gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
         self.computed.add(found, shards.number, empty)
-        return value, list(zip(gradients, variables, strict=True))
+        of_each = enumerate(zip(gradients, variables, strict=True))
+        return value, [(g if place in reached else None, v) for place, (g, v) in of_each]
 
     def _shards_of_mean(self) -> Shards:
         """The shards over which a ``Mean`` is counted; raises if this optimizer takes none."""
         pipeline = self._pipeline
         if pipeline.reduction is Reduction.SUM:
-            raise ArgumentError(
-                "The loss returns a Mean, which is a mean over the whole batch, and this "
-                "optimizer's reduction is SUM, which adds up the losses of shards. Use MEAN."
-            )
-        if pipeline.accumulate is not None:
-            raise ArgumentError(
-                f"The loss returns a Mean, and this optimizer accumulates over "
-                f"{pipeline.accumulate.steps} calls, of which the later ones have not been counted "
-                f"yet. Pass accumulate_steps to make_train_step, which counts all rows first."
-            )
-        if pipeline.excludes_shards:
-            raise ArgumentError(
-                "The loss returns a Mean, whose gradients have to be computed again without a "
-                "shard that nonfinite='quarantine' leaves out. Use make_train_step, which does "
-                "so, or nonfinite='skip'."
-            )
-        return pipeline.shards(warn=False)
+            why = "its reduction is SUM, which adds up the losses of shards. Use MEAN."
+        elif pipeline.accumulate is not None:
+            number = pipeline.accumulate.steps
+            why = f"it accumulates over {number} calls, and counts one. Use make_train_step."
+        elif pipeline.excludes_shards:
+            why = "nonfinite='quarantine' leaves out what was counted. Write nonfinite='skip'."
+        else:
+            return pipeline.shards(warn=False)
+        raise ArgumentError(
+            f"The loss returns a Mean, which is a mean over the whole batch, and this optimizer "
+            f"takes none: {why}"
+        )
 
     def _loss_scale(self) -> jax.Array | None:
         """The current scale of the loss; ``None`` without one."""
@@ -543,13 +586,28 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             return None
         return stage.init(None).scale if state is None else state.loss_scale.scale.get_value()
 
-    def _keyed(
-        self, variables: Sequence[AnyVariable], order: Sequence[AnyVariable]
-    ) -> dict[str, AnyVariable]:
-        """Variables by their keys; one without a name is called by its place in ``order``."""
+    def _keyed(self, variables: Sequence[AnyVariable], among: Any) -> dict[str, AnyVariable]:
+        """Variables by their keys; one without a name is called by its place among others."""
         names = self.computed.names
-        names.update(known_names(v for v in variables if id(v) not in names))
-        return self.slots.keyed(variables, order, names)
+        unknown = [variable for variable in variables if id(variable) not in names]
+        names.update(known_names(unknown, roots_of_step()))
+        for place, variable in enumerate(among):
+            names.setdefault(id(variable), (variable, f"#{place}"))
+        return self.slots.keyed(variables, names)
+
+    @contextlib.contextmanager
+    def _explained(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Say what parameters are here if the optimizer fails on a dict of them."""
+        try:
+            yield
+        except CrossshardError:
+            raise
+        except kinds as error:
+            raise ArgumentError(
+                f"{self._transformation.of_optax} cannot update variables, of which it gets a dict "
+                f"from name to array ({error}). Write masks and labels as functions of the "
+                f"parameters, or use the Optax idiom (init and update)."
+            ) from error
 
     def _make_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
         """Make the slots of those variables that have none, where they last."""
@@ -558,7 +616,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             return
 
         def make() -> None:
-            with _explained(self._transformation.of_optax, when_made=True):
+            with self._explained(AttributeError, KeyError, TypeError, ValueError):
                 self.slots.make(self._pipeline.init, missing)
 
         around, made_in = bound(), self._made_in
@@ -569,20 +627,17 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             around.lacks(self, make)
         elif any(given):
             words = ["given to it" if each else "not given to it" for each in given]
+            first = " If it is a module's attribute, import Flax before you create it."
             raise VariableError(
                 f"An optimizer and its variables must be either both passed to a step or both "
                 f"created in it: {self!r} was {words[-1]}, and "
                 f"{describe_variable(next(iter(missing.values())))} was {words[0]}. Pass both as "
-                f"arguments."
-                + " If it is an attribute of a module, import Flax before you create it: NNX "
-                "keeps an object that was there before as static." * (made_in is None)
+                f"arguments.{first if made_in is None else ''}"
             )
         elif not (_jax.at_top_level() if made_in is None else made_in == _flax.current_trace()):
             raise VariableError(
-                f"The slots of {self!r} would be created inside a trace, of jax.jit, nnx.jit, "
-                f"nnx.cond, nnx.scan or the like, and be lost when it ends. Create them before "
-                f"it with optimizer.build(model), for example in the first line of a step under "
-                f"crossshard.shard."
+                f"The slots of {self!r} would be created inside a trace, as of nnx.jit, and be "
+                f"lost when it ends. Create them before it with optimizer.build(model)."
             )
         make()
 
@@ -603,21 +658,13 @@ jax.tree_util.register_pytree_with_keys(CrossShardOptimizer, _flatten, _unflatte
 _flax.when_loaded(lambda: nnx.register_data_type(CrossShardOptimizer))
 
 
-# Checks.
-
-
-def _check_name(name: Any) -> str:
-    return _check.word("name", name, hint="It is how the optimizer is found in profiles.")
-
-
-def _reads(
+def _may_read(
     transformations: Sequence[optax.GradientTransformation],
     params: Any,
     name: str,
     given: Mapping[str, Any],
-) -> bool | None:
-    """Whether an update depends on a keyword; ``None`` if one cannot be traced alone."""
-    found: list[bool | None] = []
+) -> bool:
+    """Whether an update depends on a keyword, as one may that cannot be traced alone."""
     for transformation in transformations:
 
         def update(value: Any, params: Any, gradients: Any, run: Any = transformation) -> Any:
@@ -625,32 +672,36 @@ def _reads(
                 return run.update(gradients, run.init(params), params, **{**given, name: value})
 
         try:
-            takes = takes_keyword(transformation, name)
-            found.append(takes and depends(update, given[name], params, params))
+            if takes_keyword(transformation, name) and depends(update, given[name], params, params):
+                return True
         except Exception:  # with a function as the value, for example: the step itself will tell
-            found.append(None)
-    return None if None in found and True not in found else any(found)
+            return True
+    return False
 
 
-@contextlib.contextmanager
-def _explained(of_optax: str, *, when_made: bool = False) -> Iterator[None]:
-    """Say what parameters are here if an optimizer fails on a dict of them.
+def _called(loss: Callable[[], Any]) -> Any:
+    from flax.errors import TraceContextError
 
-    Any usual failure means that where slots are made, for there is no gradient yet.
-    """
-    kinds = (AttributeError, KeyError, TypeError, ValueError) if when_made else ()
     try:
-        yield
-    except CrossshardError:
-        raise
-    except Exception as error:
-        of_dict = isinstance(error, AttributeError) and type(error.obj) is dict
-        if not of_dict and not isinstance(error, kinds):
-            raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ArgumentError(
-            f"{of_optax} cannot update variables: here parameters are a dict from name to array, "
-            f"such as 'dense/kernel', and it failed on that ({reason}). Write masks and labels as "
-            f"functions of the parameters; optimizers with their own parameter type, such as "
-            f"lookahead, need the Optax idiom (init and update)."
+        return loss()
+    except TraceContextError as error:
+        raise VariableError(
+            f"The loss writes to a module that was not given here ({error}). Pass the module, "
+            f"var_list=model; and pass it to the step function as an argument."
         ) from error
+
+
+def _mark(value: jax.Array, place: int, reached: set[int]) -> jax.Array:
+    """The identity, which adds ``place`` to ``reached`` when a gradient flows back."""
+
+    @jax.custom_vjp
+    def identity(x: jax.Array) -> jax.Array:
+        return x
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        # Autodiff calls this only if the loss depends on the value; else zeros stay symbolic.
+        reached.add(place)
+        return (gradient,)
+
+    identity.defvjp(lambda x: (x, None), backward)
+    return identity(value)

@@ -83,8 +83,7 @@ class PerShardArray:
         raise VariableError(
             f"A variable that differs between {self.shape[0]} shards, {self.dtype}"
             f"{list(self.shape)}, cannot be used as one value. Evaluate "
-            f"crossshard.merge_shards(model), which has one value for all shards; or read all "
-            f"values, [shards, …], as variable[...].array."
+            f"crossshard.merge_shards(model), or read all values as variable[...].array."
         )
 
 
@@ -104,17 +103,11 @@ for _name in _REFUSED:
     setattr(PerShardArray, f"__{_name}__", PerShardArray._refuse)
 
 
-def _register() -> None:
-    from flax import serialization as flax
-
-    def from_saved(target: PerShardArray, saved: Any) -> PerShardArray:
-        return PerShardArray(flax.from_state_dict(target.array, saved["per_shard"]))
-
-    to_save = lambda value: {"per_shard": value.array}
-    flax.register_serialization_state(PerShardArray, to_save, from_saved)
-
-
-_flax.when_loaded(_register)
+_flax.serialize_as(
+    PerShardArray,
+    lambda held: {"per_shard": held.array},
+    lambda tree: PerShardArray(tree["per_shard"]),
+)
 
 
 def is_per_shard_array(leaf: Any) -> bool:
@@ -195,8 +188,7 @@ def set_per_shard(variable: AnyVariable, values: npt.ArrayLike) -> None:
         )
     if get_shard_context() is not None and not _jax.at_top_level():
         raise VariableError(
-            f"Inside a step {describe_variable(variable)} holds one shard's value; write that to "
-            f"it, or call set_per_shard outside."
+            f"Inside a step {describe_variable(variable)} holds one shard's value; write that."
         )
     variable.set_value(PerShardArray(values))
 
@@ -242,12 +234,11 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
                 f"{describe_variable(variable)} differs between {number} shards, and a mean of "
                 f"weights is a different model. Choose a shard: merge_shards(model, shard=0)."
             )
-        chosen = of_all if shard is None else lambda x: x[shard]
-        variable.set_raw_value(_by_row(chosen, values))
+        variable.set_raw_value(by_row(of_all if shard is None else lambda x: x[shard], values))
     return merged
 
 
-def _by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
+def by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
     """A function of arrays ``[shards, …]``, of which a row has no type on explicit axes."""
 
     def one(x: jax.Array) -> jax.Array:

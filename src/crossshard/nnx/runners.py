@@ -1,6 +1,7 @@
 """The runners: run a step on each shard, with its arrays split and its variables updated."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard import _check, _jax, _mesh
@@ -18,29 +20,161 @@ from crossshard._check import is_number
 from crossshard.distributed.agreement import processes_of
 from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
-from crossshard.nnx.arrays import (
+from crossshard.nnx.per_shard import by_row
+from crossshard.nnx.program import (
     Arguments,
     ByValue,
-    InputAxes,
     Outputs,
+    Program,
+    Reached,
     as_output,
-    check_input_axes,
-    check_outputs,
+    is_numeric,
+    is_stateful,
     is_whole,
     kept,
-    split_arguments,
 )
-from crossshard.nnx.program import Program, Reached
 from crossshard.shards.axes import check_num_shards, get_shard_context
+from crossshard.shards.batch_axes import FIRST, BatchAxes, axes_of, check_batch_axis, spec_along
 from crossshard.shards.devices import (
     are_of_all_processes,
     mesh_for,
     mesh_in_force,
     on_every_device,
+    own_parts,
+    put,
     put_whole,
 )
 
 _TRACING = threading.RLock()
+
+
+@dataclasses.dataclass(frozen=True)
+class InputAxes:
+    """Along which axes the inputs of a runner are split."""
+
+    axes: BatchAxes | tuple[BatchAxes, ...] = FIRST  # of every input, or of each positional one
+    has_same_rows: bool = True  # or each input has a number of its own
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchAxes]:
+        """The axes of each argument, of those by keyword in the order of their names."""
+        if isinstance(self.axes, BatchAxes):
+            return [self.axes] * (len(args) + len(kwargs))
+        name = "batch_axis" if self.has_same_rows else "input_shard_axes"
+        if len(self.axes) != len(args):
+            raise ArgumentError(
+                f"{name} has {len(self.axes)} entries for {len(args)} inputs; pass one per input."
+            )
+        for key, value in kwargs.items():
+            if not is_whole(value):
+                raise ArgumentError(
+                    f"{name} has an entry for each input that is passed by position, and none for "
+                    f"input {key!r}. Pass it by position."
+                )
+        return [*self.axes, *[FIRST] * len(kwargs)]
+
+
+def check_input_axes(input_shard_axes: Any, batch_axis: Any) -> InputAxes:
+    """The checked arguments of a runner."""
+    if input_shard_axes is None:
+        axes = check_batch_axis(batch_axis)
+        is_list = isinstance(batch_axis, list | tuple)
+        return InputAxes(tuple(map(axes_of, batch_axis)) if is_list else axes)
+    if batch_axis != 0:
+        raise ArgumentError(
+            f"input_shard_axes={_check.shown(input_shard_axes)} and "
+            f"batch_axis={_check.shown(batch_axis)} say the same. Pass batch_axis alone."
+        )
+    if not isinstance(input_shard_axes, list | tuple) or not all(
+        axis is None or type(axis) is int for axis in input_shard_axes
+    ):
+        raise ArgumentTypeError(
+            f"input_shard_axes must be a list of ints; got {_check.shown(input_shard_axes)}."
+        )
+    return InputAxes(tuple(map(axes_of, input_shard_axes)), has_same_rows=False)
+
+
+def check_outputs(outputs_from_all_shards: Any, output_shard_axes: Any) -> Outputs:
+    """The checked arguments of a runner."""
+    given = outputs_from_all_shards
+    flags = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not all(isinstance(flag, bool) for flag in flags):
+        raise ArgumentTypeError(
+            f"outputs_from_all_shards must be bools; got {_check.shown(given)}."
+        )
+    axes = output_shard_axes
+    if axes is None:
+        return Outputs(flags)
+    if not isinstance(axes, list | tuple) or not all(type(axis) is int for axis in axes):
+        raise ArgumentTypeError(
+            f"output_shard_axes must be a list of ints; got {_check.shown(axes)}."
+        )
+    return Outputs(flags, tuple(axes))
+
+
+def split_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], axes: InputAxes, mesh: jax.sharding.Mesh
+) -> Arguments:
+    """Put the arrays of a call on the mesh; each of several processes passes its own part."""
+    leaves: list[jax.Array] = []
+    specs: list[PartitionSpec] = []
+    whole: dict[int, Any] = {}
+    # In the order of the leaves, which is that of the names of the keyword arguments.
+    named = [(f"input {place}", value) for place, value in enumerate(args)]
+    named += [(f"input {name!r}", value) for name, value in sorted(kwargs.items())]
+    lengths: dict[str, int] = {}
+    for (name, value), of_value in zip(named, axes.of(args, kwargs), strict=True):
+        if is_whole(value):
+            for leaf in jax.tree.leaves(value, is_leaf=is_stateful):
+                whole[len(leaves) + len(whole)] = leaf
+            continue
+        if not axes.has_same_rows:
+            # Each input has an axis that the caller chose, so another one may be shorter.
+            lengths = {}
+        paths = jax.tree_util.tree_leaves_with_path(value)
+        for (path, leaf), axis in zip(paths, of_value.of(value, name), strict=True):
+            where = name + jax.tree_util.keystr(path)
+            if is_number(leaf):
+                _check.array(where, leaf)
+            specs.append(_spec(where, leaf, axis, mesh))
+            leaves.append(put(leaf, NamedSharding(mesh, specs[-1])))
+            if axis is not None:
+                lengths[where] = leaves[-1].shape[axis]
+                first, rows = next(iter(lengths.items()))
+                if lengths[where] != rows:
+                    raise ArgumentError(
+                        f"{first} and {where} are both split over the shards, and have {rows} and "
+                        f"{lengths[where]} rows. Write input_shard_axes=[...], with None for an "
+                        f"array that every shard gets whole."
+                    )
+    tree = jax.tree.structure((args, kwargs), is_leaf=is_stateful)
+    reached = Reached(whole.values(), mesh.size)
+    return Arguments(tuple(leaves), tuple(specs), whole, tree, reached)
+
+
+def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> PartitionSpec:
+    if not is_numeric(leaf):
+        raise ArgumentTypeError(
+            f"{where} holds arrays and a {type(leaf).__name__}, which cannot be split over the "
+            f"shards. Pass it as an argument of its own."
+        )
+    shape = np.shape(leaf)
+    if axis is None:
+        return PartitionSpec()
+    if not shape:
+        raise ArgumentError(
+            f"{where} is a scalar, which cannot be split over {mesh.size} shards. Pass it to "
+            f"every shard with None in input_shard_axes, or in batch_axis."
+        )
+    is_own = getattr(leaf, "is_fully_addressable", True)
+    shards = own_parts(NamedSharding(mesh, PartitionSpec(mesh.axis_names)), mesh.size)
+    shards = shards if is_own else mesh.size
+    if shape[axis] % shards:
+        of_process = "" if shards == mesh.size else " of this process"
+        raise ArgumentError(
+            f"{where} has shape {shape}: axis {axis} has length {shape[axis]}, which does not "
+            f"divide evenly over {shards} shards{of_process}."
+        )
+    return spec_along(axis, mesh.axis_names)
 
 
 class ShardedFunction:
@@ -61,7 +195,6 @@ class ShardedFunction:
         mesh: jax.sharding.Mesh,
         axes: InputAxes,
         outputs: Outputs,
-        *,
         follows: bool = False,
     ):
         functools.update_wrapper(self, computation)
@@ -86,8 +219,8 @@ class ShardedFunction:
             return here(*args, **kwargs)
         watched = entering("step") if self._is_watched else contextlib.nullcontext()
         with self._alone(), watched:
-            program, reached, arguments = self._program(args, kwargs)
-            return program(reached, arguments)
+            program, arguments = self._program(args, kwargs)
+            return program(arguments)
 
     def build(self, *args: PyTree, **kwargs: PyTree) -> None:
         """Prepare the variables for a call with these arguments, and do not run it.
@@ -111,15 +244,14 @@ class ShardedFunction:
         """
         here = self._on_mesh_in_force()
         with here._alone():
-            program, reached, _ = here._program(args, kwargs)
-            program.spread(reached)
+            here._program(args, kwargs)
 
     def _on_mesh_in_force(self) -> "ShardedFunction":
         """The same on the mesh that ``jax.set_mesh`` has set, unless it was given one."""
         found = mesh_in_force(self._mesh.size) if self._follows else None
         if found is None or found == self._mesh:
             return self
-        return _sharded(self._computation, found, self._axes, self._outputs)
+        return _runner(self._computation, found, self._axes, self._outputs)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -128,42 +260,35 @@ class ShardedFunction:
         if outer is not None:
             raise NestedContextError(
                 f"A runner over {self._mesh.size} shards was called inside a shard context of "
-                f"{outer.number_of_shards}. Call it outside; inside a step, call the function "
-                f"itself."
+                f"{outer.number_of_shards}. Call it outside; or call the function itself."
             )
         if not self._is_here:
             raise ArgumentError(
-                f"The {self._mesh.size} shards of this step have no device of process "
-                f"{jax.process_index()}. Every process of the job calls a step, so pass "
-                f"num_shards={len(jax.devices())}, for the devices of all of them; or "
-                f"mesh=jax.sharding.Mesh(jax.local_devices(), 'shards'), for a step of its own."
+                f"This step has no device of process {jax.process_index()}, and every process of "
+                f"the job calls a step. Pass num_shards={len(jax.devices())}."
             )
         if not _jax.at_top_level():
             raise NestedContextError(
-                f"A runner over {self._mesh.size} shards was called inside jax.jit, jax.vmap, "
-                f"jax.shard_map, nnx.jit or the like. It compiles its step itself, and writes "
-                f"variables: call it outside; or call the function itself."
+                f"A runner over {self._mesh.size} shards was called inside jax.jit, jax.shard_map, "
+                f"nnx.jit or the like, and writes variables: call it outside; or call the function "
+                f"itself."
             )
         # While one thread traces, the variables hold values of its trace.
         with _TRACING, _mesh.in_place_of_the_users_mesh(self._mesh):
             yield
 
-    def _program(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Program, Reached, Arguments]:
-        """The program for these arguments, what it reaches, and the arguments on the mesh."""
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Arguments]:
+        """The program for these arguments, and the arguments on the mesh."""
         arguments = split_arguments(args, kwargs, self._axes, self._mesh)
-        reached = Reached(arguments.whole.values())
-        key = reached.key(), arguments.key()
-        program = self._programs.get(key)
+        program = self._programs.get(arguments.key())
         if program is None:
-            program = Program(self._computation, self._mesh, self._outputs, reached, arguments)
+            program = Program(self._computation, self._mesh, self._outputs, arguments)
             # It has made the slots that were missing, and its key is another one then.
-            reached = Reached(reached.roots)
-            self._programs[kept((reached.key(), arguments.key()))] = program
-            if program.spread(reached):
-                self._programs[kept((reached.key(), arguments.key()))] = program
-        return program, reached, arguments
+            arguments = arguments.again(self._mesh.size)
+            self._programs[kept(arguments.key())] = program
+        if program.spread(arguments.reached.held):
+            self._programs.setdefault(kept(arguments.key()), program)
+        return program, arguments
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
         """As a method, its first input is the instance."""
@@ -229,39 +354,30 @@ def shard(
         if inputs is not None:
             raise ArgumentTypeError("shard got inputs and no computation. Pass both, or neither.")
         return lambda function: ShardedFunction(
-            _check_callable(function), where, axes, outputs, follows=mesh is None
+            _check_callable(function), where, axes, outputs, mesh is None
         )
     if inputs is not None and not isinstance(inputs, list):
         raise ArgumentTypeError(
             f"inputs must be a list with one item per argument of the computation; got "
             f"{type(inputs).__name__}."
         )
-    where = where if mesh is not None else mesh_in_force(where.size) or where
-    return _sharded(computation, where, axes, outputs)(*(inputs or []))
+    return _runner(computation, where, axes, outputs, mesh is None)(*(inputs or []))
 
 
-def _sharded(
-    computation: Callable[..., Any],
-    mesh: jax.sharding.Mesh,
-    axes: InputAxes,
-    outputs: Outputs,
-    wrap: Callable[[Any], Any] = lambda computation: computation,
-) -> ShardedFunction:
+def _runner(computation: Any, *how: Any) -> ShardedFunction:
     """The runner of a computation, cached per function, or calls would recompile each time."""
-    _check_callable(computation)
-    how = mesh, axes, outputs, wrap
-    if not isinstance(computation, types.FunctionType):
+    if not isinstance(_check_callable(computation), types.FunctionType):
         return _remembered(ByValue(computation), *how)
     # Cached on the function, so that the runners are freed with it.
-    known = vars(computation).setdefault("__crossshard_runners__", {})
+    known: dict[Any, Any] = vars(computation).setdefault("__crossshard_runners__", {})
     if how not in known:
-        known[how] = ShardedFunction(wrap(computation), mesh, axes, outputs)
+        known[how] = ShardedFunction(computation, *how)
     return known[how]
 
 
 @functools.lru_cache(maxsize=8)
-def _remembered(computation: ByValue, mesh: Any, axes: Any, outputs: Any, wrap: Any) -> Any:
-    return ShardedFunction(wrap(computation.value), mesh, axes, outputs)
+def _remembered(computation: ByValue, *how: Any) -> ShardedFunction:
+    return ShardedFunction(computation.value, *how)
 
 
 def batch_parallel(
@@ -321,22 +437,21 @@ def replicate(
         raise ArgumentError(f"The mesh has {where.size} devices for {len(lists)} replicas.")
     rows = NamedSharding(where, PartitionSpec(where.axis_names))
     stacked = [_stack(place, values, rows) for place, values in enumerate(zip(*lists, strict=True))]
-    joined = _sharded(computation, where, InputAxes(), Outputs(), _of_one_replica)(*stacked)
-    joined = jax.tree.map(lambda x: _mesh.on_mesh(on_every_device(x), None), joined)
-    # A row of what is split has no type on explicit axes.
-    with _mesh.in_place_of_the_users_mesh(_mesh.with_automatic_axes(where)):
-        row = lambda r: jax.tree.map(lambda x: _mesh.on_mesh(x[r], where), joined)
-        return [row(r) for r in range(len(lists))]
+    run = _runner(_OfOneReplica(_check_callable(computation)), where, InputAxes(), Outputs())
+    joined = jax.tree.map(on_every_device, run(*stacked))
+    row = lambda replica: by_row(lambda x: x[replica], joined)
+    return [row(replica) for replica in range(len(lists))]
 
 
-def _of_one_replica(computation: Callable[..., Any]) -> Callable[..., Any]:
+@dataclasses.dataclass(frozen=True)
+class _OfOneReplica:
     """The computation on one row each of stacked arrays, which returns one row of each output."""
 
-    def run(*rows: Any) -> Any:
-        own = [row if is_whole(row) else jax.tree.map(lambda x: x[0], row) for row in rows]
-        return jax.tree.map(lambda x: x[None], as_output(computation(*own)))
+    computation: Callable[..., Any]
 
-    return run
+    def __call__(self, *rows: Any) -> Any:
+        own = [row if is_whole(row) else jax.tree.map(lambda x: x[0], row) for row in rows]
+        return jax.tree.map(lambda x: x[None], as_output(self.computation(*own)))
 
 
 def rewrite(computation: Callable[..., PyTree], inputs: list[PyTree] | None = None) -> PyTree:
@@ -346,9 +461,8 @@ def rewrite(computation: Callable[..., PyTree], inputs: list[PyTree] | None = No
     >>> rewrite(lambda x: x + 1, [jnp.float32(1)])
     Array(2., dtype=float32)
     """
-    if inputs is not None and not isinstance(inputs, list):
-        raise ArgumentTypeError(f"inputs must be a list; got {type(inputs).__name__}.")
-    return replicate(computation, [inputs or []])[0]
+    whole = [None] * len(inputs) if isinstance(inputs, list) else None
+    return shard(computation, inputs, input_shard_axes=whole, outputs_from_all_shards=False)
 
 
 def _stack(place: int, values: tuple[Any, ...], rows: NamedSharding) -> Any:

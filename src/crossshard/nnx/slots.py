@@ -1,7 +1,9 @@
-"""Slots: an Optax state over named variables, and where the gradients of these are from."""
+"""The variables of an optimizer by name, their slots, and where their gradients are from."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -9,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from crossshard import _flax
+from crossshard import _check, _flax
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import (
     ArgumentError,
@@ -17,13 +19,12 @@ from crossshard.errors import (
     IncomingError,
     ShardContextError,
     VariableError,
+    VariableTypeError,
 )
-from crossshard.gradients.status import GradientStatus
+from crossshard.gradients.status import GradientStatus, check_gradient_dtype
 from crossshard.nnx.per_shard import (
-    PerShardArray,
     is_per_shard,
     is_per_shard_array,
-    number_of_shards,
     per_shard,
     set_per_shard,
     set_shared,
@@ -32,6 +33,136 @@ from crossshard.nnx.per_shard import (
 
 # By the id of the variable; keeping the variable keeps its id unique.
 Named: TypeAlias = "dict[int, tuple[AnyVariable, str]]"
+
+
+def is_variable(leaf: Any) -> bool:
+    """Whether it is a variable of NNX."""
+    return isinstance(leaf, nnx.Variable)
+
+
+# The variables.
+
+
+def named_variables(var_list: Any, roots: Iterable[Any]) -> Named:
+    """The variables of a module, a variable or a list of both, with a name for each, by id.
+
+    The variables of a module are its ``nnx.Param``s, named by their paths. A variable in a list is
+    named by its metadata, else by its path in a module among the roots of the step, else by
+    its index: ``#0``.
+    """
+    items = list(var_list) if isinstance(var_list, list | tuple) else [var_list]
+    found: Named = {}
+    for index, item in enumerate(items):
+        if isinstance(item, nnx.Pytree):
+            prefix = f"{index}/" if len(items) > 1 else ""
+            named = {prefix + name: variable for name, variable in _paths(item, nnx.Param)}
+        elif not is_variable(item):
+            raise VariableTypeError(
+                f"var_list must be an nnx.Module or a list of nnx variables; item {index} is "
+                f"{type(item).__name__} ({_check.shown(item)})."
+            )
+        elif id(item) in found:
+            raise VariableError(f"{describe_variable(item)} is in var_list twice.")
+        else:
+            named = {f"#{index}": item}
+        for name, variable in named.items():
+            dtype = getattr(variable.get_raw_value(), "dtype", None)
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+                raise VariableError(
+                    f"{describe_variable(variable)} cannot be optimized: its dtype must be "
+                    f"floating."
+                )
+            found[id(variable)] = (variable, name)
+    if not found:
+        raise ArgumentError("No variables to optimize.")
+    return found | known_names(filter(is_variable, items), roots)
+
+
+def known_names(variables: Iterable[AnyVariable], roots: Iterable[Any]) -> Named:
+    """Names of those variables that have one: their own, or a path in a module among roots."""
+    own = [(variable, variable.get_metadata("name", None)) for variable in variables]
+    unnamed = {id(variable) for variable, name in own if not name}
+    found: Named = {id(variable): (variable, str(name)) for variable, name in own if name}
+    in_roots: list[list[tuple[str, AnyVariable]]] = []
+    for root in roots:
+        if unnamed and isinstance(root, nnx.Pytree):
+            named = [(name, v) for name, v in _paths(root, nnx.Variable) if id(v) in unnamed]
+            unnamed -= {id(variable) for _, variable in named}
+            in_roots += [named] if named else []
+    for index, named in enumerate(in_roots):
+        prefix = f"{index}/" if len(in_roots) > 1 else ""
+        found |= {id(variable): (variable, prefix + name) for name, variable in named}
+    return found
+
+
+def _paths(module: nnx.Pytree, kind: type[AnyVariable]) -> list[tuple[str, AnyVariable]]:
+    paths = nnx.iter_graph(module)
+    return [("/".join(map(str, path)), leaf) for path, leaf in paths if isinstance(leaf, kind)]
+
+
+def check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, AnyVariable]]:
+    """The pairs as a list, each checked."""
+    if not isinstance(grads_and_vars, Iterable) or hasattr(grads_and_vars, "dtype"):
+        raise ArgumentTypeError(
+            f"grads_and_vars must be a list of (gradient, variable) pairs; got "
+            f"{type(grads_and_vars).__name__}."
+        )
+    pairs: dict[int, tuple[jax.Array | None, AnyVariable]] = {}
+    for item in grads_and_vars:
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise ArgumentError(
+                f"Each item must be a (gradient, variable) pair; got {_check.shown(item, 120)}."
+            )
+        gradient, variable = item
+        _check_pair(gradient, variable)
+        if id(variable) in pairs:
+            raise VariableError(f"{describe_variable(variable)} is in grads_and_vars twice.")
+        pairs[id(variable)] = gradient, variable
+    if not pairs:
+        raise ArgumentError("No variables provided.")
+    if all(gradient is None for gradient, _ in pairs.values()):
+        names = [describe_variable(variable) for _, variable in pairs.values()]
+        raise ArgumentError(f"No gradients provided for any variable: {names}.")
+    return list(pairs.values())
+
+
+def _check_pair(gradient: Any, variable: Any) -> None:
+    if not is_variable(variable):
+        swapped = is_variable(gradient)
+        raise VariableError(
+            f"Each pair must end with an nnx variable; got {type(variable).__name__}."
+            + " Gradient and variable are swapped." * swapped
+        )
+    if gradient is None:
+        return
+    name = f"The gradient of {describe_variable(variable)}"
+    if is_variable(gradient):
+        raise ArgumentTypeError(f"{name} must be an array; got {type(gradient).__name__}.")
+    check_gradient_dtype(name, gradient)
+    _check.array(name, gradient)
+    dtype = jnp.result_type(gradient)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ArgumentTypeError(f"{name} has dtype {dtype}, not a floating one.")
+    # Inside a step, a per-shard variable holds one shard's value.
+    if jnp.shape(gradient) != jnp.shape(variable.get_raw_value()):
+        raise VariableError(f"{name} has shape {jnp.shape(gradient)}.")
+
+
+def check_global_step(global_step: Any) -> None:
+    """Raise ArgumentTypeError unless it is ``None`` or a scalar integer variable."""
+    value = global_step.get_raw_value() if is_variable(global_step) else None
+    dtype, shape = getattr(value, "dtype", bool), getattr(value, "shape", None)
+    if global_step is None or (jnp.issubdtype(dtype, jnp.integer) and shape == ()):
+        return
+    got = describe_variable(global_step) if is_variable(global_step) else _check.shown(global_step)
+    raise ArgumentTypeError(
+        f"global_step must be a scalar integer variable, because it is incremented in place; got "
+        f"{got}. Write nnx.Variable(jnp.array(0))."
+    )
+
+
+# Their slots.
+
 
 # TensorFlow's names, and the fields of Optax's states that they mean.
 _TENSORFLOW_NAMES = {
@@ -74,8 +205,7 @@ class ReadOnly(dict[Any, Any]):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ArgumentTypeError(
             "opt.state is a copy, and to write to it changes nothing. Assign it: opt.state = "
-            "optax.tree.set(opt.state, learning_rate=0.01), or make dicts of it that can be "
-            "written to: state = jax.tree.map(lambda x: x, opt.state)."
+            "optax.tree.set(opt.state, learning_rate=0.01)."
         )
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
@@ -86,23 +216,13 @@ def _flatten(node: dict[Any, Any]) -> tuple[list[tuple[Any, Any]], tuple[Any, ..
     return [(jax.tree_util.DictKey(key), node[key]) for key in keys], keys
 
 
-def _unflatten_as(kind: type) -> Callable[[Any, Any], Any]:
-    return lambda keys, values: kind(zip(keys, values, strict=True))
+for _kind, _rebuilt in ((Slots, Slots), (ReadOnly, dict)):
+    jax.tree_util.register_pytree_with_keys(
+        _kind, _flatten, lambda keys, values, of=_rebuilt: of(zip(keys, values, strict=True))
+    )
 
 
-jax.tree_util.register_pytree_with_keys(Slots, _flatten, _unflatten_as(Slots))
-jax.tree_util.register_pytree_with_keys(ReadOnly, _flatten, _unflatten_as(dict))
-
-
-def _register() -> None:
-    from flax import serialization as flax
-
-    to_save = lambda node: flax.to_state_dict(dict(node))
-    from_saved = lambda node, saved: flax.from_state_dict(dict(node), saved)
-    flax.register_serialization_state(ReadOnly, to_save, from_saved)
-
-
-_flax.when_loaded(_register)
+_flax.serialize_as(ReadOnly, dict, lambda tree: tree)
 
 
 def _map(function: Callable[..., Any], *states: Any) -> Any:
@@ -124,15 +244,12 @@ class _NoName:
         return self._place < other._place
 
     def __eq__(self, other: object) -> bool:
-        if type(other) is str:
-            raise TypeError("no name")
-        return self is other
+        return self._refuse() if type(other) is str else self is other
 
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __repr__(self) -> str:
+    def _refuse(self) -> NoReturn:
         raise TypeError("no name")
+
+    __hash__, __repr__ = object.__hash__, _refuse
 
 
 def _check_names_unread(init: Callable[[Any], Any], params: Mapping[str, Any]) -> None:
@@ -141,11 +258,10 @@ def _check_names_unread(init: Callable[[Any], Any], params: Mapping[str, Any]) -
     A mask that looks for ``"bias"`` would match nothing, and nobody would see it.
     """
     lacking = [key for key in params if key.startswith("#")]
-    if not lacking:
-        return
     nameless = {_NoName(place): x for place, x in enumerate(params.values())}
     try:
-        jax.eval_shape(lambda: (init(nameless), None)[1])
+        if lacking:
+            jax.eval_shape(lambda: (init(nameless), None)[1])
     except Exception as error:  # of any kind: with the keys as text it has just worked
         raise VariableError(
             f"The optimizer reads the names of its variables, as in a mask, and "
@@ -156,10 +272,7 @@ def _check_names_unread(init: Callable[[Any], Any], params: Mapping[str, Any]) -
 
 def _with_slots(made: Any) -> Any:
     """An initial state with ``Slots`` for the dicts that mirror the parameters."""
-
-    def mirrors(node: Any) -> bool:
-        return type(node) is dict and bool(node) and all(isinstance(k, _Key) for k in node)
-
+    mirrors = lambda x: type(x) is dict and bool(x) and all(isinstance(key, _Key) for key in x)
     as_slots = lambda x: Slots({str(key): value for key, value in x.items()})
     return jax.tree.map(lambda x: as_slots(x) if mirrors(x) else x, made, is_leaf=mirrors)
 
@@ -178,22 +291,17 @@ class SlotStore:
 
     # Keys.
 
-    def keyed(
-        self, variables: Sequence[AnyVariable], order: Sequence[AnyVariable], names: Named
-    ) -> dict[str, AnyVariable]:
-        """Variables by their keys; the key of one without a name is its index in ``order``."""
+    def keyed(self, variables: Sequence[AnyVariable], names: Named) -> dict[str, AnyVariable]:
+        """Variables by their keys; that of a new one is its name, with a number if it is taken."""
         # Keys without a variable are those of a copy: its variables are found by name or index.
         taken = {key for key, variable in self.variables.items() if variable is not None}
         keyed = {}
         for variable in variables:
             key = self.key_of(variable)
             if key is None:
-                index = next(i for i, other in enumerate(order) if other is variable)
-                _, name = names.get(id(variable), (variable, f"#{index}"))
-                key, count = name, 0
-                while key in taken:
-                    count += 1
-                    key = f"{name}#{count}"
+                _, name = names[id(variable)]
+                numbered = (f"{name}#{count}" for count in itertools.count(1))
+                key = next(key for key in itertools.chain([name], numbered) if key not in taken)
             taken.add(key)
             keyed[key] = variable
         return keyed
@@ -216,10 +324,8 @@ class SlotStore:
             which = [describe_variable(variable) for variable in missing.values()]
             raise VariableError(
                 f"The slots of {', '.join(which)} cannot be found here: there are slots of "
-                f"{', '.join(sorted(unbound))}, and copies of an optimizer, nnx.cond, nnx.scan and "
-                f"the like create their variables again. Call optimizer.build(model) first, with "
-                f"the model or list from which these names are; in a branch or loop, inside it. It "
-                f"matches the slots to the variables."
+                f"{', '.join(sorted(unbound))}, and copies, nnx.cond, nnx.scan and the like create "
+                f"variables again. Call optimizer.build(model) first, inside a branch or loop."
             )
         return missing
 
@@ -242,7 +348,9 @@ class SlotStore:
             made = per_shard(jax.vmap(checked, in_axes=(axes,))(params))
         else:
             made = checked(params)
-        new = jax.tree.map(_as_variable, _with_slots(made), is_leaf=is_per_shard_array)
+        as_array = lambda x: x if is_per_shard_array(x) else jnp.asarray(x)
+        as_variable = lambda x: nnx.OptState(as_array(x))
+        new = jax.tree.map(as_variable, _with_slots(made), is_leaf=is_per_shard_array)
         both = lambda old, new: Slots({**old, **new}) if isinstance(old, Slots) else old
         self.tree = _map(both, self.tree, new) if self.variables else new
         self.variables.update(missing)
@@ -265,21 +373,16 @@ class SlotStore:
         return jax.tree.map(read, self._seen(keys), is_leaf=is_variable)
 
     def copy(self) -> Any:
-        """``values``, whose hyperparameters, as of ``optax.inject_hyperparams``, are ``ReadOnly``.
+        """``values``, where hyperparameters, as of ``optax.inject_hyperparams``, are read only."""
+        injects = lambda node: type(getattr(node, "hyperparams", None)) is dict
 
-        All other dicts stay what they are, since a pytree of another type fits no tree of dicts.
-        """
-
-        def frozen(path: Any, node: Any) -> Any:
-            if type(node) is not dict:
+        def frozen(node: Any) -> Any:
+            if not injects(node):
                 return node
-            if path and getattr(path[-1], "name", "") == "hyperparams":
-                return ReadOnly(node)
-            return {key: read_only(value) for key, value in node.items()}
+            node = type(node)(*(jax.tree.map(frozen, field, is_leaf=injects) for field in node))
+            return node._replace(hyperparams=ReadOnly(node.hyperparams))
 
-        is_dict = lambda node: type(node) is dict
-        read_only = lambda x: jax.tree_util.tree_map_with_path(frozen, x, is_leaf=is_dict)
-        return read_only(self.values())
+        return jax.tree.map(frozen, self.values(), is_leaf=injects)
 
     def write(self, keys: Iterable[str], state: Any) -> None:
         """Write the state after a step of these variables, as ``values`` returned it before."""
@@ -322,64 +425,35 @@ class SlotStore:
                 f"The state must have the structure of this optimizer's own.{first} Expected "
                 f"{jax.tree.structure(have)}; got {jax.tree.structure(state)}."
             )
-        self._check_told_apart()
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(have)[0]]
-        variables, values = self.all(), [jnp.asarray(x) for x in jax.tree.leaves(state)]
-        # Every leaf is checked before the first is written.
-        writers = [
-            set_per_shard if self._differs(path, variable, value, may_differ(path)) else set_shared
-            for path, variable, value in zip(paths, variables, values, strict=True)
-        ]
-        for write, variable, value in zip(writers, variables, values, strict=True):
-            write(variable, value.astype(variable.get_raw_value().dtype))
-
-    def _check_told_apart(self) -> None:
-        shapes: dict[Any, AnyVariable] = {}
-        for key, variable in self.variables.items():
-            if variable is None or not key.startswith("#"):
-                continue
-            other = shapes.setdefault(jnp.shape(variable.get_raw_value()), variable)
-            if other is not variable:
+        of_shape: dict[Any, AnyVariable] = {}
+        bound = {key: held for key, held in self.variables.items() if held is not None}
+        for key, variable in bound.items():
+            shape = jnp.shape(variable.get_raw_value())
+            if key.startswith("#") and of_shape.setdefault(shape, variable) is not variable:
                 raise VariableError(
-                    f"{describe_variable(variable)} and {describe_variable(other)} have no "
-                    f"names, so a state that was saved with them in another order would be "
-                    f"swapped. Pass the module, var_list=model; or name the variables, "
-                    f"nnx.Param(value, name='kernel')."
+                    f"Variables of shape {shape} have no names, so a state that was saved with "
+                    f"them in another order would be swapped. Pass the module, var_list=model; or "
+                    f"name the variables, nnx.Param(value, name='kernel')."
                 )
-
-    def _differs(
-        self, path: Any, variable: AnyVariable, value: jax.Array, may_differ: bool
-    ) -> bool:
-        """Whether a saved value is one per shard, as its shape shows."""
-        shape = jnp.shape(variable.get_raw_value())
-        shape = shape[1:] if is_per_shard(variable) else shape
-        if value.shape == shape:
-            return False
-        differs = value.ndim == len(shape) + 1 and value.shape[1:] == shape
-        held = [*self.variables.values(), *self.all()]
-        sizes = [number_of_shards(v) for v in held if v is not None]
-        if differs and (may_differ or value.shape[0] in sizes):
-            return True
-        where = f"The state's {jax.tree_util.keystr(path)}"
-        if differs:
-            raise ArgumentError(
-                f"{where} has shape {value.shape}, one value for each of {value.shape[0]} shards, "
-                f"but this optimizer's parameters do not differ between shards. Restore them "
-                f"first, with crossshard.nnx.set_per_shard(variable, values)."
-            )
-        raise ArgumentError(
-            f"{where} must have shape {shape}, or [shards, …] of that if the variables differ "
-            f"between shards; got {value.shape}."
-        )
-
-
-def _as_variable(value: Any) -> AnyVariable:
-    return nnx.OptState(value if isinstance(value, PerShardArray) else jnp.asarray(value))
-
-
-def is_variable(leaf: Any) -> bool:
-    """Whether it is a variable of NNX."""
-    return isinstance(leaf, nnx.Variable)
+        differ = any(map(is_per_shard, [*bound.values(), *self.all()]))
+        writes: list[Callable[[], None]] = []
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        for variable, (path, leaf) in zip(self.all(), leaves, strict=True):
+            shape, value = jnp.shape(variable.get_raw_value()), jnp.asarray(leaf)
+            shape = shape[1:] if is_per_shard(variable) else shape
+            is_own = value.ndim > 0 and value.shape[1:] == shape and (differ or may_differ(path))
+            if value.shape != shape and not is_own:
+                raise ArgumentError(
+                    f"The state's {jax.tree_util.keystr(path)} must have shape {shape}, or "
+                    f"[shards, …] of that if the parameters differ between shards; got "
+                    f"{value.shape}. Restore them first, with crossshard.nnx.set_per_shard."
+                )
+            write = set_shared if value.shape == shape else set_per_shard
+            value = value.astype(variable.get_raw_value().dtype)
+            writes.append(functools.partial(write, variable, value))
+        # Every leaf is checked before the first is written.
+        for write_leaf in writes:
+            write_leaf()
 
 
 class Computed:
@@ -420,38 +494,31 @@ class Computed:
     ) -> GradientStatus | None:
         """What the gradients of variables are that are applied on this many shards.
 
-        Args:
-          variables: the variables.
-          number: the number of shards.
-          divisor: what a mean over them divides by; 1 for a sum.
-          declared: whether the optimizer says what gradients from elsewhere are.
+        A mean over the shards divides by ``divisor``, which is 1 for a sum; ``declared`` is whether
+        the optimizer says what gradients from elsewhere are.
         """
-        elsewhere: AnyVariable | None = None
         known = self.names and self._shards
         for variable in variables:
-            computed, is_applied = known.get(id(variable), (None, False))
-            if computed is None:
-                elsewhere = variable if elsewhere is None else elsewhere
-            elif is_applied and divisor > 1:
+            computed, is_applied = known.get(id(variable), (number, False))
+            if is_applied and divisor > 1:
                 raise IncomingError(
                     f"The gradient of {describe_variable(variable)} has been applied already in "
-                    f"this step. Call compute_gradients again, or pass incoming='scaled' to apply "
-                    f"the same gradients twice."
+                    f"this step. Pass incoming='scaled' to apply it again."
                 )
-            elif computed != number:
+            if computed != number:
                 raise ShardContextError(
                     f"The gradient of {describe_variable(variable)} was computed under {computed} "
-                    f"shards and is applied under {number}. Call compute_gradients and "
-                    f"apply_gradients in the same step."
+                    f"shards and is applied under {number}. Do both in the same step."
                 )
-        if elsewhere is None:
+        elsewhere = [variable for variable in variables if id(variable) not in known]
+        if not elsewhere:
             return GradientStatus.SCALED
         if declared or divisor == 1:
             return None
         raise IncomingError(
-            f"The gradient of {describe_variable(elsewhere)} does not come "
-            f"from this optimizer's compute_gradients in this step, so it may or may not be "
-            f"divided by {divisor} already. Pass incoming='local' to average local gradients, or "
+            f"The gradient of {describe_variable(elsewhere[0])} does not come from this "
+            f"optimizer's compute_gradients in this step, so it may or may not be divided by "
+            f"{divisor} already. Pass incoming='local' to average local gradients, or "
             f"incoming='scaled' if they are divided already, or only to be summed, which is what "
             f"TensorFlow's apply_gradients does."
         )

@@ -119,11 +119,8 @@ class Transformation:
                 check_weighable(self.pipeline.reduction)
             _check_functions(extra_args, like, shards)
             # Optax's names for the loss and the gradient, which some optimizers also take.
-            extra = {
-                name: extra_args[name]
-                for name in ("value", "grad")
-                if extra_args.get(name) is not None
-            }
+            named = {name: extra_args.get(name) for name in ("value", "grad")}
+            extra = {name: value for name, value in named.items() if value is not None}
             gradients = self.pipeline.arrive(
                 updates,
                 shards,
@@ -151,7 +148,8 @@ class Transformation:
         _check.arrays("params", params, or_types=True)
         params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)
         other_axes = jax.tree.map(functools.partial(_other_axes, axes=axes), params)
-        split = any(jax.tree.leaves(other_axes, is_leaf=_is_spec))
+        is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
+        split = any(jax.tree.leaves(other_axes, is_leaf=is_spec))
         if split and self.weight_update is WeightUpdate.SHARDED:
             raise WeightUpdateError(
                 f"weight_update='sharded' splits parameters over {', '.join(axes)}, and these are "
@@ -185,10 +183,8 @@ class Transformation:
         if given != expected:
             raise ArgumentError(
                 f"With weight_update='sharded' each shard has its slice of the optimizer state, in "
-                f"shapes {expected}; this state has {given}, like one created outside of the "
-                f"shards, by nnx.Optimizer for example. Call init inside jax.shard_map, with "
-                f"out_specs=opt.state_specs(params, num_shards), and pass the state with the same "
-                f"in_specs. In a runner leave weight_update out, or use crossshard.make_train_step."
+                f"shapes {expected}; this state has {given}. Call init inside jax.shard_map, with "
+                f"out_specs=opt.state_specs(params, num_shards), or use crossshard.make_train_step."
             )
         return plan
 
@@ -216,9 +212,8 @@ class Transformation:
         shards = self.pipeline.shards(warn=False)
         if not shards.axes and get_shard_context() is None:
             raise ShardContextError(
-                "The state of preprocess and of error feedback is one per shard, and the number of "
-                "shards is not known here. Call init inside shard_map, with "
-                "out_specs=opt.state_specs(params, num_shards), or within "
+                "The state of preprocess and of error feedback is one per shard, and how many "
+                "there are is not known here. Call init inside shard_map, or within "
                 "crossshard.shard_context(num_shards)."
             )
         number = 1 if shards.axes else shards.number
@@ -229,9 +224,9 @@ def _local(placement: Placement, x: Any) -> Any:
     """One shard's array, if it has the leading axis of one shard."""
     if placement.per_shard and jnp.shape(x)[:1] != (1,):
         raise ArgumentError(
-            f"The state of preprocess and of error feedback is one per shard, and a shard sees "
-            f"[1, …] of it; this one sees shape {jnp.shape(x)}. Pass the state to shard_map with "
-            f"in_specs and out_specs of opt.state_specs(params, num_shards)."
+            f"The state of preprocess and of error feedback is [1, …] on each shard; this one has "
+            f"shape {jnp.shape(x)}. Pass the state to shard_map with in_specs and out_specs of "
+            f"opt.state_specs(params, num_shards)."
         )
     return placement.local(x)
 
@@ -245,10 +240,6 @@ def _other_axes(param: Any, axes: tuple[str, ...]) -> PartitionSpec:
             f"Every shard must have the full parameter."
         )
     return spec if any(entry is not None for entry in spec) else PartitionSpec()
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, PartitionSpec)
 
 
 def _check_functions(given: Mapping[str, Any], params: Any, shards: Shards) -> None:
@@ -270,11 +261,9 @@ def _check_functions(given: Mapping[str, Any], params: Any, shards: Shards) -> N
                 jax.eval_shape(functools.partial(look, function), params)
         if reduces != [True]:
             raise ArgumentError(
-                f"{name} is a function, which the inner optimizer calls after the gradients have "
-                f"been reduced: on each shard it would see that shard's rows alone, and shards "
-                f"would take different steps. Take the step on global arrays instead, under "
-                f"jax.jit and without shard_map: there is nothing to reduce then, and the function "
-                f"sees all rows."
+                f"{name} is a function, which the inner optimizer would call on its shard's rows, "
+                f"so that shards would take different steps. Take the step on global arrays, "
+                f"under jax.jit and without shard_map."
             )
 
 
