@@ -374,7 +374,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "weight=": (SGD, {"weight": "mask"}, "Weigh the rows in the loss"),
     "preprocess=": (MEAN(preprocess=optax.clip(1.0)), {}, "optax.chain"),
     "nonfinite='quarantine'": (SGD, {"nonfinite": "quarantine"}, "nonfinite='skip'"),
-    "group_assignment": (MEAN(group_assignment=[[0, 1], [2, 3]]), {}, "loss_over='shard'"),
+    "group_assignment": (MEAN(group_assignment=[[0, 1], [2, 3]]), {}, "Leave it out"),
     "model_state='per_shard'": (SGD, {"model_state": "per_shard"}, "model_state='mean'"),
     "aux_reduction='per_shard'": (
         SGD,
@@ -382,7 +382,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "as the loss returns it",
     ),
     "reduction='sum'": (MEAN(reduction="sum"), {}, "reduction='mean'"),
-    "metrics has 'noise_scale'": (SGD, {"metrics": ("noise_scale",)}, "Leave it out"),
+    "metrics=['noise_scale']": (SGD, {"metrics": ("noise_scale",)}, "Leave it out"),
     "reduce_dtype='bfloat16'": (SGD, {"reduce_dtype": "bfloat16"}, "Leave it out"),
 }
 

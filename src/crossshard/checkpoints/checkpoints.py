@@ -314,7 +314,7 @@ class Checkpoints:
         _check_call(call, state, jax.Array, jax.ShapeDtypeStruct)
         layout = layout_of(self._step, state)
         here = None if only_params else self._fingerprint(layout)
-        types = layout.collected_types(state)
+        types = jax.eval_shape(layout.collected, state)
         self._saving.wait()
         reasons: dict[int, str] = {}
         deleted = 0

@@ -167,11 +167,8 @@ class StateLayout:
 
     def specs(self, state: TrainState) -> TrainState:
         """The spec of every array of a state over the shards."""
-        return jax.tree.map(self._spec, self.placements(state))
-
-    @functools.cached_property
-    def _spec(self) -> Callable[[Placement], PartitionSpec]:
-        return functools.cache(lambda own: only(own.spec(self.axes), self.axes))
+        of = functools.cache(lambda own: only(own.spec(self.axes), self.axes))
+        return jax.tree.map(of, self.placements(state))
 
     def shardings(self, state: TrainState) -> TrainState:
         """The sharding of every array of a state."""
@@ -228,11 +225,6 @@ class StateLayout:
     def collected(self, state: TrainState) -> TrainState:
         """The state as ``own`` places it."""
         return self._moved(state, self, self.own)
-
-    def collected_types(self, state: TrainState) -> TrainState:
-        """The types of the arrays of ``collected``."""
-        types: TrainState = jax.eval_shape(self.collected, state)
-        return types
 
     def _moved(self, state: TrainState, one: "StateLayout", other: "StateLayout") -> TrainState:
         arrays = self.arrays
@@ -383,19 +375,14 @@ class StateLayout:
         if differ(given, own):
             names = dict.fromkeys([*given.names, *own.names])
             others = [name for name in names if differ(given.of(name), own.of(name))]
-            if others:
-                raise ArgumentError(
-                    f"The state is of a step with other options: of {' and '.join(others)} this "
-                    f"one keeps another state, or none. Write "
-                    f"step.reshard(other.unshard(state)), which makes what is new and drops what "
-                    f"is gone."
-                )
-        if differ(given.inner_state, own.inner_state):
+            what = f"of a step with other options, {' and '.join(others)}"
+            if not others:
+                inner = jax.tree.structure(given.inner_state), jax.tree.structure(own.inner_state)
+                what = f"another optimizer's: expected {inner[1]}, got {inner[0]}"
             raise ArgumentError(
-                f"The optimizer state is another optimizer's: expected "
-                f"{jax.tree.structure(own.inner_state)}, got "
-                f"{jax.tree.structure(given.inner_state)}. If only ema or master_dtype differ, "
-                f"write step.reshard(other.unshard(state))."
+                f"The optimizer state is {what}. If only options differ, as ema or master_dtype, "
+                f"write step.reshard(other.unshard(state)), which makes what is new and drops what "
+                f"is gone."
             )
         self.pipeline.check_shapes(given, own)
 

@@ -4,14 +4,14 @@ import enum
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from crossshard import _check
-from crossshard._check import is_inexact, is_number
+from crossshard._check import is_inexact
 from crossshard._flax import nnx
 from crossshard.collectives.sums import average, to_average
 from crossshard.errors import ArgumentError, ArgumentTypeError
@@ -32,9 +32,9 @@ class ModelState(enum.StrEnum):
 
 def check_model_state(model_state: object) -> ModelState | None:
     """The checked ``model_state`` argument."""
+    hint = "The state itself is an argument of init."
     if model_state is None:
         return None
-    hint = "It says how a step keeps what the loss returns; the state is an argument of init."
     return _check.choice("model_state", model_state, ModelState, hint)
 
 
@@ -46,13 +46,13 @@ def check_initial(
         if model_state is not None:
             raise ArgumentError(
                 "init got model_state=, but the loss takes none. Write make_train_step(..., "
-                "model_state='mean') or 'per_shard', and loss_fn(params, model_state, batch)."
+                "model_state='mean'), and loss_fn(params, model_state, batch)."
             )
         return ()
     if isinstance(params, nnx.Module):
         raise ArgumentError(
-            f"model_state={str(kind)!r} is for functions, but {type(params).__name__} is an NNX "
-            f"module, whose variables keep its state, one per shard. Leave out model_state=."
+            f"{type(params).__name__} is an NNX module, whose variables keep its state, one per "
+            f"shard. Leave out model_state=."
         )
     if model_state is None:
         raise ArgumentError(
@@ -62,17 +62,10 @@ def check_initial(
     if overwritten(model_state) and not has_one_state:
         raise ArgumentError(
             f"model_state[{OVERWRITTEN!r}] takes its next values from the backward pass, such as "
-            f"the maxima of fp8 over all rows. A shard sees its own rows, and gradients of its own "
-            f"mean, which are larger. Write make_train_step(..., loss_over='batch'), and the "
-            f"values are one device's."
+            f"the maxima of fp8 over all rows, and a shard sees its own. Write "
+            f"make_train_step(..., loss_over='batch'), and the values are one device's."
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
-        name = f"model_state{jax.tree_util.keystr(path)}"
-        if not is_number(leaf):
-            raise ArgumentTypeError(
-                f"{name} is {_check.described(leaf)}; a state holds arrays and numbers."
-            )
-        _check.array(name, leaf, or_type=True)
+    _check.arrays("model_state", model_state, or_types=True)
     is_type = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     return jax.tree.map(lambda x: x if is_type(x) else jnp.asarray(x), model_state)
 
@@ -117,11 +110,9 @@ def holds_keys(path: tuple[Any, ...], state: Any) -> bool:
     if is_named_as_key(name) or any(map(_is_named_as_rng, outer)):
         return True
     raise ArgumentError(
-        f"model_state{jax.tree_util.keystr(path)} is uint32{list(arrays[0].shape)}, as the keys of "
-        f"jax.random.PRNGKey and the seeds of Keras are, and each shard keeps its own: with the "
-        f"same key all shards would drop out the same units. Pass jax.random.wrap_key_data(x) in "
-        f"its place, of which the loss takes jax.random.key_data(x), or call it rng or seed: each "
-        f"shard then gets its own. If it is no key, keep it as int32."
+        f"model_state{jax.tree_util.keystr(path)} is uint32{list(arrays[0].shape)}, as raw random "
+        f"keys are, and with the same key all shards would drop out the same units. Pass "
+        f"jax.random.wrap_key_data(x) in its place; if it is no key, keep it as int32."
     )
 
 
@@ -162,11 +153,8 @@ def check_returned(before: Any, after: Any) -> Any:
 def check_equal(state: Any, after: Callable[..., Any], own: Any, params: Any) -> None:
     """Raise if an array that is not averaged would differ between shards.
 
-    Args:
-      state: the state before the loss.
-      after: the state after the loss, as a function of ``own`` and the parameters.
-      own: what differs between shards: the rows of the batch, and the key.
-      params: the parameters, or their types.
+    Takes the state before the loss, and that after it as a function of ``own``, what differs
+    between shards, the rows of the batch and the key, and the parameters.
     """
     paths = jax.tree_util.tree_leaves_with_path(state)
     if all(is_inexact(leaf) for _, leaf in paths):
@@ -226,16 +214,30 @@ def with_rng(
         parameters = inspect.signature(loss_fn).parameters
     except ValueError:
         return loss_fn, False
-    if _needs_rng(parameters.values(), takes):
+    needed = [p for p in parameters.values() if p.default is p.empty]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = [p.name for p in needed if p.kind in positional]
+    more, kinds = given[len(takes) :], {p.kind for p in needed}
+    is_variadic = inspect.Parameter.VAR_POSITIONAL in kinds
+    is_odd = len(given) < len(takes) or len(more) > 1 or inspect.Parameter.KEYWORD_ONLY in kinds
+    is_key = lambda name: is_named_as_key(name) or not name.strip("_")
+    if (is_odd and not is_variadic) or (more and not is_key(more[-1])):
+        raise ArgumentTypeError(
+            f"loss_fn takes ({', '.join(takes)}) or ({', '.join(takes)}, rng); this one takes "
+            f"{[p.name for p in needed]}. Pass all arrays as one batch, such as step(state, "
+            f"{{'x': x, 'y': y}}), of which the loss reads batch['x'] and batch['y']. If the last "
+            f"one is a key, call it rng."
+        )
+    if more:
         return loss_fn, True
-    given = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
+    bound = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
     # Pass an optional key too: without it, dropout would be off.
     optional = [
         name
-        for name, parameter in parameters.items()
-        if parameter.default is None
-        and name not in given
-        and name.split("_")[-1].removesuffix("s") in _KEYS
+        for name, p in parameters.items()
+        if p.default is None
+        and name not in bound
+        and name.split("_")[-1].removesuffix("s") in ("key", "prng", "rng")
     ]
     if not optional:
         return loss_fn, False
@@ -252,10 +254,6 @@ def with_rng(
         return loss_fn(*others, **{name: rng})
 
     return wrapped, True
-
-
-# The last word of the name of a parameter that takes a key.
-_KEYS = ("key", "prng", "rng")
 
 
 def is_named_as_key(name: str) -> bool:
@@ -278,38 +276,3 @@ def _is_named_as_rng(name: str) -> bool:
 def _words(name: str) -> list[str]:
     words = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
     return [word.lower().removesuffix("s") for word in words]
-
-
-def _needs_rng(parameters: Iterable[inspect.Parameter], takes: tuple[str, ...]) -> bool:
-    """Whether a loss has one required parameter more than these, which is to be a key."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in parameters if p.default is p.empty]
-    given = [p for p in needed if p.kind in positional]
-    if not any(p.kind is p.VAR_POSITIONAL for p in needed) and (
-        len(given) - len(takes) not in (0, 1) or any(p.kind is p.KEYWORD_ONLY for p in needed)
-    ):
-        raise ArgumentTypeError(
-            f"loss_fn takes ({', '.join(takes)}) or ({', '.join(takes)}, rng); this one takes "
-            f"{[p.name for p in needed]}.{_in_one_batch(given, takes)}"
-        )
-    unread = given[-1].name.strip("_") == "" if given else False
-    if len(given) > len(takes) and not unread and not is_named_as_key(given[-1].name):
-        raise ArgumentTypeError(
-            f"loss_fn takes {[p.name for p in given]}, but a step passes ({', '.join(takes)}, "
-            f"rng), and {given[-1].name!r} is not named like a key.{_in_one_batch(given, takes)} "
-            f"If it is the key, call it rng."
-        )
-    return len(given) > len(takes)
-
-
-def _in_one_batch(given: Sequence[inspect.Parameter], takes: Sequence[str]) -> str:
-    """How to pass to a loss what it takes in several arguments."""
-    arrays = [p.name for p in given[len(takes) - 1 :] if not is_named_as_key(p.name)]
-    if len(arrays) < 2:
-        return ""
-    batch = ", ".join(f"{name!r}: {name}" for name in arrays)
-    reads = ", ".join(f"batch[{name!r}]" for name in arrays)
-    return (
-        f" Pass all arrays as one batch, step(state, {{{batch}}}), to "
-        f"loss_fn({', '.join(takes)}), which reads {reads}."
-    )

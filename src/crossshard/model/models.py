@@ -59,19 +59,14 @@ def partition(model: Any, wrt: Any = None) -> tuple[Any, ...]:
     kinds = nnx.Pytree | nnx.Variable
     is_nnx = lambda leaf: isinstance(leaf, kinds)
     inside = [leaf for leaf in jax.tree.leaves(model, is_leaf=is_nnx) if is_nnx(leaf)]
-    if isinstance(model, nnx.State):
-        others = [leaf for leaf in inside if not isinstance(leaf, nnx.Param)]
-        if others:
-            raise ArgumentTypeError(
-                f"An nnx.State to train must hold only nnx.Param; this one also has an nnx "
-                f"{type(others[0]).__name__}. Split it off: graphdef, params, rest = "
-                f"nnx.split(model, nnx.Param, ...)."
-            )
-    elif inside and not isinstance(model, nnx.Pytree):
+    trained = nnx.Param if isinstance(model, nnx.State) else ()
+    others = [leaf for leaf in inside if not isinstance(leaf, trained)]
+    if others and not isinstance(model, nnx.Pytree):
         raise ArgumentTypeError(
-            f"Parameters are a pytree of arrays, or one module; got {type(model).__name__} with an "
-            f"nnx {type(inside[0]).__name__} in it, whose statistics would be trained as "
-            f"parameters. Put everything into one nnx.Module, nnx.Dict or nnx.List."
+            f"Parameters are a pytree of arrays, one module, or an nnx.State of nnx.Param alone; "
+            f"got {type(model).__name__} with an nnx {type(others[0]).__name__} in it, which would "
+            f"be trained. Put everything into one nnx.Module, or split a state off: graphdef, "
+            f"params, rest = nnx.split(model, nnx.Param, ...)."
         )
     of = _partition_module if isinstance(model, nnx.Pytree) else _partition_pytree
     parts = of(model, _chooser(wrt, model))
@@ -81,10 +76,10 @@ def partition(model: Any, wrt: Any = None) -> tuple[Any, ...]:
         raise ArgumentError(
             f"There is nothing to train: {type(model).__name__} has no floating array."
         )
-    others = jax.tree_util.tree_leaves_with_path(parts[2])
+    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(parts[2])]
     raise ArgumentError(
         f"wrt chooses none of the model's parameters, of which the first is "
-        f"{_name(others[0][0]) if others else 'params'}, so there is nothing to train. {_WRITE}"
+        f"{(names or ['params'])[0]}, so there is nothing to train. {_WRITE}"
     )
 
 
@@ -96,13 +91,8 @@ def check_params(
 ) -> None:
     """Raise if a step would train what is not meant to be trained.
 
-    Such as a state, Linen's other collections, or the base of a model with LoRA.
-
-    Args:
-      model: the model that the caller passes to ``init``.
-      params: its parameters.
-      optimizer: the inner optimizer.
-      wrt: the caller's choice of what is trained; ``None`` without one.
+    Such as a state, Linen's other collections, or the base of a model with LoRA. Takes the model
+    that the caller passes to ``init``, its parameters, the inner optimizer, and ``wrt``.
     """
     _refuse_states(model)
     if wrt is not None:
@@ -117,10 +107,9 @@ def check_params(
             raise ArgumentError(
                 f"The parameters are a dict with 'params' in it, as Linen's variables, and the "
                 f"optimizer would also train {sorted(set(model) - {'params'})}. Write "
-                f"init(params, model_state=rest), where params = variables.pop('params'), with "
-                f"make_train_step(loss_fn, optimizer, model_state='mean'{over}) and "
-                f"loss_fn(params, rest, batch), which returns (loss, rest). To train everything, "
-                f"write wrt=lambda path, leaf: True."
+                f"init(variables.pop('params'), model_state=variables), with "
+                f"make_train_step(loss_fn, optimizer, model_state='mean'{over}); or, to train "
+                f"everything, wrt=lambda path, leaf: True."
             )
     if isinstance(model, nnx.Pytree):
         of_lora = [
@@ -142,24 +131,17 @@ def _refuse_states(model: Any) -> None:
     """Raise if a pytree holds a state among its parameters, whose arrays would be trained."""
     equinox = sys.modules.get("equinox")
     of_equinox = equinox.nn.State if equinox is not None else ()
-
-    def is_state(node: Any) -> bool:
-        return isinstance(node, of_equinox) or type(node).__module__.startswith("optax.")
-
-    nodes = filter(is_state, jax.tree.leaves(model, is_leaf=is_state))
-    state = next((node for node in nodes if jax.tree.leaves(node)), None)
-    if isinstance(state, of_equinox):
-        raise ArgumentError(
-            "The parameters hold an eqx.nn.State, and its statistics would be trained. Write "
-            "init(model, model_state=state), with make_train_step(loss_fn, optimizer, "
-            "model_state='mean') and loss_fn(model, state, batch)."
-        )
-    if state is not None:
-        raise ArgumentError(
-            f"The parameters, of type {type(model).__name__}, hold an optimizer state, "
-            f"{type(state).__name__}, which would be trained. Pass only the parameters, as in "
-            f"init(state.params); init creates the optimizer state."
-        )
+    of_optax = lambda node: type(node).__module__.startswith("optax.")
+    is_state = lambda node: isinstance(node, of_equinox) or of_optax(node)
+    for node in filter(is_state, jax.tree.leaves(model, is_leaf=is_state)):
+        if jax.tree.leaves(node):
+            what, instead = "an eqx.nn.State", "init(model, model_state=state)"
+            if of_optax(node):
+                what, instead = "an optimizer state", "init(state.params), of the parameters alone"
+            raise ArgumentError(
+                f"The parameters hold {what}, {type(node).__name__}, whose arrays would be "
+                f"trained. Write {instead}."
+            )
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -1,6 +1,7 @@
 """Batches: what of one is split, its checks, and its way onto the mesh: padded, split or whole."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,21 +48,6 @@ def check_entries(batch_axis: Any, names: Any, weight: Weight | None) -> BatchAx
     return axes
 
 
-def check_rows(path: Any, leaf: Any, axis: int, *, or_type: bool = False) -> None:
-    """Raise unless a leaf of a batch is an array, or its type, with rows along an axis."""
-    where = f"batch{jax.tree_util.keystr(path)}"
-    if is_number(leaf) and not np.shape(leaf):
-        raise ArgumentError(
-            f"{where} is a scalar, which has no rows to split over the shards. Name the entry in "
-            f"replicated_entries, or write None for it in batch_axis, so that every shard gets it "
-            f"whole. A loss that closes over a number keeps the value that it had when it was "
-            f"compiled."
-        )
-    _check.array(where, leaf, or_type=or_type)
-    if not leaf.shape[axis]:
-        raise ArgumentError(f"{where} has 0 rows, which have no mean. Leave such a batch out.")
-
-
 def check_same_rows(rows: Any, axes: BatchAxes) -> None:
     """Raise unless all arrays of a batch that are split have as many rows.
 
@@ -77,29 +63,33 @@ def check_same_rows(rows: Any, axes: BatchAxes) -> None:
             f"All arrays of a batch must have as many rows, since each is split over the shards, "
             f"here along axes {along[0]} and {along[place]}; got "
             f"{sorted([lengths[0], length])}: batch{names[0]} has {lengths[0]}, and "
-            f"batch{names[1]} {length}. Write the axes of the rows in make_train_step(..., "
-            f"batch_axis=...); or, if every shard gets an entry whole, such as a table, its name "
-            f"in replicated_entries=."
+            f"batch{names[1]} {length}. Write the axes of the rows in batch_axis=, or None there "
+            f"for an entry that every shard gets whole, such as a table."
         )
 
 
-class BatchShardings:
-    """Where the arrays of batches lie: rows split over the shards, whole ones on every device.
+class BatchPlacer:
+    """Puts the batches of a loss on a mesh: rows split over the shards in order, others whole.
 
     Attributes:
       number: the number of shards.
       parts: how many of them have the rows that this process passes.
     """
 
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...], of_batch: BatchAxes):
-        self.mesh = mesh
-        self.axes = axes
-        self.of_batch = of_batch
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], loss: StepLoss):
+        self.mesh, self.axes, self.of_batch = mesh, axes, loss.batch_axes
         self.number: int = number_of_shards(mesh, axes)
         self.parts: int = own_parts(NamedSharding(mesh, PartitionSpec(axes)), self.number)
+        # Rows are split over the shards, and a shard's rows into microbatches.
+        self._multiple = self.parts * loss.pieces(self.number)
+        self._loss, self._weight = loss, loss.weight
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._shardings: dict[int, NamedSharding] = {}
-        self._equal: set[Any] = set()
+        # How the arrays of batches were that were on the devices already.
+        self._known: dict[Any, list[tuple[NamedSharding, int]]] = {}
+        # The kinds of batches whose padding weighs nothing, and those that all processes passed.
+        self._padded: set[Any] = set()
+        self._agreed: set[Any] = set()
 
     def along(self, axis: int) -> NamedSharding:
         """The sharding of what is split along an axis."""
@@ -118,73 +108,22 @@ class BatchShardings:
         # A Python number would be a part of the program.
         return rows, jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), whole)
 
-    def types_of_whole(self, whole: Any) -> Any:
-        """The types and shardings of the arrays that every shard gets whole."""
-
-        def one(x: Any) -> jax.ShapeDtypeStruct:
-            dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=self._everywhere)
-
-        return jax.tree.map(one, whole)
-
-    def place_whole(self, whole: Any) -> Any:
-        """The arrays that every shard gets whole, on the devices.
-
-        If there are several processes, the arrays are compared when their shapes are new.
-        """
-        leaves = jax.tree.leaves(whole)
-        key = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
-        is_traced = lambda x: isinstance(x, jax.core.Tracer)
-        if leaves and key not in self._equal and not any(map(is_traced, leaves)):
-            check_agreement(
-                "step",
-                lambda: {
-                    f"batch{jax.tree_util.keystr(path)}": checksum(leaf)
-                    for path, leaf in jax.tree_util.tree_leaves_with_path(whole)
-                },
-                self.mesh,
-                "Every process must pass the same entries of replicated_entries, or of None in "
-                "batch_axis.",
-            )
-            self._equal.add(key)
-        return jax.tree.map(self._put, whole)
-
-    def _put(self, x: Any) -> jax.Array:
-        if isinstance(x, jax.core.Tracer):
-            return _mesh.constrained(x, self._everywhere)
-        return x if getattr(x, "sharding", None) == self._everywhere else put(x, self._everywhere)
-
-
-class BatchPlacer:
-    """Puts the batches of a loss on a mesh, rows split over the shards in order."""
-
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...], loss: StepLoss):
-        self._where = where = BatchShardings(mesh, axes, loss.batch_axes)
-        # Rows are split over the shards, and a shard's rows into microbatches.
-        self._multiple = where.parts * loss.pieces(where.number)
-        self._loss, self._of_batch, self._weight = loss, loss.batch_axes, loss.weight
-        # Errors speak of a weight where the step could be given one.
-        self._takes_weight = not loss.has_one_state
-        # How the arrays of batches were that were on the devices already.
-        self._known: dict[Any, list[tuple[NamedSharding, int]]] = {}
-        self._padding_weighs_nothing: set[Any] = set()
-        self._agreed: set[Any] = set()
-
     def abstract(self, batch: Any) -> Any:
         """The types and shardings of a batch on the mesh; raises as for the batch itself."""
 
-        def one(leaf: Any, axis: int) -> jax.ShapeDtypeStruct:
+        def one(leaf: Any, axis: int | None = None) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-            rows = (leaf.shape[axis] + self._missing(leaf, axis)) * where.number // where.parts
-            rows = leaf.shape[axis] if where.is_placed(leaf, axis) else rows
+            if axis is None:
+                return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=self._everywhere)
+            rows = (leaf.shape[axis] + self._missing(leaf, axis)) * self.number // self.parts
+            rows = leaf.shape[axis] if self.is_placed(leaf, axis) else rows
             shape = resized(leaf.shape, axis, rows)
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=where.along(axis))
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.along(axis))
 
-        where = self._where
-        rows, whole = where.split(batch, or_types=True)
+        rows, whole = self.split(batch, or_types=True)
         self._check(rows, whole, or_types=True)
-        placed = jax.tree.map(one, rows, self._of_batch.tree_of(rows))
-        return join(placed, where.types_of_whole(whole))
+        placed = jax.tree.map(one, rows, self.of_batch.tree_of(rows))
+        return join(placed, jax.tree.map(one, whole))
 
     def __call__(self, batch: Any) -> Any:
         """Put a batch on the devices; arrays with the right sharding are returned unchanged.
@@ -198,14 +137,13 @@ class BatchPlacer:
         lies_as = lambda x, to: getattr(x, "sharding", None) == to[0] and x.ndim == to[1]
         if known and all(map(lies_as, leaves, known)):
             return batch
-        where = self._where
-        rows, whole = where.split(batch)
-        placed = where.place_whole(whole)
-        leaves, axes = jax.tree.leaves(rows), self._of_batch.of_rows(rows)
-        if leaves and all(map(where.is_placed, leaves, axes)):
+        rows, whole = self.split(batch)
+        placed = self.place_whole(whole)
+        leaves, axes = jax.tree.leaves(rows), self.of_batch.of_rows(rows)
+        if leaves and all(map(self.is_placed, leaves, axes)):
             if whole is None:
                 self._known[tree] = [
-                    (where.along(axis), x.ndim) for x, axis in zip(leaves, axes, strict=True)
+                    (self.along(axis), x.ndim) for x, axis in zip(leaves, axes, strict=True)
                 ]
             return join(rows, placed)
         # To move a batch is asked for, and padding is a part of it.
@@ -213,56 +151,90 @@ class BatchPlacer:
             if not _jax.at_top_level():
                 return join(self._place(rows, whole), placed)
             rows = jax.tree.map(lambda leaf: _mesh.on_mesh(leaf, None), rows)
-            with _mesh.in_place_of_the_users_mesh(_mesh.with_automatic_axes(where.mesh)):
+            with _mesh.in_place_of_the_users_mesh(_mesh.with_automatic_axes(self.mesh)):
                 return join(self._place(rows, whole), placed)
 
     def rows_of(self, batch: Any) -> str:
         """What this process passes, as it tells the others: with weights, of any number of rows."""
-        where, words = self._where, []
-        for leaf, axis in zip(jax.tree.leaves(batch), self._of_batch.of(batch), strict=True):
+        words = []
+        for leaf, axis in zip(jax.tree.leaves(batch), self.of_batch.of(batch), strict=True):
             sizes: list[Any] = list(np.shape(leaf))
             if axis is not None and sizes:
-                if where.is_placed(leaf, axis):
-                    sizes[axis] = sizes[axis] * where.parts // where.number
+                if self.is_placed(leaf, axis):
+                    sizes[axis] = sizes[axis] * self.parts // self.number
                 sizes[axis] = "any" if self._weight else sizes[axis]
             words.append(f"{getattr(leaf, 'dtype', '')}[{','.join(map(str, sizes))}]")
         return ",".join(words)
 
+    def place_whole(self, whole: Any) -> Any:
+        """The arrays that every shard gets whole, on the devices.
+
+        If there are several processes, the arrays are compared when their shapes are new.
+        """
+        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(whole)):
+            self._check_agreement(
+                whole,
+                checksum,
+                "Every process must pass the same entries of replicated_entries, or of None in "
+                "batch_axis.",
+            )
+        as_is = lambda x: getattr(x, "sharding", None) == self._everywhere
+        return jax.tree.map(lambda x: x if as_is(x) else self._put(x, self._everywhere), whole)
+
     def _place(self, rows: Any, whole: Any) -> Any:
         self._check(rows, whole)
-        if self._where.parts < self._where.number and self._weight is None:
-            self._check_agreement(rows)
-        return jax.tree.map(self._placed, rows, self._of_batch.tree_of(rows))
+        if self.parts < self.number and self._weight is None:
+            or_weight = "" if self._loss.has_one_state else ", or pass weight="
+            self._check_agreement(
+                rows,
+                lambda leaf: f"{leaf.dtype}{list(leaf.shape)}",
+                "Every process must pass arrays of the same dtypes. The mean over the shards is "
+                f"that over all rows only if all pass as many rows: pass as many{or_weight}.",
+            )
 
-    def _check_agreement(self, batch: Any) -> None:
-        """Raise unless every process passes as many rows."""
-        given = {
-            f"batch{jax.tree_util.keystr(path)}": f"{leaf.dtype}{list(leaf.shape)}"
-            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        }
-        key = tuple(given.items())
-        if key in self._agreed:
+        def one(x: Any, axis: int) -> jax.Array:
+            number = x.shape[axis] + self._missing(x, axis)
+            return self._put(padded(x, axis, number, zeros=True), self.along(axis))
+
+        return jax.tree.map(one, rows, self.of_batch.tree_of(rows))
+
+    @staticmethod
+    def _put(x: Any, to: NamedSharding) -> jax.Array:
+        return _mesh.constrained(x, to) if isinstance(x, jax.core.Tracer) else put(x, to)
+
+    def _check_agreement(self, tree: Any, shown: Callable[[Any], str], mend: str) -> None:
+        """Raise unless every process passes the same, as it is shown; for each kind once."""
+        paths = jax.tree_util.tree_leaves_with_path(tree)
+        key = mend, tuple((path, leaf.shape, str(leaf.dtype)) for path, leaf in paths)
+        if not paths or key in self._agreed:
             return
-        or_weight = ", or pass weight=, the batch's entry that counts rows"
-        check_agreement(
-            "step",
-            lambda: given,
-            self._where.mesh,
-            "Every process must pass arrays of the same dtypes. The mean over the shards is that "
-            "over all rows only if all pass as many rows: pass as many"
-            f"{or_weight if self._takes_weight else ''}.",
-        )
+        name = lambda path: f"batch{jax.tree_util.keystr(path)}"
+        given = lambda: {name(path): shown(leaf) for path, leaf in paths}
+        check_agreement("step", given, self.mesh, mend)
         self._agreed.add(key)
+
+    def check_rows(self, rows: Any, *, or_types: bool = False) -> None:
+        """Raise unless a batch without its whole arrays has some, all of them with rows."""
+        paths = jax.tree_util.tree_leaves_with_path(rows)
+        if not paths:
+            raise ArgumentError("The batch is empty: it has no array that is split.")
+        for (path, leaf), axis in zip(paths, self.of_batch.of_rows(rows), strict=True):
+            where = f"batch{jax.tree_util.keystr(path)}"
+            if is_number(leaf) and not np.shape(leaf):
+                raise ArgumentError(
+                    f"{where} is a scalar, which has no rows to split over the shards. Name it "
+                    f"in replicated_entries, or write None for it in batch_axis, so that every "
+                    f"shard gets it whole."
+                )
+            _check.array(where, leaf, or_type=or_types)
+            if not leaf.shape[axis]:
+                raise ArgumentError(f"{where} has 0 rows, which have no mean. Leave it out.")
 
     def _check(self, rows: Any, whole: Any, *, or_types: bool = False) -> None:
         """Raise unless each array has rows that can be split, or padded."""
+        self.check_rows(rows, or_types=or_types)
         paths = jax.tree_util.tree_leaves_with_path(rows)
-        axes = self._of_batch.of_rows(rows)
-        if not paths:
-            raise ArgumentError("The batch is empty: it has no array that is split.")
-        for (path, leaf), axis in zip(paths, axes, strict=True):
-            check_rows(path, leaf, axis, or_type=or_types)
-        for (path, leaf), axis in zip(paths, axes, strict=True):
+        for (path, leaf), axis in zip(paths, self.of_batch.of_rows(rows), strict=True):
             if self._missing(leaf, axis):
                 self._check_padding(path, leaf.shape[axis], rows, whole)
                 break
@@ -271,17 +243,8 @@ class BatchPlacer:
         """How many rows of padding an array needs."""
         return int(-leaf.shape[axis] % self._multiple)
 
-    def _placed(self, leaf: Any, axis: int) -> jax.Array:
-        """An array on the devices, padded."""
-        if missing := self._missing(leaf, axis):
-            together = jnp.concatenate if isinstance(leaf, jax.Array) else np.concatenate
-            leaf = together([leaf, _padding(leaf, axis, missing)], axis)
-        if isinstance(leaf, jax.core.Tracer):
-            return _mesh.constrained(leaf, self._where.along(axis))
-        return put(leaf, self._where.along(axis))
-
     def _check_padding(self, path: Any, number: int, rows: Any, whole: Any) -> None:
-        check_same_rows(rows, self._of_batch)
+        check_same_rows(rows, self.of_batch)
         parts, microbatches = self._multiple, self._loss.accumulate_steps
         kind = "shards" if self._loss.same_bits is None else "virtual shards"
         pieces = f"{parts // microbatches} {kind}"
@@ -289,72 +252,74 @@ class BatchPlacer:
         if self._weight is None:
             rest = number % parts
             fewer = f"{number - rest} or " if number > parts else ""
+            # Where the step could be given a weight.
             or_weight = (
                 ", or weight=, the batch's entry that counts examples: the batch is then padded "
-                "with rows of weight 0. A loss that returns a Mean takes rows of your own padding, "
-                "whose count is 0."
+                "with rows of weight 0"
             )
             raise ArgumentError(
                 f"batch{jax.tree_util.keystr(path)} has {number} rows, which do not divide evenly "
                 f"over {pieces}: {rest} are left over. Pass {fewer}{number - rest + parts}"
-                f"{or_weight if self._takes_weight else '.'}"
+                f"{'' if self._loss.has_one_state else or_weight}."
             )
         leaves, tree = jax.tree.flatten(rows)
         key = tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
-        if key in self._padding_weighs_nothing:
+        if key in self._padded:
             return
         # Otherwise the padding would silently change the mean.
         each = math.ceil(number / parts)
-        padding = lambda x, axis: _padding(x, axis, each)
-        nothing = jax.tree.map(padding, rows, self._of_batch.tree_of(rows))
-        weight = float(weight_of(self._weight, join(nothing, whole)))
+        nothing = lambda x, axis: _padding(x, axis, each, zeros=True)
+        padding = jax.tree.map(nothing, rows, self.of_batch.tree_of(rows))
+        weight = float(weight_of(self._weight, join(padding, whole)))
         if weight != 0:
             raise ArgumentError(
                 f"A batch of {number} rows is padded with rows of zeros to divide over "
                 f"{pieces}, and these must have weight 0, but weight returns {weight:g} for "
                 f"{each} of them. Add a mask to the batch and pass its name as weight."
             )
-        self._padding_weighs_nothing.add(key)
+        self._padded.add(key)
 
 
-def _padding(leaf: Any, axis: int, rows: int) -> Any:
-    """Rows of zeros; for PRNG keys, copies of the first row."""
+def padded(leaf: Any, axis: int, number: int, *, zeros: bool = False) -> Any:
+    """An array with so many rows: further ones are copies of the first, or zeros."""
+    missing = number - leaf.shape[axis]
+    if not missing:
+        return leaf
+    xp: Any = jnp if isinstance(leaf, jax.Array) else np
+    return xp.concatenate([leaf, _padding(leaf, axis, missing, zeros=zeros)], axis)
+
+
+def _padding(leaf: Any, axis: int, rows: int, *, zeros: bool) -> Any:
     shape = resized(leaf.shape, axis, rows)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return jnp.broadcast_to(take_rows(leaf, axis, slice(1)), shape)
-    return np.zeros(shape, leaf.dtype)
+    # PRNG keys have no zeros.
+    if zeros and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return np.zeros(shape, leaf.dtype)
+    xp: Any = jnp if isinstance(leaf, jax.Array) else np
+    return xp.broadcast_to(take_rows(leaf, axis, slice(1)), shape)
 
 
 class Donation:
     """Refuses a batch with a buffer of the state, which would end the interpreter.
 
-    It runs before every step, so the arrays of the state are compared only with those of the batch
+    It runs before every step, so an array of the batch is compared only with those of the state
     that have the same type on a device.
     """
 
-    def __init__(self, mesh: Mesh):
-        self._mesh = mesh
+    def __init__(self) -> None:
         self._skeleton: Any = None
         self._alike: dict[Any, list[int]] = {}
 
     def check(self, state: TrainState, batch: Any) -> None:
         """Raise if an array of a batch is, or shares its buffer with, an array of a state."""
-        pointers: dict[Any, dict[int | None, int]] = {}
         for place, leaf in enumerate(jax.tree.leaves(batch)):
             if not isinstance(leaf, jax.Array) or leaf.is_deleted():
                 continue
-            piece = leaf.addressable_data(0)
             if self._skeleton is not state.skeleton:
                 self._note(state)
-            kind = piece.shape, piece.dtype
-            if kind not in self._alike or not piece.devices() <= self._device_numbers.keys():
-                continue
-            (device,) = piece.devices()
-            key = kind, self._device_numbers[device]
-            if key not in pointers:
-                pointers[key] = self._pointers(state, *key)
-            other = pointers[key].get(piece.unsafe_buffer_pointer())
-            if other is not None:
+            piece = leaf.addressable_data(0)
+            for other in self._alike.get((piece.shape, piece.dtype), ()):
+                if not _shares(piece, jax.tree.leaves(state)[other]):
+                    continue
                 path, _ = jax.tree_util.tree_leaves_with_path(batch)[place]
                 raise ArgumentError(
                     f"batch{jax.tree_util.keystr(path)} shares its buffer with "
@@ -365,9 +330,6 @@ class Donation:
 
     def _note(self, state: TrainState) -> None:
         """Remember which leaves of such states have which type on a device."""
-        own = jax.process_index()
-        devices = [device for device in self._mesh.devices.flat if device.process_index == own]
-        self._device_numbers = {device: number for number, device in enumerate(devices)}
         self._alike = {}
         for place, leaf in enumerate(jax.tree.leaves(state)):
             if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -375,13 +337,11 @@ class Donation:
                 self._alike.setdefault(kind, []).append(place)
         self._skeleton = state.skeleton
 
-    def _pointers(self, state: TrainState, kind: Any, number: int) -> dict[int | None, int]:
-        """The addresses of the leaves of a type on a device, with their places."""
-        leaves = jax.tree.leaves(state)
 
-        def address(leaf: Any) -> int | None:
-            if not isinstance(leaf, jax.Array) or number >= len(leaf.sharding.addressable_devices):
-                return None
-            return int(leaf.addressable_data(number).unsafe_buffer_pointer())
-
-        return {address(leaves[place]): place for place in self._alike[kind]}
+def _shares(piece: jax.Array, x: Any) -> bool:
+    """Whether an array on one device is a part of another one, or has the buffer of one."""
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return False
+    parts = map(x.addressable_data, range(len(x.sharding.addressable_devices)))
+    pointer, devices = piece.unsafe_buffer_pointer(), piece.devices()
+    return any(x.unsafe_buffer_pointer() == pointer and x.devices() == devices for x in parts)

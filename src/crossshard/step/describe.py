@@ -16,7 +16,9 @@ from crossshard.model.state import TrainState
 from crossshard.pipeline.update.owners import Owners
 from crossshard.shards.cut import Partition
 from crossshard.step.function import StepConfig
-from crossshard.step.losses.rows import LossOver
+from crossshard.step.losses.rows import LossOver, StepLoss
+
+_ONCE = "is known once the step has been lowered, or called"
 
 
 def describe(config: StepConfig, layout: StateLayout, state: TrainState) -> str:
@@ -24,7 +26,8 @@ def describe(config: StepConfig, layout: StateLayout, state: TrainState) -> str:
     arrays, mesh = layout.arrays, layout.mesh
     axes = ", ".join(f"{name}: {number}" for name, number in mesh.shape.items())
     kind = layout.model_state
-    kept = "one, as the loss returns it" if layout.has_one_state else kind and _KEPT[kind]
+    kept = "one for each shard" if kind is ModelState.PER_SHARD else "averaged over the shards"
+    kept = "one, as the loss returns it" if layout.has_one_state else kept
     frozen = [leaf for leaf in jax.tree.leaves(state.frozen) if is_inexact(leaf)]
     over = f" over {', '.join(layout.axes)}" * bool(layout.shards.other_axes)
     shards = f"{count(layout.number_of_shards, 'shard')}{over} on the mesh ({axes})"
@@ -36,7 +39,7 @@ def describe(config: StepConfig, layout: StateLayout, state: TrainState) -> str:
             config.describe(arrays),
             f"{shards}; weight update {arrays.where}: {layout.why}",
             *_updated(layout, state),
-            *_over(config, layout.number_of_shards),
+            *_over(config.loss, layout.number_of_shards),
             *_parameters(config, layout, state),
             *([f"frozen: {_sizes(frozen, in_parts)}, {of_frozen}"] * bool(frozen)),
             *([f"model state: {_sizes(state.model_state, None)}, {kept}"] if kind else []),
@@ -61,22 +64,14 @@ def summarize(config: StepConfig, latest: tuple[StateLayout, TrainState] | None)
     )
 
 
-_KEPT = {
-    ModelState.MEAN: "averaged over the shards",
-    ModelState.PER_SHARD: "one for each shard",
-}
-
-
-def _over(config: StepConfig, shards: int) -> list[str]:
+def _over(loss: StepLoss, shards: int) -> list[str]:
     """What the loss is in the rows of the batch, where each shard has its own."""
-    loss = config.loss
-    if not loss.is_of_parts(shards):
-        return []
+    known = str(loss.record)
     if loss.over is LossOver.SHARD:
-        return ["loss: each shard's own, loss_over='shard'"]
-    if loss.record.latest is None:
-        return ["loss: what it is in its rows is known once the step has been lowered, or called"]
-    return [f"loss: {loss.record}"]
+        known = "each shard's own, loss_over='shard'"
+    elif loss.record.latest is None:
+        known = f"what it is in its rows {_ONCE}"
+    return [f"loss: {known}"] if loss.is_of_parts(shards) else []
 
 
 def _updated(layout: StateLayout, state: TrainState) -> list[str]:
@@ -112,25 +107,22 @@ def _parameters(config: StepConfig, layout: StateLayout, state: TrainState) -> l
         names = _named(state.params, layout.uses.latest or ())
         summed = f"gradients summed row by row, in the backward pass: {', '.join(names)}"
         return [whole + _split(layout, state), *([summed] * bool(names))]
-    lines = [f"parameters: {_sizes(state.params, layout)}"]
+    first, uses = f"parameters: {_sizes(state.params, layout)}", layout.uses.latest
     if config.pipeline.needs_own_gradient:
         why = "since a stage needs each shard's own gradient"
-        return [*lines, f"  all are gathered at once, at the start of the step, {why}"]
-    uses = layout.uses.latest
+        return [first, f"  all are gathered at once, at the start of the step, {why}"]
     if uses is None and any(each.travels_alone for each in layout.arrays.params):
         return [
-            *lines,
+            first,
             "  where each is gathered is known once the step has been lowered, or called",
         ]
     by_text: dict[str, list[int]] = {}
-    for place, (partition, x) in enumerate(
-        zip(layout.arrays.params, jax.tree.leaves(state.params), strict=True)
-    ):
+    pairs = zip(layout.arrays.params, jax.tree.leaves(state.params), strict=True)
+    for place, (partition, x) in enumerate(pairs):
         text = _gathered(config, partition, x, (uses or {}).get(place))
         by_text.setdefault(text, []).append(place)
-    return lines + [
-        f"  {text}: {', '.join(_named(state.params, places))}" for text, places in by_text.items()
-    ]
+    named = lambda places: ", ".join(_named(state.params, places))
+    return [first, *(f"  {text}: {named(places)}" for text, places in by_text.items())]
 
 
 def _gathered(config: StepConfig, partition: Partition, x: Any, uses: Any) -> str:
@@ -166,16 +158,15 @@ def _split(layout: StateLayout, state: TrainState) -> str:
     of_params = layout.other_axes[: len(jax.tree.leaves(state.params))]
     if not any(of_params):
         return ""
-    number = sum(map(bool, of_params))
     over = [axis for axis in layout.shards.other_axes if any(axis in str(own) for own in of_params)]
-    blocks = size(bytes_on_device(state.params))
+    number, blocks = sum(map(bool, of_params)), size(bytes_on_device(state.params))
     return f"; {number} of them split over {', '.join(over)}, {blocks} on each device"
 
 
 def _sizes(tree: Any, layout: StateLayout | None) -> str:
     leaves = jax.tree.leaves(tree)
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    words = f"{size(whole)} in {len(leaves)} array{'s' * (len(leaves) != 1)}"
+    words = f"{size(whole)} in {count(len(leaves), 'array')}"
     if layout is None:
         return words
     place = "device" if layout.shards.other_axes else "shard"

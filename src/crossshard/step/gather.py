@@ -118,17 +118,14 @@ class AtUse:
     @property
     def early(self) -> tuple[bool, ...]:
         """Which gradients are summed where they are made, whatever the loss is."""
-        if not self.in_parts:
-            return ()
-        return tuple(each.travels_alone for each in self.partitions)
+        return tuple(self.in_parts and each.travels_alone for each in self.partitions)
 
     def types_of_gradients(self, params: Any) -> Any:
         """The types of the gradients of any loss."""
         leaves, tree = jax.tree.flatten(self.types(params))
-        early = self.early or (False,) * len(leaves)
         types = [
             jax.ShapeDtypeStruct(self.transport.shape(each), x.dtype) if is_early else x
-            for x, each, is_early in zip(leaves, self.partitions, early, strict=True)
+            for x, each, is_early in zip(leaves, self.partitions, self.early, strict=True)
         ]
         return tree.unflatten(types)
 
@@ -168,10 +165,10 @@ class AtUse:
         if not self.in_parts and (self.waits or not rows):
             return None, set()
         traced = self._traced(loss_of, params, others)
-        if self.in_parts:
-            return traced, {place for place, waits in enumerate(self.early) if waits}
-        late = self._used_in_rows(traced, jax.tree.leaves(params), rows, others)
-        return (traced, late) if late else (None, late)
+        late = {place for place, waits in enumerate(self.early) if waits}
+        if not self.in_parts:
+            late = self._used_in_rows(traced, jax.tree.leaves(params), rows, others)
+        return traced if late or self.in_parts else None, late
 
     def at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
         """The parameters, of which those in parts that do not wait are gathered."""

@@ -1,9 +1,8 @@
 """make_train_step: from a loss and an optimizer to the compiled step of all shards."""
 
 import dataclasses
-import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 import optax
@@ -210,18 +209,10 @@ def make_train_step(
     loss_fn, takes_rng = with_rng(loss_fn, takes)
     weigh, over = check_weight(weight), _check.choice("loss_over", loss_over, LossOver)
     rng_per = check_rng_per(options.get("rng_per", RngPer.SHARD), takes_rng=takes_rng)
-    of_loss: dict[str, Any] = {
-        "function": loss_fn,
-        "takes_rng": takes_rng,
-        "has_aux": has_aux,
-        "weight": weigh,
-        "accumulate_steps": accumulate_steps,
-        "model_state": kind,
-        "aux_reduction": check_aux_reduction(options.get("aux_reduction"), has_aux),
-        "batch_axes": check_entries(batch_axis, replicated_entries, weigh),
-        "keys_of_rows": rng_per is RngPer.ROW,
-        "is_summed": pipeline.reduction is Reduction.SUM,
-    }
+    # Of aux what was passed: without it aux is per shard too, where there is a loss of each.
+    aux = options.get("aux_reduction")
+    reduced = check_aux_reduction(aux, has_aux)
+    batch_axes = check_entries(batch_axis, replicated_entries, weigh)
     number = number_of_shards(where, axes)
     if pipeline.joins_groups:
         pipeline = pipeline.with_workers(number)
@@ -231,20 +222,46 @@ def make_train_step(
     if sharding is WeightUpdate.AUTO and wrapped.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED
     gather_dtype = check_gather_dtype(options.get("gather_dtype"))
+    nonfinite, of_options = pipeline.nonfinite, pipeline.options
+    excludes = nonfinite is not None and nonfinite.excludes_shards
+    is_coded = isinstance(gather_dtype, Codec)
     _check_together(
-        pipeline,
-        other_axes=[axis for axis in where.axis_names if axis not in axes],
-        params=rest,
-        update=sharding,
-        gather_dtype=gather_dtype,
-        loss_over=over,
-        virtual_shards=virtual,
-        weight=weight,
-        model_state=kind,
-        # As it was passed: without it aux is per shard too, where there is a loss of each.
-        aux_reduction=options.get("aux_reduction"),
+        {
+            "sync_every": pipeline.joins_groups and options.get("sync_every"),
+            "params": rest is Rest.SHARDED and str(rest),
+            "group_assignment": pipeline.groups and pipeline.groups.groups,
+            "virtual_shards": virtual,
+            "loss_over": over is LossOver.BATCH and str(over),
+            "weight_update": sharding is WeightUpdate.REPLICATED and str(sharding),
+            "master_dtype": of_options.get("master_dtype"),
+            "ema": of_options.get("ema"),
+            "weight": weight,
+            "preprocess": of_options.get("preprocess"),
+            "nonfinite": excludes and of_options["nonfinite"],
+            "metrics": [x for x in pipeline.metrics if need_local((x,))] or None,
+            "model_state": kind is ModelState.PER_SHARD and str(kind),
+            "aux_reduction": AuxReduction.PER_SHARD in jax.tree.leaves(aux) and str(aux),
+            "reduction": pipeline.reduction is Reduction.SUM and "sum",
+            "aggregator": of_options.get("aggregator"),
+            "reduce_dtype": of_options.get("reduce_dtype"),
+            "gather_dtype": (virtual or is_coded) and gather_dtype and str(gather_dtype),
+            "mesh": len(where.axis_names) > len(axes) and where.axis_names,
+        }
     )
-    loss = loss_of(over, same_bits=virtual, **of_loss)
+    loss = loss_of(
+        over,
+        function=loss_fn,
+        takes_rng=takes_rng,
+        has_aux=has_aux,
+        weight=weigh,
+        accumulate_steps=accumulate_steps,
+        model_state=kind,
+        aux_reduction=reduced,
+        batch_axes=batch_axes,
+        keys_of_rows=rng_per is RngPer.ROW,
+        is_summed=pipeline.reduction is Reduction.SUM,
+        same_bits=virtual,
+    )
     if virtual is not None:
         pipeline = pipeline.with_options(aggregator=InOrder(virtual))
     if isinstance(pipeline.aggregator, FewBits):
@@ -255,9 +272,8 @@ def make_train_step(
     in_parts = rest is Rest.SHARDED
     if gather_dtype is not None and not in_parts:
         raise ArgumentError(
-            f"gather_dtype={str(gather_dtype)!r} rounds sharded parameters as they are gathered. "
-            f"Replicated ones are never gathered, so it would round the stored values. Pass "
-            f"params='sharded', or, for weights of 16 bits, master_dtype='float32'."
+            f"gather_dtype={str(gather_dtype)!r} rounds sharded parameters as they are gathered, "
+            f"and replicated ones never are. Pass params='sharded'."
         )
     config = StepConfig(
         loss,
@@ -287,236 +303,75 @@ def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:
         )
     if pipeline.groups is not None:
         pipeline.groups.check_covers(number)
-    if pipeline.groups is not None and pipeline.over_all_shards:
-        # One group of all shards, in any order, is the same as no groups.
-        pipeline = dataclasses.replace(pipeline, groups=None)
     if pipeline.incoming not in (None, GradientStatus.LOCAL):
         raise ArgumentError(
             f"The optimizer declares incoming={str(pipeline.incoming)!r}, but a step computes the "
             f"gradients itself, and they are local. Leave incoming out."
         )
-    return pipeline
+    # One group of all shards, in any order, is the same as no groups.
+    return dataclasses.replace(pipeline, groups=None) if pipeline.over_all_shards else pipeline
 
 
-# Which options rule each other out: what each needs, and what each way to step lacks.
+# What each option does that some way to step rules out, and what to write where it does.
+_DOES = {
+    "sync_every": ("lets each worker train alone", "Leave one of them out."),
+    "params": ("splits one set of parameters over all shards", "Leave params out."),
+    "group_assignment": ("gives each group of shards a loss and parameters", "Leave it out."),
+    "loss_over": ("is one loss, whose work XLA splits over devices", "Write loss_over='rows'."),
+    "weight_update": ("lets each shard update all parameters", "Leave weight_update out."),
+    "master_dtype": (
+        "keeps parameters that a synchronisation would not reach",
+        "Pass parameters of 32 bits that the loss converts.",
+    ),
+    "ema": ("averages the parameters of one worker", "Leave it out, and evaluate model(state)."),
+    "weight": ("weighs the shards' means", "Weigh the rows in the loss."),
+    "preprocess": (
+        "runs on each shard's own gradient",
+        "Put it before the optimizer: optax.chain(preprocess, optimizer).",
+    ),
+    "nonfinite": ("leaves out shards by their own gradient", "Write nonfinite='skip'."),
+    "metrics": ("is of each shard's own gradient", "Leave it out."),
+    "model_state": ("keeps one state for each shard", "Write model_state='mean'."),
+    "aux_reduction": (
+        "keeps what each shard's loss returns",
+        "Leave it out: aux is kept as the loss returns it.",
+    ),
+    "reduction": ("adds up the shards' losses", "Use reduction='mean'."),
+    "aggregator": ("sums gradients from each shard's own", "Leave it out."),
+    "reduce_dtype": ("rounds the gradients that each shard sends", "Leave it out."),
+    "gather_dtype": ("rounds the parameters that shards send", "Leave it out."),
+    "mesh": (
+        "has axes beside the shards', over which XLA splits the work of each",
+        "Pass a mesh of the shards alone.",
+    ),
+}
+# Of each way to step, why it rules out options, and which.
+_RULES_OUT = {
+    "sync_every": (
+        "each worker has its own parameters and trains alone",
+        "params master_dtype ema",
+    ),
+    "params": ("each shard has its slice of the parameters alone", "weight_update"),
+    "group_assignment": ("each group has its own parameters", "params"),
+    "virtual_shards": (
+        "the parameters are not to depend on the number of shards",
+        "sync_every group_assignment loss_over preprocess nonfinite metrics model_state "
+        "aggregator reduce_dtype gather_dtype mesh",
+    ),
+    "loss_over": (
+        "there is one loss, of the whole batch",
+        "sync_every group_assignment weight preprocess nonfinite metrics model_state "
+        "aux_reduction reduction aggregator reduce_dtype gather_dtype",
+    ),
+}
 
 
-class Needs(enum.Flag):
-    """What an option needs or does, and a way to step may lack or not allow.
-
-    LOSS: each shard has a loss of its own.
-    GRADIENT: each shard's own gradient, before any sum.
-    STATE: each shard, or group, keeps something of its own.
-    SENT: the step itself sends gradients, or slices of parameters.
-    ROUNDED: what a shard sends is rounded.
-    SPLIT: XLA splits work over devices.
-    WHOLE: each shard has all parameters.
-    COMMON: all shards have the same parameters.
-    UNTOUCHED: nothing but an update of the optimizer changes parameters.
-    """
-
-    LOSS = enum.auto()
-    GRADIENT = enum.auto()
-    STATE = enum.auto()
-    SENT = enum.auto()
-    ROUNDED = enum.auto()
-    SPLIT = enum.auto()
-    WHOLE = enum.auto()
-    COMMON = enum.auto()
-    UNTOUCHED = enum.auto()
-
-
-class Option(NamedTuple):
-    """An option: whether it is asked for, what it needs or does, that in words, what to write."""
-
-    is_asked: bool
-    needs: Needs
-    what: str
-    instead: str | None = None
-
-
-class Way(NamedTuple):
-    """A way to step: whether it is asked for, what it lacks or does not allow, why, what to write.
-
-    The last is said where an option does not say it.
-    """
-
-    is_asked: bool
-    lacks: Needs
-    why: str
-    instead: str = "Leave one of them out."
-
-
-def _check_together(
-    pipeline: Pipeline,
-    *,
-    other_axes: Sequence[str],
-    params: Rest,
-    update: WeightUpdate,
-    gather_dtype: Any,
-    loss_over: LossOver,
-    virtual_shards: int | None,
-    weight: Any,
-    model_state: ModelState | None,
-    aux_reduction: Any,
-) -> None:
-    """Raise if a step has an option that needs what its way to step lacks.
-
-    The error says of both what they do, and what to write instead.
-    """
-    local = [name for name in pipeline.metrics if need_local((name,))]
-    groups, nonfinite, dtype = pipeline.groups, pipeline.nonfinite, pipeline.reduce_dtype
-    workers = pipeline.joins_groups
-    ways = (
-        Way(
-            workers,
-            Needs.COMMON | Needs.UNTOUCHED,
-            "with sync_every each worker has its own parameters and trains alone",
-        ),
-        Way(
-            params is Rest.SHARDED,
-            Needs.WHOLE,
-            "with params='sharded' each shard has its slice of them alone",
-        ),
-        Way(
-            groups is not None,
-            Needs.COMMON,
-            f"with group_assignment {groups} each group has its own parameters",
-        ),
-        Way(
-            virtual_shards is not None,
-            Needs.GRADIENT | Needs.STATE | Needs.SENT | Needs.ROUNDED | Needs.SPLIT,
-            f"with virtual_shards={virtual_shards} the parameters are not to depend on the number "
-            f"of shards",
-        ),
-        Way(
-            loss_over is LossOver.BATCH,
-            Needs.LOSS | Needs.GRADIENT | Needs.STATE | Needs.SENT,
-            "with loss_over='batch' there is one loss, of the whole batch",
-            "Leave it out, or write loss_over='shard'.",
-        ),
-    )
-    options = (
-        Option(
-            loss_over is LossOver.BATCH,
-            Needs.SPLIT,
-            "loss_over='batch' is one loss of all rows, whose work XLA splits in another way for "
-            "each number of shards",
-            "Write loss_over='rows'.",
-        ),
-        Option(
-            workers,
-            Needs.STATE,
-            "sync_every lets each worker train alone, and there are as many as shards or groups",
-        ),
-        Option(
-            params is Rest.SHARDED,
-            Needs.COMMON,
-            "params='sharded' splits one set of parameters over all shards",
-            "Leave it out; weight_update='sharded' splits the update over the shards that have the "
-            "same parameters.",
-        ),
-        Option(
-            update is WeightUpdate.REPLICATED,
-            Needs.WHOLE,
-            "weight_update='replicated' lets each shard update all parameters",
-            "Leave weight_update out.",
-        ),
-        Option(
-            pipeline.optimize.master_dtype is not None,
-            Needs.UNTOUCHED,
-            f"master_dtype={pipeline.optimize.master_dtype} keeps parameters that a "
-            f"synchronisation would not reach",
-            "Pass parameters of 32 bits that the loss converts.",
-        ),
-        Option(
-            pipeline.optimize.ema is not None,
-            Needs.UNTOUCHED,
-            "ema averages the parameters of one worker, which a synchronisation replaces",
-            "Leave it out, and evaluate model(state), which is of all workers.",
-        ),
-        Option(
-            weight is not None,
-            Needs.LOSS,
-            f"weight={_check.shown(weight)} weighs the shards' means",
-            "Weigh the rows in the loss: (w * losses).sum() / w.sum() is that of all rows.",
-        ),
-        Option(
-            pipeline.preprocess is not None,
-            Needs.GRADIENT,
-            "preprocess= runs on each shard's own gradient",
-            "Put it before the optimizer: optax.chain(preprocess, optimizer) gets the gradient of "
-            "the batch.",
-        ),
-        Option(
-            nonfinite is not None and nonfinite.excludes_shards,
-            Needs.GRADIENT,
-            "nonfinite='quarantine' leaves out shards whose own gradient is not finite",
-            "Write nonfinite='skip'.",
-        ),
-        Option(
-            bool(local),
-            Needs.GRADIENT,
-            f"metrics has {', '.join(map(repr, local))}, of each shard's own gradient",
-            "Leave it out.",
-        ),
-        Option(
-            groups is not None,
-            Needs.STATE,
-            f"group_assignment {groups} gives each group of shards a loss and parameters of its "
-            f"own",
-        ),
-        Option(
-            model_state is ModelState.PER_SHARD,
-            Needs.STATE,
-            "model_state='per_shard' keeps one state for each shard",
-            "Write model_state='mean', which keeps one for all.",
-        ),
-        Option(
-            AuxReduction.PER_SHARD in jax.tree.leaves(aux_reduction),
-            Needs.LOSS,
-            "aux_reduction='per_shard' keeps what each shard's loss returns",
-            "Leave it out: aux is kept as the loss returns it.",
-        ),
-        Option(
-            pipeline.reduction is Reduction.SUM,
-            Needs.LOSS,
-            "reduction='sum' adds up the shards' losses",
-            "Use reduction='mean', and a loss that is a sum where you want one.",
-        ),
-        Option(
-            pipeline.aggregator is not None,
-            Needs.SENT,
-            f"The gradients would be summed {pipeline.sums_by.describe()}, from each shard's own",
-            "Leave aggregator and reduce_dtype out.",
-        ),
-        Option(
-            dtype is not None,
-            Needs.SENT,
-            f"reduce_dtype={str(dtype)!r} rounds the gradients that each shard sends",
-            "Leave it out; a loss that computes in bfloat16 is differentiated in it.",
-        ),
-        Option(
-            gather_dtype is not None,
-            Needs.ROUNDED,
-            f"gather_dtype={str(gather_dtype)!r} rounds the parameters that several shards send",
-            "Leave one of them out; the loss may convert them to 16 bits itself.",
-        ),
-        Option(
-            isinstance(gather_dtype, Codec),
-            Needs.SENT,
-            f"gather_dtype={str(gather_dtype)!r} is written in blocks by each shard",
-            "Pass a dtype such as bfloat16, or loss_over='shard'.",
-        ),
-        Option(
-            bool(other_axes),
-            Needs.SPLIT,
-            f"The mesh has other axes, {', '.join(other_axes)}, over which XLA splits the work of "
-            f"each shard, and adds what it likes",
-            "Pass a mesh of the shards alone.",
-        ),
-    )
-    for way in filter(lambda way: way.is_asked, ways):
-        for option in filter(lambda option: option.is_asked, options):
-            if option.needs & way.lacks:
-                raise ArgumentError(f"{option.what}; {way.why}. {option.instead or way.instead}")
+def _check_together(given: dict[str, Any]) -> None:
+    """Raise if an option rules another one out; one that is not given is ``None`` or false."""
+    asked = [name for name, value in given.items() if value is not None and value is not False]
+    shown = lambda name: f"{name}={_check.shown(given[name])}"
+    for way in filter(_RULES_OUT.__contains__, asked):
+        why, ruled_out = _RULES_OUT[way]
+        for option in filter(ruled_out.split().__contains__, asked):
+            does, instead = _DOES[option]
+            raise ArgumentError(f"{shown(option)} {does}; with {shown(way)} {why}. {instead}")

@@ -1,10 +1,9 @@
 """OverData: evaluates and predicts on data sets, in batches of any length, on every shard."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,48 +11,39 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from crossshard import _mesh
-from crossshard._check import is_number
-from crossshard.distributed.agreement import check_agreement, processes_of
-from crossshard.distributed.progress import PROGRESS, entering
+from crossshard import _check, _mesh
+from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.model.models import Skeleton, combine
 from crossshard.shards.axes import shard_context
-from crossshard.shards.batch_axes import join, resized, take_rows
+from crossshard.shards.batch_axes import join, resized
 from crossshard.shards.cut import only
-from crossshard.shards.devices import are_of_all_processes, put
-from crossshard.step.batches import BatchShardings, check_rows
+from crossshard.shards.devices import put
+from crossshard.step.batches import BatchPlacer, check_same_rows, padded
 from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.rows import with_frozen
 from crossshard.step.microbatches import SumOf
 
-
-class ToRead(NamedTuple):
-    """A model that every shard reads."""
-
-    skeleton: Skeleton  # its static part
-    at_use: AtUse  # how a shard gets its parameters
-    # Its parameters, its frozen arrays and its state, one value for all shards.
-    arrays: tuple[Any, Any, Any]
+# A model that every shard reads: its static part, how a shard gets its parameters, and these, its
+# frozen arrays and its state, one value for all shards.
+ToRead = tuple[Skeleton, AtUse, tuple[Any, Any, Any]]
 
 
 class OverData:
     """Runs functions on each batch of a data set, compiled once for each function and shape.
 
     Every batch is padded to as many rows as the longest before it. A row of padding is a copy of
-    the first row, and does not count.
+    the first row, and does not count. ``entering`` tells other processes of each batch.
     """
 
-    def __init__(self, config: StepConfig):
-        self._loss = config.loss
-        self._where = BatchShardings(config.mesh, config.axes, config.loss.batch_axes)
-        self._in_processes = len(processes_of(config.mesh)) > 1
-        self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
-        self._sums = jax.jit(self._sums_of_batch, static_argnums=(0, 1, 2))
-        self._rows = jax.jit(
-            self._rows_of_batch, static_argnums=(0, 1, 2), out_shardings=self._where.along(0)
-        )
+    def __init__(self, config: StepConfig, entering: Callable[[str], Any]):
+        self._loss, self._entering = config.loss, entering
+        self._where = BatchPlacer(config.mesh, config.axes, config.loss)
+        once, rows = functools.partial(jax.jit, static_argnums=(0, 1, 2)), self._where.along(0)
+        sums = functools.partial(self._on_shards, self._summed, PartitionSpec())
+        as_is = functools.partial(self._on_shards, lambda values, *_: values, rows.spec)
+        self._sums, self._rows = once(sums), once(as_is, out_shardings=rows)
 
     def evaluate(self, metric_fn: Callable[..., Any], model: ToRead, batches: Iterable[Any]) -> Any:
         """The mean of each value that ``metric_fn`` returns, over all examples."""
@@ -95,17 +85,16 @@ class OverData:
                 f"for a single one."
             )
         where = self._where
-        within = lambda: entering(call) if self._is_watched else contextlib.nullcontext()
         longest, number = 0, 0
         for batch in batches:
-            with within(), _mesh.in_place_of_the_users_mesh(where.mesh):
+            with self._entering(call), _mesh.in_place_of_the_users_mesh(where.mesh):
                 with jax.transfer_guard("allow"):
                     placed, counted = self._place(call, batch, longest, number)
                 found = run(placed, counted)
             yield found
             number += 1
             longest = max(longest, counted.shape[0] * where.parts // where.number)
-        with within():
+        with self._entering(call):
             self._check_agreement(call, f"{number}")
         if not number:
             raise ArgumentError("There is no batch: batches is empty.")
@@ -115,18 +104,13 @@ class OverData:
         where = self._where
         batch = jax.tree.map(lambda leaf: _mesh.on_mesh(leaf, None), batch)
         rows, whole = where.split(batch)
-        axes, paths = where.of_batch.of_rows(rows), jax.tree_util.tree_leaves_with_path(rows)
-        for (path, leaf), axis in zip(paths, axes, strict=True):
-            check_rows(path, leaf, axis)
-        leaves = [leaf for _, leaf in paths]
-        lengths = sorted(set(where.of_batch.lengths(rows)))
-        if len(lengths) != 1:
-            raise ArgumentError(
-                f"All arrays of a batch to evaluate must have as many rows; got {lengths}."
-            )
-        counted = np.ones(lengths, np.float32)
+        where.check_rows(rows)
+        check_same_rows(rows, where.of_batch)
+        axes, leaves = where.of_batch.of_rows(rows), jax.tree.leaves(rows)
+        length = leaves[0].shape[axes[0]]
+        counted = np.ones(length, np.float32)
         is_placed = all(map(where.is_placed, leaves, axes))
-        own = lengths[0] * where.parts // where.number if is_placed else lengths[0]
+        own = length * where.parts // where.number if is_placed else length
         number = own if is_placed else max(longest, math.ceil(own / where.parts) * where.parts)
         each = ", ".join(
             f"{leaf.dtype}{list(resized(leaf.shape, axis, number))}"
@@ -134,9 +118,9 @@ class OverData:
         )
         self._check_agreement(call, f"{before} and a further one of {each}")
         if not is_placed:
-            put_rows = lambda x, axis: put(_padded(x, axis, number), where.along(axis))
+            put_rows = lambda x, axis: put(padded(x, axis, number), where.along(axis))
             rows = jax.tree.map(put_rows, rows, where.of_batch.tree_of(rows))
-            counted = np.pad(counted, (0, number - lengths[0]))
+            counted = np.pad(counted, (0, number - length))
         elif where.parts < where.number:
             counted = counted[:own]
         return join(rows, where.place_whole(whole)), put(counted, where.along(0))
@@ -147,26 +131,24 @@ class OverData:
         Before each batch: JAX's CPU devices make the host wait within a sum that others never join.
         On accelerators the last batch is still under way.
         """
-        if self._in_processes:
-            check_agreement(
-                call,
-                lambda: {"batches:": batches},
-                self._where.mesh,
-                "Pass as many batches in every process, of as many rows, of which only the last "
-                "may have fewer: they are padded to the longest before them.",
-            )
+        check_agreement(
+            call,
+            lambda: {"batches:": batches},
+            self._where.mesh,
+            "Pass as many batches in every process, of as many rows, of which only the last may "
+            "have fewer: they are padded to the longest before them.",
+        )
 
     def _on_shards(
         self,
-        function: Callable[..., Any],
         finish: Callable[[Any, Any, jax.Array], Any],
+        out_specs: PartitionSpec,
+        function: Callable[..., Any],
         skeleton: Skeleton,
         at_use: AtUse,
         arrays: Any,
         batch: Any,
         counted: jax.Array,
-        *,
-        out_specs: PartitionSpec,
     ) -> Any:
         """``finish(values, rows, counted)`` of what a function returns for the rows of a shard."""
         where, takes_state = self._where, self._loss.model_state is not None
@@ -183,6 +165,7 @@ class OverData:
 
             with shard_context(where.number, axis_name=where.axes):
                 values = at_use.call(run, params)
+            _check_values(values, counted.shape[0])
             return finish(values, batch, counted)
 
         def specs(use: AtUse | None, tree: Any) -> Any:
@@ -208,24 +191,12 @@ class OverData:
         )
         return run(arrays, batch, counted)
 
-    def _sums_of_batch(
-        self, metric_fn: Callable[..., Any], skeleton: Skeleton, at_use: AtUse, *batch: Any
-    ) -> tuple[Any, Any]:
+    def _summed(self, values: Any, batch: Any, counted: jax.Array) -> tuple[Any, Any]:
         """For each value its weighted sum over the examples, and the sum of their weights."""
-
-        def sums(values: Any, batch: Any, counted: jax.Array) -> Any:
-            weights = self._weights(batch, counted)
-            paths, tree = jax.tree_util.tree_flatten_with_path(values)
-            if not paths:
-                raise ArgumentError("metric_fn returned nothing to average.")
-            pairs = [_summed(path, value, weights) for path, value in paths]
-            totals, of_weights = zip(*lax.psum(pairs, self._where.axes), strict=True)
-            return tree.unflatten(totals), tree.unflatten(of_weights)
-
-        found: tuple[Any, Any] = self._on_shards(
-            metric_fn, sums, skeleton, at_use, *batch, out_specs=PartitionSpec()
-        )
-        return found
+        weights, (leaves, tree) = self._weights(batch, counted), jax.tree.flatten(values)
+        pairs = [_sum_of(x, weights) for x in leaves]
+        totals, of_weights = zip(*lax.psum(pairs, self._where.axes), strict=True)
+        return tree.unflatten(totals), tree.unflatten(of_weights)
 
     def _weights(self, batch: Any, counted: jax.Array) -> jax.Array:
         """The weight of each example, ``[rows]``, or of its parts, ``[rows, …]``."""
@@ -248,47 +219,29 @@ class OverData:
 
         return jax.vmap(of_row, (axes,))(rows) * counted
 
-    def _rows_of_batch(
-        self, predict_fn: Callable[..., Any], skeleton: Skeleton, at_use: AtUse, *batch: Any
-    ) -> Any:
-        """The values of each row, split over the shards."""
 
-        def checked(values: Any, batch: Any, counted: jax.Array) -> Any:
-            paths = jax.tree_util.tree_leaves_with_path(values)
-            if not paths:
-                raise ArgumentError("predict_fn returned nothing.")
-            for path, value in paths:
-                _check_values(path, value, counted.shape[0])
-            return values
-
-        rows = PartitionSpec(self._where.axes)
-        return self._on_shards(predict_fn, checked, skeleton, at_use, *batch, out_specs=rows)
-
-
-def _padded(leaf: Any, axis: int, rows: int) -> Any:
-    missing = rows - leaf.shape[axis]
-    if not missing:
-        return leaf
-    xp: Any = jnp if isinstance(leaf, jax.Array) else np
-    copies = xp.broadcast_to(take_rows(leaf, axis, slice(1)), resized(leaf.shape, axis, missing))
-    return xp.concatenate([leaf, copies], axis)
+def _check_values(values: Any, rows: int) -> None:
+    """Raise unless a function has returned arrays with a value for each row."""
+    paths = jax.tree_util.tree_leaves_with_path(values)
+    if not paths:
+        raise ArgumentError("The function of the model and a batch returned nothing.")
+    for path, value in paths:
+        where = f"The function's value{jax.tree_util.keystr(path)}"
+        _check.array(where, value)
+        if np.shape(value)[:1] != (rows,):
+            raise ArgumentError(
+                f"{where} has shape {np.shape(value)}, but it must have a value for each row, "
+                f"[rows, …], here {rows} rows on each shard. Leave out the mean: evaluate takes it "
+                f"over all examples of all batches."
+            )
 
 
-def _summed(path: Any, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    where = f"metric_fn's value{jax.tree_util.keystr(path)}"
-    if not is_number(value):
-        raise ArgumentTypeError(f"{where} must be an array; got {type(value).__name__}.")
+def _sum_of(value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     value = jnp.asarray(value)
-    if value.shape[:1] != weights.shape[:1]:
-        raise ArgumentError(
-            f"{where} has shape {value.shape}, but a metric is one value per example, [rows, …], "
-            f"here {weights.shape[0]} rows on each shard. Leave out the mean: it is taken over all "
-            f"examples of all batches."
-        )
     if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool) or jnp.iscomplexobj(
         value
     ):
-        raise ArgumentTypeError(f"{where} is {value.dtype}; a metric is real.")
+        raise ArgumentTypeError(f"A metric is real; metric_fn returned {value.dtype}.")
     if weights.shape != value.shape[: weights.ndim]:
         # Of parts of an example, such as tokens, while the value is the whole example's.
         weights = weights.sum(range(1, weights.ndim))
@@ -308,17 +261,6 @@ def _mean(total: Any, weight: Any) -> Any:
     if weight == 0:
         raise ArgumentError("No example counts: the weights of all batches are zero.")
     return total / weight
-
-
-def _check_values(path: Any, value: Any, rows: int) -> None:
-    where = f"predict_fn's value{jax.tree_util.keystr(path)}"
-    if not is_number(value):
-        raise ArgumentTypeError(f"{where} must be an array; got {type(value).__name__}.")
-    if np.shape(value)[:1] != (rows,):
-        raise ArgumentError(
-            f"{where} has shape {np.shape(value)}, but it must have a value for each row, "
-            f"[rows, …], here {rows} rows on each shard. For a mean over rows, call evaluate."
-        )
 
 
 def _own_rows(values: Any, counted: jax.Array) -> Any:

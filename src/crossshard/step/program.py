@@ -41,7 +41,7 @@ class Program:
         self._in_processes = len(processes_of(mesh)) > 1
         self._is_watched = are_of_all_processes(mesh)
         self._agreed: set[Any] = set()
-        self._donation = Donation(mesh)
+        self._donation = Donation()
         reduce_together = groups.size if config.is_grouped and groups else mesh.size
         platform = mesh.devices.flat[0].platform
         self.options: dict[str, bool | int] = compiler_options(

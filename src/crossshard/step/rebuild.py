@@ -4,7 +4,6 @@ A step again with another optimizer, to be compared with itself on one shard; it
 axes and sizes.
 """
 
-import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -15,7 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard.collectives.few_bits import Codec
-from crossshard.errors import ArgumentError, LossError
+from crossshard.errors import ArgumentError
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.primitives import DRAWS
 from crossshard.jaxprs.walk import equations_within
@@ -27,9 +26,7 @@ from crossshard.pipeline.stages.nonfinite import RARE
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.batch_axes import BatchAxes, take_rows
 from crossshard.step.describe import bytes_on_device
-from crossshard.step.function import StepConfig
 from crossshard.step.losses.rows import LossOver
-from crossshard.step.over_rows import OverRowsRecord
 from crossshard.step.train_step import TrainStep, config_of
 
 __all__ = [
@@ -58,12 +55,17 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
     config = config_of(step)
     # Metrics may be those of the optimizer that it had.
     pipeline = config.pipeline.without(lambda kind: kind is Metrics or kind.joins_groups)
+    if isinstance(pipeline.aggregator, FewBits):
+        pipeline = pipeline.with_options(reduce_dtype=None, aggregator=None)
     pipeline = dataclasses.replace(pipeline, inner=optimizer)
+    gather_dtype = None if isinstance(config.gather_dtype, Codec) else config.gather_dtype
+    config = dataclasses.replace(
+        config, pipeline=pipeline, gather_dtype=gather_dtype, sentinel=None
+    )
     if not alone:
-        config = dataclasses.replace(config, pipeline=pipeline, sentinel=None)
-        return TrainStep(_in_all_bits(config) if of_few_bits(step) else config)
-    pipeline = Pipeline(
-        pipeline.inner,
+        return TrainStep(config)
+    of_one = Pipeline(
+        optimizer,
         Reduction.MEAN,
         axis_name=pipeline.axis_name,
         options={"preprocess": pipeline.preprocess},
@@ -71,9 +73,8 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
     mesh = _own_shard(config.mesh, config.axes)
     own = dataclasses.replace(
         config,
-        pipeline=pipeline,
+        pipeline=of_one,
         loss=config.loss.alone(),
-        sentinel=None,
         mesh=mesh,
         outer_mesh=mesh,
         weight_update=WeightUpdate.REPLICATED,
@@ -91,14 +92,6 @@ def of_few_bits(step: TrainStep) -> str:
     if isinstance(config.gather_dtype, Codec):
         sent.append(f"parameters in {config.gather_dtype}")
     return " and ".join(sent)
-
-
-def _in_all_bits(config: StepConfig) -> StepConfig:
-    pipeline, gather_dtype = config.pipeline, config.gather_dtype
-    if isinstance(pipeline.aggregator, FewBits):
-        pipeline = pipeline.with_options(reduce_dtype=None, aggregator=None)
-    gather_dtype = None if isinstance(gather_dtype, Codec) else gather_dtype
-    return dataclasses.replace(config, pipeline=pipeline, gather_dtype=gather_dtype)
 
 
 def _own_shard(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:
@@ -156,25 +149,14 @@ def own_rows(step: TrainStep, batch: Any) -> Any:
     return jax.tree.map(cut, batch, config.loss.batch_axes.tree_of(batch))
 
 
-def loss_over_rows_of(step: TrainStep, params: Any, batch: Any, model_state: Any = None) -> str:
-    """What is known of a step's loss in its rows, in words; empty where it has all rows.
-
-    Args:
-      step: the step.
-      params: what ``init`` takes.
-      batch: what a step takes in this process.
-      model_state: what ``init`` takes.
-    """
+def loss_over_rows_of(step: TrainStep) -> str:
+    """What is known of a step's loss in its rows, in words; empty where it has all rows."""
     config, loss = config_of(step), config_of(step).loss
     if not loss.is_of_parts(config.number_of_shards):
         return ""
-    if loss.over is LossOver.ROWS:
-        return f"in its rows the loss is {loss.record}"
-    own = dataclasses.replace(loss, over=LossOver.ROWS, record=OverRowsRecord())
-    looked_at = TrainStep(dataclasses.replace(config, loss=own))
-    with contextlib.suppress(LossError):
-        looked_at.trace(looked_at.abstract_init(params, model_state=model_state), batch)
-    return f"each shard's own loss is meant, and in its rows it is {own.record}"
+    if loss.over is LossOver.SHARD:
+        return "each shard's own loss is meant"
+    return f"in its rows the loss is {loss.record}"
 
 
 def groups_of(step: TrainStep) -> tuple[tuple[tuple[int, ...], ...], float]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec, Sharding
 
 from crossshard import _check, _jax, _mesh
@@ -43,9 +41,6 @@ from crossshard.shards.devices import (
     types_on,
 )
 from crossshard.step.function import StepConfig
-
-# XLA takes four times as long for a program with twice as many outputs.
-_MOST = 1024
 
 
 class Initial(NamedTuple):
@@ -175,9 +170,8 @@ class States:
         both = (initial.arrays, initial.key)
         arrays, key = jax.tree.map(lambda x, to: put_whole(x, to.sharding), both, initial.given)
         with _mesh.in_place_of_the_users_mesh(self._config.mesh):
-            if len(jax.tree.leaves(initial.types)) <= 2 * _MOST:
-                return initial.make(arrays, key)
-            return _in_pieces(initial, jax.tree.leaves((arrays, key)))
+            made: TrainState = initial.make(arrays, key)
+            return made
 
     def _check_equal_everywhere(self, call: str, parts: dict[str, Any]) -> None:
         """Raise ArgumentError unless all processes have the same arrays."""
@@ -201,7 +195,7 @@ class States:
         layout = self.layout(state)
         if layout.own is layout:
             return state
-        types = layout.collected_types(state)
+        types = jax.eval_shape(layout.collected, state)
         return self._run(layout.collected, state, layout.own.shardings(types))
 
     def reshard(self, state: TrainState) -> TrainState:
@@ -340,20 +334,6 @@ def check_key(rng: Any) -> tuple[Any, jax.Array]:
     return jax.random.key_impl(rng), jax.random.key_data(rng)
 
 
-def _in_pieces(initial: Initial, inputs: list[Any]) -> TrainState:
-    """The state from several programs, each of some of its arrays."""
-    jaxpr = initial.make.trace(*initial.given).jaxpr
-    types, tree = jax.tree.flatten(initial.types)
-    made: list[Any] = []
-    for start in range(0, len(types), _MOST):
-        own = types[start : start + _MOST]
-        wanted = [start <= place < start + _MOST for place in range(len(types))]
-        pruned, taken = _jax.pruned(jaxpr, wanted)
-        run = jax.jit(jaxpr_as_fun(pruned), out_shardings=[x.sharding for x in own])
-        made += run(*itertools.compress(inputs, taken))
-    return tree.unflatten(made)
-
-
 # A state that a step with other options has left: which arrays are of which option.
 
 # In place of an array that a state lacks.
@@ -383,16 +363,12 @@ def said(new: Iterable[str], gone: Iterable[str], kept: Collection[str]) -> list
     new, gone, found = set(new), set(gone), []
     for option in sorted(new | gone):
         how = "from the parameters" if option in (MASTERS, AVERAGE) else "anew"
-        if option in kept and option not in new:
-            found.append(f"{option} keeps fewer arrays, and the others are dropped")
-        elif option in kept and option not in gone:
-            found.append(f"{option} keeps more arrays, of which the new ones are made {how}")
-        elif option not in new:
-            found.append(f"{option} is gone, and its state is dropped")
-        elif option not in gone:
+        if option in kept or option in new & gone:
+            found.append(f"{option} keeps other arrays: new ones are made {how}, others dropped")
+        elif option in new:
             found.append(f"{option} is new, and its state is made {how}")
         else:
-            found.append(f"{option} keeps other arrays, of which the new ones are made {how}")
+            found.append(f"{option} is gone, and its state is dropped")
     return found
 
 

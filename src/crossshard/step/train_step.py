@@ -36,16 +36,11 @@ class Watch:
     """Looks at what each step has found, two calls later, and waits for no later one."""
 
     def __init__(self, config: StepConfig):
-        self._sentinel = config.sentinel
-        self._nonfinite = config.pipeline.nonfinite
-        self._mesh = config.mesh
-        self._axes = config.axes
+        self._sentinel, self._nonfinite = config.sentinel, config.pipeline.nonfinite
+        self._where = config.mesh, config.axes
         self._metrics: collections.deque[dict[str, Any]] = collections.deque()
-
-    @property
-    def is_on(self) -> bool:
-        """Whether steps look for anything."""
-        return self._sentinel is not None or self._nonfinite is not None
+        # Whether steps look for anything.
+        self.is_on = self._sentinel is not None or self._nonfinite is not None
 
     def add(self, metrics: dict[str, Any]) -> None:
         """Remember what a step has found."""
@@ -65,7 +60,7 @@ class Watch:
         while len(self._metrics) > running:
             metrics = self._metrics.popleft()
             if self._sentinel is not None and metrics["divergence"].diverged:
-                report(metrics["divergence"], self._sentinel, compared(), self._mesh, self._axes)
+                report(metrics["divergence"], self._sentinel, compared(), *self._where)
             if self._nonfinite is not None:
                 self._check_finite(metrics["nonfinite"], state)
 
@@ -94,16 +89,18 @@ class TrainStep:
     >>> import jax.numpy as jnp, optax
     >>> from crossshard import make_train_step
     >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
-    >>> _ = step.init(jnp.float32(3))
+    >>> state = step.init(jnp.float32(3))
     >>> print(step.describe().splitlines()[0])
     local gradient → mean over all shards → update on every shard
+    >>> step.compared(state), step.replay(state, jnp.ones(1))
+    (('step', 'params', 'rng'), {})
     """
 
     def __init__(self, config: StepConfig):
         self._config = config
         self._states = States(config)
         self._program = Program(config, self._states)
-        self._over_data = OverData(config)
+        self._over_data = OverData(config, self._entering)
         self._watch = Watch(config)
         self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
         # Of the last call of init, for the descriptions.
@@ -116,8 +113,7 @@ class TrainStep:
         return f"TrainStep({config.loss.name} on {axes}; {config.describe(arrays)})"
 
     def __str__(self) -> str:
-        config = self._config
-        return summarize(config, self._latest)
+        return summarize(self._config, self._latest)
 
     @property
     def mesh(self) -> Mesh:
@@ -168,12 +164,9 @@ class TrainStep:
             call before the last; ``state`` stays valid.
         """
         if more:
-            kinds = ", ".join(type(each).__name__ for each in more)
             raise ArgumentTypeError(
-                f"A step takes a state and a batch; got {len(more)} more: {kinds}. Pass all arrays "
-                f"as one batch, such as step(state, {{'x': x, 'y': y}}), of which the loss reads "
-                f"batch['x'] and batch['y']. Pass a random key to init(params, rng=key): each step "
-                f"and shard derives its own from it."
+                f"A step takes a state and a batch; got {len(more)} more. Pass all arrays as one "
+                f"batch, such as step(state, {{'x': x, 'y': y}}), and a key to init(params, rng)."
             )
         if not self._is_watched:
             return self._step(state, batch)
@@ -342,7 +335,7 @@ class TrainStep:
         state = self._to_look_at(state)
         with self._inner_mesh():
             arrays = self._states.arrays(state, shard, ema)
-            return ToRead(state.skeleton, to_read(self._states.layout(state), state), arrays)
+            return state.skeleton, to_read(self._states.layout(state), state), arrays
 
     def evaluate(
         self,
@@ -432,12 +425,6 @@ class TrainStep:
 
         Args:
           state: a state of this step, or its types.
-
-        >>> import jax.numpy as jnp, optax
-        >>> from crossshard import make_train_step
-        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
-        >>> step.compared(step.init(jnp.float32(3)))
-        ('step', 'params', 'rng')
         """
         check_state(state)
         return names_of_compared(self._states.layout(state), state)
@@ -455,26 +442,15 @@ class TrainStep:
         Returns:
           The names of the arrays that differ, and for each the shards whose part or copy does;
           empty if none differs.
-
-        >>> import jax.numpy as jnp, optax
-        >>> from crossshard import make_train_step
-        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
-        >>> step.replay(step.init(jnp.float32(3)), jnp.ones(1))
-        {}
         """
         check_state(state, or_types=False)
         if not _jax.at_top_level():
-            raise ArgumentError(
-                "replay compares two runs on the host, which a function that jax traces cannot. "
-                "Call it outside of jax.jit."
-            )
-        first, again = (self._replayed(state, batch) for _ in range(2))
-        with self._inner_mesh():
-            return differing(self._states.layout(state), _inside(first), _inside(again))
-
-    def _replayed(self, state: TrainState, batch: Any) -> TrainState:
+            raise ArgumentError("replay compares runs on the host. Call it outside of jax.jit.")
         with self._entering("replay"):
-            return self._program(copy(_inside(state)), batch)[0]
+            run = lambda: _inside(self._program(copy(_inside(state)), batch)[0])
+            first, again = run(), run()
+        with self._inner_mesh():
+            return differing(self._states.layout(state), first, again)
 
     def describe(self) -> str:
         """The pipeline, the weight update with its reason, and the arrays with their sizes.

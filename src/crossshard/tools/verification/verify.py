@@ -212,8 +212,7 @@ def verify(
                 )
             measurement = _of_train_step(step, batch, num_shards, key, groups)
             found = _found(measurement, lambda found: _with_those_of_others(found, step.mesh))
-            params, *model_state, rows = batch
-            of_loss = loss_over_rows_of(step, params, own_rows(step, rows), *model_state)
+            of_loss = loss_over_rows_of(step)
             few = "it was verified in float32: it sends {}, which no single step is exact in"
             sent = of_few_bits(step)
             beside = (of_loss, few.format(sent) if sent else "")
