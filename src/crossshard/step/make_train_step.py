@@ -1,6 +1,7 @@
 """make_train_step: from a loss and an optimizer to the compiled step of all shards."""
 
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack
 
@@ -312,66 +313,130 @@ def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:
     return dataclasses.replace(pipeline, groups=None) if pipeline.over_all_shards else pipeline
 
 
-# What each option does that some way to step rules out, and what to write where it does.
-_DOES = {
-    "sync_every": ("lets each worker train alone", "Leave one of them out."),
-    "params": ("splits one set of parameters over all shards", "Leave params out."),
-    "group_assignment": ("gives each group of shards a loss and parameters", "Leave it out."),
-    "loss_over": ("is one loss, whose work XLA splits over devices", "Write loss_over='rows'."),
-    "weight_update": ("lets each shard update all parameters", "Leave weight_update out."),
+# Which options rule each other out: what each needs or does, and what each way to step lacks.
+
+
+class Needs(enum.Flag):
+    """What an option needs or does, and a way to step may lack or not allow."""
+
+    LOSS = enum.auto()  # each shard has a loss of its own
+    GRADIENT = enum.auto()  # each shard's own gradient, before any sum
+    STATE = enum.auto()  # each shard, or group, keeps something of its own
+    SENT = enum.auto()  # the step itself sends gradients, or slices of parameters
+    ROUNDED = enum.auto()  # what a shard sends is rounded
+    SPLIT = enum.auto()  # XLA splits work over devices
+    WHOLE = enum.auto()  # each shard has all parameters
+    COMMON = enum.auto()  # all shards have the same parameters
+    UNTOUCHED = enum.auto()  # nothing but an update of the optimizer changes parameters
+
+
+# Of each option what it needs, what it does, and what to write where it is ruled out.
+_OPTIONS = {
+    "sync_every": (Needs.STATE, "lets each worker train alone", "Leave one of them out."),
+    "params": (
+        Needs.COMMON,
+        "splits one set of parameters over all shards",
+        "Leave params out; weight_update='sharded' splits the update over the shards that have the "
+        "same parameters.",
+    ),
+    "group_assignment": (
+        Needs.STATE,
+        "gives each group of shards a loss and parameters",
+        "Leave it out.",
+    ),
+    "loss_over": (
+        Needs.SPLIT,
+        "is one loss, whose work XLA splits over devices",
+        "Write loss_over='rows'.",
+    ),
+    "weight_update": (
+        Needs.WHOLE,
+        "lets each shard update all parameters",
+        "Leave weight_update out.",
+    ),
     "master_dtype": (
+        Needs.UNTOUCHED,
         "keeps parameters that a synchronisation would not reach",
         "Pass parameters of 32 bits that the loss converts.",
     ),
-    "ema": ("averages the parameters of one worker", "Leave it out, and evaluate model(state)."),
-    "weight": ("weighs the shards' means", "Weigh the rows in the loss."),
+    "ema": (
+        Needs.UNTOUCHED,
+        "averages the parameters of one worker",
+        "Leave it out, and evaluate model(state), which is of all workers.",
+    ),
+    "weight": (
+        Needs.LOSS,
+        "weighs the shards' means",
+        "Weigh the rows in the loss: (w * losses).sum() / w.sum() is that of all rows.",
+    ),
     "preprocess": (
+        Needs.GRADIENT,
         "runs on each shard's own gradient",
         "Put it before the optimizer: optax.chain(preprocess, optimizer).",
     ),
-    "nonfinite": ("leaves out shards by their own gradient", "Write nonfinite='skip'."),
-    "metrics": ("is of each shard's own gradient", "Leave it out."),
-    "model_state": ("keeps one state for each shard", "Write model_state='mean'."),
+    "nonfinite": (
+        Needs.GRADIENT,
+        "leaves out shards by their own gradient",
+        "Write nonfinite='skip'.",
+    ),
+    "metrics": (Needs.GRADIENT, "is of each shard's own gradient", "Leave it out."),
+    "model_state": (
+        Needs.STATE,
+        "keeps one state for each shard",
+        "Write model_state='mean', which keeps one for all.",
+    ),
     "aux_reduction": (
+        Needs.LOSS,
         "keeps what each shard's loss returns",
         "Leave it out: aux is kept as the loss returns it.",
     ),
-    "reduction": ("adds up the shards' losses", "Use reduction='mean'."),
-    "aggregator": ("sums gradients from each shard's own", "Leave it out."),
-    "reduce_dtype": ("rounds the gradients that each shard sends", "Leave it out."),
-    "gather_dtype": ("rounds the parameters that shards send", "Leave it out."),
+    "reduction": (Needs.LOSS, "adds up the shards' losses", "Use reduction='mean'."),
+    "aggregator": (Needs.SENT, "sums gradients from each shard's own", "Leave it out."),
+    "reduce_dtype": (
+        Needs.SENT,
+        "rounds the gradients that each shard sends",
+        "Leave it out; a loss that computes in bfloat16 is differentiated in it.",
+    ),
+    "gather_dtype": (
+        Needs.SENT | Needs.ROUNDED,
+        "rounds the parameters that shards send",
+        "Leave it out; the loss may convert them to 16 bits itself.",
+    ),
     "mesh": (
+        Needs.SPLIT,
         "has axes beside the shards', over which XLA splits the work of each",
         "Pass a mesh of the shards alone.",
     ),
 }
-# Of each way to step, why it rules out options, and which.
-_RULES_OUT = {
+# Of each way to step what it lacks or does not allow, and why.
+_WAYS = {
     "sync_every": (
+        Needs.COMMON | Needs.UNTOUCHED,
         "each worker has its own parameters and trains alone",
-        "params master_dtype ema",
     ),
-    "params": ("each shard has its slice of the parameters alone", "weight_update"),
-    "group_assignment": ("each group has its own parameters", "params"),
+    "params": (Needs.WHOLE, "each shard has its slice of the parameters alone"),
+    "group_assignment": (Needs.COMMON, "each group has its own parameters"),
     "virtual_shards": (
+        Needs.GRADIENT | Needs.STATE | Needs.SENT | Needs.ROUNDED | Needs.SPLIT,
         "the parameters are not to depend on the number of shards",
-        "sync_every group_assignment loss_over preprocess nonfinite metrics model_state "
-        "aggregator reduce_dtype gather_dtype mesh",
     ),
     "loss_over": (
+        Needs.LOSS | Needs.GRADIENT | Needs.STATE | Needs.SENT,
         "there is one loss, of the whole batch",
-        "sync_every group_assignment weight preprocess nonfinite metrics model_state "
-        "aux_reduction reduction aggregator reduce_dtype gather_dtype",
     ),
 }
 
 
 def _check_together(given: dict[str, Any]) -> None:
-    """Raise if an option rules another one out; one that is not given is ``None`` or false."""
+    """Raise if an option needs what the way to step lacks; what is not given is ``None`` or false.
+
+    The error says of both what they do, and what to write instead.
+    """
     asked = [name for name, value in given.items() if value is not None and value is not False]
     shown = lambda name: f"{name}={_check.shown(given[name])}"
-    for way in filter(_RULES_OUT.__contains__, asked):
-        why, ruled_out = _RULES_OUT[way]
-        for option in filter(ruled_out.split().__contains__, asked):
-            does, instead = _DOES[option]
-            raise ArgumentError(f"{shown(option)} {does}; with {shown(way)} {why}. {instead}")
+    for way in filter(_WAYS.__contains__, asked):
+        lacks, why = _WAYS[way]
+        for option in filter(_OPTIONS.__contains__, asked):
+            needs, does, instead = _OPTIONS[option]
+            if needs & lacks:
+                raise ArgumentError(f"{shown(option)} {does}; with {shown(way)} {why}. {instead}")
