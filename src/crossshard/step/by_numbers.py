@@ -52,7 +52,7 @@ _TOLERANCE, _COARSEST = 1e-4, float(jnp.finfo(jnp.bfloat16).eps)
 
 
 class _NotDecidedError(Exception):
-    """More is in doubt than some operations, or some are not reached."""
+    """More is in doubt than some operations, or some cannot be tried."""
 
 
 def check_by_numbers(
@@ -109,6 +109,7 @@ class _Check:
         self._fields: dict[str, Any] = {x.name: getattr(loss, x.name) for x in fields(loss)} | {
             "function": _quiet(loss),
             "over": LossOver.SHARD,
+            "is_summed": False,
             "accumulate_steps": 1,
             "same_bits": None,
             "record": OverRowsRecord(),
@@ -216,7 +217,7 @@ class _Check:
         """Try the operations alone of which nothing is known.
 
         Raises:
-          _NotDecidedError: more is in doubt, or some are not reached.
+          _NotDecidedError: more is in doubt, or some cannot be tried.
         """
         layout, loss = self._layout, loss_over(**self._fields)
         shards, axes, trials = layout.shards, loss.batch_axes, list[Any]()
@@ -273,7 +274,10 @@ class _Check:
                 out_specs=PartitionSpec(layout.axes),
             )(own, batch)
 
-        found, _ = self._run(on_shards, state, batch)
+        try:
+            found, _ = self._run(on_shards, state, batch)
+        except Exception as error:  # a loss may raise anything on other shapes
+            raise _NotDecidedError from error
         worst = np.argmax(np.nan_to_num(found[..., 1], nan=np.inf), 0)
         apart = found[worst, np.arange(found.shape[1])]
         for (operation, change), (distance, allowed) in zip(trials[-1], apart, strict=True):
@@ -333,16 +337,14 @@ def check_weight_by_numbers(
         of_pieces = pieces_of(rows, loss.batch_axes, pieces)
         return lax.map(lambda piece: both(join(piece, whole)), of_pieces)
 
-    run = lambda batch: both(batch)[None]
-    if divisor.is_of_piece:
-        run = jax.shard_map(
-            of_shard,
-            mesh=config.mesh,
-            axis_names=frozenset(axes),
-            in_specs=(loss.batch_axes.specs(batch, axes),),
-            out_specs=PartitionSpec(axes),
-            check_vma=False,
-        )
+    run = jax.shard_map(
+        of_shard,
+        mesh=config.mesh,
+        axis_names=frozenset(axes),
+        in_specs=(loss.batch_axes.specs(batch, axes),),
+        out_specs=PartitionSpec(axes),
+        check_vma=False,
+    )
     given = jax.tree.map(lambda x: _mesh.on_mesh(x, config.mesh), batch)
     everywhere = jax.NamedSharding(config.mesh, PartitionSpec())
     with _mesh.in_place_of_the_users_mesh(config.mesh):

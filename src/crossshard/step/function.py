@@ -157,7 +157,17 @@ class StepConfig:
         loss, pipeline, opt_state = self.loss, self.pipeline, before.opt_state
         excludes, (local, like) = pipeline.excludes_shards, compute()
         context = dataclasses.replace(context, params=like)
-        gradients = self._arrive(local, context)
+        widened = local.is_weighed or loss.accumulate_steps > 1 or pipeline.loss_scale is not None
+        gradients = pipeline.arrive(
+            local.values,
+            context.shards,
+            declared=loss.status,
+            extra={"value": local.loss},
+            weight=local.weight,
+            params=like,
+            widened=widened,
+            early=local.early,
+        ).replace(weighed=local.is_weighed)
         if pipeline.nonfinite is not None:
             beside = new_nans(local.model_state, before.model_state)
             gradients = gradients.replace(beside=beside)
@@ -237,21 +247,6 @@ class StepConfig:
             use_of_frozen(layout, state.frozen, self.gather_dtype),
             layout.uses,
         )
-
-    def _arrive(self, local: LocalResult, context: StageContext) -> Gradients:
-        weighed = local.is_weighed
-        return self.pipeline.arrive(
-            local.values,
-            context.shards,
-            declared=self.loss.status,
-            extra={"value": local.loss},
-            weight=local.weight,
-            params=context.params,
-            widened=weighed
-            or self.loss.accumulate_steps > 1
-            or self.pipeline.loss_scale is not None,
-            early=local.early,
-        ).replace(weighed=weighed)
 
     def _out_specs(self, layout: StateLayout, state: TrainState, updates: bool) -> Progress:
         """The specs of what leaves ``shard_map``."""

@@ -3,7 +3,6 @@
 import concurrent.futures
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -521,16 +520,10 @@ def _check_weight_of_mean(weight: Weight, rows: Any, whole: Any) -> None:
 
 
 def said(weight: Weight) -> str:
-    """A weight as its author wrote it."""
+    """A weight in words."""
     if isinstance(weight, SumOf):
         return f"{weight.key!r}, which is batch[{weight.key!r}].sum()"
-    try:
-        lines, first = inspect.getsourcelines(weight)
-        file = inspect.getsourcefile(weight) or ""
-    except (OSError, TypeError):
-        return "weight=, a function"
-    text = " ".join(line.strip() for line in lines[:3]) + (" …" if len(lines) > 3 else "")
-    return f"{text} ({'/'.join(file.split('/')[-3:])}:{first})"
+    return f"the function {getattr(weight, '__qualname__', type(weight).__name__)}"
 
 
 def another_sum(weight: Weight, finding: Finding, numbers: str = "") -> LossError:
