@@ -193,9 +193,9 @@ class Trial:
             found[_ORDER].append((fact, x, back, *sums))
             found[_SCALE] += [(fact, x, 2 * _wide(each[place]), *sums) for each in scaled]
             if isinstance(fact, Rows):
-                both = [_taken(each[place], fact, first) for each in (whole, single)]
-                found[_BESIDE].append((fact, *both))
-                found[_NUMBER].append((fact, x, _behind(fact, *parts)))
+                few, both = (_taken(each[place], fact, first) for each in (whole, single))
+                found[_BESIDE].append((fact, few, both))
+                found[_NUMBER].append((fact, few, parts[0]))
             else:
                 found[_NUMBER].append((fact, x, parts[0] + parts[1], *sums))
         for change, pairs in found.items():
@@ -242,16 +242,6 @@ def _taken(x: Any, fact: Fact, places: Any) -> Any:
     split = x.reshape(*before, fact.outer, *slices, *after)
     found = jnp.take(split, places, axis=fact.axis + 1)
     return found.reshape(*before, fact.outer * len(places) * fact.inner, *after)
-
-
-def _behind(fact: Rows, one: Any, other: Any) -> Any:
-    """The rows of one array, and behind them those of another one."""
-    parts = [
-        x.reshape(*x.shape[: fact.axis], fact.outer, -1, *x.shape[fact.axis + 1 :])
-        for x in (one, other)
-    ]
-    found = jnp.concatenate(parts, fact.axis + 1)
-    return found.reshape(*one.shape[: fact.axis], -1, *one.shape[fact.axis + 1 :])
 
 
 def _distance(one: Any, other: Any, *more: Any) -> jax.Array:
