@@ -19,7 +19,7 @@ from crossshard._check import is_inexact
 from crossshard.errors import LossError
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.kernels import Assumptions
-from crossshard.jaxprs.mean_over_rows import Finding, facts_of_inputs, followed
+from crossshard.jaxprs.mean_over_rows import Finding, followed
 from crossshard.jaxprs.row_facts import OverRows
 from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
@@ -242,10 +242,7 @@ class _Check:
                 ]
                 traces = [jax.make_jaxpr(of_loss, return_shape=True)(*x) for x in each]
                 arguments, jaxprs = each[1], [jaxpr for jaxpr, _ in traces]
-                leaves = jax.tree.leaves(arguments.given)
-                along = axes.of_rows(arguments.given[0])
-                along = [*along, *[0] * (len(leaves) - len(along))]
-                inputs = facts_of_inputs(leaves, along, arguments[1:4], arguments.own)
+                _, inputs = loss.facts(arguments)
                 trial, number = Trial(Assumptions()), loss.number_of_rows(one)
                 facts = followed(jaxprs, inputs, number, 2, shards.axes, trial.assumed)
                 returned = jax.tree.unflatten(jax.tree.structure(traces[1][1]), facts)

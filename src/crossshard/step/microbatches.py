@@ -189,7 +189,6 @@ def aux_of_microbatches(reduction: Any, aux: Any, weights: jax.Array | None) -> 
 
 def aux_to_reduce(reduction: Any, aux: Any, weight: jax.Array | None) -> dict[str, Any]:
     """What the aggregate must sum, by name, to reduce ``aux``."""
-    check_aux(aux)
     summands = []
     for (path, leaf), each in _pairs(reduction, aux):
         if each is not AuxReduction.PER_SHARD:

@@ -20,7 +20,6 @@ from crossshard.gradients.mean import Mean, Moved, Term, with_moved
 from crossshard.jaxprs.kernels import ROWWISE
 from crossshard.jaxprs.mean_over_rows import (
     Finding,
-    Proof,
     found,
     is_free,
     is_mean,
@@ -37,7 +36,7 @@ from crossshard.jaxprs.row_facts import (
     Total,
 )
 from crossshard.jaxprs.walk import Call, constants, control_flow, depends, opened
-from crossshard.shards.batch_axes import BatchAxes, join
+from crossshard.shards.batch_axes import join
 from crossshard.step.microbatches import SumOf, Weight
 
 WAYS_ON = (
@@ -176,41 +175,13 @@ class OverRowsRecord:
             shown = "in the first batch weight= is what it divides by"
         return f"{self.latest}" + f"; {shown}" * is_shown
 
-    def conclude(
-        self,
-        key: Any,
-        proof: Proof,
-        returned: Any,
-        arguments: Arguments,
-        batch_axes: BatchAxes,
-        weight: Weight | None,
-    ) -> None:
-        """Remember what a loss is in its rows, and what divides it.
-
-        Args:
-          key: the types of all that it takes, by which it is asked for.
-          proof: what its traces show.
-          returned: what it returned: any number, or a ``Mean`` of such.
-          arguments: the types of what it is computed from.
-          batch_axes: along which axes the arrays of the batch have their rows.
-          weight: the weight function of the step, if it has one.
-        """
-        structure = jax.tree.structure(returned)
-        finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
-        self.known[key] = finding
-        if finding.kind is OverRows.RATIO and weight is not None:
-            split = batch_axes.split
-            self.divisors[key] = divisor_of(finding, proof.jaxpr, arguments, split, weight)
-        if finding.kind is OverRows.MEAN and weight is not None:
-            _check_weight_of_mean(weight, arguments.given[0], arguments.whole)
-
     def checked(
         self, key: Any, rows: Any, weight: Weight | None, summed: bool, microbatches: int
     ) -> tuple[Finding, Divisor | None]:
         """What a loss is in its rows, and what divides it.
 
         Args:
-          key: as of ``conclude``.
+          key: the types of all that it took.
           rows: the rows of a piece of the batch.
           weight: the weight function of the step, if it has one.
           summed: whether the shards' losses are added up.
@@ -495,7 +466,7 @@ def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: A
     return with_moved(Mean(wide * by, count), moved) + 0.0 * Mean(0.0, weight, "weight")
 
 
-def _check_weight_of_mean(weight: Weight, rows: Any, whole: Any) -> None:
+def check_weight_of_mean(weight: Weight, rows: Any, whole: Any) -> None:
     """Raise unless the weight of a loss that is a mean over rows is the same for all shards.
 
     Args:

@@ -19,8 +19,9 @@ from crossshard.errors import ArgumentError
 from crossshard.gradients.autodiff import check_sums, scaled, split_loss, unscale
 from crossshard.gradients.mean import Mean, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
-from crossshard.jaxprs.mean_over_rows import Proof, facts_of_inputs, prove, types_with
+from crossshard.jaxprs.mean_over_rows import facts_of_inputs, prove, types_with
 from crossshard.jaxprs.rewrite import opaque_false
+from crossshard.jaxprs.row_facts import OverRows
 from crossshard.model import model_state as model_states
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
@@ -47,7 +48,16 @@ from crossshard.step.microbatches import (
     reduced_aux,
     weight_of,
 )
-from crossshard.step.over_rows import Arguments, OverRowsRecord, as_mean, is_exact, types_of
+from crossshard.step.over_rows import (
+    Arguments,
+    OverRowsRecord,
+    as_mean,
+    check_weight_of_mean,
+    divisor_of,
+    finding_of,
+    is_exact,
+    types_of,
+)
 
 # The random key of a loss, or its keys; empty if it takes none.
 Keys = tuple[jax.Array, ...]
@@ -520,8 +530,7 @@ class StepLoss(abc.ABC):
         arguments = self.arguments(state, types, batch, keys)
         key = state.skeleton, times, *types_of(arguments)
         if key not in self.record.known:
-            proof, tree = self._proof(state, arguments, times)
-            self.record.conclude(key, proof, tree, arguments, self.batch_axes, self.weight)
+            self._conclude(key, state, arguments, times)
         finding, divisor = self.record.checked(
             key, arguments.given[0], self.weight, self.is_summed, self.accumulate_steps
         )
@@ -537,17 +546,27 @@ class StepLoss(abc.ABC):
 
         return as_sums, None
 
-    def _proof(self, state: TrainState, arguments: Arguments, times: int) -> tuple[Proof, Any]:
-        """What it is in its rows, of which the batch has ``times`` pieces; and what it returns."""
+    def facts(self, arguments: Arguments) -> tuple[list[int], Any]:
+        """The axes of the rows, and what is known of each input of the loss."""
         given, *others, own = arguments
-        first, tree = self._trace(state, arguments)
+        axes = [*self.batch_axes.of_rows(given[0]), *[0] * len(jax.tree.leaves(given[1]))]
+        return axes, facts_of_inputs(jax.tree.leaves(given), axes, others, own)
+
+    def _conclude(self, key: Any, state: TrainState, arguments: Arguments, times: int) -> None:
+        """Write down what it is in its rows, and what divides it.
+
+        Args:
+          key: the types of all that it takes, by which that is asked for.
+          state: the state.
+          arguments: the types of what it is computed from, of one piece of the batch.
+          times: how many pieces the batch has.
+        """
+        given, (first, tree) = arguments.given, self._trace(state, arguments)
         # Its outputs are the first of them.
         returned = jax.tree.unflatten(tree, range(tree.num_leaves)).loss
         outputs = len(jax.tree.leaves(returned))
-        axes, context = self.batch_axes.of_rows(given[0]), get_shard_context()
-        each = jax.tree.leaves(given[0])[0].shape[axes[0]]
-        axes = [*axes, *[0] * len(jax.tree.leaves(given[1]))]
-        inputs = facts_of_inputs(jax.tree.leaves(given), axes, others, own)
+        (axes, inputs), context = self.facts(arguments), get_shard_context()
+        each = jax.tree.leaves(given)[0].shape[axes[0]]
         of_arguments = functools.partial(self.of_arguments, state)
         traces, proof = [_jax.without_unread(first, outputs)], None
         while proof is None:
@@ -559,7 +578,14 @@ class StepLoss(abc.ABC):
                 traces.append(error)
             shards = None if context is None else context.axis_name
             proof = prove(traces, inputs, each, times, shards)
-        return proof, returned
+        structure = jax.tree.structure(returned)
+        finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
+        self.record.known[key] = finding
+        if self.weight is not None and finding.kind is OverRows.RATIO:
+            divisor = divisor_of(finding, proof.jaxpr, arguments, self.split, self.weight)
+            self.record.divisors[key] = divisor
+        if self.weight is not None and finding.kind is OverRows.MEAN:
+            check_weight_of_mean(self.weight, given[0], arguments.whole)
 
     def with_weight(self, local: LocalResult, weight: Any, before: TrainState) -> LocalResult:
         """What one shard computes, with another weight: with 0 its model state stays as before."""
