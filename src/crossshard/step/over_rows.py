@@ -557,37 +557,20 @@ def rowwise(
 
     # As a decorator it keeps the function's own name; the call has this one in the trace.
     def called(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        axes = in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
-        if len(axes) != len(args):
-            raise ArgumentError(
-                f"in_axes has {len(axes)} entries, and {name} got {len(args)} positional arguments."
-            )
-        rows = _lengths("in_axes", tuple(axes), args)
+        axes = tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
         out = function(*args, **kwargs)
-        numbers = {*rows, *_lengths("out_axes", out_axes, out)}
-        if len(numbers) != 1 or not rows:
+        nothing = lambda args, out: None
+        try:
+            # It wants as many rows along all of these axes.
+            jax.eval_shape(jax.vmap(nothing, (axes, out_axes)), args, out)
+        except (IndexError, TypeError, ValueError) as error:
             raise ArgumentError(
-                f"rowwise({name}) takes and returns arrays with as many rows; got "
-                f"{sorted(rows)} rows, and returned {sorted(numbers)}. Say where the rows are: "
-                f"in_axes=(0, None) for a second argument without rows; out_axes=1."
-            )
+                f"rowwise({name}) takes and returns arrays with as many rows, along the axes "
+                f"in_axes={_check.shown(in_axes)} and out_axes={_check.shown(out_axes)}: "
+                f"{error!s:.300} Say where the rows are: in_axes=(0, None) for a second argument "
+                f"without rows; out_axes=1."
+            ) from error
         return out
 
     called.__name__ = called.__qualname__ = f"{ROWWISE}_{name}"
     return functools.wraps(function)(jax.jit(called))
-
-
-def _lengths(what: str, axes: PyTree, tree: PyTree) -> set[int]:
-    """The numbers of rows of the arrays that have some."""
-    try:
-        each = jax.tree.broadcast(axes, tree, is_leaf=lambda x: x is None)
-        pairs = zip(
-            jax.tree.leaves(each, is_leaf=lambda x: x is None), jax.tree.leaves(tree), strict=True
-        )
-        return {int(jnp.shape(x)[axis]) for axis, x in pairs if axis is not None}
-    except (IndexError, TypeError, ValueError) as error:
-        types = jax.tree.map(lambda x: jnp.shape(x), tree)
-        raise ArgumentError(
-            f"{what}={_check.shown(axes)} does not fit arrays of shapes "
-            f"{_check.shown(types, 200)}: {error!s:.200}"
-        ) from error

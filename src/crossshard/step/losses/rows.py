@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from crossshard import _check, _jax
 from crossshard._check import is_inexact
-from crossshard.collectives.sums import to_sum
+from crossshard.collectives.sums import average, to_sum
 from crossshard.errors import ArgumentError
 from crossshard.gradients.autodiff import check_sums, scaled, split_loss, unscale
 from crossshard.gradients.mean import Mean, counts_of, sums_of
@@ -28,24 +28,24 @@ from crossshard.model.model_state import ModelState
 from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients
-from crossshard.pipeline.stages.accumulate import Sums, zeros
+from crossshard.pipeline.stages.accumulate import Sums, add, mean, zeros
 from crossshard.shards.axes import get_shard_context, shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
 from crossshard.shards.random_streams import keys_of_rows
 from crossshard.step.gather import AtUse, Use, evaluated
 from crossshard.step.microbatches import (
     AuxReduction,
-    Compute,
     Counting,
     LocalResult,
     Weight,
+    as_stored,
     aux_of_microbatches,
     aux_to_reduce,
     check_aux,
     check_weight_is_read,
-    over_microbatches,
+    chosen,
+    pairs_of_aux,
     pieces_of,
-    reduced_aux,
     weight_of,
 )
 from crossshard.step.over_rows import (
@@ -211,8 +211,20 @@ class StepLoss(abc.ABC):
         """One shard's ``aux`` as the metrics store it, given the reduced gradients."""
         if local.aux is None:
             return None
-        how = {"grouped": grouped, "stacked": local.is_weighed}
-        return reduced_aux(self.aux_reduction, local.aux, gradients, number, **how)
+        totals = iter(gradients.sums.get("aux", ()))
+
+        def one(leaf: Any, each: AuxReduction) -> jax.Array:
+            if each is AuxReduction.PER_SHARD:
+                # Stored as one of [shards, …]; that of virtual shards is already.
+                return jnp.asarray(leaf) if local.is_weighed else jnp.asarray(leaf)[None]
+            total, dtype = next(totals), jnp.result_type(leaf)
+            if each is AuxReduction.MEAN:
+                total = average(total, gradients.weight, number)
+            return total.astype(dtype)[None] if grouped else total.astype(dtype)
+
+        pairs = pairs_of_aux(self.aux_reduction, local.aux)
+        leaves = [one(leaf, each) for (_, leaf), each in pairs]
+        return jax.tree.structure(local.aux).unflatten(leaves)
 
     def aux_specs(self, each: Any, reduced: Any) -> Any:
         """The specs of ``aux``, given that of per-shard and that of reduced values."""
@@ -308,8 +320,7 @@ class StepLoss(abc.ABC):
 
             def one(before: Any, piece: Any) -> tuple[Any, Any]:
                 counts, after = of_piece(piece[1], before, shard, piece[0])
-                as_stored = jax.tree.map(lambda x, y: x.astype(y.dtype), after, before)
-                return as_stored, jnp.stack(counts)
+                return as_stored(after, before), jnp.stack(counts)
 
             return lax.scan(one, state.model_state, (jnp.arange(number), pieces))[1].sum(0)
 
@@ -344,31 +355,52 @@ class StepLoss(abc.ABC):
         # The rows divide, or they would not have been placed.
         pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_interleaved)
 
-        def with_(at_use: AtUse) -> Compute:
+        def with_(at_use: AtUse) -> Callable[..., LocalResult]:
             return lambda rows, model_state, index: compute(rows, model_state, index, at_use)
 
         # Whole gradients are added up, and the last microbatch sums them over the shards.
-        every, last = at_use, None
+        every, sums_in_loops = at_use, False
         if not at_use.in_parts:
             every = dataclasses.replace(at_use, waits=True)
             first, found = jax.tree.map(lambda x: x[0], pieces), list[bool]()
             look = lambda *args: found.append(any(with_(at_use)(*args).early))
             jax.eval_shape(look, first, state.model_state, jnp.int32(0))
             # It may have loops in whose backward pass gradients are summed.
-            if found[0]:
-                # The backward pass adds gradients of the scaled loss to them.
-                scale = scale_of(state)
-                last = lambda sums: with_(dataclasses.replace(at_use, before=_scaled(sums, scale)))
-        local, aux, weights = over_microbatches(
-            number,
-            with_(every),
-            zeros(every.types_of_gradients(state.params)),
-            every.early,
-            state.model_state,
-            pieces,
-            last,
-        )
-        return local._replace(aux=aux_of_microbatches(self.aux_reduction, aux, weights))
+            sums_in_loops = found[0]
+        zero, early = zeros(every.types_of_gradients(state.params)), every.early
+
+        def one(carry: Any, piece: Any) -> tuple[Any, Any]:
+            sums, model_state = carry
+            index, rows = piece
+            found = with_(every)(rows, model_state, index)
+            sums = add(sums, found.values, found.loss, found.weight, early)
+            others = found.aux, found.terms, found.weight
+            return (sums, as_stored(found.model_state, model_state)), others
+
+        numbered, before = (jnp.arange(number), pieces), (zero, state.model_state)
+        if not sums_in_loops:
+            (sums, model_state), (aux, terms, weights) = lax.scan(one, before, numbered)
+            values, loss = mean(sums, early, weighted=weights is not None)
+        else:
+            but_last = jax.tree.map(lambda x: x[:-1], numbered)
+            (sums, model_state), others = lax.scan(one, before, but_last)
+            index, rows = jax.tree.map(lambda x: x[-1], numbered)
+            # The backward pass adds gradients of the scaled loss to them, and returns the mean.
+            last = dataclasses.replace(at_use, before=_scaled(sums, scale_of(state)))
+            end = with_(last)(rows, model_state, index)
+            early = end.early
+            own = chosen(early, jax.tree.map(jnp.zeros_like, sums[0]), end.values)
+            sums = add(sums, own, end.loss, end.weight)
+            values, loss = mean(sums)
+            values = chosen(early, end.values, values)
+            model_state = as_stored(end.model_state, model_state)
+            behind = lambda first, end: jnp.concatenate([first, jnp.asarray(end)[None]])
+            of_end = end.aux, end.terms, end.weight
+            aux, terms, weights = jax.tree.map(behind, others, of_end)
+        total = None if weights is None else sums[2]
+        terms = jax.tree.map(lambda x: x.sum(0), terms)
+        aux = aux_of_microbatches(self.aux_reduction, aux, weights)
+        return LocalResult(loss, values, total, model_state, aux, terms, early)
 
     def _of_rows(
         self,
