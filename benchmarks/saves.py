@@ -66,7 +66,7 @@ def main() -> None:
         f"imports and compiles, is not counted. A save of `crossshard.Checkpoints` and one of "
         f"Orbax's `AsyncCheckpointer` take turns; after each comes a step, and once all is written "
         f"*another step*. The step after a save finds the memory of its state in use, and takes "
-        f"new. Ours also hashes every array, beside the loop.",
+        f"new. Ours also hashes every array, before the next step.",
         markdown.measured_on(machine, f"python -m benchmarks.saves --rounds {options.rounds}"),
     )
     age.write(options.out, "\n\n".join(paragraphs) + "\n")

@@ -110,7 +110,6 @@ def function(name: str, given: object) -> Callable[..., Any]:
 
 def array(name: str, given: Any, *, or_type: bool = False) -> Any:
     """A number or an array that JAX can hold; or its ``ShapeDtypeStruct``, to compile for."""
-    dtype = getattr(given, "dtype", None)
     if isinstance(given, jax.core.Tracer) or (or_type and isinstance(given, jax.ShapeDtypeStruct)):
         return given
     if isinstance(given, jax.Array):
@@ -125,24 +124,15 @@ def array(name: str, given: Any, *, or_type: bool = False) -> Any:
             f"{name} is a jax.ShapeDtypeStruct, which has a type and no values. Pass an array; to "
             f"compile for types, write step.lower(step.abstract_init(types), types)."
         )
-    elif isinstance(given, np.ma.MaskedArray):
-        raise ArgumentTypeError(
-            f"{name} is a masked array, and JAX has no masks. Pass {name}.filled(0), and the mask "
-            f"as an array of its own."
-        )
-    elif isinstance(given, int | float | complex):
-        of_ints = jnp.iinfo(jax.dtypes.canonicalize_dtype(int))
-        if isinstance(given, int) and not of_ints.min <= given <= of_ints.max:
-            raise ArgumentError(f"{name} is {shown(given)}, which {of_ints.dtype} cannot hold.")
-    elif not isinstance(dtype, np.dtype) or not hasattr(given, "shape"):
-        raise ArgumentTypeError(f"{name} must be an array or a number; got {described(given)}.")
-    elif not dtype.isnative:
-        raise ArgumentTypeError(
-            f"{name} is an array of {dtype.str}, whose bytes are in the order of another machine. "
-            f"Pass {name}.astype({dtype.newbyteorder('=').str!r})."
-        )
-    elif not _can_be_held(dtype):
-        raise ArgumentTypeError(f"{name} is an array of {dtype}, which JAX cannot hold.")
+    else:
+        try:
+            jax.typeof(given)
+        except (TypeError, ValueError, OverflowError) as error:
+            kind = ArgumentError if isinstance(error, OverflowError) else ArgumentTypeError
+            raise kind(
+                f"{name} must be an array or a number that JAX can hold; got {described(given)}: "
+                f"{str(error).partition(chr(10))[0]}"
+            ) from None
     return given
 
 
@@ -168,12 +158,6 @@ def as_array(name: str, given: Any) -> jax.Array:
         raise ArgumentTypeError(
             f"{name} must be an array or a number; got {described(given)}."
         ) from None
-
-
-def _can_be_held(dtype: np.dtype) -> bool:
-    # JAX has no words, dates and records, and no floats of more than 64 bits.
-    is_number = dtype.kind == "b" or jnp.issubdtype(dtype, jnp.number)
-    return bool(is_number and dtype.itemsize <= (16 if dtype.kind == "c" else 8))
 
 
 def is_number(leaf: Any) -> bool:

@@ -40,15 +40,6 @@ def exact_size(number: float) -> str:
     return f"{number:,.0f} B"
 
 
-def rate(bandwidth: float) -> str:
-    """Bytes/s to three digits.
-
-    >>> rate(3e9)
-    '3.00 GB/s'
-    """
-    return f"{size(bandwidth)}/s"
-
-
 def time(seconds: float) -> str:
     """Seconds to three digits.
 

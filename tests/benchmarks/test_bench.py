@@ -37,7 +37,7 @@ from benchmarks.peers import ranks
 from benchmarks.result import Result
 from benchmarks.tables import make_tables
 from benchmarks.timing import Timing
-from crossshard.distributed.supervisor.launcher import TUNABLES
+from crossshard.distributed.launcher import TUNABLES
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from crossshard import Checkpoints, _hash
-from crossshard.checkpoints.leaves import leaves_of, to_disk
+from crossshard.checkpoints.storage import leaves_of, to_disk
 from crossshard.step.train_step import layout_of
 from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, step_on, trained
 

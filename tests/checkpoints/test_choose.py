@@ -64,7 +64,9 @@ def test_a_step_that_is_not_there_and_one_that_is_damaged(copy: Path):
     with pytest.raises(ArgumentError, match=r"has no checkpoint 7; it has 1, 2, 3\."):
         checkpoints.restore(state, 7)
     (copy / "00000002" / "manifest" / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointDamagedError, match=r"2 in .* is not whole: the manifest"):
+    with pytest.raises(
+        CheckpointDamagedError, match=r"2 in .* is not whole: checkpoint 2: the manifest"
+    ):
         checkpoints.restore(state, 2)
     assert checkpoints.restore(state, 1)[1] == {"at": 1}
 

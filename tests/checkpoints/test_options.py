@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "preprocess's state": (
         {"preprocess": optax.trace(0.5)},
         {"preprocess": optax.scale_by_rms(0.5)},
-        "its preprocess's state is TraceState, and this one's ScaleByRmsState",
+        "its preprocess's state is TraceState in it, and ScaleByRmsState here",
     ),
     "weight decay": (
         {"optimizer": optax.adamw(0.1, weight_decay=0.1)},
@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "outer state": (
         {"sync_every": 2, "outer_optimizer": OUTER},
         {"sync_every": 2, "outer_optimizer": optax.adam(0.7)},
-        "its outer_optimizer's state is TraceState, EmptyState, and this one's ScaleByAdamState",
+        "its outer_optimizer's state is TraceState, EmptyState in it, and ScaleByAdamState",
     ),
 }
 
@@ -413,7 +413,7 @@ def test_a_checkpoint_of_0_2_0_is_restored_and_compared_as_far_as_it_goes(tmp_pa
     other = step_with(preprocess=optax.clip(2.0), accumulate_steps=2, **options)
     restored(tmp_path, other, says="update of its preprocess…accumulate_steps is 1 in it, and 2")
     rarely = step_with(preprocess=optax.clip(1.0), nonfinite="skip", sync_every=2)
-    with pytest.raises(CheckpointMismatchError, match="sync_every is off in it, and 2 here"):
+    with pytest.raises(CheckpointMismatchError, match=r"its groups are None in it, and .* here"):
         restored(tmp_path, rarely)
 
 

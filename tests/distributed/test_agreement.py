@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from crossshard.distributed.agreement import _LONGEST, _Answer, _Call, _read
+from crossshard.distributed.agreement import _LONGEST, _Call, _read
 from crossshard.errors import DistributedError
 
 
-@pytest.mark.parametrize("told", [_Call("step", "3"), _Answer("", ["a", "b"], [0, 1, 0])])
-def test_it_comes_back(told: _Call | _Answer):
-    assert _read(type(told), json.dumps(dataclasses.asdict(told)), 0) == told
+def test_it_comes_back():
+    told = _Call("step", "3")
+    assert _read(_Call, json.dumps(dataclasses.asdict(told)), 0) == told
 
 
 @pytest.mark.parametrize(

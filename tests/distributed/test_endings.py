@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from crossshard.distributed import PROCESS_STALLED
-from crossshard.distributed.supervisor.judge import Kind, Verdict
+from crossshard.distributed.judge import Kind, Verdict
 from tests.distributed.test_launch import PATIENCE, launch, python
 
 # As JAX's notice of a preemption does it.
@@ -220,7 +220,7 @@ ENDS_WHILE_IT_LEAVES = """
 import sys, threading, time
 import crossshard
 from crossshard import _jax
-from crossshard.distributed.supervisor import watch
+from crossshard.distributed import watch
 
 job = crossshard.distributed.initialize(stall_timeout=2)
 leaving, flush = threading.Event(), watch._flush

@@ -16,10 +16,9 @@ import pytest
 
 from crossshard import _jax
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
-from crossshard.distributed.job import VERDICTS, Job
-from crossshard.distributed.supervisor.judge import Report, State, Timeouts, left_before
-from crossshard.distributed.supervisor.launcher import free_port
-from crossshard.distributed.supervisor.watch import _Watch
+from crossshard.distributed.judge import Report, State, Timeouts, left_before
+from crossshard.distributed.launcher import free_port
+from crossshard.distributed.watch import VERDICTS, _Watch
 from tests.quick import deep
 
 PATIENCE = 240
@@ -151,8 +150,8 @@ def test_a_process_that_dies_fails_or_leaves_is_named_and_keeps_its_code(
 
 CHATTER = """
 import os, threading, time
-from crossshard.distributed.supervisor.judge import Kind, Verdict
-from crossshard.distributed.supervisor.watch import _leave
+from crossshard.distributed.judge import Kind, Verdict
+from crossshard.distributed.watch import _leave
 
 def chatter():
     while True:
@@ -212,7 +211,7 @@ def test_stalls_at_random_moments(soak_steps: int, capsys: pytest.CaptureFixture
 def test_that_process_0_has_come_to_its_end_does_not_end_the_others(monkeypatch):
     told = {"report": str(Report(7, calls=5, latest="step 5", state=State.LEFT))}
     monkeypatch.setattr(_jax, "told_below", lambda folder: told)
-    watch = _Watch(Job(3, 1, "127.0.0.1:1"), Timeouts(STALL_SECONDS))
+    watch = _Watch(3, 1, "127.0.0.1:1", Timeouts(STALL_SECONDS))
     assert watch._of_first() is None
     told["verdict"] = str(left_before("step 6", 0))
     assert watch._of_first() == left_before("step 6", 0)
@@ -255,7 +254,7 @@ def test_a_process_with_other_rows_in_mid_run_is_named_with_them(start, script: 
         assert process.returncode == PROCESS_STALLED, err
         assert (
             "crossshard: process 1 has entered step 6 with float32[4,3], and process 0 with "
-            "float32[2,3]. Pass as many rows in every process, or weight=, "
+            "float32[2,3]. Pass as many rows, of the same dtypes, in every process, or weight=, "
         ) in err
         assert err.endswith(f" Process {own} leaves.\n")
 

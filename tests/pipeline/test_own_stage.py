@@ -241,7 +241,6 @@ MISTAKES = {
     "phase": (own(phase="local"), r"Own\.phase .*Phase\.LOCAL.*'local'"),
     "a later phase": (own(phase=Phase.UPDATE), r"Own\.phase .*before the sum"),
     "state_field": (own(state_field="mine"), r"Own\.state_field must be 'preprocess'.*'mine'"),
-    "scope": (own(scope=3), r"Own\.scope must be a string; got 3"),
     "only sums": (own_sum(lambda g, s: g), r"OwnSum\.sum must return \(sums, state\)"),
     "other sums": (own_sum(lambda g, s: ([g], s)), r"sums that OwnSum\.sum returned .* structure"),
     "sums of others": (

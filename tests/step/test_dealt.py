@@ -461,19 +461,6 @@ def test_it_is_chosen_by_auto():
         assert "weight update sharded, leaf by leaf" in step.describe()
 
 
-def test_auto_leaves_replicated_what_one_shard_would_do_alone():
-    loss = lambda params, x: jnp.mean((x @ params["a"]) ** 2)
-    params = {"a": np.zeros((512, 512), np.float32), "b": np.zeros((32, 32), np.float32)}
-    step = make_train_step(loss, contrib.muon(0.1), num_shards=N)
-    step.abstract_init(params)
-    assert "as requested" not in step.describe()
-    assert "weight update replicated: one shard would do most of it" in step.describe()
-    # Adam updates most of these, in slices.
-    params["c"] = np.zeros(512 * 1024, np.float32)
-    step.abstract_init(params)
-    assert "weight update sharded, leaf by leaf" in step.describe()
-
-
 def test_what_needs_all_leaves_at_once_says_both_reasons():
     from tests.optimizers.table import across_leaves
 

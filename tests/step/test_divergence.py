@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import crossshard
 from crossshard import make_train_step
-from crossshard.guards.divergence import judge
+from crossshard.guards import judge
 from crossshard.shards.axes import Shards
 from tests.quick import deep
 from tests.step.faults import KINDS, Snapshot, names_of, one_bit

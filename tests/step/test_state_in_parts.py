@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from crossshard import DynamicLossScale, make_train_step
 from crossshard.errors import ArgumentError, CheckpointWarning, DivergenceWarning
-from crossshard.guards.divergence import copy, differing
+from crossshard.guards import copy, differing
 from crossshard.step import state as step_state
 from tests.quick import deep, deep_but
 from tests.step.common import assert_close, assert_same, on_one_device, train

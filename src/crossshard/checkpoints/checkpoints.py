@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -14,7 +13,7 @@ from crossshard.checkpoints.fingerprint import fingerprint
 from crossshard.checkpoints.folder import Damaged, Folder
 from crossshard.checkpoints.manifest import Fingerprint, check_data
 from crossshard.checkpoints.preemption import Preemption
-from crossshard.checkpoints.reading import Found, read_params, read_state
+from crossshard.checkpoints.reading import Found, read_state
 from crossshard.checkpoints.saving import Saving, notes_of
 from crossshard.errors import (
     ArgumentError,
@@ -74,7 +73,7 @@ class Checkpoints:
         _check.whole_number("keep_best", keep_best, least=0, most=None)
         self._folder, self._step, self._keep = Folder(folder), step, keep
         self._preemption: Preemption | None = None
-        self._fingerprints: dict[int, tuple[StateLayout, Fingerprint]] = {}
+        self._fingerprints: dict[int, Fingerprint] = {}
         self._saving = Saving(self._folder, step.mesh, keep, keep_best)
         self._may_write = not self._saving.numbers
 
@@ -115,19 +114,19 @@ class Checkpoints:
           CheckpointError: it cannot be written, the one before could not be, or another run writes
             to the folder.
         """
-        _check_call("save", state, or_types=False)
+        _check_call("save", state, jax.Array)
         with entering_of(self._step, "save"):
             layout = layout_of(self._step, state)
             check_data(data)
             notes = notes_of(score, pin)
-            check_devices(layout, state)
+            _check_devices(layout, state)
             if not self._may_write:
                 raise ArgumentError(
                     f"{self._folder.path} has checkpoints of a run that this one has not restored, "
                     f"and they would be deleted in time. Call restore_latest(state) before save, "
                     f"or choose another folder."
                 )
-            found = self._fingerprint(layout, state)
+            found = self._fingerprint(layout)
             self._saving.start(layout.own, collected(self._step, state), found, data, notes)
 
     def save_if_preempted(self, state: TrainState, data: Json = None) -> bool:
@@ -160,7 +159,7 @@ class Checkpoints:
         self._preemption = self._preemption or Preemption()
         if not self._preemption.reached():
             return False
-        _check_call("save_if_preempted", state, or_types=False)
+        _check_call("save_if_preempted", state, jax.Array)
         if self._saving.taken != int(state.step):
             self.save(state, data)
         self.wait()
@@ -216,10 +215,7 @@ class Checkpoints:
           CheckpointError: the folder cannot be read.
           CheckpointMismatchError: it is another model's or optimizer's, or has other dtypes.
         """
-        with entering_of(self._step, "restore"):
-            found = self._latest(self._reader(state, strict))
-            self._may_write = True
-            return None if found is None else self._restored(found)
+        return self._restored(state, None, strict)
 
     def restore(
         self, state: TrainState, step: int, *, strict: bool = True
@@ -239,10 +235,10 @@ class Checkpoints:
           CheckpointDamagedError: it is not whole.
           CheckpointError, CheckpointMismatchError: as for ``restore_latest``.
         """
-        with entering_of(self._step, "restore"):
-            found = self._chosen(step, self._reader(state, strict))
-            self._may_write = True
-            return self._restored(found)
+        number = _check.whole_number("step", step, least=0, hint="It is one of steps().")
+        found = self._restored(state, number, strict)
+        assert found is not None
+        return found
 
     def restore_params(self, state: TrainState, step: int | None = None) -> TrainState:
         """A state with the parameters of a checkpoint, whatever optimizer has trained them.
@@ -271,16 +267,14 @@ class Checkpoints:
           CheckpointError: there is none, or the folder cannot be read.
           CheckpointMismatchError: the parameters have other names, shapes or dtypes.
         """
-        _check_call("restore_params", state)
-        layout = layout_of(self._step, state)
-        types = layout.collected_types(state)
-        read = lambda number: read_params(self._folder, number, layout.own, types)
+        if step is not None:
+            _check.whole_number("step", step, least=0, hint="It is one of steps().")
         with entering_of(self._step, "restore"):
-            params = self._latest(read) if step is None else self._chosen(step, read)
-        if params is None:
+            found = self._found(state, step, only_params=True)
+        if found is None:
             raise CheckpointError(f"{self._folder.path} has no checkpoint to take parameters from.")
-        params = jax.tree.map(lambda x: _mesh.on_mesh(x, self._step.mesh), params)
-        return dataclasses.replace(state, params=params)
+        on_mesh = lambda x: _mesh.on_mesh(x, self._step.mesh)
+        return dataclasses.replace(state, params=jax.tree.map(on_mesh, found.state.params))
 
     def steps(self) -> list[int]:
         """The numbers of the checkpoints that are complete, ascending.
@@ -293,31 +287,34 @@ class Checkpoints:
         """
         return self._folder.numbers(self._step.mesh)
 
-    def _reader(self, state: TrainState, strict: Any) -> Callable[[int], Found]:
-        _check_call("restore", state)
+    def _restored(
+        self, state: TrainState, step: int | None, strict: bool
+    ) -> tuple[TrainState, Any] | None:
         _check.flag("strict", strict)
+        with entering_of(self._step, "restore"):
+            found = self._found(state, step, strict=strict)
+            self._may_write = True
+            if found is None:
+                return None
+            if found.notes:
+                warnings.warn(
+                    f"{self._folder.path}, checkpoint {found.number} is of a step that differs: "
+                    f"{'; '.join(found.notes)}.",
+                    CheckpointWarning,
+                    # Of the caller of restore or restore_latest.
+                    stacklevel=3,
+                )
+            return self._step.reshard(found.state), found.data
+
+    def _found(
+        self, state: TrainState, step: int | None, *, strict: bool = True, only_params: bool = False
+    ) -> Found | None:
+        """What is read of a checkpoint, or of the latest that is whole; ``None`` without any."""
+        call = "restore_params" if only_params else "restore"
+        _check_call(call, state, jax.Array, jax.ShapeDtypeStruct)
         layout = layout_of(self._step, state)
-
-        def read(number: int) -> Found:
-            own = self._fingerprint(layout, state)
-            types = layout.collected_types(state)
-            return read_state(self._folder, number, layout.own, types, own, strict=strict)
-
-        return read
-
-    def _restored(self, found: Found) -> tuple[TrainState, Any]:
-        if found.notes:
-            warnings.warn(
-                f"{self._folder.path}, checkpoint {found.number} is of a step that differs: "
-                f"{'; '.join(found.notes)}.",
-                CheckpointWarning,
-                # Of the caller of restore or restore_latest.
-                stacklevel=3,
-            )
-        return self._step.reshard(found.state), found.data
-
-    def _latest(self, read: Callable[[int], Any]) -> Any:
-        """What is read of the latest checkpoint that is whole; ``None`` if there is none."""
+        here = None if only_params else self._fingerprint(layout)
+        types = layout.collected_types(state)
         self._saving.wait()
         reasons: dict[int, str] = {}
         deleted = 0
@@ -326,77 +323,64 @@ class Checkpoints:
             # A run that writes meanwhile may have deleted what was being read, and has newer ones.
             deleted += len(reasons.keys() - set(numbers))
             reasons = {each: why for each, why in reasons.items() if each in numbers}
+            if step is not None and step not in numbers:
+                there = ", ".join(map(str, numbers)) or "none"
+                raise ArgumentError(
+                    f"{self._folder.path} has no checkpoint {step}; it has {there}."
+                )
             if deleted > _MOST_DELETED or (deleted and not numbers):
                 raise CheckpointError(
                     f"Each checkpoint in {self._folder.path}, {deleted} so far, was deleted while "
                     f"it was read. If another run writes there, let that one keep more of them: "
                     f"Checkpoints(folder, step, keep=10)."
                 )
-            left = [each for each in numbers if each not in reasons]
+            self._saving.damaged |= reasons.keys()
+            left = [each for each in numbers if each not in reasons and step in (None, each)]
             if not left:
                 break
-            number = left[-1]
             try:
-                found = read(number)
+                found = read_state(self._folder, left[-1], layout.own, types, here, strict=strict)
             except Damaged as damage:
-                reasons[number] = f"checkpoint {number}: {damage}"
+                reasons[left[-1]] = str(damage)
                 continue
-            self._saving.damaged |= reasons.keys()
-            for reason in reasons.values():
+            for each, why in reasons.items():
                 warnings.warn(
-                    f"{self._folder.path}, {reason}. It is damaged and passed over; checkpoint "
-                    f"{number} is taken.",
+                    f"{self._folder.path}, checkpoint {each}: {why}. It is damaged and passed "
+                    f"over; checkpoint {found.number} is taken.",
                     CheckpointWarning,
-                    stacklevel=3,
+                    stacklevel=3 if only_params else 4,
                 )
             return found
-        if reasons:
-            self._saving.damaged |= reasons.keys()
-            raise CheckpointDamagedError(
-                f"No checkpoint in {self._folder.path} is whole: {'; '.join(reasons.values())}. "
-                f"Bring back a copy of it, or choose another folder to start again in."
-            )
-        return None
+        if not reasons:
+            return None
+        what, whole = "No checkpoint", "is whole"
+        if step is not None:
+            what, whole = f"Checkpoint {step}", "is not whole"
+        whys = "; ".join(f"checkpoint {each}: {why}" for each, why in reasons.items())
+        raise CheckpointDamagedError(
+            f"{what} in {self._folder.path} {whole}: {whys}. Bring back a copy of it, take another "
+            f"one of steps(), or choose another folder to start again in."
+        )
 
-    def _chosen(self, number: int, read: Callable[[int], Any]) -> Any:
-        number = _check.whole_number("step", number, least=0, hint="It is one of steps().")
-        self._saving.wait()
-        numbers = self._saving.numbers = self.steps()
-        if number not in numbers:
-            there = ", ".join(map(str, numbers)) or "none"
-            raise ArgumentError(f"{self._folder.path} has no checkpoint {number}; it has {there}.")
-        try:
-            return read(number)
-        except Damaged as damage:
-            self._saving.damaged.add(number)
-            raise CheckpointDamagedError(
-                f"Checkpoint {number} in {self._folder.path} is not whole: {damage}. Choose "
-                f"another one of steps()."
-            ) from None
-
-    def _fingerprint(self, layout: StateLayout, state: TrainState) -> Fingerprint:
-        # It traces the optimizer, and a loop saves the states of one layout. The layout is kept, so
-        # that no other one gets its id.
+    def _fingerprint(self, layout: StateLayout) -> Fingerprint:
+        # It traces the optimizer. A loop saves the states of one layout, which the step keeps.
         if id(layout) not in self._fingerprints:
-            first = 0 if layout.groups is None else 1
-            of_one = lambda x: jax.ShapeDtypeStruct(x.shape[first:], x.dtype)
             with _mesh.without_mesh():
-                found = fingerprint(config_of(self._step), jax.tree.map(of_one, state.params))
-            self._fingerprints[id(layout)] = layout, found
-        return self._fingerprints[id(layout)][1]
+                found = fingerprint(config_of(self._step), layout.params)
+            self._fingerprints[id(layout)] = found
+        return self._fingerprints[id(layout)]
 
 
-def _check_call(call: str, state: Any, *, or_types: bool = True) -> None:
-    """Raise unless a call can do its work here, and with a state, or its types."""
-    check_state(state, or_types=or_types)
-    allowed = (jax.Array, jax.ShapeDtypeStruct) if or_types else (jax.Array,)
+def _check_call(call: str, state: Any, *kinds: type) -> None:
+    """Raise unless a call can do its work here, and with a state of arrays of these kinds."""
+    _check_at_top_level(call)
+    check_state(state)
     for path, x in jax.tree_util.tree_leaves_with_path(state):
-        if not isinstance(x, allowed):
+        if not isinstance(x, kinds):
             raise ArgumentTypeError(
                 f"state{jax.tree_util.keystr(path)} must lie on the devices of the step; got "
                 f"{type(x).__name__}. Pass a state that init, restore_latest or a step returned."
             )
-    _check_at_top_level(call)
 
 
 def _check_at_top_level(call: str) -> None:
@@ -407,19 +391,13 @@ def _check_at_top_level(call: str) -> None:
         )
 
 
-def check_devices(layout: StateLayout, state: TrainState) -> None:
-    """Raise unless a state is on the devices of a layout.
-
-    Raises:
-      ArgumentError: it is on others, as a state of another step on another mesh does.
-    """
-    devices = set(layout.mesh.devices.flat)
+def _check_devices(layout: StateLayout, state: TrainState) -> None:
+    """Raise unless a state is on the devices of a layout, and not on those of another mesh."""
+    ids = lambda devices: sorted(device.id for device in devices)
+    own = set(layout.mesh.devices.flat)
     for x in jax.tree.leaves(state):
-        if isinstance(x, jax.Array) and not x.sharding.device_set <= devices:
-            both = x.sharding.device_set, devices
-            names = [sorted(device.id for device in each) for each in both]
+        if not x.sharding.device_set <= own:
             raise ArgumentError(
-                f"The state is on devices {names[0]}, and the mesh of this step has "
-                f"{names[1]}. Take it there with step.reshard(other.unshard(state)), or save it "
-                f"with the Checkpoints of the step that it is of."
+                f"The state is on devices {ids(x.sharding.device_set)}, and the mesh of this step "
+                f"has {ids(own)}. Take it there with step.reshard(other.unshard(state))."
             )

@@ -18,11 +18,12 @@ from crossshard.checkpoints.manifest import Fingerprint, Update
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.walk import constants, jaxprs_within, opened
-from crossshard.pipeline.aggregators import Aggregator
 from crossshard.pipeline.stage import Stage
+from crossshard.pipeline.stages.aggregate import Aggregator
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.update.optimize import takes_value
 from crossshard.step.function import StepConfig
+from crossshard.step.losses.virtual import written
 from crossshard.step.state import OPTIMIZER, PREPROCESS
 
 
@@ -42,14 +43,9 @@ def compared(config: StepConfig) -> dict[str, Any]:
     what only looks, and names. Or they are the user's code, with what it takes and returns. Or the
     manifest or the arrays tell, such as the groups, and what is trained.
     """
-    loss, pipeline = config.loss, config.pipeline
+    pipeline = config.pipeline
     return {
-        "weight": loss.weight,
-        "accumulate_steps": loss.accumulate_steps,
-        "model_state": loss.model_state,
-        "loss_over": loss.over,
-        "rng_per='row'": loss.keys_of_rows,
-        "virtual_shards": loss.same_bits,
+        **written(config.loss),
         **pipeline.written(),
         OPTIMIZER: pipeline.inner,
         "reduction": pipeline.reduction,
@@ -67,16 +63,14 @@ def _told(name: str, value: Any, params: Any) -> Iterator[tuple[str, str | Updat
     elif name == "weight" and callable(value) and not _is_ours(value):
         # One function may be made in several places, and so have several names.
         yield name, "a function"
-    elif isinstance(value, Aggregator) and _is_ours(value):
-        yield name, value.describe() or None
     elif isinstance(value, Aggregator):
         told, kind = str(value.describe()), type(value).__name__
-        yield name, told if kind in told else f"{told} of {kind}"
+        is_told = _is_ours(value) or kind in told
+        yield name, (told if is_told else f"{told} of {kind}") or None
         # Attributes that are no fields may count calls, or tell a process from others.
-        for field in _fields(value):
-            each = getattr(value, field.name)
-            if field.compare and _is_plain(each):
-                yield f"{name}.{field.name}", _in_words(each)
+        for field in () if _is_ours(value) else _fields(value):
+            if field.compare:
+                yield f"{name}.{field.name}", _in_words(getattr(value, field.name))
     elif (_is_ours(value) or isinstance(value, Stage)) and _fields(value):
         # One says nonfinite="skip", and Nonfinite("skip", max_consecutive=5).
         first, *others = _fields(value)
@@ -93,15 +87,6 @@ def _fields(value: Any) -> tuple[Any, ...]:
 
 def _is_ours(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "crossshard"
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether words tell all of a value, the same ones in every process."""
-    if isinstance(value, dict):
-        return all(_is_plain(each) for pair in value.items() for each in pair)
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, _PLAIN)
 
 
 def _in_words(value: Any) -> str | None:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +44,19 @@ class Folder:
     """
 
     def __init__(self, path: object):
-        if not isinstance(path, str | os.PathLike):
-            raise ArgumentTypeError(f"folder must be a path; got {type(path).__name__}.")
-        text = os.fspath(path)
-        self.remote: bool = isinstance(text, str) and text.startswith(_REMOTE)
-        if not isinstance(text, str) or ("://" in text and not self.remote) or not text:
-            raise ArgumentError(
-                f"folder must be a folder of this machine, one that is mounted, or one at "
-                f"{_REMOTE}, where Orbax can write; got {text!r:.80}."
-            )
         try:
+            text: Any = os.fspath(path)  # type: ignore[call-overload]
             os.fsencode(text)
+            self.remote: bool = text.startswith(_REMOTE)
+            if not text or ("://" in text and not self.remote):
+                raise ValueError("Orbax writes no arrays there")
             self.path: Any = _remote(text) if self.remote else Path(text).expanduser().resolve()
-        except (ValueError, RuntimeError) as error:
-            raise ArgumentError(f"folder must be a path; got {text!r:.80} ({error}).") from None
+        except (TypeError, ValueError, RuntimeError) as error:
+            kind = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError
+            raise kind(
+                f"folder must be a path; got {path!r:.80} ({error}). Pass one of this machine, one "
+                f"that is mounted, or one at {_REMOTE}."
+            ) from None
 
     def of(self, number: int) -> Any:
         """The folder of a checkpoint."""
@@ -70,12 +69,8 @@ class Folder:
     def numbers(self, mesh: Mesh, *, create: bool = False) -> list[int]:
         """The numbers of the complete checkpoints, ascending, as the first process sees them.
 
-        Args:
-          mesh: the mesh whose processes ask.
-          create: whether to create the folder if it does not exist.
-
         Raises:
-          CheckpointError: it cannot see them, in every process.
+          CheckpointError: it cannot see them, or create the folder, in every process.
         """
         own: Any = []
         if jax.process_index() == 0:
@@ -108,17 +103,13 @@ class Folder:
         if self.remote:
             return ""
         if not self.path.is_dir():
-            return "the folder is gone" if not self.path.exists() else "it is no folder"
+            return "the folder is gone"
         effective = os.access in os.supports_effective_ids
         may = os.access(self.path, os.W_OK | os.X_OK, effective_ids=effective)
         return "" if may else "the folder is read-only"
 
     def check(self, number: int) -> None:
-        """Raise unless a checkpoint was committed and keeps to its folder.
-
-        Raises:
-          Damaged: it is incomplete, holds a link or a device, or a file that is far too large.
-        """
+        """Raise ``Damaged`` unless it is complete, without links, devices and enormous files."""
         try:
             top = self.of(number)
             # `rglob` does not follow links.
@@ -136,18 +127,22 @@ class Folder:
         if not committed:
             raise Damaged(f"it was not committed: {_MARKER} is missing")
 
-    def take_out(self, number: int) -> Callable[[], None]:
-        """Take a checkpoint's name from it, so that no half of it has it; what deletes the rest.
+    def delete(self, number: int) -> list[threading.Thread]:
+        """Delete a checkpoint, if it is there; its name first, so that no half of it has it.
 
-        Raises:
-          OSError: it is gone, or cannot be deleted.
+        Returns what deletes the rest. Raises OSError if it cannot be deleted.
         """
         doomed = self.of(number)
-        if self.remote:
-            (doomed / _MARKER).unlink()
-        else:
-            doomed = doomed.rename(doomed.with_suffix(".deleted"))
-        return lambda: self._delete(doomed)
+        try:
+            if self.remote:
+                (doomed / _MARKER).unlink()
+            else:
+                doomed = doomed.rename(doomed.with_suffix(".deleted"))
+        except FileNotFoundError:
+            return []
+        deleting = threading.Thread(target=self._delete, args=(doomed,), name="crossshard")
+        deleting.start()
+        return [deleting]
 
     def delete_unfinished(self) -> None:
         """Delete what interrupted saves and deletions have left."""
@@ -172,11 +167,7 @@ def _remote(text: str) -> Any:
 
 
 def read(path: Any, most: int) -> bytes:
-    """The bytes of a file, on a disk or remote, of which there may be so many.
-
-    Raises:
-      OSError: it cannot be read, is a link, a pipe or a device, or has more bytes.
-    """
+    """The bytes of a file; raises OSError if it has more, is no file, or cannot be read."""
     with open(path, "rb", opener=_open) if isinstance(path, Path) else path.open("rb") as opened:
         found: bytes = opened.read(most + 1)
     if len(found) > most:

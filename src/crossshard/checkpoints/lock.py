@@ -13,14 +13,14 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from crossshard.checkpoints.folder import read, read_json
+from crossshard.checkpoints.folder import printable, read, read_json
 from crossshard.distributed.identity import is_gone, machine, own_identity
 
 FILE = "writer.json"
 # A writer touches its file so often. One on another machine that has not for so long is dead.
 _BEAT, _DEAD = 5.0, 30.0
 # Many times what a writer writes down.
-_MOST_BYTES, _LONGEST = 4096, 256
+_MOST_BYTES = 4096
 
 
 class Lock:
@@ -136,21 +136,15 @@ class Lock:
 def _named(holder: dict[str, Any]) -> str:
     if not holder:
         return "a process that has not said its name"
-    return (
-        f"process {holder.get('process')!s:.20} on {holder.get('host')!s:.80}, "
-        f"which began at {holder.get('since')!s:.40},"
-    )
+    process, host, since = (holder.get(key) for key in ("process", "host", "since"))
+    return printable(f"process {process!s:.20} on {host!s:.80}, which began at {since!s:.40},")
 
 
 def _read(path: Any) -> dict[str, Any]:
     """What a writer wrote down; nothing if it is writing, or the file is gone or something else."""
-    try:
-        found = read_json(path, _MOST_BYTES)
-    except (OSError, ValueError):
-        return {}
-    # They are told, so that they must not command a terminal.
-    is_word = lambda x: isinstance(x, str) and len(x) <= _LONGEST and x.isprintable()
-    return {key: x for key, x in found.items() if type(x) is int or is_word(x)}
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(path, _MOST_BYTES)
+    return {}
 
 
 def _beat(path: Any, token: str, ended: threading.Event) -> None:

@@ -11,7 +11,6 @@ from crossshard._hash import sha256
 from crossshard.checkpoints.folder import MOST_BYTES, Damaged, read_json
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointMismatchError
 from crossshard.model.layout import StateLayout
-from crossshard.pipeline.pipeline import STAGES
 
 VERSION = 4
 # What is known of an option of version 3: that it was on, and that the loss was not over the batch.
@@ -97,18 +96,13 @@ def check_data(data: Any) -> None:
     advice = "Write numbers, strings, lists and dicts with strings as keys, as in {'epoch': 3}."
     try:
         text = json.dumps(data, allow_nan=False)
-        again = json.loads(text)
+        is_same = json.loads(text) == data
     except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentTypeError(f"data cannot be written as JSON: {error}. {advice}") from error
-    if again != data:
+    if not is_same or len(text) > MOST_BYTES // 2:
         raise ArgumentError(
-            f"data would not come back from JSON as it is: {data!r:.80} becomes {again!r:.80}. "
-            f"{advice}"
-        )
-    if len(text) > MOST_BYTES // 2:
-        raise ArgumentError(
-            f"data takes {len(text):,} bytes as JSON, and at most {MOST_BYTES // 2:,} are kept. "
-            f"Save a position from which the data can be read again, not the data."
+            f"data would not come back from JSON as it is, or is larger than {MOST_BYTES // 2:,} "
+            f"bytes; got {data!r:.80}. {advice}"
         )
 
 
@@ -156,9 +150,8 @@ def read_manifest(file: Path, number: int) -> Manifest:
 def _of_version_3(update: Any, preprocess: Any, options: Any, **others: Any) -> dict[str, Any]:
     """A fingerprint as crossshard 0.2.0 wrote it, as it is written now."""
     updates = {"optimizer": update, "preprocess": preprocess}
-    # It did not have these, and of others it said more or less.
-    later = (name for kind in STAGES if kind.of_steps for name in kind.options)
-    options = {**dict.fromkeys(("aggregator", "virtual_shards", *later)), **options}
+    # Of these it said more.
+    options = {**options}
     options |= {name: ON for name in ("loss_scale", "weight") if options.get(name) is not None}
     of_batch = "loss_over='batch'"
     if of_batch in options:

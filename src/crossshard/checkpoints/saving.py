@@ -2,28 +2,25 @@
 
 import dataclasses
 import json
-import math
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from crossshard import _check, _mesh
 from crossshard._hash import crc32, hash_later
 from crossshard.checkpoints.folder import LARGEST, Folder, in_words, read
-from crossshard.checkpoints.leaves import leaves_of, to_disk
 from crossshard.checkpoints.lock import Lock
 from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, WrittenLeaf, groups_of
 from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.distributed.progress import waiting
-from crossshard.errors import ArgumentTypeError, CheckpointError
+from crossshard.errors import CheckpointError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
 
 # Beside a checkpoint's manifest. Who wants to keep a checkpoint can make the first file by hand.
 _PINNED, _SCORE = "pinned", "score.txt"
@@ -34,8 +31,7 @@ _MOST_BYTES = 64
 class Saving:
     """The one writer of a folder, from its first checkpoint until it is closed.
 
-    The processes of the mesh save together. The newest checkpoints stay, so many of those with the
-    highest scores, and those that are pinned.
+    The processes of the mesh save together. The newest checkpoints stay, the best, and the pinned.
     """
 
     def __init__(self, folder: Folder, mesh: Mesh, newest: int, best: int):
@@ -47,11 +43,10 @@ class Saving:
         self.taken: int | None = None
         self._folder, self._mesh, self._newest, self._best = folder, mesh, newest, best
         self._lock = Lock(folder.path)
-        self._orbax: ocp.AsyncCheckpointer | None = None
-        # The checkpoint that is being written, and those that are being deleted.
+        self._orbax: Any = None
+        # The checkpoint that is being written, and what deletes others beside the loop.
         self._pending: int | None = None
         self._deleting: list[threading.Thread] = []
-        self._scores: dict[int, float] = {}
 
     def start(
         self,
@@ -69,24 +64,17 @@ class Saving:
           ArgumentError: the processes would write different states or data.
           CheckpointError: it cannot be written, or the one before could not be.
         """
+        # Here and not above: it imports Orbax.
+        from crossshard.checkpoints import storage
+
         self._finish()
-        taken = int(state.step)
+        taken, shards = int(state.step), layout.number_of_shards
         number = max([taken, *(newest + 1 for newest in self.numbers[-1:])])
-        if number > LARGEST:
-            raise CheckpointError(
-                f"No checkpoint can be written after {self._folder.of(LARGEST)}, since {LARGEST} "
-                f"is the largest number. No run counts so far: move that folder to another place."
-            )
-        leaves = leaves_of(layout, state, layout.number_of_shards)
+        leaves = storage.leaves_of(layout, state, shards)
+        written = [WrittenLeaf(leaf.path, leaf.on_disk.shape, leaf.dtype, "") for leaf in leaves]
+        rng = str(state.rng_impl)
         manifest = Manifest(
-            number,
-            taken,
-            layout.number_of_shards,
-            groups_of(layout),
-            str(state.rng_impl),
-            fingerprint,
-            [WrittenLeaf(leaf.path, leaf.on_disk.shape, leaf.dtype, "") for leaf in leaves],
-            data,
+            number, taken, shards, groups_of(layout), rng, fingerprint, written, data
         )
         check_agreement(
             "save",
@@ -97,7 +85,7 @@ class Saving:
             self._mesh,
             "Every process passes the same; where all of them stand is one dict.",
         )
-        reason = exchange("save", self._why_not(), self._mesh, within="lock")[0]
+        reason = exchange("save", self._why_not(number), self._mesh, within="lock")[0]
         if reason:
             raise CheckpointError(
                 f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
@@ -106,12 +94,9 @@ class Saving:
         self._pending, self.taken = number, taken
         try:
             with _mesh.in_place_of_the_users_mesh(layout.mesh):
-                arrays = list(map(to_disk, leaves, jax.tree.leaves(state)))
+                arrays = list(map(storage.to_disk, leaves, jax.tree.leaves(state)))
             hashes = [hash_later(x) for x in arrays]
             files = lambda: {FILE: json.dumps(manifest.to_json([own() for own in hashes])), **notes}
-            # Here and not above: it imports Orbax.
-            from crossshard.checkpoints import storage
-
             self._orbax = self._orbax or storage.checkpointer()
             with waiting("save"):
                 storage.start(self._orbax, self._folder.of(number), arrays, files)
@@ -124,6 +109,26 @@ class Saving:
         while self._deleting:
             self._deleting.pop().join()
 
+    def _finish(self) -> None:
+        if self._pending is None:
+            return
+        try:
+            self._orbax.wait_until_finished()
+        except Exception as error:
+            raise self._failed(error) from error
+        self.numbers.append(self._pending)
+        self._pending = None
+        if jax.process_index() == 0:
+            for number in self._too_many():
+                self.numbers.remove(number)
+                try:
+                    self._deleting += self._folder.delete(number)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"Checkpoint {number} in {self._folder.path} is older than those to keep, "
+                        f"and cannot be deleted: {error}. The newer ones are whole."
+                    ) from error
+
     def close(self) -> None:
         """Wait, and let others write; raises as ``start``."""
         try:
@@ -134,63 +139,42 @@ class Saving:
                 self._orbax = None
             self._lock.release()
 
-    def _finish(self) -> None:
-        if self._pending is None:
-            return
-        assert self._orbax is not None
-        try:
-            self._orbax.wait_until_finished()
-        except Exception as error:
-            raise self._failed(error) from error
-        self.numbers.append(self._pending)
-        self._pending = None
-        if jax.process_index() == 0:
-            for number in self._too_many():
-                self.numbers.remove(number)
-                self._delete(number)
-
     def _too_many(self) -> list[int]:
         """The checkpoints that do not stay."""
+        from orbax.checkpoint import checkpoint_managers as policies
+
         good = self._good()
-        oldest = good[-self._newest :][0]
-        scored = [(self._score(number), number) for number in good if self._best]
-        scored = [each for each in scored if not math.isnan(each[0])]
-        best = {number for _, number in sorted(scored, reverse=True)[: self._best]}
-        is_pinned = lambda number: self._folder.note(number, _PINNED).exists()
-        return [
-            number
-            for number in self.numbers
-            if number < oldest and number not in best and not is_pinned(number)
-        ]
+        scores = {number: self._score(number) for number in good if self._best}
+        told = [SimpleNamespace(step=each, metrics=scores.get(each)) for each in self.numbers]
+        # With those among them that are damaged.
+        newest = sum(number >= good[-self._newest :][0] for number in self.numbers)
+        best = min(self._best, sum(each.metrics is not None for each in told))
+        pinned = [each for each in self.numbers if self._folder.note(each, _PINNED).exists()]
+        policy = policies.AnyPreservationPolicy(
+            [
+                policies.LatestN(newest),
+                policies.BestN(get_metric_fn=float, n=best, keep_checkpoints_without_metrics=False),
+                policies.CustomSteps(pinned),
+            ]
+        )
+        stay = policy.should_preserve(told, context=policies.PreservationContext())
+        return [each for each, stays in zip(self.numbers, stay, strict=True) if not stays]
 
-    def _score(self, number: int) -> float:
-        """The score of a checkpoint; not a number if it has none."""
-        if number not in self._scores:
-            try:
-                found = float(read(self._folder.note(number, _SCORE), _MOST_BYTES))
-            except (OSError, ValueError):
-                found = math.nan
-            self._scores[number] = found
-        return self._scores[number]
-
-    def _delete(self, number: int) -> None:
-        """Delete a checkpoint, in the background; it may be gone already."""
+    def _score(self, number: int) -> float | None:
+        """The score of a checkpoint; ``None`` if it has none."""
         try:
-            delete = self._folder.take_out(number)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise CheckpointError(
-                f"Checkpoint {number} in {self._folder.path} is older than those to keep, and "
-                f"cannot be deleted: {error}. The newer ones are whole."
-            ) from error
-        self._deleting.append(threading.Thread(target=delete, name="crossshard"))
-        self._deleting[-1].start()
+            found = float(read(self._folder.note(number, _SCORE), _MOST_BYTES))
+        except (OSError, ValueError):
+            return None
+        return None if found != found else found
 
-    def _why_not(self) -> str:
+    def _why_not(self, number: int) -> str:
         """The reason why the first process cannot write; empty if it can."""
         if jax.process_index() != 0:
             return ""
+        if number > LARGEST:
+            largest = self._folder.of(LARGEST)
+            return f"none is after {largest}, since no number is larger: move that folder away"
         try:
             reason = self._folder.why_not_writable() or self._lock.take()
             if not reason and self._orbax is None:
@@ -205,7 +189,8 @@ class Saving:
         # Orbax's checkpointer keeps its error; the next save gets a new one.
         self._orbax = self.taken = None
         reason = self._folder.why_not_writable() or in_words(error)
-        if jax.process_index() == 0 and self._folder.path.is_dir():
+        # Where other processes write still, they would fail, too; there the next save deletes it.
+        if jax.process_count() == 1 and self._folder.path.is_dir():
             self._folder.delete_unfinished()
         return CheckpointError(
             f"Checkpoint {number} was not written to {self._folder.path}: {reason}.{self._last()}"
@@ -226,17 +211,9 @@ def _sum(value: Any) -> str:
 
 
 def notes_of(score: Any, pin: Any) -> dict[str, str]:
-    """What stands beside the manifest: texts by the names of their files.
-
-    Raises:
-      ArgumentTypeError: the score is no number, or ``pin`` no bool.
-    """
-    _check.flag("pin", pin)
+    """What stands beside the manifest: texts by the names of their files, once checked."""
+    notes = {_PINNED: ""} if _check.flag("pin", pin) else {}
     if score is None:
-        return {_PINNED: ""} if pin else {}
-    number: Any = None if isinstance(score, bool | str) else score
-    try:
-        number = float(number)
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(f"score must be a number; got {type(score).__name__}.") from None
-    return {_SCORE: repr(number), **({_PINNED: ""} if pin else {})}
+        return notes
+    score = np.asarray(score) if isinstance(score, jax.Array) else score
+    return {_SCORE: repr(_check.number("score", score)), **notes}

@@ -1,9 +1,10 @@
-"""Storage: writes and reads the arrays of a checkpoint with Orbax.
+"""Storage: the arrays of a state in the shapes of model and optimizer, which Orbax keeps on disk.
 
-It takes half a second to import, and most programs save nothing: import it where it is needed.
+Orbax takes half a second to import, and most programs save nothing: import this where it is needed.
 """
 
 import dataclasses
+import functools
 import logging
 import math
 import sys
@@ -12,11 +13,97 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
 from orbax.checkpoint import future
 
 from crossshard.checkpoints.folder import ARRAYS, NOTES, Damaged, in_words
-from crossshard.checkpoints.leaves import Leaf
+from crossshard.model.layout import StateLayout
+from crossshard.model.state import TrainState
+from crossshard.shards.cut import Placement, partition_along_axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of a state."""
+
+    # Where it is in the state, such as ``.params['w']``; of a typed key the dtype is ``key<…>``.
+    path: str
+    dtype: str
+    # Its type on disk, unpadded, and its sharding before and after: split over the shards along an
+    # axis that they divide, if there is one, since memory is short.
+    on_disk: jax.ShapeDtypeStruct
+    # That in the state.
+    placement: Placement
+
+
+def leaves_of(layout: StateLayout, state: TrainState, shards: int) -> list[Leaf]:
+    """The leaves of a state, or of its types, if so many shards had written it."""
+    found, placements = [], jax.tree.leaves(layout.placements(state))
+    for (path, x), own in zip(jax.tree_util.tree_leaves_with_path(state), placements, strict=True):
+        whole, number = _unpacked(own, x.shape, x.dtype), layout.number_of_shards
+        shape = (shards, *whole.shape[1:]) if own.per_shard else whole.shape
+        if not own.per_shard:
+            split = partition_along_axis(shape, number, other_axes=own.other_axes)
+            spec = split.spec(layout.axes)
+        elif shards == number:
+            spec = own.spec(layout.axes)
+        else:
+            spec = layout.of_other_shards(own, shape).spec
+        sharding = NamedSharding(layout.mesh, spec)
+        on_disk = jax.ShapeDtypeStruct(shape, whole.dtype, sharding=sharding)
+        found.append(Leaf(jax.tree_util.keystr(path), str(x.dtype), on_disk, own))
+    return found
+
+
+# A loop that saves would trace it for each leaf each time.
+@functools.lru_cache(maxsize=4096)
+def _unpacked(placement: Placement, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    # Without its sharding, of which a mesh that the user has set would be none.
+    return jax.eval_shape(functools.partial(_unpack, placement), jax.ShapeDtypeStruct(shape, dtype))
+
+
+def _unpack(placement: Placement, x: Any) -> jax.Array:
+    whole = placement.unpack(x)
+    return jax.random.key_data(whole) if _is_key(whole) else whole
+
+
+def to_disk(leaf: Leaf, x: jax.Array) -> jax.Array:
+    """An array as it is on disk: itself where it can be, else a copy of it."""
+    sharding, own = leaf.on_disk.sharding, leaf.placement
+    # Of several processes each writes a part, also of what all of them have.
+    is_split_so = jax.process_count() == 1 or x.sharding.is_equivalent_to(sharding, x.ndim)
+    if own.partition is not None and own.is_split:
+        is_unpacked = own.groups is None and own.partition.axis is not None
+    else:
+        is_unpacked = not _is_key(x)
+    return x if is_split_so and is_unpacked else _copier(own, sharding)(x)
+
+
+# Most leaves of a model are alike, and a compilation takes longer than they do.
+@functools.lru_cache(maxsize=4096)
+def _copier(placement: Placement, sharding: NamedSharding) -> Callable[[Any], jax.Array]:
+    return jax.jit(functools.partial(_unpack, placement), out_shardings=sharding)
+
+
+def from_disk(like: Any, x: jax.Array) -> jax.Array:
+    """An array as a state has it, with the dtype of that one, or as a key of its implementation."""
+    if x.dtype == like.dtype:
+        return x
+    if not _is_key(like):
+        return x.astype(like.dtype)
+    found: list[Any] = []
+    # Of a type JAX does not tell the implementation of its keys directly.
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(x, impl=found[0])
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+# On disk.
 
 # So that a device that reads a part of an array need not read all of it.
 _PIECE = 16 << 20
@@ -39,7 +126,7 @@ class _NotesHandler(ocp.JsonCheckpointHandler):
         return [future.CommitFutureAwaitingContractedSignals(write(), name="crossshard")]
 
 
-# Orbax knows no handler that has arguments for one of both only.
+# Orbax knows no handler that only saves.
 @ocp.args.register_with_handler(_NotesHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class _Notes(ocp.args.CheckpointArgs):
@@ -76,18 +163,13 @@ def checkpointer() -> ocp.AsyncCheckpointer:
 
 
 def _is_told(record: logging.LogRecord) -> bool:
-    if record.levelno < logging.ERROR:
-        return True
-    return not any(folder in record.getMessage() for folder in _ours)
+    is_error = record.levelno >= logging.ERROR
+    return not (is_error and any(folder in record.getMessage() for folder in _ours))
 
 
-_before = sys.unraisablehook
-
-
-def _unraisable(found: Any) -> None:
-    late = isinstance(found.exc_value, RuntimeError) and found.object is None
-    if not (late and str(found.exc_value) == "Event loop is closed"):
-        _before(found)
+def _unraisable(found: Any, before: Callable[[Any], object] = sys.unraisablehook) -> None:
+    if found.object is not None or str(found.exc_value) != "Event loop is closed":
+        before(found)
 
 
 # TensorStore complains of each write whose thread has gone since another one failed.
@@ -131,27 +213,29 @@ def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax
     if set(types) != set(map(str, range(number))):
         raise Damaged("it has more arrays than its manifest")
 
-    def restore(some: Mapping[int, Leaf]) -> dict[str, jax.Array]:
+    def restore(*places: int) -> dict[str, jax.Array]:
         how = {
             str(place): ocp.ArrayRestoreArgs(
-                sharding=leaf.on_disk.sharding, global_shape=leaf.on_disk.shape
+                sharding=leaves[place].on_disk.sharding, global_shape=leaves[place].on_disk.shape
             )
-            for place, leaf in some.items()
+            for place in places
         }
-        is_part = len(some) < number
+        is_part = len(places) < number
         args = ocp.args.PyTreeRestore(dict.fromkeys(how, 0), how, partial_restore=is_part)
         found: dict[str, jax.Array] = handler.restore(folder, args=args)
         return found
 
     try:
-        found = restore(leaves)
+        found = restore(*leaves)
     except Exception as error:
+        what, why = "its arrays", error
         for place, leaf in leaves.items():
             try:
-                restore({place: leaf})
+                restore(place)
             except Exception as its_own:
-                raise Damaged(f"{leaf.path} cannot be read ({in_words(its_own)})") from None
-        raise Damaged(f"its arrays cannot be read ({in_words(error)})") from None
+                what, why = leaf.path, its_own
+                break
+        raise Damaged(f"{what} cannot be read ({in_words(why)})") from None
     return {place: found[str(place)] for place in leaves}
 
 

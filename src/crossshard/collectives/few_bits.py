@@ -422,9 +422,7 @@ def _as_rows(x: jax.Array, partition: Partition, number: int) -> jax.Array:
         missing = -x.size % (number * LANES)
         filled = jnp.pad(jnp.ravel(x), (0, missing)) if missing else x
         return filled.reshape(number, -1, LANES)
-    if partition.axis:
-        return _in_lanes(jnp.stack(jnp.split(x, number, partition.axis)))
-    return _in_lanes(partition.pack(x).reshape(number, *partition.local_shape))
+    return _in_lanes(partition.slices(x))
 
 
 def _from_rows(rows: jax.Array, partition: Partition, shape: tuple[int, ...]) -> jax.Array:
@@ -432,10 +430,7 @@ def _from_rows(rows: jax.Array, partition: Partition, shape: tuple[int, ...]) ->
     size = math.prod(shape)
     if partition.number == 1:
         return rows.reshape(shape) if rows.size == size else rows.ravel()[:size].reshape(shape)
-    slices = _from_lanes(rows, partition.local_shape)
-    if partition.axis:
-        return jnp.concatenate(list(slices), partition.axis)
-    return partition.unpack(slices.reshape(-1, *partition.local_shape[1:]))
+    return partition.joined(_from_lanes(rows, partition.local_shape))
 
 
 def _in_lanes(x: jax.Array) -> jax.Array:

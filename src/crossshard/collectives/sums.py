@@ -211,7 +211,8 @@ def send_sum(x: jax.Array, shards: Shards) -> jax.Array:
     def by_exchange(x: jax.Array) -> jax.Array:
         flat = jnp.pad(x.ravel(), (0, -x.size % shards.size))
         part = _sum_of_exchanged(flat, 0, shards).astype(x.dtype)
-        return _gather_bits(part, 0, shards)[: x.size].reshape(x.shape)
+        whole = lax.bitcast_convert_type(gather_parts(_as_bits(part), 0, shards), x.dtype)
+        return whole[: x.size].reshape(x.shape)
 
     total = shards.by_platform(x, cpu=by_exchange, default=lambda x: sum_over_shards(x, shards))
     return total.astype(jnp.float32)
@@ -219,21 +220,12 @@ def send_sum(x: jax.Array, shards: Shards) -> jax.Array:
 
 def send_gathered(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
     """The slices of all shards, or of the group, concatenated along ``axis``."""
-    if not _is_narrow(x):
-        return gather_parts(x, axis, shards)
-    return shards.by_platform(
-        x,
-        cpu=lambda x: _gather_bits(x, axis, shards),
-        default=lambda x: gather_parts(x, axis, shards),
-    )
+    return _in_bits(x, lambda x: gather_parts(x, axis, shards), shards)
 
 
 def send_exchanged(x: jax.Array, shards: Shards) -> jax.Array:
     """``[shards, …]``: what every shard has for this one, from the same of all of them."""
-    if not _is_narrow(x):
-        return exchange(x, 0, shards)[:, 0]
-    by_bits = lambda x: lax.bitcast_convert_type(exchange(_as_bits(x), 0, shards)[:, 0], x.dtype)
-    return shards.by_platform(x, cpu=by_bits, default=lambda x: exchange(x, 0, shards)[:, 0])
+    return _in_bits(x, lambda x: exchange(x, 0, shards)[:, 0], shards)
 
 
 def _is_narrow(x: Any) -> bool:
@@ -241,8 +233,12 @@ def _is_narrow(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
 
 
-def _gather_bits(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
-    return lax.bitcast_convert_type(gather_parts(_as_bits(x), axis, shards), x.dtype)
+def _in_bits(x: jax.Array, move: Callable[[jax.Array], jax.Array], shards: Shards) -> jax.Array:
+    """``move(x)``; of 16 bits as integers on CPUs, where XLA would send floats in 32 bits."""
+    if not _is_narrow(x):
+        return move(x)
+    by_bits = lambda x: lax.bitcast_convert_type(move(_as_bits(x)), x.dtype)
+    return shards.by_platform(x, cpu=by_bits, default=move)
 
 
 def _sum_of_exchanged(x: jax.Array, axis: int, shards: Shards) -> jax.Array:

@@ -1,10 +1,9 @@
 """Processes: one job on several hosts, or on one, that trains together."""
 
 from crossshard.distributed.agreement import check_same_program
-from crossshard.distributed.initialize import initialize
-from crossshard.distributed.job import Job
+from crossshard.distributed.job import Job, initialize
+from crossshard.distributed.judge import PROCESS_LOST, PROCESS_STALLED
 from crossshard.distributed.progress import entering
-from crossshard.distributed.supervisor.judge import PROCESS_LOST, PROCESS_STALLED
 
 __all__ = [
     "PROCESS_LOST",

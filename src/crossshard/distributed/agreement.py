@@ -1,5 +1,6 @@
 """Agreement: compares what the processes of a mesh do and run, through their coordinator."""
 
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -29,7 +30,7 @@ _FOR_EVER = 1e6
 # Characters of what one process tells.
 _LONGEST = 1 << 24
 # Lines of a program that are compared, to find the first that differs.
-_MOST = 500_000
+_MOST = 1 << 20
 
 # The number of exchanges of each set of processes; the same in all of them.
 _exchanges: collections.Counter[tuple[int, ...]] = collections.Counter()
@@ -79,16 +80,16 @@ def compare(call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh) -> Di
     if len(processes) == 1:
         return None
     texts = exchange(call, json.dumps(dict(given())), mesh)
-    told = [_read(dict[str, str], *each) for each in zip(texts, processes, strict=False)]
-    for name in sorted({name for each in told for name in each}):
-        passed = [each.get(name, "nothing") for each in told]
+    pairs = zip(processes, texts, strict=False)
+    told = {process: _read(dict[str, str], text, process) for process, text in pairs}
+    for name in sorted({name for each in told.values() for name in each}):
+        passed = {process: each.get(name, "nothing") for process, each in told.items()}
         # The first of the most common ones, so that of two processes the second is odd.
-        common = collections.Counter(passed).most_common(1)[0][0]
-        odd = [place for place, each in enumerate(passed) if each != common]
+        common = collections.Counter(passed.values()).most_common(1)[0][0]
+        odd = tuple(process for process in passed if passed[process] != common)
         if odd:
-            other = processes[passed.index(common)]
-            places = tuple(processes[place] for place in odd)
-            return Disagreement(name, places, passed[odd[0]], other, common)
+            other = next(process for process in passed if process not in odd)
+            return Disagreement(name, odd, passed[odd[0]], other, common)
     return None
 
 
@@ -98,15 +99,6 @@ class _Call:
 
     name: str
     text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class _Answer:
-    """What the first process answers: each text once, and which one is whose; or what is wrong."""
-
-    wrong: str
-    texts: list[str]
-    whose: list[int]
 
 
 def exchange(call: str, text: str, mesh: Mesh, within: str = "") -> tuple[str, ...]:
@@ -125,44 +117,25 @@ def exchange(call: str, text: str, mesh: Mesh, within: str = "") -> tuple[str, .
       ArgumentError: a process has not reached this call, or is at another one.
     """
     processes = processes_of(mesh)
-    this = jax.process_index()
-    if len(processes) == 1 or this not in processes or not _jax.has_coordinator():
+    if len(processes) == 1 or jax.process_index() not in processes or not _jax.has_coordinator():
         return (text,)
     of_all = len(processes) == jax.process_count()
-    if PROGRESS.seconds is None:
-        seconds = _UNWATCHED_SECONDS
-    elif of_all:
-        seconds = _FOR_EVER
-    else:
+    seconds = _UNWATCHED_SECONDS
+    if PROGRESS.seconds is not None:
         # Nobody watches the processes of a smaller mesh, which may compile.
-        seconds = max(PROGRESS.seconds(within or call), _UNWATCHED_SECONDS)
+        seconds = _FOR_EVER if of_all else max(PROGRESS.seconds(within or call), seconds)
     # The watch compares only what all processes of the job enter.
     with waiting(call, within) if of_all else contextlib.nullcontext():
-        answer = _exchanged(_Call(call, text), processes, seconds)
-    if answer.wrong:
+        told, wrong = _told(_Call(call, text), processes, seconds)
+    for process, its in zip(processes, told, strict=False):
+        if its.name != told[0].name and not wrong:
+            first = f"process {processes[0]} at {told[0].name}"
+            wrong = f"Process {process} is at {its.name}, and {first}."
+    if wrong:
         raise ArgumentError(
-            f"{answer.wrong} Every process of a mesh must make the same calls, in the same order."
+            f"{wrong} Every process of a mesh must make the same calls, in the same order."
         )
-    return tuple(answer.texts[which] for which in answer.whose)
-
-
-def _exchanged(own: _Call, processes: tuple[int, ...], seconds: float) -> _Answer:
-    """What the first process answers to all; it has waited for each of the others for so long."""
-    this = jax.process_index()
-    _exchanges[processes] += 1
-    number, folder = _exchanges[processes], f"crossshard/{crc32(repr(processes))}"
-    if this == processes[0]:
-        answer = _gathered(f"{folder}/{number}", own, processes, seconds)
-        _jax.tell_processes(f"{folder}/{number}/answer", json.dumps(dataclasses.asdict(answer)))
-        # Who has come here has read everything of the exchange before.
-        _jax.forget(f"{folder}/{number - 1}")
-        return answer
-    _jax.tell_processes(f"{folder}/{number}/{this}", json.dumps(dataclasses.asdict(own)))
-    told = _jax.told_by_processes(f"{folder}/{number}/answer", 2 * seconds)
-    if told is None:
-        return _Answer(_missing(processes[0], own.name, 2 * seconds), [], [])
-    found: _Answer = _read(_Answer, told, processes[0])
-    return found
+    return tuple(each.text for each in told)
 
 
 def processes_of(mesh: Mesh) -> tuple[int, ...]:
@@ -170,20 +143,26 @@ def processes_of(mesh: Mesh) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
-def _gathered(key: str, own: _Call, processes: tuple[int, ...], seconds: float) -> _Answer:
-    """What all processes have told, or which one is at another call or at none."""
-    texts = [own.text]
-    for process in processes[1:]:
-        told = _jax.told_by_processes(f"{key}/{process}", seconds)
-        if told is None:
-            return _Answer(_missing(process, own.name, seconds), [], [])
-        its = _read(_Call, told, process)
-        if its.name != own.name:
-            wrong = f"Process {process} is at {its.name}, and process {processes[0]} at {own.name}."
-            return _Answer(wrong, [], [])
-        texts.append(its.text)
-    each_once = list(dict.fromkeys(texts))
-    return _Answer("", each_once, [each_once.index(text) for text in texts])
+def _told(own: _Call, processes: tuple[int, ...], seconds: float) -> tuple[list[_Call], str]:
+    """What all have told; or what is wrong: one has not come in so many seconds."""
+    this, first = jax.process_index(), processes[0]
+    _exchanges[processes] += 1
+    number, folder = _exchanges[processes], f"crossshard/{crc32(repr(processes))}"
+    here = f"{folder}/{number}"
+    late = f"has not reached {own.name} in {seconds:g} seconds."
+    _jax.tell_processes(f"{here}/{this}", json.dumps(dataclasses.asdict(own)))
+    if this == first:
+        came = lambda process: _jax.told_by_processes(f"{here}/{process}", seconds) is not None
+        wrong = next((f"Process {each} {late}" for each in processes if not came(each)), "")
+        _jax.tell_processes(f"{here}/all", wrong)
+        # Who has come here has read everything of the exchange before.
+        _jax.forget(f"{folder}/{number - 1}")
+    else:
+        found = _jax.told_by_processes(f"{here}/all", 2 * seconds)
+        wrong = f"Process {first} {late}" if found is None else found
+    texts = {} if wrong else _jax.told_below(f"{here}/")
+    told = [_read(_Call, texts.get(str(each), ""), each) for each in processes if texts]
+    return told, wrong
 
 
 def _read(kind: Any, text: str, process: int) -> Any:
@@ -195,10 +174,6 @@ def _read(kind: Any, text: str, process: int) -> Any:
             f"What the coordinator holds for process {process} is not what crossshard wrote: "
             f"{text!r:.80}. Another job may use the same coordinator."
         ) from None
-
-
-def _missing(process: int, call: str, seconds: float) -> str:
-    return f"Process {process} has not reached {call} in {seconds:g} seconds."
 
 
 def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
@@ -268,13 +243,13 @@ def _difference(lowered: jax.stages.Lowered, mesh: Mesh) -> Disagreement | None:
 
 
 def _first_line(lines: list[str], mesh: Mesh) -> Disagreement | None:
-    """The first line that differs."""
-    # Numbers of one length, since what is given is compared in the order of its names.
-    sums = {f"{number:08}": crc32(line) for number, line in enumerate(lines[:_MOST], 1)}
-    found = compare("the lines of a program", lambda: sums, mesh)
-    if found is None:
-        return None
-    number = int(found.name)
+    """The first line that differs, which is found by halves."""
+
+    def differs(number: int) -> bool:
+        of_first = lambda: {"sum": crc32("\n".join(lines[:number]))}
+        return compare("the lines of a program", of_first, mesh) is not None
+
+    number = bisect.bisect_left(range(_MOST), True, key=differs)
     line = f"`{lines[number - 1].strip():.200}`" if number <= len(lines) else "nothing"
     given = {f"line {number} of the lowered step": line}
     return compare("a line of a program", lambda: given, mesh)

@@ -1,6 +1,5 @@
-"""Job: how many processes train together, which of them this is, and where they meet."""
+"""Job: finds the processes that train together, and connects this one with the others."""
 
-import contextlib
 import dataclasses
 import errno
 import ipaddress
@@ -8,21 +7,30 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 
-from crossshard import _jax
-from crossshard.errors import ArgumentError
+import jax
+
+from crossshard import _check, _jax
+from crossshard.distributed.judge import Kind, Timeouts, Verdict, check_seconds
+from crossshard.distributed.watch import (
+    CONNECTS,
+    answers,
+    tell_launcher,
+    told_launcher,
+    watch,
+    watch_alone,
+)
+from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
 
 # What `crossshard launch` sets. JAX itself reads the first and the last.
 ADDRESS, NUMBER, OWN = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 DEVICES = "JAX_LOCAL_DEVICE_IDS"
-# The file in which processes tell their launcher that they connect, and why they leave.
-VERDICTS = "CROSSSHARD_VERDICTS"
-
-# What they write there before they wait for each other to connect.
-CONNECTS = "connects"
-
 LOOPBACK = "127.0.0.1"
+# `bind` for every interface of the machine.
+ALL_INTERFACES = "all interfaces"
+# Then JAX aborts the process, without a word on who it waits for; the watch does so before.
+_JAX_HEARTBEAT_SECONDS = 10**6
+_STALL_SECONDS = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +52,146 @@ class Job:
     found_in: str = "nothing"
 
 
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: tuple[int, ...] | None = None,
+    bind: str | None = None,
+    timeout: float = 300,
+    stall_timeout: float | Mapping[str, float] = _STALL_SECONDS,
+) -> Job:
+    """Connect this process with the others of its job, before the first JAX operation.
+
+    Without arguments it finds the job: from ``crossshard launch`` or its environment variables,
+    Open MPI 5, and what JAX knows, which are Slurm, Open MPI 4, Kubernetes and TPU pods. If there
+    is none, the process works alone, so that one script runs with a launcher and without.
+
+    Process 0 listens only at the interface that ``coordinator_address`` names, where JAX listens
+    at all of them: whoever reaches the coordinator can end the job.
+
+    Args:
+      coordinator_address: ``host:port``, where process 0 listens and the others call.
+      num_processes: how many processes there are.
+      process_id: which of them this is, from 0.
+      local_device_ids: the accelerators of this process; by default those that the launcher names,
+        else all of its host.
+      bind: the address of another interface at which process 0 listens, as behind a service of
+        Kubernetes; ``"all interfaces"`` for all of them.
+      timeout: how many seconds to wait for the others.
+      stall_timeout: how many seconds a process may stand still while others wait for it, in a step,
+        ``init``, ``save`` or any other call that all of them make; then all leave, with the exit
+        code ``PROCESS_STALLED``, their stacks and a line that names it. When one dies, fails or
+        leaves, the others leave within seconds, with ``PROCESS_LOST``. By name if they differ, as
+        in ``{"start": 900, "step": 60, "save": 300, "alone": 600}``: until the first step is
+        entered, for steps and all else, for one of the calls or what ``entering`` names, and for a
+        job of one process, which is not watched without: it leaves if it enters nothing for so
+        long after a step. ``"compile"`` has 600 and ``"lock"`` 60, unless you name them.
+
+    Returns:
+      What it found.
+
+    Raises:
+      ArgumentError: the job is described in part, or process 0 cannot listen there, or something
+        else does.
+      ArgumentTypeError: an argument has a wrong type.
+      DistributedError: JAX is running already, or the others did not come in time.
+
+    >>> initialize().num_processes
+    1
+    """
+    if not isinstance(local_device_ids, tuple | list | None):
+        raise ArgumentTypeError(
+            f"local_device_ids must be a tuple of ints; got {_check.described(local_device_ids)}."
+        )
+    for each in local_device_ids or ():
+        _check.whole_number("Each of local_device_ids", each, least=0)
+    for name, text in (("coordinator_address", coordinator_address), ("bind", bind)):
+        if text is not None:
+            _check.word(name, text)
+    for name, number in (("num_processes", num_processes), ("process_id", process_id)):
+        if number is not None:
+            _check.whole_number(name, number, least=None)
+    check_seconds("timeout", timeout)
+    timeouts = Timeouts.read(stall_timeout, _STALL_SECONDS)
+    match coordinator_address, num_processes, process_id:
+        case None, None, None:
+            job = find_job(timeout)
+        case str(), int(), int():
+            job = Job(num_processes, process_id, coordinator_address, None, "the arguments")
+        case _:
+            raise ArgumentError(
+                f"Pass coordinator_address, num_processes and process_id, or none of them, to find "
+                f"them in {ADDRESS}, {NUMBER} and {OWN} or from the cluster; got "
+                f"{coordinator_address!r}, {num_processes} and {process_id}."
+            )
+    if local_device_ids is not None:
+        job = dataclasses.replace(job, local_device_ids=tuple(local_device_ids))
+    if not 0 <= job.process_id < job.num_processes:
+        raise ArgumentError(
+            f"process_id must be from 0 to num_processes - 1; got {job.process_id} of "
+            f"{job.num_processes}, from {job.found_in}."
+        )
+    if job.coordinator_address is not None and job.num_processes > 1:
+        _connect(job, job.coordinator_address, bind, timeout)
+        watch(job.num_processes, job.process_id, job.coordinator_address, timeouts)
+    elif "alone" in timeouts.others:
+        watch_alone(timeouts.others["alone"])
+    return job
+
+
+def _connect(job: Job, address: str, bind: str | None, timeout: float) -> None:
+    split_address(address)
+    if _jax.has_coordinator():
+        raise DistributedError("initialize is called once in a process; this is the second time.")
+    if _jax.backend_is_running():
+        raise DistributedError(
+            "JAX is running already and has counted its devices. Call "
+            "crossshard.distributed.initialize() before the first JAX operation, such as "
+            "jax.devices() or jnp.zeros(3)."
+        )
+    # Only process 0 listens; the others may not know its interfaces.
+    listens = bind_address(address, bind) if job.process_id == 0 else address
+    if job.process_id == 0:
+        check_unused(*split_address(listens))
+    of_launcher = os.environ.get(NUMBER) == str(job.num_processes)
+    if of_launcher:
+        tell_launcher(job.process_id, CONNECTS)
+    try:
+        _jax.start_coordination(
+            address,
+            job.num_processes,
+            job.process_id,
+            devices=job.local_device_ids,
+            bind_address=listens,
+            seconds=timeout,
+            heartbeat_seconds=_JAX_HEARTBEAT_SECONDS,
+        )
+        return
+    except TimeoutError:
+        came = {who for who, what in told_launcher() if what == CONNECTS} if of_launcher else set()
+        missing = [each for each in map(str, range(job.num_processes)) if came and each not in came]
+        if missing:
+            why = f"process {', '.join(missing)} has not called initialize"
+            how = f"has not entered initialize for {int(timeout)} seconds, and others wait for it"
+            late = Verdict.of(Kind.STALLED, int(missing[0]), how)
+            tell_launcher(job.process_id, str(late))
+        elif answers(address):
+            why = "process 0 is there, and another one has not called initialize with this address"
+        else:
+            why = (
+                "nothing listens there. Process 0 has not called initialize, or has another "
+                "address, or cannot be reached"
+            )
+    except jax.errors.JaxRuntimeError as error:
+        why = f"{str(error).splitlines()[0]:.300}"
+    raise DistributedError(
+        f"Process {job.process_id} of {job.num_processes} did not meet the others at {address} in "
+        f"{timeout:g} seconds: {why}."
+    )
+
+
 def find_job(seconds: float, environ: Mapping[str, str] = os.environ) -> Job:
     """The job that the environment describes; one process if it describes none.
 
@@ -61,28 +209,11 @@ def find_job(seconds: float, environ: Mapping[str, str] = os.environ) -> Job:
     return job or Job()
 
 
-def tell_launcher(process: int, what: str) -> None:
-    """Write a line for ``crossshard launch``, if that has started this process."""
-    with contextlib.suppress(KeyError, OSError):
-        file = os.open(os.environ[VERDICTS], os.O_WRONLY | os.O_APPEND)
-        os.write(file, f"{process} {what}\n".encode())
-        os.close(file)
-
-
-def told_launcher(file: Path) -> list[tuple[str, str]]:
-    """What processes have told their launcher: the number of each, and its text."""
-    try:
-        lines = file.read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return []
-    return [(who, what) for who, _, what in (line.partition(" ") for line in lines)]
-
-
 def _of_variables(environ: Mapping[str, str]) -> Job | None:
-    given = [name for name in (NUMBER, OWN) if environ.get(name)]
-    if not given:
+    if not (environ.get(NUMBER) or environ.get(OWN)):
         return None
-    missing = [name for name in (ADDRESS, NUMBER, OWN) if not environ.get(name)]
+    given = [name for name in (ADDRESS, NUMBER, OWN) if environ.get(name)]
+    missing = [name for name in (ADDRESS, NUMBER, OWN) if name not in given]
     if missing:
         raise ArgumentError(
             f"{' and '.join(given)} is set, but {' and '.join(missing)} is not. Set all of "
@@ -134,19 +265,9 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 def _devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
     given = environ.get(DEVICES)
-    if not given:
-        return None
-    if not re.fullmatch(r"\d+(,\d+)*", given):
-        raise ArgumentError(
-            f"{DEVICES} must be numbers with commas between them; got {given!r:.60}."
-        )
-    return tuple(map(int, given.split(",")))
-
-
-# Where the coordinator of a job listens. Whoever reaches it can end the job.
-
-# Every interface of the machine, in words.
-ALL_INTERFACES = "all interfaces"
+    if given and not re.fullmatch(r"\d+(,\d+)*", given):
+        raise ArgumentError(f"{DEVICES} must be numbers with commas between; got {given!r:.60}.")
+    return tuple(map(int, given.split(","))) if given else None
 
 
 def bind_address(coordinator_address: str, bind: str | None) -> str:
@@ -162,20 +283,17 @@ def bind_address(coordinator_address: str, bind: str | None) -> str:
     host = host if bind is None else bind
     try:
         found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        _listen(found, 0)
     except OSError as error:
         raise ArgumentError(
-            f"The host {host!r:.100} is not known here: {error.strerror or error}."
+            f"Process 0 cannot listen at {host!r:.100}, which must be an interface of this "
+            f"machine: {error.strerror or error}. Pass bind= with the address of one, or "
+            f"bind={ALL_INTERFACES!r}."
         ) from None
     if bind is not None and ipaddress.ip_address(found).is_unspecified:
         raise ArgumentError(
             f"bind={bind!r} listens on every interface of this machine, to anyone who reaches it. "
             f"If that is meant, write bind={ALL_INTERFACES!r}."
-        )
-    if _trial(found, 0) is not None:
-        raise ArgumentError(
-            f"{found}, for {bind or host!r}, is not the address of an interface of this machine, "
-            f"so process 0 cannot listen there. Pass bind= with the address of one, or "
-            f"bind={ALL_INTERFACES!r}."
         )
     return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
 
@@ -197,31 +315,20 @@ def check_unused(host: str, port: int) -> None:
     A second coordinator could listen there, too, and the processes of two jobs would meet at the
     wrong one.
     """
-    error = _trial(host, port)
-    if error is not None and error.errno == errno.EADDRINUSE:
-        raise ArgumentError(
-            f"Something listens at port {port} of {host} already, perhaps another job. Name "
-            f"another port, or none."
-        )
+    try:
+        _listen(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ArgumentError(
+                f"Something listens at port {port} of {host} already, perhaps another job. Name "
+                f"another port, or none."
+            ) from None
 
 
-def _trial(host: str, port: int) -> OSError | None:
-    """Why this process could not listen there; ``None`` if it could."""
+def _listen(host: str, port: int) -> None:
+    """Raise if this process could not listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # The connections of a job that has ended do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error
-    return None
-
-
-def answers(address: str) -> bool:
-    """Whether something listens at ``host:port``."""
-    try:
-        socket.create_connection(split_address(address), timeout=1).close()
-    except OSError:
-        return False
-    return True
+        probe.bind((host, port))

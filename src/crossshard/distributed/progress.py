@@ -2,17 +2,16 @@
 
 import collections
 import contextlib
-import re
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 from crossshard import _check
 from crossshard._hash import crc32
+from crossshard.distributed.judge import NAME, Report
 from crossshard.errors import ArgumentError
 
-# What other processes take for a name, too.
-NAME = re.compile(r"[a-z][a-z_]{0,19}")
-NO_ROWS = "nothing"
 _LONGEST = 140
 # How many calls back others can see where this process went another way.
 _REMEMBERED = 8
@@ -22,49 +21,27 @@ class Progress:
     """The calls that this process has entered; the others have entered as many, or will."""
 
     def __init__(self) -> None:
-        self.calls = 0
-        # The latest calls, such as "step 7", the newest last.
-        self.trail = ["nothing"]
-        # How often this process has waited for the others within the latest call.
-        self.waits = 0
-        # Where it waits longer than the call says, such as "compile".
-        self.inner = ""
+        # What others are told.
+        self.now = Report(0)
+        # How many calls of each name it has entered.
+        self.of_name: collections.Counter[str] = collections.Counter()
         # The calls that are under way, one within another.
         self.inside = 0
         # Whether a job of one process is watched, so that its steps are entered, too.
         self.is_alone = False
         # For how many seconds others may wait in a call; ``None`` if nobody watches them.
         self.seconds: Callable[[str], float] | None = None
-        # The rows that the last step was given, in one word, and the first call with them.
-        self.rows = (NO_ROWS, 0)
-        self._of_name: collections.Counter[str] = collections.Counter()
 
-    @property
-    def latest(self) -> str:
-        """The latest call that was entered, such as ``"step 7"``."""
-        return self.trail[-1]
-
-    def enter(self, name: str) -> None:
-        """Note a call."""
-        self._of_name[name] += 1
-        self.trail = [*self.trail[1 - _REMEMBERED :], f"{name} {self._of_name[name]}"]
-        self.calls += 1
-        self.waits = 0
+    def note(self, **changed: Any) -> None:
+        """Change what others are told."""
+        self.now = dataclasses.replace(self.now, **changed)
 
     def take(self, rows: str) -> None:
         """Note the rows of the latest call, of which others see one word."""
         if len(rows) > _LONGEST:
             rows = f"{rows[:_LONGEST]}...{crc32(rows)}"
-        if rows != self.rows[0]:
-            self.rows = (rows, self.calls)
-
-    def withdraw(self, name: str, waits: int) -> None:
-        """Take a call back that has failed, and that the others may wait for."""
-        label = f"{name} {self._of_name[name]}"
-        self.trail = [each for each in self.trail if each != label] or ["nothing"]
-        self._of_name[name] -= 1
-        self.calls -= 1
-        self.waits = waits
+        if rows != self.now.rows:
+            self.note(rows=rows, rows_since=self.now.calls)
 
 
 PROGRESS = Progress()
@@ -101,17 +78,25 @@ def for_now(name: str) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _inside(name: str, *, stays: bool) -> Iterator[None]:
-    waits = PROGRESS.waits
-    PROGRESS.enter(name)
+    before, of_name = PROGRESS.now, PROGRESS.of_name
+    PROGRESS.of_name = of_name + collections.Counter([name])
+    PROGRESS.note(
+        calls=before.calls + 1,
+        latest=f"{name} {PROGRESS.of_name[name]}",
+        before=", ".join(before.trail[1 - _REMEMBERED :]),
+        waits=0,
+    )
     PROGRESS.inside += 1
-    has_failed = True
     try:
         yield
-        has_failed = False
+    except BaseException:
+        stays = False
+        raise
     finally:
         PROGRESS.inside -= 1
-        if has_failed or not stays:
-            PROGRESS.withdraw(name, waits)
+        if not stays:
+            # The others may wait for a call that has failed.
+            PROGRESS.now, PROGRESS.of_name = before, of_name
 
 
 @contextlib.contextmanager
@@ -124,9 +109,9 @@ def waiting(name: str, within: str = "") -> Iterator[None]:
     """
     name = name.lower().replace(" ", "_")[:20]
     with contextlib.nullcontext() if PROGRESS.inside else entering(name):
-        before, PROGRESS.inner = PROGRESS.inner, within or PROGRESS.inner
-        PROGRESS.waits += 1
+        before = PROGRESS.now.inner
+        PROGRESS.note(waits=PROGRESS.now.waits + 1, inner=within or before)
         try:
             yield
         finally:
-            PROGRESS.inner = before
+            PROGRESS.note(inner=before)

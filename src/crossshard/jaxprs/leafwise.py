@@ -128,6 +128,8 @@ class _Finder:
         self._whole: dict[int, str] = {}
         self._stacked: set[int] = set()
         self._of_state: list[int | None] = [None] * len(self._state)
+        # The walks on full arrays that found nothing to correct, by what they assumed.
+        self._known: dict[Any, _Walk] = {}
         self._jaxpr = self._trace(lambda leaf, x: x.shape)
         effects = [str(each) for each in self._jaxpr.effects]
         if effects:
@@ -174,6 +176,8 @@ class _Finder:
 
     def _on_slices(self) -> "_Walk | None":
         """The walk on slices; ``None`` if something had to be corrected."""
+        if not any(map(self.is_cut, self._slices)):
+            return self._walk(self._jaxpr)
         try:
             part = self._trace(self._shape)
         except Exception as error:  # an optimizer may raise anything on slices
@@ -189,14 +193,22 @@ class _Finder:
 
         What a walk finds while it still has to learn whose the state is does not count.
         """
-        walk, before = _Walk(self, self._jaxpr, part), list(self._of_state)
+        before = list(self._of_state)
+        key = frozenset(self._whole), frozenset(self._stacked), tuple(before), id(part)
+        if key in self._known:
+            return self._known[key]
+        walk = _Walk(self, self._jaxpr, part)
         walk.run()
         if before != self._of_state:
             return None
         if walk.failed:
             raise NotLeafwise(walk.failed)
         self._whole |= walk.refused
-        return None if walk.refused else walk
+        if walk.refused:
+            return None
+        if part is self._jaxpr:
+            self._known[key] = walk
+        return walk
 
     def _check_state_is_cut(self) -> None:
         """Leaves whose state is not split as they are stay whole."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _jax
+from crossshard.jaxprs import row_rules as rules
 from crossshard.jaxprs.kernels import SAID_BY_JAXPR, Assumptions, is_rowwise, of_kernel
 from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
 from crossshard.jaxprs.row_facts import (
@@ -48,19 +49,6 @@ from crossshard.jaxprs.row_facts import (
     shape_of,
     tangent,
     worst,
-)
-from crossshard.jaxprs.row_rules import (
-    added,
-    batches_of,
-    drawn,
-    gathered,
-    merged,
-    of_divided,
-    of_index,
-    of_own_numbers,
-    of_rows,
-    of_sums,
-    scattered,
 )
 from crossshard.jaxprs.same_program import (
     do_the_same,
@@ -102,7 +90,6 @@ class Finding:
     moved: str = ""
     bound: float = 0.0  # that bound, what was added, or that value
     counts: bool = False  # of a ratio, whether the sum that divides is known to be one of integers
-    code: str = ""  # of a ratio, the line that divides; empty if unknown
     # Of a ratio, which sum divides; see ``Total.of``.
     by: Any = dataclasses.field(default=None, compare=False, repr=False)
     assumes: tuple[str, ...] = ()  # the operations that it is assumed of to compute each row alone
@@ -277,7 +264,6 @@ def found(fact: Fact) -> Finding:
                 moved=by.moved,
                 bound=by.bound,
                 counts=by.counts,
-                code=_jax.code_of(equation),
                 by=by.of,
             )
         case Free(times=times) if times > 1:
@@ -423,8 +409,6 @@ class _OverRows(Analysis[Fact]):
             return [obstacle] * number
         if pair.name == "scan":
             return self._of_shapes_of(pair, self._scan_over_rows(pair, inputs))
-        if pair.name == "custom_linear_solve":
-            return self._solved(pair, inputs)
         outputs = self._transferred(pair, inputs)
         if isinstance(outputs, Obstacle):
             return [outputs] * number
@@ -509,8 +493,8 @@ class _OverRows(Analysis[Fact]):
         if Chunks in kinds:
             return self._of_chunks(pair, inputs)
         if Divided in kinds and pair.name not in SAID_BY_JAXPR:
-            return of_divided(pair, inputs, self._transferred)
-        found = batches_of(pair, inputs) or of_kernel(self, pair, inputs, self.assumed)
+            return rules.of_divided(pair, inputs, self._transferred)
+        found = rules.batches_of(pair, inputs) or of_kernel(self, pair, inputs, self.assumed)
         if found is not None:
             return found
         if not pair.is_alike():
@@ -520,11 +504,11 @@ class _OverRows(Analysis[Fact]):
         if kinds & {OneRow, SoFar}:
             return self._of_one_row(pair, inputs)
         if kinds & {Total, Some}:
-            return [of_sums(pair, inputs)] * len(pair.one.outvars)
+            return [rules.of_sums(pair, inputs)] * len(pair.one.outvars)
         if Index in kinds:
             return self._of_index(pair, inputs)
         if Rows in kinds:
-            return of_rows(pair, inputs)
+            return rules.of_rows(pair, inputs)
         return self._of_free(pair, inputs)
 
     def _of_unlike(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
@@ -547,7 +531,7 @@ class _OverRows(Analysis[Fact]):
             whole = one.axis is not None and {0, one.axis} <= axes
             return [Total(one.power + 1, counts=counts)] if whole else unknown
         if pair.name == "reshape" and one.axis is not None:
-            return merged(pair, one)
+            return rules.merged(pair, one)
         alike = all(
             (x.number, x.size, x.axis) == (one.number, one.size, one.axis)
             if isinstance(x, Chunks)
@@ -593,8 +577,8 @@ class _OverRows(Analysis[Fact]):
             return [Rows(axis, 1, inner, power, constant=True, zero=zero, counts=counts)]
         if name == "tile":
             return [Rows(axis, 1, inner, power, constant=inner == 1)]
-        if name in KEYS:
-            return drawn(pair, inputs, axis) if inner == 1 else pair.undecided(f"{name} of rows")
+        if name in KEYS and inner == 1:
+            return rules.drawn(pair, inputs, axis)
         return pair.undecided(f"{name} with the number of rows")
 
     def _of_shapes(self, pair: Pair, inputs: Sequence[Fact]) -> Fact:
@@ -612,15 +596,15 @@ class _OverRows(Analysis[Fact]):
             case [Index(axis, None), other] if pair.name == "lt" and is_zero(other):
                 return [Rows(axis, constant=True, zero=True)]
         if pair.name == "random_fold_in":
-            return of_own_numbers(pair, inputs)
+            return rules.of_own_numbers(pair, inputs)
         if pair.name == "gather" or pair.name.startswith("scatter"):
             of = [fact for fact in inputs if not isinstance(fact, Index)]
             power = power_of(pair, [of[0], Free(), *of[1:]])
-            found = (gathered if pair.name == "gather" else scattered)(pair, inputs)
+            found = (rules.gathered if pair.name == "gather" else rules.scattered)(pair, inputs)
             if power is None or isinstance(found, Obstacle):
                 return found if power is not None else pair.undecided(f"{pair.name} of powers")
             return [replace(fact, power=power, zero=False, entry=None) for fact in found]
-        index = of_index(pair, inputs)
+        index = rules.of_index(pair, inputs)
         if index is not None:
             return [index]
         by_noise = pair.name == "sort" and pair.one.invars[0].aval.dtype == np.uint32
@@ -716,7 +700,7 @@ class _OverRows(Analysis[Fact]):
                 found.append(start)
             else:
                 mixed = pair.undecided("a sum of the rows and of something else")
-                total = added([Total(fact.power + 1), start], mixed)
+                total = rules.added([Total(fact.power + 1), start], mixed)
                 if isinstance(total, Total):
                     counts = fact.counts or not is_inexact(atom)
                     total = replace(total, counts=counts and start.number == 0)
@@ -735,16 +719,6 @@ class _OverRows(Analysis[Fact]):
                     unlike = pair.undecided if chunks else pair.compared
                     found.append(unlike(MEETS_EARLIER))
         return found
-
-    def _solved(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
-        """A linear system, which the user says how to solve, forwards and in the gradient."""
-        first, *rest = [
-            follow(self, [jaxpr for jaxpr, _ in both], [inputs[place] for place in both[0][1]])
-            for both in zip(*map(_solvers_of, pair[:2]), strict=True)
-        ]
-        if all(all(map(is_slope, first, other)) for other in rest):
-            return first
-        return [worst(first) or pair.undecided("a linear system")] * len(first)
 
     # Functions with a derivative of their own: the gradient is what is trained on.
 
@@ -781,17 +755,6 @@ class _OverRows(Analysis[Fact]):
             reason = f"in a gradient of its own, {obstacle.reason}"
             return replace(obstacle, reason=reason, equation=obstacle.equation or pair.one)
         return None if all(map(is_slope, found, [*expected, *returned])) else unknown
-
-
-def _solvers_of(equation: Any) -> list[tuple[Any, list[int]]]:
-    """The jaxprs of a ``custom_linear_solve`` that multiply and solve, and their inputs."""
-    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
-    found, first, right = [], 0, range(sum(lengths), len(equation.invars))
-    for jaxpr, length in zip(jaxprs, lengths, strict=True):
-        if jaxpr is not None:
-            found.append((jaxpr, [*range(first, first + length), *right]))
-        first += length
-    return found
 
 
 def _is_key(atom: Any) -> bool:

@@ -31,11 +31,9 @@ from crossshard.shards.cut import (
     of_all,
     only,
     other_axes_like,
-    pack_all,
     partition_along_axis,
     stored_shapes,
     tile_for,
-    unpack_all,
 )
 from crossshard.shards.random_streams import own_stream
 
@@ -264,11 +262,13 @@ class StateLayout:
 
     def pack(self, state: TrainState) -> TrainState:
         """The state as it is stored, from arrays in the optimizer's own shapes."""
-        return self._moved(pack_all(self.own.placements(state), state), self.own, self)
+        return self._moved(
+            jax.tree.map(Placement.pack, self.own.placements(state), state), self.own, self
+        )
 
     def unpack(self, state: TrainState) -> TrainState:
         """The inverse of ``pack``."""
-        return unpack_all(self.own.placements(state), self.collected(state))
+        return jax.tree.map(Placement.unpack, self.own.placements(state), self.collected(state))
 
     def _map(self, function: Callable[[Placement, Any], Any], state: TrainState) -> TrainState:
         return jax.tree.map(function, self.placements(state), state)
@@ -397,7 +397,7 @@ class StateLayout:
                 f"{jax.tree.structure(given.inner_state)}. If only ema or master_dtype differ, "
                 f"write step.reshard(other.unshard(state))."
             )
-        self.pipeline.check_states(given, own)
+        self.pipeline.check_shapes(given, own)
 
 
 def _check_shapes(what: str, tree: Any, expected: list[tuple[int, ...]]) -> None:

@@ -37,9 +37,8 @@ from crossshard.nnx.variables import (
     trained_by_default,
 )
 from crossshard.optimizer.transformation import Transformation
-from crossshard.pipeline.options import Options
-from crossshard.pipeline.pipeline import Pipeline, check_names
-from crossshard.pipeline.stage import CrossShardState, Stage
+from crossshard.pipeline.pipeline import Options, Pipeline, check_names
+from crossshard.pipeline.stage import CrossShardState, Stage, StageContext
 from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation
 from crossshard.pipeline.update.arrays import Parts
 from crossshard.pipeline.update.optimize import takes_keyword
@@ -380,7 +379,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         self.slots.write(keyed, after)
         self.computed.note_applied(variables)
         for variable in counted:
-            count, skip = variable.get_value(), self._pipeline.skips_everywhere(reduced.skip)
+            count, skip = variable.get_value(), reduced.skip
+            skip = None if skip is None else StageContext(shards).on_all_shards(skip)
             variable.set_value(count + 1 if skip is None else jnp.where(skip, count, count + 1))
 
     def minimize(

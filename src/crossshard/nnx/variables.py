@@ -13,7 +13,7 @@ from crossshard import _check, _flax
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.collectives.sums import widen
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError, VariableTypeError
-from crossshard.gradients.autodiff import check_sums, explained_types, scaled, unscale
+from crossshard.gradients.local import check_sums, explained_types, scaled, unscale
 from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.gradients.status import check_gradient_dtype
 from crossshard.nnx.program import Reached, bound, check_writable, same_arrays

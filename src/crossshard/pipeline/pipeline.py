@@ -10,32 +10,40 @@ import difflib
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Self, cast
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self, TypedDict, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from crossshard import _check
 from crossshard._annotations import Given, PyTree
+from crossshard.collectives.few_bits import Quantized
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.nesting import refuse_nesting
 from crossshard.gradients.status import GradientStatus, Reduction, Statuses, statuses_of
-from crossshard.pipeline.aggregators import Aggregator, Plain, check_like, check_pair
 from crossshard.pipeline.stage import (
     CrossShardState,
     Gradients,
     Phase,
     Stage,
     StageContext,
+    Staged,
     as_local,
-    name_at,
 )
 from crossshard.pipeline.stages.accumulate import Accumulate
-from crossshard.pipeline.stages.aggregate import Aggregate, Weigh
+from crossshard.pipeline.stages.aggregate import (
+    Aggregate,
+    Aggregator,
+    Plain,
+    Weigh,
+    check_like,
+    check_pair,
+)
 from crossshard.pipeline.stages.local_sgd import LocalSGD
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
 from crossshard.pipeline.stages.metrics import LocalNorms, Metrics
@@ -50,7 +58,7 @@ from crossshard.pipeline.stages.nonfinite import (
     with_finite,
 )
 from crossshard.pipeline.stages.preprocess import Preprocess
-from crossshard.pipeline.update.optimize import Decay, Optimize, Updated
+from crossshard.pipeline.update.optimize import Optimize, Updated
 from crossshard.shards.axes import GroupAssignment, Shards, current_shards
 
 _TO_REDUCTION = (Phase.ARRIVAL, Phase.LOCAL, Phase.REDUCTION)
@@ -71,6 +79,55 @@ STAGES: tuple[type[Stage], ...] = (
     Metrics,
     LocalSGD,
 )
+
+
+class Options(TypedDict, total=False):
+    """The options that ``CrossShardOptimizer`` and ``make_train_step`` share.
+
+    Keys:
+      accumulate_steps: the number of microbatches whose mean gradient is reduced once, for one
+        update. In ``make_train_step`` each shard's rows are split into them and computed one after
+        the other, with random keys and statistics as in as many small steps. In an optimizer they
+        are calls of ``update``, of which all but the last send a count alone, and return zeros.
+      metrics: names of further metrics of each update: ``"grad_norm"``, ``"local_grad_norm"``,
+        ``"update_norm"``, ``"param_norm"``, ``"learning_rate"``, ``"noise_scale"``,
+        ``"noise_variance"``, ``"noise_signal"``. A step returns them; an optimizer's state holds
+        them in ``state.metrics``.
+      reduce_dtype: the dtype in which gradients are sent: ``bfloat16`` halves the bytes, ``int8``
+        and ``float8_e4m3fn`` take a quarter of them, ``int4`` an eighth, with error feedback; see
+        ``Quantized`` for other ways. They are added in float32. With several shard axes it may be
+        a dict from axis to dtype, ``{"host": "int8"}``: the sum is taken along the last axis
+        first, and axes that are left out have float32.
+      aggregator: what sums the gradients over the shards, in place of XLA: an ``Aggregator`` of
+        your own.
+      loss_scale: ``"dynamic"``, or a ``DynamicLossScale``: updates that are not finite are skipped.
+        ``make_train_step`` and ``compute_gradients`` scale the loss themselves; for ``update``
+        pass ``loss_scale=state.loss_scale`` to ``crossshard.value_and_grad``.
+      master_dtype: ``float32``: the state holds the parameters in this dtype too, and those of 16
+        bits are rounded from them; a parameter that is set in between becomes its master.
+      ema: the decay of a moving average of the parameters, such as 0.999, or a schedule, a
+        function of the number of updates so far. ``step.model(state, ema=True)``, or
+        ``optax.tree.get(state, "ema")``.
+      nonfinite: what to do about a gradient that is NaN or infinite: ``"quarantine"`` leaves the
+        shard out of the mean, ``"skip"`` leaves parameters and state as they were, on all shards,
+        and ``"raise"``, in ``make_train_step`` alone, ends the run. ``metrics["nonfinite"]``, or
+        ``state.nonfinite``, names the shard and the leaf. See ``Nonfinite``.
+
+    >>> from crossshard import CrossShardOptimizer
+    >>> import optax
+    >>> options = Options(reduce_dtype="bfloat16", nonfinite="skip")
+    >>> CrossShardOptimizer(optax.sgd(0.1), **options).describe()
+    'local gradient → mean over all shards in bfloat16 → skip if not finite → update'
+    """
+
+    accumulate_steps: int
+    metrics: str | Iterable[str]
+    reduce_dtype: DTypeLike | Quantized | Mapping[str, DTypeLike | Quantized | None] | None
+    aggregator: Aggregator | None
+    loss_scale: str | DynamicLossScale | None
+    master_dtype: DTypeLike | None
+    ema: float | Callable[[jax.Array], ArrayLike] | None
+    nonfinite: str | Nonfinite | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +158,7 @@ class Pipeline:
         """The stages by the classes that have made them; a user's own is made by Preprocess."""
         names = "inner", "reduction", "groups", "axis_name"
         options = {**{name: getattr(self, name) for name in names}, **self.options}
-        asked = [
-            kind
-            for kind in STAGES
-            if kind.is_always_there or not options.keys().isdisjoint({*kind.options, kind.asked_by})
-        ]
-        made = {kind: kind.from_options(options) for kind in asked}
+        made = {kind: kind.from_options(options) for kind in STAGES}
         return {kind: stage for kind, stage in made.items() if stage is not None}
 
     @property
@@ -162,16 +214,6 @@ class Pipeline:
         return self.optimize.optimizer
 
     @property
-    def master_dtype(self) -> Any:
-        """The dtype of master weights; ``None`` without them."""
-        return self.optimize.master_dtype
-
-    @property
-    def ema(self) -> Decay | None:
-        """The decay of the average of the parameters, or a schedule; ``None`` without one."""
-        return self.optimize.ema
-
-    @property
     def metrics(self) -> tuple[str, ...]:
         """The names of the metrics of each update."""
         stage = cast(Metrics | None, self._made.get(Metrics))
@@ -214,7 +256,9 @@ class Pipeline:
 
     def may_differ(self, path: Any) -> bool:
         """Whether the state at a path may differ between shards with equal parameters."""
-        stage = self._stateful.get(name_at(path))
+        first, *rest = path
+        name = rest[0].key if first.name == "others" else first.name
+        stage = self._stateful.get(name)
         return stage is not None and stage.placement.per_shard
 
     def placements(self, state: CrossShardState, inner: Any = ()) -> CrossShardState:
@@ -235,10 +279,18 @@ class Pipeline:
                 moved[name] = jax.tree.map(drop, moved[name])
         return spread.with_states(**moved)
 
-    def check_states(self, state: CrossShardState, types: CrossShardState) -> None:
-        """Raise unless these stages can go on from the states of other ones."""
-        for name, stage in self._stateful.items():
-            stage.check_state(state.of(name), types.of(name))
+    def check_shapes(self, state: CrossShardState, types: CrossShardState) -> None:
+        """Raise unless stages can go on from these states, given the types of one shard's."""
+        state, types = (each._replace(inner_state=()) for each in (state, types))
+        leaves = zip(*map(jax.tree.leaves, (self.placements(state), state, types)), strict=True)
+        # What has yet to be made has no shape.
+        known = ((x, own.per_shard, like) for own, x, like in leaves if hasattr(x, "shape"))
+        if any(x.shape[per_shard:] != like.shape for x, per_shard, like in known):
+            raise ArgumentError(
+                "The state of a stage has arrays of other shapes, as those of sync_streaming with "
+                "another sync_every, which are cut into other pieces. Choose the parameters with "
+                "other.model(state) and init with them."
+            )
 
     def exported(self, state: CrossShardState, params: Any) -> Any:
         """The parameters of a model of all groups, of parameters ``[shards, …]``."""
@@ -331,12 +383,9 @@ class Pipeline:
                 known = GradientStatus.REDUCED if invariant else GradientStatus.LOCAL
             extra_status += statuses_of({name: extra[name]}, shards, known, **how)
         done = early or (False,) * len(jax.tree.leaves(values))
-        status = tuple(
-            GradientStatus.SUMMED if is_done else each
-            for each, is_done in zip(
-                statuses_of(values, shards, declared, **how), done, strict=True
-            )
-        )
+        found = statuses_of(values, shards, declared, **how)
+        pairs = zip(found, done, strict=True)
+        status = tuple(GradientStatus.SUMMED if is_done else each for each, is_done in pairs)
         widened = widened or self.accumulate is not None
 
         def dtype_of(leaf: Any, param: Any, status: GradientStatus | None, is_done: bool) -> Any:
@@ -347,7 +396,7 @@ class Pipeline:
                 dtype = jnp.promote_types(dtype, master_dtype)
             return dtype
 
-        master_dtype = self.master_dtype
+        master_dtype = self.optimize.master_dtype
         # The parameters of optax.lookahead have more leaves than the gradients.
         like = jax.tree.leaves(values if params is None else params)
         dtypes = map(dtype_of, jax.tree.leaves(values), like, status, done)
@@ -362,9 +411,7 @@ class Pipeline:
             dtypes=(*dtypes_of_extra, *dtypes),
         )
 
-    def update(
-        self, gradients: Gradients, state: CrossShardState, context: StageContext
-    ) -> tuple[Gradients, CrossShardState]:
+    def update(self, gradients: Gradients, state: CrossShardState, context: StageContext) -> Staged:
         """All stages: the reduced gradients with the update, and the next state.
 
         The gradients of a call that only accumulates have no values, and their step is skipped.
@@ -389,8 +436,7 @@ class Pipeline:
 
         def wait(state: CrossShardState) -> Any:
             like = jax.eval_shape(last, state)[0]
-            result = context.params if context.apply_updates else jax.tree.map(jnp.zeros_like, like)
-            state = state._replace(accumulate=sums)
+            state, result = state._replace(accumulate=sums), jax.tree.map(jnp.zeros_like, like)
             return self._as_varying(result, state, jnp.bool_(True), context)
 
         result, state, skip = lax.cond(self.accumulate.is_last(sums), last, wait, state)
@@ -413,7 +459,7 @@ class Pipeline:
         context: StageContext,
         others: Callable[[jax.Array | None], dict[str, Any]] = lambda _: {},
         recounted: Callable[[Any], tuple[Any, Any]] | None = None,
-    ) -> tuple[Gradients, CrossShardState]:
+    ) -> Staged:
         """The stages up to the reduction.
 
         Args:
@@ -435,7 +481,7 @@ class Pipeline:
         def examined(gradients: Gradients) -> Gradients:
             return self.run((Phase.ARRIVAL,), gradients, before, context)[0]
 
-        def weighed(gradients: Gradients) -> tuple[Gradients, CrossShardState]:
+        def weighed(gradients: Gradients) -> Staged:
             sums = {**others(gradients.weight), **gradients.sums}
             return self.run((Phase.LOCAL,), gradients.replace(sums=sums), before, context)
 
@@ -459,7 +505,7 @@ class Pipeline:
             none = none if self.over_all_shards else context.shards.as_varying(none)
             reduced = reduced.replace(sums={**reduced.sums, REPORTED: none})
 
-            def without_bad(_: Any, own: Any) -> tuple[tuple[Gradients, Any], Any]:
+            def without_bad(_: Any, own: Any) -> tuple[Staged, Any]:
                 left = examined(gradients.replace(values=own))
                 if recounted is not None:
                     values, loss = recounted(left.weight)
@@ -469,7 +515,7 @@ class Pipeline:
                 found, again = summed(rest, again)
                 return (found, again.aggregate), jax.tree.map(kept, rest.values, own)
 
-            def named(done: tuple[Gradients, Any], own: Any) -> tuple[tuple[Gradients, Any], Any]:
+            def named(done: Staged, own: Any) -> tuple[Staged, Any]:
                 reduced, after = done
                 report = examined(gradients.replace(values=own)).sums[REPORTED]
                 found = sum_over_shards(report, context.shards)
@@ -488,7 +534,7 @@ class Pipeline:
         state: CrossShardState,
         before: CrossShardState,
         context: StageContext,
-    ) -> tuple[Gradients, CrossShardState]:
+    ) -> Staged:
         """The stages after the reduction; ``before`` is the state before those up to it.
 
         A skipped step leaves the states of these as they were.
@@ -507,7 +553,7 @@ class Pipeline:
         gradients: Gradients,
         state: CrossShardState,
         context: StageContext,
-    ) -> tuple[Gradients, CrossShardState]:
+    ) -> Staged:
         """The stages of some phases."""
         refuse_nesting()
         for stage in self.stages:
@@ -522,8 +568,11 @@ class Pipeline:
                 name = f"{type(stage).__name__}.update"
                 returned = check_returned(returned, gradients, before, name)
             gradients, after = returned
-            if stage.phase in (Phase.ARRIVAL, Phase.LOCAL):
-                after = _unless_weightless(gradients, after, before)
+            weight = gradients.weight
+            if stage.phase in (Phase.ARRIVAL, Phase.LOCAL) and weight is not None:
+                # A shard of weight 0 keeps its state, since its gradients may be NaN.
+                keep = lambda new, old, weight=weight: jnp.where(weight != 0, new, old)
+                after = jax.tree.map(keep, after, before)
             if stage.state_field:
                 state = state.with_states(**{stage.state_field: after})
         return gradients, state
@@ -551,28 +600,12 @@ class Pipeline:
         """Whether the aggregate is the same on every shard."""
         return self.groups is None or len(self.groups.groups) == 1
 
-    def skips_everywhere(self, skip: jax.Array | None) -> jax.Array | None:
-        """Whether all groups skip the update: a global step is one for all of them."""
-        if skip is None or self.over_all_shards:
-            return skip
-        return StageContext(self.shards(warn=False)).on_all_shards(skip)
-
     def divisor(self, number: int) -> int:
         """The divisor of the sum over so many shards: 1 under SUM."""
         return 1 if self.reduction is Reduction.SUM else number
 
 
-def _unless_weightless(gradients: Gradients, after: Any, before: Any) -> Any:
-    """A stage's next state; on a shard of weight 0 its old one, since gradients may be NaN."""
-    weight = gradients.weight
-    if weight is None:
-        return after
-    return jax.tree.map(lambda new, old: jnp.where(weight != 0, new, old), after, before)
-
-
-def check_returned(
-    returned: Any, gradients: Gradients, state: PyTree, name: str
-) -> tuple[Gradients, PyTree]:
+def check_returned(returned: Any, gradients: Gradients, state: PyTree, name: str) -> Staged:
     """What ``update`` of a user's own stage has returned, if the next stage can take it.
 
     Raises:

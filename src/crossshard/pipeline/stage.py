@@ -3,8 +3,8 @@
 import abc
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +128,10 @@ class Gradients:
         return self.replace(values=values, status=(), dtypes=(), divisor=None)
 
 
+# What a stage returns: the gradients for the next one, and its own next state.
+Staged: TypeAlias = tuple[Gradients, PyTree]
+
+
 @dataclasses.dataclass(frozen=True)
 class StageContext:
     """The context in which a stage runs.
@@ -206,12 +210,9 @@ class Stage(abc.ABC):
       needs_local: before the reduction, what it does to each shard's local gradient, as an error
         says; empty if it takes gradients that are already summed.
       options: the names of the options that it declares, of which one asks for it.
-      asked_by: the option of another stage that asks for it, too; empty if none does.
-      is_always_there: whether it is there without being asked for.
       of_steps: whether they are for whole steps alone.
       is_compared: whether a restore compares them: not if they change nothing of what a state
         becomes.
-      shaped_by: the one of them that decides the shapes of its state; empty if none does.
       joins_groups: whether it makes the parameters of all groups one again, so that groups may
         change, and a state has parameters of all.
       sends_beside: whether it communicates while the loss is computed.
@@ -234,11 +235,8 @@ class Stage(abc.ABC):
     state_field: str = "preprocess"
     needs_local: str = "preprocess applies to"
     options: tuple[str, ...] = ("preprocess",)
-    asked_by: str = ""
-    is_always_there: bool = False
     of_steps: bool = False
     is_compared: bool = True
-    shaped_by: str = ""
     joins_groups: bool = False
 
     @property
@@ -267,20 +265,8 @@ class Stage(abc.ABC):
         return jax.tree.map(lambda _: self.placement, state)
 
     @abc.abstractmethod
-    def update(
-        self, gradients: Gradients, state: PyTree, context: StageContext
-    ) -> tuple[Gradients, PyTree]:
+    def update(self, gradients: Gradients, state: PyTree, context: StageContext) -> Staged:
         """The gradients for the next stage, and this stage's next state."""
-
-    def check_state(self, state: PyTree, types: PyTree) -> None:
-        """Raise unless a state of this structure is one that this stage can go on from.
-
-        Args:
-          state: the state, ``[shards, …]`` where each shard has its own; without arrays where it
-            has yet to be made.
-          types: the types of one shard's.
-        """
-        del state, types
 
     def moved_to(self, state: PyTree, spread: PyTree, number: int) -> PyTree:
         """The state on another number of shards.
@@ -390,8 +376,3 @@ class CrossShardState(NamedTuple):
         new = {name: state for name, state in states.items() if name not in self._fields}
         others = {"others": {**dict(self.others), **new}} if new else {}
         return self._replace(**fields, **others)
-
-
-def name_at(path: Sequence[Any]) -> str:
-    """The name of the stage whose state has an array at this path."""
-    return str(path[1].key if path[0].name == "others" else path[0].name)

@@ -1,7 +1,7 @@
 """Who takes part: the shard context, groups of shards, and the shards of the bound axes."""
 
-import collections
 import dataclasses
+import itertools
 import math
 import threading
 import warnings
@@ -153,60 +153,46 @@ class GroupAssignment:
         return str([list(group) for group in self.groups])
 
 
-def _refuse(given: Any, why: str) -> GroupAssignmentError:
-    return GroupAssignmentError(
-        f"group_assignment must be a list of lists of shard ids, such as [[0, 1], [2, 3]]: {why}. "
-        f"Got {_check.shown(given)}."
-    )
-
-
 def check_group_assignment(group_assignment: Any) -> GroupAssignment | None:
     """The checked assignment; ``None`` if all shards are one group, as for ``[]``.
 
     Args:
       group_assignment: a list of lists of shard ids, as TensorFlow's; no tuples and no array.
     """
-    if group_assignment is None or isinstance(group_assignment, GroupAssignment):
-        return group_assignment
-    if not isinstance(group_assignment, list):
-        raise _refuse(group_assignment, f"{type(group_assignment).__name__} is not a list")
-    if not group_assignment:
+    given = group_assignment
+    if given is None or isinstance(given, GroupAssignment):
+        return given
+
+    def refused(why: str) -> GroupAssignmentError:
+        return GroupAssignmentError(
+            f"group_assignment must be a list of lists of shard ids, such as [[0, 1], [2, 3]]: "
+            f"{why}. Got {_check.shown(given, 200)}."
+        )
+
+    if not isinstance(given, list):
+        raise refused(f"{type(given).__name__} is not a list")
+    if not given:
         return None
-    groups: list[tuple[int, ...]] = []
-    for row in group_assignment:
+    for row in given:
         if not isinstance(row, list):
-            raise _refuse(group_assignment, f"{_check.shown(row)} is not a list")
-        groups.append(tuple(_shard_id(i, group_assignment) for i in row))
-    _check_permutation([i for group in groups for i in group], group_assignment)
-    if len({len(group) for group in groups}) > 1:
-        raise GroupAssignmentError(
-            f"group_assignment must have groups of equal sizes, because a mean over unequal "
-            f"groups would weigh their shards differently; got sizes "
-            f"{[len(group) for group in groups]} in {_check.shown(group_assignment, 200)}."
-        )
-    return GroupAssignment(tuple(groups))
-
-
-def _shard_id(value: Any, given: Any) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        what = f"the id {_check.shown(value)} is {type(value).__name__}, not an integer"
-        raise _refuse(given, what)
-    return int(value)
-
-
-def _check_permutation(ids: Iterable[int], given: Any) -> None:
-    ids = list(ids)
-    repeated = sorted(i for i, times in collections.Counter(ids).items() if times > 1)
+            raise refused(f"{_check.shown(row)} is not a list")
+        for each in row:
+            if not isinstance(each, int | np.integer) or isinstance(each, bool):
+                name = type(each).__name__
+                raise refused(f"the id {_check.shown(each)} is {name}, not an integer")
+    groups = tuple(tuple(map(int, row)) for row in given)
+    ids = sorted(i for group in groups for i in group)
+    repeated = sorted({one for one, other in itertools.pairwise(ids) if one == other})
     if repeated:
-        raise GroupAssignmentError(
-            f"group_assignment must be a permutation of range(number of shards); "
-            f"it has {repeated} more than once: {_check.shown(given, 200)}."
+        raise refused(f"it has {repeated} more than once")
+    if not ids or ids != list(range(len(ids))):
+        raise refused(f"its ids must be a permutation of range({len(ids)})")
+    if len(set(map(len, groups))) > 1:
+        raise refused(
+            f"its groups must have equal sizes, because a mean over unequal ones would weigh "
+            f"their shards differently, and not sizes {list(map(len, groups))}"
         )
-    if not ids or sorted(ids) != list(range(len(ids))):
-        raise GroupAssignmentError(
-            f"group_assignment must be a permutation of range(number of shards): its {len(ids)} "
-            f"ids must be 0 to {len(ids) - 1}; got {_check.shown(given, 200)}."
-        )
+    return GroupAssignment(groups)
 
 
 # ---- The shards.
@@ -395,30 +381,6 @@ def shards_of_gradient(axis_name: tuple[str, ...] = (), params: Iterable[Any] = 
     return Shards(math.prod(bound[axis] for axis in tracked), tracked, True, bool(tracked))
 
 
-@dataclasses.dataclass(frozen=True)
-class UntypedAxes:
-    """The bound axes without types."""
-
-    named: tuple[str, ...]  # the known shard axes; empty if none is named
-    bound: tuple[str, ...]  # all bound axes
-    further: dict[str, int]  # of the others, those without types, with their sizes
-
-
-def untyped_axes(axis_name: tuple[str, ...] = ()) -> UntypedAxes:
-    """The bound axes without types that may count no shards."""
-    bound = _jax.bound_axes()
-    context = get_shard_context()
-    # A single axis is known to.
-    only = tuple(bound) if len(bound) == 1 else ()
-    named = axis_name or (context.axis_name if context else ()) or only
-    further = {
-        axis: size
-        for axis, size in bound.items()
-        if axis not in named and size > 1 and not _jax.has_vma(axis)
-    }
-    return UntypedAxes(named, tuple(bound), further)
-
-
 def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None:
     """Raise if the axes of the batch are ambiguous."""
     reduced = shards.invariant_axes(loss)
@@ -451,9 +413,8 @@ def check_no_further(loss: Any, shards: Shards, params: Iterable[Any]) -> None:
         f"The loss varies by its type over {', '.join(map(repr, over))}, which is not among the "
         f"shard axes ({', '.join(map(repr, shards.axes))}), so that autodiff would sum "
         f"the gradient over {number} losses. If these are equal, return jax.lax.pmean(loss, "
-        f"{axes!r}); if they are parts of one loss, jax.lax.psum(loss, {axes!r}). If they are of "
-        f"rows of their own, write axis_name={named!r}, or jax.lax.pmean where parameters are "
-        f"split over {axes!r}."
+        f"{axes!r}); if they are parts of one loss, jax.lax.psum(loss, {axes!r}); if they are of "
+        f"rows of their own, write axis_name={named!r}."
     )
 
 

@@ -155,9 +155,8 @@ def check_batch_axis(batch_axis: Any, whole: Sequence[str] = ()) -> BatchAxes:
         )
     if whole and not jax.tree_util.treedef_is_leaf(found.tree):
         raise ArgumentError(
-            f"batch_axis={_check.shown(batch_axis, 100)} says of each entry how it is split, and "
-            f"replicated_entries={tuple(whole)} says it again of some. Write None in batch_axis "
-            f"for these, and leave replicated_entries out."
+            f"batch_axis={_check.shown(batch_axis, 100)} says how each entry is split, and "
+            f"replicated_entries={tuple(whole)} says it again. Write None in batch_axis for these."
         )
     return dataclasses.replace(found, whole=tuple(whole))
 
@@ -166,8 +165,7 @@ def _no_axis(batch: Any, name: str, place: int, leaf: Any, axis: int) -> Argumen
     where = f"{name}{jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(batch)[place][0])}"
     return ArgumentError(
         f"{where} has shape {tuple(leaf.shape)} and no axis {axis} to split along. Write an axis "
-        f"for each entry, such as batch_axis={{'x': 1, 'y': 0}}, or None for one that every shard "
-        f"gets whole."
+        f"for each entry, such as batch_axis={{'x': 1, 'y': 0}}, or None for what is whole."
     )
 
 

@@ -180,6 +180,19 @@ class Partition:
             return jnp.asarray(packed)
         return jnp.ravel(packed)[: math.prod(self.shape)].reshape(self.shape)
 
+    def slices(self, array: Any) -> jax.Array:
+        """``[number, …]``: the slices of an array that is split."""
+        packed = self.pack(array)
+        if self.axis:
+            return jnp.stack(jnp.split(packed, self.number, self.axis))
+        return packed.reshape(self.number, *self.local_shape)
+
+    def joined(self, slices: jax.Array) -> jax.Array:
+        """The inverse of ``slices``."""
+        if self.axis:
+            return jnp.concatenate(list(slices), self.axis)
+        return self.unpack(slices.reshape(-1, *self.local_shape[1:]))
+
     def local_slice(self, array: Any, index: jax.Array) -> jax.Array:
         """The slice at ``index`` of a full array."""
         if self.number == 1:
@@ -318,12 +331,8 @@ class Placement:
             return jnp.asarray(array)
         if self.groups is None:
             return self.partition.pack(array)
-        number, shape = self.partition.number, self.partition.local_shape
-        if self.partition.axis:
-            parts = jnp.stack(jnp.split(array, number, self.partition.axis + 1), 1)
-        else:
-            parts = jax.vmap(self.partition.pack)(array).reshape(array.shape[0], number, *shape)
-        return parts[np.arange(array.shape[0]), self.groups.position_of]
+        parts = jax.vmap(self.partition.slices)(array)
+        return parts[np.arange(len(array)), self.groups.position_of]
 
     def unpack(self, stored: jax.Array) -> jax.Array:
         """The inverse of ``pack``."""
@@ -331,22 +340,7 @@ class Placement:
             return jnp.asarray(stored)
         if self.groups is None:
             return self.partition.unpack(stored)
-        of_groups = stored[self.groups.members]
-        if self.partition.axis:
-            along = self.partition.axis + 1
-            of_groups = jnp.concatenate(list(jnp.moveaxis(of_groups, 1, 0)), along)
-        of_groups = of_groups.reshape(-1, *self.partition.packed_shape)
-        return jax.vmap(self.partition.unpack)(of_groups)[self.groups.group_of]
-
-
-def pack_all(placements: Any, tree: Any) -> Any:
-    """A pytree of arrays as they are stored; see ``Placement.pack``."""
-    return jax.tree.map(lambda own, x: own.pack(x), placements, tree)
-
-
-def unpack_all(placements: Any, tree: Any) -> Any:
-    """The inverse of ``pack_all``."""
-    return jax.tree.map(lambda own, x: own.unpack(x), placements, tree)
+        return jax.vmap(self.partition.joined)(stored[self.groups.members])[self.groups.group_of]
 
 
 def stored_shapes(placements: Any, tree: Any, number_of_shards: int) -> list[tuple[int, ...]]:
@@ -412,10 +406,8 @@ def _other_axes_of(
     if not others:
         raise ArgumentError(
             f"{found}, but in this step every shard has all parameters in full. To shard "
-            f"them, write make_train_step(..., params='sharded'). Or "
-            f"replicate it, with jax.device_put(params, NamedSharding(mesh, PartitionSpec())). "
-            f"For a model that is split over an axis, name the shard axes: "
-            f"make_train_step(..., mesh=mesh, axis_name=...)."
+            f"them, write make_train_step(..., params='sharded'); for a model that is split over "
+            f"an axis, name the shard axes, with mesh= and axis_name=."
         )
     if not isinstance(sharding, NamedSharding) or (
         sharding.mesh.axis_names != mesh.axis_names
@@ -428,10 +420,9 @@ def _other_axes_of(
         )
     if only(sharding.spec, axes) and not in_parts:
         raise ArgumentError(
-            f"{found}, and {', '.join(axes)} is a shard axis: every shard has all parameters. The "
-            f"step itself splits the optimizer state over the shards. Split parameters over "
-            f"{', '.join(others)} only, or leave out of axis_name what splits them; to shard them "
-            f"over {', '.join(axes)}, too, write make_train_step(..., params='sharded')."
+            f"{found}, and {', '.join(axes)} is a shard axis: every shard has all parameters. "
+            f"Split parameters over {', '.join(others)} only; to shard them over "
+            f"{', '.join(axes)}, too, write make_train_step(..., params='sharded')."
         )
     return only(sharding.spec, others)
 

@@ -228,14 +228,11 @@ def mesh_and_axes(
       AxisError: the mesh has no such axis.
     """
     named = check_axis_name(axis_name) or of_optimizer
-    mesh = mesh_in_force(num_shards, named) if mesh is None else mesh
-    if mesh is None:
-        if num_shards is None and jax.device_count() == 1:
-            _say_that_it_is_one_shard()
-        count = None if num_shards is None else check_num_shards(num_shards)
-        found = mesh_for(len(jax.devices()) if count is None else count, None)
-    else:
-        found = mesh_for(1, mesh)
+    count = None if num_shards is None else check_num_shards(num_shards)
+    mesh = mesh_in_force(count, named) if mesh is None else mesh
+    if mesh is None and count is None and jax.device_count() == 1:
+        _say_that_it_is_one_shard()
+    found = mesh_for(count or jax.device_count() if mesh is None else 1, mesh)
     missing = [axis for axis in named if axis not in found.axis_names]
     if missing:
         without = " Pass mesh=, the mesh that has it." if mesh is None else ""
@@ -249,12 +246,10 @@ def mesh_and_axes(
             f"{list(named)} are its shard axes. Name the axes in one of the two places."
         )
     axes = named if 0 < len(named) < len(found.axis_names) else found.axis_names
-    if num_shards is None:
-        return found, axes
-    count, number = check_num_shards(num_shards), number_of_shards(found, axes)
-    if axes == found.axis_names:
+    number = number_of_shards(found, axes)
+    if count is not None and axes == found.axis_names:
         check_number_of_devices(count, found)
-    elif count != number:
+    elif count not in (None, number):
         raise ArgumentError(
             f"num_shards is {count}, but {', '.join(axes)} of the mesh {dict(found.shape)} counts "
             f"{number} shards; leave num_shards out."

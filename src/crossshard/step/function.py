@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _jax
-from crossshard.guards.divergence import Sentinel
+from crossshard.guards import Sentinel
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline

@@ -22,8 +22,8 @@ from crossshard.collectives.sums import (
 )
 from crossshard.jaxprs.deferred import Deferred, Inside, evaluate
 from crossshard.model.layout import UsesRecord
-from crossshard.pipeline.aggregators import as_sent
 from crossshard.pipeline.stages.accumulate import add, mean
+from crossshard.pipeline.stages.aggregate import as_sent
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
 

@@ -15,14 +15,12 @@ from crossshard._annotations import Filter, Loss, PyTree
 from crossshard.collectives.few_bits import Codec, Quantized
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import GradientStatus, Reduction
-from crossshard.guards.divergence import check_divergence_options
+from crossshard.guards import check_divergence_options
 from crossshard.model.model_state import ModelState, check_model_state, with_rng
 from crossshard.model.models import check_wrt
 from crossshard.optimizer.transformation import pipeline_of, transformation_of
-from crossshard.pipeline.aggregators import FewBits, check_gather_dtype
-from crossshard.pipeline.options import Options
-from crossshard.pipeline.pipeline import Pipeline, check_names, names_of_options
-from crossshard.pipeline.stages.aggregate import check_weighable
+from crossshard.pipeline.pipeline import Options, Pipeline, check_names, names_of_options
+from crossshard.pipeline.stages.aggregate import FewBits, check_gather_dtype, check_weighable
 from crossshard.pipeline.stages.metrics import need_local
 from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
 from crossshard.shards.devices import mesh_and_axes, number_of_shards
@@ -425,14 +423,14 @@ def _check_together(
             "Leave weight_update out.",
         ),
         Option(
-            pipeline.master_dtype is not None,
+            pipeline.optimize.master_dtype is not None,
             Needs.UNTOUCHED,
-            f"master_dtype={str(pipeline.master_dtype)!r} keeps parameters that a synchronisation "
-            f"would not reach",
+            f"master_dtype={pipeline.optimize.master_dtype} keeps parameters that a "
+            f"synchronisation would not reach",
             "Pass parameters of 32 bits that the loss converts.",
         ),
         Option(
-            pipeline.ema is not None,
+            pipeline.optimize.ema is not None,
             Needs.UNTOUCHED,
             "ema averages the parameters of one worker, which a synchronisation replaces",
             "Leave it out, and evaluate model(state), which is of all workers.",

@@ -20,8 +20,8 @@ from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.primitives import DRAWS
 from crossshard.jaxprs.walk import equations_within
 from crossshard.model.models import partition
-from crossshard.pipeline.aggregators import FewBits
 from crossshard.pipeline.pipeline import Pipeline
+from crossshard.pipeline.stages.aggregate import FewBits
 from crossshard.pipeline.stages.metrics import Metrics
 from crossshard.pipeline.stages.nonfinite import RARE
 from crossshard.pipeline.update.plan import WeightUpdate

@@ -312,7 +312,7 @@ class States:
 
     def _average(self, state: TrainState) -> Any:
         """The moving average of the parameters, in their shapes and dtypes."""
-        if self._config.pipeline.ema is None:
+        if self._config.pipeline.optimize.ema is None:
             raise ArgumentError(
                 "This step keeps no moving average of the parameters. Write "
                 "make_train_step(..., ema=0.999)."

@@ -16,7 +16,7 @@ from crossshard._check import is_inexact
 from crossshard.distributed.progress import PROGRESS, entering, for_now
 from crossshard.errors import ArgumentError, ArgumentTypeError, NonfiniteError
 from crossshard.gradients.status import leaf_name
-from crossshard.guards.divergence import copy, differing, names_of_compared, report
+from crossshard.guards import copy, differing, names_of_compared, report
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, check_is_state, check_state
 from crossshard.pipeline.stages.nonfinite import NonfiniteState

@@ -18,7 +18,7 @@ import jax
 
 import crossshard
 from crossshard import _check
-from crossshard.distributed.supervisor.launcher import GRACE_SECONDS, launch_again, most_processes
+from crossshard.distributed.launcher import GRACE_SECONDS, launch
 from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.shards.devices import cpu_devices
 from crossshard.tools.diagnosis.doctor import SECONDS, SIZES, diagnose
@@ -43,8 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: the arguments after ``crossshard``; those of this process if ``None``.
     """
-    if sys.stdout is None:
-        return _refuse("There is no stdout to write to; leave it open.")
     for stream in (sys.stdout, sys.stderr):
         # Replace characters that the terminal's encoding lacks.
         if isinstance(stream, io.TextIOWrapper):
@@ -91,11 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, run: Callable[[Any], int], what: str, told: str, after: str) -> Any:
+    def command(run: Callable[[Any], int], what: str, after: str) -> Any:
         added = commands.add_parser(
-            name,
+            run.__name__.strip("_"),
             help=what,
-            description=told,
+            description=what,
             epilog=after,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -103,31 +101,27 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added.add_argument
 
-    def of_factory(argument: Any, returned: str) -> None:
+    def of_factory(argument: Any, returned: str, *, devices: bool) -> None:
         argument("factory", metavar="package.module:factory", help=f"returns {returned}")
+        of_report(argument, devices=devices)
 
-    def as_json(argument: Any) -> None:
+    def of_report(argument: Any, *, devices: bool) -> None:
         argument("--json", action="store_true", help="JSON instead of words and tables")
-
-    def of_devices(argument: Any) -> None:
-        what = "create N virtual CPU devices before JAX starts, as crossshard.cpu_devices does"
-        argument("--devices", type=int, metavar="N", help=what)
+        if devices:
+            what = "create N virtual CPU devices before JAX starts, as crossshard.cpu_devices does"
+            argument("--devices", type=int, metavar="N", help=what)
 
     what = "say what looks wrong with this machine, before you train on it"
-    argument = command("doctor", _doctor, what, _OF_DOCTOR, _AFTER_DOCTOR)
-    as_json(argument)
-    of_devices(argument)
+    argument = command(_doctor, what, _AFTER_DOCTOR)
+    of_report(argument, devices=True)
     argument("--no-self-test", dest="self_test", action="store_false", help="run no collective")
     what = f"on each device; {' '.join(map(str, SIZES))}"
     argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES", help=what)
     what = "seconds that JAX may take to start, and each sum; %(default)g"
     argument("--timeout", type=float, default=SECONDS, metavar="S", help=what)
 
-    what = "show what your step sends between its devices"
-    argument = command("inspect", _inspect, what, _OF_INSPECT, _AFTER_INSPECT)
-    of_factory(argument, "the step")
-    as_json(argument)
-    of_devices(argument)
+    argument = command(_inspect, "show what your step sends between its devices", _AFTER_INSPECT)
+    of_factory(argument, "the step", devices=True)
     what = "the bytes of the parameters of one shard, P, unless the step is a TrainStep"
     argument("--parameters", type=int, metavar="BYTES", help=what)
     what = "a mesh axis that splits the batch, where others split layers; may be repeated"
@@ -140,10 +134,11 @@ def _parser() -> argparse.ArgumentParser:
         "fail if a smaller share of the bytes sent, or of this kind, is behind matrix products; "
         "may be repeated"
     )
-    argument("--min-hidden", action="append", default=[], metavar="[KIND=]SHARE", help=what)
+    share = {"type": _share, "metavar": "[KIND=]SHARE"}
+    argument("--min-hidden", action="append", default=[], help=what, **share)
 
     what = "run a script in several processes of this machine"
-    argument = command("launch", _launch, what, _OF_LAUNCH, _AFTER_LAUNCH)
+    argument = command(_launch, what, _AFTER_LAUNCH)
     argument("-n", "--processes", type=int, required=True, metavar="N", help="how many")
     what = "give each process M virtual CPU devices and no accelerator"
     argument("--cpu-devices", type=int, metavar="M", help=what)
@@ -157,25 +152,26 @@ def _parser() -> argparse.ArgumentParser:
     argument("command", nargs="+", metavar="-- COMMAND", help="what each of them runs")
 
     what = "show what your step needs on a pod or cluster that you do not have"
-    argument = command("plan", _plan, what, _OF_PLAN, _AFTER_PLAN)
-    of_factory(argument, "loss, parameters, batch and optimizer")
+    argument = command(_plan, what, _AFTER_PLAN)
+    of_factory(argument, "loss, parameters, batch and optimizer", devices=False)
     argument("--topology", required=True, metavar="NAME", help="such as v5p:4x4x4")
-    as_json(argument)
 
     what = "check that your step on many shards is the step of one device"
-    argument = command("verify", _verify, what, _OF_VERIFY, _AFTER_VERIFY)
-    of_factory(argument, "make_step and the batch")
-    as_json(argument)
-    of_devices(argument)
+    argument = command(_verify, what, _AFTER_VERIFY)
+    of_factory(argument, "make_step and the batch", devices=True)
     what = "the number of shards; all devices by default"
     argument("--shards", type=int, metavar="N", help=what)
     what = "pass a random key to the step, the last argument"
     argument("--key", type=int, metavar="SEED", help=what)
-    what = "the axis of the rows in all arrays of the batch; 0 by default"
-    argument("--batch-axis", type=int, default=0, metavar="AXIS", help=what)
     what = "the shards that reduce together, as [[0, 1], [2, 3]]"
-    argument("--groups", metavar="LISTS", help=what)
+    argument("--groups", type=json.loads, metavar="LISTS", help=what)
     return parser
+
+
+def _share(text: str) -> tuple[str, float]:
+    """``all-reduce=0.5`` by its kind, and ``0.5`` for all of them."""
+    kind, _, share = text.rpartition("=")
+    return kind, float(share)
 
 
 def _make_devices(number: int | None) -> None:
@@ -188,35 +184,25 @@ def _make_devices(number: int | None) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-# What `--help` says of each command, before and after its arguments.
+# What `--help` says of each command, after its arguments.
 
 _FACTORY = """\
 The factory is called without arguments; its own output goes to stderr. The current directory is on
 the path, as with python -m. It returns"""
 _REFUSES = "2 if the request cannot be\ncarried out, with one line on stderr."
 
-_OF_DOCTOR = """\
-Look at this machine, JAX and the job before a run: versions, devices, the mesh, settings, and what
-describes the processes. Sum arrays over all devices, and compare the values with numpy's. Say what
-looks wrong, and what to write instead."""
 _AFTER_DOCTOR = f"""\
-Of a job it is run in every process, as training would be; the first one prints the report, and each
-other one what is wrong only there:
+It looks at versions, devices, settings and the job, sums arrays over all devices, and compares the
+values with numpy's. Of a job it is run in every process, as training would be:
 
     crossshard launch -n 2 --cpu-devices 2 -- crossshard doctor
 
-Speeds are bytes that a device sends in a second.
-
 Exit codes: 0 if nothing looks wrong; 1 if something does; {_REFUSES}"""
 
-_OF_INSPECT = """\
-List every collective of a step with its bytes per shard, groups and source line; the total bytes
-next to the lower bound for N shards that average P bytes of parameters, 2(N-1)/N * P; and memory.
-The step is compiled but not run, so it may be for devices that you do not have."""
 _AFTER_INSPECT = f"""\
 {_FACTORY} (step, args...): a function, with jax.jit or
 without, a TrainStep, or anything else with a method lower, and the arguments to lower it with, as
-arrays or jax.ShapeDtypeStruct; or a lowered or compiled program.
+arrays or jax.ShapeDtypeStruct; or a lowered or compiled program. It is compiled and not run.
 
     # train.py
     def make():
@@ -230,28 +216,20 @@ Kinds of collectives: {", ".join(KINDS)}.
 Exit codes: 0 success; 1 if the step breaks --max-bytes-ratio, --forbid or --min-hidden,
 with the reason on stderr; {_REFUSES}"""
 
-_OF_LAUNCH = """\
-Run a command in several processes of this machine that train together. The script connects them:
-
-    crossshard.distributed.initialize()   # before the first JAX operation
+_AFTER_LAUNCH = """\
+The script calls crossshard.distributed.initialize() before the first JAX operation:
 
     crossshard launch -n 4 -- python train.py
-    crossshard launch -n 2 --cpu-devices 4 -- python train.py
 
-Each line of output starts with the number of its process. Ctrl-C and other signals go to all of
-them. When one fails, the others are ended, and started again with --restarts. They meet on the
-loopback interface only."""
-_AFTER_LAUNCH = """\
+Each line of output starts with the number of its process. When one fails, the others are ended, and
+started again with --restarts.
+
 The exit code is that of the first process that failed, 128 plus the number of a signal as in
 shells, and 0 if none did; 2 if the command cannot be started. With --restarts, it is that of the
 last run."""
 
-_OF_PLAN = """\
-Compile a training step for a TPU slice, a GPU cluster or the CPU devices of this machine, with the
-weights updated on every shard, updated in parts, and resting in parts, over the meshes that are
-worth a look; say what each needs, whether that fits, and what it sends over which links. No
-accelerator is needed, nothing is run on one, and no parameter is allocated."""
 _AFTER_PLAN = f"""\
+The step is compiled for the devices of a topology; nothing is run, and nothing allocated.
 {_FACTORY} the arguments of crossshard.plan as a dict:
 
     # train.py
@@ -261,30 +239,14 @@ _AFTER_PLAN = f"""\
 
     crossshard plan train:make --topology v5e:4x4
 
-loss_fn is that of make_train_step; params arrays, types, or a function without arguments that makes
-them, which is only traced; batch the global batch, as arrays or types, or a function of the number
-of devices. Also model_specs, how parameters may be split over an axis "model", and options of
-make_train_step, such as has_aux or accumulate_steps; gather_dtype is for parameters in parts.
-
 Topologies: {KNOWN}.
 
-Exit codes: 0 if one fits; 1 if none does; {_REFUSES}"""
+Exit codes: 0 if one way fits; 1 if none does; {_REFUSES}"""
 
-_OF_VERIFY = """\
-Run a training step on 1 and on N shards with plain SGD, and say what differs, and by which factor:
-updates of parameters, the shards' copies, statistics, metrics, random keys."""
 _AFTER_VERIFY = f"""\
 {_FACTORY} what crossshard.verify takes: (make_step,
 batch...), where make_step(optimizer, num_shards) returns (step, *state) and the step is called
 step(*state, *batch) and returns the next state first; or (train_step, params, batch).
-
-    # train.py
-    def make_step(optimizer, num_shards):
-        ...
-        return step, params, optimizer.init(params)
-
-    def check():
-        return make_step, x, y
 
     crossshard verify train:check --devices 8
 
@@ -315,7 +277,9 @@ def _doctor(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     # Check only what the options forbid: a collective in a loop is not a breach here.
     ratio = math.inf if options.max_bytes_ratio is None else options.max_bytes_ratio
-    contract = Contract(ratio, options.forbid, True, _shares(options.min_hidden))
+    shares = dict(options.min_hidden)
+    whole = shares.get("") if len(shares) < 2 else None
+    contract = Contract(ratio, options.forbid, True, shares if whole is None else whole)
     if options.parameters is not None:
         named_bytes(options.parameters)
     _make_devices(options.devices)
@@ -338,32 +302,10 @@ def _inspect(options: argparse.Namespace) -> int:
     return _BROKEN if breaches else _FINE
 
 
-def _shares(given: Sequence[str]) -> Any:
-    """``["0.5"]`` as 0.5, and ``["all-reduce=0.5", …]`` by kind."""
-    pairs = [each.rpartition("=")[::2] for each in given]
-    try:
-        shares = {kind: float(share) for kind, share in pairs}
-    except ValueError:
-        raise ArgumentError(
-            f"--min-hidden takes a share from 0 to 1, or KIND=SHARE; got {' '.join(given)!r}."
-        ) from None
-    if "" in shares and len(pairs) > 1:
-        raise ArgumentError(
-            f"--min-hidden takes one share of all bytes, or one for each kind; got "
-            f"{' '.join(given)!r}."
-        )
-    return shares.get("", shares) if shares else None
-
-
 def _launch(options: argparse.Namespace) -> int:
-    for flag, value in (("-n", options.processes), ("--cpu-devices", options.cpu_devices)):
-        if value is not None:
-            _check.whole_number(flag, value)
-    most, why = most_processes()
-    if options.processes > most:
-        raise ArgumentError(
-            f"-n must be at most {most} on this machine, where {why}; got {options.processes}."
-        )
+    _check.whole_number("-n", options.processes, most=10_000)
+    if options.cpu_devices is not None:
+        _check.whole_number("--cpu-devices", options.cpu_devices)
     if options.port is not None and not 0 < options.port < 65536:
         raise ArgumentError(f"--port must be from 1 to 65535; got {options.port}.")
     if not options.grace >= 0:
@@ -375,7 +317,7 @@ def _launch(options: argparse.Namespace) -> int:
             f"--min-processes must be from 1 to {options.processes}, which -n is, and needs "
             f"--restarts; got {fewest}."
         )
-    return launch_again(
+    return launch(
         options.command,
         options.processes,
         options.restarts,
@@ -394,14 +336,11 @@ def _plan(options: argparse.Namespace) -> int:
     # Before the factory: JAX starts at its first array, and creates no CPU devices after that.
     topology(options.topology)
     given, name = _call_factory(options.factory), options.factory
-    needed = {"loss_fn", "params", "batch", "optimizer"}
-    if not isinstance(given, Mapping) or not needed <= set(given):
-        found = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+    if not isinstance(given, Mapping):
         raise ArgumentError(
-            f"{name} must return a dict with {', '.join(sorted(needed))}; got {found}."
+            f"{name} must return a dict with loss_fn, params, batch and optimizer; got "
+            f"{type(given).__name__}."
         )
-    if "topology" in given:
-        raise ArgumentError(f"{name} returns a topology; pass it as --topology.")
     with _in_one_sentence(f"The step of {name} cannot be planned"):
         plan = crossshard.plan(**given, topology=options.topology)
     print(plan.to_json(indent=2) if options.json else plan.table())
@@ -409,14 +348,6 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    groups = None
-    if options.groups is not None:
-        try:
-            groups = json.loads(options.groups)
-        except json.JSONDecodeError:
-            raise ArgumentError(
-                f"--groups takes lists of shards, such as [[0, 1], [2, 3]]; got {options.groups!r}."
-            ) from None
     _make_devices(options.devices)
     returned = _call_factory(options.factory)
     if not isinstance(returned, tuple) or len(returned) < 2:
@@ -426,13 +357,8 @@ def _verify(options: argparse.Namespace) -> int:
         )
     key = None if options.key is None else jax.random.key(options.key)
     with _in_one_sentence(f"The step of {options.factory} cannot be verified"):
-        found = crossshard.verify(
-            *returned,
-            num_shards=options.shards,
-            key=key,
-            groups=groups,
-            batch_axis=options.batch_axis,
-        )
+        shards = {"num_shards": options.shards, "groups": options.groups}
+        found = crossshard.verify(*returned, key=key, **shards)
     print(found.to_json(indent=2) if options.json else found.describe())
     return _FINE if found.ok else _BROKEN
 

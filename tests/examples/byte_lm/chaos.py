@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from crossshard.distributed import PROCESS_LOST
-from crossshard.distributed.supervisor.launcher import free_port
+from crossshard.distributed.launcher import free_port
 from tests.examples.byte_lm.small import COMMAND, LAUNCH, SMALL, bare_environment, small_text
 from tests.examples.byte_lm.test_processes import started_by
 

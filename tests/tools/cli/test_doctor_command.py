@@ -67,7 +67,7 @@ def test_platforms_with_which_jax_does_not_start():
     assert (ran.returncode, ran.stderr) == (1, ""), ran
     assert "devices    none" in ran.stdout
     assert "One thing looks wrong:" in ran.stdout
-    assert "JAX does not start with JAX_PLATFORMS=no_such_platform: " in ran.stdout
+    assert "The start of JAX with JAX_PLATFORMS=no_such_platform failed: " in ran.stdout
 
 
 @pytest.mark.deep
@@ -96,16 +96,6 @@ def test_a_job_that_is_fine():
     assert lines[-1] == "[0] Nothing looks wrong."
     # Only the first has said anything.
     assert len(lines) == len(ran.stdout.splitlines())
-
-
-@pytest.mark.deep
-@pytest.mark.multiprocess
-def test_a_process_with_another_setting():
-    other = f'[ "$JAX_PROCESS_ID" = 1 ] && export JAX_DEBUG_NANS=1; exec {" ".join(DOCTOR)} "$@"'
-    ran = run("sh", "-c", other, "sh", "--no-self-test", job=(2, 1))
-    assert ran.returncode == 1, ran
-    assert "[1] Process 1 has JAX_DEBUG_NANS=1, and process 0 '(nothing)'." in ran.stdout
-    assert "[0] Nothing looks wrong." in ran.stdout
 
 
 STANDS = (

@@ -250,7 +250,6 @@ BAD = {
     "inspect mine.train:jitted --max-bytes-ratio nan": "max_bytes_ratio.*nan",
     "inspect mine.train:jitted --forbid allreduce": "all-reduce, .*got 'allreduce'",
     "inspect mine.train:jitted --min-hidden most": "--min-hidden.*'most'",
-    "inspect mine.train:jitted --min-hidden 0.5 --min-hidden 1": "--min-hidden.*'0.5 1'",
     "inspect mine.train:jitted --min-hidden allreduce=1": "all-reduce, .*got 'allreduce'",
     "inspect nothing.here:make": r"cannot be imported in /.*here: .*No module named 'nothing'",
     "inspect mine.nothing:make": r"No module named 'mine\.nothing'",

@@ -81,7 +81,7 @@ def test_json_of_what_does_not_fit(run):
 
 REFUSED = {
     "planned_train:make --topology v9:4x4": "no topology 'v9:4x4'. Known are v5e:4x4",
-    "planned_train:tuple_of --topology cpu:1": "must return a dict with batch, loss_fn",
+    "planned_train:tuple_of --topology cpu:1": "must return a dict with loss_fn",
     "planned_train:fails --topology cpu:1": "has no attribute nothing",
     "--topology cpu:1": "package.module:factory",
 }

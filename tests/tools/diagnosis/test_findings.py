@@ -1,9 +1,6 @@
 """What looks wrong, one situation at a time; what this machine lacks is put in its place."""
 
-import dataclasses
 import os
-import types
-from pathlib import Path
 
 import jax
 import pytest
@@ -34,7 +31,7 @@ FINE = {"jax": "0.10.2", "jaxlib": "0.10.2", "flax": "0.12.8", "libtpu": "0.0.51
 
 OTHERS = [
     ({"jaxlib": "0.10.1"}, 'pip install "jax==0.10.2" "jaxlib==0.10.2"'),
-    ({"jax-cuda12-plugin": "0.10.1"}, 'pip install "jax[cuda12]==0.10.2"'),
+    ({"jax-cuda12-plugin": "0.10.1"}, 'pip install "jax==0.10.2" "jax-cuda12-plugin==0.10.2"'),
 ]
 
 
@@ -50,39 +47,26 @@ def test_versions():
 # Devices.
 
 
-def test_a_gpu_that_is_not_used(plain: pytest.MonkeyPatch, tmp_path: Path):
-    plain.setattr(diagnosis, "_DEV", tmp_path)
-    cpus = diagnosis._look()
-    (tmp_path / "nvidiactl").touch()
-    assert not list(diagnosis._of_cpus(cpus))
-    (tmp_path / "nvidia0").touch()
-    says = "nvidia0, but JAX uses the CPU. JAX_PLATFORMS=cuda crossshard doctor says why."
-    assert says in sentences(diagnosis._of_cpus(cpus))
-    assert not list(diagnosis._of_cpus(dataclasses.replace(cpus, platform="gpu")))
-    # Who asks for virtual CPU devices does not want the GPU.
-    plain.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    assert not list(diagnosis._of_cpus(cpus))
-
-
 def test_platforms_that_are_not_here(plain: pytest.MonkeyPatch):
-    plain.setattr(diagnosis.jax, "config", types.SimpleNamespace(jax_platforms="cuda"))
-    error = RuntimeError("Unknown backend: 'cuda'. (set JAX_PLATFORMS='' to choose)\nmore")
-    assert diagnosis._why_jax_does_not_start(error) == (
-        "JAX does not start with JAX_PLATFORMS=cuda: Unknown backend: 'cuda'. Unset it, or install "
-        'what is missing: pip install "jax[cuda12]" for GPUs, "jax[tpu]" for TPUs.'
-    )
-    plain.setattr(diagnosis.jax, "config", types.SimpleNamespace(jax_platforms=None))
-    without_words = diagnosis._why_jax_does_not_start(RuntimeError())
-    assert without_words == "JAX does not start: it finds no devices."
+    def fail() -> None:
+        raise RuntimeError("Unknown backend: 'cuda'.\nmore")
+
+    plain.setattr(diagnosis, "_look", fail)
+    for platforms, named in (("cuda", " with JAX_PLATFORMS=cuda"), ("", "")):
+        plain.setenv("JAX_PLATFORMS", platforms)
+        found = crossshard.doctor()
+        assert (found.devices, found.tests) == (None, ())
+        assert sentences(found.findings) == (
+            f"start: The start of JAX{named} failed: Unknown backend: 'cuda'."
+        )
 
 
 def test_threads_that_deadlock(plain: pytest.MonkeyPatch):
-    eight = diagnosis._look()
-    assert not list(diagnosis._of_cpus(eight))
+    assert not diagnosis._mesh(8)[1]
     plain.setenv("NPROC", "4")
-    assert "set NPROC=32" in sentences(diagnosis._of_cpus(eight))
+    assert "set NPROC=32" in sentences(diagnosis._mesh(8)[1])
     # Again, though the mesh is there already.
-    assert "set NPROC=32" in sentences(diagnosis._of_cpus(eight))
+    assert "set NPROC=32" in sentences(diagnosis._mesh(8)[1])
 
 
 # The job.

@@ -208,7 +208,7 @@ def test_16_bits_that_xla_widens_are_free_once():
         assert_communication(narrow_step(2), NARROW, x, parameters=NARROW)
 
 
-def test_a_report_says_what_is_sent_in_more_bits():
+def test_a_collective_says_whether_xla_sends_it_in_more_bits():
     x = jnp.ones((32, 64), jnp.bfloat16)
 
     @over
@@ -216,10 +216,9 @@ def test_a_report_says_what_is_sent_in_more_bits():
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(narrow_loss)(params, x))
         return jax.tree.map(lambda w, g: w - g.astype(w.dtype), params, mean(wide))
 
-    # XLA for CPUs widens the former, which only the collective tells.
+    # XLA for CPUs widens the former.
     for step, by_xla in ((narrow_step(1), True), (by_itself, False)):
         report = inspect(jax.jit(step).lower(NARROW, x), NARROW)
-        assert "sent as f32, but the parameters are bf16" in report.table()
         assert {each.widened for each in report.collectives} == {by_xla}
 
 

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard._text import size
-from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.errors import ArgumentError
 
 SHARDS = 8
 W = {
@@ -104,24 +103,6 @@ def test_what_is_needed_is_what_the_compiler_says(plan):
         assert use.other >= 4 * 16 * 4
 
 
-@pytest.mark.deep
-def test_a_model_that_is_split():
-    specs = {"up": P(None, "model"), "down": P("model", None), "bias": P("model")}
-    found = planned(model_specs=specs)
-    meshes = [tuple(each.mesh.values()) for each in found.candidates]
-    # A single shard has all of its part of the model.
-    assert meshes == [(8,)] * 3 + [(4, 2)] * 3 + [(2, 4)] * 3 + [(1, 8)]
-    assert all(list(each.mesh) in (["data"], ["data", "model"]) for each in found.candidates)
-    for each in found.candidates:
-        block = BYTES // each.mesh.get("model", 1)
-        if each.params == "replicated":
-            assert each.memory.parameters == block
-        else:
-            assert each.memory.parameters < block
-    again = planned(model_specs=lambda path, leaf: specs[path[0].key])
-    assert [each.memory for each in again.candidates] == [x.memory for x in found.candidates]
-
-
 def test_a_model_of_70_billion_parameters_is_a_matter_of_shapes():
     layers, width = 80, 8192
     big = jax.ShapeDtypeStruct((layers, 13 * width, width), jnp.float32)
@@ -200,12 +181,6 @@ def test_a_wrong_topology_is_refused_with_those_that_are_known():
         assert str(name) in str(raised.value)
 
 
-UNEVEN = {
-    "model_specs": {"up": P("model"), "down": P(), "bias": P()},
-    "params": {**W, "up": jax.ShapeDtypeStruct((15, 64), jnp.float32)},
-}
-
-
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
@@ -215,8 +190,6 @@ UNEVEN = {
         # What the plan chooses itself.
         ({"weight_update": "sharded"}, ArgumentError, "leave out weight_update"),
         ({"params": "sharded"}, ArgumentError, "replicated and sharded parameters itself"),
-        (UNEVEN, ArgumentError, r"params\['up'\].*cannot be split"),
-        ({"model_specs": {"up": P()}}, ArgumentTypeError, "like params"),
     ],
 )
 def test_what_is_refused(given, error, words, monkeypatch):
@@ -245,16 +218,3 @@ def test_groups_have_no_parameters_in_parts():
     )
     found = planned(optimizer=grouped)
     assert [each.name for each in found.candidates] == ["data 8, replicated", "data 8, sharded"]
-
-
-def test_the_demo_says_how_its_model_may_be_split():
-    from crossshard.tools.planning.plan import meshes
-    from crossshard.tools.planning.topology import topology
-    from examples.byte_lm.planned import planned
-
-    for split, shapes in ((False, [[8]]), (True, [[8], [4, 2], [2, 4], [1, 8]])):
-        given = planned(layers=1, width=64, split=split)
-        model = nnx.eval_shape(given["params"])
-        found = meshes(topology("cpu:8"), model, given["model_specs"])
-        assert [list(shape.values()) for shape, _ in found] == shapes
-        assert given["batch"](6)["read"].shape == (18, 64)

@@ -100,7 +100,7 @@ weights = lambda weight: lambda here, g: each(lambda x: x / here.n, here.weighte
 FAULTS = {
     "sum instead of mean": Planted("update", by(lambda h, g: h.sum(g)), "8.000 = N", "N"),
     "summed twice": Planted(
-        "update", by(lambda h, g: each(lambda x: h.n * x, h.sum(g))), "64.000 = N²", "N²"
+        "update", by(lambda h, g: each(lambda x: h.n * x, h.sum(g))), "64.000 times the update"
     ),
     "averaged twice": Planted(
         "update", by(lambda h, g: each(lambda x: x / h.n, h.mean(g))), "0.125 = 1/N", "1/N"
@@ -120,7 +120,7 @@ FAULTS = {
             lambda h, g: each(lambda x, m: jnp.where(h.index() == 3, x, m), g, h.mean(g)),
             per_shard=True,
         ),
-        "differs on shard 3 from the others",
+        "differs between the shards",
     ),
     "shard 0's own": Planted("update", by(lambda h, g: h.of(g, 0)), "times"),
     "one leaf is shard 5's own": Planted(
@@ -189,8 +189,7 @@ FAULTS = {
     "scaled by the rows": Planted(
         "update",
         by(lambda h, g: each(lambda x: ROWS * x if several(h) else x, h.mean(g))),
-        "32.000 = rows",
-        "rows",
+        "32.000 times the update",
     ),
     "reduced in pairs": Planted(
         "copies",

@@ -14,7 +14,7 @@ from crossshard._check import is_inexact
 from crossshard.collectives.sums import average, wide, widen
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import check_shapes
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
 from crossshard.shards.cut import PER_SHARD, REPLICATED
 
 
@@ -55,9 +55,7 @@ class Accumulate(Stage):
         """The count is the same on all shards, and each shard has its own sums."""
         return super().placements(state)._replace(count=REPLICATED)
 
-    def update(
-        self, gradients: Gradients, state: AccumulateState, context: StageContext
-    ) -> tuple[Gradients, AccumulateState]:
+    def update(self, gradients: Gradients, state: AccumulateState, context: StageContext) -> Staged:
         """The mean gradient of the microbatches so far, and the sums with this one."""
         if "grad" in gradients.extra:
             raise ArgumentError(

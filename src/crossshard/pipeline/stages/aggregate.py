@@ -1,31 +1,497 @@
-"""Weigh and Aggregate: the mean or the sum of the shards' gradients, times their weights."""
+"""Aggregate: the mean or the sum of the shards' gradients, their weights, and what sums them.
 
+XLA sums them, in 32 bits or sent in 16; or they are sent in few bits; or a user says how.
+"""
+
+import abc
 import dataclasses
 import itertools
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float
 
 from crossshard import _check
 from crossshard._annotations import Given, PyTree
-from crossshard._check import is_number
-from crossshard.collectives.sums import to_average, widen
-from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.status import GradientStatus, Reduction, Statuses, check_shapes
-from crossshard.pipeline.aggregators import (
-    Aggregator,
-    Plain,
-    Summands,
-    check_aggregator,
-    check_reduce_dtype,
+from crossshard._check import is_inexact, is_number
+from crossshard.collectives.few_bits import (
+    DTYPES,
+    Codec,
+    Quantized,
+    Tier,
+    sum_in_few_bits,
+    takes_few_bits,
 )
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, as_local
-from crossshard.shards.axes import GroupAssignment
+from crossshard.collectives.sums import (
+    bucketed_sum,
+    send_exchanged,
+    send_gathered,
+    sum_over_shards,
+    to_average,
+    wide,
+    widen,
+)
+from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
+from crossshard.gradients.status import GradientStatus, Reduction, check_shapes
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged, as_local
+from crossshard.shards.axes import GroupAssignment, Shards
 from crossshard.shards.cut import PER_SHARD, Partition
+
+
+@dataclasses.dataclass(frozen=True)
+class Peers:
+    """The shards that reduce together: all of them, or those of a group.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from crossshard.shards.axes import current_shards
+    >>> number = lambda x: Peers(current_shards()).sum(x)
+    >>> jax.vmap(number, axis_name="shards")(jnp.arange(4.0))
+    Array([6., 6., 6., 6.], dtype=float32)
+    """
+
+    shards: Shards
+
+    @property
+    def number(self) -> int:
+        """How many they are."""
+        return self.shards.size
+
+    def index(self) -> jax.Array:
+        """int32[]: the position of this shard among them."""
+        return self.shards.position()
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """The sum of ``x`` over them; the same shape and dtype."""
+        return jnp.asarray(sum_over_shards(x, self.shards))
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """``[number, …]``: the ``x`` of each of them, in order, the same on all."""
+        own = jnp.asarray(x)[None]
+        return own if self.number == 1 else send_gathered(own, 0, self.shards)
+
+    def exchange(self, x: jax.Array) -> jax.Array:
+        """``[number, …]``: what each of them has for this shard, from the same of all of them."""
+        return x if self.number == 1 else send_exchanged(x, self.shards)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summands:
+    """What an aggregator is to sum over the shards."""
+
+    # A pytree of this shard's gradients, in the shapes of the parameters and in the dtypes in which
+    # they are added.
+    gradients: PyTree
+    # The arrays to sum: those of the gradients that are to be summed, as they travel to their
+    # owners, and others such as the loss.
+    arrays: list[jax.Array]
+    # The partition of each of these arrays; its sum is this shard's slice.
+    partitions: list[Partition]
+    # The place of each array among the leaves of these gradients; ``None`` for the others.
+    places: list[int | None]
+
+
+class Aggregator(abc.ABC):
+    """Sums the shards' gradients: an ``init``/``sum`` pair with a state per shard.
+
+    Write one to send gradients in a way of your own. ``sum`` runs on each shard, and all shards
+    must return the same sums. Under MEAN the values are divided by the number of shards before,
+    so that the sum is the mean; with weights they are multiplied by the shard's weight before,
+    and the sum is divided by the total weight after. The state is kept per shard, saved in
+    checkpoints, and left alone by steps that are skipped.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from crossshard import CrossShardOptimizer
+    >>> from crossshard.pipeline import Aggregator
+    >>> class Signs(Aggregator):
+    ...     def sum(self, values, state, peers):
+    ...         one = lambda g: peers.gather(jnp.sign(g).astype(jnp.int8)).sum(0, jnp.float32)
+    ...         return jax.tree.map(one, values), state
+    >>> opt = CrossShardOptimizer(optax.sgd(1.0), aggregator=Signs())
+    >>> step = lambda gradient: opt.update(gradient, opt.init(gradient))[0]
+    >>> jax.vmap(step, axis_name="shards")(jnp.array([0.1, 3.0, -7.0]))
+    Array([-1., -1., -1.], dtype=float32)
+    """
+
+    # Whether values are divided before they are summed, so that what is kept of them is of a mean.
+    divides_before = True
+
+    def init(self, params: PyTree) -> PyTree:
+        """The state of one shard before the first step."""
+        del params
+        return ()
+
+    @abc.abstractmethod
+    def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
+        """The sums over the peers, in full, and the next state.
+
+        Args:
+          values: a pytree like the parameters, of this shard's values with at least 32 bits.
+          state: the state of this shard.
+          peers: the shards to sum over.
+        """
+
+    def each(self, function: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
+        """A function of arrays, on what it sums: by default a shard has one array of each."""
+        return function
+
+    def one(self, x: jax.Array) -> jax.Array:
+        """What a shard has of an array that is not summed, since all have the same."""
+        return x
+
+    def on_other_shards(self, state: PyTree, number: int) -> PyTree:
+        """The state of each of another number of shards, from that of all, ``[shards, …]``.
+
+        By default the sum over the shards stays as it is, as it should for what was held back;
+        what is not floating is taken from the first shard.
+        """
+
+        def one(x: jax.Array) -> jax.Array:
+            own = x.sum(0) / number if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
+            return jnp.broadcast_to(own, (number, *own.shape)).astype(x.dtype)
+
+        return jax.tree.map(one, state)
+
+    def describe(self) -> str:
+        """What it does besides summing, for ``describe``: by default its name."""
+        return f"by {type(self).__name__}"
+
+    def reduce(
+        self, summands: Summands, state: PyTree, context: StageContext
+    ) -> tuple[list[jax.Array], PyTree]:
+        """This shard's slice of the sum of each of the arrays, and the next state."""
+        shards = context.shards
+        returned = self.sum(summands.gradients, state, Peers(shards))
+        name = f"{type(self).__name__}.sum"
+        totals, after = check_pair(returned, name, "(sums, state)", state)
+        check_like(totals, summands.gradients, f"The sums that {name} returned")
+        whole = jax.tree.leaves(context.arrays.to_owners(totals))
+        is_other = [place is None for place in summands.places]
+        of_others = lambda items: list(itertools.compress(items, is_other))
+        sums = bucketed_sum(of_others(summands.arrays), of_others(summands.partitions), shards)
+        others, index = iter(sums), shards.position()
+        pairs = zip(summands.partitions, summands.places, strict=True)
+        return [
+            next(others) if place is None else partition.local_slice(whole[place], index)
+            for partition, place in pairs
+        ], after
+
+
+def check_aggregator(aggregator: Any) -> Aggregator | None:
+    """The checked ``aggregator`` argument; ``None`` without one."""
+    if aggregator is None or isinstance(aggregator, Aggregator):
+        return aggregator
+    raise ArgumentTypeError(
+        f"aggregator must be a crossshard.pipeline.Aggregator, whose sum(values, state, peers) "
+        f"sums the gradients; got {_check.described(aggregator)}."
+    )
+
+
+# ---- As XLA adds it, in 32 bits or sent in 16.
+
+
+class BySlices(Aggregator):
+    """An aggregator of crossshard's own: its sums in full are slices of arrays that are not cut."""
+
+    def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
+        """The sums over the peers, in full, and the next state."""
+        leaves, tree = jax.tree.flatten(values)
+        wholes, places = [Partition(jnp.shape(x)) for x in leaves], [*range(len(leaves))]
+        given = Summands(values, leaves, wholes, places), state, StageContext(peers.shards)
+        sums, after = self.reduce(*given)
+        return tree.unflatten(sums), after
+
+    @abc.abstractmethod
+    def reduce(
+        self, summands: Summands, state: PyTree, context: StageContext
+    ) -> tuple[list[jax.Array], PyTree]:
+        """This shard's slice of the sum of each of the arrays, and the next state."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(BySlices):
+    """The sum over the shards."""
+
+    dtype: Any = None  # the dtype in which gradients are sent; ``None`` for their own, or float32
+
+    divides_before = False
+
+    def reduce(
+        self, summands: Summands, state: PyTree, context: StageContext
+    ) -> tuple[list[jax.Array], PyTree]:
+        """The slices of the sums; small arrays share a collective with the loss."""
+        sent = [
+            x if place is None else as_sent(x, self.dtype)
+            for x, place in zip(summands.arrays, summands.places, strict=True)
+        ]
+        return bucketed_sum(sent, summands.partitions, context.shards), state
+
+    def describe(self) -> str:
+        """The dtype, if it is given."""
+        return f"in {self.dtype}" if self.dtype is not None else ""
+
+
+def as_sent(gradient: Any, dtype: Any) -> jax.Array:
+    """A gradient in the dtype in which it is sent: this one, or its own with at least 32 bits."""
+    wide = widen(gradient)
+    return wide if dtype is None or jnp.iscomplexobj(wide) else wide.astype(dtype)
+
+
+# ---- In few bits; what that loses is added to the next gradients.
+
+
+class FewBitsState(NamedTuple):
+    """What one shard keeps.
+
+    Attributes:
+      residual: for each gradient what was not sent of it yet; ``()`` without error feedback. Its
+        sum over the shards is what the mean, or the sum, still lacks. What is not finite in it,
+        as after a flipped bit, counts as 0.
+      count: int32[], the number of sums so far; ``()`` unless it rounds at random.
+
+    >>> import jax.numpy as jnp, optax
+    >>> import crossshard
+    >>> opt = crossshard.CrossShardOptimizer(optax.sgd(0.1), reduce_dtype="int8")
+    >>> with crossshard.shard_context(8):
+    ...     opt.init({"w": jnp.ones(2)}).aggregate.residual["w"].shape
+    (8, 2)
+    """
+
+    residual: PyTree = ()
+    count: PyTree = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class FewBits(BySlices):
+    """The sum of gradients that are sent in few bits."""
+
+    # How they are sent along each axis, the last one first: a ``Quantized``, a dtype, or ``None``
+    # for float32. One without an axis is for all of them.
+    wires: tuple[tuple[str | None, Any], ...]
+
+    @property
+    def _quantized(self) -> list[Quantized]:
+        return [wire for _, wire in self.wires if isinstance(wire, Quantized)]
+
+    @property
+    def _is_random(self) -> bool:
+        return any(wire.is_random for wire in self._quantized)
+
+    @property
+    def _feeds_back(self) -> bool:
+        return any(wire.error_feedback for wire in self._quantized)
+
+    def init(self, params: PyTree) -> FewBitsState:
+        """Nothing is held back yet."""
+        is_held = lambda x: is_inexact(x) and not jnp.iscomplexobj(x)
+        zeros = lambda x: jnp.zeros(jnp.shape(x), wide(jnp.result_type(x))) if is_held(x) else None
+        return FewBitsState(
+            jax.tree.map(zeros, params) if self._feeds_back else (),
+            jnp.int32(0) if self._is_random else (),
+        )
+
+    def reduce(
+        self, summands: Summands, state: FewBitsState, context: StageContext
+    ) -> tuple[list[jax.Array], FewBitsState]:
+        """The slices of the sums, and what was not sent."""
+        shards, places = context.shards, summands.places
+        sent = context.arrays.to_owners(self._with_held(summands.gradients, state))
+        leaves, tree = jax.tree.flatten(sent)
+        pairs = zip(summands.arrays, places, strict=True)
+        arrays = [x if place is None else leaves[place] for x, place in pairs]
+        pairs = zip(arrays, places, strict=True)
+        few = [place is not None and takes_few_bits(x, shards) for x, place in pairs]
+        of = lambda items, kind: [x for x, is_few in zip(items, few, strict=True) if is_few is kind]
+        key = None
+        if self._is_random:
+            # All runs draw the same numbers.
+            key = jax.random.fold_in(jax.random.key(0), state.count)
+        given = of(arrays, True), of(summands.partitions, True), shards, key, self._tiers(shards)
+        of_few, lost = sum_in_few_bits(*given)
+        whole = [widen(x) for x in of(arrays, False)]
+        others = bucketed_sum(whole, of(summands.partitions, False), shards)
+        sums = {True: iter(of_few), False: iter(others)}
+        held = [jnp.zeros_like(x) for x in leaves]
+        for place, x in zip(of(places, True), lost, strict=True):
+            held[place] = x
+        residual = state.residual
+        if self._feeds_back:
+            keep = lambda old, x: None if old is None else x
+            new = context.arrays.from_owners(tree.unflatten(held))
+            residual = jax.tree.map(keep, residual, new, is_leaf=lambda x: x is None)
+        count = optax.safe_increment(state.count) if self._is_random else ()
+        return [next(sums[is_few]) for is_few in few], FewBitsState(residual, count)
+
+    def change_held(self, state: FewBitsState, change: Callable[[PyTree], PyTree]) -> FewBitsState:
+        """The state with other residuals."""
+        return state._replace(residual=change(state.residual)) if self._feeds_back else state
+
+    def _with_held(self, values: PyTree, state: FewBitsState) -> PyTree:
+        """The values with what was not sent of those before them."""
+        if not self._feeds_back:
+            return values
+        # A flipped bit may make it NaN, and each later gradient would be so, too.
+        known = lambda held: jnp.where(jnp.isfinite(held), held, 0)
+        add = lambda held, x: x if held is None else widen(x) + known(held)
+        return jax.tree.map(add, state.residual, values, is_leaf=lambda x: x is None)
+
+    def check_axes(self, axes: Sequence[str], groups: GroupAssignment | None) -> None:
+        """Raise unless the shards have these axes, over all of which they sum."""
+        named = [axis for axis, _ in self.wires if axis is not None]
+        unknown = [axis for axis in named if axis not in axes]
+        if unknown and axes:
+            raise AxisError(
+                f"reduce_dtype names the axis {unknown[0]!r}, and the shard axes are "
+                f"{', '.join(map(repr, axes))}. Name these, or leave the dict out."
+            )
+        if named and groups is not None:
+            raise ArgumentError(
+                f"reduce_dtype has a dtype for each axis, along which it sums over all shards, and "
+                f"with group_assignment {groups} only those of a group are summed. Pass one dtype."
+            )
+
+    def _tiers(self, shards: Shards) -> list[Tier]:
+        """Who sends how, inner ones first; neighbours that send alike are one tier."""
+        self.check_axes(shards.axes, shards.groups)
+        wires = dict(self.wires)
+        if None in wires:
+            return [((), wires[None])]
+        found: list[Tier] = []
+        for axis in reversed(shards.axes):
+            wire = wires.get(axis)
+            inner = found.pop()[0] if found and found[-1][1] == wire else ()
+            found.append(((axis, *inner), wire))
+        return found
+
+    def describe(self) -> str:
+        """The wires."""
+        return "in " + " and ".join(
+            f"{wire or 'float32'}" + ("" if axis is None else f" over {axis!r}")
+            for axis, wire in self.wires
+        )
+
+
+# ---- The options of what is sent.
+
+
+# The dtypes that an option takes, and in words.
+_DTYPES = {
+    "gather_dtype": (
+        ("bfloat16", "float16", "float32", "float64"),
+        "bfloat16, float16, float32 or float64, the dtype in which parameters are sent, or int8, "
+        "int4 or float8_e4m3fn, in blocks that share a scale",
+    ),
+    "reduce_dtype": (
+        ("bfloat16", "float32"),
+        "bfloat16, float32 for gradients of 64 bits, int8, int4, float8_e4m3fn, a Quantized, or a "
+        "dict of these by axis; float16 would make gradients below 6e-8 zero",
+    ),
+    "master_dtype": (
+        ("float32", "float64"),
+        "float32 or float64, the dtype in which weights of 16 bits are also kept",
+    ),
+}
+
+
+def check_dtype(name: str, given: Any) -> Any:
+    """The dtype that an option gives; ``None`` without one."""
+    among, words = _DTYPES[name.removeprefix("outer_")]
+    if given is None or _name_of(given) in among:
+        return None if given is None else jnp.dtype(given)
+    raise ArgumentError(f"{name} must be {words}; got {_check.shown(given)}.")
+
+
+def check_reduce_dtype(
+    given: Any, name: str = "reduce_dtype", *, by_axis: bool = True
+) -> Plain | FewBits:
+    """What sums gradients that are sent so.
+
+    Args:
+      given: the argument.
+      name: its name.
+      by_axis: whether each axis may have one of its own.
+
+    Raises:
+      ArgumentError: it is none.
+    """
+    if not isinstance(given, Mapping):
+        wire = _wire_of(given, name)
+        return FewBits(((None, wire),)) if isinstance(wire, Quantized) else Plain(wire)
+    if not by_axis:
+        raise ArgumentError(f"{name} is one for all axes; got {_check.shown(given)}.")
+    if not given or not all(isinstance(axis, str) for axis in given):
+        raise ArgumentError(
+            f"{name} as a dict has the names of shard axes, such as {{'host': 'int8'}}; got "
+            f"{_check.shown(given)}."
+        )
+    return FewBits(tuple((axis, _wire_of(wire, name)) for axis, wire in given.items()))
+
+
+def _wire_of(given: Any, name: str) -> Any:
+    if isinstance(given, Quantized):
+        return given
+    dtype = _name_of(given)
+    return Quantized(dtype) if dtype in DTYPES else check_dtype(name, given)
+
+
+def _name_of(dtype: Any) -> str | None:
+    # Nothing else that has a dtype: the array may have been meant for something else.
+    if not isinstance(dtype, str | type | np.dtype):
+        return None
+    try:
+        return str(jnp.dtype(dtype).name)
+    except (TypeError, ValueError):  # of a word that is none, or that cannot be encoded
+        return None
+
+
+def check_gather_dtype(given: Any) -> Any:
+    """The dtype in which parameters are sent, or the codec; ``None`` for their own.
+
+    Raises:
+      ArgumentError: it is none.
+    """
+    name = _name_of(given)
+    return Codec(name) if name in DTYPES else check_dtype("gather_dtype", given)
+
+
+# ---- What a user's own stage or aggregator returns.
+
+
+def check_pair(returned: Any, name: str, form: str, state: PyTree) -> tuple[Any, PyTree]:
+    """A pair whose second is the next state, of the structure and shapes that it had.
+
+    Raises:
+      ArgumentError: the state has others.
+      ArgumentTypeError: it is no pair.
+    """
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        got = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
+        kind = type(returned).__name__
+        raise ArgumentTypeError(f"{name} must return {form}; it returned {kind}{got}.")
+    check_like(returned[1], state, f"The state that {name} returned")
+    return returned[0], returned[1]
+
+
+def check_like(given: PyTree, like: PyTree, what: str, *, shapes: bool = True) -> None:
+    """Raise unless a tree has arrays, of the structure of another one, and of its shapes."""
+    structures = jax.tree.structure(given), jax.tree.structure(like)
+    if structures[0] != structures[1]:
+        raise ArgumentError(
+            f"{what} must have the structure that it had, {structures[1]}; got {structures[0]}."
+        )
+    paths = jax.tree_util.tree_leaves_with_path(given)
+    for (path, leaf), old in zip(paths, jax.tree.leaves(like), strict=True):
+        where = f"{what}{jax.tree_util.keystr(path)}"
+        if jnp.shape(_check.array(where, leaf)) != jnp.shape(old) and shapes:
+            raise ArgumentError(
+                f"{where} must have shape {jnp.shape(old)}, which it had; got {jnp.shape(leaf)}."
+            )
+
+
+# ---- The stages.
 
 
 def check_weighable(reduction: Reduction) -> None:
@@ -74,8 +540,6 @@ class Weigh(Stage):
     state_field = ""
     needs_local = ""
     options = ()
-    # A call, or another stage, may bring a weight.
-    is_always_there = True
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
@@ -83,9 +547,7 @@ class Weigh(Stage):
         del options
         return cls()
 
-    def update(
-        self, gradients: Gradients, state: Any, context: StageContext
-    ) -> tuple[Gradients, Any]:
+    def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
         """The gradients, and the values reduced with them, times the weight."""
         weight = gradients.weight
         if weight is None or gradients.weighed:
@@ -120,7 +582,6 @@ class Aggregate(Stage):
     scope = "reduce"
     state_field = "aggregate"
     options = ("reduce_dtype", "aggregator")
-    is_always_there = True
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
@@ -165,9 +626,7 @@ class Aggregate(Stage):
         axes = f" on {', '.join(self.axis_name)}" if self.axis_name else ""
         return f"{word} over {over}{axes} {self.aggregator.describe()}".rstrip()
 
-    def update(
-        self, gradients: Gradients, state: Any, context: StageContext
-    ) -> tuple[Gradients, Any]:
+    def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
         """The sums of gradients: in full, or this shard's slice of each if arrays are split."""
         # Sharded parameters have other shapes than whole gradients.
         in_parts = any(gradients.early) or context.arrays.in_parts
@@ -179,7 +638,10 @@ class Aggregate(Stage):
             gradients, divisor = _divided(gradients, context), 1
         values = self.aggregator.each(context.arrays.to_owners)(gradients.values)
         leaves, tree = jax.tree.flatten((dict(gradients.extra), values))
-        status = (*gradients.extra_status, *_unless_unread(gradients.status, context.unread))
+        # A gradient that nothing reads counts as reduced: it is zero.
+        unread = zip(gradients.status, context.unread or [False] * len(leaves), strict=False)
+        known = (GradientStatus.REDUCED if is_unread else each for each, is_unread in unread)
+        status = (*gradients.extra_status, *known)
         partitions = _partitions(gradients, context)
         to_sum = [place for place, each in enumerate(status) if each in _TO_SUM]
         # The weight and other sums travel in the bucket of the loss.
@@ -245,14 +707,6 @@ def _divided(gradients: Gradients, context: StageContext) -> Gradients:
 
 
 _TO_SUM = (GradientStatus.LOCAL, GradientStatus.SCALED)
-
-
-def _unless_unread(status: Statuses, unread: tuple[bool, ...]) -> Statuses:
-    """The status of each gradient; those that nothing reads count as reduced: they are all zero."""
-    if not any(unread):
-        return status
-    pairs = zip(status, unread, strict=True)
-    return tuple(GradientStatus.REDUCED if is_unread else each for each, is_unread in pairs)
 
 
 def _partitions(gradients: Gradients, context: StageContext) -> list[Partition]:

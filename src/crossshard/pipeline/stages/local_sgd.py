@@ -24,8 +24,8 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.rewrite import in_loop, opaque_false
 from crossshard.jaxprs.slices import why_not_elementwise
-from crossshard.pipeline.aggregators import FewBits, Peers, Plain, check_reduce_dtype
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
+from crossshard.pipeline.stages.aggregate import FewBits, Peers, Plain, check_reduce_dtype
 from crossshard.pipeline.stages.preprocess import check_transformation
 from crossshard.pipeline.update.arrays import Arrays, Parts, Whole
 from crossshard.pipeline.update.optimize import Updated
@@ -64,7 +64,6 @@ class LocalSGD(Stage):
     scope = state_field = "outer"
     options = ("sync_every", "outer_optimizer", "outer_reduce_dtype", "sync_streaming")
     of_steps = True
-    shaped_by = "sync_streaming"
     joins_groups = True
 
     @property
@@ -90,9 +89,7 @@ class LocalSGD(Stage):
                         f"sync_every=20, or leave {name} out."
                     )
             return None
-        every = _check.whole_number(
-            "sync_every", options["sync_every"], hint="It counts steps, such as 20."
-        )
+        every = _check.whole_number("sync_every", options["sync_every"], hint="It counts steps.")
         # The mean of the parameters is that of a rate of 1.
         found = optax.sgd(1.0) if given["outer_optimizer"] is None else given["outer_optimizer"]
         if isinstance(getattr(found, "reduction", None), Reduction):
@@ -109,13 +106,12 @@ class LocalSGD(Stage):
         # Copied, since two arrays of a donated state must not share a buffer.
         copy = lambda p: jnp.array(p, wide(jnp.result_type(p)), copy=True)
         anchor = jax.tree.map(copy, params)
+        pieces, over_pieces = anchor, lambda init: init
         if self.streaming:
             self._check_elementwise(anchor)
             cut = lambda at: jax.tree.map(lambda x: self._piece_of(x).cut(x, at), anchor)
             pieces = jax.vmap(cut)(jnp.arange(self.every))
             over_pieces = functools.partial(jax.vmap, axis_size=self.every)
-        else:
-            pieces, over_pieces = anchor, functools.partial(lambda init: init)
         with inside_optimizer():
             inner_state = over_pieces(self.optimizer.init)(pieces)
         aggregate = over_pieces(self.aggregator.init)(pieces)
@@ -126,18 +122,6 @@ class LocalSGD(Stage):
         of_all = jax.tree.map(lambda _: REPLICATED, state)
         own = jax.tree.map(lambda _: PER_SHARD, state.aggregate)
         return of_all._replace(aggregate=own)
-
-    def check_state(self, state: LocalSGDState, types: LocalSGDState) -> None:
-        """Raise ArgumentError if the state is cut into other pieces."""
-        trees = self.placements(state), state, types
-        leaves = zip(*map(jax.tree.leaves, trees), strict=True)
-        shapes = ((x, p.per_shard, like) for p, x, like in leaves if hasattr(x, "shape"))
-        if any(x.shape[per_shard:] != like.shape for x, per_shard, like in shapes):
-            raise ArgumentError(
-                "The state is of a step with sync_streaming and another sync_every, or one of two "
-                "has it and the other has not: what the outer optimizer keeps is cut into other "
-                "pieces. Choose the parameters with other.model(state) and init with them."
-            )
 
     def moved_to(self, state: LocalSGDState, spread: PyTree, number: int) -> LocalSGDState:
         """What the sum keeps is shared out; the new workers have all else in common, too."""
@@ -167,18 +151,14 @@ class LocalSGD(Stage):
         often = "every step" if self.every == 1 else f"every {self.every} steps"
         return f"{often} the {mean}, and the outer update"
 
-    def update(
-        self, gradients: Gradients, state: LocalSGDState, context: StageContext
-    ) -> tuple[Gradients, LocalSGDState]:
+    def update(self, gradients: Gradients, state: LocalSGDState, context: StageContext) -> Staged:
         """The updated parameters, synchronised if it is time, and the next state."""
-        synchronise = self._piece_synchronised if self.streaming else self._synchronised
-        return synchronise(gradients, state, context)
-
-    def _synchronised(
-        self, gradients: Gradients, state: LocalSGDState, context: StageContext
-    ) -> tuple[Gradients, LocalSGDState]:
         assert gradients.updated is not None
-        updated = gradients.updated
+        synchronise = self._piece_synchronised if self.streaming else self._synchronised
+        result, after = synchronise(gradients.updated, state, context)
+        return gradients.replace(updated=gradients.updated._replace(result=result)), after
+
+    def _synchronised(self, updated: Updated, state: LocalSGDState, context: StageContext) -> Any:
         state = state._replace(count=optax.safe_increment(context.agreed(state.count)))
 
         def synchronise(_: PyTree, state: LocalSGDState) -> tuple[PyTree, LocalSGDState]:
@@ -192,8 +172,7 @@ class LocalSGD(Stage):
 
         is_due = state.count % self.every == 0
         keep = lambda params, state: (params, state)
-        result, after = lax.cond(is_due, synchronise, keep, updated.result, state)
-        return gradients.replace(updated=updated._replace(result=result)), after
+        return lax.cond(is_due, synchronise, keep, updated.result, state)
 
     @staticmethod
     def _moved(updated: Updated, state: LocalSGDState, context: StageContext) -> PyTree:
@@ -228,9 +207,8 @@ class LocalSGD(Stage):
     # One piece in each step.
 
     def _piece_synchronised(
-        self, gradients: Gradients, state: LocalSGDState, context: StageContext
-    ) -> tuple[Gradients, LocalSGDState]:
-        assert gradients.updated is not None
+        self, updated: Updated, state: LocalSGDState, context: StageContext
+    ) -> tuple[PyTree, LocalSGDState]:
         # Shards that count differently would sum different pieces.
         count = context.agreed(state.count)
         at = count % self.every
@@ -262,7 +240,7 @@ class LocalSGD(Stage):
             back = jax.tree.map(jnp.add, updates, pseudogradient)
             return jax.tree.map(add, updated, back), (updates, after)
 
-        updated, on_cpus = gradients.updated, context.shards.platform == "cpu"
+        on_cpus = context.shards.platform == "cpu"
         # XLA is to write over the parameters, and not to compute them where they are read.
         result, (updates, inner_state) = (
             in_loop(synchronised, updated.result, skip=opaque_false(count))
@@ -275,7 +253,7 @@ class LocalSGD(Stage):
             optax.safe_increment(count),
             jax.tree.map(keep, state.aggregate, aggregate),
         )
-        return gradients.replace(updated=updated._replace(result=result)), after
+        return result, after
 
     def _piece_of(self, x: Any) -> "_Pieces":
         return _Pieces(jnp.shape(x), self.every)

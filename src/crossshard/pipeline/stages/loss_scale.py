@@ -11,7 +11,7 @@ import numpy as np
 from crossshard import _check
 from crossshard._annotations import Given, PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -90,9 +90,7 @@ class DynamicLossScale(Stage):
         del params
         return LossScaleState(jnp.float32(self.initial), jnp.int32(0))
 
-    def update(
-        self, gradients: Gradients, state: LossScaleState, context: StageContext
-    ) -> tuple[Gradients, LossScaleState]:
+    def update(self, gradients: Gradients, state: LossScaleState, context: StageContext) -> Staged:
         """The same reduced gradients, skipped if they are not finite; and the next scale."""
         finite = gradients.finite
         assert finite is not None

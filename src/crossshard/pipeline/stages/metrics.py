@@ -12,7 +12,7 @@ from crossshard import _check
 from crossshard._annotations import Given
 from crossshard.collectives.sums import to_average
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
 from crossshard.pipeline.update.arrays import squared_norm
 from crossshard.pipeline.update.optimize import Optimize
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
@@ -45,16 +45,13 @@ class LocalNorms(Stage):
     state_field = ""
     needs_local = "metrics measure"
     options = ()
-    asked_by = "metrics"
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self | None:
         """The stage, if a metric needs it."""
         return cls() if need_local(check_metrics(options.get("metrics", ()))) else None
 
-    def update(
-        self, gradients: Gradients, state: Any, context: StageContext
-    ) -> tuple[Gradients, Any]:
+    def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
         """The same gradients, with what the aggregate is to sum."""
         del context
         squared, weight = squared_norm(gradients.values), gradients.weight
@@ -103,9 +100,7 @@ class Metrics(Stage):
             learning_rate(jax.eval_shape(self.optimizer.init, params))
         return {name: jnp.float32(0) for name in self.names}
 
-    def update(
-        self, gradients: Gradients, state: Any, context: StageContext
-    ) -> tuple[Gradients, Any]:
+    def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
         """The same gradients, and the metrics of the update."""
         del state
         updated = gradients.updated

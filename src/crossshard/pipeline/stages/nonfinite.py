@@ -18,7 +18,7 @@ from crossshard._check import is_inexact
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.status import Reduction, leaf_name
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
 from crossshard.shards.axes import Shards
 
 
@@ -146,9 +146,7 @@ class Nonfinite(Stage):
         none = jnp.int32(-1)
         return NonfiniteState(none, none, jnp.int32(0), jnp.bool_(False), jnp.int32(0))
 
-    def update(
-        self, gradients: Gradients, state: NonfiniteState, context: StageContext
-    ) -> tuple[Gradients, NonfiniteState]:
+    def update(self, gradients: Gradients, state: NonfiniteState, context: StageContext) -> Staged:
         """The same reduced gradients, skipped if they must not be applied; and what was found."""
         reported, finite = gradients.sums[REPORTED], gradients.finite
         assert finite is not None
@@ -184,7 +182,6 @@ class ReportNonfinite(Stage):
     state_field = ""
     needs_local = "nonfinite checks"
     options = ()
-    asked_by = "nonfinite"
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self | None:
@@ -192,11 +189,12 @@ class ReportNonfinite(Stage):
         stage = Nonfinite.from_options(options)
         return None if stage is None else cls(stage.excludes_shards)
 
-    def update(
-        self, gradients: Gradients, state: Any, context: StageContext
-    ) -> tuple[Gradients, Any]:
+    def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
         """The local gradients, with what this shard reports, and its weight in the mean."""
-        flags, weight = _flags(gradients), gradients.weight
+        leaves, weight = jax.tree.leaves(gradients.values), gradients.weight
+        is_bad = lambda x: ~jnp.isfinite(x).all() if is_inexact(x) else jnp.bool_(False)
+        # Then the loss, and what the shard keeps besides.
+        flags = jnp.stack([*map(is_bad, leaves), *_flags_beside(gradients)])
         # A shard of weight 0 may hold NaN.
         counts = True if weight is None else (weight != 0).any()
         own = jnp.where(flags.any() & counts, jnp.argmax(flags) + 1, 0)
@@ -211,8 +209,6 @@ class ReportNonfinite(Stage):
         return "quarantine" if self.excludes_shards else ""
 
 
-# The reduced gradients, and the state of the aggregator.
-Reduced = tuple[Gradients, Any]
 # The scope of what runs only in steps in which a gradient is not finite.
 RARE = "if_not_finite"
 # The name of what shards report, among the sums: for each of them one more than the index of the
@@ -265,13 +261,6 @@ def _named(leaf: int, params: PyTree, model_state: PyTree) -> str:
     return f"the model state{name}, but no gradient,"
 
 
-def _flags(gradients: Gradients) -> Bool[Array, " leaves"]:
-    """Which gradients are not finite; then the loss, and what the shard keeps besides."""
-    leaves = jax.tree.leaves(gradients.values)
-    flags = [~jnp.isfinite(leaf).all() if is_inexact(leaf) else False for leaf in leaves]
-    return jnp.stack([*map(jnp.asarray, flags), *_flags_beside(gradients)])
-
-
 def _flags_beside(gradients: Gradients) -> list[Any]:
     loss = jnp.asarray(gradients.extra.get("value", 0.0))
     return [jnp.isnan(loss).any(), *jax.tree.leaves(gradients.beside)]
@@ -314,11 +303,11 @@ def _part(x: Any, shards: Shards) -> Any:
 
 
 def if_not_finite(
-    done: Reduced,
+    done: Staged,
     own: Any,
-    function: Callable[[Reduced, Any], tuple[Reduced, Any]],
+    function: Callable[[Staged, Any], tuple[Staged, Any]],
     context: StageContext,
-) -> Reduced:
+) -> Staged:
     """What has been reduced, or ``function(done, own)`` if the gradients are not finite.
 
     Args:
@@ -337,7 +326,7 @@ def if_not_finite(
             call = lambda done, own: function(done, own)[0]
             return lax.cond(finite, lambda done, _: done, call, done, own)
 
-    def turn(carry: tuple[Any, Reduced, Any]) -> tuple[Any, Reduced, Any]:
+    def turn(carry: tuple[Any, Staged, Any]) -> tuple[Any, Staged, Any]:
         turns, done, own = carry
         # What does not change in a loop XLA may compute before it, in every step.
         _, own = lax.optimization_barrier((turns, own))

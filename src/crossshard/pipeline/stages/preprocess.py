@@ -12,10 +12,16 @@ from crossshard import _check
 from crossshard._annotations import Given
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
-from crossshard.shards.axes import Shards
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
 from crossshard.shards.cut import PER_SHARD, REPLICATED
 from crossshard.shards.random_streams import own_stream
+
+# What the attributes of a user's own stage may be, and in words.
+_OF_STAGES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "placement": ((REPLICATED, PER_SHARD), "pipeline.REPLICATED or pipeline.PER_SHARD"),
+    "phase": ((Phase.LOCAL, Phase.ARRIVAL), "Phase.LOCAL or Phase.ARRIVAL, before the sum"),
+    "state_field": (("preprocess", ""), "'preprocess', or '' without a state"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +45,14 @@ class Preprocess(Stage):
         if preprocess is None:
             return None
         if isinstance(preprocess, Stage):
-            check_stage(preprocess)
+            for name, (among, words) in _OF_STAGES.items():
+                given = getattr(preprocess, name)
+                if type(given) not in map(type, among) or given not in among:
+                    raise ArgumentError(
+                        f"{type(preprocess).__name__}.{name} must be {words}; got "
+                        f"{_check.shown(given)}."
+                    )
             return preprocess
-        if isinstance(preprocess, type) and issubclass(preprocess, Stage):
-            raise ArgumentTypeError(
-                f"preprocess must be a stage; got the class {preprocess.__name__}. Call it."
-            )
         transformation = check_transformation(preprocess, "preprocess")
         return cls(optax.with_extra_args_support(transformation), maker_of(transformation))
 
@@ -53,37 +61,31 @@ class Preprocess(Stage):
         with inside_optimizer():
             return self.transformation.init(params)
 
-    def update(
-        self, gradients: Gradients, state: Any, context: StageContext
-    ) -> tuple[Gradients, Any]:
+    def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
         """The transformed gradients."""
         shards = context.shards
-        state = jax.tree.map(lambda x: _own_key(shards.as_varying(x), shards), state)
+
+        def own(x: Any) -> Any:
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            x = shards.as_varying(x)
+            # With the same key, every shard would draw the same numbers.
+            return own_stream(x, shards.index()) if is_key and shards.axes else x
+
+        state = jax.tree.map(own, state)
         params = jax.tree.map(shards.as_varying, context.params)
         with inside_optimizer():
             values, after = self.transformation.update(
                 gradients.values, state, params, **context.extra_args
             )
-        return gradients.replace(values=values), _as_stored(after, state)
+        if jax.tree.structure(after) == jax.tree.structure(state):
+            # Of wider gradients Optax makes a wider state.
+            one = lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype)
+            after = jax.tree.map(one, after, state)
+        return gradients.replace(values=values), after
 
     def describe(self) -> str:
         """The name of the transformation."""
         return f"preprocess ({self.name})"
-
-
-def _as_stored(after: Any, before: Any) -> Any:
-    """A state in the dtypes in which it is stored; of wider gradients Optax makes a wider one."""
-    if jax.tree.structure(after) != jax.tree.structure(before):
-        return after
-    one = lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype)
-    return jax.tree.map(one, after, before)
-
-
-def _own_key(x: Any, shards: Shards) -> Any:
-    # With the same key, every shard would draw the same numbers.
-    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or not shards.axes:
-        return x
-    return own_stream(x, shards.index())
 
 
 def maker_of(transformation: optax.GradientTransformation) -> str:
@@ -92,35 +94,14 @@ def maker_of(transformation: optax.GradientTransformation) -> str:
     return name.split(".")[0]
 
 
-_ROOTS_OF_OTHERS = {
-    "keras": "Keras",
-    "tf_keras": "Keras",
-    "tensorflow": "TensorFlow",
-    "torch": "PyTorch",
-}
-# Where an optimizer of theirs has another name in Optax.
-_EQUIVALENTS = {"gradientdescent": "sgd", "momentum": "sgd(lr, momentum)"}
-
-
 def check_transformation(opt: Any, what: str = "The optimizer") -> optax.GradientTransformation:
     """``opt`` if it is an Optax transformation, else an error that names what to write.
 
     Raises:
-      ArgumentTypeError: not a transformation; names the missing method, or the Optax equivalent.
+      ArgumentTypeError: not a transformation; names the missing method.
     """
     if isinstance(opt, optax.GradientTransformation):
         return opt
-    given = opt if isinstance(opt, type) else type(opt)
-    for base in given.__mro__:
-        library = _ROOTS_OF_OTHERS.get(base.__module__.split(".")[0])
-        if library:
-            stem = given.__name__.lower().removesuffix("optimizer")
-            equivalent = _EQUIVALENTS.get(stem, stem if hasattr(optax, stem) else None)
-            write = f"optax.{equivalent}" if equivalent else "an Optax optimizer"
-            raise ArgumentTypeError(
-                f"{what} must be an Optax transformation; got {library}'s "
-                f"{given.__name__}. Write {write} instead."
-            )
     missing = [method for method in ("init", "update") if not callable(getattr(opt, method, None))]
     if not missing and not isinstance(opt, type):
         return optax.GradientTransformation(opt.init, opt.update)
@@ -136,21 +117,3 @@ def check_transformation(opt: Any, what: str = "The optimizer") -> optax.Gradien
         f"{type(opt).__name__} ({_check.shown(opt, 80)}), which has no "
         f"{' and no '.join(missing)}.{tx}"
     )
-
-
-def check_stage(stage: Stage) -> None:
-    """Raise unless the attributes of a user's own stage are what ``preprocess=`` can run."""
-    wanted = {
-        "placement": ((REPLICATED, PER_SHARD), "pipeline.REPLICATED or pipeline.PER_SHARD"),
-        "phase": ((Phase.LOCAL, Phase.ARRIVAL), "Phase.LOCAL or Phase.ARRIVAL, before the sum"),
-        "state_field": (("preprocess", ""), "'preprocess', or '' without a state"),
-    }
-    for name, (among, words) in wanted.items():
-        given = getattr(stage, name)
-        if type(given) not in map(type, among) or given not in among:
-            raise ArgumentError(
-                f"{type(stage).__name__}.{name} must be {words}; got {_check.shown(given)}."
-            )
-    for name in ("scope", "needs_local"):
-        if not isinstance(getattr(stage, name), str):
-            _check.word(f"{type(stage).__name__}.{name}", getattr(stage, name))

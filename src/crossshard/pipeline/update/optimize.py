@@ -18,8 +18,8 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.status import check_shapes
 from crossshard.jaxprs.rewrite import in_loop, zeros
 from crossshard.jaxprs.walk import equations_of, named_axes, returned_inputs, sources
-from crossshard.pipeline.aggregators import check_dtype
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
+from crossshard.pipeline.stages.aggregate import check_dtype
 
 # The decay of an average: a number, or a schedule of the number of updates.
 Decay = float | Callable[[Any], Any]
@@ -48,7 +48,6 @@ class Optimize(Stage):
     scope = ""
     state_field = "inner_state"
     options = ("master_dtype", "ema")
-    is_always_there = True
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
@@ -81,15 +80,26 @@ class Optimize(Stage):
           ArgumentError: ``inject_hyperparams`` has called a mask as a schedule.
         """
         state = self.optimizer.init(params)
-        _check_hyperparams(state)
+        injected = lambda node: isinstance(getattr(node, "hyperparams", None), Mapping)
+        for node in filter(injected, jax.tree.leaves(state, is_leaf=injected)):
+            for name, value in node.hyperparams.items():
+                # What it has made of a function of flags, which is no schedule.
+                if any(isinstance(leaf, bool) for leaf in jax.tree.leaves(value)):
+                    raise ArgumentError(
+                        f"optax.inject_hyperparams called the function {name} with the number of "
+                        f"updates, as a schedule, and it returned {_check.shown(value)}: so Optax "
+                        f"would use that for all parameters. Write "
+                        f"optax.inject_hyperparams(..., static_args={name!r})."
+                    )
         return state
 
-    def update(
-        self, gradients: Gradients, state: Any, context: StageContext
-    ) -> tuple[Gradients, Any]:
+    def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
         """The reduced gradients with the update, and the optimizer's next state."""
         arrays, skip, applies = context.arrays, gradients.skip, context.apply_updates
-        extra_args, params = self._extra_args(gradients, context), context.params
+        # Only optimizers that take the loss of a whole step get it; explicit arguments always pass.
+        given, takes_loss, params = context.extra_args, takes_value(self.optimizer), context.params
+        extra = {k: x for k, x in gradients.extra.items() if k in given or takes_loss}
+        extra_args = {**given, **extra}
         if context.shards.is_grouped:
             # Typed as they leave, or the branches of an optimizer would not have equal types.
             typed = lambda x: context.shards.as_varying(x) if jnp.shape(x) else x
@@ -110,12 +120,12 @@ class Optimize(Stage):
         run = functools.partial(self.optimizer.update, **extra_args)
         with jax.named_scope("update"):
             if context.opaque_false is not None:
-                given = gradients.replace(skip=None, updated=None), context.opaque_false
-                flag = context.opaque_false if skip is None else skip
-                if skip is None and _communicates(update, before, *given):
+                inputs = gradients.replace(skip=None, updated=None), context.opaque_false
+                flag, trace = context.opaque_false if skip is None else skip, jax.make_jaxpr(update)
+                if skip is None and any(map(named_axes, equations_of(trace(before, *inputs)))):
                     # By its own copy a shard could leave out what the others wait for.
                     flag = context.on_all_shards(flag, differs=True)
-                (after, updated), updates = _in_loop(update, before, *given, skip=flag)
+                (after, updated), updates = _in_loop(update, before, *inputs, skip=flag)
             elif skip is None:
                 (after, updated), updates = update(before)
             elif applies and context.skips_by_loop:
@@ -127,12 +137,6 @@ class Optimize(Stage):
             # Gathering parameters is cheaper than gathering updates and applying them everywhere.
             result = arrays.gather(updated if applies else updates)
         return gradients.replace(updated=Updated(result, updates, params, after)), after
-
-    def _extra_args(self, gradients: Gradients, context: StageContext) -> dict[str, Any]:
-        # Only optimizers that take the loss of a whole step get it; explicit arguments always pass.
-        given, takes_loss = context.extra_args, takes_value(self.optimizer)
-        extra = {k: x for k, x in gradients.extra.items() if k in given or takes_loss}
-        return {**given, **extra}
 
     def describe(self, update: str = "update") -> str:
         """How it updates, and what the optimizer keeps besides its own state."""
@@ -168,10 +172,6 @@ def _in_loop(
     return kept, updates
 
 
-def _communicates(update: Callable[..., Any], *args: Any) -> bool:
-    return any(map(named_axes, equations_of(jax.make_jaxpr(update)(*args))))
-
-
 def takes_value(optimizer: optax.GradientTransformation) -> bool:
     """Whether an optimizer's update accepts the loss as ``value``."""
     return takes_keyword(optimizer, "value")
@@ -181,20 +181,6 @@ def takes_keyword(optimizer: optax.GradientTransformation, name: str) -> bool:
     """Whether an optimizer's update accepts an extra argument of this name."""
     kinds = {p.name: p.kind for p in inspect.signature(optimizer.update).parameters.values()}
     return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
-
-
-def _check_hyperparams(state: Any) -> None:
-    """Raise if ``optax.inject_hyperparams`` has made a bool of a function: it was no schedule."""
-    injected = lambda node: isinstance(getattr(node, "hyperparams", None), Mapping)
-    for node in filter(injected, jax.tree.leaves(state, is_leaf=injected)):
-        for name, value in node.hyperparams.items():
-            if any(isinstance(leaf, bool) for leaf in jax.tree.leaves(value)):
-                raise ArgumentError(
-                    f"optax.inject_hyperparams called the function {name} with the number of "
-                    f"updates, as a schedule, and it returned {_check.shown(value)}: so Optax "
-                    f"would use that for all parameters. Write "
-                    f"optax.inject_hyperparams(..., static_args={name!r})."
-                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,21 +336,20 @@ def _unless_set(master: Any, param: Any) -> jax.Array:
     wide, narrow = master.dtype, jnp.result_type(param)
     if wide == narrow:
         return jnp.where(param == master, master, param)
+
+    def is_param(rounded: jax.Array) -> jax.Array:
+        if narrow.itemsize > 2:
+            return param == rounded
+        # By their bits: XLA may leave out the rounding of a number that it compares as a wide one.
+        pair = (param, rounded)
+        bits, others = (lax.bitcast_convert_type(x, f"uint{8 * narrow.itemsize}") for x in pair)
+        # Zeros of both signs are equal.
+        return (bits == others) | ((bits | others) << 1 == 0)
+
     # The change that made the parameter is itself rounded, and can tip it over near a tie.
     near = 4 * float(jnp.finfo(wide).eps)
-    below, above = (_is_same(param, (master * by).astype(narrow)) for by in (1 - near, 1 + near))
+    below, above = (is_param((master * by).astype(narrow)) for by in (1 - near, 1 + near))
     return jnp.where(below | above, master, jnp.asarray(param, wide))
-
-
-def _is_same(one: Any, other: jax.Array) -> jax.Array:
-    if other.dtype.itemsize > 2:
-        return one == other
-    # By their bits: XLA may leave out the rounding of a number that it then compares as a wide one.
-    bits, others = (
-        lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in (one, other)
-    )
-    # Zeros of both signs are equal.
-    return (bits == others) | ((bits | others) << 1 == 0)
 
 
 def describe_decay(decay: Decay) -> str:
@@ -384,31 +369,24 @@ def check_ema(decay: Any) -> Decay | None:
     if decay is None:
         return None
     if callable(decay):
-        _check_schedule(decay)
+        try:
+            found = jax.eval_shape(decay, jax.ShapeDtypeStruct((), jnp.int32))
+        except Exception as error:  # a user's function may raise anything
+            raise ArgumentTypeError(
+                f"ema is a function that cannot be called with an update's number, int32[]: {error}"
+            ) from error
+        if not isinstance(found, jax.ShapeDtypeStruct) or found.shape or not is_inexact(found):
+            raise ArgumentTypeError(
+                f"A schedule for ema returns the decay, float[]; this one returned {found}."
+            )
         return decay  # type: ignore[no-any-return]
     is_array = isinstance(decay, jax.Array) and not decay.shape
     if is_array and jnp.issubdtype(decay.dtype, jnp.floating):
         decay = _check.array("ema", decay).item()
-    hint = (
-        "It is the decay of the moving average, or a schedule: a function of the update's number."
-    )
-    found = _check.number("ema", decay, hint)
-    if not 0 < found < 1:
+    number = _check.number("ema", decay, "It is a decay, or a function of the update's number.")
+    if not 0 < number < 1:
         raise ArgumentError(
             f"ema is the decay of the moving average of the parameters, between 0 and 1, such as "
             f"0.999; got {decay!r}."
         )
-    return found
-
-
-def _check_schedule(decay: Callable[[Any], Any]) -> None:
-    try:
-        found = jax.eval_shape(decay, jax.ShapeDtypeStruct((), jnp.int32))
-    except Exception as error:  # a user's function may raise anything
-        raise ArgumentTypeError(
-            f"ema is a function that cannot be called with an update's number, int32[]: {error}"
-        ) from error
-    if not isinstance(found, jax.ShapeDtypeStruct) or found.shape or not is_inexact(found):
-        raise ArgumentTypeError(
-            f"A schedule for ema returns the decay, float[]; this one returned {found}."
-        )
+    return number

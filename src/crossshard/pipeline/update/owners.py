@@ -108,20 +108,21 @@ def blocks_of(
     """
     found = []
     for dtype in sorted({x.dtype for x in types.values()}, key=str):
-        left = {block: x for block, x in types.items() if x.dtype == dtype}
+        left = sorted(block for block, x in types.items() if x.dtype == dtype)
         while left:
             bytes_of, taken = [0] * number, list[list[Block]]([] for _ in range(number))
             # An array stays in one matrix with all of its layers.
-            for _, own in itertools.groupby(sorted(left), lambda block: block[0]):
+            for _, own in itertools.groupby(list(left), lambda block: block[0]):
                 more, blocks = list(bytes_of), list(own)
                 for block in blocks:
-                    more[owners[block]] += bytes_of_type(left[block])
+                    more[owners[block]] += bytes_of_type(types[block])
                 if any(bytes_of) and max(more) > most:
                     continue
                 bytes_of = more
                 for block in blocks:
                     taken[owners[block]].append(block)
-            shapes = {block: tuple(left.pop(block).shape) for own in taken for block in own}
+                    left.remove(block)
+            shapes = {block: tuple(types[block].shape) for own in taken for block in own}
             found.append(Blocks(dtype, shapes, tuple(map(tuple, taken)), tile))
     return tuple(found)
 
@@ -317,22 +318,11 @@ class Owners(Arrays):
     @functools.cached_property
     def of_shard(self) -> tuple[tuple[Block, ...], ...]:
         """What each shard owns."""
-        found: list[list[Block]] = [[] for _ in range(self.shards.number)]
-        for block, owner in sorted(self.owners.items()):
-            found[owner].append(block)
-        return tuple(map(tuple, found))
-
-    @property
-    def is_lopsided(self) -> bool:
-        """Whether most of the work, and of what is split, would be one owner's."""
-        cost = lambda leaf, layer: cost_of(self.types[0][leaf].shape[0 if layer is None else 1 :])
-        loads = [sum(cost(*block) for block in own) for own in self.of_shard]
-        partitions = packed(self.blocks, self.params)
-        split = [i for i, each in enumerate(partitions) if each.number > 1 or i in self.owned]
-        of_owners, of_all = (
-            sum(bytes_of_type(self.types[0][i]) for i in leaves) for leaves in (self.owned, split)
+        owned = sorted(self.owners.items())
+        return tuple(
+            tuple(block for block, owner in owned if owner == shard)
+            for shard in range(self.shards.number)
         )
-        return 2 * max(loads) > sum(loads) and 2 * of_owners > of_all
 
     def turned(self, leaf: int) -> int:
         """The axis along which the slices of a leaf arrive that are updated along the first; or 0.
@@ -356,13 +346,10 @@ class Owners(Arrays):
         """The leaves of which each shard sends its slice to the owners."""
         return frozenset(leaf for leaf in self.owned if self.params[leaf].number > 1)
 
-    def in_slices(self, dtypes: Sequence[Any]) -> tuple[Blocks, ...]:
-        """What a shard sends of its slices of arrays like the parameters: a row to each owner."""
-        return self._in_slices(self.params, self.owners, dtypes)
-
-    def _in_slices(
-        self, partitions: Sequence[Partition], owners: Mapping[Block, int], dtypes: Sequence[Any]
-    ) -> tuple[Blocks, ...]:
+    def in_slices(self, dtypes: Sequence[Any], *, of_state: bool = False) -> tuple[Blocks, ...]:
+        """What a shard sends of its slices of arrays like these: a row to each owner."""
+        partitions = self.state_in_slices if of_state else self.params
+        owners = self.owners_of_state if of_state else self.owners
         types = {
             block: jax.ShapeDtypeStruct(_of_block(partitions, block).local_shape, dtypes[block[0]])
             for block in owners
@@ -428,13 +415,12 @@ class Owners(Arrays):
     @functools.cached_property
     def owners_of_state(self) -> dict[Block, int]:
         """The shard that owns each block of the state."""
-        of_leaf: dict[int | None, list[Block]] = {}
-        for block in sorted(self.owners):
-            of_leaf.setdefault(block[0], []).append(block)
+        of_state = self.leafwise.of_state
+        places = {leaf: [j for j, own in enumerate(of_state) if own == leaf] for leaf in self.owned}
         return {
-            (place, block[1]): self.owners[block]
-            for place, leaf in enumerate(self.leafwise.of_state)
-            for block in of_leaf.get(leaf, ())
+            (place, block[1]): owner
+            for block, owner in sorted(self.owners.items())
+            for place in places[block[0]]
         }
 
     @functools.cached_property
@@ -470,10 +456,9 @@ class Owners(Arrays):
 
     def _state_to_send(self) -> tuple[tuple[Blocks, ...], dict[Block, jax.Array]]:
         """The blocks of the state that travel in slices, and zeros like those that do not."""
-        partitions, owners = self.state_in_slices, self.owners_of_state
-        slices = self._in_slices(partitions, owners, [x.dtype for x in self.types[1]])
-        small = [block for block in sorted(owners) if partitions[block[0]].number == 1]
-        types = {block: self._type(1, block) for block in small}
+        slices = self.in_slices([x.dtype for x in self.types[1]], of_state=True)
+        alone = [x for x in sorted(self.owners_of_state) if self.state_in_slices[x[0]].number == 1]
+        types = {block: self._type(1, block) for block in alone}
         return slices, {block: jnp.zeros(x.shape, x.dtype) for block, x in types.items()}
 
     def state_from_owners(self, state: Sequence[jax.Array]) -> list[jax.Array]:
@@ -489,7 +474,7 @@ class Owners(Arrays):
                 [kept.get(block, zeros) for block, zeros in small.items()],
             )
 
-        sent, whole = self._on_each(own)
+        sent, whole = _on_owner(range(self.shards.number), self.shards.index(), own)
         sums = [sum_over_shards(x, self.shards) for x in whole]
         for place, x in _joined(dict(zip(small, sums, strict=True))).items():
             found[place] = x
@@ -512,15 +497,10 @@ class Owners(Arrays):
                 kept |= at_owner(shard)
             return [each.row(shard, kept) for each in self.state_blocks]
 
-        found = list(state)
-        for each, row in zip(self.state_blocks, self._on_each(own), strict=True):
+        found, rows = list(state), _on_owner(range(self.shards.number), self.shards.index(), own)
+        for each, row in zip(self.state_blocks, rows, strict=True):
             found = each.put(found, row)
         return found
-
-    def _on_each(self, function: Callable[[int], Any]) -> Any:
-        """``function(index)`` of this shard: one branch each, as each puts its blocks elsewhere."""
-        branches = [functools.partial(function, shard) for shard in range(self.shards.number)]
-        return lax.switch(self.shards.index(), branches)
 
 
 def cost_of(shape: Sequence[int]) -> float:
@@ -569,7 +549,13 @@ class _Run:
             self._of_owners.append((own, self._leafwise.of_state, self._of_state))
         place = self._after + len(params)
         self._inputs[place] = self._typed(place, loss)
-        self._mask()
+        # What tells the elements of this shard's slices from their padding.
+        masks = self._leafwise.masks
+        for place, leaf in enumerate(masks, len(self._jaxpr.in_avals) - len(masks)):
+            shape, partition = self._jaxpr.in_avals[place].shape, plan.params[leaf]
+            size = math.prod(partition.local_shape)
+            left = math.prod(partition.shape) - self._index * size
+            self._inputs[place] = (jnp.arange(size) < left).reshape(shape)
 
     def _take(self, arrays: Sequence[Any], start: int) -> None:
         """Take arrays like the parameters: of leaves that are cut, and the blocks of owners."""
@@ -582,35 +568,20 @@ class _Run:
         for blocks in plan.blocks:
             own = functools.partial(blocks.within, row=arrays[blocks.places[0]])
             self._of_owners.append((own, range(len(arrays)), start))
-        if not self._read_by_owners(start):
+        # Unless the updates of leaves that travel in slices do not read these.
+        outputs = [place for leaf in plan.exchanged for place in self._outputs_of(leaf)]
+        scalars = enumerate(self._leafwise.scalars, self._after)
+        outputs += [place for place, each in scalars if each.leaf in plan.exchanged]
+        taken = self._pieces.of(outputs).taken if outputs else ()
+        if not any(start + leaf in taken for leaf in plan.exchanged):
             return
         for blocks in plan.in_slices([jnp.result_type(x) for x in arrays]):
             given = {i: arrays[i] for i in blocks.places}
             own = _slices_to_owners(blocks, plan.params, given, self._shards)
             self._of_owners.append((own, range(len(arrays)), start))
 
-    def _read_by_owners(self, start: int) -> bool:
-        """Whether owners read slices of these arrays, of which the first is at ``start``."""
-        leaves = self._plan.exchanged
-        if not leaves:
-            return False
-        of_state = [j for j, leaf in enumerate(self._leafwise.of_state) if leaf in leaves]
-        scalars = [k for k, each in enumerate(self._leafwise.scalars) if each.leaf in leaves]
-        places = [*leaves, *(self._of_state + j for j in of_state)]
-        piece = self._pieces.of([*places, *(self._after + k for k in scalars)])
-        return any(start + i in piece.taken for i in leaves)
-
     def _typed(self, place: int, x: Any) -> jax.Array:
         return jnp.asarray(x, self._jaxpr.in_avals[place].dtype)
-
-    def _mask(self) -> None:
-        """Tell the elements of this shard's slices from their padding."""
-        masks = self._leafwise.masks
-        for place, leaf in enumerate(masks, len(self._jaxpr.in_avals) - len(masks)):
-            shape, partition = self._jaxpr.in_avals[place].shape, self._plan.params[leaf]
-            size = math.prod(partition.local_shape)
-            own = math.prod(partition.shape) - self._index * size
-            self._inputs[place] = (jnp.arange(size) < own).reshape(shape)
 
     def found(self) -> tuple[list[Any], list[Any]]:
         """The updates, and the next state."""

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _check, _jax
@@ -33,7 +32,6 @@ from crossshard.shards.cut import (
     ANY,
     WHOLE,
     Partition,
-    TileShape,
     map_partitions,
     other_axes_like,
     partition_along_axis,
@@ -78,9 +76,14 @@ _LOSS = jax.ShapeDtypeStruct((), "float32")
 Partitions = tuple[Partition, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Planner:
-    """Plans the update of some parameters."""
+    """Plans the update of some parameters.
+
+    Raises:
+      ArgumentError: the optimizer's state changes its structure, or the optimizer needs arguments
+        that a step does not have.
+    """
 
     optimizer: optax.GradientTransformationExtraArgs  # the inner optimizer
     params: Any  # the parameters, a pytree with shapes and dtypes
@@ -96,23 +99,41 @@ class Planner:
     # If the bits of the update must not depend on the number of shards, a multiple of it.
     virtual_shards: int | None = None
 
+    def __post_init__(self) -> None:
+        # JAX 0.12 warns of a type of 64 bits, where it would narrow an array without a word.
+        dtype = lambda x: jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+        abstract = lambda x: jax.ShapeDtypeStruct(x.shape, dtype(x))
+        self.params = jax.tree.map(abstract, self.params)
+        with inside_optimizer():
+            self._state = jax.eval_shape(self.optimizer.init, self.params)
+        # JAX runs Python once for arguments of the same types.
+        self._find = jax.jit(as_updates(self.optimizer))
+        self._update = as_function(self._find)
+        self._check_state_stays()
+        axes = self.other_axes or [WHOLE] * len(jax.tree.leaves(self.params))
+        of_state = other_axes_like(self._state, self.params, axes)
+        # Those of whole arrays: of the parameters, and of the state.
+        self._partitions = _whole(self.params, axes), _whole(self._state, of_state)
+        self._tile = ANY if self.mesh is None else tile_for(self.mesh, self.in_parts)
+        none, of_none = ((False,) * len(each) for each in self._partitions)
+        self._unread = Unread(none, none, of_none)
+        if self.leave_unread:
+            self._unread = find_unread(self._update, self.params, self._state, _LOSS)
+
     def plan(self) -> tuple[Arrays, str]:
         """How the arrays are split, and the reason, in a few words.
 
         Raises:
-          ArgumentError: the optimizer's state changes its structure, or the optimizer needs
-            arguments that a step does not have.
           WeightUpdateError: only slices are possible and the optimizer is not elementwise, or the
             same bits are wanted and it does not run leaf by leaf either.
         """
-        self._check_state_stays()
         if self.wanted is WeightUpdate.REPLICATED:
             return self._whole, "as requested"
         if self.shards.size == 1:
             return self._whole, "there is one shard"
         # Parameters that are kept in parts keep their shapes, so that they are split along an axis.
         params = self._cut(partition_along_axis if self.in_parts else partition_for)
-        pairs = zip(jax.tree.leaves(self._params), params, strict=True)
+        pairs = zip(jax.tree.leaves(self.params), params, strict=True)
         size = sum(bytes_of_type(leaf) for leaf, partition in pairs if partition.number > 1)
         if not size:
             # What is not trained may be large, and is kept in parts then.
@@ -125,7 +146,7 @@ class Planner:
         stays = [False] * len(whole_state) if self.in_parts else self._unread.state
         alike = zip(whole_state, _split_alike(whole_state, params), stays, strict=True)
         state = tuple(whole if still else split for whole, split, still in alike)
-        arguments = self._whole_and_slices(params, state)
+        arguments = whole_and_slices(self.params, self._state, params, state)
         if self._apart is None and is_elementwise(self._update, *arguments):
             kept = state, self._unread.gradients, self.in_parts
             return Parts(params, self.shards, *kept), "the update is elementwise"
@@ -147,10 +168,17 @@ class Planner:
         # What is compiled as one program on one shard is so on all others.
         may_have_owners = self._apart is not None or not same_bits
         if may_have_owners and not (only_parts or any(self.other_axes)):
+            # A gradient that nothing reads is not sent, to no owner either.
+            pairs = zip(params, self._unread.gradients, strict=True)
+            read = [Partition(each.shape) if unread else each for each, unread in pairs]
             try:
-                return self._leaf_by_leaf(params)
+                found = self._owners(read, self.in_parts)
             except NotLeafwise as reason:
                 not_leafwise = str(reason)
+            else:
+                if auto and same_bits and found.exchanged:
+                    return self._whole, "gradients would travel twice, to be updated whole"
+                return found, "each leaf is updated from its own arrays, and from scalars"
         obstacle = why_not_elementwise(self._update, *arguments)
         if not_leafwise not in ("", obstacle):
             obstacle = f"{obstacle}; nor leaf by leaf: {not_leafwise}"
@@ -165,21 +193,10 @@ class Planner:
         if self.mesh is None or auto:
             return self._whole, why
         along_axis = functools.partial(self._slices, partition_along_axis)
-        params, state = self._cut(partition_along_axis), tuple(map(along_axis, self._partitions[1]))
+        params = self._cut(partition_along_axis)
+        state = tuple(map(along_axis, self._partitions[1]))
         kept = self._unread.gradients, self.in_parts
         return Global(params, state, self.shards, self.mesh, *kept), why
-
-    def _leaf_by_leaf(self, params: Partitions) -> tuple[Arrays, str]:
-        """A plan with owners, or a whole one where they gain nothing."""
-        # A gradient that nothing reads is not sent, to no owner either.
-        pairs = zip(params, self._unread.gradients, strict=True)
-        read = [Partition(each.shape) if unread else each for each, unread in pairs]
-        found = self._owners(read, self.in_parts)
-        if self.wanted is WeightUpdate.AUTO and found.is_lopsided:
-            return self._whole, "one shard would do most of it, if each leaf were updated by one"
-        if self.wanted is WeightUpdate.AUTO and self.virtual_shards and found.exchanged:
-            return self._whole, "gradients would travel twice, to be updated whole"
-        return found, "each leaf is updated from its own arrays, and from scalars"
 
     def _owners(self, params: Sequence[Partition], in_parts: bool) -> Owners:
         """The update leaf by leaf; every shard updates the leaves that are not split.
@@ -192,13 +209,12 @@ class Planner:
         sums_in_loops = virtual is None and self.shards.platform != "cpu"
         partitions, cut = [_within_layers(each) for each in params], dict[int, Partition]()
         if virtual is not None:
-            for i, each in enumerate(partitions):
-                # For any tile, which may depend on the number of shards.
-                piece = partition_along_axis(each.shape, virtual)
-                if piece.number > 1:
-                    cut[i] = piece
-                    if each.number > 1:
-                        partitions[i] = dataclasses.replace(piece, number=number, tile=tile)
+            # For any tile, which may depend on the number of shards.
+            along = [partition_along_axis(each.shape, virtual) for each in partitions]
+            cut = {i: each for i, each in enumerate(along) if each.number > 1}
+            for i, piece in cut.items():
+                if partitions[i].number > 1:
+                    partitions[i] = dataclasses.replace(piece, number=number, tile=tile)
         split = {i: each for i, each in enumerate(partitions) if each.number > 1}
         # What may have an owner for each layer, also if it travels in slices.
         layers = {
@@ -206,7 +222,6 @@ class Planner:
             for i, each in split.items()
             if _has_layers(each) and (each.shape[0] % number == 0 or each.axis)
         }
-        stay: dict[int, str] = {}
         if virtual is None:
             slices = {i: each.local_shape for i, each in split.items()}
             # So many layers go to each shard; if they do not divide, each has an owner.
@@ -215,38 +230,41 @@ class Planner:
             # Of all leaves, whether they are split or not, and whatever the number of shards.
             slices = {i: cut.get(i, each).local_shape for i, each in enumerate(partitions)}
             together = {i: 1 for i, each in enumerate(partitions) if _has_layers(each)}
-            why = f"it has no axis that divides by {virtual}"
-            stay = {i: why for i in slices if i not in cut}
-        stacks = {i: (own, *partitions[i].shape[1:]) for i, own in together.items()}
-        padded = [i for i, each in split.items() if each.packed_shape != each.shape]
-        given = self._params, self._state, [_LOSS]
-        found = find_leafwise(self._find, *given, slices, stacks, padded, stay)
+        stay = [] if virtual is None else [i for i in slices if i not in cut]
+        found = find_leafwise(
+            self._find,
+            self.params,
+            self._state,
+            [_LOSS],
+            slices,
+            {i: (own, *partitions[i].shape[1:]) for i, own in together.items()},
+            padded=[i for i, each in split.items() if each.packed_shape != each.shape],
+            stay=dict.fromkeys(stay, f"it has no axis that divides by {virtual}"),
+        )
         pieces = {} if virtual is None else dict.fromkeys(found.stacked, (0, 1))
         for i in set(cut).difference(found.stacked, found.whole):
             axis = cut[i].axis or 0
             pieces[i] = axis, cut[i].local_shape[axis]
-        stacked = [i for i in found.stacked if i in layers]
-        layered = [i for i in stacked if layers[i] % number]
+        evenly = [i for i in found.stacked if i in layers and layers[i] % number == 0]
+        layered = [i for i in found.stacked if i in layers and layers[i] % number]
         of_one = [i for i in found.whole if i in split]
         costs: dict[Block, float] = {(i, None): cost_of(partitions[i].shape) for i in of_one}
         for i in layered:
             costs |= {(i, layer): cost_of(partitions[i].shape[1:]) for layer in range(layers[i])}
-        chosen = list(partitions)
-        for i in found.stacked.difference(stacked):
-            chosen[i] = Partition(partitions[i].shape)
-        for i in set(stacked).difference(layered):
-            if not in_parts and not (sums_in_loops and partitions[i].axis):
-                chosen[i] = Partition(partitions[i].shape, number, 0, tile)
         # Gradients that are summed layer by layer, where the backward pass makes them, are slices.
         waits = lambda each: sums_in_loops and (each.row or Partition(each.shape).row) is not None
         whole = [i for i in (*of_one, *layered) if not (in_parts or waits(partitions[i]))]
-        for i in whole:
+        chosen = list(partitions)
+        for i in (*whole, *found.stacked.difference(layers)):
             chosen[i] = Partition(partitions[i].shape)
+        for i in evenly:
+            if not in_parts and not (sums_in_loops and partitions[i].axis):
+                chosen[i] = Partition(partitions[i].shape, number, 0, tile)
         planned = Owners(
             tuple(chosen),
             found,
             owners_of(costs, number),
-            (jax.tree.leaves(self._params), jax.tree.leaves(self._state)),
+            (jax.tree.leaves(self.params), jax.tree.leaves(self._state)),
             self.shards,
             tile,
             pieces,
@@ -261,56 +279,6 @@ class Planner:
         for i in whole:
             chosen[i] = partitions[i]
         return dataclasses.replace(planned, params=tuple(chosen))
-
-    # What it is planned from.
-
-    @functools.cached_property
-    def _params(self) -> Any:
-        def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-            # JAX 0.12 warns of a type of 64 bits, where it would narrow an array without a word.
-            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-            return jax.ShapeDtypeStruct(leaf.shape, dtype)
-
-        return jax.tree.map(abstract, self.params)
-
-    @functools.cached_property
-    def _state(self) -> Any:
-        with inside_optimizer():
-            return jax.eval_shape(self.optimizer.init, self._params)
-
-    @functools.cached_property
-    def _find(self) -> Callable[..., Any]:
-        return _traced_once(as_updates(self.optimizer))
-
-    @functools.cached_property
-    def _update(self) -> Callable[..., Any]:
-        return as_function(self._find)
-
-    def _whole_and_slices(self, params: Partitions, state: Partitions) -> Any:
-        return whole_and_slices(self._params, self._state, params, state)
-
-    @property
-    def _tile(self) -> TileShape:
-        return ANY if self.mesh is None else tile_for(self.mesh, self.in_parts)
-
-    @functools.cached_property
-    def _unread(self) -> Unread:
-        if self.leave_unread:
-            return find_unread(self._update, self._params, self._state, _LOSS)
-        none, of_state = ((False,) * len(each) for each in self._partitions)
-        return Unread(none, none, of_state)
-
-    @functools.cached_property
-    def _partitions(self) -> tuple[Partitions, Partitions]:
-        """Those of whole arrays: of the parameters, and of the state."""
-        axes = self.other_axes or [WHOLE] * len(jax.tree.leaves(self._params))
-        specs = axes, other_axes_like(self._state, self._params, axes)
-
-        def whole(tree: Any, specs: Sequence[PartitionSpec]) -> Partitions:
-            pairs = zip(jax.tree.leaves(tree), specs, strict=True)
-            return tuple(Partition(leaf.shape, other_axes=own) for leaf, own in pairs)
-
-        return whole(self._params, specs[0]), whole(self._state, specs[1])
 
     @property
     def _whole(self) -> Whole:
@@ -327,8 +295,9 @@ class Planner:
         params, state = self._partitions
         # For any number of shards.
         halves = [partition_for(each.shape, 2) for each in params]
-        of_state = _split_alike(state, halves)
-        if is_elementwise(self._update, *self._whole_and_slices(tuple(halves), tuple(of_state))):
+        of_halves = halves, _split_alike(state, halves)
+        given = whole_and_slices(self.params, self._state, *of_halves)
+        if is_elementwise(self._update, *given):
             return None
         with contextlib.suppress(NotLeafwise):
             return self._owners(params, in_parts=False)
@@ -345,24 +314,18 @@ class Planner:
         return tuple(each if still else self._slices(split_one, each) for each, still in pairs)
 
     def _check_state_stays(self) -> None:
-        params, state = self._params, self._state
+        params, state = self.params, self._state
         try:
             _, after = jax.eval_shape(self._update, params, state, params, _LOSS)
         except CrossshardError:
             raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if "required keyword-only argument" not in str(error):
-                raise ArgumentError(
-                    f"The optimizer cannot update these parameters: {type(error).__name__}, "
-                    f"{str(error).splitlines()[0]}. One that takes parameters of a form of its "
-                    f"own, as optax.lookahead does, or the gradient of each example, as "
-                    f"optax.contrib.dpsgd does, is for the Optax idiom: init and update, in a loop "
-                    f"of your own."
-                ) from error
             raise ArgumentError(
-                f"The optimizer needs more than gradients and the loss, which is all that a step "
-                f"has: {str(error).splitlines()[0]}. Optimizers with a line search need the loss "
-                f"function; call them in a loop of your own."
+                f"The optimizer cannot update these parameters, or needs more than gradients and "
+                f"the loss, which is all that a step has: {type(error).__name__}, "
+                f"{str(error).splitlines()[0]}. One with a line search, or that takes the gradient "
+                f"of each example, or parameters of a form of its own, is for the Optax idiom: "
+                f"init and update, in a loop of your own."
             ) from error
         was, now = (
             (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
@@ -373,6 +336,11 @@ class Planner:
                 f"The optimizer's state changes its structure or dtypes in a step, but a step is "
                 f"compiled for one of them: from {was} to {now}."
             )
+
+
+def _whole(tree: Any, other_axes: Sequence[PartitionSpec]) -> Partitions:
+    pairs = zip(jax.tree.leaves(tree), other_axes, strict=True)
+    return tuple(Partition(leaf.shape, other_axes=own) for leaf, own in pairs)
 
 
 def _split_alike(state: Sequence[Partition], params: Sequence[Partition]) -> list[Partition]:
@@ -415,25 +383,6 @@ def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[...
     return update
 
 
-def _traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that Python runs once for arguments of the same types.
-
-    After that it is what it was traced as, with the names and the source lines of that.
-    """
-    known: dict[Any, tuple[Callable[..., Any], Any]] = {}
-
-    def run(*args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args)
-        key = tree, tuple(map(jax.typeof, leaves))
-        if key not in known:
-            jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)
-            known[key] = jaxpr_as_fun(jaxpr), jax.tree.structure(out)
-        found, out = known[key]
-        return jax.tree.unflatten(out, found(*leaves))
-
-    return run
-
-
 def whole_and_slices(
     params: Any, state: Any, of_params: Sequence[Partition], of_state: Sequence[Partition]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -461,45 +410,35 @@ def check_blocks(
     tracked = all(map(_jax.has_vma, axes))
     leaves = jax.tree_util.tree_leaves_with_path(params)
     is_split = lambda x: not tracked or not _jax.varying_axes(x).isdisjoint(axes)
-    splits = [("split",) if is_split(x) else () for _, x in leaves]
+    splits: list[Any] = [("split",) if is_split(x) else () for _, x in leaves]
     if not any(splits):
         return
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
-    for transformation in transformations:
-        obstacle = _why_not_on_blocks(transformation, whole, splits)
-        if obstacle is None:
-            continue
-        name = next(leaf_name(path) for path, x in leaves if is_split(x))
-        what = ", ".join(map(repr, axes))
-        found = f"{name} is split" if tracked else f"Parameters such as {name} may be split"
-        types = "" if tracked else " If they are not, pass check_vma=True, so that types tell."
-        named = ", ".join(map(repr, shards.axes))
-        raise WeightUpdateError(
-            f"{found} over {what}, which is not a shard axis here, and each device would "
-            f"update its block alone, but the update needs whole arrays: {obstacle}. Leave {what} "
-            f"to XLA, with jax.shard_map(..., axis_names={{{named}}}), or write "
-            f"crossshard.make_train_step(..., mesh=mesh, axis_name={shards.axes!r}).{types}"
-        )
-
-
-def _why_not_on_blocks(
-    transformation: optax.GradientTransformationExtraArgs, params: Any, splits: Sequence[Any]
-) -> str | None:
-    """Why a transformation cannot run on blocks of some parameters; ``None`` if it can."""
-    with inside_optimizer():
-        state = jax.eval_shape(transformation.init, params)
 
     def blocks(tree: Any, splits: Sequence[Any]) -> list[Partition]:
         pairs = zip(jax.tree.leaves(tree), splits, strict=True)
         return [_half(x.shape) if own else Partition(x.shape) for x, own in pairs]
 
-    of_params = blocks(params, splits)
-    of_state = blocks(state, other_axes_like(state, params, splits))
-    try:
-        update = as_function(as_updates(transformation))
-        return why_not_elementwise(update, *whole_and_slices(params, state, of_params, of_state))
-    except TypeError as error:  # it takes more arguments, such as the loss function
-        return f"it cannot be traced from gradients and the loss, {str(error).splitlines()[0]}"
+    for each in transformations:
+        with inside_optimizer():
+            state = jax.eval_shape(each.init, whole)
+        of_state = blocks(state, other_axes_like(state, whole, splits))
+        given = whole_and_slices(whole, state, blocks(whole, splits), of_state)
+        try:
+            obstacle = why_not_elementwise(as_function(as_updates(each)), *given)
+        except TypeError as error:  # it takes more arguments, such as the loss function
+            obstacle = f"it needs more than gradients and the loss, {str(error).splitlines()[0]}"
+        if obstacle is not None:
+            name = next(leaf_name(path) for path, x in leaves if is_split(x))
+            what, named = (", ".join(map(repr, names)) for names in (axes, shards.axes))
+            found = f"{name} is split" if tracked else f"Parameters such as {name} may be split"
+            types = "" if tracked else " If they are not, pass check_vma=True, so that types tell."
+            raise WeightUpdateError(
+                f"{found} over {what}, which is not a shard axis here, and each device would "
+                f"update its block alone, but the update needs whole arrays: {obstacle}. Leave "
+                f"{what} to XLA, with jax.shard_map(..., axis_names={{{named}}}), or write "
+                f"crossshard.make_train_step(..., mesh=mesh, axis_name={shards.axes!r}).{types}"
+            )
 
 
 def _half(shape: tuple[int, ...]) -> Partition:

@@ -16,7 +16,7 @@ from crossshard import _check, _jax
 from crossshard._check import is_inexact
 from crossshard.collectives.sums import average, to_sum
 from crossshard.errors import ArgumentError
-from crossshard.gradients.autodiff import check_sums, scaled, split_loss, unscale
+from crossshard.gradients.local import check_sums, scaled, split_loss, unscale
 from crossshard.gradients.mean import Mean, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.mean_over_rows import facts_of_inputs, prove, types_with

@@ -30,8 +30,8 @@ from crossshard.jaxprs.rewrite import opaque_false, without_repeats
 from crossshard.jaxprs.walk import equations_of, named_axes
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
-from crossshard.pipeline.aggregators import Aggregator, Peers, Summands
 from crossshard.pipeline.stage import StageContext
+from crossshard.pipeline.stages.aggregate import Aggregator, Peers, Summands
 from crossshard.shards.batch_axes import join
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.rows import RowsLoss, StepLoss
@@ -178,7 +178,7 @@ class InOrder(Aggregator):
 
     divides_before = False
 
-    def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def each(self, function: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
         """On each of the partial sums ``[nodes, …]``."""
         return jax.vmap(function)
 
@@ -204,3 +204,15 @@ class InOrder(Aggregator):
     def describe(self) -> str:
         """How many virtual shards there are."""
         return f"as {self.virtual_shards} virtual shards, added in a fixed order"
+
+
+def written(loss: StepLoss) -> dict[str, Any]:
+    """What a checkpoint tells of a loss, and a restore compares, by the names of the options."""
+    return {
+        "weight": loss.weight,
+        "accumulate_steps": loss.accumulate_steps,
+        "model_state": loss.model_state,
+        "loss_over": loss.over,
+        "rng_per='row'": loss.keys_of_rows,
+        "virtual_shards": loss.same_bits,
+    }

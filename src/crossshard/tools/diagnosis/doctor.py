@@ -1,9 +1,10 @@
 """doctor: looks at this machine, at JAX and at the job, sums over all devices, says what is wrong.
 
 What may never end is run in a thread, and left there when its time is over. The processes of a job
-tell each other what they have entered, to name the one that is missing.
+tell each other which sum they have entered, to name the one that is missing.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -11,13 +12,11 @@ import itertools
 import json
 import os
 import platform
-import re
 import textwrap
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,10 +27,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import crossshard
 from crossshard import _check, _jax, _text
 from crossshard._annotations import Json
-from crossshard.distributed.initialize import initialize
-from crossshard.distributed.job import ADDRESS, NUMBER, OWN, Job, find_job, split_address
+from crossshard.distributed.job import (
+    ADDRESS,
+    NUMBER,
+    OWN,
+    Job,
+    find_job,
+    initialize,
+    split_address,
+)
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError, DeadlockWarning
-from crossshard.shards.devices import forced_cpu_devices, shard_mesh, warn_of_deadlock
+from crossshard.shards.devices import shard_mesh, warn_of_deadlock
 from crossshard.tools.inspection.collectives import bytes_sent
 from crossshard.tools.quiet import quiet
 
@@ -42,7 +48,6 @@ SECONDS = 30.0
 _RUNS = 5
 # float32 counts to here without a gap, so that sums are exact in any order.
 _EXACT = 2**24
-_DEV = Path("/dev")
 # They must be of the version of jaxlib, or JAX leaves them aside.
 _PLUGINS = (
     *("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
@@ -50,10 +55,8 @@ _PLUGINS = (
 )
 _SHOWN = ("jax", "jaxlib", "numpy", "optax", "flax", "orbax-checkpoint", "libtpu", *_PLUGINS)
 _SETTINGS = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "CUDA_VISIBLE", "GLIBC_TUNABLES", "NPROC")
-# A process's own, or nothing that a program depends on.
-_OF_ONE = ("JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
-_FIRST, _ENTERED = "crossshard/doctor/first", "crossshard/doctor/in"
-_calls, _entered = itertools.count(1), itertools.count(1)
+_ENTERED = "crossshard/doctor/in"
+_entered = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +125,6 @@ class CollectiveTest:
         """Bytes/s that a device has sent."""
         return self.bytes_sent / self.seconds
 
-    def _row(self) -> tuple[str, ...]:
-        sizes = (_text.size(self.size), _text.size(self.bytes_sent), _text.time(self.seconds))
-        return (self.kind, *sizes, _text.rate(self.bandwidth), "right" if self.right else "WRONG")
-
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
@@ -140,8 +139,7 @@ class Diagnosis:
         whether they have met.
       settings: the environment variables that JAX, XLA and crossshard read here.
       tests: the collective, in each size; empty without a self-test.
-      findings: what looks wrong. Of several processes, the first has its own; each other one has
-        those that the first does not have.
+      findings: what looks wrong, in this process.
       stuck: whether a collective, or JAX itself, has not come to an end.
 
     >>> Diagnosis({}, None, {}, {}, {}, (), ()).ok
@@ -177,7 +175,7 @@ class Diagnosis:
         lines = [wrapped.fill(f"{name:<11}{text or 'none'}") for name, text in rows.items()]
         if self.tests:
             head = ("collective", "size", "sent", "time", "speed", "values")
-            lines += ["", _text.table(head, [each._row() for each in self.tests])]
+            lines += ["", _text.table(head, list(map(_row, self.tests)))]
         heads = {0: "Nothing looks wrong.", 1: "One thing looks wrong:"}
         number = len(self.findings)
         lines += ["", heads.get(number, f"{number} things look wrong:")]
@@ -188,6 +186,12 @@ class Diagnosis:
     def to_json(self, **kwargs: Any) -> str:
         """The attributes, and ``ok``, as a JSON object; the arguments are those of json.dumps."""
         return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, **kwargs)
+
+
+def _row(test: CollectiveTest) -> tuple[str, ...]:
+    sizes = (_text.size(test.size), _text.size(test.bytes_sent), _text.time(test.seconds))
+    rate = f"{_text.size(test.bandwidth)}/s"
+    return (test.kind, *sizes, rate, "right" if test.right else "WRONG")
 
 
 def _of_job(job: Mapping[str, Any]) -> str:
@@ -246,18 +250,19 @@ def diagnose(
     versions = _installed()
     settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_SETTINGS)}
     job, of_job = _find(timeout, meet=as_command)
-    devices, of_start = _started(timeout)
-    found = [*_of_versions(versions), *of_job, *of_start]
+    found = [*_of_versions(versions), *of_job]
+    platforms = os.environ.get("JAX_PLATFORMS")
+    start = f"The start of JAX{f' with JAX_PLATFORMS={platforms}' if platforms else ''}"
+    devices: Devices | None = _tried(found, "start", start, timeout, _look)
     mesh, tests = None, list[CollectiveTest]()
     if devices is not None:
-        found += _of_cpus(devices)
-        found = _of_this_one(found, versions | settings, timeout)
-        mesh = shard_mesh(devices.number)
-        if self_test and devices.number > 1:
-            # Gloo writes to stdout.
-            with quiet(1):
-                tests, wrong = _tests(mesh, sizes, timeout)
-            found += wrong
+        mesh, of_threads = _mesh(devices.number)
+        found += of_threads
+        for size in sizes if self_test and devices.number > 1 else ():
+            test = _test(found, mesh, size, timeout)
+            if test is None:
+                break
+            tests.append(test)
     connected = _jax.has_coordinator()
     if connected:
         number, own = _jax.processes_of_job()
@@ -291,33 +296,12 @@ def _of_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
     """Which versions are not released together."""
     of_jax = versions["jax"]
     for name in ("jaxlib", *_PLUGINS):
-        if name in versions and _numbers(versions[name]) != _numbers(of_jax):
-            extra = "" if name == "jaxlib" else f"[{name.split('-')[1]}]"
+        if name in versions and versions[name] != of_jax:
             yield Finding(
                 "versions",
                 f"{name} is {versions[name]} and jax {of_jax}, and they are released together: "
-                f'pip install "jax{extra}=={of_jax}" "jaxlib=={of_jax}".',
+                f'pip install "jax=={of_jax}" "{name}=={of_jax}".',
             )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Three of them, so that 0.13 is 0.13.0; what follows, as in ``rc1``, is left out."""
-    found = re.findall(r"\d+", re.split(r"[^\d.]", version)[0])
-    return tuple(int(each) for each in (*found, 0, 0, 0)[:3])
-
-
-def _started(timeout: float) -> tuple[Devices | None, list[Finding]]:
-    """The devices, once JAX has started; what is wrong if it does not."""
-    number = _enter()
-    try:
-        # XLA, and the watch of the job, write to stderr why they end the process.
-        with quiet(1):
-            return _within(timeout, _look), []
-    except _LateError:
-        hint = "JAX waits for all hosts of a slice: start this on each of them"
-        return None, [Finding("stuck", f"{_late('The start of JAX', number, timeout)} {hint}.")]
-    except Exception as error:  # whatever a plugin raises
-        return None, [Finding("start", _why_jax_does_not_start(error))]
 
 
 def _look() -> Devices:
@@ -330,43 +314,20 @@ def _look() -> Devices:
     return Devices(*kinds, len(everyone), len(own), *processes, memory)
 
 
-def _why_jax_does_not_start(error: BaseException) -> str:
-    """A sentence on an exception that JAX raises in place of its devices."""
-    config: Any = jax.config
-    # JAX may fail without a word where a plugin is not installed.
-    first = _first_line(error, "it finds no devices")
-    if not config.jax_platforms:
-        return f"JAX does not start: {first}."
-    return (
-        f"JAX does not start with JAX_PLATFORMS={config.jax_platforms}: {first}. Unset it, or "
-        f'install what is missing: pip install "jax[cuda12]" for GPUs, "jax[tpu]" for TPUs.'
-    )
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return f"{lines[0].rstrip('.'):.300}"
 
 
-def _first_line(error: BaseException, otherwise: str = "") -> str:
-    lines = str(error).splitlines() or [otherwise or type(error).__name__]
-    return f"{lines[0].partition(' (set JAX_PLATFORMS')[0].rstrip('.'):.300}"
-
-
-def _of_cpus(devices: Devices) -> Iterator[Finding]:
-    """What is wrong where JAX uses the CPU."""
-    config: Any = jax.config
-    if devices.platform != "cpu":
-        return
-    # Who asks for virtual CPU devices does not want the GPU.
-    if forced_cpu_devices() is None and config.jax_num_cpu_devices < 1:
-        for name, files in (("cuda", "nvidia[0-9]*"), ("tpu", "accel[0-9]*")):
-            if there := sorted(_DEV.glob(files)):
-                yield Finding(
-                    "unused accelerator",
-                    f"There is {there[0]}, but JAX uses the CPU. JAX_PLATFORMS={name} crossshard "
-                    f"doctor says why.",
-                )
+def _mesh(number: int) -> tuple[Mesh, list[Finding]]:
+    """The mesh that crossshard uses if it is given none, and what it warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeadlockWarning)
-        warn_of_deadlock(shard_mesh(devices.number))
+        mesh = shard_mesh(number)
+        # Again, though the mesh may be there already.
+        warn_of_deadlock(mesh)
     sentences = {str(each.message) for each in caught if each.category is DeadlockWarning}
-    yield from (Finding("threads", sentence) for sentence in sentences)
+    return mesh, [Finding("threads", sentence) for sentence in sentences]
 
 
 # The processes of the job.
@@ -405,146 +366,107 @@ def _find(timeout: float, *, meet: bool) -> tuple[Job, list[Finding]]:
     return job, [Finding("alone", sentence)]
 
 
-def _of_this_one(found: list[Finding], facts: Mapping[str, str], seconds: float) -> list[Finding]:
-    """What is wrong in this process and not in process 0, which it may differ from.
+def _tried(
+    found: list[Finding], kind: str, what: str, seconds: float, function: Callable[[], Any]
+) -> Any:
+    """What a function returns in a thread; ``None``, and a finding, if it raises or does not end.
 
     Args:
-      found: what is wrong here.
-      facts: versions and settings by name, which process 0 is to have, too.
-      seconds: how long to wait for process 0.
+      found: where the finding goes.
+      kind: its kind, if the function raises.
+      what: how it names the function.
+      seconds: how long to wait.
+      function: what all processes of the job call.
     """
-    if not _jax.has_coordinator():
-        return found
-    facts = {name: each for name, each in facts.items() if name not in _OF_ONE}
-    key = f"{_FIRST}/{next(_calls)}"
-    _, own = _jax.processes_of_job()
-    if own == 0:
-        _jax.tell_processes(key, json.dumps([facts, [each.sentence for each in found]]))
-        return found
-    told = _jax.told_by_processes(key, seconds)
-    if told is None:
-        return found
-    first, sentences = json.loads(told)
-    return [each for each in found if each.sentence not in sentences] + [
-        Finding(
-            "other than process 0",
-            f"Process {own} has {name}={facts.get(name, '(nothing)')}, and process 0 "
-            f"{str(first.get(name, '(nothing)'))!r:.100}. Give all processes the same.",
-        )
-        for name in sorted({*facts, *first})
-        if facts.get(name) != first.get(name)
-    ]
-
-
-class _LateError(Exception):
-    """What was to be run has not come to an end in time; it may still go on."""
-
-
-def _within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What a function returns or raises.
-
-    Raises:
-      _LateError: it has not come to an end after so many seconds.
-
-    >>> _within(60, lambda: 3)
-    3
-    """
-    found: list[Any] = []
-    raised: list[BaseException] = []
+    number, (processes, own) = next(_entered), _jax.processes_of_job()
+    if processes > 1:
+        _jax.tell_again(f"{_ENTERED}/{own}", str(number))
+    ended: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def run() -> None:
         try:
-            found.append(function())
+            ended.set_result(function())
         except BaseException as error:
-            raised.append(error)
+            ended.set_exception(error)
 
-    thread = threading.Thread(target=run, name="crossshard doctor", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if raised:
-        raise raised[0]
-    if not found:
-        raise _LateError
-    return found[0]
-
-
-def _enter() -> int:
-    """Tell the other processes that this one enters something that all enter; its number."""
-    number = next(_entered)
-    if _jax.has_coordinator():
-        _jax.tell_again(f"{_ENTERED}/{_jax.processes_of_job()[1]}", str(number))
-    return number
+    # Gloo writes to stdout. To stderr, XLA and the watch of the job write why they end the process.
+    with quiet(1):
+        # Not a thread of a pool, for which Python waits at its end.
+        threading.Thread(target=run, daemon=True).start()
+        concurrent.futures.wait([ended], seconds)
+    if not ended.done():
+        who = _late(number, processes)
+        found.append(Finding("stuck", f"{what} has not ended in {seconds:g} seconds{who}."))
+    elif error := ended.exception():
+        found.append(Finding(kind, f"{what} failed: {_first_line(error)}."))
+    else:
+        return ended.result()
+    return None
 
 
-def _late(what: str, number: int, seconds: float) -> str:
-    """A sentence on something that has not ended, and on the processes that have not entered it."""
-    sentence = f"{what} has not ended in {seconds:g} seconds"
-    processes, _ = _jax.processes_of_job()
+def _late(number: int, processes: int) -> str:
+    """Which processes have not entered what has not ended."""
     if processes == 1:
-        return f"{sentence}. See what else runs on this machine, and run it again alone."
+        return ""
     try:
-        told = _within(seconds, lambda: _jax.told_below(f"{_ENTERED}/"))
+        told = {who: int(text) for who, text in _jax.told_below(f"{_ENTERED}/").items()}
     except Exception:  # nobody answers
-        return f"{sentence}, and the coordinator does not answer. See what process 0 does."
+        return ", and the coordinator does not answer"
     # A process may enter what comes later, but nothing before this.
-    has_entered = lambda text: text.isdecimal() and int(text) >= number
-    entered = {process for process, text in told.items() if has_entered(text)}
-    if behind := [str(each) for each in range(processes) if str(each) not in entered]:
-        names = _text.listed(behind, 10)
-        return f"{sentence}: process {names} has not entered it. See what that one does."
+    behind = [str(each) for each in range(processes) if told.get(str(each), 0) < number]
+    if behind:
+        return f": process {_text.listed(behind, 10)} has not entered it"
     return (
-        f"{sentence}, and all processes have entered it: one of them stands still, or they do not "
-        "reach each other. See their logs; open all ports between their hosts, or name the "
-        "interface, as in NCCL_SOCKET_IFNAME=eth0."
+        ", and all processes have entered it: one of them stands still, or they do not reach each "
+        "other"
     )
 
 
 # The sum over all devices.
 
 
-def _tests(
-    mesh: Mesh, sizes: Sequence[int], timeout: float
-) -> tuple[list[CollectiveTest], list[Finding]]:
-    """Sum arrays of each size; those sums that have ended, and what is wrong."""
-    tests: list[CollectiveTest] = []
-    found: list[Finding] = []
-    for size in sizes:
-        what = f"The all-reduce of {_text.size(size)}"
-        number = _enter()
-        try:
-            test, wrong = _all_reduce(mesh, max(size // 4, 1), timeout)
-        except _LateError:
-            return tests, [*found, Finding("stuck", _late(what, number, timeout))]
-        except Exception as error:  # whatever the runtime raises
-            return tests, [*found, Finding("failed", f"{what} failed: {_first_line(error)}")]
-        tests.append(test)
-        if wrong is not None:
-            sentence = (
-                f"{what} is wrong in {wrong}. Train without this device; if another one is wrong "
-                f"too, with another version of jaxlib or of the driver."
-            )
-            found.append(Finding("wrong values", sentence))
-    return tests, found
-
-
-def _all_reduce(mesh: Mesh, length: int, timeout: float) -> tuple[CollectiveTest, str | None]:
-    """Sum an array of each device over a mesh of one axis, and say which values are wrong."""
+def _test(found: list[Finding], mesh: Mesh, size: int, timeout: float) -> CollectiveTest | None:
+    """Sum an array of this size on each device over a mesh of one axis; ``None`` if that fails."""
+    what, length = f"The all-reduce of {_text.size(size)}", max(size // 4, 1)
+    summed = _tried(found, "failed", what, timeout, lambda: _all_reduce(mesh, length))
+    if summed is None:
+        return None
+    seconds, result = summed
     numbers, marks = _values(length, mesh.size)
     right = (mesh.size * numbers + marks.sum()).astype(np.float32)
-    compiled = _within(timeout, lambda: _compiled(mesh, length))
-    part = lambda index: (numbers + marks[(index[0].start or 0) // length]).astype(np.float32)
-    x = jax.make_array_from_callback((mesh.size * length,), _over(mesh), part)
-
-    def run() -> tuple[float, jax.Array]:
-        began = time.perf_counter()
-        result = jax.block_until_ready(compiled(x))
-        return time.perf_counter() - began, result
-
-    _, result = _within(timeout, run)
-    seconds = float(np.median([_within(timeout, run)[0] for _ in range(_RUNS)]))
-    wrong = _wrong(result, right)
+    wrong = ""
+    for each in result.addressable_shards:
+        got = np.asarray(each.data)
+        differs = np.flatnonzero(got != right)
+        if differs.size and not wrong:
+            shard, at = (each.index[0].start or 0) // length, int(differs[0])
+            wrong = (
+                f"{what} is wrong in {differs.size} of {got.size} values on shard {shard} "
+                f"({each.device}); value {at} is {got[at]:g} and should be {right[at]:g}. Train "
+                "without this device."
+            )
+            found.append(Finding("wrong values", wrong))
     sent = bytes_sent("all-reduce", mesh.size, 4 * length)
-    return CollectiveTest("all-reduce", 4 * length, sent, seconds, wrong is None), wrong
+    return CollectiveTest("all-reduce", 4 * length, sent, seconds, not wrong)
+
+
+def _all_reduce(mesh: Mesh, length: int) -> tuple[float, jax.Array]:
+    """The seconds of a sum, the median of several, and what it returns."""
+    numbers, marks = _values(length, mesh.size)
+    spec = PartitionSpec(*mesh.axis_names)
+    summed = lambda x: lax.psum(x, mesh.axis_names[0])
+    mapped = jax.shard_map(summed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    part = lambda index: (numbers + marks[(index[0].start or 0) // length]).astype(np.float32)
+    shape, sharding = (mesh.size * length,), NamedSharding(mesh, spec)
+    x = jax.make_array_from_callback(shape, sharding, part)
+    with jax.disable_jit(False):
+        compiled = jax.jit(mapped).lower(x).compile()
+    result, seconds = jax.block_until_ready(compiled(x)), []
+    for _ in range(_RUNS):
+        began = time.perf_counter()
+        jax.block_until_ready(compiled(x))
+        seconds.append(time.perf_counter() - began)
+    return float(np.median(seconds)), result
 
 
 def _values(length: int, shards: int) -> tuple[Any, Any]:
@@ -556,30 +478,3 @@ def _values(length: int, shards: int) -> tuple[Any, Any]:
     marks = np.arange(shards) ** 2 % 251
     period = max((_EXACT - int(marks.sum())) // shards, 1)
     return np.arange(length) % min(period, 65521), marks
-
-
-def _over(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
-
-
-def _compiled(mesh: Mesh, length: int) -> Any:
-    spec = PartitionSpec(*mesh.axis_names)
-    summed = lambda x: lax.psum(x, mesh.axis_names[0])
-    mapped = jax.shard_map(summed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    x = jax.ShapeDtypeStruct((mesh.size * length,), np.float32, sharding=_over(mesh))
-    with jax.disable_jit(False):
-        return jax.jit(mapped).lower(x).compile()
-
-
-def _wrong(result: jax.Array, right: Any) -> str | None:
-    """What a device of this process has that numpy has not; ``None`` if all is right."""
-    for each in result.addressable_shards:
-        got = np.asarray(each.data)
-        differs = np.flatnonzero(got != right)
-        if differs.size:
-            shard, at = (each.index[0].start or 0) // got.size, int(differs[0])
-            return (
-                f"{differs.size} of {got.size} values on shard {shard} ({each.device}); value {at} "
-                f"is {got[at]:g} and should be {right[at]:g}"
-            )
-    return None

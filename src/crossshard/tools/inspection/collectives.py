@@ -43,6 +43,7 @@ _UNCHANGED = {"get-tuple-element", "bitcast", "copy", "reshape", "transpose"}
 _CALLS = ("calls", "to_apply")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 _LOOP = ("condition", "body")
+_ALL = (*_CALLS, *_BRANCHES, *_LOOP)
 
 # What a counter of a loop may pass through.
 _COPIES = {"copy", "copy-start", "copy-done", "bitcast", "reshape"}
@@ -141,12 +142,6 @@ class Collective:
     counted: bool = True
 
     @property
-    def combined(self) -> int:
-        """The most collectives that XLA may have combined; operands of one call count, too."""
-        # The operands of an all-to-all are one array.
-        return 1 if "to-all" in self.kind else len(self.operands)
-
-    @property
     def behind(self) -> str:
         """What hides it: ``matrix products``, ``other kernels`` or ``nothing``."""
         if self.matrix_products:
@@ -177,12 +172,14 @@ class Execution:
     rare: bool = False  # only in steps in which a gradient is not finite
 
 
-def executions(module: Module) -> Iterator[Execution]:
-    """All instructions that can execute, in order, including all branches of a conditional."""
-    yield from _through(module, Execution(module.entry.root, module.entry))
+def executions(module: Module, at: Execution | None = None) -> Iterator[Execution]:
+    """All instructions that can execute, in order, including all branches of a conditional.
 
-
-def _through(module: Module, at: Execution) -> Iterator[Execution]:
+    Args:
+      module: the program.
+      at: an execution of the computation to begin with; the entry by default.
+    """
+    at = at or Execution(module.entry.root, module.entry)
     for instruction in at.computation.instructions.values():
         run = dataclasses.replace(at, instruction=instruction)
         yield run
@@ -193,31 +190,27 @@ def _through(module: Module, at: Execution) -> Iterator[Execution]:
         # The loop, or the conditional, itself: what runs in it names the scope too.
         rare = at.rare or (RARE in scopes and instruction.opcode in ("while", "conditional"))
         inner = dataclasses.replace(run, caller=instruction, around=at.computation, rare=rare)
-        for computation in _called(module, instruction, _CALLS):
-            yield from _through(module, dataclasses.replace(inner, computation=computation))
-        for number, computation in enumerate(_called(module, instruction, _BRANCHES)):
-            branches = (*at.branches, (instruction.name, number))
-            branch = dataclasses.replace(inner, computation=computation, branches=branches)
-            yield from _through(module, branch)
+        for computation in called_computations(module, instruction, _CALLS):
+            yield from executions(module, dataclasses.replace(inner, computation=computation))
+        branches = called_computations(module, instruction, _BRANCHES)
+        for number, computation in enumerate(branches):
+            taken = (*at.branches, (instruction.name, number))
+            branch = dataclasses.replace(inner, computation=computation, branches=taken)
+            yield from executions(module, branch)
         if instruction.opcode == "while":
-            trips = _trip_count(module, at.computation, instruction)
-            trips = 1 if rare and not at.rare else trips
-            times = None if trips is None or at.times is None else at.times * trips
             # The rare one has one turn, or none.
-            in_loop = at.in_loop or not rare or at.rare
-            inner = dataclasses.replace(inner, in_loop=in_loop, times=times)
-            for computation in _called(module, instruction, _LOOP):
-                yield from _through(module, dataclasses.replace(inner, computation=computation))
+            is_rare = rare and not at.rare
+            trips = 1 if is_rare else _trip_count(module, at.computation, instruction)
+            times = None if trips is None or at.times is None else at.times * trips
+            inner = dataclasses.replace(inner, in_loop=at.in_loop or not is_rare, times=times)
+            for computation in called_computations(module, instruction, _LOOP):
+                yield from executions(module, dataclasses.replace(inner, computation=computation))
 
 
-def called_computations(module: Module, instruction: Instruction) -> list[Computation]:
-    """The computations that an instruction runs, those of all branches and of loops included."""
-    return _called(module, instruction, (*_CALLS, *_BRANCHES, *_LOOP))
-
-
-def _called(
-    module: Module, instruction: Instruction, attributes: tuple[str, ...]
+def called_computations(
+    module: Module, instruction: Instruction, attributes: tuple[str, ...] = _ALL
 ) -> list[Computation]:
+    """The computations that an instruction runs, those of all branches and of loops included."""
     names = [name for attribute in attributes for name in instruction.called(attribute)]
     return [module.computations[name] for name in names]
 
@@ -229,11 +222,8 @@ def _trip_count(module: Module, computation: Computation, loop: Instruction) -> 
     with a constant start, increment and limit.
     """
     config = loop.attributes.get("backend_config", "")
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', config)
-    return int(known[1]) if known else _counted(module, computation, loop)
-
-
-def _counted(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', config):
+        return int(known[1])
     carry = _unchanged(computation, loop.operands[0])
     (condition,) = (module.computations[name] for name in loop.called("condition"))
     (body,) = (module.computations[name] for name in loop.called("body"))
@@ -408,8 +398,10 @@ def _runs_of_collectives(module: Module) -> Iterator[tuple[Execution, str]]:
     """The collective instructions with their kinds; an asynchronous one counts once."""
     seen: set[str] = set()
     for run in executions(module):
-        kind = _kind(run)
-        if kind is None:
+        kind = run.instruction.sent_as or run.instruction.opcode.removesuffix("-start")
+        if kind == "all-reduce" and _is_fused_scatter(run):
+            kind = "reduce-scatter"
+        if kind not in _BYTES_SENT:
             continue
         # On TPUs an asynchronous collective is repeated in every fusion that overlaps it. Such a
         # chain is one collective, counted at its start.
@@ -428,15 +420,6 @@ def _starts_chain(run: Execution) -> bool:
         for each in run.computation.instructions.values()
         if each.opcode == "custom-call"
     )
-
-
-def _kind(run: Execution) -> str | None:
-    if run.instruction.sent_as is not None:
-        return run.instruction.sent_as
-    opcode = run.instruction.opcode.removesuffix("-start")
-    if opcode == "all-reduce" and _is_fused_scatter(run):
-        return "reduce-scatter"
-    return opcode if opcode in _BYTES_SENT else None
 
 
 def _is_fused_scatter(run: Execution) -> bool:

@@ -175,12 +175,6 @@ class Computation:
         """The root instruction, whose value the computation returns."""
         return next(each for each in self.instructions.values() if each.is_root)
 
-    @functools.cached_property
-    def parameters(self) -> tuple[Instruction, ...]:
-        """The parameters, by their number."""
-        found = (each for each in self.instructions.values() if each.opcode == "parameter")
-        return tuple(sorted(found, key=lambda each: int(each.argument)))
-
 
 @dataclasses.dataclass(frozen=True)
 class Module:
@@ -390,29 +384,21 @@ def _rows(table: np.ndarray) -> Groups:
 
 
 def _over_axes(mesh: str, devices: str | None, used: str) -> Groups:
+    """The groups of devices that differ along some axes of a mesh only."""
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh)}
-    # A sub-axis, 'a':(2)4, splits its axis in three: the 2 before it, its 4, and the rest.
-    parts = [
-        (name, int(before or 1), int(before or 1) * int(size or sizes[name]))
-        for name, before, size in _USED_AXIS.findall(used)
-    ]
-    factors: list[int] = []
-    starts: list[tuple[str, int]] = []
-    for axis, length in sizes.items():
-        edges = {1, length}.union(*(part[1:] for part in parts if part[0] == axis))
-        for low, high in itertools.pairwise(sorted(edges)):
-            factors.append(high // low)
-            starts.append((axis, low))
-    chosen = [
-        i
-        for name, low, high in parts
-        for i, (axis, start) in enumerate(starts)
-        if axis == name and low <= start < high
-    ]
-    rest = [i for i in range(len(factors)) if i not in chosen]
-    ids = _mesh_devices(devices, math.prod(factors)).reshape(factors)
-    ids = ids.transpose([*rest, *chosen])
-    return _rows(ids.reshape(-1, math.prod(factors[i] for i in chosen)))
+    places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
+    apart = dict(zip(sizes, places, strict=True))
+    within, members = [], 1
+    for name, before, part in _USED_AXIS.findall(used):
+        # A sub-axis, 'a':(2)4, splits its axis in three: the 2 before it, its 4, and the rest.
+        size = int(part or sizes[name])
+        rest = sizes[name] // (int(before or 1) * size)
+        digit = apart[name] // rest % size
+        apart[name] = apart[name] - digit * rest
+        within.append(digit)
+        members *= size
+    order = np.lexsort([*within[::-1], *list(apart.values())[::-1]])
+    return _rows(_mesh_devices(devices, len(order))[order].reshape(-1, members))
 
 
 def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:

@@ -94,7 +94,17 @@ def inspect(
     >>> report.collectives, report.bytes_sent, report.memory.argument
     ((), 0, 12)
     """
-    compiled = _compiled(program)
+    compiled: Any = _unwrapped(program)
+    if isinstance(compiled, jax.stages.Traced):
+        compiled = compiled.lower()
+    if isinstance(compiled, jax.stages.Lowered):
+        compiled = compiled.compile()
+    if not isinstance(compiled, jax.stages.Compiled):
+        name = getattr(program, "__name__", None)
+        raise ArgumentTypeError(
+            f"inspect takes a lowered or compiled step, such as jax.jit({name or 'step'})"
+            f".lower(*args); got {type(program).__name__}{f' {name}' if name else ''}."
+        )
     text = compiled.as_text()
     if text is None:
         raise ArgumentError("The compiled program has no HLO text; compile it again.")
@@ -102,11 +112,24 @@ def inspect(
     axes = _mesh_axes(inputs)
     states = [each for each in inputs if isinstance(each, TrainState)]
     of_data = _axes_of_data(axis_name, axes, inputs if states else ())
+    found: Mapping[str, int] = {}
     if parameters is not None:
         found = named_bytes(parameters, of_data)
-    else:
-        found = _bytes_of_state(states[0], of_data) if states else {}
-    return report_on(parse(text), found, _memory(compiled), axes, of_data)
+    elif states:
+        found = _counted(states[0].params, of_data)
+        if states[0].grouped:
+            # Each shard has its own.
+            shards = jax.tree.leaves(states[0].params)[0].shape[0]
+            found = {dtype: total // shards for dtype, total in found.items()}
+    stats = compiled.memory_analysis()
+    memory = stats and Memory(
+        argument=stats.argument_size_in_bytes,
+        output=stats.output_size_in_bytes,
+        temp=stats.temp_size_in_bytes,
+        alias=stats.alias_size_in_bytes,
+        peak=stats.peak_memory_in_bytes,
+    )
+    return report_on(parse(text), found, memory, axes, of_data)
 
 
 def report_on(
@@ -216,8 +239,8 @@ def program_of(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     if is_program(step):
         if args or kwargs:
             raise ArgumentTypeError(
-                f"A step takes arguments; {type(step).__name__} is a program that already has its "
-                f"own, so leave out the {len(args) + len(kwargs)} given."
+                f"{type(step).__name__} is a program that already has its arguments; leave out the "
+                f"{len(args) + len(kwargs)} given."
             )
         return step
     # Strings also have a method lower.
@@ -234,22 +257,6 @@ def program_of(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
 def _unwrapped(program: Any) -> Any:
     # Flax wraps what JAX lowers and compiles.
     return getattr(program, "compiled", getattr(program, "lowered", program))
-
-
-def _compiled(program: Any) -> jax.stages.Compiled:
-    inner = _unwrapped(program)
-    if isinstance(inner, jax.stages.Traced):
-        inner = inner.lower()
-    if isinstance(inner, jax.stages.Lowered):
-        inner = inner.compile()
-    if not isinstance(inner, jax.stages.Compiled):
-        name = getattr(program, "__name__", None)
-        raise ArgumentTypeError(
-            "inspect takes a lowered or compiled step, such as "
-            f"jax.jit({name or 'step'}).lower(*args); got {type(program).__name__}"
-            f"{f' {name}' if name else ''}."
-        )
-    return inner
 
 
 def _inputs(compiled: jax.stages.Compiled) -> list[Any]:
@@ -276,9 +283,9 @@ def _mesh_axes(inputs: Sequence[Any]) -> Axes:
     """
     shardings = [each.sharding for each in jax.tree.leaves(list(inputs))]
     meshes = [each.mesh for each in shardings if isinstance(each, NamedSharding)]
-    found = max(meshes, key=lambda mesh: len(mesh.axis_names), default=None)
-    if found is None:
+    if not meshes:
         return ()
+    found = max(meshes, key=lambda mesh: len(mesh.axis_names))
     slices = [getattr(device, "slice_index", 0) for device in found.devices.flat]
     return tuple(found.shape.items()) if slices == sorted(slices) else ()
 
@@ -293,9 +300,8 @@ def _axes_of_data(given: Any, axes: Axes, inputs: Sequence[Any]) -> tuple[str, .
     named = (given,) if isinstance(given, str) else given
     if not names:
         raise ArgumentError(
-            f"axis_name={_check.shown(given)} names an axis of the mesh that the program's inputs "
-            "are on, and they are on none. Lower the step with arrays, or with "
-            "jax.ShapeDtypeStruct, that have their shardings."
+            f"axis_name={_check.shown(given)} names an axis of the mesh of the program's inputs, "
+            "which are on none. Lower the step with arrays or types that have their shardings."
         )
     if not isinstance(named, Sequence) or not named or not all(each in names for each in named):
         raise ArgumentError(
@@ -322,13 +328,6 @@ def _counted(parameters: Any, of_data: Collection[str]) -> Counter[str]:
     return found
 
 
-def _bytes_of_state(state: TrainState, of_data: Collection[str]) -> Mapping[str, int]:
-    """Those of the parameters of a step; with groups each shard has its own."""
-    found = _counted(state.params, of_data)
-    shards = jax.tree.leaves(state.params)[0].shape[0] if state.grouped else 1
-    return {dtype: total // shards for dtype, total in found.items()}
-
-
 def _split_over(array: Any) -> dict[str, int]:
     """The mesh axes over which an array is split, with their sizes."""
     sharding = getattr(array, "sharding", None)
@@ -344,16 +343,3 @@ def _xla_name(dtype: str) -> str:
     for numpy_name, xla_name in (("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "s")):
         dtype = dtype.replace(numpy_name, xla_name)
     return dtype.replace("_", "")
-
-
-def _memory(compiled: jax.stages.Compiled) -> Memory | None:
-    stats = compiled.memory_analysis()
-    if stats is None:
-        return None
-    return Memory(
-        argument=stats.argument_size_in_bytes,
-        output=stats.output_size_in_bytes,
-        temp=stats.temp_size_in_bytes,
-        alias=stats.alias_size_in_bytes,
-        peak=stats.peak_memory_in_bytes,
-    )

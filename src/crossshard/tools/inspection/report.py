@@ -191,52 +191,62 @@ class Communication:
         """The collectives in loops of unknown length, counted once."""
         return tuple(each for each in self.collectives if each.times is None)
 
-    @property
-    def widened(self) -> tuple[str, ...]:
-        """The dtypes sent that are wider than those of all parameters."""
-        widest = max(map(width, self.parameter_dtypes), default=math.inf)
-        sent = (dtype for each in self.collectives if each.bytes_sent for dtype in each.dtypes)
-        return tuple(dict.fromkeys(dtype for dtype in sent if width(dtype) > widest))
-
     def to_json(self, indent: int | None = None) -> str:
         """The report as JSON: its attributes and theirs, and the properties that are totals."""
         totals = {key: getattr(self, key) for key in _TOTALS}
         return json.dumps(dataclasses.asdict(self) | totals, indent=indent)
 
-    def table(self) -> str:
-        """The collectives as a plain text table, followed by the totals."""
-        return "\n".join([_collective_table(self.collectives), *self.totals()])
-
     def __str__(self) -> str:
         return self.table()
 
-    def totals(self) -> list[str]:
-        """The lines under the table: total bytes, lower bound, overlap and memory."""
-        scalars = self.scalar_bytes_sent
-        extra = f", and {exact_size(scalars)} for scalars" * bool(scalars)
-        branches = any(each.in_branch for each in self.counted)
-        least = "at least " if self.uncounted_loops else "at most " * branches
-        lines = [
-            f"each of {self.devices} devices sends {least}{exact_size(self.bytes_sent)}{extra}"
-        ]
-        lines += _by_axes(self)
+    def table(self) -> str:
+        """The collectives as a plain text table, and the total bytes, bound, overlap and memory."""
+        scalars, least = self.scalar_bytes_sent, ""
+        if any(each.in_branch for each in self.counted):
+            least = "at most "
         if self.uncounted_loops:
-            lines.append("a loop of unknown length (?) is counted once")
-        if branches:
+            least = "at least "
+        lines = [
+            _collective_table(self.collectives),
+            f"each of {self.devices} devices sends {least}{exact_size(self.bytes_sent)}"
+            + f", and {exact_size(scalars)} for scalars" * bool(scalars),
+        ]
+        within = {", ".join(each.axes) for each in self.collectives if each.within_shard}
+        if len(self.bytes_by_axes) > 1 or within:
+            parts = (
+                f"{axes} {exact_size(sent)}"
+                + ", within a shard and not in the bound" * (axes in within)
+                for axes, sent in self.bytes_by_axes.items()
+            )
+            lines.append(f"along {'; '.join(parts)}")
+        if any(each.in_branch for each in self.counted):
             lines.append(
                 f"of each conditional the branch that sends most is counted: "
                 f"{exact_size(self.bytes_in_branches)} of these"
             )
-        lines.append(_bound(self, least))
-        lines += _overlap(self)
-        if self.widened:
-            sent, own = ", ".join(self.widened), ", ".join(self.parameter_dtypes)
-            lines.append(f"sent as {sent}, but the parameters are {own}")
+        if self.lower_bound is None:
+            lines.append("the parameters are unknown, so there is no lower bound")
+        elif self.shards == 1:
+            lines.append("no array is sent between shards, so the lower bound is 0 B")
+        else:
+            lines.append(
+                f"{self.shards} shards need 2(N−1)/N · P = {exact_size(self.lower_bound)} for "
+                f"{exact_size(self.parameter_bytes or 0)} of parameters; "
+                f"ratio {least}{self.ratio or 0:.3f}"
+            )
+        if any(each.asynchronous and each.bytes_sent for each in self.collectives):
+            lines.append(
+                f"{exact_size(self.bytes_behind_matrix_products)} ({self.hidden_share or 0:.0%}) "
+                f"behind matrix products, {exact_size(self.bytes_behind_other_kernels)} behind "
+                f"other kernels, {exact_size(self.bytes_exposed)} exposed"
+            )
+        elif self.bytes_sent:
+            lines.append("no collective is asynchronous, so all bytes are exposed")
         if self.memory is not None:
-            parts = dataclasses.asdict(self.memory).items()
-            words = (f"{name} {exact_size(number)}" for name, number in parts)
+            kinds = dataclasses.asdict(self.memory).items()
+            words = (f"{name} {exact_size(number)}" for name, number in kinds)
             lines.append(f"memory per device: {', '.join(words)}")
-        return lines
+        return "\n".join(lines)
 
 
 def _collective_table(collectives: Iterable[Collective]) -> str:
@@ -247,79 +257,31 @@ def _collective_table(collectives: Iterable[Collective]) -> str:
 def _row(each: Collective) -> tuple[str, ...]:
     """A collective as a row of the table, one text for each column."""
     shown = [str(operand) for operand in each.operands[:2]]
-    more = len(each.operands) - len(shown)
-    if more:
+    if (more := len(each.operands) - 2) > 0:
         shown.append(f"and {more} more")
     when = [f"{'?' if each.times is None else each.times} times"] * each.in_loop
     when += ["in a branch"] * each.in_branch
-    when += [_beside(each)] * each.asynchronous
-    among = f"{len(each.groups)} of {each.group_size}"
-    if each.within_shard:
-        among += " in a shard"
+    if each.asynchronous and each.matrix_products:
+        when.append(f"behind {count(each.matrix_products, 'matrix product')}")
+    elif each.asynchronous:
+        kernels = each.other_kernels
+        when.append(f"behind {count(kernels, 'kernel')}" if kernels else "exposed")
+    among = f"{len(each.groups)} of {each.group_size}" + " in a shard" * each.within_shard
     if each.kind == "collective-permute":
         among = f"{len(each.groups)} pairs"
-    return (
-        each.kind,
-        ", ".join(shown),
-        exact_size(each.bytes_sent + each.scalar_bytes_sent),
-        among,
-        ", ".join(when),
-        _where(each),
-    )
-
-
-def _beside(each: Collective) -> str:
-    if each.matrix_products:
-        return f"behind {count(each.matrix_products, 'matrix product')}"
-    return f"behind {count(each.other_kernels, 'kernel')}" if each.other_kernels else "exposed"
-
-
-def _where(each: Collective) -> str:
-    line = each.source or each.op_name or each.name
-    return f"{line} (1 of {each.combined} combined)" if each.combined > 1 else line
-
-
-def _by_axes(report: Communication) -> list[str]:
-    """The bytes along each axis, if there are several or some stay within a shard."""
-    within = {", ".join(each.axes) for each in report.collectives if each.within_shard}
-    if len(report.bytes_by_axes) < 2 and not within:
-        return []
-    parts = (
-        f"{axes} {exact_size(sent)}" + ", within a shard and not in the bound" * (axes in within)
-        for axes, sent in report.bytes_by_axes.items()
-    )
-    return [f"along {'; '.join(parts)}"]
-
-
-def _bound(report: Communication, least: str) -> str:
-    if report.lower_bound is None:
-        return "the parameters are unknown, so there is no lower bound"
-    if report.shards == 1:
-        return "no array is sent between shards, so the lower bound is 0 B"
-    ratio = "" if report.ratio is None else f"; ratio {least}{report.ratio:.3f}"
-    return (
-        f"{report.shards} shards need 2(N−1)/N · P = {exact_size(report.lower_bound)} for "
-        f"{exact_size(report.parameter_bytes or 0)} of parameters{ratio}"
-    )
-
-
-def _overlap(report: Communication) -> list[str]:
-    if not report.bytes_sent:
-        return []
-    if not any(each.asynchronous and each.bytes_sent for each in report.collectives):
-        return ["no collective is asynchronous, so all bytes are exposed"]
-    return [
-        f"{exact_size(report.bytes_behind_matrix_products)} ({report.hidden_share:.0%}) behind "
-        f"matrix products, {exact_size(report.bytes_behind_other_kernels)} behind other kernels, "
-        f"{exact_size(report.bytes_exposed)} exposed"
-    ]
+    sent = exact_size(each.bytes_sent + each.scalar_bytes_sent)
+    where = each.source or each.op_name or each.name
+    # The operands of an all-to-all are one array.
+    if "to-all" not in each.kind and len(each.operands) > 1:
+        where += f" (1 of {len(each.operands)} combined)"
+    return (each.kind, ", ".join(shown), sent, among, ", ".join(when), where)
 
 
 # Contracts: the most bytes, the kinds of collectives, and what must be hidden.
 
 
 class Breach(NamedTuple):
-    """A violation of a contract: what it is, how to fix it, and a table of who does it."""
+    """A violation of a contract: what it is and how to mend it, and a table of who does it."""
 
     sentence: str
     shown: str
@@ -344,12 +306,33 @@ class Contract:
     min_hidden: float | Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "forbid", _checked_kinds(self.forbid))
-        if not _is_number(self.max_bytes_ratio, 0, math.inf):
+        forbid, hidden = self.forbid, self.min_hidden
+        if not isinstance(forbid, Iterable) or hasattr(forbid, "dtype"):
+            raise ArgumentTypeError(
+                f'forbid must be kinds of collectives, such as ("all-reduce",); got '
+                f"{_check.shown(forbid)}."
+            )
+        forbid = (forbid,) if isinstance(forbid, str) else tuple(forbid)
+        object.__setattr__(self, "forbid", forbid)
+        shares = hidden if isinstance(hidden, Mapping) else {}
+        for name, kinds in (("forbid", forbid), ("min_hidden", shares)):
+            for kind in kinds:
+                if not isinstance(kind, str) or kind not in KINDS:
+                    raise ArgumentError(
+                        f"{name} must name kinds among {', '.join(KINDS)}; got "
+                        f"{_check.shown(kind)}."
+                    )
+        if not _is_number(self.max_bytes_ratio, math.inf):
             shown = _check.shown(self.max_bytes_ratio)
             raise ArgumentError(f"max_bytes_ratio must be a number of at least 0; got {shown}.")
         _check.flag("in_loop", self.in_loop)
-        _check_shares(self.min_hidden)
+        one = [0 if hidden is None else hidden]
+        given = hidden.values() if isinstance(hidden, Mapping) else one
+        if not all(_is_number(each, 1) for each in given):
+            raise ArgumentError(
+                f"min_hidden must be a share from 0 to 1, or one for each of some kinds, such as "
+                f'{{"reduce-scatter": 0.8}}; got {_check.shown(hidden)}.'
+            )
 
     def breaches(self, report: Communication) -> Iterator[Breach]:
         """The violations of a step; scalars are not counted."""
@@ -431,35 +414,6 @@ def _widening(sending: list[Collective], report: Communication) -> float:
     return min(wide, bytes_sent("all-reduce", report.shards, added))
 
 
-def _checked_kinds(forbid: Any) -> tuple[str, ...]:
-    if not isinstance(forbid, Iterable) or hasattr(forbid, "dtype"):
-        shown = _check.shown(forbid)
-        raise ArgumentTypeError(
-            f'forbid must be kinds of collectives, such as ("all-reduce",); got {shown}.'
-        )
-    kinds = (forbid,) if isinstance(forbid, str) else tuple(forbid)
-    _check_known("forbid", kinds)
-    return kinds
-
-
-def _check_known(name: str, kinds: Iterable[Any]) -> None:
-    for kind in kinds:
-        if not isinstance(kind, str) or kind not in KINDS:
-            known = ", ".join(KINDS)
-            raise ArgumentError(f"{name} must name kinds among {known}; got {_check.shown(kind)}.")
-
-
-def _check_shares(given: Any) -> None:
-    if isinstance(given, Mapping):
-        _check_known("min_hidden", given)
-    shares = given.values() if isinstance(given, Mapping) else [0 if given is None else given]
-    if not all(_is_number(each, 0, 1) for each in shares):
-        raise ArgumentError(
-            f"min_hidden must be a share from 0 to 1, or one for each of some kinds, such as "
-            f'{{"reduce-scatter": 0.8}}; got {_check.shown(given)}.'
-        )
-
-
-def _is_number(given: Any, least: float, most: float) -> bool:
+def _is_number(given: Any, most: float) -> bool:
     is_real = isinstance(given, numbers.Real) and not isinstance(given, bool)
-    return is_real and least <= float(given) <= most
+    return is_real and 0 <= float(given) <= most

@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -14,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard import _check, make_train_step
+from crossshard import TrainStep, _check, make_train_step
 from crossshard._annotations import Loss, PyTree
 from crossshard._text import count, size, table
-from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.errors import ArgumentError
 from crossshard.step.rebuild import axes_of_batch, bytes_on_device, number_of_parameters
 from crossshard.tools.inspection.collectives import Collective
 from crossshard.tools.inspection.inspect import inspect
@@ -27,14 +27,11 @@ from crossshard.tools.planning.topology import Topology
 from crossshard.tools.planning.topology import topology as topology_of
 from crossshard.tools.quiet import quiet
 
-_DATA, _MODEL = "data", "model"
 _WHOLE = "replicated"
 # Chosen by the plan itself.
 _OURS = {"mesh", "num_shards", "axis_name", "weight_update"}
 # Options of a step with sharded parameters, and of no other.
 _OF_PARTS = {"gather_dtype"}
-# How many devices share a model, which are near: NVLink, or a part of a torus.
-_OF_A_MODEL = (2, 4, 8)
 # What XLA for TPUs says: "… Used 20.51G of 15.75G hbm. …"
 _USED = re.compile(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm")
 # Or: "… memory required for HLO temporaries (30.32G) exceeds available HBM …", without arguments.
@@ -100,7 +97,7 @@ class LinkUse:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A mesh, and how parameters and optimizer state are kept, compiled.
+    """A way to keep parameters and optimizer state, compiled.
 
     Attributes:
       mesh: the sizes of its axes by their names.
@@ -125,18 +122,17 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """``data 4 x model 2, sharded``; ``in parts`` if the parameters are."""
-        return _name_of(self.mesh, self.weight_update, self.params)
+        """``data 8, sharded``; ``in parts`` if the parameters are."""
+        return f"data {self.mesh['data']}, {_rest(self.weight_update, self.params)}"
 
 
-def _name_of(mesh: Mapping[str, int], weight_update: str, params: str) -> str:
-    axes = " x ".join(f"{name} {number}" for name, number in mesh.items())
-    return f"{axes}, {weight_update if params == _WHOLE else 'in parts'}"
+def _rest(weight_update: str, params: str) -> str:
+    return weight_update if params == _WHOLE else "in parts"
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a step needs on a machine, for each mesh and way for its parameters to rest.
+    """What a step needs on a machine, for each way to keep its parameters and its state.
 
     Attributes:
       topology: its name.
@@ -216,16 +212,14 @@ def plan(
     optimizer: optax.GradientTransformation,
     *,
     topology: str,
-    model_specs: PyTree = None,
     **options: PyTree,
 ) -> Plan:
     """Compile a training step for a pod or a cluster, in several ways, and say what each needs.
 
     Nothing is run there, and no array is allocated: a model of 70 billion parameters is a matter of
     shapes. The step is compiled with the weights updated on every shard, updated in parts, and
-    resting in parts (``params="sharded"``), on a mesh of all devices and, with ``model_specs``, on
-    those where 2, 4 or 8 of them share a model; not where the state alone is more than a device
-    has.
+    resting in parts (``params="sharded"``), with each device as a shard; not where the state alone
+    is more than a device has.
 
     Args:
       loss_fn: as ``make_train_step`` takes it.
@@ -237,8 +231,6 @@ def plan(
       topology: ``"v5e:4x4"``, ``"v5p:16x16x16"``, ``"v6e:8x8"``: chips of a TPU slice;
         ``"h100:4x8"``, ``"a100:4x8"``, ``"h200:4x8"``, ``"b200:4x8"``: hosts times GPUs of a host;
         ``"cpu:8"``: CPU devices of this machine.
-      model_specs: how the parameters may be split over a mesh axis ``"model"``: a pytree of
-        ``PartitionSpec``, or a function of path and leaf that returns one.
       **options: further arguments of ``make_train_step``.
 
     Returns:
@@ -254,7 +246,9 @@ def plan(
     True
     """
     if chosen := sorted(_OURS & set(options)):
-        raise ArgumentError(f"plan compares meshes and updates itself; leave out {chosen[0]}.")
+        raise ArgumentError(
+            f"plan chooses the mesh and compares updates itself; leave out {chosen[0]}."
+        )
     if isinstance(params, str):
         raise ArgumentError(
             f"plan compares replicated and sharded parameters itself; params is the model "
@@ -263,167 +257,97 @@ def plan(
     is_model = isinstance(params, nnx.Pytree) or not callable(params)
     model = params if is_model else nnx.eval_shape(params)
     where = topology_of(topology)
+    mesh, rows = where.mesh({"data": where.size}), batch(where.size) if callable(batch) else batch
+    _check.arrays("batch", rows, or_types=True)
     found = []
-    for shape, types in meshes(where, model, model_specs):
-        mesh, rows = where.mesh(shape), batch(where.size) if callable(batch) else batch
-        _check.arrays("batch", rows, or_types=True)
-        for weight_update, rest in _ways(optimizer, shape):
-            left_out = _OF_PARTS if rest == _WHOLE else ()
-            step = make_train_step(
-                loss_fn,
-                optimizer,
-                mesh=mesh,
-                axis_name=_DATA if _MODEL in shape else None,
-                weight_update=weight_update,
-                params=rest,
-                **{name: each for name, each in options.items() if name not in left_out},
-            )
-            found.append(_Lowered((shape, weight_update, rest), where, step, types, rows))
+    for weight_update, rest in _ways(optimizer, where.size):
+        left_out = _OF_PARTS if rest == _WHOLE else ()
+        step = make_train_step(
+            loss_fn,
+            optimizer,
+            mesh=mesh,
+            weight_update=weight_update,
+            params=rest,
+            **{name: each for name, each in options.items() if name not in left_out},
+        )
+        found.append(_lowered((weight_update, rest), where, step, model, rows))
     with quiet(), concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-        candidates = list(pool.map(_Lowered.candidate, found))
+        candidates = list(pool.map(lambda each: each(), found))
     parameters = number_of_parameters(model, options.get("wrt"))
     return Plan(topology, where.size, parameters, candidates)
 
 
-def _ways(optimizer: Any, shape: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The ``weight_update`` and ``params`` of the steps that are compared on a mesh."""
+def _ways(optimizer: Any, devices: int) -> list[tuple[str, str]]:
+    """The ``weight_update`` and ``params`` of the steps that are compared."""
     ways = [("replicated", _WHOLE), ("sharded", _WHOLE), ("sharded", "sharded")]
     # Groups of shards differ in their parameters, which cannot be sharded.
     grouped = len(getattr(optimizer, "group_assignment", None) or ()) > 1
     # One shard has nothing to split.
-    return ways[:1] if shape[_DATA] == 1 else ways[: 2 if grouped else 3]
+    return ways[:1] if devices == 1 else ways[: 2 if grouped else 3]
 
 
-def meshes(topology: Topology, model: Any, specs: Any) -> list[tuple[dict[str, int], Any]]:
-    """The meshes that are compared, each with the types of the parameters there.
+def _lowered(
+    way: tuple[str, str], topology: Topology, step: TrainStep, model: Any, batch: Any
+) -> Callable[[], Candidate]:
+    """Lower a step; return what compiles it, and reads what the program needs and sends.
 
-    Each device is a shard, or 2, 4 … of them share a model, if there are ``specs``.
-
-    Raises:
-      ArgumentError: the model cannot be split as the specs say over any number of devices.
-      ArgumentTypeError: the specs are neither specs nor a function.
+    A step whose state is more than the memory of a device is neither lowered nor compiled, which
+    would take minutes.
     """
-    found, problem = [({_DATA: topology.size}, model)], None
-    for devices in () if specs is None else _OF_A_MODEL:
-        if topology.size % devices:
-            break
-        shape = {_DATA: topology.size // devices, _MODEL: devices}
-        try:
-            found.append((shape, _split(model, specs, topology.mesh(shape))))
-        except ArgumentError as error:
-            problem = problem or error
-    if problem is not None and len(found) == 1:
-        raise problem
-    return found
+    shards = topology.size
+    state = step.abstract_init(model)
+    # What every shard gets whole may be a Python number.
+    rows = sum(
+        math.prod(np.shape(x)) * jnp.result_type(x).itemsize // (1 if axis is None else shards)
+        for x, axis in zip(jax.tree.leaves(batch), axes_of_batch(step).of(batch), strict=True)
+    )
+    given = bytes_on_device(state) + rows
+    lowered = step.lower(state, batch) if given <= topology.memory else None
 
-
-def _split(model: Any, specs: Any, mesh: Mesh) -> Any:
-    """The types of the parameters, split over the axis ``model``."""
-    of = specs
-    if not callable(specs):
-        is_spec = lambda x: x is None or isinstance(x, PartitionSpec)
-        try:
-            every = jax.tree.broadcast(specs, model, is_leaf=is_spec)
-        except ValueError as error:
-            raise ArgumentTypeError(
-                "model_specs must be a function of path and leaf, or a pytree of PartitionSpec "
-                f"like params: {str(error).splitlines()[0]}"
-            ) from error
-        leaves = jax.tree_util.tree_leaves_with_path(every, is_leaf=is_spec)
-        flat = {
-            jax.tree_util.keystr(path): PartitionSpec() if spec is None else spec
-            for path, spec in leaves
-        }
-        of = lambda path, leaf: flat[jax.tree_util.keystr(path)]
-
-    def lay(path: Any, leaf: Any) -> Any:
-        spec = of(path, leaf)
-        if not isinstance(spec, PartitionSpec):
-            raise ArgumentTypeError(
-                f"model_specs must be a function of path and leaf that returns a PartitionSpec, or "
-                f"a pytree of these like params; got {_check.described(spec)}."
-            )
-        try:
-            sharding = NamedSharding(mesh, spec)
-            sharding.shard_shape(leaf.shape)
-        except ValueError as error:
-            raise ArgumentError(
-                f"params{jax.tree_util.keystr(path)}, of shape {leaf.shape}, cannot be split "
-                f"as {spec} over {dict(mesh.shape)}."
-            ) from error
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    if isinstance(model, nnx.Pytree):
-        graph, state = nnx.split(model)
-        return nnx.merge(graph, jax.tree_util.tree_map_with_path(lay, state))
-    return jax.tree_util.tree_map_with_path(lay, model)
-
-
-class _Lowered:
-    """A step that is lowered, unless what it has on a device is more than the memory there."""
-
-    def __init__(
-        self, choice: tuple[Any, str, str], topology: Topology, step: Any, types: Any, batch: Any
-    ) -> None:
-        self._choice, self._topology = choice, topology
-        self._devices = list(step.mesh.devices.flat)
-        self._state = step.abstract_init(types)
-        shards = choice[0][_DATA]
-        # What every shard gets whole may be a Python number.
-        rows = sum(
-            math.prod(np.shape(x)) * jnp.result_type(x).itemsize // (1 if axis is None else shards)
-            for x, axis in zip(jax.tree.leaves(batch), axes_of_batch(step).of(batch), strict=True)
-        )
-        self._arguments = bytes_on_device(self._state) + rows
-        # A large model takes minutes to compile.
-        fits = self._arguments <= topology.memory
-        self._lowered = step.lower(self._state, batch) if fits else None
-
-    def candidate(self) -> Candidate:
-        """Compile it, and read what the program needs and sends."""
-        compiled, links, needed = None, None, self._arguments
-        if self._lowered is not None:
+    def candidate() -> Candidate:
+        compiled, links, needed = None, None, given
+        if lowered is not None:
             try:
-                compiled = self._lowered.compile()
-                links = _links(compiled, self._devices)
+                compiled = lowered.compile()
+                links = _links(compiled, list(step.mesh.devices.flat))
             except jax.errors.JaxRuntimeError as error:
-                refused_for = None if compiled else self._needed(str(error))
+                refused_for = None if compiled else _needed(str(error), given)
                 if refused_for is None:
-                    what = f"{'read' if compiled else 'compiled'} for {self._topology.name}"
+                    what = f"{'read' if compiled else 'compiled'} for {topology.name}"
                     first = (str(error).splitlines() or ["no reason"])[0]
                     raise ArgumentError(
-                        f"The step of {_name_of(*self._choice)} cannot be {what}: {first:.300}"
+                        f"The step of {_rest(*way)} cannot be {what}: {first:.300}"
                     ) from error
                 needed = refused_for
-        memory = self._memory(compiled, needed)
-        return Candidate(*self._choice, memory, links, self._lowered is not None)
-
-    def _needed(self, message: str) -> int | None:
-        """The bytes that a program needs, if its compiler refuses it for them."""
-        for pattern, more in ((_USED, 0), (_TEMPORARIES, self._arguments)):
-            if found := pattern.search(message):
-                return more + int(float(found[1]) * _UNITS[found[2]])
-        return None
-
-    def _memory(self, compiled: jax.stages.Compiled | None, needed: int) -> MemoryUse:
-        parameters = bytes_on_device((self._state.params, self._state.frozen))
-        optimizer = bytes_on_device(self._state.opt_state)
-        arguments, temporaries = self._arguments, None
+        parameters = bytes_on_device((state.params, state.frozen))
+        optimizer = bytes_on_device(state.opt_state)
+        arguments, temporaries = given, None
         stats = None if compiled is None else compiled.memory_analysis()
         if stats is not None:
             arguments = stats.argument_size_in_bytes
             temporaries = stats.temp_size_in_bytes
             results = stats.output_size_in_bytes - stats.alias_size_in_bytes
             needed = arguments + temporaries + results
-        return MemoryUse(
+        memory = MemoryUse(
             parameters=parameters,
             optimizer_state=optimizer,
             other=max(0, arguments - parameters - optimizer),
             temporaries=temporaries,
-            gradients=bytes_on_device(self._state.params),
+            gradients=bytes_on_device(state.params),
             needed=needed,
-            available=self._topology.memory,
+            available=topology.memory,
         )
+        return Candidate({"data": shards}, *way, memory, links, lowered is not None)
+
+    return candidate
+
+
+def _needed(message: str, arguments: int) -> int | None:
+    """The bytes that a program needs, if its compiler refuses it for them."""
+    for pattern, more in ((_USED, 0), (_TEMPORARIES, arguments)):
+        if found := pattern.search(message):
+            return more + int(float(found[1]) * _UNITS[found[2]])
+    return None
 
 
 def _links(compiled: jax.stages.Compiled, devices: Sequence[Any]) -> LinkUse:
@@ -467,9 +391,8 @@ def _link(one: Any, other: Any) -> str:
 
 def _pairs(kind: str, group: list[Any]) -> Iterable[tuple[Any, Any]]:
     if kind == "collective-permute":
-        yield (group[0], group[1])
-    elif "to-all" in kind and len(group) <= 64:
-        yield from ((a, b) for a in group for b in group if a is not b)
-    else:
-        ring = sorted(group, key=lambda d: (getattr(d, "slice_index", None) or 0, d.process_index))
-        yield from zip(ring, [*ring[1:], ring[0]], strict=True)
+        return [(group[0], group[1])]
+    if "to-all" in kind and len(group) <= 64:
+        return itertools.permutations(group, 2)
+    ring = sorted(group, key=lambda d: (getattr(d, "slice_index", None) or 0, d.process_index))
+    return zip(ring, [*ring[1:], ring[0]], strict=True)

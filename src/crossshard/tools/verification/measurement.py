@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard.errors import ArgumentError
-from crossshard.shards.batch_axes import BatchAxes
 from crossshard.tools.verification.runs import (
     METRIC,
     STATISTICS,
@@ -19,23 +18,19 @@ from crossshard.tools.verification.runs import (
     Run,
     changed,
     rows_of,
-    take_rows,
+    rows_taken,
 )
 
 # Runs with each shard's rows, of a random step.
 _OWN_SAMPLES = 16
-# Keys at which rows must have no effect, if they are to be called without one.
-_KEYS = 16
 # Relative differences that are rounding, unless a dtype is coarser.
 _ROUNDING = 1e-4
 # By which factor updates may be smaller or larger than parameters, before SGD gets another rate.
 _FAR = 16.0
-# Gradients so much smaller than the largest leaf's may be nothing but rounding.
-_SMALL = 1e-3
+# What the order of a sum moves in each number of an update, relative to the largest leaf's.
+_OF_ORDER = 1e-6
 # Updates that are further apart are not equal, up to rounding.
 _OTHER = 1e-3
-# Updates that are no further apart are the same.
-_SAME = 1e-6
 # What is further off than so many standard errors is no chance.
 _ERRORS = 4.0
 # What 16 bits leave of a number, and more.
@@ -69,7 +64,6 @@ class Comparison:
 
     members: tuple[int, ...]  # the numbers of these shards
     of_all: int  # the number of shards in all groups
-    rows: int  # those of this group
     tolerance: float = 0.0  # the relative difference that is rounding
     rounding: float = 0.0  # the norm of a difference that is the rounding of what it came from
     is_stacked: bool = False  # whether N shards have an array [shards, …] of it
@@ -200,7 +194,7 @@ class Measurement:
         self,
         make_step: Factory,
         batch: Sequence[Any],
-        axes: Sequence[BatchAxes],
+        axes: Sequence[int | None],
         key: Any,
         groups: Sequence[tuple[int, ...]],
         factor: float = 1.0,
@@ -213,7 +207,7 @@ class Measurement:
                 "verify compares N shards with one, and there is one device. Call "
                 "crossshard.cpu_devices(8) before the first JAX operation."
             )
-        self.rows: int = rows_of(batch, axes)
+        self.rows: int = rows_of(batch, self._axes)
         divides = self.rows % self.number == 0
         self._blocks = np.arange(self.rows).reshape(self.number, -1) if divides else None
         self.notes: list[str] = []  # what could not be measured
@@ -233,13 +227,12 @@ class Measurement:
         names = list(dict.fromkeys(name for run in self._one for name in run.parameters()))
         self.shapes = {name: one.start[name].values.shape[1:] for name in names}
         self._check_names(one, self._many)
-        self._rounding = self._rounding_of(one)
+        self._largest = max(rms(self._update(one, name)) for name in names)
         statistics = sorted(set(changed(one.start, one.idle)) - set(names))
         metrics = one.metrics if factor == 1 else ()  # they have another one under SUM
         known = ((UPDATE, names), (STATISTICS, statistics), (METRIC, metrics))
-        part = self.rows // self.number
         self._compared = {
-            (what, name): [Comparison(each, self.number, part * len(each)) for each in groups]
+            (what, name): [Comparison(each, self.number) for each in groups]
             for what, names in known
             for name in names
         }
@@ -277,7 +270,9 @@ class Measurement:
         """Whether shards that swap rows, at the same random keys, leave the step as it is."""
         if self._blocks is None:
             return False
-        swapped = self._following(self._blocks)
+        swapped = np.empty_like(self._blocks)
+        for members in map(list, self._groups):
+            swapped[members] = np.roll(self._blocks[members], 1, axis=0)
         moved = next(self._run(self._together, self._taken(swapped)))
         _, other = itertools.islice(self._run(self._together, self._batch), 2)
         by_key = self._most_apart(self._many, other)
@@ -286,29 +281,6 @@ class Measurement:
         # Noise that has nothing to do with rows, such as that on weights, stays on one device, too.
         alone = next(self._run(self._alone, self._taken(swapped[list(self._groups[0])])))
         return self._most_apart(self._one[0], alone) > _OTHER
-
-    def without_effect(self) -> dict[str, tuple[int, ...]]:
-        """The shards whose rows change no bit of a parameter that they change on one device.
-
-        The random keys stay, so this is known whatever the noise.
-        """
-        found: dict[str, tuple[int, ...]] = {}
-        if self._blocks is None:
-            return found
-        others = self._following(self._blocks)
-        for group, members in zip(self._one, self._groups, strict=True):
-            for shard in members:
-                blocks = self._blocks.copy()
-                blocks[shard] = others[shard]
-                left = self._without_change(self._taken(blocks))
-                if not left:
-                    continue
-                one = next(self._run(self._alone, self._taken(blocks[list(members)])))
-                for name in left:
-                    if self._apart(group, one, name) > _OTHER:
-                        found[name] = (*found.get(name, ()), shard)
-        # What no row changes is not updated, or is frozen.
-        return {name: shards for name, shards in found.items() if len(shards) < self.number}
 
     # Runs.
 
@@ -321,14 +293,7 @@ class Measurement:
         return self._taken(self._blocks[list(shards)])
 
     def _taken(self, rows: np.ndarray) -> list[Any]:
-        return take_rows(self._batch, self._axes, rows.ravel())
-
-    def _following(self, blocks: np.ndarray) -> np.ndarray:
-        """The rows of the shards, of which each has those of the one before it in its group."""
-        following = np.empty_like(blocks)
-        for members in map(list, self._groups):
-            following[members] = np.roll(blocks[members], 1, axis=0)
-        return following
+        return rows_taken(self._batch, self._axes, rows.ravel())
 
     def _first_own(self) -> list[Run]:
         """One device with the rows of each shard; a note if the step does not take them alone."""
@@ -348,17 +313,6 @@ class Measurement:
         self._own = own
         return runs
 
-    def _without_change(self, batch: Sequence[Any]) -> list[str]:
-        """The parameters whose update on N shards is the same with another batch, at any key."""
-        left = list(self.shapes)
-        runs = (self._run(self._together, each) for each in (self._batch, batch))
-        # A shard may drop a layer at one key, as with stochastic depth.
-        for one, other in itertools.islice(zip(*runs, strict=True), _KEYS):
-            left = [name for name in left if self._apart(one, other, name) <= _SAME]
-            if not left:
-                break
-        return left
-
     # What they tell.
 
     def _take(self, many: Run, one: Sequence[Run]) -> None:
@@ -373,8 +327,8 @@ class Measurement:
                 continue
             rounding = 1e-7 + 4 * of.rounding
             if what == UPDATE:
-                moved_by_order = 10 * self._rounding.get(name, 0.0)
-                rounding = float(np.hypot(2 * of.rounding / self._rate, moved_by_order))
+                by_order = _OF_ORDER * self._largest * np.sqrt(alone.shape[-1])
+                rounding = float(np.hypot(2 * of.rounding / self._rate, by_order))
             there = (many.metrics if what == METRIC else many.idle)[name]
             for each, of_group in zip(groups, self._wanted(what) * alone, strict=True):
                 each.is_stacked = there.values.shape[1:] != shape
@@ -395,19 +349,6 @@ class Measurement:
 
     def _wanted(self, what: str) -> float:
         return self._factor if what == UPDATE else 1.0
-
-    def _rounding_of(self, first: Run) -> dict[str, float]:
-        """How far the order of the rows moves an update that is next to nothing, as a norm."""
-        batch = self._rows_of(self._groups[0])
-        backwards = take_rows(batch, self._axes, np.arange(rows_of(batch, self._axes))[::-1])
-        again = next(self._run(self._alone, backwards))
-        updates = {name: self._update(first, name)[0] for name in self.shapes}
-        largest = max(map(rms, updates.values()))
-        return {
-            name: norm(update - self._update(again, name)[0])
-            for name, update in updates.items()
-            if rms(update) < _SMALL * largest
-        }
 
     def _most_apart(self, one: Run, other: Run) -> float:
         """The largest relative difference of any parameter's updates."""

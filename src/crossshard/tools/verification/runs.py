@@ -13,8 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.shards import batch_axes
-from crossshard.shards.batch_axes import BatchAxes
+from crossshard.shards.batch_axes import take_rows
 from crossshard.shards.random_streams import is_key, may_be_raw_key, own_stream
 from crossshard.step.rebuild import draws
 
@@ -197,28 +196,26 @@ def changed(before: Snapshot, after: Snapshot) -> list[str]:
     ]
 
 
-def rows_of(batch: Sequence[Any], axes: Sequence[BatchAxes]) -> int:
-    """The number of rows of a batch, given the axes of each of its arguments."""
-    for each, of_each in zip(batch, axes, strict=True):
-        for leaf, axis in zip(jax.tree.leaves(each), of_each.of(each), strict=True):
-            if np.ndim(leaf) and axis is not None:
-                return int(np.shape(leaf)[axis])
+def rows_of(batch: Any, axes: Sequence[int | None]) -> int:
+    """The number of rows of a batch, given the axis of each of its arrays."""
+    for leaf, axis in zip(jax.tree.leaves(batch), axes, strict=True):
+        if np.ndim(leaf) and axis is not None:
+            return int(np.shape(leaf)[axis])
     raise ArgumentError(
         "The batch has no array with rows. Pass it after make_step: verify(make_step, x, y)."
     )
 
 
-def take_rows(batch: Sequence[Any], axes: Sequence[BatchAxes], rows: np.ndarray) -> list[Any]:
+def rows_taken(batch: Any, axes: Sequence[int | None], rows: np.ndarray) -> Any:
     """These rows of a batch; what has another number of rows is kept whole."""
     number = rows_of(batch, axes)
-
-    def of_array(x: Any, axis: int | None) -> Any:
-        if axis is None or not np.ndim(x) or np.shape(x)[axis] != number:
-            return x
-        return batch_axes.take_rows(x, axis, rows)
-
-    pairs = zip(batch, axes, strict=True)
-    return [jax.tree.map(of_array, each, of_each.tree_of(each)) for each, of_each in pairs]
+    leaves, tree = jax.tree.flatten(batch)
+    return tree.unflatten(
+        x
+        if axis is None or not np.ndim(x) or np.shape(x)[axis] != number
+        else take_rows(x, axis, rows)
+        for x, axis in zip(leaves, axes, strict=True)
+    )
 
 
 def _scalars(outs: Sequence[Any]) -> Snapshot:

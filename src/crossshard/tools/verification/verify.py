@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,14 +62,14 @@ class Fault:
     'N'
 
     Attributes:
-      kind: what differs: ``"update"``, ``"copies"``, ``"statistics"``, ``"metric"``, ``"rows"``
-        or ``"keys"``; the page on ``verify`` says what each is.
+      kind: what differs: ``"update"``, ``"copies"``, ``"statistics"``, ``"metric"`` or ``"keys"``;
+        the page on ``verify`` says what each is.
       sentence: what differs, where and by how much.
       leaves: the names of the arrays that differ.
       ratio: what the first of them has on N shards over what it has on one, by least squares;
         ``None`` if that is 0, or is not compared.
       factor: the ratio's name if it has one, such as ``"N"``, ``"1/N"`` or ``"√N"``; else empty.
-      shards: the shards that it is about, if not all.
+      shards: the shards of the group that it is found in.
     """
 
     kind: str
@@ -134,20 +134,18 @@ class Verification:
 
     def describe(self) -> str:
         """The verdict, a line for each fault and each note."""
-        return "\n".join([*self._verdict(), *(f"note: {note}" for note in self.notes)])
+        size, number = f"{self.num_shards} shards and {self.rows} rows", len(self.leaves)
+        take = f"all {number} parameters take" if number > 1 else "the parameter takes"
+        verdict = [f"fine: on {size}, {take} the step of one device"]
+        if self.faults:
+            verdict = [f"wrong on {size}:", *(f"  {each.sentence}" for each in self.faults)]
+        return "\n".join([*verdict, *(f"note: {note}" for note in self.notes)])
 
     __str__ = describe
 
     def to_json(self, **kwargs: Any) -> str:
         """The attributes, and ``ok``, as a JSON object; the arguments are those of json.dumps."""
         return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, **kwargs)
-
-    def _verdict(self) -> list[str]:
-        size, number = f"{self.num_shards} shards and {self.rows} rows", len(self.leaves)
-        if self.ok:
-            take = f"all {number} parameters take" if number > 1 else "the parameter takes"
-            return [f"fine: on {size}, {take} the step of one device"]
-        return [f"wrong on {size}:", *(f"  {each.sentence}" for each in self.faults)]
 
 
 def verify(
@@ -205,53 +203,40 @@ def verify(
     """
     # The step is run on one device, too, which no mesh of several can be set for.
     with _mesh.without_mesh():
-        return _verify(step, batch, num_shards, key, groups, batch_axis)
-
-
-def _verify(
-    step: Callable[..., Any] | TrainStep,
-    batch: Any,
-    num_shards: Any,
-    key: Any,
-    groups: Any,
-    batch_axis: Any,
-) -> Verification:
-    if isinstance(step, TrainStep):
-        # It splits the batch by itself.
-        if type(batch_axis) is not int or batch_axis != 0:
-            raise ArgumentError(
-                f"A TrainStep has its own batch_axis; leave batch_axis={_check.shown(batch_axis)} "
-                f"out."
+        if isinstance(step, TrainStep):
+            # It splits the batch by itself.
+            if type(batch_axis) is not int or batch_axis != 0:
+                raise ArgumentError(
+                    f"A TrainStep has its own batch_axis; leave "
+                    f"batch_axis={_check.shown(batch_axis)} out."
+                )
+            measurement = _of_train_step(step, batch, num_shards, key, groups)
+            found = _found(measurement, lambda found: _with_those_of_others(found, step.mesh))
+            params, *model_state, rows = batch
+            of_loss = loss_over_rows_of(step, params, own_rows(step, rows), *model_state)
+            few = "it was verified in float32: it sends {}, which no single step is exact in"
+            sent = of_few_bits(step)
+            beside = (of_loss, few.format(sent) if sent else "")
+            return dataclasses.replace(found, notes=(*found.notes, *filter(None, beside)))
+        if not callable(step):
+            raise ArgumentTypeError(
+                "verify takes make_step, a function of (optimizer, num_shards), or a TrainStep; "
+                f"got {type(step).__name__}."
             )
-        measurement = _of_train_step(step, batch, num_shards, key, groups)
-        found = _found(measurement, lambda found: _with_those_of_others(found, step.mesh))
-        params, *model_state, rows = batch
-        of_loss = loss_over_rows_of(step, params, own_rows(step, rows), *model_state)
-        few = "it was verified in float32: it sends {}, which no single step is exact in"
-        sent = of_few_bits(step)
-        beside = (of_loss, few.format(sent) if sent else "")
-        return dataclasses.replace(found, notes=(*found.notes, *filter(None, beside)))
-    if not callable(step):
-        raise ArgumentTypeError(
-            "verify takes make_step, a function of (optimizer, num_shards), or a TrainStep; got "
-            f"{type(step).__name__}."
-        )
-    if jax.process_count() > 1:
-        raise ArgumentError(
-            f"In a job of {jax.process_count()} processes, verify takes a TrainStep, such as "
-            "crossshard.make_train_step returns. Verify make_step in one process, with virtual "
-            "devices."
-        )
-    number = len(jax.devices()) if num_shards is None else check_num_shards(num_shards)
-    axes = [check_batch_axis(batch_axis)] * len(batch)
-    if isinstance(batch_axis, list | tuple):
-        axes = list(map(axes_of, batch_axis))
-    if len(axes) != len(batch):
-        raise ArgumentError(
-            f"batch_axis has {len(axes)} entries for {len(batch)} inputs; pass one per input."
-        )
-    measurement = Measurement(step, batch, axes, key, _check_groups(groups, number))
-    return _found(measurement, lambda found: found)
+        if jax.process_count() > 1:
+            raise ArgumentError(
+                f"In a job of {jax.process_count()} processes, verify takes a TrainStep. Verify "
+                "make_step in one process, with virtual devices."
+            )
+        number = len(jax.devices()) if num_shards is None else check_num_shards(num_shards)
+        members: tuple[tuple[int, ...], ...] = (tuple(range(number)),)
+        if (checked := check_group_assignment(groups)) is not None:
+            checked.check_covers(number)
+            members = checked.groups
+        several = isinstance(batch_axis, list | tuple)
+        axes = axes_of(tuple(batch_axis)) if several else check_batch_axis(batch_axis)
+        measurement = Measurement(step, batch, axes.of(batch), key, members)
+        return _found(measurement, lambda found: found)
 
 
 def _found(
@@ -263,14 +248,6 @@ def _found(
         return found
     measurement.take_samples(_SAMPLES)
     return agreed(_conclude(measurement))
-
-
-def _check_groups(groups: Any, number: int) -> tuple[tuple[int, ...], ...]:
-    checked = check_group_assignment(groups)
-    if checked is None:
-        return (tuple(range(number)),)
-    checked.check_covers(number)
-    return checked.groups
 
 
 def _of_train_step(
@@ -304,7 +281,8 @@ def _of_train_step(
         take = lambda state, batch: built(state, own_rows(built, batch))
         return built if alone else take, state
 
-    return Measurement(make, (batch,), (axes_of_batch(step),), None, shards, factor)
+    axes = axes_of_batch(step).of(batch)
+    return Measurement(make, (batch,), axes, None, shards, factor)
 
 
 def _with_those_of_others(found: Verification, mesh: Mesh) -> Verification:
@@ -334,8 +312,7 @@ def _conclude(measured: Measurement) -> Verification:
     """What differs, in words."""
     notes, is_random = list(measured.notes), measured.samples > 1
     cases, statistics = measured.of(UPDATE), measured.of(STATISTICS)
-    missing = measured.without_effect() if is_random else {}
-    found, shown = _of_parameters(cases, missing)
+    found, shown = _of_parameters(cases)
     excused = _of_own_statistics(found, shown) if _are_of_rows(statistics, cases) else []
     found |= dict.fromkeys(excused, _FINE)
     notes += [_OWN_STATISTICS] * bool(excused)
@@ -365,7 +342,7 @@ def _conclude(measured: Measurement) -> Verification:
 
 
 def _of_parameters(
-    cases: Mapping[str, list[Comparison]], missing: Mapping[str, tuple[int, ...]]
+    cases: Mapping[str, list[Comparison]],
 ) -> tuple[Found, dict[str, Comparison]]:
     """A fault of each, without a sentence if it is of a factor, or a verdict; and the case."""
     largest = max(rms(np.stack([case.one for case in of_leaf])) for of_leaf in cases.values())
@@ -377,10 +354,7 @@ def _of_parameters(
         case = shown[name] = off or first
         floor = _VANISHING * largest * np.sqrt(len(first.one)) + first.noise
         if case.copies_differ:
-            found[name] = _of_copies(case)
-        elif name in missing:
-            words = f"the rows of {_shards(missing[name])} have no effect"
-            found[name] = Fault("rows", words, shards=missing[name])
+            found[name] = Fault("copies", "differs between the shards", shards=case.members)
         elif off is None and any(each.is_hidden for each in of_leaf):
             found[name] = _TOO_SMALL
         elif off is None:
@@ -390,17 +364,6 @@ def _of_parameters(
         else:
             found[name] = Fault(UPDATE, "", ratio=case.ratio, factor=_factor(case))
     return found, shown
-
-
-def _of_copies(case: Comparison) -> Fault:
-    """Which copies differ from those of most shards."""
-    usual = np.median(case.many, axis=0)
-    within = 1e-5 * (norm(usual) + norm(case.one))
-    odd = [place for place, x in enumerate(case.many) if norm(x - usual) > within]
-    if len(case.many) != len(case.members) or not 0 < len(odd) < len(case.many) / 2:
-        return Fault("copies", "differs between the shards", shards=case.members)
-    shards = tuple(case.members[place] for place in odd)
-    return Fault("copies", f"differs on {_shards(shards)} from the others", shards=shards)
 
 
 def _factor(case: Comparison) -> str:
@@ -423,13 +386,16 @@ def _factor(case: Comparison) -> str:
 
 def _known(case: Comparison) -> list[tuple[str, float]]:
     """The factors that have a name; n is the size of a group."""
-    n, groups = len(case.members), []
-    sizes = [("N", "1/N", n), ("N²", "1/N²", n * n), ("√N", "1/√N", n**0.5)]
-    sizes += [("rows", "1/rows", case.rows)]
-    if n != case.of_all:
-        groups = [("N/n", "n/N", case.of_all / n), ("N", "1/N", case.of_all)]
-        sizes = [(up.replace("N", "n"), down.replace("N", "n"), size) for up, down, size in sizes]
-    of = [each for each in groups + sizes if each[2] != 1]
+    n, all_ = len(case.members), case.of_all
+    sizes: list[tuple[str, str, float]] = [("N", "1/N", all_), ("√N", "1/√N", all_**0.5)]
+    if n != all_:
+        sizes = [
+            ("N/n", "n/N", all_ / n),
+            ("N", "1/N", all_),
+            ("n", "1/n", n),
+            ("√n", "1/√n", n**0.5),
+        ]
+    of = [each for each in sizes if each[2] != 1]
     return [pair for up, down, size in of for pair in ((up, size), (down, 1 / size))]
 
 
@@ -557,8 +523,3 @@ def _of_noise(measured: Measurement, cases: Mapping[str, list[Comparison]], foun
     hidden = [name for name, of_leaf in cases.items() if any(case.is_hidden for case in of_leaf)]
     words += f", to within {100 * max(fine):.0f}% of an update" if fine else ""
     return words + (f"; noise hides that of {listed(hidden, 4)}" if hidden else "")
-
-
-def _shards(numbers: Iterable[int]) -> str:
-    of = list(map(str, numbers))
-    return f"shard{'' if len(of) == 1 else 's'} {', '.join(of)}"

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from crossshard import _check
 from crossshard._check import typed
-from crossshard.distributed.progress import NAME, NO_ROWS
 from crossshard.errors import ArgumentError
 
 # Outside those of sysexits.h.
@@ -23,8 +22,8 @@ PROCESS_LOST = 81
 PROCESS_STALLED = 82
 """Exit code of a process that leaves because another one does not move."""
 
-# Where a process stands of which that is not known.
-NOWHERE = "nowhere"
+# The name of a call.
+NAME = re.compile(r"[a-z][a-z_]{0,19}")
 _LONGEST_TEXT = 2000
 # After a process has failed or left: long enough to see whether it did because another one died, or
 # whether the others do so too.
@@ -32,17 +31,12 @@ FAILURE_SECONDS = 2.5
 # Processes that all see that they have other rows than the others raise sooner.
 ROWS_SECONDS = 5.0
 # Calls before the first step.
-_EARLY = ("nothing", "init", "checkpoints", "restore")
+EARLY = ("nothing", "init", "checkpoints", "restore")
 # For what processes may wait longer than in a step, unless the user names it. XLA finds a program
 # in the cache of one machine, and compiles it on another. The first one looks for half a minute
 # whether a writer on another machine is alive. Who waits for a checkpoint to be written waits for
 # what the others write, and they may do something else meanwhile.
 _LONGER = {"compile": 600.0, "lock": 60.0, "wait": math.inf}
-
-
-def is_before_steps(call: str) -> bool:
-    """Whether a process that has entered this call last prepares its steps."""
-    return call.partition(" ")[0] in _EARLY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,19 +56,10 @@ class Timeouts:
 
     def silence(self, call: str) -> float:
         """For how long nothing may be heard of a process in a call."""
-        is_early = is_before_steps(call) or call == "step 1"
+        name = call.partition(" ")[0]
+        is_early = name in EARLY or call == "step 1"
         default = self.others.get("start", self.step) if is_early else self.step
-        return self.others.get(call.partition(" ")[0], default)
-
-    @property
-    def alone(self) -> float | None:
-        """Those of a process that nobody waits for; ``None`` if it is not watched."""
-        return self.others.get("alone")
-
-    @property
-    def longest(self) -> float:
-        """The longest of them."""
-        return max((self.step, *self.others.values()))
+        return self.others.get(name, default)
 
     @classmethod
     def read(cls, given: Any, default: float) -> "Timeouts":
@@ -122,7 +107,6 @@ class State(enum.StrEnum):
     RUNNING = "running"
     LEFT = "left"
     FAILED = "failed"
-    ENDING = "ending"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,10 +117,10 @@ class Report(_Told):
     calls: int = 0  # how many it has entered
     latest: str = "nothing"  # of them, such as "step 7"
     state: State = State.RUNNING
-    error: str = "nothing"  # the class of the exception that it failed with
+    error: str = ""  # the class of the exception that it failed with
     gone: int | None = None  # a process of the same machine that has died
-    place: str = NOWHERE  # the line at which its main thread stands
-    rows: str = NO_ROWS  # what its last step was given
+    place: str = ""  # the line at which its main thread stands, if that is known
+    rows: str = ""  # what its last step was given
     rows_since: int = 0  # the first call with these rows
     before: str = ""  # the calls before the latest, the newest last, as far as remembered
     waits: int = 0  # how often it has waited for the others within the latest
@@ -147,11 +131,15 @@ class Report(_Told):
         """How far it is, to compare with others."""
         return self.calls, self.waits
 
+    @property
+    def trail(self) -> list[str]:
+        """The calls that it has entered, the newest last, as far as remembered."""
+        return [*filter(None, self.before.split(", ")), self.latest]
+
     def at(self, call: int) -> str | None:
         """What it has entered as this call; ``None`` if that is long ago, or to come."""
-        known = [*filter(None, self.before.split(", ")), self.latest]
         back = self.calls - call
-        return known[-1 - back] if 0 <= back < len(known) else None
+        return self.trail[-1 - back] if 0 <= back < len(self.trail) else None
 
 
 class Kind(enum.StrEnum):
@@ -181,9 +169,10 @@ class Verdict(_Told):
         return PROCESS_STALLED if stalled else PROCESS_LOST
 
     @classmethod
-    def of(cls, kind: Kind, process: int, how: str, place: str = NOWHERE) -> "Verdict":
+    def of(cls, kind: Kind, process: int, how: str, place: str = "") -> "Verdict":
         """The verdict on a process that did something."""
-        return cls(kind, process, f"process {process} {how}.{stands_at(place)}")
+        where = f" It stands at {place}." if place else ""
+        return cls(kind, process, f"process {process} {how}.{where}")
 
 
 def left_before(call: str, process: int) -> Verdict:
@@ -191,16 +180,11 @@ def left_before(call: str, process: int) -> Verdict:
     return Verdict.of(Kind.LEFT, process, f"left before {call}, which others have entered")
 
 
-def unheard(process: int, seconds: float, last: str = "", place: str = NOWHERE) -> Verdict:
-    """The verdict on a process that tells nothing any more."""
-    also = f". It has entered {last} last" if last else ""
+def unheard(process: int, seconds: float, last: Report | None = None) -> Verdict:
+    """The verdict on a process that has told nothing since its last report."""
+    also = f". It has entered {last.latest} last" if last and last.calls else ""
     how = f"has not been heard of for {int(seconds)} seconds{also}"
-    return Verdict.of(Kind.SILENT, process, how, place)
-
-
-def stands_at(place: str) -> str:
-    """The sentence that says where a process stands, if that is known."""
-    return "" if place == NOWHERE else f" It stands at {place}."
+    return Verdict.of(Kind.SILENT, process, how, last.place if last else "")
 
 
 class Judge:
@@ -219,10 +203,10 @@ class Judge:
         self._since: dict[tuple[Any, ...], float] = {}
         self.hear({}, now)
 
-    def hear(self, reports: Mapping[int, Report], now: float) -> Verdict | None:
+    def hear(self, reports: Mapping[int, Report | None], now: float) -> Verdict | None:
         """Take the reports that have come, and say what is wrong; ``None`` if nothing is."""
         self._now, self._before, self._since = now, self._since, {}
-        self._reports |= reports
+        self._reports |= {process: each for process, each in reports.items() if each is not None}
         each = self._reports.items()
         self._silent = {process: self._for("beat", process, r.beat) for process, r in each}
         self._still = {process: self._for("reached", process, r.reached) for process, r in each}
@@ -236,20 +220,18 @@ class Judge:
     def _of_failures(self) -> Verdict | None:
         running = [process for process, r in self._reports.items() if r.state is State.RUNNING]
         gone = {report.gone for report in self._reports.values()}
-        for process in running:
-            if process in gone:
-                return Verdict.of(Kind.DIED, process, "died")
         failed = {
             process: self._for("failed", process)
             for process, report in self._reports.items()
             if report.state is State.FAILED
         }
-        if not failed or max(failed.values()) < FAILURE_SECONDS:
-            return None
-        # Its runtime may have failed since another process, of another machine, died.
-        for process in running:
-            if self._silent[process] >= FAILURE_SECONDS:
+        has_failed = max(failed.values(), default=0) >= FAILURE_SECONDS
+        for process in sorted(running, key=lambda process: process not in gone):
+            # Or a runtime may have failed since another process, of another machine, died.
+            if process in gone or (has_failed and self._silent[process] >= FAILURE_SECONDS):
                 return Verdict.of(Kind.DIED, process, "died")
+        if not has_failed:
+            return None
         first = max(failed, key=lambda process: failed[process])
         return Verdict.of(Kind.FAILED, first, f"ended with {self._reports[first].error}")
 
@@ -271,7 +253,7 @@ class Judge:
         rows = {
             process: reports[process].rows
             for process in order
-            if reports[process].rows != NO_ROWS and reports[process].rows_since <= call
+            if reports[process].rows and reports[process].rows_since <= call
         }
         entered = {process: label for process, r in reports.items() if (label := r.at(call))}
         if len(set(rows.values())) > 1:
@@ -284,18 +266,20 @@ class Judge:
             if own.state is State.LEFT and seconds >= FAILURE_SECONDS:
                 return left_before(what, process)
             waited = min(seconds, self._still[process])
-            may_take = self._timeouts.of(ahead.inner or ahead.latest)
-            if own.state is State.RUNNING and waited >= may_take:
-                if self._silent[process] >= FAILURE_SECONDS:
-                    return self._is_silent(process)
-                wait = f"for {int(waited)} seconds, and others wait for it"
-                if own.calls == ahead.calls - 1 or not ahead.calls:
-                    how = f"has not entered {what} {wait}"
-                elif own.latest == what:
-                    how = f"has stood still in {what} {wait}"
-                else:
-                    how = f"has entered nothing after {own.latest} {wait} in {what}"
-                return Verdict.of(Kind.STALLED, process, how, own.place)
+            if own.state is not State.RUNNING or waited < self._timeouts.of(
+                ahead.inner or ahead.latest
+            ):
+                continue
+            if self._silent[process] >= FAILURE_SECONDS:
+                return unheard(process, self._silent[process], own)
+            wait = f"for {int(waited)} seconds, and others wait for it"
+            if own.calls == ahead.calls - 1 or not ahead.calls:
+                how = f"has not entered {what} {wait}"
+            elif own.latest == what:
+                how = f"has stood still in {what} {wait}"
+            else:
+                how = f"has entered nothing after {own.latest} {wait} in {what}"
+            return Verdict.of(Kind.STALLED, process, how, own.place)
         return None
 
     def _of_rows(self, call: int, rows: dict[int, str]) -> Verdict | None:
@@ -303,23 +287,19 @@ class Judge:
             return None
         odd, usual = _odd(rows)
         what = next(each.latest for each in self._reports.values() if each.calls == call)
-        # "float32[4,3],int32[4]" without the sizes.
-        dtypes = {re.sub(r"\[[^\]]*\]", "", rows[each]) for each in (odd, usual)}
-        mend = "Pass arrays of the same dtypes in every process"
-        if len(dtypes) == 1:
-            mend = (
-                "Pass as many rows in every process, or weight=, the batch's entry that counts them"
-            )
-        how = f"has entered {what} with {rows[odd]}, and process {usual} with {rows[usual]}. {mend}"
+        how = (
+            f"has entered {what} with {rows[odd]}, and process {usual} with {rows[usual]}. Pass as "
+            f"many rows, of the same dtypes, in every process, or weight=, the batch's entry that "
+            f"counts them"
+        )
         return Verdict.of(Kind.STALLED, odd, how)
 
     def _of_other_ways(self, call: int, entered: dict[int, str]) -> Verdict | None:
         waited = self._for("calls", call)
         odd, usual = _odd(entered)
-        for one, other in ((odd, usual), (usual, odd)):
-            has_left = [self._reports[each].state is State.LEFT for each in (one, other)]
-            if has_left == [True, False] and waited >= FAILURE_SECONDS:
-                return left_before(entered[other], one)
+        left = [each for each in (odd, usual) if self._reports[each].state is State.LEFT]
+        if len(left) == 1 and waited >= FAILURE_SECONDS:
+            return left_before(entered[usual if left == [odd] else odd], left[0])
         if waited < min(map(self._timeouts.of, entered.values())):
             return None
         how = (
@@ -332,13 +312,8 @@ class Judge:
         for process, report in self._reports.items():
             may_be = self._timeouts.silence(report.latest)
             if report.state is State.RUNNING and self._silent[process] >= may_be:
-                return self._is_silent(process)
+                return unheard(process, self._silent[process], report)
         return None
-
-    def _is_silent(self, process: int) -> Verdict:
-        report = self._reports[process]
-        last = report.latest if report.calls else ""
-        return unheard(process, self._silent[process], last, report.place)
 
 
 def _odd(words: Mapping[int, str]) -> tuple[int, int]:

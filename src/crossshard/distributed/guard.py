@@ -1,8 +1,8 @@
 """Guard: a program that ends the processes of a launcher which was killed. It imports no package.
 
-The launcher writes ``+pid`` when it starts a process group and ``-pid`` when that has ended. When
-its end of the pipe closes and groups are left, nobody else would end them. At the end it removes
-the launcher's file.
+The launcher writes the id of each process group that it starts. It ends this program when all of
+them have ended; if its end of the pipe closes before, nobody else would end them. Then the guard
+removes the launcher's file, too.
 """
 
 import contextlib
@@ -13,12 +13,10 @@ import time
 
 
 def main(grace: float, file: str) -> None:
-    """End the groups that are left when standard input closes, and kill them ``grace`` later."""
+    """End all groups when standard input closes, and kill them ``grace`` later."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
-    for line in sys.stdin:
-        (groups.add if line.startswith("+") else groups.discard)(int(line[1:]))
+    groups = list(map(int, sys.stdin))
     _send(groups, signal.SIGTERM)
     until = time.monotonic() + grace
     while _send(groups, 0) and time.monotonic() < until:
@@ -28,7 +26,7 @@ def main(grace: float, file: str) -> None:
         os.unlink(file)
 
 
-def _send(groups: set[int], number: int) -> bool:
+def _send(groups: list[int], number: int) -> bool:
     """Send a signal to all groups; whether one of them is still there."""
     there = False
     for group in groups:

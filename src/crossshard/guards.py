@@ -1,4 +1,7 @@
-"""Divergence: every few steps, compares the shards' copies of the same arrays, and repairs them."""
+"""Guards: whether the shards still have the same bits, and which of them differ.
+
+Every few steps the shards' copies of the same arrays are compared, and repaired.
+"""
 
 import dataclasses
 import enum
@@ -24,6 +27,8 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, names_of
 from crossshard.shards.axes import Shards
 from crossshard.shards.devices import number_of_shards
+
+__all__ = ["Divergence"]
 
 
 class OnDivergence(enum.StrEnum):

@@ -1,0 +1,314 @@
+"""Launcher: starts the processes of a job on this machine, and ends them together."""
+
+import contextlib
+import math
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO
+
+from crossshard.distributed import guard
+from crossshard.distributed.job import ADDRESS, DEVICES, LOOPBACK, NUMBER, OWN, check_unused
+from crossshard.distributed.judge import PROCESS_LOST, PROCESS_STALLED, Kind, Verdict, left_before
+from crossshard.distributed.watch import CONNECTS, VERDICTS, told_launcher
+from crossshard.errors import ArgumentError
+
+# How long a process may take to end after a signal, to save a checkpoint; as Slurm and Kubernetes.
+GRACE_SECONDS = 30.0
+# How long to read what a process wrote after it ended, if one that it started keeps its pipe.
+_DRAIN_SECONDS = 1.0
+# How long processes that leave because of another one wait for each other, at most.
+_LEAVING_SECONDS = 5.0
+# On CPUs XLA takes and frees memory in each step. So glibc keeps it, in large pages of one heap for
+# all threads, instead of handing it back to Linux.
+TUNABLES = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:"
+    "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
+)
+_EVERY = 0.02
+_ENDING = tuple(getattr(signal, f"SIG{name}") for name in ("INT", "QUIT", "TERM", "HUP"))
+_PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
+_BECAUSE_OF_ANOTHER = (PROCESS_LOST, PROCESS_STALLED)
+
+
+def free_port(host: str) -> int:
+    """A port of this machine at which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def launch(
+    command: Sequence[str],
+    number: int,
+    restarts: int,
+    min_processes: int | None,
+    *,
+    stdout: IO[bytes],
+    stderr: IO[bytes],
+    cpu_devices: int | None = None,
+    port: int | None = None,
+    grace: float = GRACE_SECONDS,
+) -> int:
+    """Run a command in several processes, again after a failure; the exit code of the last run.
+
+    Each line that a process writes is written with the number of the process before it. Signals go
+    to all processes, which are killed if they have not ended in time. When one fails, the others
+    are ended; the code is that of the first that failed, 128 plus the number of a signal as in
+    shells, and 0 if none did. They end with the launcher, too, if that is killed. A run that a
+    signal to the launcher has ended is not started again.
+
+    Args:
+      command: the program and its arguments.
+      number: how many processes.
+      restarts: how often to start it again, at most.
+      min_processes: leave out the process that has failed, and its GPU, while so many are left;
+        ``None`` to start as many again.
+      stdout, stderr: where their standard output and error go, and a line for each start.
+      cpu_devices: how many virtual CPU devices each of them has; ``None`` for one GPU each, or what
+        else JAX finds.
+      port: the port at which they meet; any free one if ``None``.
+      grace: how many seconds processes have to end, after a signal or a failure.
+    """
+    # For each process which GPU it has.
+    slots = list(range(number))
+    for left in range(restarts, -1, -1):
+        if port is not None:
+            check_unused(LOOPBACK, port)
+        given = {ADDRESS: f"{LOOPBACK}:{port or free_port(LOOPBACK)}", NUMBER: str(len(slots))}
+        given["PYTHONUNBUFFERED"] = "1"
+        if cpu_devices is not None:
+            given |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cpu_devices)}
+            # Enough threads that collectives of virtual devices never deadlock.
+            given["NPROC"] = str(4 * cpu_devices)
+            given["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", TUNABLES)
+        with _Run(stdout, stderr, grace) as run:
+            for own, slot in enumerate(slots):
+                if run.must_end:
+                    break
+                # One GPU each, as under Slurm and Open MPI.
+                of_slot = {DEVICES: str(slot)} if cpu_devices is None else {}
+                environment = {**os.environ, **given, OWN: str(own), **of_slot}
+                run.start(command, environment, f"[{own:>{len(str(len(slots) - 1))}}] ")
+            code, failed = run.wait(len(slots))
+        if code == 0 or run.received or left == 0:
+            break
+        if failed is not None and min_processes is not None and len(slots) > min_processes:
+            del slots[failed]
+        many = f"{len(slots)} process{'es' * (len(slots) > 1)}"
+        times = f"{left - 1} more restart{'s' * (left != 2)}"
+        stderr.write(f"crossshard: started again with {many}; {times} left.\n".encode())
+        stderr.flush()
+    return code
+
+
+class _Run:
+    """The processes of a run, which get the launcher's signals and end together."""
+
+    def __init__(self, stdout: IO[bytes], stderr: IO[bytes], grace: float) -> None:
+        self.received: list[int] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._readers: list[threading.Thread] = []
+        # One writer writes whole lines, so that those of two processes never mix, and who prints
+        # does not wait for a reader that pauses.
+        self._lines: queue.SimpleQueue[tuple[IO[bytes], bytes] | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._stdout, self._stderr = stdout, stderr
+        self._grace = grace
+        # In which they write why they leave.
+        number, self._verdicts = tempfile.mkstemp(prefix="crossshard-")
+        os.close(number)
+        # It ends them if this process is killed.
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, str(grace), self._verdicts],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            # Signals of the terminal are not for it.
+            start_new_session=True,
+        )
+        self._passed_on = 0
+        self._until = math.inf
+
+    @property
+    def must_end(self) -> bool:
+        """Whether a signal has come that ends them."""
+        return self._until < math.inf
+
+    def __enter__(self) -> "_Run":
+        """Keep signals to this process for the others, until they are sent on."""
+
+        def receive(number: int, frame: object) -> None:
+            self.received.append(number)
+            if number in _ENDING:
+                self._until = min(self._until, time.monotonic() + self._grace)
+
+        self._before = {number: signal.signal(number, receive) for number in _PASSED_ON}
+        self._writer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all processes that still run, and what they have started; write what they wrote."""
+        if not self.must_end:
+            for process in self._processes:
+                if process.poll() is None:
+                    _send(process, signal.SIGTERM)
+        self._wait_for(self._processes, self._grace)
+        for process in self._processes:
+            _send(process, signal.SIGKILL)
+            process.wait()
+        self._guard.kill()
+        self._guard.communicate()
+        Path(self._verdicts).unlink(missing_ok=True)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        until = time.monotonic() + _DRAIN_SECONDS
+        for reader in self._readers:
+            reader.join(max(0.0, until - time.monotonic()))
+        self._lines.put(None)
+        self._writer.join()
+
+    def start(self, command: Sequence[str], environment: dict[str, str], prefix: str) -> None:
+        """Start a process, which gets a prefix to each of its lines."""
+        try:
+            process = subprocess.Popen(
+                command,
+                env={**environment, VERDICTS: self._verdicts},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                # A group of its own, so that what it has started ends with it.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ArgumentError(
+                f"{command[0]!r:.100} cannot be started: {error.strerror or error}."
+            ) from None
+        self._processes.append(process)
+        with contextlib.suppress(OSError):
+            self._guard.stdin.write(f"{process.pid}\n".encode())  # type: ignore[union-attr]
+        for pipe, to in ((process.stdout, self._stdout), (process.stderr, self._stderr)):
+            given = pipe, prefix.encode(), to
+            self._readers.append(threading.Thread(target=self._read, args=given, daemon=True))
+            self._readers[-1].start()
+
+    def _read(self, pipe: IO[bytes], prefix: bytes, to: IO[bytes]) -> None:
+        for line in pipe:
+            self._lines.put((to, prefix + line.removesuffix(b"\n") + b"\n"))
+
+    def _write(self) -> None:
+        while (item := self._lines.get()) is not None:
+            to, line = item
+            try:
+                to.write(line)
+                to.flush()
+            except OSError:
+                # Nobody reads it any more; the processes go on. What is left of the line would be
+                # written again with the next one, and when Python ends.
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), to.fileno())
+
+    def wait(self, number: int) -> tuple[int, int | None]:
+        """Wait until so many processes have ended well, one has not, or their time is over.
+
+        Returns the exit code, and which process failed first, as far as known.
+        """
+        left = dict(enumerate(self._processes))
+        while left and time.monotonic() < self._until:
+            self._pass_on()
+            for own, process in list(left.items()):
+                if process.poll() is not None:
+                    del left[own]
+                if process.returncode:
+                    return self._of_failure(own, process.returncode, left)
+            absent = self._absent({*range(len(self._processes))} - left.keys()) if left else None
+            if absent is not None and not self.received:
+                verdict = left_before("initialize", absent)
+                return self._ended(verdict.code, absent, verdict.sentence)
+            time.sleep(_EVERY)
+        if not left and len(self._processes) == number:
+            return 0, None
+        asked = next(each for each in self.received if each in _ENDING)
+        if left:
+            late = f"{signal.Signals(asked).name}: process {' '.join(map(str, left))}"
+            self._say(f"killed {self._grace:g} seconds after {late}")
+        return 128 + asked, None
+
+    def _of_failure(
+        self, own: int, code: int, left: dict[int, subprocess.Popen[bytes]]
+    ) -> tuple[int, int | None]:
+        """The ending of a run in which a process has failed, perhaps because of another one."""
+        if code in _BECAUSE_OF_ANOTHER or any(who == str(own) for who, _ in self._told()):
+            self._wait_for(left.values(), _LEAVING_SECONDS)
+            # What process 0 says, which judges, or else what the first says.
+            said = sorted(self._told(), key=lambda words: words[0] != "0")
+            if not said:
+                return self._ended(code, None, f"process {own} ended with code {code}")
+            verdict = said[0][1]
+            # They may see a death before this process can ask for its code.
+            own, its = verdict.process, self._processes[verdict.process].returncode
+            if verdict.kind is Kind.SILENT:
+                # It is stopped, or does not run Python, and saves nothing.
+                _send(self._processes[own], signal.SIGKILL)
+            if not its or its in _BECAUSE_OF_ANOTHER:
+                return self._ended(its or code, own, verdict.sentence)
+            code = its
+        how = f"with code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
+        return self._ended(code if code > 0 else 128 - code, own, f"process {own} ended {how}")
+
+    def _ended(self, code: int, failed: int | None, sentence: str) -> tuple[int, int | None]:
+        # After Ctrl-C everybody knows why.
+        if len(self._processes) > 1 and not self.received:
+            # Of a verdict its first sentence.
+            self._say(f"{sentence.partition('. ')[0].rstrip('.')}; the others are ended")
+        return code, failed
+
+    def _say(self, what: str) -> None:
+        self._lines.put((self._stderr, f"crossshard: {what}.\n".encode()))
+
+    def _absent(self, ended: set[int]) -> int | None:
+        """Which of those that ended well is waited for by those that connect.
+
+        Those that connect wait for all, and come to their ends together.
+        """
+        told = told_launcher(self._verdicts) if ended else []
+        connected = {who for who, what in told if what == CONNECTS}
+        absent = (each for each in sorted(ended) if connected and str(each) not in connected)
+        return next(absent, None)
+
+    def _told(self) -> list[tuple[str, Verdict]]:
+        """Why they leave, as they themselves say it."""
+        told = ((who, Verdict.parse(what)) for who, what in told_launcher(self._verdicts))
+        return [(who, v) for who, v in told if v and v.process < len(self._processes)]
+
+    def _wait_for(self, processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
+        """Wait until these have ended, or their time is over."""
+        until = min(self._until, time.monotonic() + seconds)
+        while time.monotonic() < until and any(each.poll() is None for each in processes):
+            self._pass_on()
+            time.sleep(_EVERY)
+
+    def _pass_on(self) -> None:
+        """Send what has been received to all processes.
+
+        Not from the handler of the signal, which may run while a process is being started.
+        """
+        while self._passed_on < len(self.received):
+            number = self.received[self._passed_on]
+            self._passed_on += 1
+            for process in self._processes:
+                _send(process, number)
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
+    # The group may outlive the process that led it.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

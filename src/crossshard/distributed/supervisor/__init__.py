@@ -1,1 +1,0 @@
-"""Supervisor: starts the processes of a job, watches them, and ends them together."""
