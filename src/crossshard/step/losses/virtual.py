@@ -136,9 +136,9 @@ class VirtualLoss(StepLoss):
             return index + 1, sums, model_state, every
 
         every = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), types[2])
-        before = first, no_sums(to_sum, count), state.model_state, every
+        start = first, no_sums(to_sum, count), state.model_state, every
         is_left = lambda carry: carry[0] < count + opaque_zero
-        _, sums, model_state, aux = lax.while_loop(is_left, turn, before)
+        _, sums, model_state, aux = lax.while_loop(is_left, turn, start)
         read, loss, weight, others = of_sums.unflatten(nodes_of(sums, count))
         found = iter(read)
         shape = lambda x: (nodes_within(count), *jnp.shape(x))
