@@ -449,18 +449,19 @@ class StepLoss(abc.ABC):
             with jax.named_scope("loss"):
                 overwritten = model_states.overwritten(state.model_state)
                 scale = scale_of(state)
-                found = value_and_grad(at_use, loss_of, state.params, weight, scale, overwritten)
-        loss, (after, aux, terms) = found.out
+                out, gradients, early, of_others = _value_and_grad(
+                    at_use, loss_of, state.params, weight, scale, overwritten
+                )
+        loss, (after, aux, terms) = out
         if overwritten:
             # They are what the backward pass returns, and were divided by the loss scale.
-            whole = [x if scale is None else x * scale for x in found.of_others]
+            whole = [x if scale is None else x * scale for x in of_others]
             after = model_states.overwrite(after, whole)
         if weight is not None:
             after = model_states.unless_weightless(
                 self.model_state, weight, after, state.model_state
             )
-        loss = jnp.asarray(loss)
-        return LocalResult(loss, found.gradients, weight, after, aux, terms, found.early)
+        return LocalResult(jnp.asarray(loss), gradients, weight, after, aux, terms, early)
 
     def _keys(self, state: TrainState, batch: Any, shard: Any, index: Any) -> Keys:
         """The key of some rows, or their keys; none if the loss takes none."""
@@ -667,25 +668,14 @@ def scale_of(state: TrainState) -> Any:
     return getattr(state.opt_state.loss_scale, "scale", None)
 
 
-class Found(NamedTuple):
-    """What differentiating a loss found."""
-
-    out: Any  # the loss with its auxiliary output
-    # The gradients: whole and local, or, where ``early``, this shard's slice of the sum.
-    gradients: Any
-    # For each gradient, whether the backward pass has summed it; empty if none is.
-    early: tuple[bool, ...]
-    of_others: Sequence[Any] = ()  # the gradients of the other arrays
-
-
-def value_and_grad(
+def _value_and_grad(
     at_use: AtUse,
     loss_of: Callable[..., tuple[Any, Any]],
     params: Any,
-    weight: Any = None,
-    loss_scale: Any = None,
-    others: Sequence[Any] = (),
-) -> Found:
+    weight: Any,
+    loss_scale: Any,
+    others: Sequence[Any],
+) -> tuple[Any, Any, tuple[bool, ...], Sequence[Any]]:
     """The loss with its auxiliary output, and the gradients that are read.
 
     Args:
@@ -696,6 +686,10 @@ def value_and_grad(
       weight: float[], the weight of this shard; ``None`` if all count the same.
       loss_scale: float[], the scale of the loss; ``None`` without one.
       others: further arrays to differentiate, which every shard has whole.
+
+    Returns:
+      The loss with that output; the gradients: whole and local, or this shard's slice of the sum;
+      for each whether it is that, or empty if none is; and the gradients of the others.
     """
     leaves, tree = jax.tree.flatten(params)
     unread = at_use.unread or (False,) * len(leaves)
@@ -731,7 +725,7 @@ def value_and_grad(
     for place, gradient in zip(read, found, strict=True):
         gradients[place] = gradient
     early = tuple(place in late for place in range(len(leaves))) if late else ()
-    return Found(out, tree.unflatten(gradients), early, of_others)
+    return out, tree.unflatten(gradients), early, of_others
 
 
 def _scaled(sums: Sums, scale: Any) -> Sums:
