@@ -21,7 +21,9 @@ from crossshard.jaxprs.kernels import SAID_BY_JAXPR, Assumptions, Operation, is_
 from crossshard.jaxprs.row_facts import Fact, Free, Rows
 from crossshard.jaxprs.walk import (
     Call,
+    Cond,
     Scan,
+    While,
     control_flow,
     equations_within,
     has_own_derivative,
@@ -82,6 +84,13 @@ class Trial:
         match control_flow(equation):
             case Call(jaxpr) if not is_rowwise(equation):
                 return within(jaxpr, given)
+            case Cond(branches):
+                for branch in branches:
+                    within(branch, given[1:])
+            case While(cond, of_cond, body, of_body):
+                carry = given[of_cond + of_body :]
+                within(cond, [*given[:of_cond], *carry])
+                within(body, [*given[of_cond : of_cond + of_body], *carry])
             case Scan(body, constants, carried, (steps, reverse)) if steps:
                 first = constants + carried
                 turn = [x[steps - 1 if reverse else 0] for x in given[first:]]
