@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypedDict, cast
 
 import jax
@@ -33,6 +33,7 @@ from crossshard.pipeline.stage import (
     Stage,
     StageContext,
     Staged,
+    Updated,
     as_local,
 )
 from crossshard.pipeline.stages.accumulate import Accumulate
@@ -58,11 +59,8 @@ from crossshard.pipeline.stages.nonfinite import (
     with_finite,
 )
 from crossshard.pipeline.stages.preprocess import Preprocess
-from crossshard.pipeline.update.optimize import Optimize, Updated
+from crossshard.pipeline.update.optimize import Optimize
 from crossshard.shards.axes import GroupAssignment, Shards, current_shards
-
-_TO_REDUCTION = (Phase.ARRIVAL, Phase.LOCAL, Phase.REDUCTION)
-
 
 # The stages in the order in which they run, which is also that of their phases. A new one is one
 # line here: each makes itself from the options, and says what becomes of its state.
@@ -418,7 +416,7 @@ class Pipeline:
         """
         if self.accumulate is None:
             return self.finish(*self.reduce(gradients, state, context), state, context)
-        gradients, after = self.run((Phase.CALL,), gradients, state, context)
+        gradients, after = self.run(Phase.CALL, gradients, state, context)
         sums = after.accumulate
 
         def last(state: CrossShardState) -> Any:
@@ -479,14 +477,14 @@ class Pipeline:
             )
 
         def examined(gradients: Gradients) -> Gradients:
-            return self.run((Phase.ARRIVAL,), gradients, before, context)[0]
+            return self.run(Phase.ARRIVAL, gradients, before, context)[0]
 
         def weighed(gradients: Gradients) -> Staged:
             sums = {**others(gradients.weight), **gradients.sums}
-            return self.run((Phase.LOCAL,), gradients.replace(sums=sums), before, context)
+            return self.run(Phase.LOCAL, gradients.replace(sums=sums), before, context)
 
         def summed(gradients: Gradients, state: CrossShardState) -> Any:
-            reduced, state = self.run((Phase.REDUCTION,), gradients, state, context)
+            reduced, state = self.run(Phase.REDUCTION, gradients, state, context)
             if self.nonfinite is not None:
                 return with_finite(reduced, context, is_sound(gradients)), state
             return reduced if self.loss_scale is None else with_finite(reduced, context), state
@@ -539,9 +537,10 @@ class Pipeline:
 
         A skipped step leaves the states of these as they were.
         """
-        gradients, state = self.run((Phase.UPDATE,), gradients, state, context)
+        gradients, state = self.run(Phase.UPDATE, gradients, state, context)
         if gradients.skip is not None:
-            names = [name for name, s in self._stateful.items() if s.phase in _TO_REDUCTION]
+            before_it = lambda stage: Phase.CALL < stage.phase <= Phase.REDUCTION
+            names = [name for name, s in self._stateful.items() if before_it(s)]
             new, old = ({name: s.of(name) for name in names} for s in (state, before))
             keep = lambda new, old: jnp.where(gradients.skip, old, new)
             state = state.with_states(**jax.tree.map(keep, new, old))
@@ -549,17 +548,17 @@ class Pipeline:
 
     def run(
         self,
-        phases: Collection[Phase],
+        phase: Phase,
         gradients: Gradients,
         state: CrossShardState,
         context: StageContext,
     ) -> Staged:
-        """The stages of some phases."""
+        """The stages of a phase."""
         refuse_nesting()
         for stage in self.stages:
-            if stage.phase not in phases:
+            if stage.phase is not phase:
                 continue
-            if stage.phase < Phase.REDUCTION and stage.needs_local:
+            if phase < Phase.REDUCTION and stage.needs_local:
                 gradients = as_local(gradients, context, stage.needs_local)
             before = state.of(stage.state_field) if stage.state_field else ()
             with jax.named_scope(stage.scope) if stage.scope else contextlib.nullcontext():
@@ -569,7 +568,7 @@ class Pipeline:
                 returned = check_returned(returned, gradients, before, name)
             gradients, after = returned
             weight = gradients.weight
-            if stage.phase in (Phase.ARRIVAL, Phase.LOCAL) and weight is not None:
+            if phase in (Phase.ARRIVAL, Phase.LOCAL) and weight is not None:
                 # A shard of weight 0 keeps its state, since its gradients may be NaN.
                 keep = lambda new, old, weight=weight: jnp.where(weight != 0, new, old)
                 after = jax.tree.map(keep, after, before)

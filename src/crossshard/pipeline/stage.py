@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,6 @@ from crossshard.gradients.status import GradientStatus, Statuses
 from crossshard.pipeline.update.arrays import Arrays, Whole
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import REPLICATED, Placement
-
-if TYPE_CHECKING:
-    from crossshard.pipeline.update.optimize import Updated
 
 
 class Phase(enum.IntEnum):
@@ -38,6 +35,16 @@ class Phase(enum.IntEnum):
     LOCAL = enum.auto()
     REDUCTION = enum.auto()
     UPDATE = enum.auto()
+
+
+class Updated(NamedTuple):
+    """The result of an optimizer's update."""
+
+    result: Any  # full updates, or full updated parameters
+    updates: Any = None  # the updates, split as the optimizer's arrays are
+    # The parameters before it, split in the same way; ``None`` if the caller passed none.
+    params: Any = None
+    state: Any = None  # the optimizer's next state
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +89,7 @@ class Gradients:
     sums: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     skip: jax.Array | None = None
     finite: jax.Array | None = None
-    updated: "Updated | None" = None
+    updated: Updated | None = None
     beside: PyTree = ()
     status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     extra_status: Statuses = dataclasses.field(default=(), metadata={"static": True})

@@ -26,22 +26,10 @@ def sentences(found: object) -> str:
 
 # Versions.
 
-FINE = {"jax": "0.10.2", "jaxlib": "0.10.2", "flax": "0.12.8", "libtpu": "0.0.51"}
-
-
-OTHERS = [
-    ({"jaxlib": "0.10.1"}, 'pip install "jax==0.10.2" "jaxlib==0.10.2"'),
-    ({"jax-cuda12-plugin": "0.10.1"}, 'pip install "jax==0.10.2" "jax-cuda12-plugin==0.10.2"'),
-]
-
 
 def test_versions():
-    assert not list(diagnosis._of_versions(FINE))
-    for other, says in OTHERS:
-        assert says in sentences(diagnosis._of_versions(FINE | other))
     found = diagnosis._installed()
     assert (found["jax"], found["crossshard"]) == (jax.__version__, crossshard.__version__)
-    assert not list(diagnosis._of_versions(found))
 
 
 # Devices.
@@ -96,7 +84,11 @@ def test_jobs_that_are_right(environment: dict[str, str], plain: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("environment", "kind", "says"),
     [
-        ({"JAX_NUM_PROCESSES": "2"}, "job", "JAX_NUM_PROCESSES is set, but JAX_COORDINATOR"),
+        (
+            {"JAX_NUM_PROCESSES": "2"},
+            "job",
+            "Set all of JAX_COORDINATOR_ADDRESS, ",
+        ),
         ({"WORLD_SIZE": "4"}, "job", "WORLD_SIZE=4 says that there are several processes"),
         (JOB | {"JAX_PROCESS_ID": "two"}, "job", "JAX_PROCESS_ID must be a number from 0"),
         (JOB | {"JAX_COORDINATOR_ADDRESS": "10.0.0.1"}, "job", "must be host:port"),

@@ -24,11 +24,10 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.rewrite import in_loop, opaque_false
 from crossshard.jaxprs.slices import why_not_elementwise
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged, Updated
 from crossshard.pipeline.stages.aggregate import FewBits, Peers, Plain, check_reduce_dtype
 from crossshard.pipeline.stages.preprocess import check_transformation
 from crossshard.pipeline.update.arrays import Arrays, Parts, Whole
-from crossshard.pipeline.update.optimize import Updated
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Partition, partition_for
 
 
@@ -162,7 +161,13 @@ class LocalSGD(Stage):
         state = state._replace(count=optax.safe_increment(context.agreed(state.count)))
 
         def synchronise(_: PyTree, state: LocalSGDState) -> tuple[PyTree, LocalSGDState]:
-            moved = self._moved(updated, state, context)
+            # Of what every worker began with, which may have fewer bits than the anchor.
+            rounded = jax.tree.map(lambda x, p: x.astype(p.dtype), state.anchor, updated.result)
+            start = context.arrays.split(rounded)
+            # Not of the updated parameters, which are rounded: right after a synchronisation it is
+            # the update itself.
+            one = lambda start, before, update: -((widen(before) - widen(start)) + widen(update))
+            moved = jax.tree.map(one, start, updated.params, updated.updates)
             mean, aggregate = self._mean(moved, context.arrays, state.aggregate, context)
             with inside_optimizer():
                 updates, inner_state = self.optimizer.update(mean, state.inner_state, state.anchor)
@@ -173,17 +178,6 @@ class LocalSGD(Stage):
         is_due = state.count % self.every == 0
         keep = lambda params, state: (params, state)
         return lax.cond(is_due, synchronise, keep, updated.result, state)
-
-    @staticmethod
-    def _moved(updated: Updated, state: LocalSGDState, context: StageContext) -> PyTree:
-        """The pseudogradient of this shard's worker, split as the optimizer's arrays are."""
-        # Of what every worker began with, which may have fewer bits than the anchor.
-        rounded = jax.tree.map(lambda x, p: x.astype(p.dtype), state.anchor, updated.result)
-        start = context.arrays.split(rounded)
-        # Not of the updated parameters, which are rounded: right after a synchronisation it is
-        # the update itself.
-        one = lambda start, before, update: -((widen(before) - widen(start)) + widen(update))
-        return jax.tree.map(one, start, updated.params, updated.updates)
 
     def _mean(
         self, moved: PyTree, arrays: Arrays, state: PyTree, context: StageContext

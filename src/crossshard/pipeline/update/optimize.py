@@ -18,21 +18,11 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.status import check_shapes
 from crossshard.jaxprs.rewrite import in_loop, zeros
 from crossshard.jaxprs.walk import equations_of, named_axes, returned_inputs, sources
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged, Updated
 from crossshard.pipeline.stages.aggregate import check_dtype
 
 # The decay of an average: a number, or a schedule of the number of updates.
 Decay = float | Callable[[Any], Any]
-
-
-class Updated(NamedTuple):
-    """The result of an optimizer's update."""
-
-    result: Any  # full updates, or full updated parameters
-    updates: Any = None  # the updates, split as the optimizer's arrays are
-    # The parameters before it, split in the same way; ``None`` if the caller passed none.
-    params: Any = None
-    state: Any = None  # the optimizer's next state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +131,10 @@ class Optimize(Stage):
     def describe(self, update: str = "update") -> str:
         """How it updates, and what the optimizer keeps besides its own state."""
         kept = [] if self.master_dtype is None else [f"{self.master_dtype} masters"]
-        kept += [] if self.ema is None else [f"moving average {describe_decay(self.ema)}"]
+        if self.ema is not None:
+            # The same words in every process.
+            name = getattr(self.ema, "__qualname__", type(self.ema).__name__)
+            kept.append(f"moving average {f'by {name}' if callable(self.ema) else self.ema}")
         return f"{update} ({', '.join(kept)})" if kept else update
 
 
@@ -350,13 +343,6 @@ def _unless_set(master: Any, param: Any) -> jax.Array:
     near = 4 * float(jnp.finfo(wide).eps)
     below, above = (is_param((master * by).astype(narrow)) for by in (1 - near, 1 + near))
     return jnp.where(below | above, master, jnp.asarray(param, wide))
-
-
-def describe_decay(decay: Decay) -> str:
-    """A decay in a few words, the same in every process."""
-    if not callable(decay):
-        return str(decay)
-    return f"by {getattr(decay, '__qualname__', type(decay).__name__)}"
 
 
 def check_ema(decay: Any) -> Decay | None:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from crossshard._check import is_inexact
 from crossshard.collectives.in_order import sum_of_nodes
-from crossshard.collectives.sums import bucketed_gather, bucketed_sum, sum_over_shards, turn, widen
+from crossshard.collectives.sums import bucketed_gather, bucketed_sum, turn, widen
 from crossshard.jaxprs.leafwise import Leafwise
 from crossshard.jaxprs.rewrite import Pieces, in_loop
 from crossshard.pipeline.update.arrays import Arrays, Update, squared_norm_of_slices
@@ -222,6 +222,14 @@ def _of_block(partitions: Sequence[Partition], block: Block) -> Partition:
     return whole if layer is None else dataclasses.replace(whole, shape=(1, *whole.shape[1:]))
 
 
+def _types_of(
+    blocks: Iterable[Block], partitions: Sequence[Partition], like: Sequence[Any]
+) -> dict[Block, jax.ShapeDtypeStruct]:
+    """The types of blocks of arrays that are partitioned so, with the dtypes of those like them."""
+    shape = lambda block: _of_block(partitions, block).local_shape
+    return {block: jax.ShapeDtypeStruct(shape(block), like[block[0]].dtype) for block in blocks}
+
+
 def _places_of(of_shard: Sequence[Sequence[Block]]) -> list[tuple[int, ...]]:
     """The arrays of which each shard owns blocks."""
     return [tuple(place for place, _ in own) for own in of_shard]
@@ -252,7 +260,8 @@ def _slices_to_owners(
         for block in blocks.of_shard[owner]:
             own = _of_block(partitions, block)
             parts = [each[block] for each in of_shards]
-            found[block] = own.unpack(jnp.concatenate(parts, own.axis or 0))
+            whole = parts[0] if own.number == 1 else jnp.concatenate(parts, own.axis or 0)
+            found[block] = own.unpack(whole)
         return found
 
     return at_owner
@@ -265,7 +274,8 @@ def _by_owner(
     number, split = len(blocks.of_shard), {}
     for block in blocks.of_shard[owner]:
         own = _of_block(partitions, block)
-        split[block] = jnp.split(own.pack(whole[block]), number, own.axis or 0)
+        x = own.pack(whole[block])
+        split[block] = [x] * number if own.number == 1 else jnp.split(x, number, own.axis or 0)
     of_shard = lambda to: {block: each[to] for block, each in split.items()}
     return jnp.stack([blocks.row(owner, of_shard(to)).ravel() for to in range(number)])
 
@@ -338,7 +348,7 @@ class Owners(Arrays):
     def blocks(self) -> tuple[Blocks, ...]:
         """The blocks of parameters that travel whole, to and from their owners."""
         whole = (block for block in self.owners if self.params[block[0]].number == 1)
-        types = {block: self._type(0, block) for block in whole}
+        types = _types_of(whole, self.params, self.types[0])
         return blocks_of(types, self.owners, self.shards.number, self.tile, _WINDOW)
 
     @functools.cached_property
@@ -346,22 +356,14 @@ class Owners(Arrays):
         """The leaves of which each shard sends its slice to the owners."""
         return frozenset(leaf for leaf in self.owned if self.params[leaf].number > 1)
 
-    def in_slices(self, dtypes: Sequence[Any], *, of_state: bool = False) -> tuple[Blocks, ...]:
+    def in_slices(self, like: Sequence[Any], *, of_state: bool = False) -> tuple[Blocks, ...]:
         """What a shard sends of its slices of arrays like these: a row to each owner."""
         partitions = self.state_in_slices if of_state else self.params
         owners = self.owners_of_state if of_state else self.owners
-        types = {
-            block: jax.ShapeDtypeStruct(_of_block(partitions, block).local_shape, dtypes[block[0]])
-            for block in owners
-            if partitions[block[0]].number > 1
-        }
+        # Of the state also what is not cut, which each shard then has.
+        sent = [each for each in owners if of_state or partitions[each[0]].number > 1]
+        types = _types_of(sent, partitions, like)
         return blocks_of(types, owners, self.shards.number, _PLAIN)
-
-    def _type(self, which: int, block: Block) -> jax.ShapeDtypeStruct:
-        """The type of a block of the parameters, or of the state."""
-        whole = self.types[which][block[0]]
-        shape = whole.shape if block[1] is None else (1, *whole.shape[1:])
-        return jax.ShapeDtypeStruct(shape, whole.dtype)
 
     def partitions_of(self, gradients: Any) -> Sequence[Partition]:
         """Those of the slices and rows."""
@@ -426,7 +428,8 @@ class Owners(Arrays):
     @functools.cached_property
     def state_blocks(self) -> tuple[Blocks, ...]:
         """The blocks of the state, as their owners keep them."""
-        types = {block: self._type(1, block) for block in self.owners_of_state}
+        wholes = [Partition(x.shape) for x in self.types[1]]
+        types = _types_of(self.owners_of_state, wholes, self.types[1])
         return blocks_of(types, self.owners_of_state, self.shards.number, self.tile)
 
     @functools.cached_property
@@ -454,30 +457,17 @@ class Owners(Arrays):
 
         return tuple(one(*each) for each in enumerate(self.leafwise.of_state))
 
-    def _state_to_send(self) -> tuple[tuple[Blocks, ...], dict[Block, jax.Array]]:
-        """The blocks of the state that travel in slices, and zeros like those that do not."""
-        slices = self.in_slices([x.dtype for x in self.types[1]], of_state=True)
-        alone = [x for x in sorted(self.owners_of_state) if self.state_in_slices[x[0]].number == 1]
-        types = {block: self._type(1, block) for block in alone}
-        return slices, {block: jnp.zeros(x.shape, x.dtype) for block, x in types.items()}
-
     def state_from_owners(self, state: Sequence[jax.Array]) -> list[jax.Array]:
         """This shard's slices of the arrays of a state, from what owners keep."""
-        found, (slices, small) = list(state), self._state_to_send()
+        slices = self.in_slices(self.types[1], of_state=True)
 
-        def own(shard: int) -> tuple[list[jax.Array], list[jax.Array]]:
+        def own(shard: int) -> list[jax.Array]:
             kept: dict[Block, jax.Array] = {}
             for each in self.state_blocks:
                 kept |= each.within(shard, state[each.places[0]])
-            return (
-                [_by_owner(each, self.state_in_slices, shard, kept) for each in slices],
-                [kept.get(block, zeros) for block, zeros in small.items()],
-            )
+            return [_by_owner(each, self.state_in_slices, shard, kept) for each in slices]
 
-        sent, whole = _on_owner(range(self.shards.number), self.shards.index(), own)
-        sums = [sum_over_shards(x, self.shards) for x in whole]
-        for place, x in _joined(dict(zip(small, sums, strict=True))).items():
-            found[place] = x
+        found, sent = list(state), _on_owner(range(self.shards.number), self.shards.index(), own)
         for blocks, each in zip(slices, sent, strict=True):
             for place, x in _slices_from_owners(blocks, each, self.shards).items():
                 found[place] = x
@@ -485,14 +475,12 @@ class Owners(Arrays):
 
     def state_to_owners(self, state: Sequence[jax.Array]) -> list[jax.Array]:
         """The inverse of ``state_from_owners``."""
-        slices, small = self._state_to_send()
-        given = dict(enumerate(state))
-        received = [
-            _slices_to_owners(each, self.state_in_slices, given, self.shards) for each in slices
-        ]
+        slices = self.in_slices(self.types[1], of_state=True)
+        given = self.state_in_slices, dict(enumerate(state)), self.shards
+        received = [_slices_to_owners(each, *given) for each in slices]
 
         def own(shard: int) -> list[jax.Array]:
-            kept = {block: take(state, block) for block in small}
+            kept: dict[Block, jax.Array] = {}
             for at_owner in received:
                 kept |= at_owner(shard)
             return [each.row(shard, kept) for each in self.state_blocks]
@@ -575,7 +563,7 @@ class _Run:
         taken = self._pieces.of(outputs).taken if outputs else ()
         if not any(start + leaf in taken for leaf in plan.exchanged):
             return
-        for blocks in plan.in_slices([jnp.result_type(x) for x in arrays]):
+        for blocks in plan.in_slices(arrays):
             given = {i: arrays[i] for i in blocks.places}
             own = _slices_to_owners(blocks, plan.params, given, self._shards)
             self._of_owners.append((own, range(len(arrays)), start))
@@ -635,7 +623,7 @@ class _Run:
     ) -> tuple[list[Any], list[Any]]:
         """The updates and the state with those that owners compute."""
         plan, types = self._plan, self._jaxpr.out_avals
-        slices = plan.in_slices([x.dtype for x in types])
+        slices = plan.in_slices(types)
 
         def own(shard: int) -> tuple[list[Any], list[Any], list[Any]]:
             found: dict[Block, Any] = {}

@@ -16,7 +16,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,12 +48,11 @@ SECONDS = 30.0
 _RUNS = 5
 # float32 counts to here without a gap, so that sums are exact in any order.
 _EXACT = 2**24
-# They must be of the version of jaxlib, or JAX leaves them aside.
-_PLUGINS = (
+_SHOWN = (
+    *("jax", "jaxlib", "numpy", "optax", "flax", "orbax-checkpoint", "libtpu"),
     *("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
     *("jax-rocm7-plugin", "jax-rocm7-pjrt"),
 )
-_SHOWN = ("jax", "jaxlib", "numpy", "optax", "flax", "orbax-checkpoint", "libtpu", *_PLUGINS)
 _SETTINGS = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "CUDA_VISIBLE", "GLIBC_TUNABLES", "NPROC")
 _ENTERED = "crossshard/doctor/in"
 _entered = itertools.count(1)
@@ -64,7 +63,7 @@ class Finding:
     """Something that looks wrong.
 
     Attributes:
-      kind: its name, such as ``"versions"``; the page on ``doctor`` lists them.
+      kind: its name, such as ``"alone"``; the page on ``doctor`` lists them.
       sentence: what it is, and what to write instead.
     """
 
@@ -250,7 +249,7 @@ def diagnose(
     versions = _installed()
     settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_SETTINGS)}
     job, of_job = _find(timeout, meet=as_command)
-    found = [*_of_versions(versions), *of_job]
+    found = list(of_job)
     platforms = os.environ.get("JAX_PLATFORMS")
     start = f"The start of JAX{f' with JAX_PLATFORMS={platforms}' if platforms else ''}"
     devices: Devices | None = _tried(found, "start", start, timeout, _look)
@@ -290,18 +289,6 @@ def _installed() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
     # What was imported, whatever else is installed.
     return found | {"jax": jax.__version__}
-
-
-def _of_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
-    """Which versions are not released together."""
-    of_jax = versions["jax"]
-    for name in ("jaxlib", *_PLUGINS):
-        if name in versions and versions[name] != of_jax:
-            yield Finding(
-                "versions",
-                f"{name} is {versions[name]} and jax {of_jax}, and they are released together: "
-                f'pip install "jax=={of_jax}" "{name}=={of_jax}".',
-            )
 
 
 def _look() -> Devices:

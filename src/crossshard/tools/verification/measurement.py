@@ -370,19 +370,14 @@ class Measurement:
                 "given. Use that one: make_step(optimizer, num_shards)."
             )
         for name, shape in self.shapes.items():
-            if name not in many.last:
-                raise ArgumentError(
-                    f"The state has `{name}` on one shard, and not on {self.number}: there it has "
-                    f"{', '.join(list(many.last)[:6])}. make_step must return parameters of the "
-                    "same structure for any number."
-                )
-            first, start = one.start[name].values[0], many.start[name]
-            copies = start.of_shape(shape, self.number)
+            first, start = one.start[name].values[0], many.start.get(name)
+            start = start if name in many.last else None
+            copies = None if start is None else start.of_shape(shape, self.number)
             if copies is None:
+                there = "absent" if start is None else f"of shape {list(start.values.shape[1:])}"
                 raise ArgumentError(
-                    f"`{name}` has shape {list(shape)} on one shard and "
-                    f"{list(start.values.shape[1:])} on {self.number}. It may be the same, or "
-                    f"stacked, [{self.number}, …]."
+                    f"`{name}` has shape {list(shape)} on one shard, and is {there} on "
+                    f"{self.number}. It may be the same, or stacked, [{self.number}, …]."
                 )
             if apart(copies[0], first.ravel()) > 1e-6:
                 raise ArgumentError(

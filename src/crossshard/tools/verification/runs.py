@@ -321,8 +321,8 @@ def copies_of(x: Any) -> Copies:
         everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
         x = jax.jit(lambda x: x, out_shardings=everywhere)(x)
     by_index: dict[Any, list[Any]] = {}
-    order = _order(x.sharding)
-    for shard in sorted(x.addressable_shards, key=lambda each: order[each.device]):
+    # In the order of the devices of its mesh.
+    for shard in x.addressable_shards:
         by_index.setdefault(str(shard.index), []).append(shard)
     number = min(map(len, by_index.values()))
     whole = np.empty((number, *x.shape), x.dtype)
@@ -359,13 +359,3 @@ def map_arrays(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 def _is_nnx(x: Any) -> bool:
     return isinstance(x, nnx.Pytree)
-
-
-def _order(sharding: Any) -> dict[Any, int]:
-    mesh = getattr(sharding, "mesh", None)
-    devices = (
-        sorted(sharding.device_set, key=lambda each: each.id)
-        if mesh is None
-        else list(mesh.devices.flat)
-    )
-    return {device: place for place, device in enumerate(devices)}
