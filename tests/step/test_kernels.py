@@ -485,15 +485,15 @@ def plain_model(x: jax.Array, w: jax.Array) -> jax.Array:
 def test_rowwise_refuses_in_words():
     with pytest.raises(ArgumentTypeError, match="rowwise takes a function; got int"):
         crossshard.rowwise(3)
-    with pytest.raises(ArgumentError, match=r"got \[16, 48\] rows, and returned \[16, 48\]"):
+    with pytest.raises(ArgumentError, match="as many rows, along the axes"):
         crossshard.rowwise(lambda x, w: x @ w)(X, W)
-    with pytest.raises(ArgumentError, match=r"got \[48\] rows, and returned \[8, 48\]"):
+    with pytest.raises(ArgumentError, match="as many rows, along the axes"):
         crossshard.rowwise(lambda x: x.sum(0))(X)
-    with pytest.raises(ArgumentError, match="in_axes has 1 entries, and experts got 2"):
+    with pytest.raises(ArgumentError, match="takes and returns arrays with as many rows"):
         crossshard.rowwise(experts, in_axes=(0,))(X, W)
-    with pytest.raises(ArgumentError, match=r"in_axes=.* does not fit arrays of shapes"):
+    with pytest.raises(ArgumentError, match="along the axes in_axes="):
         crossshard.rowwise(lambda x: x, in_axes=5)(X)
-    with pytest.raises(ArgumentError, match="out_axes=1 does not fit"):
+    with pytest.raises(ArgumentError, match="out_axes=1"):
         crossshard.rowwise(lambda x: x.sum((1, 2)), out_axes=1)(X)
 
 

@@ -1,5 +1,6 @@
 """loss_over="rows", the default: a mean over rows runs, and every other loss is refused."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from crossshard import CrossShardOptimizer, make_train_step
 from crossshard.errors import ArgumentError, LossError
+from crossshard.step.losses.rows import StepLoss
 
 SHARDS = 4
 W = np.float32(np.random.default_rng(0).normal(size=(3, 2)))
@@ -200,3 +202,15 @@ def test_what_microbatches_trace_again_is_proven_once(monkeypatch: pytest.Monkey
     step.lower(step.abstract_init(W), BATCH)
     step.lower(step.abstract_init(W), {name: x[:8] for name, x in BATCH.items()})
     assert len(seen) == 2
+
+
+def test_what_a_loss_is_over_is_one_of_three_finals() -> None:
+    finals = StepLoss.__subclasses__()
+    assert {each.__name__ for each in finals} == {"RowsLoss", "BatchLoss", "VirtualLoss"}
+    methods = lambda kind: {name for name, x in vars(kind).items() if inspect.isfunction(x)}
+    shared = methods(StepLoss) - StepLoss.__abstractmethods__
+    for each in finals:
+        assert each.__final__
+        own = {name for name in methods(each) if not name.startswith("__")}
+        assert own >= StepLoss.__abstractmethods__
+        assert not own & shared

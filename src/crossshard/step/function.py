@@ -157,7 +157,17 @@ class StepConfig:
         loss, pipeline, opt_state = self.loss, self.pipeline, before.opt_state
         excludes, (local, like) = pipeline.excludes_shards, compute()
         context = dataclasses.replace(context, params=like)
-        gradients = self._arrive(local, context)
+        widened = local.is_weighed or loss.accumulate_steps > 1 or pipeline.loss_scale is not None
+        gradients = pipeline.arrive(
+            local.values,
+            context.shards,
+            declared=loss.status,
+            extra={"value": local.loss},
+            weight=local.weight,
+            params=like,
+            widened=widened,
+            early=local.early,
+        ).replace(weighed=local.is_weighed)
         if pipeline.nonfinite is not None:
             beside = new_nans(local.model_state, before.model_state)
             gradients = gradients.replace(beside=beside)
@@ -238,21 +248,6 @@ class StepConfig:
             layout.uses,
         )
 
-    def _arrive(self, local: LocalResult, context: StageContext) -> Gradients:
-        weighed = local.is_weighed
-        return self.pipeline.arrive(
-            local.values,
-            context.shards,
-            declared=self.loss.status,
-            extra={"value": local.loss},
-            weight=local.weight,
-            params=context.params,
-            widened=weighed
-            or self.loss.accumulate_steps > 1
-            or self.pipeline.loss_scale is not None,
-            early=local.early,
-        ).replace(weighed=weighed)
-
     def _out_specs(self, layout: StateLayout, state: TrainState, updates: bool) -> Progress:
         """The specs of what leaves ``shard_map``."""
         names, each = layout.axes, PartitionSpec(layout.axes)
@@ -292,34 +287,36 @@ class StepConfig:
 
     def names_of_metrics(self) -> list[str]:
         """The names of the metrics, in the order of their importance."""
-        weight = ["weight"] if self.loss.weight is not None else []
-        weight = weight or ["terms", "counts"] * bool(self.loss.record.returns_mean)
-        aux = ["aux"] if self.loss.has_aux else []
-        divergence = ["divergence"] if self.sentinel is not None else []
-        return ["loss", *weight, *aux, *self._names_of_stages(), *divergence]
-
-    def _names_of_stages(self) -> list[str]:
-        """The names of the metrics that ``_metrics_of_stages`` returns."""
-        scale = ["loss_scale"] if self.pipeline.loss_scale is not None else []
-        nonfinite = ["nonfinite"] if self.pipeline.nonfinite is not None else []
-        counts = self.loss.weight is not None or self.loss.record.returns_mean
-        may_skip = bool(scale or nonfinite or counts)
-        skipped = ["skipped"] if may_skip else []
-        return [*self.pipeline.metrics, *scale, *nonfinite, *skipped]
+        weighted, is_mean = self.loss.weight is not None, bool(self.loss.record.returns_mean)
+        scale, nonfinite = self.pipeline.loss_scale is not None, self.pipeline.nonfinite is not None
+        are_there = {
+            "loss": True,
+            "weight": weighted,
+            "terms": is_mean and not weighted,
+            "counts": is_mean and not weighted,
+            "aux": self.loss.has_aux,
+            **dict.fromkeys(self.pipeline.metrics, True),
+            "loss_scale": scale,
+            "nonfinite": nonfinite,
+            "skipped": scale or nonfinite or weighted or is_mean,
+            "divergence": self.sentinel is not None,
+        }
+        return [name for name, is_there in are_there.items() if is_there]
 
     def _metrics_of_stages(
         self, before: TrainState, after: TrainState, skip: jax.Array | None
     ) -> dict[str, Any]:
         """The metrics that stages keep in their state, and whether the step was skipped."""
-        scale = before.opt_state.loss_scale.scale if self.pipeline.loss_scale is not None else None
+        scale = before.opt_state.loss_scale
         found = {
             **(after.opt_state.metrics or {}),
-            "loss_scale": scale,
+            "loss_scale": getattr(scale, "scale", None),
             "nonfinite": after.opt_state.nonfinite,
-            "skipped": skip,
+            # A Mean of which something always counts skips nothing.
+            **({} if skip is None else {"skipped": skip}),
         }
-        # A Mean of which something always counts skips nothing.
-        return {x: found[x] for x in self._names_of_stages() if x != "skipped" or skip is not None}
+        names = self.names_of_metrics()
+        return {name: x for name, x in found.items() if name in names}
 
 
 def to_read(layout: StateLayout, state: TrainState) -> AtUse:

@@ -15,8 +15,6 @@ from crossshard.collectives.sums import average, sum_over_shards, to_average, to
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, part_of_mean
 from crossshard.jaxprs.walk import depends
-from crossshard.pipeline.stage import Gradients
-from crossshard.pipeline.stages.accumulate import Sums, add, mean
 from crossshard.pipeline.stages.aggregate import as_weight
 from crossshard.shards.axes import Shards
 from crossshard.shards.batch_axes import BatchAxes
@@ -42,10 +40,6 @@ class LocalResult(NamedTuple):
     is_weighed: bool = False
 
 
-# Computes the gradient of one microbatch from its rows, the model state and its index.
-Compute = Callable[[Any, Any, Any], LocalResult]
-
-
 def pieces_of(rows: Any, axes: BatchAxes, number: int, *, interleaved: bool = False) -> Any:
     """The rows of ``number`` microbatches, stacked: ``[number, …]`` in the place of each array.
 
@@ -67,70 +61,12 @@ def pieces_of(rows: Any, axes: BatchAxes, number: int, *, interleaved: bool = Fa
     return jax.tree.map(one, rows, axes.tree_of(rows))
 
 
-def over_microbatches(
-    number: int,
-    compute: Compute,
-    zero: Sums,
-    early: tuple[bool, ...],
-    model_state: Any,
-    pieces: Any,
-    last: Callable[[Sums], Compute] | None = None,
-) -> tuple[LocalResult, Any, Any]:
-    """The mean over ``number`` microbatches, which are computed one after the other.
-
-    Args:
-      number: the number of microbatches.
-      compute: what computes one.
-      zero: the sums before the first.
-      early: for each leaf of the gradient whether each microbatch sums it over the shards; empty if
-        none does.
-      model_state: the model state before the first microbatch.
-      pieces: the rows of the microbatches, stacked; see ``pieces_of``.
-      last: from the sums of all microbatches but the last, what computes that. It returns the mean
-        of all in the gradients that it has summed over the shards. ``None`` if it is as the others.
-
-    Returns:
-      The means, weighted if there are weights, gradients with at least 32 bits, and the last model
-      state; then ``aux`` and the weight of every microbatch, stacked.
-    """
-    pieces = jnp.arange(number), pieces
-
-    def one(carry: Any, piece: Any) -> tuple[Any, Any]:
-        sums, model_state = carry
-        index, rows = piece
-        found = compute(rows, model_state, index)
-        sums = add(sums, found.values, found.loss, found.weight, early)
-        others = found.aux, found.terms, found.weight
-        return (sums, _as_stored(found.model_state, model_state)), others
-
-    if last is None:
-        (sums, model_state), (aux, terms, weights) = lax.scan(one, (zero, model_state), pieces)
-        values, loss = mean(sums, early, weighted=weights is not None)
-    else:
-        but_last = jax.tree.map(lambda x: x[:-1], pieces)
-        (sums, model_state), others = lax.scan(one, (zero, model_state), but_last)
-        index, rows = jax.tree.map(lambda x: x[-1], pieces)
-        found = last(sums)(rows, model_state, index)
-        early = found.early
-        own = _chosen(early, jax.tree.map(jnp.zeros_like, sums[0]), found.values)
-        sums = add(sums, own, found.loss, found.weight)
-        values, loss = mean(sums)
-        values = _chosen(early, found.values, values)
-        model_state = _as_stored(found.model_state, model_state)
-        join = lambda first, end: jnp.concatenate([first, jnp.asarray(end)[None]])
-        own = found.aux, found.terms, found.weight
-        aux, terms, weights = jax.tree.map(join, others, own)
-    total = None if weights is None else sums[2]
-    terms = jax.tree.map(lambda x: x.sum(0), terms)
-    return LocalResult(loss, values, total, model_state, None, terms, early), aux, weights
-
-
-def _as_stored(after: Any, before: Any) -> Any:
+def as_stored(after: Any, before: Any) -> Any:
     """A state in the dtypes of the one before, or the carry would change its type."""
     return jax.tree.map(lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), after, before)
 
 
-def _chosen(flags: Sequence[bool], if_set: Any, otherwise: Any) -> Any:
+def chosen(flags: Sequence[bool], if_set: Any, otherwise: Any) -> Any:
     """A pytree with the leaves of one where the flag is set, and else of the other."""
     if not flags:
         return otherwise
@@ -183,56 +119,19 @@ def aux_of_microbatches(reduction: Any, aux: Any, weights: jax.Array | None) -> 
         total = jax.vmap(to_average)(leaf, weights).sum(0)
         return average(total, weights.sum()).astype(leaf.dtype)
 
-    leaves = [one(path, leaf, each) for (path, leaf), each in _pairs(reduction, aux)]
+    leaves = [one(path, leaf, each) for (path, leaf), each in pairs_of_aux(reduction, aux)]
     return jax.tree.structure(aux).unflatten(leaves)
 
 
 def aux_to_reduce(reduction: Any, aux: Any, weight: jax.Array | None) -> dict[str, Any]:
     """What the aggregate must sum, by name, to reduce ``aux``."""
-    check_aux(aux)
     summands = []
-    for (path, leaf), each in _pairs(reduction, aux):
+    for (path, leaf), each in pairs_of_aux(reduction, aux):
         if each is not AuxReduction.PER_SHARD:
             _check_reducible(path, leaf, each)
             of = to_average if each is AuxReduction.MEAN else to_sum
             summands.append(of(leaf, weight))
     return {"aux": summands} if summands else {}
-
-
-def reduced_aux(
-    reduction: Any,
-    aux: Any,
-    gradients: Gradients,
-    number: int,
-    *,
-    grouped: bool,
-    stacked: bool = False,
-) -> Any:
-    """One shard's ``aux`` with the reduced values, as the metrics store it.
-
-    Args:
-      reduction: the reductions.
-      aux: this shard's ``aux``.
-      gradients: the reduced gradients, with the sums of ``aux_to_reduce``.
-      number: the number of shards in a mean.
-      grouped: whether each group has its own values.
-      stacked: whether ``aux`` is that of several virtual shards already.
-    """
-    totals = iter(gradients.sums.get("aux", ()))
-
-    def one(leaf: Any, each: AuxReduction) -> jax.Array:
-        if each is AuxReduction.PER_SHARD:
-            # Stored as one of [shards, …].
-            return jnp.asarray(leaf) if stacked else jnp.asarray(leaf)[None]
-        dtype = jnp.result_type(leaf)
-        if each is AuxReduction.SUM:
-            total = next(totals).astype(dtype)
-        else:
-            total = average(next(totals), gradients.weight, number).astype(dtype)
-        return total[None] if grouped else total
-
-    leaves = [one(leaf, each) for (_, leaf), each in _pairs(reduction, aux)]
-    return jax.tree.structure(aux).unflatten(leaves)
 
 
 def check_aux(aux: Any) -> None:
@@ -245,7 +144,7 @@ def check_aux(aux: Any) -> None:
             )
 
 
-def _pairs(reduction: Any, aux: Any) -> list[tuple[Any, AuxReduction]]:
+def pairs_of_aux(reduction: Any, aux: Any) -> list[tuple[Any, AuxReduction]]:
     """The leaves of ``aux`` with their paths, and the reduction of each."""
     try:
         whole = jax.tree.broadcast(reduction, aux)

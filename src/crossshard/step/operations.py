@@ -21,7 +21,9 @@ from crossshard.jaxprs.kernels import SAID_BY_JAXPR, Assumptions, Operation, is_
 from crossshard.jaxprs.row_facts import Fact, Free, Rows
 from crossshard.jaxprs.walk import (
     Call,
+    Cond,
     Scan,
+    While,
     control_flow,
     equations_within,
     has_own_derivative,
@@ -82,6 +84,13 @@ class Trial:
         match control_flow(equation):
             case Call(jaxpr) if not is_rowwise(equation):
                 return within(jaxpr, given)
+            case Cond(branches):
+                for branch in branches:
+                    within(branch, given[1:])
+            case While(cond, of_cond, body, of_body):
+                carry = given[of_cond + of_body :]
+                within(cond, [*given[:of_cond], *carry])
+                within(body, [*given[of_cond : of_cond + of_body], *carry])
             case Scan(body, constants, carried, (steps, reverse)) if steps:
                 first = constants + carried
                 turn = [x[steps - 1 if reverse else 0] for x in given[first:]]
@@ -193,9 +202,9 @@ class Trial:
             found[_ORDER].append((fact, x, back, *sums))
             found[_SCALE] += [(fact, x, 2 * _wide(each[place]), *sums) for each in scaled]
             if isinstance(fact, Rows):
-                both = [_taken(each[place], fact, first) for each in (whole, single)]
-                found[_BESIDE].append((fact, *both))
-                found[_NUMBER].append((fact, x, _behind(fact, *parts)))
+                few, both = (_taken(each[place], fact, first) for each in (whole, single))
+                found[_BESIDE].append((fact, few, both))
+                found[_NUMBER].append((fact, few, parts[0]))
             else:
                 found[_NUMBER].append((fact, x, parts[0] + parts[1], *sums))
         for change, pairs in found.items():
@@ -242,16 +251,6 @@ def _taken(x: Any, fact: Fact, places: Any) -> Any:
     split = x.reshape(*before, fact.outer, *slices, *after)
     found = jnp.take(split, places, axis=fact.axis + 1)
     return found.reshape(*before, fact.outer * len(places) * fact.inner, *after)
-
-
-def _behind(fact: Rows, one: Any, other: Any) -> Any:
-    """The rows of one array, and behind them those of another one."""
-    parts = [
-        x.reshape(*x.shape[: fact.axis], fact.outer, -1, *x.shape[fact.axis + 1 :])
-        for x in (one, other)
-    ]
-    found = jnp.concatenate(parts, fact.axis + 1)
-    return found.reshape(*one.shape[: fact.axis], -1, *one.shape[fact.axis + 1 :])
 
 
 def _distance(one: Any, other: Any, *more: Any) -> jax.Array:

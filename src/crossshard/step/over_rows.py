@@ -3,7 +3,6 @@
 import concurrent.futures
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from crossshard.gradients.mean import Mean, Moved, Term, with_moved
 from crossshard.jaxprs.kernels import ROWWISE
 from crossshard.jaxprs.mean_over_rows import (
     Finding,
-    Proof,
     found,
     is_free,
     is_mean,
@@ -38,7 +36,7 @@ from crossshard.jaxprs.row_facts import (
     Total,
 )
 from crossshard.jaxprs.walk import Call, constants, control_flow, depends, opened
-from crossshard.shards.batch_axes import BatchAxes, join
+from crossshard.shards.batch_axes import join
 from crossshard.step.microbatches import SumOf, Weight
 
 WAYS_ON = (
@@ -177,41 +175,13 @@ class OverRowsRecord:
             shown = "in the first batch weight= is what it divides by"
         return f"{self.latest}" + f"; {shown}" * is_shown
 
-    def conclude(
-        self,
-        key: Any,
-        proof: Proof,
-        returned: Any,
-        arguments: Arguments,
-        batch_axes: BatchAxes,
-        weight: Weight | None,
-    ) -> None:
-        """Remember what a loss is in its rows, and what divides it.
-
-        Args:
-          key: the types of all that it takes, by which it is asked for.
-          proof: what its traces show.
-          returned: what it returned: any number, or a ``Mean`` of such.
-          arguments: the types of what it is computed from.
-          batch_axes: along which axes the arrays of the batch have their rows.
-          weight: the weight function of the step, if it has one.
-        """
-        structure = jax.tree.structure(returned)
-        finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
-        self.known[key] = finding
-        if finding.kind is OverRows.RATIO and weight is not None:
-            split = batch_axes.split
-            self.divisors[key] = divisor_of(finding, proof.jaxpr, arguments, split, weight)
-        if finding.kind is OverRows.MEAN and weight is not None:
-            _check_weight_of_mean(weight, arguments.given[0], arguments.whole)
-
     def checked(
         self, key: Any, rows: Any, weight: Weight | None, summed: bool, microbatches: int
     ) -> tuple[Finding, Divisor | None]:
         """What a loss is in its rows, and what divides it.
 
         Args:
-          key: as of ``conclude``.
+          key: the types of all that it took.
           rows: the rows of a piece of the batch.
           weight: the weight function of the step, if it has one.
           summed: whether the shards' losses are added up.
@@ -496,7 +466,7 @@ def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: A
     return with_moved(Mean(wide * by, count), moved) + 0.0 * Mean(0.0, weight, "weight")
 
 
-def _check_weight_of_mean(weight: Weight, rows: Any, whole: Any) -> None:
+def check_weight_of_mean(weight: Weight, rows: Any, whole: Any) -> None:
     """Raise unless the weight of a loss that is a mean over rows is the same for all shards.
 
     Args:
@@ -521,16 +491,10 @@ def _check_weight_of_mean(weight: Weight, rows: Any, whole: Any) -> None:
 
 
 def said(weight: Weight) -> str:
-    """A weight as its author wrote it."""
+    """A weight in words."""
     if isinstance(weight, SumOf):
         return f"{weight.key!r}, which is batch[{weight.key!r}].sum()"
-    try:
-        lines, first = inspect.getsourcelines(weight)
-        file = inspect.getsourcefile(weight) or ""
-    except (OSError, TypeError):
-        return "weight=, a function"
-    text = " ".join(line.strip() for line in lines[:3]) + (" …" if len(lines) > 3 else "")
-    return f"{text} ({'/'.join(file.split('/')[-3:])}:{first})"
+    return f"the function {getattr(weight, '__qualname__', type(weight).__name__)}"
 
 
 def another_sum(weight: Weight, finding: Finding, numbers: str = "") -> LossError:
@@ -592,37 +556,20 @@ def rowwise(
 
     # As a decorator it keeps the function's own name; the call has this one in the trace.
     def called(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        axes = in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
-        if len(axes) != len(args):
-            raise ArgumentError(
-                f"in_axes has {len(axes)} entries, and {name} got {len(args)} positional arguments."
-            )
-        rows = _lengths("in_axes", tuple(axes), args)
+        axes = tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
         out = function(*args, **kwargs)
-        numbers = {*rows, *_lengths("out_axes", out_axes, out)}
-        if len(numbers) != 1 or not rows:
+        nothing = lambda args, out: None
+        try:
+            # It wants as many rows along all of these axes.
+            jax.eval_shape(jax.vmap(nothing, (axes, out_axes)), args, out)
+        except (IndexError, TypeError, ValueError) as error:
             raise ArgumentError(
-                f"rowwise({name}) takes and returns arrays with as many rows; got "
-                f"{sorted(rows)} rows, and returned {sorted(numbers)}. Say where the rows are: "
-                f"in_axes=(0, None) for a second argument without rows; out_axes=1."
-            )
+                f"rowwise({name}) takes and returns arrays with as many rows, along the axes "
+                f"in_axes={_check.shown(in_axes)} and out_axes={_check.shown(out_axes)}: "
+                f"{error!s:.300} Say where the rows are: in_axes=(0, None) for a second argument "
+                f"without rows; out_axes=1."
+            ) from error
         return out
 
     called.__name__ = called.__qualname__ = f"{ROWWISE}_{name}"
     return functools.wraps(function)(jax.jit(called))
-
-
-def _lengths(what: str, axes: PyTree, tree: PyTree) -> set[int]:
-    """The numbers of rows of the arrays that have some."""
-    try:
-        each = jax.tree.broadcast(axes, tree, is_leaf=lambda x: x is None)
-        pairs = zip(
-            jax.tree.leaves(each, is_leaf=lambda x: x is None), jax.tree.leaves(tree), strict=True
-        )
-        return {int(jnp.shape(x)[axis]) for axis, x in pairs if axis is not None}
-    except (IndexError, TypeError, ValueError) as error:
-        types = jax.tree.map(lambda x: jnp.shape(x), tree)
-        raise ArgumentError(
-            f"{what}={_check.shown(axes)} does not fit arrays of shapes "
-            f"{_check.shown(types, 200)}: {error!s:.200}"
-        ) from error

@@ -168,10 +168,9 @@ def _check_not_of_mesh(error: ValueError, axes: tuple[str, ...]) -> None:
         f"The loss shards an array over the mesh, which JAX refuses "
         f"({str(error).splitlines()[0]:.80}…): inside of a step {', '.join(axes)} are the shard "
         f"axes, and each shard runs the loss on its own, on the full parameters. Leave these "
-        f"axes out of with_sharding_constraint and shard_map, pass no mesh to the latter, and "
-        f"write flax.linen.unbox(params) for Linen's Partitioned boxes. For a model that is split "
-        f"over another axis, write make_train_step(..., mesh=mesh, axis_name=...) with the shard "
-        f"axes."
+        f"axes out of with_sharding_constraint and shard_map, and write flax.linen.unbox(params) "
+        f"for Linen's Partitioned boxes. A model that is split over another axis takes axis_name= "
+        f"with the shard axes."
     ) from error
 
 

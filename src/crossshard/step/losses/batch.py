@@ -103,8 +103,15 @@ class BatchLoss(StepLoss):
                 _check_convolutions(inlined.trace(state, batch).jaxpr, rows)
             found = inlined(state, batch)
         except NameError as error:
-            _check_not_of_shards(error, axes)
-            raise
+            axis, where = _jax.unbound_axis(error, axes), _jax.source_of_error(error)
+            if axis is None:
+                raise
+            raise AxisError(
+                f"The loss names the shard axis {axis!r}{f' ({where})' if where else ''}, and with "
+                f"loss_over='batch' it is given the rows of all shards: x.mean(0) is the mean over "
+                f"the batch. Leave out pmean, all_gather, axis_index and the axis_name of a batch "
+                f"norm; or write loss_over='shard'."
+            ) from error
         leaves, tree = jax.tree.flatten(found.values)
         values = tree.unflatten(
             [split(each.pack(x), each) for x, each in zip(leaves, partitions, strict=True)]
@@ -149,17 +156,3 @@ def _check_convolutions(jaxpr: Any, rows: int) -> None:
                 f"are split over devices. If the loss is a mean over rows, leave loss_over='batch' "
                 f"out; or take more than one row for each such gradient."
             )
-
-
-def _check_not_of_shards(error: NameError, axes: tuple[str, ...]) -> None:
-    """Raise AxisError if JAX has not found the shard axis that a loss over the batch names."""
-    axis = _jax.unbound_axis(error, axes)
-    if axis is None:
-        return
-    where = _jax.source_of_error(error)
-    raise AxisError(
-        f"The loss names the shard axis {axis!r}{f' ({where})' if where else ''}, and with "
-        f"loss_over='batch' it is given the rows of all shards: x.mean(0) is the mean over the "
-        f"batch. Leave out pmean, all_gather, axis_index and the axis_name of a batch norm; or "
-        f"write loss_over='shard'."
-    ) from error

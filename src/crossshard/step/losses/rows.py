@@ -14,40 +14,50 @@ from jax.extend.core import jaxpr_as_fun
 
 from crossshard import _check, _jax
 from crossshard._check import is_inexact
-from crossshard.collectives.sums import to_sum
+from crossshard.collectives.sums import average, to_sum
 from crossshard.errors import ArgumentError
 from crossshard.gradients.local import check_sums, scaled, split_loss, unscale
 from crossshard.gradients.mean import Mean, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
-from crossshard.jaxprs.mean_over_rows import Proof, facts_of_inputs, prove, types_with
+from crossshard.jaxprs.mean_over_rows import facts_of_inputs, prove, types_with
 from crossshard.jaxprs.rewrite import opaque_false
+from crossshard.jaxprs.row_facts import OverRows
 from crossshard.model import model_state as model_states
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
 from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients
-from crossshard.pipeline.stages.accumulate import Sums, zeros
+from crossshard.pipeline.stages.accumulate import Sums, add, mean, zeros
 from crossshard.shards.axes import get_shard_context, shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
 from crossshard.shards.random_streams import keys_of_rows
 from crossshard.step.gather import AtUse, Use, evaluated
 from crossshard.step.microbatches import (
     AuxReduction,
-    Compute,
     Counting,
     LocalResult,
     Weight,
+    as_stored,
     aux_of_microbatches,
     aux_to_reduce,
     check_aux,
     check_weight_is_read,
-    over_microbatches,
+    chosen,
+    pairs_of_aux,
     pieces_of,
-    reduced_aux,
     weight_of,
 )
-from crossshard.step.over_rows import Arguments, OverRowsRecord, as_mean, is_exact, types_of
+from crossshard.step.over_rows import (
+    Arguments,
+    OverRowsRecord,
+    as_mean,
+    check_weight_of_mean,
+    divisor_of,
+    finding_of,
+    is_exact,
+    types_of,
+)
 
 # The random key of a loss, or its keys; empty if it takes none.
 Keys = tuple[jax.Array, ...]
@@ -201,8 +211,20 @@ class StepLoss(abc.ABC):
         """One shard's ``aux`` as the metrics store it, given the reduced gradients."""
         if local.aux is None:
             return None
-        how = {"grouped": grouped, "stacked": local.is_weighed}
-        return reduced_aux(self.aux_reduction, local.aux, gradients, number, **how)
+        totals = iter(gradients.sums.get("aux", ()))
+
+        def one(leaf: Any, each: AuxReduction) -> jax.Array:
+            if each is AuxReduction.PER_SHARD:
+                # Stored as one of [shards, …]; that of virtual shards is already.
+                return jnp.asarray(leaf) if local.is_weighed else jnp.asarray(leaf)[None]
+            total, dtype = next(totals), jnp.result_type(leaf)
+            if each is AuxReduction.MEAN:
+                total = average(total, gradients.weight, number)
+            return total.astype(dtype)[None] if grouped else total.astype(dtype)
+
+        pairs = pairs_of_aux(self.aux_reduction, local.aux)
+        leaves = [one(leaf, each) for (_, leaf), each in pairs]
+        return jax.tree.structure(local.aux).unflatten(leaves)
 
     def aux_specs(self, each: Any, reduced: Any) -> Any:
         """The specs of ``aux``, given that of per-shard and that of reduced values."""
@@ -298,8 +320,7 @@ class StepLoss(abc.ABC):
 
             def one(before: Any, piece: Any) -> tuple[Any, Any]:
                 counts, after = of_piece(piece[1], before, shard, piece[0])
-                as_stored = jax.tree.map(lambda x, y: x.astype(y.dtype), after, before)
-                return as_stored, jnp.stack(counts)
+                return as_stored(after, before), jnp.stack(counts)
 
             return lax.scan(one, state.model_state, (jnp.arange(number), pieces))[1].sum(0)
 
@@ -334,31 +355,52 @@ class StepLoss(abc.ABC):
         # The rows divide, or they would not have been placed.
         pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_interleaved)
 
-        def with_(at_use: AtUse) -> Compute:
+        def with_(at_use: AtUse) -> Callable[..., LocalResult]:
             return lambda rows, model_state, index: compute(rows, model_state, index, at_use)
 
         # Whole gradients are added up, and the last microbatch sums them over the shards.
-        every, last = at_use, None
+        every, sums_in_loops = at_use, False
         if not at_use.in_parts:
             every = dataclasses.replace(at_use, waits=True)
             first, found = jax.tree.map(lambda x: x[0], pieces), list[bool]()
             look = lambda *args: found.append(any(with_(at_use)(*args).early))
             jax.eval_shape(look, first, state.model_state, jnp.int32(0))
             # It may have loops in whose backward pass gradients are summed.
-            if found[0]:
-                # The backward pass adds gradients of the scaled loss to them.
-                scale = scale_of(state)
-                last = lambda sums: with_(dataclasses.replace(at_use, before=_scaled(sums, scale)))
-        local, aux, weights = over_microbatches(
-            number,
-            with_(every),
-            zeros(every.types_of_gradients(state.params)),
-            every.early,
-            state.model_state,
-            pieces,
-            last,
-        )
-        return local._replace(aux=aux_of_microbatches(self.aux_reduction, aux, weights))
+            sums_in_loops = found[0]
+        zero, early = zeros(every.types_of_gradients(state.params)), every.early
+
+        def one(carry: Any, piece: Any) -> tuple[Any, Any]:
+            sums, model_state = carry
+            index, rows = piece
+            found = with_(every)(rows, model_state, index)
+            sums = add(sums, found.values, found.loss, found.weight, early)
+            others = found.aux, found.terms, found.weight
+            return (sums, as_stored(found.model_state, model_state)), others
+
+        numbered, before = (jnp.arange(number), pieces), (zero, state.model_state)
+        if not sums_in_loops:
+            (sums, model_state), (aux, terms, weights) = lax.scan(one, before, numbered)
+            values, loss = mean(sums, early, weighted=weights is not None)
+        else:
+            but_last = jax.tree.map(lambda x: x[:-1], numbered)
+            (sums, model_state), others = lax.scan(one, before, but_last)
+            index, rows = jax.tree.map(lambda x: x[-1], numbered)
+            # The backward pass adds gradients of the scaled loss to them, and returns the mean.
+            last = dataclasses.replace(at_use, before=_scaled(sums, scale_of(state)))
+            end = with_(last)(rows, model_state, index)
+            early = end.early
+            own = chosen(early, jax.tree.map(jnp.zeros_like, sums[0]), end.values)
+            sums = add(sums, own, end.loss, end.weight)
+            values, loss = mean(sums)
+            values = chosen(early, end.values, values)
+            model_state = as_stored(end.model_state, model_state)
+            behind = lambda first, end: jnp.concatenate([first, jnp.asarray(end)[None]])
+            of_end = end.aux, end.terms, end.weight
+            aux, terms, weights = jax.tree.map(behind, others, of_end)
+        total = None if weights is None else sums[2]
+        terms = jax.tree.map(lambda x: x.sum(0), terms)
+        aux = aux_of_microbatches(self.aux_reduction, aux, weights)
+        return LocalResult(loss, values, total, model_state, aux, terms, early)
 
     def _of_rows(
         self,
@@ -407,18 +449,19 @@ class StepLoss(abc.ABC):
             with jax.named_scope("loss"):
                 overwritten = model_states.overwritten(state.model_state)
                 scale = scale_of(state)
-                found = value_and_grad(at_use, loss_of, state.params, weight, scale, overwritten)
-        loss, (after, aux, terms) = found.out
+                out, gradients, early, of_others = _value_and_grad(
+                    at_use, loss_of, state.params, weight, scale, overwritten
+                )
+        loss, (after, aux, terms) = out
         if overwritten:
             # They are what the backward pass returns, and were divided by the loss scale.
-            whole = [x if scale is None else x * scale for x in found.of_others]
+            whole = [x if scale is None else x * scale for x in of_others]
             after = model_states.overwrite(after, whole)
         if weight is not None:
             after = model_states.unless_weightless(
                 self.model_state, weight, after, state.model_state
             )
-        loss = jnp.asarray(loss)
-        return LocalResult(loss, found.gradients, weight, after, aux, terms, found.early)
+        return LocalResult(jnp.asarray(loss), gradients, weight, after, aux, terms, early)
 
     def _keys(self, state: TrainState, batch: Any, shard: Any, index: Any) -> Keys:
         """The key of some rows, or their keys; none if the loss takes none."""
@@ -520,8 +563,7 @@ class StepLoss(abc.ABC):
         arguments = self.arguments(state, types, batch, keys)
         key = state.skeleton, times, *types_of(arguments)
         if key not in self.record.known:
-            proof, tree = self._proof(state, arguments, times)
-            self.record.conclude(key, proof, tree, arguments, self.batch_axes, self.weight)
+            self._conclude(key, state, arguments, times)
         finding, divisor = self.record.checked(
             key, arguments.given[0], self.weight, self.is_summed, self.accumulate_steps
         )
@@ -537,17 +579,27 @@ class StepLoss(abc.ABC):
 
         return as_sums, None
 
-    def _proof(self, state: TrainState, arguments: Arguments, times: int) -> tuple[Proof, Any]:
-        """What it is in its rows, of which the batch has ``times`` pieces; and what it returns."""
+    def facts(self, arguments: Arguments) -> tuple[list[int], Any]:
+        """The axes of the rows, and what is known of each input of the loss."""
         given, *others, own = arguments
-        first, tree = self._trace(state, arguments)
+        axes = [*self.batch_axes.of_rows(given[0]), *[0] * len(jax.tree.leaves(given[1]))]
+        return axes, facts_of_inputs(jax.tree.leaves(given), axes, others, own)
+
+    def _conclude(self, key: Any, state: TrainState, arguments: Arguments, times: int) -> None:
+        """Write down what it is in its rows, and what divides it.
+
+        Args:
+          key: the types of all that it takes, by which that is asked for.
+          state: the state.
+          arguments: the types of what it is computed from, of one piece of the batch.
+          times: how many pieces the batch has.
+        """
+        given, (first, tree) = arguments.given, self._trace(state, arguments)
         # Its outputs are the first of them.
         returned = jax.tree.unflatten(tree, range(tree.num_leaves)).loss
         outputs = len(jax.tree.leaves(returned))
-        axes, context = self.batch_axes.of_rows(given[0]), get_shard_context()
-        each = jax.tree.leaves(given[0])[0].shape[axes[0]]
-        axes = [*axes, *[0] * len(jax.tree.leaves(given[1]))]
-        inputs = facts_of_inputs(jax.tree.leaves(given), axes, others, own)
+        (axes, inputs), context = self.facts(arguments), get_shard_context()
+        each = jax.tree.leaves(given)[0].shape[axes[0]]
         of_arguments = functools.partial(self.of_arguments, state)
         traces, proof = [_jax.without_unread(first, outputs)], None
         while proof is None:
@@ -559,7 +611,14 @@ class StepLoss(abc.ABC):
                 traces.append(error)
             shards = None if context is None else context.axis_name
             proof = prove(traces, inputs, each, times, shards)
-        return proof, returned
+        structure = jax.tree.structure(returned)
+        finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
+        self.record.known[key] = finding
+        if self.weight is not None and finding.kind is OverRows.RATIO:
+            divisor = divisor_of(finding, proof.jaxpr, arguments, self.split, self.weight)
+            self.record.divisors[key] = divisor
+        if self.weight is not None and finding.kind is OverRows.MEAN:
+            check_weight_of_mean(self.weight, given[0], arguments.whole)
 
     def with_weight(self, local: LocalResult, weight: Any, before: TrainState) -> LocalResult:
         """What one shard computes, with another weight: with 0 its model state stays as before."""
@@ -609,25 +668,14 @@ def scale_of(state: TrainState) -> Any:
     return getattr(state.opt_state.loss_scale, "scale", None)
 
 
-class Found(NamedTuple):
-    """What differentiating a loss found."""
-
-    out: Any  # the loss with its auxiliary output
-    # The gradients: whole and local, or, where ``early``, this shard's slice of the sum.
-    gradients: Any
-    # For each gradient, whether the backward pass has summed it; empty if none is.
-    early: tuple[bool, ...]
-    of_others: Sequence[Any] = ()  # the gradients of the other arrays
-
-
-def value_and_grad(
+def _value_and_grad(
     at_use: AtUse,
     loss_of: Callable[..., tuple[Any, Any]],
     params: Any,
-    weight: Any = None,
-    loss_scale: Any = None,
-    others: Sequence[Any] = (),
-) -> Found:
+    weight: Any,
+    loss_scale: Any,
+    others: Sequence[Any],
+) -> tuple[Any, Any, tuple[bool, ...], Sequence[Any]]:
     """The loss with its auxiliary output, and the gradients that are read.
 
     Args:
@@ -638,6 +686,10 @@ def value_and_grad(
       weight: float[], the weight of this shard; ``None`` if all count the same.
       loss_scale: float[], the scale of the loss; ``None`` without one.
       others: further arrays to differentiate, which every shard has whole.
+
+    Returns:
+      The loss with that output; the gradients: whole and local, or this shard's slice of the sum;
+      for each whether it is that, or empty if none is; and the gradients of the others.
     """
     leaves, tree = jax.tree.flatten(params)
     unread = at_use.unread or (False,) * len(leaves)
@@ -673,7 +725,7 @@ def value_and_grad(
     for place, gradient in zip(read, found, strict=True):
         gradients[place] = gradient
     early = tuple(place in late for place in range(len(leaves))) if late else ()
-    return Found(out, tree.unflatten(gradients), early, of_others)
+    return out, tree.unflatten(gradients), early, of_others
 
 
 def _scaled(sums: Sums, scale: Any) -> Sums:

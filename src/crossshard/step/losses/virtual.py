@@ -86,106 +86,75 @@ class VirtualLoss(StepLoss):
             at_use = dataclasses.replace(at_use, frozen=None)
         number, shard = at_use.shards.number, at_use.shards.index()
         count = self.parts(number) // number
-        _check_rows_divide(self.number_of_rows(given), count, self.accumulate_steps)
-        counting = self.begin(state, given, at_use, weight)
-        rows, whole = self.split(given)
+        size, microbatches = self.number_of_rows(given), self.accumulate_steps
+        if size % (count * microbatches):
+            of = f" of {microbatches} microbatches each" if microbatches > 1 else ""
+            raise ArgumentError(
+                f"A shard has {size} rows of this batch, which do not divide over its {count} "
+                f"virtual shards{of}. Pass a multiple of {count * microbatches} rows for each "
+                f"shard."
+            )
+        counting, (rows, whole) = self.begin(state, given, at_use, weight), self.split(given)
+        shared = state.params, state.frozen, state.model_state, whole, counting.counts
+        pieces = pieces_of(rows, self.batch_axes, count)
+        params, structure = jax.tree.flatten(state.params)
+        unread = at_use.unread or (False,) * len(params)
 
-        def compute(index: Any, rows: Any, given: Any) -> tuple[LocalResult, dict[str, Any]]:
+        def one(index: Any, rows: Any, given: Any) -> tuple[Any, Any, Any]:
             params, frozen, model_state, whole, counts = given
             here = dataclasses.replace(state, params=params, frozen=frozen, model_state=model_state)
             index, own = shard * count + index, dataclasses.replace(counting, counts=counts)
             local = self.of_part(here, join(rows, whole), at_use, index, own)
-            return local, self.sums(local)
+            weigh = lambda x: to_average(x, local.weight)
+            values = zip(jax.tree.leaves(local.values), unread, strict=True)
+            read = [weigh(x) for x, is_unread in values if not is_unread]
+            to_sum = read, weigh(local.loss), local.weight, self.sums(local)
+            return to_sum, local.model_state, local.aux
 
-        shared = state.params, state.frozen, state.model_state, whole, counting.counts
-        pieces = pieces_of(rows, self.batch_axes, count)
-        local = _over_virtual_shards(count, compute, pieces, shared, state, at_use)
+        nth = lambda index: jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), pieces
+        )
+        first = jnp.int32(0)
+        jaxpr, types = jax.make_jaxpr(one, return_shape=True)(first, nth(first), shared)
+        jaxpr = without_repeats(_jax.without_unread(jaxpr))
+        _check_alone(jaxpr, at_use.shards.axes)
+        run, tree = jaxpr_as_fun(jaxpr), jax.tree.structure(types)
+        to_sum, of_sums = jax.tree.flatten(types[0])
+        # So that XLA keeps the loops, and compiles them alike for any count.
+        opaque_zero = opaque_false(state.step).astype(jnp.int32)
+        levels = levels_within(count) + opaque_zero
+
+        def turn(carry: Any) -> Any:
+            index, sums, _, every = carry
+            # Or XLA would compute before the loop what is the same in all turns, as all of it is if
+            # there is only one.
+            index, rows, own = lax.optimization_barrier((index, nth(index), shared))
+            summands, model_state, aux = tree.unflatten(run(*jax.tree.leaves((index, rows, own))))
+            put = lambda x, new: lax.dynamic_update_index_in_dim(x, new, index, 0)
+            every = jax.tree.map(put, every, aux)
+            sums = with_summand(sums, jax.tree.leaves(summands), index, levels)
+            return index + 1, sums, model_state, every
+
+        every = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), types[2])
+        start = first, no_sums(to_sum, count), state.model_state, every
+        is_left = lambda carry: carry[0] < count + opaque_zero
+        _, sums, model_state, aux = lax.while_loop(is_left, turn, start)
+        read, loss, weight, others = of_sums.unflatten(nodes_of(sums, count))
+        found = iter(read)
+        shape = lambda x: (nodes_within(count), *jnp.shape(x))
+        values = [
+            jnp.zeros(shape(x), x.dtype) if is_unread else next(found)
+            for x, is_unread in zip(params, unread, strict=True)
+        ]
+        summed = structure.unflatten(values)
+        local = LocalResult(loss, summed, weight, model_state, aux, sums=others, is_weighed=True)
         of_nodes = lambda x, like: jax.ShapeDtypeStruct(x.shape, like.dtype)
-        return local, jax.tree.map(of_nodes, local.values, like)
+        return local, jax.tree.map(of_nodes, summed, like)
 
     def alone(self) -> StepLoss:
         """The loss of each shard's rows: the mean of the virtual shards' is that of all rows."""
         own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return RowsLoss(**own | {"accumulate_steps": 1, "same_bits": None})
-
-
-def _check_rows_divide(rows: int, count: int, microbatches: int) -> None:
-    """Raise ArgumentError unless a shard's rows can be cut into ``count`` virtual shards."""
-    if rows % (count * microbatches):
-        of = f" of {microbatches} microbatches each" if microbatches > 1 else ""
-        raise ArgumentError(
-            f"A shard has {rows} rows of this batch, which do not divide over its {count} virtual "
-            f"shards{of}. Pass a multiple of {count * microbatches} rows for each shard."
-        )
-
-
-def _over_virtual_shards(
-    count: int,
-    compute: Callable[[Any, Any, Any], tuple[LocalResult, dict[str, Any]]],
-    pieces: Any,
-    given: Any,
-    state: TrainState,
-    at_use: AtUse,
-) -> LocalResult:
-    """The weighed partial sums over ``count`` virtual shards, computed one after the other.
-
-    Args:
-      count: how many this shard has.
-      compute: what computes one, from its index on this shard, its rows and what is given: its
-        loss and gradients, and what else is to be summed, weighed.
-      pieces: the rows of all of them, stacked.
-      given: what else the computation reads.
-      state: the state of this shard.
-      at_use: how the loss gets its parameters.
-    """
-
-    params, structure = jax.tree.flatten(state.params)
-    unread = at_use.unread or (False,) * len(params)
-
-    def one(index: Any, rows: Any, given: Any) -> tuple[Any, Any, Any]:
-        local, sums = compute(index, rows, given)
-        weigh = lambda x: to_average(x, local.weight)
-        values = zip(jax.tree.leaves(local.values), unread, strict=True)
-        read = [weigh(x) for x, is_unread in values if not is_unread]
-        return (read, weigh(local.loss), local.weight, sums), local.model_state, local.aux
-
-    nth = lambda index: jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), pieces
-    )
-    first = jnp.int32(0)
-    jaxpr, types = jax.make_jaxpr(one, return_shape=True)(first, nth(first), given)
-    jaxpr = without_repeats(_jax.without_unread(jaxpr))
-    _check_alone(jaxpr, at_use.shards.axes)
-    run, tree = jaxpr_as_fun(jaxpr), jax.tree.structure(types)
-    to_sum, of_sums = jax.tree.flatten(types[0])
-    # So that XLA keeps the loops, and compiles them alike for any count.
-    opaque_zero = opaque_false(state.step).astype(jnp.int32)
-    levels = levels_within(count) + opaque_zero
-
-    def turn(carry: Any) -> Any:
-        index, sums, _, every = carry
-        # Or XLA would compute before the loop what is the same in all turns, as all of it is if
-        # there is only one.
-        index, rows, own = lax.optimization_barrier((index, nth(index), given))
-        summands, model_state, aux = tree.unflatten(run(*jax.tree.leaves((index, rows, own))))
-        put = lambda x, new: lax.dynamic_update_index_in_dim(x, new, index, 0)
-        every = jax.tree.map(put, every, aux)
-        sums = with_summand(sums, jax.tree.leaves(summands), index, levels)
-        return index + 1, sums, model_state, every
-
-    every = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), types[2])
-    before = first, no_sums(to_sum, count), state.model_state, every
-    is_left = lambda carry: carry[0] < count + opaque_zero
-    _, sums, model_state, aux = lax.while_loop(is_left, turn, before)
-    read, loss, weight, others = of_sums.unflatten(nodes_of(sums, count))
-    found = iter(read)
-    shape = lambda x: (nodes_within(count), *jnp.shape(x))
-    values = [
-        jnp.zeros(shape(x), x.dtype) if is_unread else next(found)
-        for x, is_unread in zip(params, unread, strict=True)
-    ]
-    summed = structure.unflatten(values)
-    return LocalResult(loss, summed, weight, model_state, aux, sums=others, is_weighed=True)
 
 
 def _check_alone(jaxpr: Any, axes: Sequence[str]) -> None:
