@@ -26,6 +26,7 @@ from crossshard.distributed.agreement import exchange
 from crossshard.errors import CheckpointMismatchError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
+from crossshard.shards.random_streams import is_key
 from crossshard.step.state import AVERAGE, MASTERS, NEW, OPTIMIZER, Key, completed, key_of, said
 
 # What becomes of a difference: it is refused in any case, or if the caller is strict, or only said.
@@ -146,8 +147,9 @@ def _as_written(manifest: Manifest, state: TrainState) -> TrainState:
     """The types of a state, with a model state for each shard if that of a checkpoint is so."""
     own = jax.tree.leaves(state.model_state)
     written = [leaf for leaf in manifest.leaves if leaf.path.startswith(".model_state")]
-    # Then its arrays have one dimension more, or less.
-    more = [len(leaf.shape) - x.ndim for leaf, x in zip(written, own, strict=False)]
+    # Then its arrays have one dimension more, or less; and keys are written as their words.
+    pairs = zip(written, own, strict=False)
+    more = [len(leaf.shape) - (x.ndim + is_key(x)) for leaf, x in pairs]
     if state.grouped or {*more} != {-1 if state.per_shard else 1}:
         return state
     shape = lambda x: x.shape[1:] if state.per_shard else (manifest.shards, *x.shape)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 from orbax.checkpoint import future
@@ -22,6 +21,7 @@ from crossshard.checkpoints.folder import ARRAYS, NOTES, Damaged, in_words
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.shards.cut import Placement, partition_along_axis
+from crossshard.shards.random_streams import is_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _unpacked(placement: Placement, shape: tuple[int, ...], dtype: Any) -> jax.S
 
 def _unpack(placement: Placement, x: Any) -> jax.Array:
     whole = placement.unpack(x)
-    return jax.random.key_data(whole) if _is_key(whole) else whole
+    return jax.random.key_data(whole) if is_key(whole) else whole
 
 
 def to_disk(leaf: Leaf, x: jax.Array) -> jax.Array:
@@ -77,7 +77,7 @@ def to_disk(leaf: Leaf, x: jax.Array) -> jax.Array:
     if own.partition is not None and own.is_split:
         is_unpacked = own.groups is None and own.partition.axis is not None
     else:
-        is_unpacked = not _is_key(x)
+        is_unpacked = not is_key(x)
     return x if is_split_so and is_unpacked else _copier(own, sharding)(x)
 
 
@@ -91,16 +91,12 @@ def from_disk(like: Any, x: jax.Array) -> jax.Array:
     """An array as a state has it, with the dtype of that one, or as a key of its implementation."""
     if x.dtype == like.dtype:
         return x
-    if not _is_key(like):
+    if not is_key(like):
         return x.astype(like.dtype)
     found: list[Any] = []
     # Of a type JAX does not tell the implementation of its keys directly.
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(x, impl=found[0])
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 # On disk.
