@@ -156,7 +156,9 @@ class Pipeline:
         """The stages by the classes that have made them; a user's own is made by Preprocess."""
         names = "inner", "reduction", "groups", "axis_name"
         options = {**{name: getattr(self, name) for name in names}, **self.options}
-        made = {kind: kind.from_options(options) for kind in STAGES}
+        by = {k: k.options if k.asked_by is None else k.asked_by for k in STAGES}
+        asked = [k for k in STAGES if not by[k] or not options.keys().isdisjoint(by[k])]
+        made = {kind: kind.from_options(options) for kind in asked}
         return {kind: stage for kind, stage in made.items() if stage is not None}
 
     @property
