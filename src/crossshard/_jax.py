@@ -2,6 +2,7 @@
 
 import ctypes
 import enum
+import linecache
 import os
 import re
 import signal
@@ -158,6 +159,14 @@ def sources_of(equation: Any) -> str:
     lines = [(f.file_name, f.start_line, f.function_name) for f in frames]
     own = [line for line in lines if not re.search("(site|dist)-packages", line[0])]
     return ", from ".join(dict.fromkeys(filter(None, map(_source, (lines, own)))))
+
+
+def code_of(equation: Any) -> str:
+    """The line of the user's own code that an equation is from; empty if unknown."""
+    frames = _source_info_util.user_frames(equation.source_info.traceback)
+    own = [f for f in frames if not re.search("(site|dist)-packages", f.file_name)]
+    own = [f for f in own if not f.file_name.startswith(_OURS)]
+    return linecache.getline(own[0].file_name, own[0].start_line).strip() if own else ""
 
 
 def has_source(equation: Any) -> bool:

@@ -333,9 +333,15 @@ MEANS: dict[str, Loss] = {
         b["sequence"][jnp.arange(ROWS_OF(b)), (b["mask"] > 0).sum(1) - 1] @ w
     ).mean(),
     "transform within": lambda b, w, k: jnp.abs(jnp.fft.rfft(b["sequence"] @ w, axis=1)).mean(),
+    "systems of rows": lambda b, w, k: jax.vmap(
+        lambda x: jnp.linalg.solve(x.T @ x + jnp.eye(WIDTH), w).sum()
+    )(b["sequence"]).mean(),
     "density": lambda b, w, k: (
         -jax.scipy.stats.multivariate_normal.logpdf(b["x"] @ w, jnp.zeros(4), jnp.eye(4)).mean()
     ),
+    "determinants": lambda b, w, k: jax.vmap(
+        lambda x: jnp.linalg.slogdet(x.T @ x + jnp.eye(WIDTH))[1]
+    )(b["sequence"]).mean(),
     "interpolated": lambda b, w, k: jnp.interp(
         b["x"] @ w, jnp.linspace(-1, 1, 5), jnp.arange(5.0)
     ).mean(),

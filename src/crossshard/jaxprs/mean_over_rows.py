@@ -90,6 +90,7 @@ class Finding:
     moved: str = ""
     bound: float = 0.0  # that bound, what was added, or that value
     counts: bool = False  # of a ratio, whether the sum that divides is known to be one of integers
+    code: str = ""  # of a ratio, the line that divides; empty if unknown
     # Of a ratio, which sum divides; see ``Total.of``.
     by: Any = dataclasses.field(default=None, compare=False, repr=False)
     assumes: tuple[str, ...] = ()  # the operations that it is assumed of to compute each row alone
@@ -264,6 +265,7 @@ def found(fact: Fact) -> Finding:
                 moved=by.moved,
                 bound=by.bound,
                 counts=by.counts,
+                code=_jax.code_of(equation),
                 by=by.of,
             )
         case Free(times=times) if times > 1:
@@ -409,6 +411,8 @@ class _OverRows(Analysis[Fact]):
             return [obstacle] * number
         if pair.name == "scan":
             return self._of_shapes_of(pair, self._scan_over_rows(pair, inputs))
+        if pair.name == "custom_linear_solve":
+            return self._solved(pair, inputs)
         outputs = self._transferred(pair, inputs)
         if isinstance(outputs, Obstacle):
             return [outputs] * number
@@ -720,6 +724,16 @@ class _OverRows(Analysis[Fact]):
                     found.append(unlike(MEETS_EARLIER))
         return found
 
+    def _solved(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
+        """A linear system, which the user says how to solve, forwards and in the gradient."""
+        first, *rest = [
+            follow(self, [jaxpr for jaxpr, _ in both], [inputs[place] for place in both[0][1]])
+            for both in zip(*map(_solvers_of, pair[:2]), strict=True)
+        ]
+        if all(all(map(is_slope, first, other)) for other in rest):
+            return first
+        return [worst(first) or pair.undecided("a linear system")] * len(first)
+
     # Functions with a derivative of their own: the gradient is what is trained on.
 
     def _of_derivative(
@@ -755,6 +769,17 @@ class _OverRows(Analysis[Fact]):
             reason = f"in a gradient of its own, {obstacle.reason}"
             return replace(obstacle, reason=reason, equation=obstacle.equation or pair.one)
         return None if all(map(is_slope, found, [*expected, *returned])) else unknown
+
+
+def _solvers_of(equation: Any) -> list[tuple[Any, list[int]]]:
+    """The jaxprs of a ``custom_linear_solve`` that multiply and solve, and their inputs."""
+    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    found, first, right = [], 0, range(sum(lengths), len(equation.invars))
+    for jaxpr, length in zip(jaxprs, lengths, strict=True):
+        if jaxpr is not None:
+            found.append((jaxpr, [*range(first, first + length), *right]))
+        first += length
+    return found
 
 
 def _is_key(atom: Any) -> bool:

@@ -499,9 +499,10 @@ def said(weight: Weight) -> str:
 
 def another_sum(weight: Weight, finding: Finding, numbers: str = "") -> LossError:
     """The error for a weight that is not what the loss divides by."""
+    code = f"{finding.code} ({finding.source})" if finding.code else finding.source
     return LossError(
         f"The loss divides by one sum over rows, and weight= is another:\n"
-        f"    the loss: {finding.source}\n    the weight: {said(weight)}\n{numbers}{AS_MEAN}"
+        f"    the loss: {code}\n    the weight: {said(weight)}\n{numbers}{AS_MEAN}"
     )
 
 
