@@ -442,12 +442,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a loss over the batch": (
         {"reduce_dtype": "int8", "loss_over": "batch"},
         ArgumentError,
-        "from each shard's own",
+        "rounds the gradients that each shard sends",
     ),
     "gathered by XLA": (
         {"gather_dtype": "int8", "params": "sharded", "loss_over": "batch"},
         ArgumentError,
-        "written in blocks by each shard",
+        "rounds the parameters that shards send",
     ),
     "no aggregator": ({"aggregator": optax.sgd(1.0)}, ArgumentTypeError, "Aggregator"),
 }

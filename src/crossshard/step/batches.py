@@ -63,8 +63,8 @@ def check_same_rows(rows: Any, axes: BatchAxes) -> None:
             f"All arrays of a batch must have as many rows, since each is split over the shards, "
             f"here along axes {along[0]} and {along[place]}; got "
             f"{sorted([lengths[0], length])}: batch{names[0]} has {lengths[0]}, and "
-            f"batch{names[1]} {length}. Write the axes of the rows in batch_axis=, or None there "
-            f"for an entry that every shard gets whole, such as a table."
+            f"batch{names[1]} {length}. Write the axes of the rows in batch_axis=; or, if every "
+            f"shard gets an entry whole, such as a table, its name in replicated_entries=."
         )
 
 

@@ -563,7 +563,7 @@ def rowwise(
         try:
             # It wants as many rows along all of these axes.
             jax.eval_shape(jax.vmap(nothing, (axes, out_axes)), args, out)
-        except (IndexError, TypeError, ValueError) as error:
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
             raise ArgumentError(
                 f"rowwise({name}) takes and returns arrays with as many rows, along the axes "
                 f"in_axes={_check.shown(in_axes)} and out_axes={_check.shown(out_axes)}: "
