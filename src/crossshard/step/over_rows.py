@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -228,8 +229,9 @@ def _refusal(finding: Finding, where: str) -> str:
             adds = "terms of which nothing shows that they depend alike on the number of rows"
         return (
             f"The loss adds {adds}{where}, such as a mean over rows and a regulariser that is "
-            f"divided by their number, or means that divide by different sums. Leave the number of "
-            f"rows out of the regulariser. Return each quotient as a Mean, and add them up: "
+            f"divided by their number, or means that divide by different sums: the mean of the "
+            f"shards' losses is not that of the whole batch. Leave the number of rows out of the "
+            f"regulariser. Return each quotient as a Mean, and add them up: "
             f"crossshard.Mean(total, count) + crossshard.Mean(other, its_count); a mean over rows "
             f"is Mean(losses.sum(), losses.size). Or: {WAYS_ON}"
         )
@@ -237,9 +239,9 @@ def _refusal(finding: Finding, where: str) -> str:
         return ""
     if reason == SAME_NOISE:
         return (
-            f"The loss draws {reason}{where}, so that rows of several shards get the same numbers. "
-            f"Let the loss take a key as its last parameter, rng, which is each shard's own; or "
-            f"keep the key in model_state='per_shard'. {WAYS_ON}"
+            f"The loss draws {reason}{where}, so that rows of several shards get the same numbers, "
+            f"as no rows of one batch would. Let the loss take a key as its last parameter, rng, "
+            f"which is each shard's own; or keep the key in model_state='per_shard'. {WAYS_ON}"
         )
     if reason == ADDS_SHARDS:
         return (
@@ -491,10 +493,16 @@ def check_weight_of_mean(weight: Weight, rows: Any, whole: Any) -> None:
 
 
 def said(weight: Weight) -> str:
-    """A weight in words."""
+    """A weight as its author wrote it."""
     if isinstance(weight, SumOf):
         return f"{weight.key!r}, which is batch[{weight.key!r}].sum()"
-    return f"the function {getattr(weight, '__qualname__', type(weight).__name__)}"
+    try:
+        lines, first = inspect.getsourcelines(weight)
+        file = inspect.getsourcefile(weight) or ""
+    except (OSError, TypeError):
+        return "weight=, a function"
+    text = " ".join(line.strip() for line in lines[:3]) + (" …" if len(lines) > 3 else "")
+    return f"{text} ({'/'.join(file.split('/')[-3:])}:{first})"
 
 
 def another_sum(weight: Weight, finding: Finding, numbers: str = "") -> LossError:
