@@ -53,8 +53,10 @@ class Folder:
             self.path: Any = _remote(text) if self.remote else Path(text).expanduser().resolve()
         except (TypeError, ValueError, RuntimeError) as error:
             kind = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError
+            is_path = isinstance(path, str | os.PathLike)
+            got = repr(path)[:80] if is_path else type(path).__name__
             raise kind(
-                f"folder must be a path; got {path!r:.80} ({error}). Pass one of this machine, one "
+                f"folder must be a path; got {got} ({error}). Pass one of this machine, one "
                 f"that is mounted, or one at {_REMOTE}."
             ) from None
 

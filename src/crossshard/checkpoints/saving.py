@@ -18,7 +18,7 @@ from crossshard.checkpoints.lock import Lock
 from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, WrittenLeaf, groups_of
 from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.distributed.progress import waiting
-from crossshard.errors import CheckpointError
+from crossshard.errors import ArgumentTypeError, CheckpointError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 
@@ -215,5 +215,8 @@ def notes_of(score: Any, pin: Any) -> dict[str, str]:
     notes = {_PINNED: ""} if _check.flag("pin", pin) else {}
     if score is None:
         return notes
-    score = np.asarray(score) if isinstance(score, jax.Array) else score
+    try:
+        score = np.asarray(score) if isinstance(score, jax.Array) else score
+    except (TypeError, RuntimeError) as error:  # keys, and an array that was donated
+        raise ArgumentTypeError(f"score must be a number: {error}") from None
     return {_SCORE: repr(_check.number("score", score)), **notes}

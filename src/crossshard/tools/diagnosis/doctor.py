@@ -246,6 +246,7 @@ def diagnose(
     for name, given in (("timeout", timeout), *(("sizes", each) for each in sizes)):
         if not _check.number(name, given) > 0:
             raise ArgumentError(f"{name} must be above 0; got {given}.")
+    timeout = min(float(timeout), threading.TIMEOUT_MAX)
     versions = _installed()
     settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_SETTINGS)}
     job, of_job = _find(timeout, meet=as_command)
