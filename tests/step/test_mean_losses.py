@@ -472,6 +472,10 @@ def test_what_contradicts_it_is_refused() -> None:
             jax.vmap(lambda batch, grad=grad: grad(W, batch), axis_name="shards")(each)
 
 
+def test_each_term_of_a_sum_is_scaled():
+    assert float((0.5 * (Mean(6.0, 3) + Mean(4.0, 1) - 2)).value()) == 2.0
+
+
 def test_arithmetic() -> None:
     mean = 2 * Mean(6.0, 3) + np.float32(0.5) * Mean(jnp.float32(4), 2) / 2 - 1 + 3 - Mean(0.0, 0)
     np.testing.assert_allclose(mean.value(), 6.5)
