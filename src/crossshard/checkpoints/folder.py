@@ -43,9 +43,9 @@ class Folder:
       remote: whether it is in an object store, which has no renames and no links.
     """
 
-    def __init__(self, path: object):
+    def __init__(self, path: Any):
         try:
-            text: Any = os.fspath(path)  # type: ignore[call-overload]
+            text: Any = os.fspath(path)
             os.fsencode(text)
             self.remote: bool = text.startswith(_REMOTE)
             if not text or ("://" in text and not self.remote):

@@ -193,8 +193,9 @@ class _Run:
                 f"{command[0]!r:.100} cannot be started: {error.strerror or error}."
             ) from None
         self._processes.append(process)
+        assert self._guard.stdin is not None
         with contextlib.suppress(OSError):
-            self._guard.stdin.write(f"{process.pid}\n".encode())  # type: ignore[union-attr]
+            self._guard.stdin.write(f"{process.pid}\n".encode())
         for pipe, to in ((process.stdout, self._stdout), (process.stderr, self._stderr)):
             given = pipe, prefix.encode(), to
             self._readers.append(threading.Thread(target=self._read, args=given, daemon=True))

@@ -466,7 +466,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         Assign a pytree of the same structure to restore it, after ``build`` or a first step, or to
         change it: ``opt.state = optax.tree.set(opt.state, learning_rate=jnp.float32(0.01))``.
         """
-        return self.slots.copy()  # type: ignore[no-any-return]
+        copied: CrossShardState | None = self.slots.copy()
+        return copied
 
     @state.setter
     def state(self, state: CrossShardState) -> None:

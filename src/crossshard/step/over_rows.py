@@ -572,11 +572,12 @@ def rowwise(
             # It wants as many rows along all of these axes.
             jax.eval_shape(jax.vmap(nothing, (axes, out_axes)), args, out)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            said = " ".join(str(error).split())
             raise ArgumentError(
                 f"rowwise({name}) takes and returns arrays with as many rows, along the axes "
-                f"in_axes={_check.shown(in_axes)} and out_axes={_check.shown(out_axes)}: "
-                f"{error!s:.300} Say where the rows are: in_axes=(0, None) for a second argument "
-                f"without rows; out_axes=1."
+                f"in_axes={_check.shown(in_axes)} and out_axes={_check.shown(out_axes)}. Say where "
+                f"the rows are: in_axes=(0, None) for a second argument without rows; out_axes=1. "
+                f"JAX says: {said:.300}"
             ) from error
         return out
 

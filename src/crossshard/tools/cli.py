@@ -164,14 +164,29 @@ def _parser() -> argparse.ArgumentParser:
     what = "pass a random key to the step, the last argument"
     argument("--key", type=int, metavar="SEED", help=what)
     what = "the shards that reduce together, as [[0, 1], [2, 3]]"
-    argument("--groups", type=json.loads, metavar="LISTS", help=what)
+    argument("--groups", type=_groups, metavar="LISTS", help=what)
     return parser
 
 
 def _share(text: str) -> tuple[str, float]:
     """``all-reduce=0.5`` by its kind, and ``0.5`` for all of them."""
     kind, _, share = text.rpartition("=")
-    return kind, float(share)
+    try:
+        return kind, float(share)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"takes a share from 0 to 1, or KIND=SHARE; got {text!r}"
+        ) from None
+
+
+def _groups(text: str) -> Any:
+    """The lists of shards that a JSON text has."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise argparse.ArgumentTypeError(
+            f"takes lists of shards, such as [[0, 1], [2, 3]]; got {text!r}"
+        ) from None
 
 
 def _make_devices(number: int | None) -> None:
