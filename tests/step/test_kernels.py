@@ -485,15 +485,15 @@ def plain_model(x: jax.Array, w: jax.Array) -> jax.Array:
 def test_rowwise_refuses_in_words():
     with pytest.raises(ArgumentTypeError, match="rowwise takes a function; got int"):
         crossshard.rowwise(3)
-    with pytest.raises(ArgumentError, match="as many rows.*size 48.*size 16"):
+    with pytest.raises(ArgumentError, match=r"as many rows.*size 48.*size 16"):
         crossshard.rowwise(lambda x, w: x @ w)(X, W)
-    with pytest.raises(ArgumentError, match="as many rows.*size 48.*size 8"):
+    with pytest.raises(ArgumentError, match=r"as many rows.*size 48.*size 8"):
         crossshard.rowwise(lambda x: x.sum(0))(X)
     with pytest.raises(ArgumentError, match=r"in_axes=\(0,\).*tuple of length 1"):
         crossshard.rowwise(experts, in_axes=(0,))(X, W)
-    with pytest.raises(ArgumentError, match="in_axes=5 .*axis 5.*rank"):
+    with pytest.raises(ArgumentError, match=r"in_axes=5 .*axis 5.*rank"):
         crossshard.rowwise(lambda x: x, in_axes=5)(X)
-    with pytest.raises(ArgumentError, match="out_axes=1.*axis 1.*rank"):
+    with pytest.raises(ArgumentError, match=r"out_axes=1.*axis 1.*rank"):
         crossshard.rowwise(lambda x: x.sum((1, 2)), out_axes=1)(X)
 
 

@@ -80,7 +80,7 @@ def test_a_wrong_step_as_json_in_a_process_of_its_own(folder: Path):
 REFUSED = {
     "nothing": "must return (make_step, batch…)",
     "fails --shards 2": "ZeroDivisionError",
-    "wrong --groups 0,1": "--groups: takes lists of shards.*'0,1'",
+    "wrong --groups 0,1": "--groups: takes lists of shards, such as [[0, 1], [2, 3]]; got '0,1'",
     "train_step --shards 2": "has its own number of shards",
 }
 
