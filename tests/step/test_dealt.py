@@ -96,7 +96,7 @@ OPTIMIZERS: dict[str, Any] = {
         lambda p: {k: "own" if k < "m" else "all" for k in p},
     ),
 }
-QUICK = ["clip, sgd", "clip, muon", "muon that decays", "adafactor", "lamb"]
+QUICK = ["clip, sgd", "clip, muon", "muon that decays", "adafactor", "lamb", "if finite"]
 PLACES: dict[str, dict[str, Any]] = {
     "sharded": {"weight_update": "sharded"},
     "parts": {"params": "sharded"},
@@ -141,6 +141,22 @@ def test_with_virtual_shards_it_follows_one_device_with_the_same_bits(name: str)
     expected, _ = on_one_device(loss_fn, OPTIMIZERS[name], PARAMS, BATCHES)
     # Gradients of sm3 and sums of slices are added in another order.
     assert_close(found[0], expected, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize("rule", [SGD, muon()], ids=["sgd", "muon"])
+def test_large_layers_are_split_within_each_and_updated_layer_by_layer(rule: Any):
+    params = {"layers": normal(N, 192, 192, scale=0.05)}
+    turn = lambda h, w: (jnp.tanh(h @ w), None)
+    loss = lambda params, x: (jax.lax.scan(turn, x, params["layers"])[0] ** 2).mean()
+    rng = np.random.default_rng(0)
+    batches = [rng.normal(size=(2 * N, 192)).astype(np.float32) for _ in range(2)]
+    rule = optax.chain(CLIP, rule)
+    step = made(rule, "parts", loss=loss)
+    state = train(step, step.init(params), batches)
+    (cut,) = layout_of(step, state).arrays.params
+    assert cut.axis == 1
+    expected, _ = on_one_device(loss, rule, params, batches)
+    assert_close(step.unshard(state).params, expected, atol=1e-6, rtol=1e-6)
 
 
 # Rules that one might write: what leaves have in common is found in all of them.
