@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from crossshard import DynamicLossScale, make_train_step
 from crossshard.errors import ArgumentError, CheckpointWarning, DivergenceWarning
 from crossshard.guards import copy, differing
+from crossshard.step import state as step_state
 from tests.quick import deep, deep_but
 from tests.step.common import assert_close, assert_same, on_one_device, train
 
@@ -468,3 +469,15 @@ def test_complex_parameters_are_gathered_with_both_parts():
     params = {"w": np.complex64(w), "few": np.complex64(few)}
     _, metrics = step(step.init(params), BATCHES[0])
     np.testing.assert_allclose(metrics["loss"], loss(params, BATCHES[0]), rtol=1e-5)
+
+
+def test_a_state_of_many_arrays_is_made_by_several_programs(monkeypatch: pytest.MonkeyPatch):
+    step = step_of(4, "adamw", **EVERY)
+    want = step.init(PARAMS, 3)
+    monkeypatch.setattr(step_state, "_MOST", 4)
+    state = step.init(PARAMS, 3)
+    assert_same(state, want)
+    placed = [[x.sharding for x in jax.tree.leaves(each)] for each in (state, want)]
+    assert placed[0] == placed[1]
+    assert jax.tree.structure(state) == jax.tree.structure(want)
+    assert_same(jax.jit(lambda: step.init(PARAMS, 3).params)(), want.params)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec, Sharding
 
 from crossshard import _check, _jax, _mesh
@@ -41,6 +43,9 @@ from crossshard.shards.devices import (
     types_on,
 )
 from crossshard.step.function import StepConfig
+
+# XLA takes four times as long for a program with twice as many outputs.
+_MOST = 1024
 
 
 class Initial(NamedTuple):
@@ -170,8 +175,9 @@ class States:
         both = (initial.arrays, initial.key)
         arrays, key = jax.tree.map(lambda x, to: put_whole(x, to.sharding), both, initial.given)
         with _mesh.in_place_of_the_users_mesh(self._config.mesh):
-            made: TrainState = initial.make(arrays, key)
-            return made
+            if len(jax.tree.leaves(initial.types)) <= 2 * _MOST:
+                return initial.make(arrays, key)
+            return _in_pieces(initial, jax.tree.leaves((arrays, key)))
 
     def _check_equal_everywhere(self, call: str, parts: dict[str, Any]) -> None:
         """Raise ArgumentError unless all processes have the same arrays."""
@@ -332,6 +338,20 @@ def check_key(rng: Any) -> tuple[Any, jax.Array]:
             f"({type(rng).__name__})."
         )
     return jax.random.key_impl(rng), jax.random.key_data(rng)
+
+
+def _in_pieces(initial: Initial, inputs: list[Any]) -> TrainState:
+    """The state from several programs, each of some of its arrays."""
+    jaxpr = initial.make.trace(*initial.given).jaxpr
+    types, tree = jax.tree.flatten(initial.types)
+    made: list[Any] = []
+    for start in range(0, len(types), _MOST):
+        own = types[start : start + _MOST]
+        wanted = [start <= place < start + _MOST for place in range(len(types))]
+        pruned, taken = _jax.pruned(jaxpr, wanted)
+        run = jax.jit(jaxpr_as_fun(pruned), out_shardings=[x.sharding for x in own])
+        made += run(*itertools.compress(inputs, taken))
+    return tree.unflatten(made)
 
 
 # A state that a step with other options has left: which arrays are of which option.
