@@ -132,11 +132,21 @@ def _set(variable: AnyVariable, value: Any, trace: TraceState) -> None:
     object.__setattr__(variable, "_trace_state", trace)
 
 
-def number_of_pytrees(kind: type, graph: Any) -> int:
-    """How many nodes of JAX's trees of this kind a structure holds."""
+def flatten(roots: Sequence[Any]) -> tuple[Any, list[list[Any]]]:
+    """The structure of some roots, and the variables and other leaves of each, each once."""
+    graph, flat = nnx.graph.flatten(list(roots), with_paths=True)
+    leaves: list[list[Any]] = [[] for _ in roots]
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        place: Any = path[0]
+        leaves[place].append(leaf)
+    return graph, leaves
+
+
+def has_pytree_of(kind: type, graph: Any) -> bool:
+    """Whether a structure holds a node of JAX's trees of this kind."""
     trees = (getattr(getattr(node, "metadata", None), "treedef", None) for node in graph.nodes)
     data = (tree.node_data() for tree in trees if tree is not None)
-    return sum(each is not None and issubclass(each[0], kind) for each in data)
+    return any(each is not None and issubclass(each[0], kind) for each in data)
 
 
 def hashable(graph: Any, as_hashable: Callable[[Any], Hashable]) -> Hashable:

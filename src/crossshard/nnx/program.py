@@ -118,7 +118,6 @@ class Reached:
 
     Attributes:
       roots: these themselves, each once.
-      modules: every NNX module below them.
       variables: every variable below them, in a fixed order.
       held: those of them that have arrays.
       optimizers: every optimizer below them.
@@ -129,32 +128,41 @@ class Reached:
     def __init__(self, values: Iterable[Any], shards: int | None = None):
         given = (leaf for value in values for leaf in jax.tree.leaves(value, is_leaf=is_stateful))
         self.roots = list({id(leaf): leaf for leaf in given if is_stateful(leaf)}.values())
-        seen = nnx.graph.RefMap()
-        self._graph, flat = nnx.graph.flatten(self.roots, ref_index=seen)
-        self.modules: list[nnx.Pytree] = [x for x in seen if isinstance(x, nnx.Pytree)]
-        self.optimizers = [root for root in self.roots if isinstance(root, HasSlots)]
-        # The slots of an optimizer in JAX's order, where NNX has that of their names.
-        leaves = filter(is_variable, jax.tree.leaves(self.optimizers, is_leaf=is_variable))
-        slots = {id(leaf): leaf for leaf in leaves}
-        in_order = iter(slots.values())
-        variables: Iterator[AnyVariable] = filter(is_variable, seen)
-        self.variables = [next(in_order) if id(x) in slots else x for x in variables]
+        optimizers = {id(root): root for root in self.roots if isinstance(root, HasSlots)}
+        self._nodes = [root for root in self.roots if id(root) not in optimizers]
+        # Without optimizers, whose slots JAX walks in a fraction of the time.
+        self._graph, of_nodes = _flax.flatten(self._nodes)
+        if _flax.has_pytree_of(HasSlots, self._graph):
+            nodes = (node for _, node in nnx.iter_graph(self._nodes))
+            optimizers |= {id(node): node for node in nodes if isinstance(node, HasSlots)}
+        self.optimizers: list[HasSlots] = list(optimizers.values())
+        self._states = [jax.tree.flatten(each, is_leaf=is_variable) for each in self.optimizers]
+        of_optimizers, below = iter(self._states), iter(of_nodes)
+        leaves = [
+            leaf
+            for root in self.roots
+            for leaf in (next(of_optimizers)[0] if isinstance(root, HasSlots) else next(below))
+        ]
+        found = {id(leaf): leaf for leaf in leaves if is_variable(leaf)}
+        self.variables: list[AnyVariable] = list(found.values())
         # Arrays that are attributes themselves, and no variable's value.
-        self._constants = [leaf for leaf in flat.leaves if not is_variable(leaf)]
-        if _flax.number_of_pytrees(HasSlots, self._graph) > len(self.optimizers):
-            nodes = (node for _, node in nnx.iter_graph(self.roots))
-            held = {id(node): node for node in nodes if isinstance(node, HasSlots)}
-            self.optimizers = list(held.values())
+        self._constants = [leaf for leaf in leaves if id(leaf) not in found]
         self.held = [variable for variable in self.variables if _has_arrays(variable, shards)]
         self.lacking: list[tuple[HasSlots, SlotStore, Callable[[], None]]] = []
+
+    @property
+    def modules(self) -> list[nnx.Pytree]:
+        """Every NNX module below the roots."""
+        nodes = (node for _, node in nnx.iter_graph(self._nodes))
+        return list({id(node): node for node in nodes if isinstance(node, nnx.Pytree)}.values())
 
     def key(self) -> Any:
         """The structure of all that is reached, as a cache key."""
         places = {id(variable): place for place, variable in enumerate(self.variables)}
         # An optimizer's slots belong to certain variables, perhaps those of another model.
         of_optimizers = tuple(
-            tuple(places.get(id(variable)) for variable in optimizer.slots.variables.values())
-            for optimizer in self.optimizers
+            (tree, *(places.get(id(v)) for v in (*slots, *optimizer.slots.variables.values())))
+            for optimizer, (slots, tree) in zip(self.optimizers, self._states, strict=True)
         )
         types = tuple(_type_of(variable.get_raw_value()) for variable in self.variables)
         constants = tuple(map(ByValue, self._constants))
