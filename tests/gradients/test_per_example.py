@@ -34,7 +34,10 @@ def updates(opt: CrossShardOptimizer, params: Any) -> np.ndarray:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_they_are_refused_where_the_optimizer_aggregates_them(params: Any, reduction: str):
     opt = CrossShardOptimizer(optax.chain(aggregate(), optax.sgd(1.0)), reduction)
-    with pytest.raises(ArgumentError, match=r"shape \(3, 5\) and its .* \(5,\).*preprocess="):
+    with pytest.raises(
+        ArgumentError,
+        match=r"shape \(3, 5\) and its .* \(5,\).*per-example.*preprocess=optax.*its own",
+    ):
         updates(opt, params)
 
 

@@ -202,7 +202,10 @@ def check_shapes(gradients: Any, like: Any, what: str = "its parameter") -> None
         if jnp.shape(gradient) != jnp.shape(other):
             raise ArgumentError(
                 f"{leaf_name(path)} has shape {jnp.shape(gradient)} and {what} "
-                f"{jnp.shape(other)}. Per-example gradients, as optax.contrib.dpsgd takes them, "
-                f"cannot be reduced: aggregate them on each shard first, with preprocess=, and add "
-                f"noise in the wrapped optimizer."
+                f"{jnp.shape(other)}. Gradients are averaged over the shards one by one, so "
+                f"per-example gradients, as optax.contrib.dpsgd takes them, cannot be reduced. "
+                f"Aggregate them on each shard first, with preprocess="
+                f"optax.contrib.differentially_private_aggregate(...) for example; its noise "
+                f"belongs into the wrapped optimizer, as optax.add_noise: each shard would add "
+                f"its own."
             )
