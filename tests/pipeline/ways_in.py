@@ -147,7 +147,7 @@ def batch_of(combination: Combination, step: int) -> dict[str, np.ndarray]:
     if combination.scale and step == BAD_STEP:
         x[number - 1, BAD_SHARD, 0, 0] = np.inf
     if combination.nonfinite is not None and step == NONFINITE_STEP:
-        x[number - 1, NONFINITE_SHARD, 0, 0] = np.nan
+        x[0, NONFINITE_SHARD, 0, 0] = np.nan
     weights = np.ones((number, N), np.float32)
     if combination.weights is not None:
         weights = WEIGHTS[step, :number].copy()
@@ -454,15 +454,13 @@ def model_options(combination: Combination) -> numpy_model.Options:
     )
 
 
-def run_model(
-    options: numpy_model.Options, combination: Combination, data: Combination | None = None
-) -> Run:
-    """What numpy shows; with the batches of another combination, if one is given."""
-    model, of_batch, steps = numpy_model.Model(options, INIT), data or combination, []
+def run_model(options: numpy_model.Options, combination: Combination) -> Run:
+    """What numpy shows."""
+    model, steps = numpy_model.Model(options, INIT), []
     count, largest, magnified = 0, 0.0, {"of_variance": 0.0, "of_signal": 0.0}
     with np.errstate(invalid="ignore", over="ignore"):
         for t in range(STEPS):
-            batch = batch_of(of_batch, t)
+            batch = batch_of(combination, t)
             pairs = [
                 list(zip(x, y, strict=True)) for x, y in zip(batch["x"], batch["y"], strict=True)
             ]
