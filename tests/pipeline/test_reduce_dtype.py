@@ -1,4 +1,4 @@
-"""reduce_dtype="bfloat16": each shard rounds once, sums have 32 bits; against numpy, in bytes."""
+"""16 bits: each shard rounds once, sums have 32 bits; against numpy, in bytes."""
 
 from typing import Any
 
@@ -38,6 +38,20 @@ def test_each_shard_rounds_once_and_sums_have_32_bits(way: str):
     if metrics:
         # The loss is none of the gradients.
         np.testing.assert_allclose(metrics["loss"], 1 / 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["update, types", "variables, minimize", "step, replicated"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_small_gradient_of_16_bits_is_not_lost(way: str, dtype: str):
+    # An eighth of these is nothing in float16, whose smallest number is 2**-24.
+    rows = np.float32(RNG.integers(-7, 8, size=(N, 1, 1024)) * 2.0**-22)
+    loss = lambda params, x: (params["w"] * x.astype(dtype).mean(0)).sum()
+    opt, params = CrossShardOptimizer(optax.sgd(1.0)), {"w": jnp.zeros(1024, dtype)}
+    ((got, _),) = trained(way, opt, loss, params, [rows], number=N)
+    want = -np.float64(rows[:, 0].mean(0))
+    assert (want != 0).mean() > 0.8
+    bits = jnp.finfo(dtype).nmant
+    np.testing.assert_allclose(np.float64(got["w"][0]), want, rtol=2.0**-bits, atol=2.0**-25)
 
 
 @pytest.mark.parametrize(
