@@ -46,7 +46,7 @@ from crossshard.pipeline.pipeline import Options, Pipeline, check_names
 from crossshard.pipeline.stage import CrossShardState, Stage, StageContext
 from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation
 from crossshard.pipeline.update.arrays import Parts
-from crossshard.pipeline.update.optimize import takes_keyword
+from crossshard.pipeline.update.optimize import takes
 from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
 from crossshard.shards.axes import Shards, check_axis_name, check_group_assignment, check_num_shards
 from crossshard.shards.devices import axes_in_sight
@@ -673,7 +673,7 @@ def _may_read(
                 return run.update(gradients, run.init(params), params, **{**given, name: value})
 
         try:
-            if takes_keyword(transformation, name) and depends(update, given[name], params, params):
+            if takes(transformation, name) and depends(update, given[name], params, params):
                 return True
         except Exception:  # with a function as the value, for example: the step itself will tell
             return True

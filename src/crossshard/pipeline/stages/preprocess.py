@@ -57,7 +57,6 @@ class Preprocess(Stage):
         return cls(optax.with_extra_args_support(transformation), maker_of(transformation))
 
     def init(self, params: Any) -> Any:
-        """The transformation's own state."""
         with inside_optimizer():
             return self.transformation.init(params)
 
@@ -84,7 +83,6 @@ class Preprocess(Stage):
         return gradients.replace(values=values), after
 
     def describe(self) -> str:
-        """The name of the transformation."""
         return f"preprocess ({self.name})"
 
 
@@ -94,35 +92,14 @@ def maker_of(transformation: optax.GradientTransformation) -> str:
     return name.split(".")[0]
 
 
-_ROOTS_OF_OTHERS = {
-    "keras": "Keras",
-    "tf_keras": "Keras",
-    "tensorflow": "TensorFlow",
-    "torch": "PyTorch",
-}
-# Where an optimizer of theirs has another name in Optax.
-_EQUIVALENTS = {"gradientdescent": "sgd", "momentum": "sgd(lr, momentum)"}
-
-
 def check_transformation(opt: Any, what: str = "The optimizer") -> optax.GradientTransformation:
     """``opt`` if it is an Optax transformation, else an error that names what to write.
 
     Raises:
-      ArgumentTypeError: not a transformation; names the missing method, or the Optax equivalent.
+      ArgumentTypeError: not a transformation; names the missing method.
     """
     if isinstance(opt, optax.GradientTransformation):
         return opt
-    given = opt if isinstance(opt, type) else type(opt)
-    for base in given.__mro__:
-        library = _ROOTS_OF_OTHERS.get(base.__module__.split(".")[0])
-        if library:
-            stem = given.__name__.lower().removesuffix("optimizer")
-            equivalent = _EQUIVALENTS.get(stem, stem if hasattr(optax, stem) else None)
-            write = f"optax.{equivalent}" if equivalent else "an Optax optimizer"
-            raise ArgumentTypeError(
-                f"{what} must be an Optax transformation; got {library}'s {given.__name__}. Write "
-                f"{write} instead."
-            )
     missing = [method for method in ("init", "update") if not callable(getattr(opt, method, None))]
     if not missing and not isinstance(opt, type):
         return optax.GradientTransformation(opt.init, opt.update)
@@ -132,9 +109,9 @@ def check_transformation(opt: Any, what: str = "The optimizer") -> optax.Gradien
             f"{what} must be an Optax transformation; got the function or class {name}, "
             f"which returns one. Call it: {name}(learning_rate)."
         )
-    tx = " Pass its .tx." if hasattr(opt, "tx") else ""
+    write = "Pass its .tx." if hasattr(opt, "tx") else "Write Optax's own, as optax.sgd(0.1)."
     raise ArgumentTypeError(
         f"{what} must be an Optax transformation, with init and update; got "
         f"{type(opt).__name__} ({_check.shown(opt, 80)}), which has no "
-        f"{' and no '.join(missing)}.{tx}"
+        f"{' and no '.join(missing)}. {write}"
     )

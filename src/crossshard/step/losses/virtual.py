@@ -31,7 +31,7 @@ from crossshard.jaxprs.walk import equations_of, named_axes
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import StageContext
-from crossshard.pipeline.stages.aggregate import Aggregator, Peers, Summands
+from crossshard.pipeline.stages.aggregate import Aggregator, Peers, Sent
 from crossshard.shards.batch_axes import join
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.rows import RowsLoss, StepLoss
@@ -192,14 +192,15 @@ class InOrder(Aggregator):
         return jax.tree.map(lambda x: sum_of_nodes(of_all(x)), values), state
 
     def reduce(
-        self, summands: Summands, state: PyTree, context: StageContext
+        self, gradients: PyTree, sent: Sequence[Sent], state: PyTree, context: StageContext
     ) -> tuple[list[jax.Array], PyTree]:
         """The slices of the sums, of arrays ``[nodes, …]`` that are weighed already."""
+        arrays, whole = [x.array for x in sent], [x.partition for x in sent]
         partitions = [
             each if each.number > 1 else dataclasses.replace(each, shape=x.shape[1:])
-            for x, each in zip(summands.arrays, summands.partitions, strict=True)
+            for x, each in zip(arrays, whole, strict=True)
         ]
-        return sum_in_order(summands.arrays, partitions, context.shards), state
+        return sum_in_order(arrays, partitions, context.shards), state
 
     def describe(self) -> str:
         """How many virtual shards there are."""
