@@ -1,9 +1,8 @@
-"""Full disks, folders that are read-only or gone, and kills: the last good checkpoint stays."""
+"""Full disks, and folders that are read-only or gone: the last good checkpoint stays."""
 
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -190,71 +189,6 @@ def test_an_error_in_the_loop_is_not_hidden_by_one_of_the_checkpoint(tmp_path: P
     with pytest.raises(ZeroDivisionError) as caught:
         loop()
     assert "the disk is full" in caught.value.__notes__[0]
-
-
-# Kills.
-
-KILLED = """
-checkpoints = crossshard.Checkpoints(folder, step, keep=2)
-found = checkpoints.restore_latest(state)
-state, at = found or (state, 0)
-print("from", int(state.step), at, flush=True)
-while True:
-    state, _ = step(state, np.ones(2, np.float32))
-    checkpoints.save(state, int(state.step))
-    checkpoints.wait()
-    print("saved", int(state.step), flush=True)
-"""
-
-
-def kill_and_resume(times: int, folder: Path, rng: Any) -> int:
-    """Kill a program that saves all the time; returns how many left an unfinished checkpoint."""
-    last = unfinished = 0
-    for _ in range(times):
-        running = subprocess.Popen(
-            program(KILLED, folder),
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert running.stdout is not None
-        assert running.stderr is not None
-        first = running.stdout.readline().split()
-        assert first[:1] == ["from"], running.stderr.read()[-3000:]
-        # Nothing that was acknowledged is lost, and position and state belong together.
-        assert int(first[1]) >= last
-        assert first[1] == first[2]
-        saves = int(rng.integers(1, 4))
-        for _ in range(saves):
-            last = max(last, int(running.stdout.readline().split()[1]))
-        # Until a moment within the next save.
-        try:
-            running.wait(float(rng.random()) * 0.2)
-        except subprocess.TimeoutExpired:
-            os.kill(running.pid, signal.SIGKILL)
-        for line in running.communicate()[0].splitlines():
-            last = max(last, int(line.split()[1]))
-        assert running.returncode == -signal.SIGKILL
-        unfinished += any("tmp" in path.name for path in folder.iterdir())
-    return unfinished
-
-
-def test_a_kill_during_a_save_leaves_the_last_good_one(tmp_path: Path):
-    import numpy as np
-
-    kill_and_resume(3, tmp_path, np.random.default_rng(0))
-
-
-@pytest.mark.soak
-def test_fifty_kills(tmp_path: Path, soak_steps: int, capsys: pytest.CaptureFixture[str]):
-    import numpy as np
-
-    number = max(1, soak_steps // 400)
-    unfinished = kill_and_resume(number, tmp_path, np.random.default_rng(1))
-    with capsys.disabled():
-        print(f"\n{number} kills, {unfinished} of them during a save: nothing acknowledged lost")
-    assert unfinished > 5 or number < 50
 
 
 def test_what_a_kill_has_left_is_deleted(tmp_path: Path):
