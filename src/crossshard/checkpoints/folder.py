@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 from jax.sharding import Mesh
 
+from crossshard import _check
 from crossshard.distributed.agreement import exchange
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointError
 
@@ -50,14 +52,12 @@ class Folder:
             self.remote: bool = text.startswith(_REMOTE)
             if not text or ("://" in text and not self.remote):
                 raise ValueError("Orbax writes no arrays there")
-            self.path: Any = _remote(text) if self.remote else Path(text).expanduser().resolve()
+            self.path: Any = epath.Path(text) if self.remote else Path(text).expanduser().resolve()
         except (TypeError, ValueError, RuntimeError) as error:
             kind = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError
-            is_path = isinstance(path, str | os.PathLike)
-            got = repr(path)[:80] if is_path else type(path).__name__
             raise kind(
-                f"folder must be a path; got {got} ({error}). Pass one of this machine, one "
-                f"that is mounted, or one at {_REMOTE}."
+                f"folder must be a path; got {_check.described(path)} ({error}). Pass one of this "
+                f"machine, one that is mounted, or one at {_REMOTE}."
             ) from None
 
     def of(self, number: int) -> Any:
@@ -82,7 +82,7 @@ class Folder:
                 own = [
                     each for each in self._numbered() if not self.remote or self._committed(each)
                 ]
-            except (OSError, ImportError) as error:
+            except (OSError, ImportError) as error:  # of a bucket's library
                 own = str(error)
         first = json.loads(exchange("Checkpoints", json.dumps(own), mesh)[0])
         if isinstance(first, str):
@@ -100,15 +100,10 @@ class Folder:
     def _committed(self, number: int) -> bool:
         return bool((self.of(number) / _MARKER).is_file())
 
-    def why_not_writable(self) -> str:
-        """The reason why nothing can be written; empty if it can, or if only trying tells."""
-        if self.remote:
-            return ""
-        if not self.path.is_dir():
-            return "the folder is gone"
-        effective = os.access in os.supports_effective_ids
-        may = os.access(self.path, os.W_OK | os.X_OK, effective_ids=effective)
-        return "" if may else "the folder is read-only"
+    @property
+    def is_gone(self) -> bool:
+        """Whether there is no such folder, or no longer."""
+        return not (self.remote or self.path.is_dir())
 
     def check(self, number: int) -> None:
         """Raise ``Damaged`` unless it is complete, without links, devices and enormous files."""
@@ -161,13 +156,6 @@ class Folder:
             path.rmtree()
 
 
-def _remote(text: str) -> Any:
-    # Here and not above: most folders are on a disk.
-    from etils import epath
-
-    return epath.Path(text)
-
-
 def read(path: Any, most: int) -> bytes:
     """The bytes of a file; raises OSError if it has more, is no file, or cannot be read."""
     with open(path, "rb", opener=_open) if isinstance(path, Path) else path.open("rb") as opened:
@@ -209,8 +197,5 @@ def printable(text: str) -> str:
 def in_words(error: BaseException) -> str:
     """What went wrong; TensorStore tells it in the middle of a long text."""
     text = " ".join(str(error).split())
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
-        if os.strerror(number) in text:
-            full = number in (errno.ENOSPC, errno.EDQUOT)
-            return f"{os.strerror(number)}{', the disk is full' if full else ''}"
-    return f"{type(error).__name__}, {text:.300}"
+    known = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO))
+    return next((each for each in known if each in text), f"{type(error).__name__}, {text:.300}")
