@@ -1,7 +1,8 @@
 """A state is saved on some shards and restored on others, with the same bits."""
 
-import dataclasses
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,13 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import crossshard
 from crossshard import Checkpoints, CrossShardOptimizer, make_train_step
 from crossshard.errors import (
     ArgumentError,
-    ArgumentTypeError,
     CheckpointError,
     CheckpointMismatchError,
     CheckpointWarning,
+    CrossshardError,
 )
 from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, loss_fn, step_on, trained
 
@@ -235,46 +235,7 @@ def test_the_users_mesh_does_not_matter(tmp_path: Path):
 
 # Refusals.
 
-
-@pytest.mark.parametrize(
-    ("data", "error"),
-    [
-        ({"at": np.int64(3)}, ArgumentTypeError),
-        ({"at": float("nan")}, ArgumentTypeError),
-        ({"at": (1, 2)}, ArgumentError),
-        ({1: 2}, ArgumentError),
-        (b"bytes", ArgumentTypeError),
-    ],
-)
-def test_data_that_json_would_change_is_refused(data: Any, error: Any, tmp_path: Path):
-    with pytest.raises(error, match="data"):
-        Checkpoints(tmp_path, step_on(2)).save(step_on(2).init(PARAMS), data)
-
-
-def test_bad_arguments(tmp_path: Path):
-    step = step_on(2)
-    with pytest.raises(ArgumentTypeError, match="make_train_step"):
-        Checkpoints(tmp_path, lambda state: state)
-    with pytest.raises(ArgumentTypeError, match="path"):
-        Checkpoints(3, step)
-    with pytest.raises(ArgumentError, match="mounted"):
-        Checkpoints("s3://bucket/run", step)
-    with pytest.raises(ArgumentTypeError, match="keep"):
-        Checkpoints(tmp_path, step, keep=2.0)
-    with pytest.raises(ArgumentError, match="keep"):
-        Checkpoints(tmp_path, step, keep=0)
-    with pytest.raises(ArgumentTypeError, match="state"):
-        Checkpoints(tmp_path, step).save(PARAMS)
-    with pytest.raises(ArgumentError, match="another step"):
-        Checkpoints(tmp_path, step).save(step_on(8).init(PARAMS))
-    for folder in ("a\0b", "~nobody-of-this-name/run", "\ud800"):
-        with pytest.raises(ArgumentError, match="folder must be a path; got"):
-            Checkpoints(folder, step)
-    for score in (True, "3", 1j):
-        with pytest.raises(ArgumentTypeError, match="score must be a number"):
-            Checkpoints(tmp_path, step).save(step.init(PARAMS), score=score)
-    assert repr(tmp_path.name)[1:-1] in repr(Checkpoints(tmp_path, step))
-    assert crossshard.Checkpoints is Checkpoints
+Call = Callable[[Any, Any], Any]
 
 
 def without_a_leaf(state: Any) -> Any:
@@ -287,65 +248,90 @@ def used(state: Any) -> Any:
     return state
 
 
-BAD_STATES: dict[str, tuple[Any, Any, str]] = {
-    "types": (
-        lambda state: step_on(2).abstract_init(PARAMS),
-        ArgumentTypeError,
-        "ShapeDtypeStruct",
+def made(*args: Any, **options: Any) -> Call:
+    return lambda c, state: Checkpoints(*args, step_on(2), **options)
+
+
+def save(*args: Any, **options: Any) -> Call:
+    return lambda c, state: c.save(state, *args, **options)
+
+
+def save_other(change: Callable[[Any], Any]) -> Call:
+    return lambda c, state: c.save(change(state))
+
+
+def under_jit(name: str) -> Call:
+    return lambda c, state: jax.jit(lambda x: getattr(c, name)(x) and None)(state)
+
+
+NO_PATH = "folder must be a path; got .* or one at gs://"
+# What is refused, with which words.
+MISTAKES: list[tuple[Any, str, list[Call]]] = [
+    (TypeError, "make_train_step", [lambda c, state: Checkpoints(".", lambda state: state)]),
+    (TypeError, NO_PATH, [made(3)]),
+    (
+        ArgumentError,
+        NO_PATH,
+        [*map(made, ("s3://bucket/run", "", "a\0b", "~nobody-so/run", "\ud800"))],
     ),
-    "deleted": (
-        without_a_leaf,
+    (TypeError, "keep", [made(".", keep=2.0), made(".", keep_best=True)]),
+    (ArgumentError, "keep", [made(".", keep=0), made(".", keep_best=-1)]),
+    (TypeError, "data", [save({"at": np.int64(3)}), save({"at": float("nan")}), save(b"bytes")]),
+    (ArgumentError, "data", [save({"at": (1, 2)}), save({1: 2})]),
+    (TypeError, "score must be a number", [save(score=each) for each in (True, "3", 1j, [1])]),
+    (TypeError, "pin", [save(pin=1)]),
+    (ArgumentError, "another step", [save_other(lambda state: step_on(8).init(PARAMS))]),
+    (TypeError, "ShapeDtypeStruct", [save_other(lambda state: step_on(2).abstract_init(PARAMS))]),
+    (
         ArgumentError,
         r"state\.params\['odd'\] is an array that was deleted",
+        [save_other(without_a_leaf)],
     ),
-    "donated": (used, ArgumentError, "donated"),
-    "numpy": (lambda s: dataclasses.replace(s, params=PARAMS), ArgumentTypeError, "got ndarray"),
-    "a number": (
-        lambda s: dataclasses.replace(s, step=3),
-        ArgumentTypeError,
-        r"state\.step .* got int",
+    (ArgumentError, "donated", [save_other(used)]),
+    (TypeError, "got ndarray", [save_other(lambda state: replace(state, params=PARAMS))]),
+    (TypeError, r"state\.step .* got int", [save_other(lambda state: replace(state, step=3))]),
+    (TypeError, "got dict", [save_other(lambda state: state.params)]),
+    (
+        ArgumentError,
+        r"is on devices \[2\], and the mesh .* \[0, 1\]",
+        [save_other(lambda state: jax.device_put(state, jax.devices()[2]))],
     ),
-    "parameters": (lambda state: state.params, ArgumentTypeError, "got dict"),
-}
+    (
+        TypeError,
+        "step must be an int",
+        [
+            *(
+                lambda c, state, number=each: c.restore(state, number)
+                for each in (True, 1.0, "1", None)
+            ),
+            lambda c, state: c.restore(state, np.ones(2)),
+            lambda c, state: c.restore_params(state, True),
+        ],
+    ),
+    (ArgumentError, "no checkpoint 7; it has none", [lambda c, state: c.restore(state, 7)]),
+    (CheckpointError, "no checkpoint to take param", [lambda c, state: c.restore_params(state)]),
+    (TypeError, "strict must be True", [lambda c, state: c.restore_latest(state, strict=0)]),
+    (
+        ArgumentError,
+        r"Call it outside of jax\.jit",
+        [*map(under_jit, ("save", "save_if_preempted", "restore_latest", "restore_params"))],
+    ),
+]
 
 
-@pytest.mark.parametrize("name", BAD_STATES)
-def test_a_state_that_cannot_be_saved_is_refused_by_name(name: str, tmp_path: Path):
-    (spoil, error, says), step = BAD_STATES[name], step_on(2)
-    with (
-        Checkpoints(tmp_path, step) as checkpoints,
-        pytest.raises(error, match=says) as refused,
-    ):
-        checkpoints.save(spoil(step.init(PARAMS)))
-    # From our own check, and not from a write that failed.
-    assert type(refused.value) is error
+@pytest.mark.parametrize(("error", "says", "calls"), MISTAKES, ids=lambda given: str(given)[:40])
+def test_a_mistake_is_refused_in_words_and_nothing_is_written(
+    error: Any, says: str, calls: list[Call], tmp_path: Path
+):
+    step = step_on(2)
+    for call in calls:
+        checkpoints, state = Checkpoints(tmp_path, step), step.init(PARAMS)
+        with pytest.raises(error, match=says) as refused:
+            call(checkpoints, state)
+        # From our own check, and not from a write that failed.
+        assert isinstance(refused.value, CrossshardError)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_calls_in_a_function_that_jax_traces_are_refused(tmp_path: Path):
-    step = step_on(2)
-    state = trained(step, 1)
-    saved(tmp_path, step, state)
-    checkpoints = Checkpoints(tmp_path, step)
-    for name in ("save", "save_if_preempted", "restore_latest", "restore_params"):
-        call = getattr(checkpoints, name)
-        with pytest.raises(ArgumentError, match=r"Call it outside of jax\.jit"):
-            jax.jit(lambda state, call=call: call(state) and None)(state)
-
-
-def test_a_step_to_restore_is_a_number(tmp_path: Path):
-    step = step_on(2)
-    state = trained(step, 1)
-    saved(tmp_path, step, state)
-    checkpoints = Checkpoints(tmp_path, step)
-    assert int(checkpoints.restore(state, np.int64(1))[0].step) == 1
-    for number in (True, 1.0, "1", None, np.ones(2)):
-        with pytest.raises(ArgumentTypeError, match="step must be an int"):
-            checkpoints.restore(state, number)
-    with pytest.raises(ArgumentTypeError, match="step must be an int"):
-        checkpoints.restore_params(state, True)
-    with pytest.raises(ArgumentTypeError, match=r"state\.step .* got int"):
-        checkpoints.restore_latest(dataclasses.replace(state, step=1))
+    assert repr(tmp_path.name)[1:-1] in repr(checkpoints)
 
 
 def test_a_folder_with_an_absurd_number_is_not_one_of_ours(tmp_path: Path):
