@@ -1,10 +1,7 @@
 """Which checkpoint is restored and which ones stay; weights alone; remote folders; moved ones."""
 
 import dataclasses
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +17,7 @@ from crossshard.errors import (
     CheckpointMismatchError,
     CheckpointWarning,
 )
-from tests.checkpoints.common import (
-    PARAMS,
-    XS,
-    arrays,
-    check_same_bits,
-    step_on,
-    trained,
-    write,
-)
+from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, step_on, trained, write
 
 
 @pytest.fixture(scope="module")
@@ -238,42 +227,3 @@ def test_what_is_deleted_while_it_is_read_is_not_damaged(
         monkeypatch.setattr(reader._folder, "check", lambda number: check(vanish(number)))
         with pytest.raises(CheckpointError, match="deleted while it was read"):
             reader.restore_latest(state)
-
-
-WRITER = """
-import sys
-from crossshard import Checkpoints
-from tests.checkpoints.common import step_on, trained
-step = step_on(2)
-state = trained(step, 1)
-with Checkpoints(sys.argv[1], step, keep=1) as checkpoints:
-    while True:
-        checkpoints.save(state)
-        checkpoints.wait()
-        print("saved", flush=True)
-"""
-
-
-@pytest.mark.deep
-def test_a_reader_beside_a_process_that_writes_fast(tmp_path: Path):
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    writing = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert writing.stdout is not None
-        assert writing.stdout.readline() == "saved\n"
-        step = step_on(2)
-        reader, like = Checkpoints(tmp_path, step), step.abstract_init(PARAMS)
-        for _ in range(100):
-            # No word of what is deleted meanwhile, or it would be an error of this test.
-            assert reader.restore_latest(like) is not None
-        assert writing.poll() is None
-    finally:
-        writing.kill()
-        writing.communicate()
-    assert reader.steps()[-1] > 20

@@ -2,10 +2,7 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,66 +12,44 @@ import pytest
 
 from crossshard import Checkpoints
 from crossshard.errors import CheckpointError
-from tests.checkpoints.common import PARAMS, arrays, check_same_bits, step_on, trained
+from tests.checkpoints.common import PARAMS, arrays, check_same_bits, program, step_on, trained
 
-ROOT = Path(__file__).parents[2]
-
-
-def program(text: str, *args: object) -> list[str]:
-    """A program of its own, with two devices, a step and a large state."""
-    start = """
-        import os, sys, resource
-        os.environ["NPROC"] = "8"
-        import crossshard
-        crossshard.cpu_devices(2)
-        import jax, jax.numpy as jnp, numpy as np, optax
-        folder = sys.argv[1]
-        normal = np.random.default_rng(0).normal
-        params = {str(k): np.float32(normal(size=(256, 256))) for k in range(4)}
-        loss = lambda p, x: sum((w ** 2).mean() for w in p.values()) * x.mean()
-        step = crossshard.make_train_step(loss, optax.sgd(0.1), num_shards=2)
-        state = step.init(params)
-    """
-    code = textwrap.dedent(start) + textwrap.dedent(text)
-    return [sys.executable, "-c", code, *map(str, args)]
-
-
-def environment() -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-    return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), kept.get("PYTHONPATH", "")])}
+FULL = """
+import os, sys, resource
+import crossshard
+crossshard.cpu_devices(2)
+import numpy as np, optax
+folder = sys.argv[1]
+normal = np.random.default_rng(0).normal
+params = {str(k): np.float32(normal(size=(256, 256))) for k in range(4)}
+loss = lambda p, x: sum((w ** 2).mean() for w in p.values()) * x.mean()
+step = crossshard.make_train_step(loss, optax.sgd(0.1), num_shards=2)
+state = step.init(params)
+with crossshard.Checkpoints(folder, step) as checkpoints:
+    checkpoints.save(state, "good")
+    checkpoints.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    for _ in range(2):
+        checkpoints.save(state, "bad")
+        try:
+            checkpoints.wait()
+        except crossshard.errors.CheckpointError as error:
+            print(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+    print(sorted(set(os.listdir(folder)) - {"writer.json"}))
+    _, data = crossshard.Checkpoints(folder, step).restore_latest(state)
+    checkpoints.save(state, data + " again")
+print(crossshard.Checkpoints(folder, step).restore_latest(state)[1])
+"""
 
 
 def test_a_full_disk_is_one_clear_error_and_the_last_good_one_stays(tmp_path: Path):
     # A limit on the size of a file fails a write as a full disk does, with another number.
-    ran = subprocess.run(
-        program(
-            """
-            with crossshard.Checkpoints(folder, step) as checkpoints:
-                checkpoints.save(state, "good")
-                checkpoints.wait()
-                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-                for _ in range(2):
-                    checkpoints.save(state, "bad")
-                    try:
-                        checkpoints.wait()
-                    except crossshard.errors.CheckpointError as error:
-                        print(error)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
-                print(sorted(set(os.listdir(folder)) - {"writer.json"}))
-                _, data = crossshard.Checkpoints(folder, step).restore_latest(state)
-                checkpoints.save(state, data + " again")
-            print(crossshard.Checkpoints(folder, step).restore_latest(state)[1])
-            """,
-            tmp_path,
-        ),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    *errors, left, data = ran.stdout.splitlines()
-    assert len(errors) == 2, ran.stdout
+    running = program(FULL, tmp_path)
+    printed, told = running.communicate(timeout=280)
+    assert running.returncode == 0, told[-3000:]
+    *errors, left, data = printed.splitlines()
+    assert len(errors) == 2, printed
     for error in errors:
         assert error.startswith(f"Checkpoint 1 was not written to {tmp_path}: "), error
         assert error.endswith(": File too large. Those before it are as they were."), error

@@ -18,7 +18,17 @@ import pytest
 from crossshard import Checkpoints
 from crossshard.checkpoints import lock
 from crossshard.errors import CheckpointWarning
-from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, step_on, trained, write
+from tests.checkpoints.common import (
+    PARAMS,
+    XS,
+    arrays,
+    check_same_bits,
+    line_of,
+    program,
+    step_on,
+    trained,
+    write,
+)
 
 # What Python is about to do with a file. TensorStore, which writes the arrays, does not say it.
 CHANGES = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.utime"}
@@ -171,24 +181,14 @@ while True:
 def kill_and_resume(points: list[int], folder: Path, within: Any = None) -> int:
     """Kill a program that saves all the time; returns how many left an unfinished checkpoint."""
     last = unfinished = 0
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
     for point in points:
-        running = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(folder), str(point)],
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert running.stdout is not None
-        assert running.stderr is not None
-        first = running.stdout.readline().split()
-        assert first[:1] == ["from"], running.stderr.read()[-3000:]
+        running = program(KILLED, folder, point)
+        first = line_of(running).split()
+        assert first[:1] == ["from"], first
         # Nothing that was acknowledged is lost.
         assert int(first[1]) >= last
         if within is not None:
-            last = int(running.stdout.readline().split()[1])
+            last = int(line_of(running).split()[1])
             with contextlib.suppress(subprocess.TimeoutExpired):
                 running.wait(within())
             running.kill()

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from crossshard import Checkpoints
 from crossshard.checkpoints import lock
 from crossshard.checkpoints.lock import FILE, Lock
 from crossshard.errors import CheckpointError
-from tests.checkpoints.common import PARAMS, step_on, trained
+from tests.checkpoints.common import PARAMS, line_of, program, step_on, trained
 
 HOLDER = """
 import sys, pathlib
@@ -29,14 +28,8 @@ sys.stdin.read()
 
 
 def holder(folder: Path) -> subprocess.Popen[str]:
-    running = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert running.stdout is not None
-    assert running.stdout.readline() == "taken\n"
+    running = program(HOLDER, folder)
+    assert line_of(running) == "taken\n"
     return running
 
 
@@ -82,9 +75,10 @@ except crossshard.errors.CheckpointError as error:
 one.wait()
 print(one.steps(), crossshard.Checkpoints({str(tmp_path)!r}, step).restore_latest(state)[1])
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    refusal, rest = ran.stdout.splitlines()
+    running = program(code)
+    printed, errors = running.communicate(timeout=120)
+    assert running.returncode == 0, errors
+    refusal, rest = printed.splitlines()
     assert "another Checkpoints of this process writes there. Close that one first" in refusal
     assert rest == "[0] None"
     assert [path.name for path in tmp_path.iterdir()] == ["00000000"]
@@ -104,10 +98,10 @@ def test_the_folder_is_free_once_nobody_refers_to_the_checkpoints(tmp_path: Path
     assert second.steps() == [1, 2]
 
 
-def elsewhere(folder: Path) -> None:
+def elsewhere(folder: Path, **change: Any) -> None:
     """A lock of another machine."""
     body = {"process": 1, "began": 1, "host": "far", "machine": "far", "since": "long ago"}
-    (folder / FILE).write_text(json.dumps({**body, "token": "other"}))
+    (folder / FILE).write_text(json.dumps({**body, "token": "other", **change}))
 
 
 @pytest.fixture
@@ -160,10 +154,7 @@ def test_a_writer_that_was_taken_over_stops(quick: None, tmp_path: Path):
 
 
 def test_of_many_that_find_a_dead_writer_one_takes_over(tmp_path: Path):
-    elsewhere(tmp_path)
-    body = json.loads((tmp_path / FILE).read_text())
-    body |= {"machine": lock.machine(), "process": 2**22 + 1}
-    (tmp_path / FILE).write_text(json.dumps(body))
+    elsewhere(tmp_path, machine=lock.machine(), process=2**22 + 1)
     locks, told = [Lock(tmp_path) for _ in range(8)], []
     together = threading.Barrier(8)
 
@@ -184,29 +175,20 @@ def test_of_many_that_find_a_dead_writer_one_takes_over(tmp_path: Path):
 
 # What is there in place of a writer's file.
 
-
-def a_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def a_link(path: Path) -> None:
-    other = path.parent.parent / "of another folder"
-    other.write_text(json.dumps({"machine": lock.machine(), "process": os.getpid(), "began": 0}))
-    path.symlink_to(other)
+NO_WRITERS = {
+    "a pipe": os.mkfifo,
+    "a link": lambda path: path.symlink_to(path.parent.parent / "of another folder"),
+    "deep": lambda path: path.write_text('{"token": ' + "[" * 100_000),
+    "much": lambda path: path.write_text(json.dumps({"host": "far", "since": "x" * 100_000})),
+}
 
 
-def deep_json(path: Path) -> None:
-    path.write_text('{"token": ' + "[" * 100_000)
-
-
-def much(path: Path) -> None:
-    path.write_text(json.dumps({"host": "far", "since": "x" * 100_000}))
-
-
-@pytest.mark.parametrize("put", [a_pipe, a_link, deep_json, much], ids=lambda put: put.__name__)
-def test_what_no_writer_has_written_is_nobodys_name(put: Any, quick: None, tmp_path: Path):
-    folder = tmp_path / "run"
+@pytest.mark.parametrize("name", NO_WRITERS)
+def test_what_no_writer_has_written_is_nobodys_name(name: str, quick: None, tmp_path: Path):
+    folder, put = tmp_path / "run", NO_WRITERS[name]
     folder.mkdir()
+    here = {"machine": lock.machine(), "process": os.getpid(), "began": 0}
+    (tmp_path / "of another folder").write_text(json.dumps(here))
     put(folder / FILE)
     # Nobody touches it, so it is taken over.
     own, told = Lock(folder), []
@@ -223,10 +205,7 @@ def test_what_no_writer_has_written_is_nobodys_name(put: Any, quick: None, tmp_p
 
 
 def test_a_writers_words_do_not_command_a_terminal(tmp_path: Path):
-    elsewhere(tmp_path)
-    body = json.loads((tmp_path / FILE).read_text())
-    body |= {"host": "far\x1b[2J", "since": "then\u202e", "process": ["\x1b"] * 3}
-    (tmp_path / FILE).write_text(json.dumps(body))
+    elsewhere(tmp_path, host="far\x1b[2J", since="then\u202e", process=["\x1b"] * 3)
     own = Lock(tmp_path)
     own._release = lambda: None
     told = own.take()
