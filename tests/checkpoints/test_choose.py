@@ -32,39 +32,27 @@ def copy(written: Any, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written[0], tmp_path / "run"))
 
 
-def test_any_checkpoint_can_be_restored(written: Any):
-    folder, expected = written
-    step = step_on(2)
-    checkpoints = Checkpoints(folder, step)
-    assert checkpoints.steps() == [1, 2, 3]
-    for number in (1, 3, 2):
-        state, data = checkpoints.restore(step.abstract_init(PARAMS), number)
-        assert data == {"at": number}
-        check_same_bits(arrays(step, state), expected[number])
-
-
-def test_a_step_that_is_not_there_and_one_that_is_damaged(copy: Path):
-    step = step_on(2)
-    checkpoints = Checkpoints(copy, step)
-    state = step.abstract_init(PARAMS)
-    with pytest.raises(ArgumentError, match=r"has no checkpoint 7; it has 1, 2, 3\."):
-        checkpoints.restore(state, 7)
-    (copy / "00000002" / "manifest" / "manifest.json").write_text("{}")
-    with pytest.raises(
-        CheckpointDamagedError, match=r"2 in .* is not whole: checkpoint 2: the manifest"
-    ):
-        checkpoints.restore(state, 2)
-    assert checkpoints.restore(state, 1)[1] == {"at": 1}
-
-
-def test_a_run_that_goes_back_saves_after_what_is_there(copy: Path):
+def test_any_checkpoint_can_be_restored_and_a_run_that_goes_back_saves_after_them(
+    copy: Path, written: Any
+):
     step = step_on(2)
     with Checkpoints(copy, step) as checkpoints:
-        state, _ = checkpoints.restore(step.abstract_init(PARAMS), 1)
-        state, _ = step(state, XS[3])
-        checkpoints.save(state, "branch")
-    assert checkpoints.steps() == [2, 3, 4]
-    assert Checkpoints(copy, step).restore_latest(step.abstract_init(PARAMS))[1] == "branch"
+        state = step.abstract_init(PARAMS)
+        assert checkpoints.steps() == [1, 2, 3]
+        for number in (3, 2, 1):
+            found, data = checkpoints.restore(state, number)
+            assert data == {"at": number}
+            check_same_bits(arrays(step, found), written[1][number])
+        with pytest.raises(ArgumentError, match=r"has no checkpoint 7; it has 1, 2, 3\."):
+            checkpoints.restore(state, np.int64(7))
+        (copy / "00000002" / "manifest" / "manifest.json").write_text("{}")
+        says = r"2 in .* is not whole: checkpoint 2: the manifest"
+        with pytest.raises(CheckpointDamagedError, match=says):
+            checkpoints.restore(state, 2)
+        checkpoints.save(step(found, XS[3])[0], "branch")
+    # The damaged one is not one of the three to keep.
+    assert checkpoints.steps() == [1, 2, 3, 4]
+    assert Checkpoints(copy, step).restore_latest(state)[1] == "branch"
 
 
 @pytest.fixture(scope="module")

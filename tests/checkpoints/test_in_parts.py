@@ -24,7 +24,6 @@ from tests.step.test_state_in_parts import (
     loss_fn,
     made,
     mesh_of,
-    normal,
     specs_of,
     step_of,
 )
@@ -60,6 +59,11 @@ def test_it_comes_back_in_every_placement_bit_for_bit(
     assert_same(train(step, back, BATCHES[2:]).params, train(step, state, BATCHES[2:]).params)
 
 
+def buffers_of(state: Any) -> set[int]:
+    pieces = (piece.data for x in jax.tree.leaves(state) for piece in x.addressable_shards)
+    return {piece.unsafe_buffer_pointer() for piece in pieces if piece.nbytes > 1024}
+
+
 def test_a_restore_makes_no_whole_copies_and_what_it_makes_is_donated(tmp_path: Path):
     step = step_of(4, "adamw", ema=0.9)
     state = train(step, step.init(PARAMS), BATCHES[:2])
@@ -69,25 +73,14 @@ def test_a_restore_makes_no_whole_copies_and_what_it_makes_is_donated(tmp_path: 
         restored, _ = checkpoints.restore_latest(step.abstract_init(PARAMS))
         assert largest_piece(before) == PARAMS["layers"].nbytes // 4
     # Arrays that share memory with a reader would be copied instead (jax#18617).
-    buffers = {
-        piece.data.unsafe_buffer_pointer()
-        for x in jax.tree.leaves(restored)
-        for piece in x.addressable_shards
-        if piece.data.nbytes > 1024
-    }
+    buffers = buffers_of(restored)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         after, _ = step(restored, BATCHES[2])
     large = [x for x in jax.tree.leaves(restored) if x.nbytes > 4096]
     assert len(large) == 12
     assert all(x.is_deleted() for x in large)
-    again = {
-        piece.data.unsafe_buffer_pointer()
-        for x in jax.tree.leaves(after)
-        for piece in x.addressable_shards
-        if piece.data.nbytes > 1024
-    }
-    assert again == buffers
+    assert buffers_of(after) == buffers
     assert_same(after.params, train(step, state, BATCHES[2:]).params)
 
 
@@ -111,22 +104,6 @@ def test_parts_beside_a_model_axis_come_back_with_another_split(tmp_path: Path):
     whole, _ = Checkpoints(tmp_path, alone).restore_latest(alone.abstract_init(PARAMS))
     after = train(other, moved, BATCHES[2:])
     assert_close(after.params, train(alone, whole, BATCHES[2:]).params, 2e-6)
-
-
-def test_arrays_are_on_disk_in_their_own_shapes(tmp_path: Path):
-    # Of which no axis is divided by the shards, so that a sharded update pads them.
-    params = {"layers": normal(5, 37, 29)}
-    loss = lambda p, x: (p["layers"] ** 2).sum() + x.mean()
-    how: list[dict[str, Any]] = [{"params": "sharded"}, {"weight_update": "sharded"}]
-    for one, other in (how, how[::-1]):
-        folder = tmp_path / "-".join(one)
-        steps = [make_train_step(loss, optax.adam(0.1), num_shards=4, **x) for x in (one, other)]
-        state = train(steps[0], steps[0].init(params), BATCHES[:2])
-        with Checkpoints(folder, steps[0]) as checkpoints:
-            checkpoints.save(state)
-        types = steps[1].abstract_init(params)
-        moved, _ = Checkpoints(folder, steps[1]).restore_latest(types)
-        assert bits(steps[1], moved) == bits(steps[0], state)
 
 
 def test_parameters_alone_come_in_parts(tmp_path: Path):
