@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from crossshard import CrossShardOptimizer, Nonfinite, make_train_step
-from crossshard.checkpoints.fingerprint import fingerprint
+from crossshard.checkpoints.manifest import fingerprint
 from crossshard.pipeline import DynamicLossScale, Quantized
 from crossshard.pipeline.pipeline import STAGES
 from crossshard.step import StepOptions

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from crossshard import Checkpoints
-from crossshard.checkpoints import lock
+from crossshard.checkpoints import folder as own
 from crossshard.errors import CheckpointWarning
 from tests.checkpoints.common import (
     PARAMS,
@@ -72,8 +72,8 @@ def goes_on(folder: Path) -> None:
     """A run saves after the kill, and nothing is left of what it interrupted."""
     with contextlib.suppress(OSError, ValueError):
         # Its process is dead.
-        body = json.loads((folder / lock.FILE).read_text())
-        (folder / lock.FILE).write_text(json.dumps({**body, "process": 2**22 + 1}))
+        body = json.loads((folder / own.WRITER).read_text())
+        (folder / own.WRITER).write_text(json.dumps({**body, "process": 2**22 + 1}))
     step = step_on(2)
     with Checkpoints(folder, step, keep=1) as checkpoints:
         state, _ = checkpoints.restore_latest(step.abstract_init(PARAMS))
@@ -90,8 +90,8 @@ def copied(source: str, target: str) -> None:
 
 def test_every_point_of_a_save(watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A copy of the folder before each change is what a kill would have left there."""
-    monkeypatch.setattr(lock, "_DEAD", 0.2)
-    monkeypatch.setattr(lock, "_BEAT", 0.1)
+    monkeypatch.setattr(own, "_DEAD", 0.2)
+    monkeypatch.setattr(own, "_BEAT", 0.1)
     run, step, points = tmp_path / "run", step_on(2), []
     state = trained(step, 1)
     expected = {"old": arrays(step, state)}
@@ -121,12 +121,12 @@ def test_every_point_of_a_save(watch: Watch, tmp_path: Path, monkeypatch: pytest
     commit = points.index(("os.rename", Path(written)))
     # Any part of the files of what was not committed: also those that TensorStore has written.
     (unfinished,) = (tmp_path / str(commit + 1)).glob("00000002.*")
-    files = sorted(path for path in unfinished.rglob("*") if path.is_file())
-    assert len(files) > 8
-    for place, file in enumerate(files):
+    parts = sorted(path for path in unfinished.rglob("*") if path.is_file())
+    assert len(parts) > 8
+    for place, file in enumerate(parts):
         points.append(("half of", file.relative_to(unfinished)))
         part = shutil.copytree(tmp_path / str(commit + 1), tmp_path / str(len(points)))
-        for late in files[place:]:
+        for late in parts[place:]:
             other = part / late.relative_to(tmp_path / str(commit + 1))
             if late is file:
                 os.truncate(other, other.stat().st_size // 2)

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from crossshard import Checkpoints
-from crossshard.checkpoints import lock
-from crossshard.checkpoints.lock import FILE, Lock
+from crossshard.checkpoints import folder as files
+from crossshard.checkpoints.folder import WRITER, Lock
 from crossshard.errors import CheckpointError
 from tests.checkpoints.common import PARAMS, line_of, program, step_on, trained
 
 HOLDER = """
 import sys, pathlib
-from crossshard.checkpoints.lock import Lock
+from crossshard.checkpoints.folder import Lock
 held = Lock(pathlib.Path(sys.argv[1]))
 print(held.take() or "taken", flush=True)
 sys.stdin.read()
@@ -101,13 +101,13 @@ def test_the_folder_is_free_once_nobody_refers_to_the_checkpoints(tmp_path: Path
 def elsewhere(folder: Path, **change: Any) -> None:
     """A lock of another machine."""
     body = {"process": 1, "began": 1, "host": "far", "machine": "far", "since": "long ago"}
-    (folder / FILE).write_text(json.dumps({**body, "token": "other", **change}))
+    (folder / WRITER).write_text(json.dumps({**body, "token": "other", **change}))
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "_BEAT", 0.1)
-    monkeypatch.setattr(lock, "_DEAD", 1.0)
+    monkeypatch.setattr(files, "_BEAT", 0.1)
+    monkeypatch.setattr(files, "_DEAD", 1.0)
 
 
 @pytest.mark.parametrize("text", [None, "", "[", '{"machine": 3, "process": "x"}'])
@@ -116,12 +116,12 @@ def test_a_lock_of_another_machine_that_nobody_touches_is_taken_over(
 ):
     elsewhere(tmp_path)
     if text is not None:
-        (tmp_path / FILE).write_text(text)
+        (tmp_path / WRITER).write_text(text)
     own = Lock(tmp_path)
     began = time.monotonic()
     assert own.take() == ""
     assert time.monotonic() - began >= 1
-    assert json.loads((tmp_path / FILE).read_text())["process"] == os.getpid()
+    assert json.loads((tmp_path / WRITER).read_text())["process"] == os.getpid()
     own.release()
     assert list(tmp_path.iterdir()) == []
 
@@ -129,14 +129,14 @@ def test_a_lock_of_another_machine_that_nobody_touches_is_taken_over(
 def test_a_lock_of_another_machine_that_is_touched_is_respected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr(lock, "_BEAT", 0.1)
+    monkeypatch.setattr(files, "_BEAT", 0.1)
     first, second = Lock(tmp_path), Lock(tmp_path)
     assert first.take() == ""
     # As another machine sees it.
-    monkeypatch.setattr(lock, "machine", lambda: "another")
+    monkeypatch.setattr(files, "machine", lambda: "another")
     told = second.take()
     assert f"process {os.getpid()} on {socket.gethostname()}" in told
-    assert f"or delete {tmp_path / FILE} if it has ended" in told
+    assert f"or delete {tmp_path / WRITER} if it has ended" in told
     first.release()
     assert second.take() == ""
     second.release()
@@ -150,11 +150,11 @@ def test_a_writer_that_was_taken_over_stops(quick: None, tmp_path: Path):
         elsewhere(tmp_path)
         with pytest.raises(CheckpointError, match=r"process 1 on far, .* has taken"):
             checkpoints.save(step.init(PARAMS))
-    assert json.loads((tmp_path / FILE).read_text())["host"] == "far"
+    assert json.loads((tmp_path / WRITER).read_text())["host"] == "far"
 
 
 def test_of_many_that_find_a_dead_writer_one_takes_over(tmp_path: Path):
-    elsewhere(tmp_path, machine=lock.machine(), process=2**22 + 1)
+    elsewhere(tmp_path, machine=files.machine(), process=2**22 + 1)
     locks, told = [Lock(tmp_path) for _ in range(8)], []
     together = threading.Barrier(8)
 
@@ -187,9 +187,9 @@ NO_WRITERS = {
 def test_what_no_writer_has_written_is_nobodys_name(name: str, quick: None, tmp_path: Path):
     folder, put = tmp_path / "run", NO_WRITERS[name]
     folder.mkdir()
-    here = {"machine": lock.machine(), "process": os.getpid(), "began": 0}
+    here = {"machine": files.machine(), "process": os.getpid(), "began": 0}
     (tmp_path / "of another folder").write_text(json.dumps(here))
-    put(folder / FILE)
+    put(folder / WRITER)
     # Nobody touches it, so it is taken over.
     own, told = Lock(folder), []
     taking = threading.Thread(target=lambda: told.append(own.take()), daemon=True)
@@ -197,7 +197,7 @@ def test_what_no_writer_has_written_is_nobodys_name(name: str, quick: None, tmp_
     taking.join(20)
     assert told == [""]
     put(folder / "another")
-    os.replace(folder / "another", folder / FILE)
+    os.replace(folder / "another", folder / WRITER)
     assert own.take() == (
         "a process that has not said its name has taken the folder over, as this process did not "
         "respond"

@@ -14,8 +14,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from crossshard import _check, _mesh
 from crossshard._hash import crc32, hash_later
 from crossshard.checkpoints import storage
-from crossshard.checkpoints.folder import LARGEST, Folder, in_words, read
-from crossshard.checkpoints.lock import Lock
+from crossshard.checkpoints.folder import LARGEST, Folder, Lock, in_words, read
 from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, WrittenLeaf, groups_of
 from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.distributed.progress import waiting
