@@ -110,20 +110,42 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_DEAD", 1.0)
 
 
-@pytest.mark.parametrize("text", [None, "", "[", '{"machine": 3, "process": "x"}'])
-def test_a_lock_of_another_machine_that_nobody_touches_is_taken_over(
-    text: Any, quick: None, tmp_path: Path
-):
-    elsewhere(tmp_path)
-    if text is not None:
-        (tmp_path / WRITER).write_text(text)
-    own = Lock(tmp_path)
-    began = time.monotonic()
-    assert own.take() == ""
+# What is there in place of a writer's file, or is another machine's; nobody touches it.
+PUTS: dict[str, Any] = {
+    "another machine's": lambda path: elsewhere(path.parent),
+    "nothing": lambda path: path.write_text(""),
+    "a part": lambda path: path.write_text("["),
+    "other types": lambda path: path.write_text('{"machine": 3, "process": "x"}'),
+    "a pipe": os.mkfifo,
+    "a link": lambda path: path.symlink_to(path.parent.parent / "of another folder"),
+    "deep": lambda path: path.write_text('{"token": ' + "[" * 100_000),
+    "much": lambda path: path.write_text(json.dumps({"host": "far", "since": "x" * 100_000})),
+}
+
+
+@pytest.mark.parametrize("name", PUTS)
+def test_what_nobody_touches_is_taken_over(name: str, quick: None, tmp_path: Path):
+    folder, told = tmp_path / "run", []
+    folder.mkdir()
+    here = {"machine": files.machine(), "process": os.getpid(), "began": 0}
+    (tmp_path / "of another folder").write_text(json.dumps(here))
+    PUTS[name](folder / WRITER)
+    own, began = Lock(folder), time.monotonic()
+    taking = threading.Thread(target=lambda: told.append(own.take()), daemon=True)
+    taking.start()
+    taking.join(20)
+    assert told == [""]
     assert time.monotonic() - began >= 1
-    assert json.loads((tmp_path / WRITER).read_text())["process"] == os.getpid()
-    own.release()
-    assert list(tmp_path.iterdir()) == []
+    assert json.loads((folder / WRITER).read_text())["process"] == os.getpid()
+    if name in ("deep", "much"):
+        PUTS[name](folder / WRITER)
+        assert own.take() == (
+            "a process that has not said its name has taken the folder over, as this process did "
+            "not respond"
+        )
+    else:
+        own.release()
+        assert list(folder.iterdir()) == []
 
 
 def test_a_lock_of_another_machine_that_is_touched_is_respected(
@@ -171,37 +193,6 @@ def test_of_many_that_find_a_dead_writer_one_takes_over(tmp_path: Path):
     for own in locks:
         own.release()
     assert list(tmp_path.iterdir()) == []
-
-
-# What is there in place of a writer's file.
-
-NO_WRITERS = {
-    "a pipe": os.mkfifo,
-    "a link": lambda path: path.symlink_to(path.parent.parent / "of another folder"),
-    "deep": lambda path: path.write_text('{"token": ' + "[" * 100_000),
-    "much": lambda path: path.write_text(json.dumps({"host": "far", "since": "x" * 100_000})),
-}
-
-
-@pytest.mark.parametrize("name", NO_WRITERS)
-def test_what_no_writer_has_written_is_nobodys_name(name: str, quick: None, tmp_path: Path):
-    folder, put = tmp_path / "run", NO_WRITERS[name]
-    folder.mkdir()
-    here = {"machine": files.machine(), "process": os.getpid(), "began": 0}
-    (tmp_path / "of another folder").write_text(json.dumps(here))
-    put(folder / WRITER)
-    # Nobody touches it, so it is taken over.
-    own, told = Lock(folder), []
-    taking = threading.Thread(target=lambda: told.append(own.take()), daemon=True)
-    taking.start()
-    taking.join(20)
-    assert told == [""]
-    put(folder / "another")
-    os.replace(folder / "another", folder / WRITER)
-    assert own.take() == (
-        "a process that has not said its name has taken the folder over, as this process did not "
-        "respond"
-    )
 
 
 def test_a_writers_words_do_not_command_a_terminal(tmp_path: Path):
