@@ -290,7 +290,9 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("was", "now", "says"), [*REFUSED, *SAID])
+@pytest.mark.parametrize(
+    ("was", "now", "says"), [*REFUSED, *SAID], ids=[says[:24] for *_, says in (*REFUSED, *SAID)]
+)
 def test_what_differs_is_refused_or_said_by_name(was: Any, now: Any, says: str, tmp_path: Path):
     old, new = step_with(**was), step_with(**now)
     state = saved(tmp_path, old)
