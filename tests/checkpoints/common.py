@@ -40,9 +40,8 @@ OPTIMIZERS = {
 @functools.cache
 def step_on(shards: int, update: str = "sharded", optimizer: str = "sgd") -> TrainStep:
     """One step object for all tests, since compiling takes longer than they do."""
-    return make_train_step(
-        loss_fn, OPTIMIZERS[optimizer](), num_shards=shards, weight_update=update
-    )
+    how = {"params": "sharded"} if update == "parts" else {"weight_update": update}
+    return make_train_step(loss_fn, OPTIMIZERS[optimizer](), num_shards=shards, **how)
 
 
 def trained(step: TrainStep, steps: int = 2, params: Any = PARAMS) -> Any:

@@ -1,6 +1,7 @@
 """A state is saved on some shards and restored on others, with the same bits."""
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +26,11 @@ from crossshard.errors import (
     CrossshardError,
 )
 from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, loss_fn, step_on, trained
+from tests.quick import deep_but
 
-WAYS = [(1, "replicated"), *((n, how) for n in (2, 4, 8) for how in ("replicated", "sharded"))]
+HOW = ("replicated", "sharded", "parts")
+WAYS = [(1, "replicated"), *((n, how) for n in (2, 4, 8) for how in HOW)]
+QUICK = [(1, "replicated"), (2, "sharded"), (8, "sharded"), (4, "parts")]
 
 
 def saved(folder: Path, step: Any, state: Any, data: Any = None) -> None:
@@ -38,17 +42,23 @@ def saved(folder: Path, step: Any, state: Any, data: Any = None) -> None:
 def restored(folder: Path, step: Any, params: Any = PARAMS) -> Any:
     found = Checkpoints(folder, step).restore_latest(step.abstract_init(params))
     assert found is not None
+    check_placed(found[0], step.abstract_init(params))
     return found[0]
+
+
+def check_placed(state: Any, like: Any) -> None:
+    for x, own in zip(*map(jax.tree.leaves, (state, like)), strict=True):
+        assert x.sharding.is_equivalent_to(own.sharding, x.ndim)
 
 
 # From any number of shards to any other.
 
 
-@pytest.mark.parametrize("written", WAYS, ids=str)
+@pytest.mark.parametrize(("shards", "how"), deep_but(QUICK, WAYS))
 def test_all_pairs_of_shards_and_placements_have_the_same_bits_and_train_on(
-    written: tuple[int, str], tmp_path: Path
+    shards: int, how: str, tmp_path: Path
 ):
-    step = step_on(*written)
+    step = step_on(shards, how)
     state = trained(step)
     saved(tmp_path, step, state)
     before = arrays(step, state)
@@ -60,10 +70,6 @@ def test_all_pairs_of_shards_and_placements_have_the_same_bits_and_train_on(
     for read in WAYS:
         other = step_on(*read)
         found = restored(tmp_path, other)
-        for x, like in zip(
-            *map(jax.tree.leaves, (found, other.abstract_init(PARAMS))), strict=True
-        ):
-            assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
         check_same_bits(arrays(other, found), before)
         after, _ = other(found, XS[2])
         for key in PARAMS:
@@ -122,9 +128,8 @@ def split_step(sizes: tuple[int, int], optimizer: Any, update: str) -> tuple[Any
         for key, spec in specs.items()
     }
     loss = lambda p, x: ((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2).mean() + (p["bias"] ** 2).sum()
-    return make_train_step(
-        loss, optimizer, mesh=mesh, axis_name="data", weight_update=update
-    ), params
+    how = {"params": "sharded"} if update == "parts" else {"weight_update": update}
+    return make_train_step(loss, optimizer, mesh=mesh, axis_name="data", **how), params
 
 
 # lamb's update is computed on global arrays, sgd's in parts.
@@ -137,18 +142,47 @@ def test_a_model_axis_restores_on_other_meshes(name: str, tmp_path: Path):
     before = arrays(step, state)
     meshes = [((2, 4), "sharded")]
     if name == "sgd":
-        meshes += [((4, 2), "sharded"), ((8, 1), "replicated")]
+        meshes += [((4, 2), "sharded"), ((8, 1), "replicated"), ((2, 4), "parts")]
         after, _ = step(state, XS[1])
     for sizes, update in meshes:
         other, like = split_step(sizes, optimizer, update)
         found = restored(tmp_path, other, like)
         check_same_bits(arrays(other, found), before)
-        for key, x in found.params.items():
-            assert x.sharding.is_equivalent_to(like[key].sharding, x.ndim)
         if name == "sgd" and sizes != (8, 1):
             found, _ = other(found, XS[1])
             for key in like:
                 np.testing.assert_allclose(found.params[key], after.params[key], rtol=0, atol=1e-6)
+
+
+def pieces_of(arrays: Any) -> dict[int, int]:
+    """The bytes of each large buffer on any device, by its address."""
+    pieces = [piece.data for x in arrays for piece in x.addressable_shards]
+    return {piece.unsafe_buffer_pointer(): piece.nbytes for piece in pieces if piece.nbytes > 1024}
+
+
+def test_a_restore_makes_no_whole_copies_and_what_it_makes_is_donated(tmp_path: Path):
+    rng = np.random.default_rng(2)
+    params = {name: np.float32(rng.normal(size=(192, 256)) / 16) for name in ("up", "down")}
+    loss = lambda p, x: ((jnp.tanh(x @ p["up"]) @ p["down"].T - 1) ** 2).mean()
+    adamw, x = optax.adamw(1e-2, eps=1e-4), np.float32(rng.normal(size=(16, 192)))
+    step = make_train_step(loss, adamw, num_shards=4, params="sharded", ema=0.9)
+    state, _ = step(step.init(params), x)
+    with Checkpoints(tmp_path, step) as checkpoints:
+        checkpoints.save(state)
+        old = set(map(id, jax.live_arrays()))
+        found = checkpoints.restore_latest(step.abstract_init(params))[0]
+        new = [x for x in jax.live_arrays() if id(x) not in old]
+        assert max(pieces_of(new).values()) == params["up"].nbytes // 4
+    # Arrays that share memory with a reader would be copied instead (jax#18617).
+    buffers = pieces_of(jax.tree.leaves(found)).keys()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after, _ = step(found, x)
+    large = [x for x in jax.tree.leaves(found) if x.nbytes > 4096]
+    assert len(large) == 8
+    assert all(x.is_deleted() for x in large)
+    assert pieces_of(jax.tree.leaves(after)).keys() == buffers
+    check_same_bits(arrays(step, after), arrays(step, step(state, x)[0]))
 
 
 def test_groups_come_back_and_other_groups_are_refused(tmp_path: Path):
@@ -202,12 +236,16 @@ def test_what_else_a_state_holds(tmp_path: Path):
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
     preprocess = options.pop("preprocess")
     optimizer = lambda: CrossShardOptimizer(optax.adam(0.01), preprocess=preprocess)
-    make = lambda n: make_train_step(loss_fn, optimizer(), num_shards=n, **options)
+    make = lambda n, **more: make_train_step(loss_fn, optimizer(), num_shards=n, **(options | more))
     step = make(8)
     state = trained(step, params=params)
     saved(tmp_path, step, state)
     check_same_bits(arrays(step, restored(tmp_path, step, params)), arrays(step, state))
-    assert restored(tmp_path, make(2), params).params["odd"].dtype == jnp.bfloat16
+    of_params = lambda state: [np.asarray(x) for x in jax.tree.leaves(state.params)]
+    for other in (make(2), make(4, params="sharded")):
+        found = restored(tmp_path, other, params)
+        assert found.params["odd"].dtype == jnp.bfloat16
+        check_same_bits(of_params(found), of_params(state))
 
 
 # Saving.

@@ -92,7 +92,7 @@ def test_checkpoints_that_were_moved_away_do_not_end_the_run(states: list[Any], 
 # Weights alone.
 
 
-@pytest.mark.parametrize("update", ["replicated", "sharded"])
+@pytest.mark.parametrize("update", ["replicated", "sharded", "parts"])
 def test_another_optimizer_takes_the_parameters(update: str, written: Any):
     folder, expected = written
     step = step_on(4, update, "adamw")
