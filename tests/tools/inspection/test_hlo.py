@@ -14,8 +14,7 @@ from crossshard.tools.inspection.hlo import (
     source_of,
     users_line,
 )
-from crossshard.tools.inspection.inspect import report_on
-from crossshard.tools.inspection.report import Communication
+from crossshard.tools.inspection.inspect import Communication, report_on
 
 # As XLA writes for GPUs: pairs of start and done, a wrapped reduce-scatter, nested loops.
 ASYNCHRONOUS = """HloModule jit_step, is_scheduled=true, replica_count=1, num_partitions=4

@@ -294,9 +294,6 @@ LINES: dict[str, tuple[Any, Any, Any, tuple[Any, ...], int, int, float]] = {
         *((M.astype(jnp.float16), M, X.astype(jnp.float16)), 8, M.nbytes // 2, 2),
     ),
     "five steps": (functools.partial(lax.scan, step_on), *several(5), 8, M.nbytes, 5),
-    "two in each round": (
-        *(functools.partial(lax.scan, step_on, unroll=2), *several(6), 8, M.nbytes, 6),
-    ),
     "steps written out": (written_out, *several(3), 8, M.nbytes, 3),
     "epochs": (in_epochs, *several(5), 8, M.nbytes, 15),
     "reduced at each microbatch": (in_microbatches, *several(5, 4), 8, M.nbytes, 20),

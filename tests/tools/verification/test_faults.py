@@ -274,7 +274,7 @@ FAULTS = {
         COPIES,
         kinds=("copies",),
     ),
-    "noise, and shard 0's own": Planted(counting(noisy, of_shard_0), "times the update"),
+    "noise, and shard 0's own": Planted(counting(noisy, of_shard_0), ASIDE, leaves=1),
     "noise, and one leaf is shard 5's own": Planted(
         counting(noisy, by_leaf(of_shard_5, mean)), ASIDE, leaves=1
     ),

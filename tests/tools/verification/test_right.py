@@ -84,18 +84,6 @@ def a_state_in_one_tuple_with_a_moving_average_and_a_count(optimizer, n):
     return run, (params, optimizer.init(params), params, jnp.int32(0))
 
 
-@right(key=jax.random.key(0))
-def noise_on_weights_that_all_shards_share(optimizer, n):
-    def step(params: Any, state: Any, x: Any, y: Any, key: Any) -> Any:
-        noise = {k: 0.1 * jax.random.normal(key, p.shape) for k, p in params.items()}
-        loss = lambda p: mse(jax.tree.map(jnp.add, p, noise), x, y)
-        return updated(optimizer, params, state, mean(jax.grad(loss)(params)))
-
-    params = first_params()
-    run = over(step, (WHOLE, WHOLE, SPLIT, SPLIT, WHOLE), WHOLE, mesh_of(s=n))
-    return run, params, optimizer.init(params)
-
-
 def on_global_arrays(loss: Any, params: Any, lie: Any = None) -> Callable:
     def make_step(optimizer: Any, n: int) -> Any:
         @jax.jit
@@ -159,32 +147,6 @@ def recurrent_with_a_carried_state(optimizer, n):
     specs = (WHOLE, WHOLE, SPLIT, SPLIT, SPLIT)
     run = over(step, specs, (WHOLE, WHOLE, SPLIT, WHOLE), mesh_of(s=n))
     return run, params, optimizer.init(params), jnp.zeros((32, 6))
-
-
-@right()
-def a_gan_with_two_optimizers_and_a_key(optimizer, n):
-    net = lambda params, x: jnp.tanh(x @ params["a"]) @ params["b"]
-
-    def step(state: Any, x: Any, y: Any) -> Any:
-        gen, critic, gen_opt, critic_opt, key = state
-        key, now = jax.random.split(key)
-        z = jax.random.normal(jax.random.fold_in(now, lax.axis_index("s")), x.shape)
-
-        def of_critic(critic: Any) -> Any:
-            real, fake = net(critic, x), net(critic, net(gen, z))
-            return jnp.mean(jax.nn.softplus(-real)) + jnp.mean(jax.nn.softplus(fake))
-
-        critic_loss, gradients = jax.value_and_grad(of_critic)(critic)
-        critic, critic_opt = updated(optimizer, critic, critic_opt, mean(gradients))
-        of_gen = lambda gen: jnp.mean(jax.nn.softplus(-net(critic, net(gen, z))))
-        gen_loss, gradients = jax.value_and_grad(of_gen)(gen)
-        gen, gen_opt = updated(optimizer, gen, gen_opt, mean(gradients))
-        return (gen, critic, gen_opt, critic_opt, key), mean((gen_loss, critic_loss))
-
-    gen, critic = {"a": first_params()["a"], "b": first_params()["a"].T}, first_params()
-    run = over(step, (WHOLE, SPLIT, SPLIT), WHOLE, mesh_of(s=n))
-    state = gen, critic, optimizer.init(gen), optimizer.init(critic), jax.random.PRNGKey(0)
-    return run, state
 
 
 @right()
@@ -277,19 +239,14 @@ def linen_batch_norm_of_each_shard_in_pmap(optimizer, n):
 
 
 class NnxNet(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, rate: float = 0.0, axis: str | None = None):
+    def __init__(self, rngs: nnx.Rngs):
         self.first = nnx.Linear(4, 16, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, rngs=rngs, axis_name=axis)
-        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else None
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
         self.second = nnx.Linear(16, 1, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
-        x = nnx.relu(self.norm(self.first(x)))
-        return self.second(x if self.dropout is None else self.dropout(x))[:, 0]
-
-
-def nnx_loss(model: Any, x: Any, y: Any) -> Any:
-    return jnp.mean((model(x) - y) ** 2)
+        return self.second(self.dropout(nnx.relu(self.norm(self.first(x)))))[:, 0]
 
 
 @right()
@@ -298,36 +255,13 @@ def nnx_dropout_in_nnx_jit(optimizer, n):
 
     @nnx.jit
     def run(model: Any, opt: Any, x: Any, y: Any) -> Any:
-        loss, gradients = nnx.value_and_grad(nnx_loss)(model, x, y)
+        of = lambda model: jnp.mean((model(x) - y) ** 2)
+        loss, gradients = nnx.value_and_grad(of)(model)
         opt.update(model, gradients)
         return loss
 
-    model = NnxNet(nnx.Rngs(0), 0.2)
+    model = NnxNet(nnx.Rngs(0))
     return on_rows(run, n), model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-
-
-@right()
-def nnx_functional_with_keys_of_shards(optimizer, n):
-    model = NnxNet(nnx.Rngs(0), rate=0.3, axis="s")
-    graph, params, keys, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
-
-    def own(keys: Any) -> Any:
-        fold = lambda x: jax.random.fold_in(x, lax.axis_index("s"))
-        is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return jax.tree.map(lambda x: fold(x) if is_key(x) else x, keys)
-
-    def loss(params: Any, keys: Any, rest: Any, x: Any, y: Any) -> Any:
-        model = nnx.merge(graph, params, own(keys), rest, copy=True)
-        value = nnx_loss(model, x, y)
-        return value, (nnx.state(model, nnx.RngCount), nnx.state(model, nnx.BatchStat))
-
-    def step(params: Any, state: Any, keys: Any, rest: Any, x: Any, y: Any) -> Any:
-        gradients, (counts, rest) = jax.grad(loss, has_aux=True)(params, keys, rest, x, y)
-        keys = nnx.merge_state(keys, counts)
-        return *updated(optimizer, params, state, mean(gradients)), keys, rest
-
-    run = over(step, (WHOLE, WHOLE, WHOLE, WHOLE, SPLIT, SPLIT), WHOLE, mesh_of(s=n))
-    return run, params, optimizer.init(params), keys, rest
 
 
 @right()

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from crossshard.tools.inspection.hlo import end_of_bracket
-from crossshard.tools.planning.topology import topology
+from crossshard.tools.planning import topology
 
 # Of GPUs as by default, and so that no two gradients are combined.
 OPTIONS = {"default": {}, "apart": {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1}}
