@@ -47,11 +47,6 @@ def in_chunks(b: Any, w: Any) -> tuple[Any, Any]:
     return lax.scan(turn, (0.0, 0), (cut(b["x"]), cut(b["y"])))[0]
 
 
-def decaying(b: Any, w: Any, k: Any) -> Any:
-    turn = lambda so_far, x: (0.9 * so_far + (x @ w).sum(), None)
-    return lax.scan(turn, 0.0, cut(b["x"]))[0] / len(b["x"])
-
-
 def counted(b: Any, w: Any, k: Any) -> Any:
     turn = lambda at, x: (at + 1, at * (x @ w).sum())
     return lax.scan(turn, 1.0, cut(b["x"]))[1].sum() / len(b["x"])
@@ -68,21 +63,9 @@ weights = jnp.arange(4.0)
 
 MEANS: dict[str, Loss] = {
     "scanned": lambda b, w, k: in_chunks(b, w)[0] / len(b["x"]),
-    "mapped": lambda b, w, k: mapped(b, w).mean(),
-    "mapped and put together": lambda b, w, k: (mapped(b, w).reshape(-1) * b["mask"]).mean(),
-    "sums of chunks": lambda b, w, k: sums(b, w).sum() / len(b["x"]),
-    "means of chunks": lambda b, w, k: lax.map(lambda x: (x @ w).mean(), cut(b["x"])).mean(),
-    "tokens": lambda b, w, k: lax.map(
-        lambda x: jnp.tanh(x @ w).sum(1), cut(b["tokens"].reshape(-1, WIDTH))
-    ).mean(),
-    "of whole rows": lambda b, w, k: (
-        lax.map(lambda x: jax.nn.softmax(x, 1).max(1).sum(), cut(b["tokens"])).sum() / len(b["x"])
-    ),
-    "converted": lambda b, w, k: (jnp.abs(cut(b["x"]).astype(jnp.bfloat16))).mean(),
 }
 # What treats chunks unlike, whose rows are others in the whole batch.
 UNLIKE: dict[str, Loss] = {
-    "decaying": decaying,
     "counted": counted,
     "one after the other": one_after_the_other,
     "weighted": lambda b, w, k: (sums(b, w) * weights).sum() / len(b["x"]),
@@ -90,7 +73,6 @@ UNLIKE: dict[str, Loss] = {
     "weighted in turn": lambda b, w, k: (
         lax.map(lambda both: both[0].sum() * both[1], (cut(b["x"]), weights)).sum() / len(b["x"])
     ),
-    "the first": lambda b, w, k: mapped(b, w)[0].mean(),
     "centred": lambda b, w, k: lax.map(lambda x: ((x - x.mean(0)) ** 2).sum(), cut(b["x"])).mean(),
     "ratios": lambda b, w, k: lax.map(
         lambda both: (both[0].sum(1) * both[1]).sum() / both[1].sum(),

@@ -38,21 +38,11 @@ def orthogonal(x: jax.Array) -> jax.Array:
 
 # Each with the axis along which its value is then sliced.
 KEEPS: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {
-    "elementwise": (lambda x: jnp.tanh(x) * 2 + x, 0),
-    "with a number": (lambda x: x * jnp.float32(3), 0),
     "a norm of each layer": (lambda x: x / jnp.sqrt((x**2).sum((1, 2), keepdims=True)), 0),
-    "a maximum": (lambda x: x.max(2), 0),
     "a product that puts layers last": (lambda x: jnp.einsum("ij,ljk->ikl", EYE, x), 2),
     "a transposition": (lambda x: x.transpose(1, 0, 2), 1),
-    "transposed matrices": (lambda x: jnp.swapaxes(x, 1, 2), 0),
     "products of each layer": (lambda x: jnp.einsum("lij,lkj->lik", x, x), 0),
-    "a product with one matrix": (lambda x: jnp.einsum("ij,ljk->lik", EYE, x), 0),
-    "a product on the right": (lambda x: jnp.einsum("lij,ik->ljk", x, EYE), 0),
     "flattened layers": (lambda x: x.reshape(len(x), -1), 0),
-    "layers side by side": (lambda x: x.reshape(-1, 5), 0),
-    "one more axis": (lambda x: x[None] * 2, 1),
-    "a running sum in a layer": (lambda x: jnp.cumsum(x, 2), 0),
-    "sorted rows": (lambda x: jnp.sort(x, 2), 0),
     "a part of each layer": (lambda x: x[:, 1:3], 0),
     "padded layers": (lambda x: jnp.pad(x, ((0, 0), (1, 0), (0, 2))), 0),
     "halves joined": (lambda x: jnp.concatenate([x[:, :2], x[:, 2:]], 2), 0),
@@ -63,21 +53,16 @@ KEEPS: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {
     "a branch": (lambda x: lax.cond(jnp.float32(1) > 0, jnp.sin, jnp.zeros_like, x), 0),
 }
 MIXES: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "a sum over layers": lambda x: x.sum(0),
     "a norm of all": lambda x: x / jnp.linalg.norm(x),
     "neighbours": lambda x: x - jnp.roll(x, 1, 0),
     "a running sum": lambda x: jnp.cumsum(x, 0),
-    "layers in order of size": lambda x: jnp.sort(x, 0),
     "turned around": lambda x: x[::-1],
     "a product over layers": lambda x: jnp.einsum("lij,lik->jk", x, x),
-    "layers against layers": lambda x: jnp.einsum("lij,mij->lm", x, x),
-    "the first layer": lambda x: x[:1],
     "the number of a layer": lambda x: x * jnp.arange(len(x))[:, None, None],
     "their number": lambda x: x / len(x),
     "a scan over layers": lambda x: lax.scan(lambda c, row: (c + row, c), x[0], x)[1],
     "a branch on a layer": lambda x: lax.cond(x[0, 0, 0] > 0, jnp.sin, jnp.cos, x),
     "columns of layers": lambda x: x.reshape(-1, len(x)),
-    "a place": lambda x: x * jnp.argmax(x, 0),
 }
 
 

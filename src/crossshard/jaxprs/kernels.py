@@ -1,10 +1,9 @@
 """Kernels: what an operation whose code cannot be walked says of rows, and what is assumed of it.
 
-A kernel that says that each row is computed alone is believed: by its grid, its sharding rule, or
-by name. Of others it is assumed, and written down, so that numbers can try the operation alone.
+A kernel that says that each row is computed alone is believed: by its grid, or by name. Of others
+it is assumed, and written down, so that numbers can try the operation alone.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from crossshard import _jax
-from crossshard.jaxprs.primitives import KINDS, OpKind
+from crossshard.jaxprs.primitives import KNOWN
 from crossshard.jaxprs.row_facts import (
     Fact,
     Free,
@@ -49,9 +48,7 @@ def is_rowwise(equation: Any) -> bool:
 
 def _is_kernel(equation: Any) -> bool:
     """Whether the code of an equation cannot be walked: a kernel, a callback, a user's own."""
-    name = equation.primitive.name
-    opaque = KINDS.get(name) in (None, OpKind.KERNEL, OpKind.CALL, OpKind.UNKNOWN)
-    return opaque or name in ("approx_top_k", "ragged_dot_general") or is_rowwise(equation)
+    return equation.primitive.name not in KNOWN or is_rowwise(equation)
 
 
 def says(equation: Any) -> str:
@@ -190,19 +187,7 @@ def _is_proven(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Rows | Tota
     # Nothing says that it is linear.
     if outputs[0].power or any(fact.power for fact in inputs if isinstance(fact, Free)):
         return False
-    match pair.name:
-        case "approx_top_k":
-            (given,), ndim = inputs, len(shape_of(pair.one.invars[0]))
-            axis = pair.one.params["reduction_dimension"] % ndim
-            rows = [x.axis for x in (given, *outputs) if isinstance(x, Rows)]
-            return len(rows) == 3 and len({*rows, axis}) == 2 and axis not in rows
-        case "ragged_dot_general":
-            return _is_batched_product(pair, facts)
-        case "custom_partitioning":
-            return _is_in_rule(pair, facts)
-        case "pallas_call":
-            return _is_in_grid(pair, facts)
-    return False
+    return pair.name == "pallas_call" and _is_in_grid(pair, facts)
 
 
 def _is_attention(pair: Pair, facts: Sequence[Fact]) -> bool:
@@ -220,38 +205,6 @@ def _is_attention(pair: Pair, facts: Sequence[Fact]) -> bool:
         # But for the gradient of a bias.
         and all(isinstance(fact, Rows) for fact in facts[number : number + 3])
     )
-
-
-def _is_batched_product(pair: Pair, facts: Sequence[Fact]) -> bool:
-    """A product of groups, along whose batch axes each has groups of its own."""
-    numbers = pair.one.params["ragged_dot_dimension_numbers"]
-    left, right = map(list, numbers.dot_dimension_numbers[1])
-    batches = [left, right, *[list(range(len(left)))] * 2]
-    at = {
-        of.index(fact.axis) if fact.axis in of else None
-        for fact, of in zip(facts, batches, strict=True)
-        if isinstance(fact, Rows)
-    }
-    return len(at) == 1 and None not in at and layout(facts) is not None
-
-
-def _is_in_rule(pair: Pair, facts: Sequence[Fact]) -> bool:
-    """A sharding rule that passes one factor through, which is the rows of all arrays."""
-    rule, atoms = pair.one.params["sharding_rule"], [*pair.one.invars, *pair.one.outvars]
-    if not hasattr(rule, "operand_mappings") or layout(facts) is None:
-        return False
-    mappings, factors = [*rule.operand_mappings, *rule.result_mappings], set()
-    for fact, mapping, atom in zip(facts, mappings, atoms, strict=True):
-        names = list(mapping)
-        if names and isinstance(names[0], str) and names[0].startswith("…"):
-            # Any number of axes in front.
-            several = range(len(shape_of(atom)) - len(names) + 1)
-            names[:1] = [f"{names[0]}{place}" for place in several]
-        if isinstance(fact, Rows):
-            factors.add(names.pop(fact.axis))
-        factors |= {None for name in names if name in factors or not isinstance(name, str)}
-    special = rule.reduction_factors, rule.need_replication_factors, rule.permutation_factors
-    return len(factors) == 1 and not factors & {None, *itertools.chain(*special)}
 
 
 def _is_in_grid(pair: Pair, facts: Sequence[Fact]) -> bool:

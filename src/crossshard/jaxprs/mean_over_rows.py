@@ -51,7 +51,6 @@ from crossshard.jaxprs.row_facts import (
     worst,
 )
 from crossshard.jaxprs.same_program import (
-    do_the_same,
     is_same_program,
     rule_of_derivative,
     scales,
@@ -334,9 +333,9 @@ class _OverRows(Analysis[Fact]):
         match decides:
             case Free(power=0):
                 return None
-            case Obstacle() | OneRow(0) | Some():
+            case Obstacle() | OneRow(0):
                 return decides
-            case Total() | Divided(Total() | Free()):
+            case Total() | Some() | Divided(Total() | Free()):
                 return pair.compared(f"a sum over rows decides a {name}")
             case _:
                 return pair.undecided(f"rows decide a {name}")
@@ -478,7 +477,7 @@ class _OverRows(Analysis[Fact]):
     def _fits(self, fact: Fact, one: Any, other: Any) -> bool:
         """Whether the shape of a value grows only along the axis of its rows."""
         shapes = shape_of(one), shape_of(other)
-        if isinstance(fact, Chunks) and fact.axis is not None:
+        if isinstance(fact, Chunks):
             fits = shapes[0][0] == fact.number and shapes[0][fact.axis] == fact.size
             grown = list(shapes[0])
             grown[fact.axis] *= self.times
@@ -495,14 +494,15 @@ class _OverRows(Analysis[Fact]):
     def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         kinds = set(map(type, inputs))
         if Chunks in kinds:
-            return self._of_chunks(pair, inputs)
+            # Outside of a loop over them. All have to be treated alike.
+            return pair.undecided(f"{pair.name} of chunks of rows")
         if Divided in kinds and pair.name not in SAID_BY_JAXPR:
             return rules.of_divided(pair, inputs, self._transferred)
         found = rules.batches_of(pair, inputs) or of_kernel(self, pair, inputs, self.assumed)
         if found is not None:
             return found
         if not pair.is_alike():
-            return self._of_unlike(pair, inputs)
+            return pair.undecided(_DIFFERS)
         if Shape in kinds:
             return [self._of_shapes(pair, inputs)]
         if kinds & {OneRow, SoFar}:
@@ -514,39 +514,6 @@ class _OverRows(Analysis[Fact]):
         if Rows in kinds:
             return rules.of_rows(pair, inputs)
         return self._of_free(pair, inputs)
-
-    def _of_unlike(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        """Of a kernel, or another program, that is made anew in each trace."""
-        free = [fact for fact in inputs if isinstance(fact, Free) and not fact.power]
-        atoms = [(*each.invars, *each.outvars) for each in pair[:2]]
-        same = all(map(_same_shape, *atoms)) and pair.name not in KEYS
-        if len(free) < len(inputs) or not (same and do_the_same(*pair[:2])):
-            return pair.undecided(_DIFFERS)
-        return [Free(own=any(fact.own for fact in free))] * len(pair.one.outvars)
-
-    def _of_chunks(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        """Of chunks of rows, outside of a loop over them: what treats all of them alike."""
-        chunks = [fact for fact in inputs if isinstance(fact, Chunks)]
-        one, unknown = chunks[0], pair.undecided(f"{pair.name} of chunks of rows")
-        if pair.name == "reduce_sum":
-            axes, counts = set(pair.one.params["axes"]), are_counts(pair, inputs)
-            if one.axis is None and axes == {0}:
-                return [Total(one.power, counts=counts)]
-            whole = one.axis is not None and {0, one.axis} <= axes
-            return [Total(one.power + 1, counts=counts)] if whole else unknown
-        if pair.name == "reshape" and one.axis is not None:
-            return rules.merged(pair, one)
-        alike = all(
-            (x.number, x.size, x.axis) == (one.number, one.size, one.axis)
-            if isinstance(x, Chunks)
-            else isinstance(x, Free) and set(shape_of(atom)) <= {1}
-            for x, atom in zip(inputs, pair.one.invars, strict=True)
-        )
-        rows = [Rows(0, power=x.power) if isinstance(x, Chunks) else x for x in inputs]
-        power = power_of(pair, rows)
-        if one.axis is None or not alike or power is None or pair.name not in ELEMENTWISE:
-            return unknown
-        return [replace(one, power=power, counts=are_counts(pair, inputs))]
 
     # Free of the batch.
 
@@ -659,7 +626,7 @@ class _OverRows(Analysis[Fact]):
         rows: list[Fact] = []
         for fact in inputs[first:]:
             match fact:
-                case Chunks(_, _, int(axis), power, counts):
+                case Chunks(_, _, axis, power, counts):
                     rows.append(Rows(axis - 1, power=power, counts=counts))
                 case Rows(0, 1, 1, power, constant) if not chunks:
                     rows.append(Free(power) if constant else OneRow(power))
@@ -711,10 +678,6 @@ class _OverRows(Analysis[Fact]):
                 found.append(total)
         for fact in outputs[carried:]:
             match fact:
-                case Rows(axis, 1, 1, power) if chunks:
-                    found.append(Chunks(chunks[0].number, within.rows, axis + 1, power))
-                case Total(power, moved="") if chunks:
-                    found.append(Chunks(chunks[0].number, within.rows, None, power))
                 case OneRow(power):
                     found.append(Rows(0, power=power))
                 case Free(power) if not chunks:

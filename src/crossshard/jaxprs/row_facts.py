@@ -69,7 +69,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Rows, or what is computed of them, in a fixed number of chunks along axis 0.
+    """Rows in a fixed number of chunks along axis 0, for a loop over them.
 
     Which rows are in the first chunk depends on their number, so that all chunks have to be treated
     alike.
@@ -77,8 +77,7 @@ class Chunks:
 
     number: int  # how many chunks there are
     size: int  # how many slices along the axis one has
-    # The axis of these slices; ``None`` if each chunk has but a sum over its slices.
-    axis: int | None
+    axis: int  # the axis of these slices
     power: int = 0  # of the number of rows, which it grows with
     counts: bool = False  # as of ``Rows``
 
@@ -93,8 +92,9 @@ class Index:
 
 @dataclass(frozen=True)
 class Shape:
-    """A vector of integers, with the number of rows among them, in each of the two traces."""
+    """A vector of integers, with the number of rows among them, as Keras multiplies them."""
 
+    # In each of the two traces.
     one: tuple[int, ...]
     other: tuple[int, ...]
 
@@ -156,7 +156,6 @@ class Some:
 
     of: Any  # which sum, as of ``Total``
     isnt: bool = False  # whether it is 0
-    equation: Any = None  # the one that asks
 
     def asks(self, total: Total) -> bool:
         """Whether it is known to ask this sum."""
@@ -210,8 +209,7 @@ class Pair(NamedTuple):
 
 # What says how long axes are; and what a scatter does, which its name says.
 _OF_SHAPE = frozenset(
-    "batch_group_count feature_group_count limit_indices new_sizes out_sharding reps shape "
-    "sharding slice_sizes update_jaxpr".split()
+    "limit_indices new_sizes out_sharding reps shape sharding slice_sizes update_jaxpr".split()
 )
 
 
@@ -286,14 +284,6 @@ def joined(one: Fact, other: Fact) -> Fact:
             return Total(power, bound=math.inf)
         case Free(power), Divided(Total(by)) if power == by:
             return other
-        case Free(0), Some():
-            return other
-        case (Some() as some, Divided(Total(), by) as ratio) | (
-            Divided(Total(), by) as ratio,
-            Some() as some,
-        ) if some.asks(by):
-            # A shard of whose rows none counts has no weight, whatever its loss is.
-            return ratio
         case Free(power), OneRow(by) if power == by:
             return other
         case Total(power, moved=""), Total(by, moved="") if power == by:
@@ -306,9 +296,6 @@ def joined(one: Fact, other: Fact) -> Fact:
                 power = other.power if one.zero else one.power
                 constant = one.constant and other.constant
                 return Rows(one.axis, found.outer, found.inner, power, constant)
-    for fact in (one, other):
-        if isinstance(fact, Some):
-            return Obstacle(OverRows.COMPARED, "a sum over rows decides", fact.equation)
     return Obstacle(OverRows.UNDECIDED, "one path treats rows in another way than the next")
 
 
