@@ -153,44 +153,59 @@ convert = lambda w, x: narrow(x) @ narrow(w)[0, 0]
 WHERE = jax.sharding.NamedSharding(jax.make_mesh((1,), ("i",)), jax.sharding.PartitionSpec())
 SHIFT = jnp.float32(X)
 CHECKPOINTED = dataclasses.replace(ONCE, checkpointed=True)
-BEFORE, IN_TURN = [Inside()], [ONCE]
+WHOLE = (Inside(), "float32", W.shape)
 LAYER, IN_BFLOAT16 = (ONCE, "float32", (2, 4, 4)), (ONCE, "bfloat16", (2, 4, 4))
-# Each function of the weights and an input, with where it uses the weights, and options of these.
+# Functions of the weights and an input that use all of the weights before anything else.
+BEFORE = {
+    "the same in each turn of a loop": lambda w, x: lax.scan(
+        lambda h, _: (run(w, h), None), x, length=2
+    )[0],
+    "a constant": lambda w, x: lax.scan(lambda h, i: (turn(h, w[i])[0], None), x, jnp.arange(3))[0],
+    "a carry": lambda w, x: lax.scan(
+        lambda c, i: ((turn(c[0], c[1][i])[0], 0.5 * c[1]), None), (x, w), jnp.arange(3)
+    )[0][0],
+    "two of the same": lambda w, x: lax.scan(
+        lambda h, p: (turn(h, p[0] + p[1])[0], None), x, (w, w)
+    )[0],
+    "no turns": lambda w, x: run(w[:0], x) + 0 * w.sum(),
+    "two jits": lambda w, x: jax.jit(run)(w, x) + jax.jit(run)(w, 2 * x),
+    "a jit with shardings": jax.jit(run, in_shardings=(WHERE, WHERE)),
+    "a branch": lambda w, x: lax.cond(x.sum() > 0, lambda w: w[0, 0] @ x, lambda w: w[1, 1] @ x, w),
+    "a while loop": until,
+    "a gradient of all": lambda w, x: run(w, x) + jax.grad(lambda x: run(w, x).sum())(x) ** 2,
+    "captured arrays": lambda w, x: run(w, x) + jax.jit(lambda w: SHIFT * w.sum())(w),
+    "uneven slices": lambda w, x: (w[::2] * x).sum() + (w[0] * x).sum(),
+    "one reader converts": lambda w, x: convert(w, x).sum() + w.sum(),
+    "another reader converts": lambda w, x: w.sum() + convert(w, x).sum(),
+    "two dtypes": lambda w, x: (
+        (x.astype(jnp.float16) @ w.astype(jnp.float16)[0, 0]).sum() + narrow(w).sum()
+    ),
+}
+# Those that use each layer in its turn.
+IN_TURN = {
+    "a loop": run,
+    "a loop in reverse": functools.partial(run, reverse=True),
+    "two turns at once": functools.partial(run, unroll=2),
+    "a transpose apart": functools.partial(run, _split_transpose=True),
+    "what a loop stacks": stacked,
+    "a row that is read twice": loop(lambda h, w: (turn(h, w)[0] + (w**2).sum(), None)),
+    "a jit in a loop": loop(jax.jit(turn)),
+    "a jit in a jit": jax.jit(jax.jit(run)),
+    "a derivative backwards": loop(lambda h, w: (jnp.tanh(tenfold(h, w)), None)),
+    "a derivative forwards": loop(lambda h, w: (jnp.tanh(doubled(h, w)), None)),
+    "a gradient in a turn": loop(of_gradient),
+}
+# Each with where it uses them, and options of the weights.
 USES: dict[str, tuple[Any, ...]] = {
-    # Loops.
-    "a loop": (run, [LAYER]),
-    "a loop in reverse": (functools.partial(run, reverse=True), [LAYER]),
-    "two turns at once": (functools.partial(run, unroll=2), [LAYER]),
-    "a transpose apart": (functools.partial(run, _split_transpose=True), [LAYER]),
+    **{name: (function, [WHOLE]) for name, function in BEFORE.items()},
+    **{name: (function, [LAYER]) for name, function in IN_TURN.items()},
     "a loop in a loop": (
         loop(inner),
         [(Inside(2 * LAYERS, 2), "float32", (4, 4))],
         {"stacked": 3},
     ),
-    "the same in each turn of a loop": (
-        lambda w, x: lax.scan(lambda h, _: (run(w, h), None), x, length=2)[0],
-        BEFORE,
-    ),
-    "a constant": (
-        lambda w, x: lax.scan(lambda h, i: (turn(h, w[i])[0], None), x, jnp.arange(3))[0],
-        BEFORE,
-    ),
-    "a carry": (
-        lambda w, x: lax.scan(
-            lambda c, i: ((turn(c[0], c[1][i])[0], 0.5 * c[1]), None), (x, w), jnp.arange(3)
-        )[0][0],
-        BEFORE,
-    ),
-    "no rows": (run, BEFORE, {"stacked": 9}),
-    "two of the same": (
-        lambda w, x: lax.scan(lambda h, p: (turn(h, p[0] + p[1])[0], None), x, (w, w))[0],
-        BEFORE,
-    ),
-    "no turns": (lambda w, x: run(w[:0], x) + 0 * w.sum(), BEFORE),
+    "no rows": (run, [WHOLE], {"stacked": 9}),
     "rows that are not read": (loop(lambda h, _: (0.5 * h, None)), []),
-    "what a loop stacks": (stacked, IN_TURN),
-    "a row that is read twice": (loop(lambda h, w: (turn(h, w)[0] + (w**2).sum(), None)), IN_TURN),
-    # Other functions.
     "a checkpoint in a loop": (loop(jax.checkpoint(named)), [CHECKPOINTED]),
     "a policy in a loop": (loop(jax.checkpoint(named, policy=saved)), [CHECKPOINTED]),
     "a checkpoint around a loop": (jax.checkpoint(run), [CHECKPOINTED]),
@@ -199,36 +214,13 @@ USES: dict[str, tuple[Any, ...]] = {
         jax.checkpoint(lambda w, x: turn(x, w[0])[0]),
         [Inside(checkpointed=True)],
     ),
-    "a jit in a loop": (loop(jax.jit(turn)), IN_TURN),
-    "a jit in a jit": (jax.jit(jax.jit(run)), IN_TURN),
-    "two jits": (lambda w, x: jax.jit(run)(w, x) + jax.jit(run)(w, 2 * x), BEFORE),
-    "a jit with shardings": (jax.jit(run, in_shardings=(WHERE, WHERE)), BEFORE),
-    "a branch": (
-        lambda w, x: lax.cond(x.sum() > 0, lambda w: w[0, 0] @ x, lambda w: w[1, 1] @ x, w),
-        BEFORE,
-    ),
-    "a while loop": (until, BEFORE),
-    "a derivative backwards": (loop(lambda h, w: (jnp.tanh(tenfold(h, w)), None)), IN_TURN),
-    "a derivative forwards": (loop(lambda h, w: (jnp.tanh(doubled(h, w)), None)), IN_TURN),
-    "a gradient of all": (
-        lambda w, x: run(w, x) + jax.grad(lambda x: run(w, x).sum())(x) ** 2,
-        BEFORE,
-    ),
-    "a gradient in a turn": (loop(of_gradient), IN_TURN),
     "nothing": (lambda w, x: 2 * x, []),
     "nothing in a jit": (lambda w, x: jax.jit(lambda w, x: 2 * x)(w, x), []),
-    "captured arrays": (
-        lambda w, x: run(w, x) + jax.jit(lambda w: SHIFT * w.sum())(w),
-        BEFORE,
-    ),
-    # Layers that are written out.
     "layers": (written_out, [(Inside(), "float32", W.shape[1:])] * LAYERS),
     "two slices": (
         lambda w, x: (w[1:] * x).sum() + (w[:1] * x).sum(),
         [(Inside(), "float32", (n, *W.shape[1:])) for n in (LAYERS - 1, 1)],
     ),
-    "uneven slices": (lambda w, x: (w[::2] * x).sum() + (w[0] * x).sum(), BEFORE),
-    # Dtypes.
     "converted before": (lambda w, x: run(narrow(w), narrow(x)), [IN_BFLOAT16]),
     "converted in a turn": (
         lambda w, x: run(w, narrow(x), lambda h, w: turn(h, narrow(w))),
@@ -242,22 +234,10 @@ USES: dict[str, tuple[Any, ...]] = {
         lambda w, x: run(w, narrow(x), lambda h, w: (turn(h, narrow(w)[:2])[0], None)),
         [IN_BFLOAT16],
     ),
-    "one reader converts": (
-        lambda w, x: convert(w, x).sum() + w.sum(),
-        [(Inside(), "float32", W.shape)],
-    ),
-    "another reader converts": (
-        lambda w, x: w.sum() + convert(w, x).sum(),
-        [(Inside(), "float32", W.shape)],
-    ),
-    "two dtypes": (
-        lambda w, x: (x.astype(jnp.float16) @ w.astype(jnp.float16)[0, 0]).sum() + narrow(w).sum(),
-        [(Inside(), "float32", W.shape)],
-    ),
-    "no conversion": (convert, [(Inside(), "float32", W.shape)], {"may_convert": False}),
+    "no conversion": (convert, [WHOLE], {"may_convert": False}),
     "no conversion of two": (
         lambda w, x: convert(w, x) + convert(w, 2 * x),
-        [(Inside(), "float32", W.shape)],
+        [WHOLE],
         {"may_convert": False},
     ),
 }

@@ -316,6 +316,8 @@ COMPARED: dict[str, Loss] = {
     "growing in a scan": growing,
     "in a window": in_a_window,
     "written across": written_across,
+    "moved far": lambda b, w, k: (b["x"] @ w).sum() / (b["weight"].sum() + 100),
+    "integer mean": lambda b, w, k: lax.div(b["words"].sum(), ROWS_OF(b)) * w.sum(),
     "mean as an integer": lambda b, w, k: (9 * b["x"].mean()).astype(int) * w.sum(),
     "gradient of unit length": lambda b, w, k: unit(b["x"] @ w).mean(),
     "centred tangents": lambda b, w, k: (with_centred_tangents(b["x"] @ w) ** 2).mean(),
