@@ -565,6 +565,10 @@ def test_a_mean_that_is_divided_again_is_none():
         assert found(loss) == Finding(OverRows.UNDECIDED, "it grows with the number of rows")
 
 
+def test_what_is_written_in_place_says_so():
+    assert found(noted).reason == "a value that is written in place"
+
+
 def test_what_has_other_equations_is_not_decided():
     def loss(b: Any, w: Any, k: Any) -> Any:
         return (b["x"] @ w if ROWS_OF(b) <= ROWS else b["x"] @ w.T).mean()
