@@ -1,11 +1,10 @@
-"""What losses with layers of Flax, Equinox, Haiku and Keras are in the rows of their batch."""
+"""What losses with layers of Flax, Equinox and Keras are in the rows of their batch."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import keras
@@ -59,16 +58,6 @@ def of_lengths(module: Any) -> Loss:
     return loss
 
 
-def of_equinox(module: Any, name: str) -> Loss:
-    return lambda b, w, k: (jax.vmap(module)(b[name]) ** 2).mean()
-
-
-def of_haiku(function: Callable[[Any], Any], name: str) -> Loss:
-    net = hk.transform(function)
-    params = net.init(jax.random.key(1), ONE[name])
-    return lambda b, w, k: (net.apply(params, k, b[name]) ** 2).mean()
-
-
 def of_keras(layer: Any, name: str, **options: Any) -> Loss:
     layer.build((None, *SHAPES[name][0]))
     trained, others = (
@@ -104,11 +93,6 @@ def equinox_dropout(b: Any, w: Any, k: Any) -> Any:
     return (jax.vmap(lambda x, k: eqx.nn.Dropout(0.5)(x, key=k))(b["x"], keys) @ w).mean()
 
 
-def attending(x: Any) -> Any:
-    heads = hk.MultiHeadAttention(2, 3, w_init=hk.initializers.VarianceScaling(1.0))
-    return heads(x, x, x)
-
-
 KEY = jax.random.key(3)
 MEANS: dict[str, Callable[[], Loss]] = {
     "linen embedding": lambda: of_linen(linen.Embed(10, 4), "words"),
@@ -116,9 +100,7 @@ MEANS: dict[str, Callable[[], Loss]] = {
     "linen scan of layers": lambda: of_linen(Stack(), "x"),
     "nnx attention": lambda: masked_heads(nnx.Rngs(0)),
     "nnx decoding": lambda: decoding,
-    "equinox mlp": lambda: of_equinox(eqx.nn.MLP(4, 3, 8, 2, key=KEY), "x"),
     "equinox dropout": lambda: equinox_dropout,
-    "haiku attention": lambda: of_haiku(attending, "sequence"),
     "keras both ways": lambda: of_keras(layers.Bidirectional(layers.GRU(5)), "sequence"),
     "keras entropy": lambda: (
         lambda b, w, k: keras.losses.SparseCategoricalCrossentropy(True)(b["y"], b["x"] @ w)

@@ -23,7 +23,6 @@ from tests.losses.parts import (
     rms,
     row_losses,
     squares,
-    swapped,
     tanh_kernel,
     token_losses,
     unit,
@@ -37,19 +36,6 @@ def connectionist_temporal_classification(p, b):
     logits = (b["x"] @ p["out"]).astype(jnp.float32)
     late = (np.arange(4) >= jnp.minimum(b["length"], 4)[:, None] - 1).astype(jnp.float32)
     return optax.ctc_loss(logits, jnp.zeros_like(logits[..., 0]), b["labels"][:, :4], late).mean()
-
-
-def conditional_random_field(p, b):
-    scores, moves = b["x"] @ p["route"], p["route"][:EXPERTS]
-    tags = b["labels"] % EXPERTS
-
-    def one(alpha, score):
-        return jax.nn.logsumexp(alpha[:, :, None] + moves, axis=1) + score, None
-
-    alpha, _ = lax.scan(one, scores[:, 0], swapped(scores[:, 1:]))
-    path = jnp.take_along_axis(scores, tags[..., None], 2)[..., 0].sum(1)
-    path += moves[tags[:, :-1], tags[:, 1:]].sum(1)
-    return (jax.nn.logsumexp(alpha, axis=1) - path).mean()
 
 
 # Preferences, rewards, control.
@@ -265,12 +251,6 @@ def cholesky_of_each_row(p, b):
         root, b["v"].astype(jnp.float32)[..., None], lower=True
     )
     return (white**2).sum((1, 2)).mean() + jnp.log(jnp.diagonal(root, 0, 1, 2)).sum(1).mean()
-
-
-def splines_by_search(p, b):
-    knots = jnp.linspace(-2, 2, WIDTH)
-    at = jax.vmap(lambda x: jnp.searchsorted(knots, x))(b["v"])
-    return squares(p["scale"][jnp.clip(at, 0, WIDTH - 1)] * b["v"] + p["bias"], b["z"])
 
 
 # Gradients within the loss.

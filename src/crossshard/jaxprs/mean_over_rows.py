@@ -623,10 +623,11 @@ class _OverRows(Analysis[Fact]):
         # What is carried is passed on, or a sum of rows.
         before: Any = inputs[constants:first]
         body = opened(loops[0].body)
-        both = list(zip(body.invars[constants:first], body.outvars, strict=False))
-        passed = [given is out for given, out in both]
-        drawn = [x.own and _is_key(given) for x, (given, _) in zip(before, both, strict=True)]
-        free = list(map(any, zip(passed, drawn, strict=True)))
+        given = body.invars[constants:first]
+        free = [
+            x is out or (fact.own and _is_key(x.aval.dtype))
+            for fact, x, out in zip(before, given, body.outvars, strict=False)
+        ]
         carry: list[Fact] = [
             fact if alone else SoFar() for fact, alone in zip(before, free, strict=True)
         ]
@@ -733,9 +734,8 @@ def _solvers_of(equation: Any) -> list[tuple[Any, list[int]]]:
     return found
 
 
-def _is_key(atom: Any) -> bool:
-    """Whether a value is a PRNG key, of a type or of old."""
-    dtype = atom.aval.dtype
+def _is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of PRNG keys, or of those of old."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32)
 
 

@@ -208,10 +208,9 @@ def _in_windows(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
         return pair.compared("windows over the rows")
     axis = axes.pop()
     padding = params.get("padding", ())
-    lengths = [params["window_dimensions"][axis], params["window_strides"][axis]]
-    for name in ("base_dilation", "window_dilation"):
-        lengths += [params[name][axis]] if name in params else []
-    alone = set(lengths) == {1} and (not padding or tuple(padding[axis]) == (0, 0))
+    names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    alone = {params[name][axis] for name in names if name in params} == {1}
+    alone = alone and (not padding or tuple(padding[axis]) == (0, 0))
     number = len(pair.one.outvars)
     return [found] * number if alone else pair.compared("windows over the rows")
 
@@ -294,17 +293,11 @@ def _numbers(of: Any, operand: Any, out: Any, names: Sequence[str]) -> _Numbers:
     )
 
 
-_OF_GATHER = (
-    "offset_dims",
-    "collapsed_slice_dims",
-    "start_index_map",
-    "start_indices_batching_dims",
-)
+# The names of these dimension numbers in JAX, in the order of the fields.
+_OF_GATHER = "offset_dims collapsed_slice_dims start_index_map start_indices_batching_dims".split()
 _OF_SCATTER = (
-    "update_window_dims",
-    "inserted_window_dims",
-    "scatter_dims_to_operand_dims",
-    "scatter_indices_batching_dims",
+    "update_window_dims inserted_window_dims scatter_dims_to_operand_dims "
+    "scatter_indices_batching_dims".split()
 )
 
 
