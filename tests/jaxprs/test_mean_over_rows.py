@@ -383,6 +383,14 @@ RATIOS: dict[str, tuple[Loss, str | None]] = {
         ),
         "mask",
     ),
+    "token mean in a branch": (
+        lambda b, w, k: lax.cond(
+            b["mask"].sum() > 0,
+            lambda: ((b["sequence"] @ w).sum(-1) * b["mask"]).sum() / b["mask"].sum(),
+            lambda: 0.0,
+        ),
+        "mask",
+    ),
     "mean where": (
         lambda b, w, k: jnp.mean((b["sequence"] @ w).sum(-1), where=b["mask"] > 0),
         None,

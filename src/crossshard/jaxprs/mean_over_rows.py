@@ -329,9 +329,9 @@ class _OverRows(Analysis[Fact]):
         match decides:
             case Free(power=0):
                 return None
-            case Obstacle() | OneRow(0):
+            case Obstacle() | OneRow(0) | Some():
                 return decides
-            case Total() | Some() | Divided(Total() | Free()):
+            case Total() | Divided(Total() | Free()):
                 return pair.compared(f"a sum over rows decides a {name}")
             case _:
                 return pair.undecided(f"rows decide a {name}")

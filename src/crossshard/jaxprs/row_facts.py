@@ -156,6 +156,7 @@ class Some:
 
     of: Any  # which sum, as of ``Total``
     isnt: bool = False  # whether it is 0
+    equation: Any = None  # the one that asks
 
     def asks(self, total: Total) -> bool:
         """Whether it is known to ask this sum."""
@@ -284,6 +285,14 @@ def joined(one: Fact, other: Fact) -> Fact:
             return Total(power, bound=math.inf)
         case Free(power), Divided(Total(by)) if power == by:
             return other
+        case Free(0), Some():
+            return other
+        case (Some() as some, Divided(Total(), by) as ratio) | (
+            Divided(Total(), by) as ratio,
+            Some() as some,
+        ) if some.asks(by):
+            # A shard of whose rows none counts has no weight, whatever its loss is.
+            return ratio
         case Free(power), OneRow(by) if power == by:
             return other
         case Total(power, moved=""), Total(by, moved="") if power == by:
@@ -296,6 +305,9 @@ def joined(one: Fact, other: Fact) -> Fact:
                 power = other.power if one.zero else one.power
                 constant = one.constant and other.constant
                 return Rows(one.axis, found.outer, found.inner, power, constant)
+    for fact in (one, other):
+        if isinstance(fact, Some):
+            return Obstacle(OverRows.COMPARED, "a sum over rows decides", fact.equation)
     return Obstacle(OverRows.UNDECIDED, "one path treats rows in another way than the next")
 
 

@@ -450,9 +450,9 @@ def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     match inputs:
         # Of a sum with something behind it, too: a guard of that does nothing, or the same.
         case [Total(of=of, single=True), Free(number=0)] if name in ("gt", "ne", "eq"):
-            return Some(of, name == "eq")
+            return Some(of, name == "eq", pair.one)
         case [Free(number=0), Total(of=of, single=True)] if name in ("lt", "ne", "eq"):
-            return Some(of, name == "eq")
+            return Some(of, name == "eq", pair.one)
     if pair.converts():
         return mixed
     if name == "div":
