@@ -22,6 +22,7 @@ def proof_of(
     own: Any = (),
     axes: Sequence[int] | None = None,
     times: int = 2,
+    shards: Sequence[str] | None = None,
 ) -> Proof:
     """What each output of ``loss(batch, *others, own)`` is in the rows of the batch."""
     leaves = jax.tree.leaves(batch)
@@ -36,7 +37,7 @@ def proof_of(
         except Exception as error:  # a loss may raise anything on other shapes
             traces.append(error)
         inputs = facts_of_inputs(leaves, axes, others, own)
-        proof = prove(traces, inputs, rows, times)
+        proof = prove(traces, inputs, rows, times, shards)
     return proof
 
 

@@ -301,11 +301,11 @@ def test_a_weak_type_stays_weak():
 
 
 def test_an_output_is_an_array_and_a_literal_stays():
-    jaxpr = jax.make_jaxpr(lambda w, x: (run(w, x), w, 2.5, x, 7))(W, X)
+    jaxpr = jax.make_jaxpr(lambda w, x: (run(w, x), w, 2.5, w[0], x, 7))(W, X)
     uses: list[Any] = []
     found = again(jaxpr, noting(uses))(W, X)
-    assert [np.shape(each) for each in found] == [(4,), W.shape, (), X.shape, ()]
-    assert (float(found[2]), int(found[4])) == (2.5, 7)
+    assert [np.shape(each) for each in found] == [(4,), W.shape, (), W[0].shape, X.shape, ()]
+    assert (float(found[2]), int(found[5])) == (2.5, 7)
     assert uses == [(Inside(), "float32", W.shape)]
     np.testing.assert_array_equal(found[1], W)
 

@@ -24,15 +24,15 @@ Loss = Callable[[Any, Any], Any]
 
 
 def found(loss: Loss) -> Finding:
-    """What is found of a loss in a ``shard_map`` over shards."""
+    """What is found of a loss in a ``shard_map`` over shards and parts of the model."""
     of: list[Finding] = []
 
     def look(x: Any) -> Any:
         function = lambda batch, w, own: loss(batch, w)
-        of.append(over_rows(function, BATCH, W, times=SHARDS))
+        of.append(over_rows(function, BATCH, W, times=SHARDS, shards=("shards",)))
         return x
 
-    mesh = jax.sharding.AbstractMesh((SHARDS,), ("shards",))
+    mesh = jax.sharding.AbstractMesh((SHARDS, 2), ("shards", "model"))
     spec = jax.P("shards")
     run = jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     jax.eval_shape(run, jax.ShapeDtypeStruct((SHARDS,), jnp.float32))
@@ -78,6 +78,7 @@ BY_ITSELF: dict[str, Loss] = {
         lax.psum((b["x"] @ w).sum(), "shards") / lax.psum(b["mask"].sum(), "shards")
     ),
     "not understood": lambda b, w: jnp.median(normed(b["x"] @ w), axis=0).sum(),
+    "sum over the model": lambda b, w: lax.psum(jnp.tanh(b["x"] @ w), "model").mean(),
 }
 WRONG: dict[str, tuple[Loss, OverRows]] = {
     "beside a comparison": (
@@ -91,6 +92,10 @@ WRONG: dict[str, tuple[Loss, OverRows]] = {
     "sum": (lambda b, w: (normed(b["x"] @ w) ** 3).sum(), OverRows.SUM),
     "mean of token means": (
         lambda b, w: lax.pmean(token_mean(b["x"] @ w, b["mask"]), "shards"),
+        OverRows.COMPARED,
+    ),
+    "a comparison on a part of the model": (
+        lambda b, w: contrastive(lax.psum(jnp.tanh(b["x"] @ w), "model"), w),
         OverRows.COMPARED,
     ),
 }

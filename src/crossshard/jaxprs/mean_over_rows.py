@@ -132,6 +132,7 @@ def prove(
     inputs: Sequence[Fact],
     rows: int,
     times: int = 2,
+    shards: Sequence[str] | None = None,
 ) -> Proof | None:
     """What each output of a function is in the rows of its batch; ``None`` asks for a trace more.
 
@@ -144,12 +145,13 @@ def prove(
       inputs: what is known of its inputs; see ``facts_of_inputs``.
       rows: how many a piece has.
       times: of how many pieces the whole is, at least 2.
+      shards: the mesh axes of the shards; all that are named if ``None``.
     """
     (first, whole, *more), assumed = traces, Assumptions()
     if isinstance(whole, Exception):
         fails = Obstacle(OverRows.UNDECIDED, _FAILS, source=_jax.source_of_error(whole))
         return Proof((fails,) * len(first.out_avals), first, assumed)
-    facts = followed((first, whole), inputs, rows, times, assumed)
+    facts = followed((first, whole), inputs, rows, times, shards, assumed)
     if rows >= _MANY or not any(isinstance(fact, Obstacle) for fact in facts):
         return Proof(facts, first, assumed)
     # With one row JAX leaves out what would repeat it: a program of more rows is looked at, and
@@ -159,7 +161,7 @@ def prove(
     (larger,) = more
     if isinstance(larger, Exception):
         return Proof(facts, first, assumed)
-    general = followed((whole, larger), inputs, times * rows, 2, assumed)
+    general = followed((whole, larger), inputs, times * rows, 2, shards, assumed)
     if all(isinstance(fact, Obstacle) for fact in general):
         return Proof(facts, first, assumed)
     same = is_same_program((first, whole, larger), (rows, times * rows, 2 * times * rows))
@@ -205,6 +207,7 @@ def followed(
     inputs: Sequence[Fact],
     rows: int,
     times: int,
+    shards: Sequence[str] | None,
     assumed: Assumptions,
 ) -> tuple[Fact, ...]:
     """The facts of the outputs of jaxprs with some rows and with ``times`` as many.
@@ -212,7 +215,7 @@ def followed(
     What it assumes of operations is written down in ``assumed``.
     """
     try:
-        return tuple(follow(_OverRows(rows, times, assumed), traces, inputs))
+        return tuple(follow(_OverRows(rows, times, shards, assumed), traces, inputs))
     except Mismatch as mismatch:
         differs = Obstacle(OverRows.UNDECIDED, _DIFFERS, mismatch.equation)
         return (differs,) * len(traces[0].out_avals)
@@ -284,6 +287,7 @@ class _OverRows(Analysis[Fact]):
 
     rows: int  # the number of rows of the first
     times: int  # how many times as many the second has
+    shards: Sequence[str] | None = None  # the mesh axes of the shards; ``None`` for all
     assumed: Assumptions = dataclasses.field(default_factory=Assumptions)
     # Whether derivatives of functions that have their own are looked at; not within one.
     derives: bool = True
@@ -426,23 +430,31 @@ class _OverRows(Analysis[Fact]):
         the rows of a shard as that does. What brings rows of other shards compares all that it
         means to.
         """
-        brings = pair.name not in OVER_SHARDS
+        names = named_axes(pair.one)
+        elsewhere = self.shards is not None and not names & set(self.shards)
+        brings = pair.name not in OVER_SHARDS and not elsewhere
         by_itself = Obstacle(OverRows.OVER_SHARDS, pair.name, pair.one, brings=brings)
         if brings or len(inputs) != len(pair.one.outvars):
             free = all(isinstance(fact, Free) and fact.power == 0 for fact in inputs)
             return [Free(own=True) if free else by_itself] * len(pair.one.outvars)
         whole = pair.one.params.get("axis_index_groups") is None and self.derives
         adds = pair.name.startswith("psum")
-        sizes = (_jax.bound_axes().get(name, 1) for name in named_axes(pair.one))
-        number = math.prod(sizes) if adds else 1
+        number = math.prod(_jax.bound_axes().get(name, 1) for name in names) if adds else 1
 
         def of(fact: Fact) -> Fact:
             match fact:
-                case Free(power) if whole:
-                    return Free(power, times=number)
-                case Total(power, moved="") if whole and adds:
+                case Rows() if elsewhere:
+                    # Of the same rows, as on a mesh with axes of the model.
+                    return replace(fact, entry=None, counts=False)
+                case Total(power, moved="") if elsewhere and adds:
+                    return Total(power)
+                case Obstacle() if elsewhere:
+                    return fact
+                case Free(power, own) if whole:
+                    return Free(power, own and elsewhere, times=1 if elsewhere else number)
+                case Total(power, moved="") if whole and adds and not elsewhere:
                     return Free(power, times=1 if power else number)
-                case Divided(Total()):
+                case Divided(Total()) if not elsewhere:
                     return pair.compared(f"{pair.name} of each shard's ratio of sums over rows")
             return by_itself
 

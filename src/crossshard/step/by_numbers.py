@@ -244,7 +244,7 @@ class _Check:
                 arguments, jaxprs = each[1], [jaxpr for jaxpr, _ in traces]
                 _, inputs = loss.facts(arguments)
                 trial, number = Trial(Assumptions()), loss.number_of_rows(one)
-                facts = followed(jaxprs, inputs, number, 2, trial.assumed)
+                facts = followed(jaxprs, inputs, number, 2, shards.axes, trial.assumed)
                 returned = jax.tree.unflatten(jax.tree.structure(traces[1][1]), facts)
                 if finding_of(returned).kind is OverRows.UNDECIDED:
                     raise _NotDecidedError

@@ -29,7 +29,7 @@ from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, add, mean, zeros
-from crossshard.shards.axes import shard_context
+from crossshard.shards.axes import get_shard_context, shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
 from crossshard.shards.random_streams import keys_of_rows
 from crossshard.step.gather import AtUse, Use, evaluated
@@ -598,7 +598,7 @@ class StepLoss(abc.ABC):
         # Its outputs are the first of them.
         returned = jax.tree.unflatten(tree, range(tree.num_leaves)).loss
         outputs = len(jax.tree.leaves(returned))
-        axes, inputs = self.facts(arguments)
+        (axes, inputs), context = self.facts(arguments), get_shard_context()
         each = jax.tree.leaves(given)[0].shape[axes[0]]
         of_arguments = functools.partial(self.of_arguments, state)
         traces, proof = [_jax.without_unread(first, outputs)], None
@@ -609,7 +609,8 @@ class StepLoss(abc.ABC):
                 traces.append(_jax.without_unread(jaxpr, outputs))
             except Exception as error:  # a loss may raise anything on other shapes
                 traces.append(error)
-            proof = prove(traces, inputs, each, times)
+            shards = None if context is None else context.axis_name
+            proof = prove(traces, inputs, each, times, shards)
         structure = jax.tree.structure(returned)
         finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
         self.record.known[key] = finding
