@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu import attention as gpu_attention
 from jax.experimental.pallas.ops.gpu import layer_norm, rms_norm, softmax
@@ -66,6 +67,10 @@ def on_grid(
     return run
 
 
+def numbered(x_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = x_ref[...] * pl.program_id(0)
+
+
 def counted(x_ref: Any, out_ref: Any) -> None:
     out_ref[...] = x_ref[...] / pl.num_programs(0)
 
@@ -105,6 +110,14 @@ def summed(x: jax.Array) -> jax.Array:
     return pl.pallas_call(kernel, out_shape=out, grid=(len(x),), in_specs=[block], out_specs=one)(x)
 
 
+def with_rule(rule: Any) -> Any:
+    run = custom_partitioning(lambda x: 2 * x)
+    run.def_partition(
+        partition=lambda *_: None, infer_sharding_from_operands=lambda *_: None, sharding_rule=rule
+    )
+    return run
+
+
 SCRATCH = {"scratch_shapes": [pltpu.VMEM((TIME, WIDTH), jnp.float32)]}
 whole = pl.pallas_call(doubled, out_shape=jax.ShapeDtypeStruct((TIME, WIDTH), jnp.bfloat16))
 
@@ -129,6 +142,8 @@ PROVEN: dict[str, Model] = {
         **SCRATCH, compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",))
     )(x @ w),
     "beside a table": by_table(plus, lambda i: (1, 0, 0)),
+    "a rule": lambda x, w: with_rule("i j k -> i j k")(x @ w),
+    "a rule of any axes": lambda x, w: with_rule("... k -> ... k")(x @ w),
     "of the parameters alone": lambda x, w: x @ pl.pallas_call(doubled, out_shape=like(w))(w),
     "in a scan over the rows": lambda x, w: lax.map(whole, x @ w),
     "a composite of the parameters": lambda x, w: x @ composite(jnp.sin)(w),
@@ -137,6 +152,10 @@ PROVEN: dict[str, Model] = {
 ASSUMED: dict[str, Model] = {
     "rows in a block": lambda x, w: on_grid(rows=2)(x @ w),
     "one block": lambda x, w: pl.pallas_call(doubled, out_shape=like(x))(x @ w),
+    "its own number": lambda x, w: on_grid(numbered)(x @ w),
+    "always the first": lambda x, w: on_grid(given=lambda i: (0, 0, 0))(x @ w),
+    "a rule that reduces": lambda x, w: with_rule("i j k -> i2 j k")(x @ w),
+    "a rule in words": lambda x, w: with_rule(lambda *_: "i j k -> i j k")(x @ w),
     "scratch": lambda x, w: on_grid(**SCRATCH)(x @ w),
     "the number of steps": lambda x, w: on_grid(counted)(x @ w),
     "another row": lambda x, w: on_grid(given=lambda i: (i // 2, 0, 0))(x @ w),

@@ -1,9 +1,10 @@
 """Kernels: what an operation whose code cannot be walked says of rows, and what is assumed of it.
 
-A kernel that says that each row is computed alone is believed: by its grid, or by name. Of others
-it is assumed, and written down, so that numbers can try the operation alone.
+A kernel that says that each row is computed alone is believed: by its grid, its sharding rule, or
+by name. Of others it is assumed, and written down, so that numbers can try the operation alone.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -187,6 +188,8 @@ def _is_proven(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Rows | Tota
     # Nothing says that it is linear.
     if outputs[0].power or any(fact.power for fact in inputs if isinstance(fact, Free)):
         return False
+    if pair.name == "custom_partitioning":
+        return _is_in_rule(pair, facts)
     return pair.name == "pallas_call" and _is_in_grid(pair, facts)
 
 
@@ -205,6 +208,25 @@ def _is_attention(pair: Pair, facts: Sequence[Fact]) -> bool:
         # But for the gradient of a bias.
         and all(isinstance(fact, Rows) for fact in facts[number : number + 3])
     )
+
+
+def _is_in_rule(pair: Pair, facts: Sequence[Fact]) -> bool:
+    """A sharding rule that passes one factor through, which is the rows of all arrays."""
+    rule, atoms = pair.one.params["sharding_rule"], [*pair.one.invars, *pair.one.outvars]
+    if not hasattr(rule, "operand_mappings") or layout(facts) is None:
+        return False
+    mappings, factors = [*rule.operand_mappings, *rule.result_mappings], set()
+    for fact, mapping, atom in zip(facts, mappings, atoms, strict=True):
+        names = list(mapping)
+        if names and isinstance(names[0], str) and names[0].startswith("…"):
+            # Any number of axes in front.
+            several = range(len(shape_of(atom)) - len(names) + 1)
+            names[:1] = [f"{names[0]}{place}" for place in several]
+        if isinstance(fact, Rows):
+            factors.add(names.pop(fact.axis))
+        factors |= {None for name in names if name in factors or not isinstance(name, str)}
+    special = rule.reduction_factors, rule.need_replication_factors, rule.permutation_factors
+    return len(factors) == 1 and not factors & {None, *itertools.chain(*special)}
 
 
 def _is_in_grid(pair: Pair, facts: Sequence[Fact]) -> bool:

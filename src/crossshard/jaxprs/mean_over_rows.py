@@ -51,6 +51,7 @@ from crossshard.jaxprs.row_facts import (
     worst,
 )
 from crossshard.jaxprs.same_program import (
+    do_the_same,
     is_same_program,
     rule_of_derivative,
     scales,
@@ -502,7 +503,7 @@ class _OverRows(Analysis[Fact]):
         if found is not None:
             return found
         if not pair.is_alike():
-            return pair.undecided(_DIFFERS)
+            return self._of_unlike(pair, inputs)
         if Shape in kinds:
             return [self._of_shapes(pair, inputs)]
         if kinds & {OneRow, SoFar}:
@@ -514,6 +515,15 @@ class _OverRows(Analysis[Fact]):
         if Rows in kinds:
             return rules.of_rows(pair, inputs)
         return self._of_free(pair, inputs)
+
+    def _of_unlike(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
+        """Of a kernel, or another program, that is made anew in each trace."""
+        free = [fact for fact in inputs if isinstance(fact, Free) and not fact.power]
+        atoms = [(*each.invars, *each.outvars) for each in pair[:2]]
+        same = all(map(_same_shape, *atoms)) and pair.name not in KEYS
+        if len(free) < len(inputs) or not (same and do_the_same(*pair[:2])):
+            return pair.undecided(_DIFFERS)
+        return [Free(own=any(fact.own for fact in free))] * len(pair.one.outvars)
 
     # Free of the batch.
 

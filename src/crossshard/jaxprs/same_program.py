@@ -1,5 +1,6 @@
 """Whether traces with different numbers of rows are one program, but for repeating a single row."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,32 @@ def is_same_program(jaxprs: Sequence[Any], rows: Sequence[int]) -> bool:
         return _same(jaxprs, rows)
     except (AttributeError, KeyError, TypeError, ValueError):  # parameters of any kind
         return False
+
+
+def do_the_same(one: Any, other: Any) -> bool:
+    """Whether two equations of equal shapes do the same, with what they run inside."""
+    try:
+        return one.params.keys() == other.params.keys() and all(
+            _are_equal(value, other.params[key]) for key, value in one.params.items()
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):  # parameters of any kind
+        return False
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if _is_jaxpr(one) and not isinstance(one, tuple | list):
+        # Of as many rows, so that nothing may grow.
+        return _same((one, other, other), (1, 2, 4))
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    if dataclasses.is_dataclass(one):
+        fields = [field.name for field in dataclasses.fields(one)]
+        return all(_are_equal(getattr(one, x), getattr(other, x)) for x in fields)
+    return bool(one == other)
 
 
 def scales(one: Any, other: Any, times: int, power: int) -> bool:
