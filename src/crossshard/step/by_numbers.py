@@ -33,7 +33,7 @@ from crossshard.shards.cut import Partition
 from crossshard.shards.random_streams import is_key, quiet_keys
 from crossshard.step.function import StepConfig, to_read
 from crossshard.step.losses import loss_over
-from crossshard.step.losses.rows import LossOver, StepLoss, with_frozen
+from crossshard.step.losses.rows import LossOver, StepLoss
 from crossshard.step.microbatches import pieces_of, weight_of
 from crossshard.step.operations import Trial, precision_of
 from crossshard.step.over_rows import (
@@ -254,12 +254,8 @@ class _Check:
                 trials.append(trial.tried)
                 return jnp.stack(trial.apart)[None]
 
-            at_use = to_read(layout, before)
-            of_trained = lambda trained: with_frozen(
-                at_use, lambda frozen: of_params((trained, frozen)), before.frozen
-            )
             with shard_context(shards.number, axis_name=shards.axes):
-                return at_use.call(of_trained, before.params)
+                return to_read(layout, before).of_both(of_params, before.params, before.frozen)
 
         def on_shards(state: TrainState, batch: Any) -> Any:
             own = self._of_one_group(state)

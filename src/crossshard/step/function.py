@@ -1,8 +1,6 @@
 """StepConfig: what a step is made of, and what it computes, from the loss to the update."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +21,6 @@ from crossshard.shards.devices import number_of_shards
 from crossshard.step.batches import check_same_rows
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.rows import StepLoss
-from crossshard.step.microbatches import LocalResult
 
 
 class Progress(NamedTuple):
@@ -116,8 +113,7 @@ class StepConfig:
 
         def on_one_shard(state: TrainState, given: Any) -> Progress:
             before = layout.local(state)
-            compute = functools.partial(self.loss.local, before, given, at_use)
-            done = self._reduce(before, compute, context)
+            done = self._reduce(before, given, at_use, context)
             if updates:
                 apart = self.loss.apart(before)
                 at_rest = dataclasses.replace(context, params=before.params, opaque_false=apart)
@@ -141,21 +137,11 @@ class StepConfig:
         return on_all_shards(state, given), aux_of_batch
 
     def _reduce(
-        self,
-        before: TrainState,
-        compute: Callable[..., tuple[LocalResult, Any]],
-        context: StageContext,
+        self, before: TrainState, given: Any, at_use: AtUse, context: StageContext
     ) -> Progress:
-        """From the state before a step to the reduced gradients, on one shard.
-
-        Args:
-          before: the state.
-          compute: computes the loss and the gradients, and the types of these, given the weight of
-            this shard if it may be left out.
-          context: the context of the stages.
-        """
+        """From the state before a step, and what entered, to the reduced gradients of one shard."""
         loss, pipeline, opt_state = self.loss, self.pipeline, before.opt_state
-        excludes, (local, like) = pipeline.excludes_shards, compute()
+        excludes, (local, like) = pipeline.excludes_shards, loss.local(before, given, at_use)
         context = dataclasses.replace(context, params=like)
         widened = local.is_weighed or loss.accumulate_steps > 1 or pipeline.loss_scale is not None
         gradients = pipeline.arrive(
@@ -177,8 +163,11 @@ class StepConfig:
             how, gradients = {}, gradients.replace(sums=loss.sums(local))
         if local.terms is not None:
             # The gradients of a Mean are divided by what all shards count.
-            of_found = lambda found, _: (found.values, found.loss)
-            how["recounted"] = lambda weight: of_found(*compute(weight))
+            def recounted(weight: jax.Array) -> tuple[Any, Any]:
+                found, _ = loss.local(before, given, at_use, weight)
+                return found.values, found.loss
+
+            how["recounted"] = recounted
         with jax.named_scope(self.name):
             gradients, opt_state = pipeline.reduce(gradients, opt_state, context, **how)
         if excludes:

@@ -1,6 +1,5 @@
 """AtUse: gathers parameters where the loss uses them, and sums gradients where they are made."""
 
-import abc
 import dataclasses
 import functools
 import math
@@ -9,6 +8,8 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
 from crossshard import _jax
 from crossshard.collectives.few_bits import LANES, Codec, gather_in_few_bits
@@ -37,42 +38,27 @@ class Use(NamedTuple):
     in_ring: bool  # whether its slices meet a product one by one
 
 
-class Transport(abc.ABC):
-    """How slices of arrays are gathered, and gradients summed into slices."""
-
-    @abc.abstractmethod
-    def gather(
-        self, parts: Sequence[jax.Array], partitions: Sequence[Partition], shards: Shards
-    ) -> list[jax.Array]:
-        """Arrays in full, from their slices."""
-
-    @abc.abstractmethod
-    def sum(self, x: jax.Array, partition: Partition, shards: Shards) -> jax.Array:
-        """This shard's slice of the sum of ``x`` over the shards."""
-
-    @abc.abstractmethod
-    def shape(self, partition: Partition) -> tuple[int, ...]:
-        """The shape of such a slice, as it is seen."""
-
-
 @dataclasses.dataclass(frozen=True)
-class Collectives(Transport):
-    """By collectives, inside of ``shard_map``."""
+class ByXLA:
+    """How XLA sends what a loss outside of ``shard_map`` needs: of global arrays, packed."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]  # its shard axes
 
     def gather(
-        self, parts: Sequence[jax.Array], partitions: Sequence[Partition], shards: Shards
+        self, parts: Sequence[jax.Array], partitions: Sequence[Partition]
     ) -> list[jax.Array]:
-        """Arrays in full; small ones share a collective."""
-        return bucketed_gather(parts, partitions, shards)
+        """Arrays that are replicated, but for the other axes."""
+        whole = lambda each: NamedSharding(self.mesh, each.other_axes)
+        return [
+            lax.with_sharding_constraint(self.split(x, each), whole(each))
+            for x, each in zip(parts, partitions, strict=True)
+        ]
 
-    def sum(self, x: jax.Array, partition: Partition, shards: Shards) -> jax.Array:
-        """This shard's slice of the sum."""
-        (total,) = bucketed_sum([x], [partition], shards)
-        return total
-
-    def shape(self, partition: Partition) -> tuple[int, ...]:
-        """That of one slice."""
-        return partition.local_shape
+    def split(self, x: jax.Array, partition: Partition) -> jax.Array:
+        """A packed array, of which each shard has its slice: the sum of all that is one."""
+        placed = NamedSharding(self.mesh, partition.spec(self.axes))
+        return lax.with_sharding_constraint(x, placed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +86,8 @@ class AtUse:
     # ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
     # later.
     before: Any = dataclasses.field(default=None, compare=False)
-    transport: Transport = Collectives()
+    # What sends in the place of collectives, outside of ``shard_map``.
+    by_xla: ByXLA | None = None
 
     def whole(self, params: Any) -> Any:
         """The parameters in full, gathered at once."""
@@ -124,7 +111,7 @@ class AtUse:
         """The types of the gradients of any loss."""
         leaves, tree = jax.tree.flatten(self.types(params))
         types = [
-            jax.ShapeDtypeStruct(self.transport.shape(each), x.dtype) if is_early else x
+            jax.ShapeDtypeStruct(self._shape(each), x.dtype) if is_early else x
             for x, each, is_early in zip(leaves, self.partitions, self.early, strict=True)
         ]
         return tree.unflatten(types)
@@ -138,6 +125,15 @@ class AtUse:
         for place in late:
             inputs[place] = self.leaf(place, leaves[place], None, None)
         return evaluated(self._traced(function, params), inputs, {})
+
+    def of_frozen(self, function: Callable[[Any], Any], frozen: Any) -> Any:
+        """What a function of the arrays that are not trained returns; as ``call``."""
+        return function(frozen) if self.frozen is None else self.frozen.call(function, frozen)
+
+    def of_both(self, function: Callable[[tuple[Any, Any]], Any], params: Any, frozen: Any) -> Any:
+        """What a function of the parameters and of these returns; as ``call``."""
+        of_params = lambda params: self.of_frozen(lambda x: function((params, x)), frozen)
+        return self.call(of_params, params)
 
     def types_of_frozen(self, frozen: Any) -> Any:
         """The arrays that are not trained, or their types in full if some are sharded."""
@@ -203,7 +199,7 @@ class AtUse:
 
     def slot(self, place: int, x: Any) -> jax.Array:
         """Zeros in the place of a gradient: what the backward pass leaves of it."""
-        return jnp.zeros(self.transport.shape(self.partitions[place]), wide(x.dtype))
+        return jnp.zeros(self._shape(self.partitions[place]), wide(x.dtype))
 
     def leaf(self, place: int, x: Any, slot: Any, weight: Any) -> "Leaf":
         way = Way(self._of_one, self.partitions[place], x.dtype, wide(x.dtype))
@@ -224,6 +220,10 @@ class AtUse:
 
     # What is sent.
 
+    def _shape(self, partition: Partition) -> tuple[int, ...]:
+        """The shape of a slice, as the loss sees it."""
+        return partition.local_shape if self.by_xla is None else partition.packed_shape
+
     def gather(
         self, parts: Sequence[Any], partitions: Sequence[Partition], dtypes: Sequence[Any] = ()
     ) -> list[jax.Array]:
@@ -238,8 +238,9 @@ class AtUse:
                 if not is_few
             ]
             sent = [x for x, _ in plain], [partition for _, partition in plain]
-            others = iter(self.transport.gather(*sent, self.shards))
             codec, shards = self.gather_dtype, self.shards
+            gather = functools.partial(bucketed_gather, shards=shards)
+            others = iter((gather if self.by_xla is None else self.by_xla.gather)(*sent))
             return [
                 (gather_in_few_bits(x, part, codec, shards) if is_few else next(others)).astype(
                     dtype
@@ -289,8 +290,11 @@ class Way:
     def backward(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """This shard's slice of the sum of all shards' gradients."""
         with jax.named_scope("reduce"):
-            of, sent = self.at_use, self._sent(gradient, shared, before)
-            return of.transport.sum(sent, self.partition, of.shards).astype(self.summed)
+            by_xla, sent = self.at_use.by_xla, self._sent(gradient, shared, before)
+            if by_xla is not None:
+                return by_xla.split(sent, self.partition).astype(self.summed)
+            (total,) = bucketed_sum([sent], [self.partition], self.at_use.shards)
+            return total.astype(self.summed)
 
     def _sent(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """What is to be summed of a gradient, or of a slice of it."""

@@ -22,7 +22,6 @@ from crossshard.shards.devices import put
 from crossshard.step.batches import BatchPlacer, check_same_rows, padded
 from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.rows import with_frozen
 from crossshard.step.microbatches import SumOf
 
 # A model that every shard reads: its static part, how a shard gets its parameters, and these, its
@@ -156,15 +155,12 @@ class OverData:
         def of_shard(arrays: Any, batch: Any, counted: jax.Array) -> Any:
             params, frozen, model_state = arrays
 
-            def run(params: Any) -> Any:
-                return with_frozen(at_use, functools.partial(of_model, params), frozen)
-
-            def of_model(params: Any, frozen: Any) -> Any:
-                model = combine(skeleton, params, frozen, model_state)
+            def of_model(both: tuple[Any, Any]) -> Any:
+                model = combine(skeleton, *both, model_state)
                 return function(model, *[model_state] * takes_state, batch)
 
             with shard_context(where.number, axis_name=where.axes):
-                values = at_use.call(run, params)
+                values = at_use.of_both(of_model, params, frozen)
             _check_values(values, counted.shape[0])
             return finish(values, batch, counted)
 

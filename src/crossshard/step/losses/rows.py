@@ -309,10 +309,7 @@ class StepLoss(abc.ABC):
                 counts = counts_of(out.loss) if isinstance(out.loss, Mean) else ()
                 return counts, out.model_state
 
-            of_params = lambda params: with_frozen(
-                at_use, lambda frozen: of_both((params, frozen)), state.frozen
-            )
-            found: tuple[Any, Any] = at_use.call(of_params, state.params)
+            found: tuple[Any, Any] = at_use.of_both(of_both, state.params, state.frozen)
             return found
 
         def of_shard(rows: Any, shard: Any) -> Any:
@@ -418,7 +415,8 @@ class StepLoss(abc.ABC):
             given = model_states.overwrite(state.model_state, overwritten)
             here = dataclasses.replace(state, model_state=given)
             of_both = lambda frozen: loss_of_both((params, frozen), here)
-            return with_frozen(at_use, of_both, state.frozen)
+            found: tuple[Any, Any] = at_use.of_frozen(of_both, state.frozen)
+            return found
 
         def loss_of_both(both: tuple[Any, Any], here: TrainState) -> tuple[Any, Any]:
             out = run(both, state=here)
@@ -649,11 +647,6 @@ class RowsLoss(StepLoss):
     def alone(self) -> StepLoss:
         """The same without microbatches."""
         return dataclasses.replace(self, accumulate_steps=1)
-
-
-def with_frozen(at_use: AtUse, function: Callable[[Any], Any], frozen: Any) -> Any:
-    """What a function of the arrays that are not trained returns; as ``AtUse.call``."""
-    return function(frozen) if at_use.frozen is None else at_use.frozen.call(function, frozen)
 
 
 def _pruned(function: Callable[..., Any], *args: Any) -> Any:
