@@ -1,4 +1,4 @@
-"""The texts of ``TrainStep.describe`` and of ``print(step)``."""
+"""The text of ``TrainStep.describe``."""
 
 import math
 from collections import Counter
@@ -45,21 +45,6 @@ def describe(config: StepConfig, layout: StateLayout, state: TrainState) -> str:
             *([f"model state: {_sizes(state.model_state, None)}, {kept}"] if kind else []),
             f"optimizer state: {_sizes(state.opt_state, layout)}",
             *([] if config.sentinel is None else [config.sentinel.describe()]),
-        ]
-    )
-
-
-def summarize(config: StepConfig, latest: tuple[StateLayout, TrainState] | None) -> str:
-    """What ``print(step)`` says; ``latest`` is what ``init`` decided, if it was called."""
-    wrt, shards = config.wrt, config.number_of_shards
-    chooses = getattr(wrt, "__name__", repr(wrt))
-    how = "how the weights are updated is decided by init(params)"
-    return "\n".join(
-        [
-            f"Training step of {config.loss.name} on {count(shards, 'shard')}",
-            *([] if wrt is None else [f"trains only what wrt={chooses:.60} chooses"]),
-            f"metrics: {', '.join(config.names_of_metrics())}",
-            *([config.describe(), how] if latest is None else [describe(config, *latest)]),
         ]
     )
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from crossshard import _jax
 from crossshard.guards import Sentinel
 from crossshard.model.layout import StateLayout
+from crossshard.model.model_state import settled
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext
@@ -20,7 +21,7 @@ from crossshard.shards.cut import map_partitions, only
 from crossshard.shards.devices import number_of_shards
 from crossshard.step.batches import check_same_rows
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.rows import StepLoss
+from crossshard.step.losses.rows import StepLoss, scale_of
 
 
 class Progress(NamedTuple):
@@ -190,7 +191,7 @@ class StepConfig:
             before,
             step=before.step + 1,
             opt_state=opt_state,
-            model_state=loss.settled_state(local, gradients, together),
+            model_state=settled(local.model_state, gradients, together),
         )
         return Progress(after, aux, metrics, gradients)
 
@@ -274,38 +275,17 @@ class StepConfig:
             microbatches=self.loss.accumulate_steps,
         )
 
-    def names_of_metrics(self) -> list[str]:
-        """The names of the metrics, in the order of their importance."""
-        weighted, is_mean = self.loss.weight is not None, bool(self.loss.record.returns_mean)
-        scale, nonfinite = self.pipeline.loss_scale is not None, self.pipeline.nonfinite is not None
-        are_there = {
-            "loss": True,
-            "weight": weighted,
-            "terms": is_mean and not weighted,
-            "counts": is_mean and not weighted,
-            "aux": self.loss.has_aux,
-            **dict.fromkeys(self.pipeline.metrics, True),
-            "loss_scale": scale,
-            "nonfinite": nonfinite,
-            "skipped": scale or nonfinite or weighted or is_mean,
-            "divergence": self.sentinel is not None,
-        }
-        return [name for name, is_there in are_there.items() if is_there]
-
     def _metrics_of_stages(
         self, before: TrainState, after: TrainState, skip: jax.Array | None
     ) -> dict[str, Any]:
         """The metrics that stages keep in their state, and whether the step was skipped."""
-        scale = before.opt_state.loss_scale
-        found = {
-            **(after.opt_state.metrics or {}),
-            "loss_scale": getattr(scale, "scale", None),
-            "nonfinite": after.opt_state.nonfinite,
-            # A Mean of which something always counts skips nothing.
-            **({} if skip is None else {"skipped": skip}),
-        }
-        names = self.names_of_metrics()
-        return {name: x for name, x in found.items() if name in names}
+        scale, found = scale_of(before), dict(after.opt_state.metrics or {})
+        if scale is not None:
+            found["loss_scale"] = scale
+        if self.pipeline.nonfinite is not None:
+            found["nonfinite"] = after.opt_state.nonfinite
+        # A Mean of which something always counts skips nothing.
+        return found if skip is None else {**found, "skipped": skip}
 
 
 def to_read(layout: StateLayout, state: TrainState) -> AtUse:

@@ -62,7 +62,7 @@ class Initial(NamedTuple):
 class States:
     """The states of a step: the layout of each kind that it has met, and what makes and moves them.
 
-    For the errors of its methods see those of ``TrainStep``.
+    What moves them is called with the mesh of the step set. For errors see ``TrainStep``.
     """
 
     def __init__(self, config: StepConfig):
@@ -224,8 +224,7 @@ class States:
         where = layout.incoming(types)
         place = lambda x, to: x if x is NEW else put_whole_unless_on(x, to)
         state = jax.tree.map(place, state, where)
-        with _mesh.in_place_of_the_users_mesh(config.mesh):
-            state = completed(layout, state, jax.tree.leaves(where))
+        state = completed(layout, state, jax.tree.leaves(where))
         if not (layout.is_of_these_shards(state) and self._is_of_these_workers(layout, state)):
             if config.is_grouped and not config.pipeline.joins_groups:
                 raise ArgumentError(
@@ -248,10 +247,7 @@ class States:
             return jnp.stack(equal).all()
 
         # Right after a synchronisation all have the same parameters.
-        of_worker = state.params, state.opt_state.inner_state
-
-        with _mesh.in_place_of_the_users_mesh(self._config.mesh):
-            return bool(jax.jit(look)(of_worker))
+        return bool(jax.jit(look)((state.params, state.opt_state.inner_state)))
 
     def _run(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
         # A loop that saves would compile it each time. Layouts live as long.
@@ -265,10 +261,7 @@ class States:
             and _jax.at_top_level()
             and not all(getattr(x, "is_fully_replicated", True) for x in jax.tree.leaves(state))
         )
-        with (
-            waiting("unshard") if together else contextlib.nullcontext(),
-            _mesh.in_place_of_the_users_mesh(self._config.mesh),
-        ):
+        with waiting("unshard") if together else contextlib.nullcontext():
             return self._compiled[key](state)
 
     # Models.

@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, check_is_state, check_state
 from crossshard.pipeline.stages.nonfinite import NonfiniteState
 from crossshard.shards.devices import are_of_all_processes
-from crossshard.step.describe import describe, summarize
+from crossshard.step.describe import describe
 from crossshard.step.function import StepConfig, to_read
 from crossshard.step.over_data import OverData, ToRead
 from crossshard.step.program import Program
@@ -112,9 +112,6 @@ class TrainStep:
         arrays = None if self._latest is None else self._latest[0].arrays
         return f"TrainStep({config.loss.name} on {axes}; {config.describe(arrays)})"
 
-    def __str__(self) -> str:
-        return summarize(self._config, self._latest)
-
     @property
     def mesh(self) -> Mesh:
         """The mesh that the step runs on."""
@@ -182,9 +179,6 @@ class TrainStep:
         after, metrics = self._program(state, batch)
         self._watch.add(metrics)
         return after, metrics
-
-    def _inner_mesh(self) -> contextlib.AbstractContextManager[object]:
-        return _mesh.in_place_of_the_users_mesh(self._config.mesh)
 
     def _outside(self, tree: Any) -> Any:
         """Arrays of this step on the mesh as the user made it."""
@@ -278,8 +272,7 @@ class TrainStep:
         is too large for that, as with ``params="sharded"`` it may be, ``reshard`` takes it as it
         is, and ``Checkpoints`` saves and restores it slice by slice.
         """
-        state = self._to_look_at(state)
-        with self._inner_mesh():
+        with self._looking_at(state) as state:
             return self._outside(self._states.unshard(state))
 
     def reshard(self, state: TrainState) -> TrainState:
@@ -300,8 +293,7 @@ class TrainStep:
             this step, or its arrays are flattened and padded, as ``weight_update="sharded"`` alone
             stores them.
         """
-        state = self._to_look_at(state)
-        with self._inner_mesh(), self._entering("reshard"):
+        with self._looking_at(state) as state, self._entering("reshard"):
             return self._outside(self._states.reshard(state))
 
     def model(self, state: TrainState, shard: int | None = None, *, ema: bool = False) -> PyTree:
@@ -322,18 +314,19 @@ class TrainStep:
           ArgumentError: parameters differ between groups, and ``shard`` is ``None``; or there is no
             moving average.
         """
-        state = self._to_look_at(state)
-        with self._inner_mesh():
+        with self._looking_at(state) as state:
             return self._states.model(state, self._states.arrays(state, shard, ema))
 
-    def _to_look_at(self, state: TrainState) -> TrainState:
+    @contextlib.contextmanager
+    def _looking_at(self, state: TrainState) -> Iterator[TrainState]:
+        """A state on a mesh with automatic axes, while this mesh is set."""
         check_state(state, or_types=False)
         inside: TrainState = _inside(state)
-        return inside
+        with _mesh.in_place_of_the_users_mesh(self._config.mesh):
+            yield inside
 
     def _to_read(self, state: TrainState, shard: int | None, ema: bool) -> ToRead:
-        state = self._to_look_at(state)
-        with self._inner_mesh():
+        with self._looking_at(state) as state:
             arrays = self._states.arrays(state, shard, ema)
             return state.skeleton, to_read(self._states.layout(state), state), arrays
 
@@ -449,7 +442,7 @@ class TrainStep:
         with self._entering("replay"):
             run = lambda: _inside(self._program(copy(_inside(state)), batch)[0])
             first, again = run(), run()
-        with self._inner_mesh():
+        with _mesh.in_place_of_the_users_mesh(self._config.mesh):
             return differing(self._states.layout(state), first, again)
 
     def describe(self) -> str:
@@ -504,7 +497,8 @@ def entering_of(
 
 def collected(step: TrainStep, state: TrainState) -> TrainState:
     """A state of this step without rows of owners: all arrays in their own shapes, or slices."""
-    return step._states.collected(_inside(state))
+    with _mesh.in_place_of_the_users_mesh(step._config.mesh):
+        return step._states.collected(_inside(state))
 
 
 def layout_of(step: TrainStep, state: TrainState) -> StateLayout:

@@ -94,10 +94,6 @@ class BatchLoss(StepLoss):
         found = LocalResult(loss, values, None, model_state, None, terms, early, sums={})
         return found, before.params
 
-    def alone(self) -> StepLoss:
-        """Itself: its microbatches are other losses, on any number of shards."""
-        return self
-
 
 def _check_convolutions(jaxpr: Any, rows: int) -> None:
     """Raise where a convolution is of the kind that XLA splits wrongly over devices.

@@ -154,18 +154,14 @@ class StepLoss(abc.ABC):
 
     # What it is over: the finals differ in this.
 
-    @abc.abstractmethod
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
     ) -> tuple[Any, Any, Any]:
         """What enters ``shard_map`` besides the state, its specs, and ``aux`` if it is known.
 
-        Args:
-          layout: the layout of the state.
-          state: the state, of global arrays.
-          batch: the batch, its rows split over the shards.
-          at_use: how a shard gets its parameters.
+        It is the batch, of which each shard gets its rows; a loss of all rows is computed here.
         """
+        return batch, self.batch_axes.specs(batch, layout.axes), None
 
     @abc.abstractmethod
     def local(
@@ -179,10 +175,6 @@ class StepLoss(abc.ABC):
           at_use: how it gets its parameters.
           weight: float[], 0 if this shard is left out of a ``Mean``, else 1; ``None`` if none is.
         """
-
-    @abc.abstractmethod
-    def alone(self) -> "StepLoss":
-        """The same of all rows in one piece, if it is a mean of pieces."""
 
     def check_state(self, state: TrainState) -> None:
         """Raise ArgumentError unless it can keep the model state of this state."""
@@ -200,10 +192,6 @@ class StepLoss(abc.ABC):
         counted = lambda x: to_sum(x, local.weight)
         terms = {} if local.terms is None else {"terms": jax.tree.map(counted, local.terms)}
         return of_state | of_aux | terms
-
-    def settled_state(self, local: LocalResult, gradients: Gradients, number: int) -> Any:
-        """The model state for the next step, given the reduced gradients of ``number`` parts."""
-        return model_states.settled(local.model_state, gradients, number)
 
     def reduced_aux(
         self, local: LocalResult, gradients: Gradients, number: int, grouped: bool
@@ -342,25 +330,22 @@ class StepLoss(abc.ABC):
         """The loss and gradients of the shard, or the virtual one, with this index."""
         number, (rows, whole) = self.accumulate_steps, self.split(batch)
 
-        def compute(rows: Any, model_state: Any, index: Any, at_use: AtUse) -> LocalResult:
+        def compute(at_use: AtUse, rows: Any, model_state: Any, index: Any) -> LocalResult:
             here = dataclasses.replace(state, model_state=model_state)
             return self._of_rows(here, join(rows, whole), at_use, shard, index, counting)
 
         if number == 1:
-            return compute(rows, state.model_state, 0, at_use)
+            return compute(at_use, rows, state.model_state, 0)
 
         # The rows divide, or they would not have been placed.
         pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_interleaved)
-
-        def with_(at_use: AtUse) -> Callable[..., LocalResult]:
-            return lambda rows, model_state, index: compute(rows, model_state, index, at_use)
 
         # Whole gradients are added up, and the last microbatch sums them over the shards.
         every, sums_in_loops = at_use, False
         if not at_use.in_parts:
             every = dataclasses.replace(at_use, waits=True)
             first, found = jax.tree.map(lambda x: x[0], pieces), list[bool]()
-            look = lambda *args: found.append(any(with_(at_use)(*args).early))
+            look = lambda *args: found.append(any(compute(at_use, *args).early))
             jax.eval_shape(look, first, state.model_state, jnp.int32(0))
             # It may have loops in whose backward pass gradients are summed.
             sums_in_loops = found[0]
@@ -369,7 +354,7 @@ class StepLoss(abc.ABC):
         def one(carry: Any, piece: Any) -> tuple[Any, Any]:
             sums, model_state = carry
             index, rows = piece
-            found = with_(every)(rows, model_state, index)
+            found = compute(every, rows, model_state, index)
             sums = add(sums, found.values, found.loss, found.weight, early)
             others = found.aux, found.terms, found.weight
             return (sums, as_stored(found.model_state, model_state)), others
@@ -384,7 +369,7 @@ class StepLoss(abc.ABC):
             index, rows = jax.tree.map(lambda x: x[-1], numbered)
             # The backward pass adds gradients of the scaled loss to them, and returns the mean.
             last = dataclasses.replace(at_use, before=_scaled(sums, scale_of(state)))
-            end = with_(last)(rows, model_state, index)
+            end = compute(last, rows, model_state, index)
             early = end.early
             own = chosen(early, jax.tree.map(jnp.zeros_like, sums[0]), end.values)
             sums = add(sums, own, end.loss, end.weight)
@@ -631,22 +616,12 @@ class StepLoss(abc.ABC):
 class RowsLoss(StepLoss):
     """The loss of each shard's rows."""
 
-    def enter(
-        self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
-    ) -> tuple[Any, Any, Any]:
-        """The batch, of which each shard gets its rows."""
-        return batch, self.batch_axes.specs(batch, layout.axes), None
-
     def local(
         self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
     ) -> tuple[LocalResult, Any]:
         """The loss and gradients of the shard's rows."""
         before, at_use, like = self.at_rest(before, at_use)
         return self.of_shard(before, given, at_use, weight), like
-
-    def alone(self) -> StepLoss:
-        """The same without microbatches."""
-        return dataclasses.replace(self, accumulate_steps=1)
 
 
 def _pruned(function: Callable[..., Any], *args: Any) -> Any:

@@ -28,13 +28,12 @@ from crossshard.collectives.sums import to_average
 from crossshard.errors import ArgumentError, AxisError
 from crossshard.jaxprs.rewrite import opaque_false, without_repeats
 from crossshard.jaxprs.walk import equations_of, named_axes
-from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import StageContext
 from crossshard.pipeline.stages.aggregate import Aggregator, Peers, Summands
 from crossshard.shards.batch_axes import join
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.rows import RowsLoss, StepLoss
+from crossshard.step.losses.rows import StepLoss
 from crossshard.step.microbatches import LocalResult, pieces_of
 
 
@@ -62,12 +61,6 @@ class VirtualLoss(StepLoss):
         "with virtual_shards the parameters are not to depend on the number of shards. Write the "
         "loss as a function with model_state='mean', and take random numbers from its argument rng."
     )
-
-    def enter(
-        self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
-    ) -> tuple[Any, Any, Any]:
-        """The batch, of which each shard gets its rows."""
-        return batch, self.batch_axes.specs(batch, layout.axes), None
 
     def local(
         self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
@@ -150,11 +143,6 @@ class VirtualLoss(StepLoss):
         local = LocalResult(loss, summed, weight, model_state, aux, sums=others, is_weighed=True)
         of_nodes = lambda x, like: jax.ShapeDtypeStruct(x.shape, like.dtype)
         return local, jax.tree.map(of_nodes, summed, like)
-
-    def alone(self) -> StepLoss:
-        """The loss of each shard's rows: the mean of the virtual shards' is that of all rows."""
-        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return RowsLoss(**own | {"accumulate_steps": 1, "same_bits": None})
 
 
 def _check_alone(jaxpr: Any, axes: Sequence[str]) -> None:
