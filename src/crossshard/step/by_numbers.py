@@ -83,15 +83,8 @@ def check_by_numbers(
     """Raise unless numbers show that the loss is a mean over rows, which its trace does not.
 
     If only some operations are in doubt, these are tried alone. Else the step's loss and gradient
-    are compared with those of all rows. Noise is switched off. If there are several processes, all
-    of them make this call.
-
-    Args:
-      config: the step.
-      layout: the layout of the state.
-      state: the state, which stays valid.
-      batch: the batch, on the devices.
-      doubt: what its trace does not decide.
+    are compared with those of all rows. Noise is switched off, and the state stays valid. If there
+    are several processes, all of them make this call.
     """
     given = jax.tree.map(lambda x: _mesh.on_mesh(x, layout.mesh), (state, batch))
     check = _Check(config, layout, doubt)
@@ -488,15 +481,9 @@ class Trial:
         precision: float,
         rows: int,
     ) -> None:
-        """Compare an operation of ``rows`` rows, and of twice as many, with itself.
+        """Compare an operation with itself, which ``runs`` with so many rows, and twice as many.
 
-        Args:
-          name: what it is called.
-          runs: the operation of so many rows, and of twice as many.
-          inputs, outputs: where the rows are; an output without rows is a sum over them.
-          given: its inputs, of twice as many rows.
-          precision: relative, of what it computes.
-          rows: the number of rows.
+        It is given inputs of the latter. An output without rows is a sum over them.
         """
         order = np.random.default_rng(0).permutation(2 * rows)
         order = order if np.any(order != np.arange(2 * rows)) else order[::-1]
@@ -524,26 +511,26 @@ class Trial:
             choices, factors = [*choices, choices[0]], [*factors, 0.5]
         whole, moved, single, *scaled = repeated(runs[1], choices, factors)
         one, other = repeated(runs[0], [first, second], [1.0, 1.0])
-        found: dict[str, list[tuple[Any, ...]]] = {_ORDER: [], _BESIDE: [], _NUMBER: [], _SCALE: []}
+
+        def note(change: str, fact: Fact, *arrays: Any) -> None:
+            limits = _OF_ROWS if isinstance(fact, Rows) else _OF_SUMS
+            distance = _distance(*arrays)
+            self.tried.append((name, change))
+            self.apart.append(jnp.stack([distance, distance / (precision * limits[change])]))
+
         for place, fact in enumerate(outputs):
             x, parts = whole[place], [_wide(half[place]) for half in (one, other)]
             # The sum of two halves may be less than either, and as exact as these.
             sums = [] if isinstance(fact, Rows) else parts
-            back = _taken(moved[place], fact, np.argsort(order))
-            found[_ORDER].append((fact, x, back, *sums))
-            found[_SCALE] += [(fact, x, 2 * _wide(each[place]), *sums) for each in scaled]
+            note(_ORDER, fact, x, _taken(moved[place], fact, np.argsort(order)), *sums)
             if isinstance(fact, Rows):
                 few, both = (_taken(each[place], fact, first) for each in (whole, single))
-                found[_BESIDE].append((fact, few, both))
-                found[_NUMBER].append((fact, few, parts[0]))
+                note(_BESIDE, fact, few, both)
+                note(_NUMBER, fact, few, parts[0])
             else:
-                found[_NUMBER].append((fact, x, parts[0] + parts[1], *sums))
-        for change, pairs in found.items():
-            for fact, *arrays in pairs:
-                limits = _OF_ROWS if isinstance(fact, Rows) else _OF_SUMS
-                distance = _distance(*arrays)
-                self.tried.append((name, change))
-                self.apart.append(jnp.stack([distance, distance / (precision * limits[change])]))
+                note(_NUMBER, fact, x, parts[0] + parts[1], *sums)
+            for each in scaled:
+                note(_SCALE, fact, x, 2 * _wide(each[place]), *sums)
 
 
 def _telling(operation: Operation, given: Sequence[Any]) -> list[Any]:

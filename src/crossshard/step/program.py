@@ -96,7 +96,7 @@ class Program:
         except UndecidedError as error:
             if is_traced:
                 raise
-            doubt, divisor = error.doubt, error.divisor
+            doubt = error.doubt
         except CrossshardError:
             raise
         except Exception:
@@ -108,8 +108,8 @@ class Program:
                 _check.arrays("state", state)
                 _check.arrays("batch", batch)
             raise
-        if divisor is not None:
-            check_weight_by_numbers(self._config, batch, doubt.finding, divisor)
+        if doubt.divisor is not None:
+            check_weight_by_numbers(self._config, batch, doubt.finding, doubt.divisor)
         else:
             check_by_numbers(self._config, self._states.layout(state), state, batch, doubt)
         self._config.loss.record.by_numbers.add(doubt)

@@ -89,43 +89,40 @@ class States:
         leaves, tree = jax.tree.flatten(params)
         shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
         key = tree, shapes, other_axes
-        if key not in self._known:
-            types = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*each) for each in shapes])
-            # What is traced here runs under another mesh than the user may have set.
-            with _mesh.without_mesh():
-                self._known[key] = self._plan(params, types, other_axes)
-        return self._known[key]
-
-    def _plan(self, params: Any, types: Any, other_axes: tuple[PartitionSpec, ...]) -> StateLayout:
+        if key in self._known:
+            return self._known[key]
         config = self._config
         mesh, pipeline = config.mesh, config.pipeline
         shards = shards_on(mesh, config.axes, pipeline.groups if config.is_grouped else None)
-        check_fits(params, other_axes, mesh)
         # JAX drops axes of size 1 from the shardings of its results.
         several = [axis for axis, size in mesh.shape.items() if size > 1]
         split = tuple(only(each, several) for each in other_axes)
-        planner = Planner(
-            pipeline.optimizer,
-            params,
-            shards,
-            mesh,
-            config.weight_update,
-            config.in_parts,
-            # A preprocessor may read them all.
-            leave_unread=pipeline.preprocess is None,
-            other_axes=split[: len(jax.tree.leaves(params))],
-            virtual_shards=config.loss.same_bits,
-        )
-        return StateLayout(
-            mesh,
-            shards,
-            *planner.plan(),
-            pipeline,
-            types,
-            config.loss.model_state,
-            split,
-            has_one_state=config.loss.has_one_state,
-        )
+        # What is traced here runs under another mesh than the user may have set.
+        with _mesh.without_mesh():
+            check_fits(params, other_axes, mesh)
+            planner = Planner(
+                pipeline.optimizer,
+                params,
+                shards,
+                mesh,
+                config.weight_update,
+                config.in_parts,
+                # A preprocessor may read them all.
+                leave_unread=pipeline.preprocess is None,
+                other_axes=split[: len(leaves)],
+                virtual_shards=config.loss.same_bits,
+            )
+            self._known[key] = StateLayout(
+                mesh,
+                shards,
+                *planner.plan(),
+                pipeline,
+                tree.unflatten([jax.ShapeDtypeStruct(*each) for each in shapes]),
+                config.loss.model_state,
+                split,
+                has_one_state=config.loss.has_one_state,
+            )
+        return self._known[key]
 
     # The first state.
 
@@ -435,10 +432,8 @@ def completed(
 ) -> TrainState:
     """An unsharded state with what the options' ``init`` makes in place of ``NEW``.
 
-    Args:
-      layout: the layout of the step that takes it.
-      state: the state; what each shard has of its own may be that of another number of shards.
-      shardings: the shardings of all its arrays; ``None`` for the types of new ones alone.
+    What each shard has of its own may be that of another number of shards. Without the shardings of
+    all arrays, new ones are types alone.
     """
     leaves, tree = jax.tree.flatten(state)
     places = [place for place, leaf in enumerate(leaves) if leaf is NEW]

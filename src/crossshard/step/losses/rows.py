@@ -167,13 +167,9 @@ class StepLoss(abc.ABC):
     def local(
         self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
     ) -> tuple[LocalResult, Any]:
-        """One shard's loss and gradients, and the types of these.
+        """One shard's loss and gradients, and the types of these, given what of ``enter`` it got.
 
-        Args:
-          before: the state of the shard.
-          given: what of ``enter`` it got.
-          at_use: how it gets its parameters.
-          weight: float[], 0 if this shard is left out of a ``Mean``, else 1; ``None`` if none is.
+        The weight, float[], is 0 if the shard is left out of a ``Mean``, and ``None`` if none is.
         """
 
     def check_state(self, state: TrainState) -> None:
@@ -569,13 +565,9 @@ class StepLoss(abc.ABC):
         return axes, facts_of_inputs(jax.tree.leaves(given), axes, others, own)
 
     def _conclude(self, key: Any, state: TrainState, arguments: Arguments, times: int) -> None:
-        """Write down what it is in its rows, and what divides it.
+        """Write down what it is in its rows, and what divides it, by the types of all it takes.
 
-        Args:
-          key: the types of all that it takes, by which that is asked for.
-          state: the state.
-          arguments: the types of what it is computed from, of one piece of the batch.
-          times: how many pieces the batch has.
+        The arguments are the types of one of the ``times`` pieces of the batch.
         """
         given, (first, tree) = arguments.given, self._trace(state, arguments)
         # Its outputs are the first of them.
@@ -596,10 +588,10 @@ class StepLoss(abc.ABC):
             proof = prove(traces, inputs, each, times, shards)
         structure = jax.tree.structure(returned)
         finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
-        self.record.known[key] = finding
+        divisor = None
         if self.weight is not None and finding.kind is OverRows.RATIO:
             divisor = divisor_of(finding, proof.jaxpr, arguments, self.split, self.weight)
-            self.record.divisors[key] = divisor
+        self.record.known[key] = finding, divisor
         if self.weight is not None and finding.kind is OverRows.MEAN:
             check_weight_of_mean(self.weight, given[0], arguments.whole)
 
@@ -644,20 +636,10 @@ def _value_and_grad(
     loss_scale: Any,
     others: Sequence[Any],
 ) -> tuple[Any, Any, tuple[bool, ...], Sequence[Any]]:
-    """The loss with its auxiliary output, and the gradients that are read.
+    """``(loss, aux)`` of a function of parameters and further arrays, and the gradients of both.
 
-    Args:
-      at_use: how the loss gets its parameters, and where their gradients are summed.
-      loss_of: the loss as a function of the parameters and the other arrays, which returns
-        ``(loss, aux)``.
-      params: the parameters as they rest.
-      weight: float[], the weight of this shard; ``None`` if all count the same.
-      loss_scale: float[], the scale of the loss; ``None`` without one.
-      others: further arrays to differentiate, which every shard has whole.
-
-    Returns:
-      The loss with that output; the gradients: whole and local, or this shard's slice of the sum;
-      for each whether it is that, or empty if none is; and the gradients of the others.
+    Of parameters, as they rest, these are whole and local, or this shard's slice of the sum; it is
+    told which are, and empty if none is. Further arrays are whole on every shard.
     """
     leaves, tree = jax.tree.flatten(params)
     unread = at_use.unread or (False,) * len(leaves)
