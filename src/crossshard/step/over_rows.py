@@ -156,8 +156,6 @@ class OverRowsRecord:
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
     # The traced losses of the step that is being traced, by the same.
     traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    # Whether the loss returns a ``Mean``; ``None`` if it has not been traced.
-    returns_mean: bool | None = None
 
     def __str__(self) -> str:
         if self.latest is None:

@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -32,57 +32,6 @@ from crossshard.step.state import States
 _BEHIND = 2
 
 
-class Watch:
-    """Looks at what each step has found, two calls later, and waits for no later one."""
-
-    def __init__(self, config: StepConfig):
-        self._sentinel, self._nonfinite = config.sentinel, config.pipeline.nonfinite
-        self._where = config.mesh, config.axes
-        self._metrics: collections.deque[dict[str, Any]] = collections.deque()
-        # Whether steps look for anything.
-        self.is_on = self._sentinel is not None or self._nonfinite is not None
-
-    def add(self, metrics: dict[str, Any]) -> None:
-        """Remember what a step has found."""
-        names = metrics.keys() & {"divergence", "nonfinite"}
-        self._metrics.append({name: metrics[name] for name in names})
-
-    def look(
-        self, state: TrainState, compared: Callable[[], Sequence[str]], running: int = _BEHIND - 1
-    ) -> None:
-        """Raise for what the call before the last has found, while the last may still run.
-
-        Args:
-          state: the latest state, after whose parameters leaves are named.
-          compared: returns the names of the leaves that the sentinel compares.
-          running: the number of the last calls that are not looked at yet.
-        """
-        while len(self._metrics) > running:
-            metrics = self._metrics.popleft()
-            if self._sentinel is not None and metrics["divergence"].diverged:
-                report(metrics["divergence"], self._sentinel, compared(), *self._where)
-            if self._nonfinite is not None:
-                self._check_finite(metrics["nonfinite"], state)
-
-    def _check_finite(self, found: NonfiniteState, state: TrainState) -> None:
-        assert self._nonfinite is not None
-        # Each device, or shard, has the same copy.
-        number = int(np.ravel(jax.device_get(found.in_a_row.addressable_data(0)))[0])
-        if number < self._nonfinite.max_consecutive:
-            return
-        # Whoever goes on is not told of the same steps again.
-        self._metrics.clear()
-        what, of_state = found.describe(state.params, state.model_state), _first_nan(state)
-        then = (
-            "Parameters and state hold nothing of it: save them, and look at the batch of that "
-            "step."
-        )
-        if of_state:
-            then = f"{of_state} of the state is NaN, whatever the batch is: restore a checkpoint."
-        many = f"Something was not finite in {number} steps in a row; in the last of them "
-        raise NonfiniteError(f"{many + what if number > 1 else what[0].upper() + what[1:]}. {then}")
-
-
 class TrainStep:
     """A training step of all shards, as ``make_train_step`` returns it.
 
@@ -101,7 +50,9 @@ class TrainStep:
         self._states = States(config)
         self._program = Program(config, self._states)
         self._over_data = OverData(config, self._entering)
-        self._watch = Watch(config)
+        # What the last steps have found, which is looked at two calls later.
+        self._found: collections.deque[dict[str, Any]] = collections.deque()
+        self._looks = config.sentinel is not None or config.pipeline.nonfinite is not None
         self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
         # Of the last call of init, for the descriptions.
         self._latest: tuple[StateLayout, TrainState] | None = None
@@ -172,13 +123,32 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         check_is_state(state)
-        if not (self._watch.is_on and _jax.at_top_level()):
+        if not (self._looks and _jax.at_top_level()):
             return self._program(state, batch)
         # Before the state is donated, so that the caller can save it.
-        self._watch.look(state, lambda: self.compared(state))
+        self._look(state, _BEHIND - 1)
         after, metrics = self._program(state, batch)
-        self._watch.add(metrics)
+        names = metrics.keys() & {"divergence", "nonfinite"}
+        self._found.append({name: metrics[name] for name in names})
         return after, metrics
+
+    def _look(self, state: TrainState, running: int) -> None:
+        """Raise for what steps have found, but for the last ones, which may still run."""
+        config, nonfinite = self._config, self._config.pipeline.nonfinite
+        while len(self._found) > running:
+            metrics = self._found.popleft()
+            if config.sentinel is not None and metrics["divergence"].diverged:
+                names = self.compared(state)
+                report(metrics["divergence"], config.sentinel, names, config.mesh, config.axes)
+            if nonfinite is None:
+                continue
+            found = metrics["nonfinite"]
+            # Each device, or shard, has the same copy.
+            number = int(np.ravel(jax.device_get(found.in_a_row.addressable_data(0)))[0])
+            if number >= nonfinite.max_consecutive:
+                # Whoever goes on is not told of the same steps again.
+                self._found.clear()
+                raise _not_finite(found, number, state)
 
     def _outside(self, tree: Any) -> Any:
         """Arrays of this step on the mesh as the user made it."""
@@ -219,7 +189,7 @@ class TrainStep:
         """
         with self._entering("finish"):
             check_is_state(state)
-            self._watch.look(state, lambda: self.compared(state), running=0)
+            self._look(state, 0)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower the step for arrays, or for their types (see ``abstract_init``).
@@ -457,6 +427,16 @@ class TrainStep:
                 "abstract_init(params), first."
             )
         return describe(self._config, *self._latest)
+
+
+def _not_finite(found: NonfiniteState, number: int, state: TrainState) -> NonfiniteError:
+    """The error for so many steps in a row, which names what the last of them has found."""
+    what, of_state = found.describe(state.params, state.model_state), _first_nan(state)
+    then = "Parameters and state hold nothing of it: save them, and look at the batch of that step."
+    if of_state:
+        then = f"{of_state} of the state is NaN, whatever the batch is: restore a checkpoint."
+    many = f"Something was not finite in {number} steps in a row; in the last of them "
+    return NonfiniteError(f"{many + what if number > 1 else what[0].upper() + what[1:]}. {then}")
 
 
 def _first_nan(state: TrainState) -> str:

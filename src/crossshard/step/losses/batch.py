@@ -36,7 +36,7 @@ class BatchLoss(StepLoss):
     """The loss of the batch, outside of ``shard_map``: of no shard, and reduced by XLA."""
 
     status = GradientStatus.REDUCED
-    has_one_state = is_interleaved = True
+    has_one_state = True
     gradient = "gradient of one loss over the batch, summed by XLA"
     # Nothing has to divide it.
     in_context: ClassVar[Mapping[str, Any]] = {"divisor": 1, "over_batch": True}

@@ -142,10 +142,9 @@ class StepLoss(abc.ABC):
     )
 
     status: ClassVar[GradientStatus] = GradientStatus.LOCAL  # the status of its gradients
-    # Whether it is one loss, of all rows, and has one state.
+    # Whether it is one loss, and has one state: its rows are those of all shards, of which a
+    # microbatch has some.
     has_one_state: ClassVar[bool] = False
-    # Whether its rows are those of all shards, of which a microbatch has some.
-    is_interleaved: ClassVar[bool] = False
     gradient: ClassVar[str] = ""  # its gradient in words; empty if it is each shard's local one
     # What the context of the stages says of its gradients.
     in_context: ClassVar[Mapping[str, Any]] = {}
@@ -269,8 +268,6 @@ class StepLoss(abc.ABC):
     def begin(self, state: TrainState, batch: Any, at_use: AtUse, weight: Any) -> Counting:
         """How a ``Mean`` is counted in the step that is traced from here on."""
         self.record.traces.clear()
-        # Unknown for a step that is traced anew, whose batch may have other entries.
-        self.record.returns_mean = None
         counting = Counting(at_use.shards, self.pieces(at_use.shards.number), weight)
         if counting.pieces == 1 and self.same_bits is None:
             return counting
@@ -289,15 +286,13 @@ class StepLoss(abc.ABC):
 
             def of_both(both: tuple[Any, Any]) -> tuple[Any, Any]:
                 out = run(both)
-                self.record.returns_mean = isinstance(out.loss, Mean)
-                counts = counts_of(out.loss) if isinstance(out.loss, Mean) else ()
-                return counts, out.model_state
+                return counts_of(out.loss) if isinstance(out.loss, Mean) else (), out.model_state
 
             found: tuple[Any, Any] = at_use.of_both(of_both, state.params, state.frozen)
             return found
 
         def of_shard(rows: Any, shard: Any) -> Any:
-            pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_interleaved)
+            pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.has_one_state)
 
             def one(before: Any, piece: Any) -> tuple[Any, Any]:
                 counts, after = of_piece(piece[1], before, shard, piece[0])
@@ -313,8 +308,8 @@ class StepLoss(abc.ABC):
         with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
             pieces = pieces_of(rows, self.batch_axes, counting.pieces)
             of_one = jax.tree.map(lambda x: x[0], pieces)
-            jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
-            if not self.record.returns_mean:
+            types, _ = jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
+            if not types:
                 return None
             if self.same_bits is None:
                 return counting.over_shards(_pruned(of_shard, rows, shard))
@@ -334,7 +329,7 @@ class StepLoss(abc.ABC):
             return compute(at_use, rows, state.model_state, 0)
 
         # The rows divide, or they would not have been placed.
-        pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_interleaved)
+        pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.has_one_state)
 
         # Whole gradients are added up, and the last microbatch sums them over the shards.
         every, sums_in_loops = at_use, False
@@ -402,7 +397,6 @@ class StepLoss(abc.ABC):
         def loss_of_both(both: tuple[Any, Any], here: TrainState) -> tuple[Any, Any]:
             out = run(both, state=here)
             check_not_written(out.written, both, lambda both: run(both, state=here).written)
-            self.record.returns_mean = isinstance(out.loss, Mean)
             if not isinstance(out.loss, Mean):
                 return out.loss, (out.model_state, out.aux, None)
             if weight is not None:
@@ -454,7 +448,7 @@ class StepLoss(abc.ABC):
             return (jax.random.fold_in(of_step, shard),)
         each = jnp.arange(self.number_of_rows(batch))
         # As the microbatches are cut.
-        places = each * number + index if self.is_interleaved else index * len(each) + each
+        places = each * number + index if self.has_one_state else index * len(each) + each
         places += shard * number * len(each)
         return (keys_of_rows(jax.random.fold_in(key, state.step), places),)
 
