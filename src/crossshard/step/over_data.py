@@ -57,17 +57,13 @@ class OverData:
 
     def predict(self, predict_fn: Callable[..., Any], model: ToRead, batches: Iterable[Any]) -> Any:
         """The values of all rows that this process passes, in their order; see ``TrainStep``."""
-
-        def run(batch: Any, counted: jax.Array) -> tuple[Any, jax.Array]:
-            return self._rows(predict_fn, *model, batch, counted), counted
-
-        found: list[Any] = []
-        latest = None
-        for each in self._over("predict", batches, run):
+        run = lambda batch, counted: (self._rows(predict_fn, *model, batch, counted), counted)
+        batch_by_batch, found = self._over("predict", batches, run), list[Any]()
+        latest = next(batch_by_batch)
+        for each in batch_by_batch:
             # One batch later, while the devices compute the next one.
-            found += [] if latest is None else [_own_rows(*latest)]
+            found.append(_own_rows(*latest))
             latest = each
-        assert latest is not None
         found.append(_own_rows(*latest))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 

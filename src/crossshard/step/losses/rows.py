@@ -153,14 +153,11 @@ class StepLoss(abc.ABC):
 
     # What it is over: the finals differ in this.
 
+    @abc.abstractmethod
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
     ) -> tuple[Any, Any, Any]:
-        """What enters ``shard_map`` besides the state, its specs, and ``aux`` if it is known.
-
-        It is the batch, of which each shard gets its rows; a loss of all rows is computed here.
-        """
-        return batch, self.batch_axes.specs(batch, layout.axes), None
+        """What enters ``shard_map`` besides the state, its specs, and ``aux`` if it is known."""
 
     @abc.abstractmethod
     def local(
@@ -601,6 +598,12 @@ class StepLoss(abc.ABC):
 @dataclasses.dataclass(frozen=True)
 class RowsLoss(StepLoss):
     """The loss of each shard's rows."""
+
+    def enter(
+        self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
+    ) -> tuple[Any, Any, Any]:
+        """The batch, of which each shard gets its rows."""
+        return batch, self.batch_axes.specs(batch, layout.axes), None
 
     def local(
         self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
