@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -104,30 +104,23 @@ def _parameters(config: StepConfig, layout: StateLayout, state: TrainState) -> l
     by_text: dict[str, list[int]] = {}
     pairs = zip(layout.arrays.params, jax.tree.leaves(state.params), strict=True)
     for place, (partition, x) in enumerate(pairs):
-        text = _gathered(config, partition, x, (uses or {}).get(place))
+        text = _gathered(config, partition, x, (uses or {}).get(place, ()))
         by_text.setdefault(text, []).append(place)
     named = lambda places: ", ".join(_named(state.params, places))
     return [first, *(f"  {text}: {named(places)}" for text, places in by_text.items())]
 
 
-def _gathered(config: StepConfig, partition: Partition, x: Any, uses: Any) -> str:
+def _gathered(config: StepConfig, partition: Partition, x: Any, uses: Sequence[str]) -> str:
     """Where a sharded parameter is gathered, how often, and in what."""
     if partition.number == 1:
         return "replicated, since it is tiny or none of its axes divides"
-    if uses is None:
+    if not partition.travels_alone:
         wire = config.gather_dtype or x.dtype
         return f"gathered at the start of the step, with other small ones, in {wire}"
     if not uses:
         return "not gathered, since the loss does not use it"
-    found = []
-    for use in uses:
-        rows = "row by row" if use.of_row else "where it is used"
-        loop = f" in a loop of {use.inside.turns} turns" if use.inside.loops else ""
-        ring = ", slice by slice beside their product" * use.in_ring
-        again = ", and again in the backward pass of jax.checkpoint" * use.inside.checkpointed
-        found.append(f"{rows}{loop}{ring}, in {config.gather_dtype or use.dtype}{again}")
     times = [
-        f"{count} times {text}" if count > 1 else text for text, count in Counter(found).items()
+        f"{count} times {text}" if count > 1 else text for text, count in Counter(uses).items()
     ]
     return f"gathered {' and '.join(times)}"
 

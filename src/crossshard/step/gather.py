@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +21,12 @@ from crossshard.collectives.sums import (
     to_average,
     wide,
 )
-from crossshard.jaxprs.deferred import Deferred, Inside, evaluate
+from crossshard.jaxprs.deferred import Deferred, Inside, Note, evaluate
 from crossshard.model.layout import UsesRecord
 from crossshard.pipeline.stages.accumulate import add, mean
 from crossshard.pipeline.stages.aggregate import as_sent
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
-
-
-class Use(NamedTuple):
-    """Where the loss uses a parameter."""
-
-    inside: Inside  # what the use stands inside of
-    dtype: Any  # the dtype in which it is used
-    of_row: bool  # whether it uses one of its rows, or some
-    in_ring: bool  # whether its slices meet a product one by one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +115,7 @@ class AtUse:
         inputs = self.at_start(leaves, late)
         for place in late:
             inputs[place] = self.leaf(place, leaves[place], None, None)
-        return evaluated(self._traced(function, params), inputs, {})
+        return evaluated(self._traced(function, params), inputs)
 
     def of_frozen(self, function: Callable[[Any], Any], frozen: Any) -> Any:
         """What a function of the arrays that are not trained returns; as ``call``."""
@@ -185,17 +176,20 @@ class AtUse:
 
         XLA puts the sum of a whole gradient where it is made, but one of a row in no loop.
         """
-        uses: dict[int, list[Use]] = {}
+        found = set[int]()
+
+        def note(place: int, used: Any, inside: Inside) -> None:
+            found.update([place] * used.of_row)
 
         def survey(arrays: Sequence[Any]) -> Any:
             inputs: list[Any] = list(arrays)
             for place in places:
                 x = arrays[place]
                 inputs[place] = self.leaf(place, x, self.slot(place, x), None)
-            return evaluated(traced, [*inputs, *others], uses)
+            return evaluated(traced, [*inputs, *others], note)
 
         jax.eval_shape(survey, list(leaves))
-        return {place for place, found in uses.items() if any(use.of_row for use in found)}
+        return found
 
     def slot(self, place: int, x: Any) -> jax.Array:
         """Zeros in the place of a gradient: what the backward pass leaves of it."""
@@ -261,14 +255,11 @@ class AtUse:
         return is_coded and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def evaluated(traced: Any, inputs: Sequence[Any], uses: dict[int, list[Use]]) -> Any:
-    """What the traced loss returns; where it uses parameters is written down."""
+def evaluated(
+    traced: Any, inputs: Sequence[Any], note: Note = lambda place, used, inside: None
+) -> Any:
+    """What the traced loss returns; ``note`` is told where it uses parameters."""
     jaxpr, out = traced
-    uses.clear()
-
-    def note(place: int, used: Any, inside: Inside) -> None:
-        uses.setdefault(place, []).append(Use(inside, used.way.dtype, used.of_row, used.in_ring))
-
     return jax.tree.unflatten(out, evaluate(jaxpr, inputs, note))
 
 
@@ -407,6 +398,14 @@ class Leaf(Deferred):
     def kind(self) -> Hashable:
         """All but its arrays; of one step, all have the same in ``shared``."""
         return self.way, self.of_row, self.arrays["slot"] is None
+
+    def told(self, inside: Inside) -> str:
+        """Where it is used, in words."""
+        rows = "row by row" if self.of_row else "where it is used"
+        loop = f" in a loop of {inside.turns} turns" if inside.loops else ""
+        ring = ", slice by slice beside their product" * self.in_ring
+        again = ", and again in the backward pass of jax.checkpoint" * inside.checkpointed
+        return f"{rows}{loop}{ring}, in {self.way.at_use.gather_dtype or self.way.dtype}{again}"
 
     def of(self, arrays: Any) -> Self:
         """The same, made of other arrays."""

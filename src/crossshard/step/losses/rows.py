@@ -19,6 +19,7 @@ from crossshard.errors import ArgumentError
 from crossshard.gradients.local import check_sums, scaled, split_loss, unscale
 from crossshard.gradients.mean import Mean, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
+from crossshard.jaxprs.deferred import Inside
 from crossshard.jaxprs.mean_over_rows import facts_of_inputs, prove, types_with
 from crossshard.jaxprs.rewrite import opaque_false
 from crossshard.jaxprs.row_facts import OverRows
@@ -32,7 +33,7 @@ from crossshard.pipeline.stages.accumulate import Sums, add, mean, zeros
 from crossshard.shards.axes import get_shard_context, shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
 from crossshard.shards.random_streams import keys_of_rows
-from crossshard.step.gather import AtUse, Use, evaluated
+from crossshard.step.gather import AtUse, evaluated
 from crossshard.step.microbatches import (
     AuxReduction,
     Counting,
@@ -64,32 +65,15 @@ Keys = tuple[jax.Array, ...]
 
 
 class LossOver(enum.StrEnum):
-    """What the loss is given, and so what it is a loss of.
+    """What the loss is given, and so what it is a loss of; see ``make_train_step``."""
 
-    ROWS: each shard's rows; it is proven to be a mean over rows, so that the mean over the shards
-      is that of the batch.
-    BATCH: all rows of the batch, as global arrays, whose work XLA splits.
-    SHARD: each shard's rows; each shard's own loss is meant, whatever it does with its rows.
-
-    >>> LossOver("batch")
-    <LossOver.BATCH: 'batch'>
-    """
-
-    ROWS = "rows"
-    BATCH = "batch"
-    SHARD = "shard"
+    ROWS = "rows"  # each shard's rows; it is proven to be a mean over these
+    BATCH = "batch"  # all rows of the batch, as global arrays, whose work XLA splits
+    SHARD = "shard"  # each shard's rows, whatever it does with them
 
 
 class RngPer(enum.StrEnum):
-    """What has a random key of its own in a step.
-
-    SHARD: each shard, so that noise depends on the number of shards; with a loss over the batch
-      there is one key.
-    ROW: each row, by its place in the global batch, so that noise depends on nothing else.
-
-    >>> RngPer("row")
-    <RngPer.ROW: 'row'>
-    """
+    """What has a random key of its own in a step; see ``StepOptions``."""
 
     SHARD = "shard"
     ROW = "row"
@@ -647,7 +631,10 @@ def _value_and_grad(
     for place in late.intersection(read):
         given[place] = at_use.slot(place, leaves[place])
 
-    uses: dict[int, list[Use]] = {}
+    uses: dict[int, list[str]] = {}
+
+    def note(place: int, used: Any, inside: Inside) -> None:
+        uses.setdefault(place, []).append(used.told(inside))
 
     def of_read(arrays: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
         inputs = list(whole)
@@ -659,7 +646,8 @@ def _value_and_grad(
             for place in late:
                 slot = None if unread[place] else inputs[place]
                 inputs[place] = at_use.leaf(place, leaves[place], slot, weight)
-            loss, aux = evaluated(traced, [*inputs, *others], uses)
+            uses.clear()
+            loss, aux = evaluated(traced, [*inputs, *others], note)
         return scaled(loss, loss_scale), (loss, aux)
 
     both = [given[place] for place in read], list(others)
