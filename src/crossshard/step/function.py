@@ -71,26 +71,19 @@ class StepConfig:
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state and the metrics."""
         check_same_rows(self.loss.split(batch)[0], self.loss.batch_axes)
-        if self.sentinel is None:
-            return self._step(layout, state, batch)
-        with jax.named_scope("check_divergence"):
-            state, found = self.sentinel(layout, state)
-        after, metrics = self._step(layout, state, batch)
-        return after, {**metrics, "divergence": found}
-
-    def _step(
-        self, layout: StateLayout, state: TrainState, batch: Any
-    ) -> tuple[TrainState, dict[str, Any]]:
+        found: dict[str, Any] = {}
+        if self.sentinel is not None:
+            with jax.named_scope("check_divergence"):
+                state, found["divergence"] = self.sentinel(layout, state)
         context = self._context(layout, batch)
         # XLA splits the work of an update that needs whole arrays: it runs outside of shard_map.
         is_global = isinstance(layout.arrays, Global)
         done, aux_of_batch = self._on_shards(layout, state, batch, context, updates=not is_global)
         if is_global:
             done = self._update(state, done, dataclasses.replace(context, params=state.params))
-        metrics = done.metrics
         if self.loss.has_aux:
-            metrics = metrics | {"aux": done.aux if aux_of_batch is None else aux_of_batch}
-        return layout.constrain(done.state), metrics
+            found["aux"] = done.aux if aux_of_batch is None else aux_of_batch
+        return layout.constrain(done.state), {**done.metrics, **found}
 
     def reduced(self, layout: StateLayout, state: TrainState, batch: Any) -> Gradients:
         """The loss and its reduced gradients, of global arrays, without an update."""
@@ -206,7 +199,14 @@ class StepConfig:
         assert gradients.updated is not None
         after = dataclasses.replace(after, params=gradients.updated.result, opt_state=opt_state)
         after = _unless_skipped(gradients.skip, after, before, context)
-        metrics = metrics | self._metrics_of_stages(before, after, gradients.skip)
+        metrics = {**metrics, **(after.opt_state.metrics or {})}
+        scale = scale_of(before)
+        if scale is not None:
+            metrics["loss_scale"] = scale
+        if self.pipeline.nonfinite is not None:
+            metrics["nonfinite"] = after.opt_state.nonfinite
+        if gradients.skip is not None:
+            metrics["skipped"] = gradients.skip
         return Progress(after, aux, metrics)
 
     def _context(self, layout: StateLayout, batch: Any) -> StageContext:
@@ -263,8 +263,6 @@ class StepConfig:
             for name, found in metrics.items()
         }
 
-    # Texts and metrics.
-
     def describe(self, arrays: Arrays | None = None) -> str:
         """The stages in the order in which they run, in one line."""
         return self.pipeline.describe(
@@ -274,18 +272,6 @@ class StepConfig:
             of_loss=self.loss.gradient,
             microbatches=self.loss.accumulate_steps,
         )
-
-    def _metrics_of_stages(
-        self, before: TrainState, after: TrainState, skip: jax.Array | None
-    ) -> dict[str, Any]:
-        """The metrics that stages keep in their state, and whether the step was skipped."""
-        scale, found = scale_of(before), dict(after.opt_state.metrics or {})
-        if scale is not None:
-            found["loss_scale"] = scale
-        if self.pipeline.nonfinite is not None:
-            found["nonfinite"] = after.opt_state.nonfinite
-        # A Mean of which something always counts skips nothing.
-        return found if skip is None else {**found, "skipped": skip}
 
 
 def to_read(layout: StateLayout, state: TrainState) -> AtUse:
