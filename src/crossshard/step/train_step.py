@@ -116,21 +116,16 @@ class TrainStep:
                 f"A step takes a state and a batch; got {len(more)} more. Pass all arrays as one "
                 f"batch, such as step(state, {{'x': x, 'y': y}}), and a key to init(params, rng)."
             )
-        if not self._is_watched:
-            return self._step(state, batch)
-        with entering("step"):
-            return self._step(state, batch)
-
-    def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
-        check_is_state(state)
-        if not (self._looks and _jax.at_top_level()):
-            return self._program(state, batch)
-        # Before the state is donated, so that the caller can save it.
-        self._look(state, _BEHIND - 1)
-        after, metrics = self._program(state, batch)
-        names = metrics.keys() & {"divergence", "nonfinite"}
-        self._found.append({name: metrics[name] for name in names})
-        return after, metrics
+        with self._entering("step"):
+            check_is_state(state)
+            if not (self._looks and _jax.at_top_level()):
+                return self._program(state, batch)
+            # Before the state is donated, so that the caller can save it.
+            self._look(state, _BEHIND - 1)
+            after, metrics = self._program(state, batch)
+            names = metrics.keys() & {"divergence", "nonfinite"}
+            self._found.append({name: metrics[name] for name in names})
+            return after, metrics
 
     def _look(self, state: TrainState, running: int) -> None:
         """Raise for what steps have found, but for the last ones, which may still run."""
