@@ -80,15 +80,18 @@ class _NotDecidedError(Exception):
 def check_by_numbers(
     config: StepConfig, layout: StateLayout, state: TrainState, batch: Any, doubt: Doubt
 ) -> None:
-    """Raise unless numbers show that the loss is a mean over rows, which its trace does not.
+    """Raise unless numbers show what the trace of a loss does not.
 
-    If only some operations are in doubt, these are tried alone. Else the step's loss and gradient
-    are compared with those of all rows. Noise is switched off, and the state stays valid. If there
-    are several processes, all of them make this call.
+    If it is a ratio: that the weight is what it divides by. Else: that it is a mean over rows. If
+    only some operations are in doubt, these are tried alone; or the step's loss and gradient are
+    compared with those of all rows. Noise is switched off, and the state stays valid. If there are
+    several processes, all of them make this call.
     """
     given = jax.tree.map(lambda x: _mesh.on_mesh(x, layout.mesh), (state, batch))
     check = _Check(config, layout, doubt)
     with _mesh.in_place_of_the_users_mesh(layout.mesh):
+        if doubt.divisor is not None:
+            return _check_weight(config, given[1], doubt.finding, doubt.divisor)
         if doubt.finding.kind is not OverRows.UNDECIDED:
             try:
                 return check.operations(*given)
@@ -326,9 +329,7 @@ def _relative(difference: Any, *values: Any) -> jax.Array:
     return jnp.where(difference == 0, 0, jnp.abs(difference) / largest).astype(jnp.float32)
 
 
-def check_weight_by_numbers(
-    config: StepConfig, batch: Any, finding: Finding, divisor: Divisor
-) -> None:
+def _check_weight(config: StepConfig, batch: Any, finding: Finding, divisor: Divisor) -> None:
     """Raise unless weight and divisor are equal in each piece of a batch, two numbers of each."""
     loss, axes = config.loss, config.axes
     weight, pieces = loss.weight, loss.pieces(config.number_of_shards)
@@ -350,10 +351,8 @@ def check_weight_by_numbers(
         out_specs=PartitionSpec(axes),
         check_vma=False,
     )
-    given = jax.tree.map(lambda x: _mesh.on_mesh(x, config.mesh), batch)
     everywhere = jax.NamedSharding(config.mesh, PartitionSpec())
-    with _mesh.in_place_of_the_users_mesh(config.mesh):
-        found = jax.device_get(jax.jit(run, out_shardings=everywhere)(given))
+    found = jax.device_get(jax.jit(run, out_shardings=everywhere)(batch))
     for place, (of_weight, divides) in enumerate(found):
         if not are_equal(of_weight, divides):
             of = f"In part {place} of {len(found)} of this batch" if len(found) > 1 else "Here"

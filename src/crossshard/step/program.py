@@ -18,7 +18,7 @@ from crossshard.model.state import TrainState
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.batches import BatchPlacer, Donation
-from crossshard.step.by_numbers import check_by_numbers, check_weight_by_numbers
+from crossshard.step.by_numbers import check_by_numbers
 from crossshard.step.function import StepConfig
 from crossshard.step.over_rows import UndecidedError
 from crossshard.step.state import States
@@ -108,10 +108,7 @@ class Program:
                 _check.arrays("state", state)
                 _check.arrays("batch", batch)
             raise
-        if doubt.divisor is not None:
-            check_weight_by_numbers(self._config, batch, doubt.finding, doubt.divisor)
-        else:
-            check_by_numbers(self._config, self._states.layout(state), state, batch, doubt)
+        check_by_numbers(self._config, self._states.layout(state), state, batch, doubt)
         self._config.loss.record.by_numbers.add(doubt)
         return self._run_placed(state, batch, is_traced)
 
