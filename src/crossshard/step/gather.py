@@ -21,6 +21,7 @@ from crossshard.collectives.sums import (
     to_average,
     wide,
 )
+from crossshard.gradients.local import check_sums, scaled, unscale
 from crossshard.jaxprs.deferred import Deferred, Inside, Note, evaluate
 from crossshard.model.layout import UsesRecord
 from crossshard.pipeline.stages.accumulate import add, mean
@@ -112,10 +113,10 @@ class AtUse:
         if not self.in_parts:
             return function(params)
         leaves, late = jax.tree.leaves(params), {i for i, waits in enumerate(self.early) if waits}
-        inputs = self.at_start(leaves, late)
+        inputs = self._at_start(leaves, late)
         for place in late:
-            inputs[place] = self.leaf(place, leaves[place], None, None)
-        return evaluated(self._traced(function, params), inputs)
+            inputs[place] = self._leaf(place, leaves[place], None, None)
+        return _evaluated(self._traced(function, params), inputs)
 
     def of_frozen(self, function: Callable[[Any], Any], frozen: Any) -> Any:
         """What a function of the arrays that are not trained returns; as ``call``."""
@@ -137,27 +138,69 @@ class AtUse:
         jaxpr, out = jax.make_jaxpr(function, return_shape=True)(self.types(params), *others)
         return _jax.without_unread(jaxpr), jax.tree.structure(out)
 
-    def late(
+    def value_and_grad(
         self,
         loss_of: Callable[..., tuple[Any, Any]],
         params: Any,
-        read: Sequence[int],
+        weight: Any,
+        loss_scale: Any,
         others: Sequence[Any],
-    ) -> tuple[Any, set[int]]:
-        """The traced loss, and the places of the parameters that wait until it uses them.
+    ) -> tuple[Any, Any, tuple[bool, ...], Sequence[Any]]:
+        """``(loss, aux)`` of a function of parameters and further arrays, and its gradients.
 
-        ``None``, and none, where it gets all of them as they are.
+        Those of the parameters, as they rest, are whole and local, or this shard's slice of the
+        sum: for each it is said whether it is that, unless none is. Further arrays are whole.
         """
+        leaves, tree = jax.tree.flatten(params)
+        unread = self.unread or (False,) * len(leaves)
+        read = [place for place, each in enumerate(unread) if not each]
         rows = [place for place in read if self.partitions[place].row is not None]
-        if not self.in_parts and (self.waits or not rows):
-            return None, set()
-        traced = self._traced(loss_of, params, others)
-        late = {place for place, waits in enumerate(self.early) if waits}
-        if not self.in_parts:
-            late = self._used_in_rows(traced, jax.tree.leaves(params), rows, others)
-        return traced if late or self.in_parts else None, late
+        # Without the trace the loss gets all parameters as they are.
+        traced, late = None, set[int]()
+        if self.in_parts or (rows and not self.waits):
+            traced = self._traced(loss_of, params, others)
+            late = {place for place, waits in enumerate(self.early) if waits}
+            late = late if self.in_parts else self._used_in_rows(traced, leaves, rows, others)
+            traced = traced if self.in_parts or late else None
+        whole = self._at_start(leaves, late)
+        given = list(whole)
+        for place in late.intersection(read):
+            given[place] = self._slot(place, leaves[place])
 
-    def at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
+        uses: dict[int, list[str]] = {}
+
+        def note(place: int, used: Any, inside: Inside) -> None:
+            uses.setdefault(place, []).append(used.told(inside))
+
+        def of_read(arrays: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
+            inputs = list(whole)
+            for place, x in zip(read, arrays, strict=True):
+                inputs[place] = x
+            if traced is None:
+                loss, aux = loss_of(tree.unflatten(inputs), *others)
+            else:
+                for place in late:
+                    slot = None if unread[place] else inputs[place]
+                    inputs[place] = self._leaf(place, leaves[place], slot, weight)
+                uses.clear()
+                loss, aux = _evaluated(traced, [*inputs, *others], note)
+            return scaled(loss, loss_scale), (loss, aux)
+
+        both = [given[place] for place in read], list(others)
+        check_sums(lambda: jax.make_jaxpr(lambda *both: of_read(*both)[0])(*both), ())
+        found, out = jax.grad(of_read, (0, 1), has_aux=True)(*both)
+        found, of_others = unscale(found, loss_scale)
+        if self.record is not None and traced is not None:
+            self.record.latest = uses
+        gradients = [
+            jnp.zeros_like(x) if none else x for x, none in zip(given, unread, strict=True)
+        ]
+        for place, gradient in zip(read, found, strict=True):
+            gradients[place] = gradient
+        early = tuple(place in late for place in range(len(leaves))) if late else ()
+        return out, tree.unflatten(gradients), early, of_others
+
+    def _at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
         """The parameters, of which those in parts that do not wait are gathered."""
         if not self.in_parts:
             return list(leaves)
@@ -185,17 +228,17 @@ class AtUse:
             inputs: list[Any] = list(arrays)
             for place in places:
                 x = arrays[place]
-                inputs[place] = self.leaf(place, x, self.slot(place, x), None)
-            return evaluated(traced, [*inputs, *others], note)
+                inputs[place] = self._leaf(place, x, self._slot(place, x), None)
+            return _evaluated(traced, [*inputs, *others], note)
 
         jax.eval_shape(survey, list(leaves))
         return found
 
-    def slot(self, place: int, x: Any) -> jax.Array:
+    def _slot(self, place: int, x: Any) -> jax.Array:
         """Zeros in the place of a gradient: what the backward pass leaves of it."""
         return jnp.zeros(self._shape(self.partitions[place]), wide(x.dtype))
 
-    def leaf(self, place: int, x: Any, slot: Any, weight: Any) -> "Leaf":
+    def _leaf(self, place: int, x: Any, slot: Any, weight: Any) -> "Leaf":
         way = Way(self._of_one, self.partitions[place], x.dtype, wide(x.dtype))
         arrays = {"value": x, "slot": slot}
         shared = {"weight": weight}
@@ -255,7 +298,7 @@ class AtUse:
         return is_coded and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def evaluated(
+def _evaluated(
     traced: Any, inputs: Sequence[Any], note: Note = lambda place, used, inside: None
 ) -> Any:
     """What the traced loss returns; ``note`` is told where it uses parameters."""

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, final
 
 import jax
@@ -16,10 +16,9 @@ from crossshard import _check, _jax
 from crossshard._check import is_inexact
 from crossshard.collectives.sums import average, to_sum
 from crossshard.errors import ArgumentError
-from crossshard.gradients.local import check_sums, scaled, split_loss, unscale
+from crossshard.gradients.local import split_loss
 from crossshard.gradients.mean import Mean, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
-from crossshard.jaxprs.deferred import Inside
 from crossshard.jaxprs.mean_over_rows import facts_of_inputs, prove, types_with
 from crossshard.jaxprs.rewrite import opaque_false
 from crossshard.jaxprs.row_facts import OverRows
@@ -33,7 +32,7 @@ from crossshard.pipeline.stages.accumulate import Sums, add, mean, zeros
 from crossshard.shards.axes import get_shard_context, shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
 from crossshard.shards.random_streams import keys_of_rows
-from crossshard.step.gather import AtUse, evaluated
+from crossshard.step.gather import AtUse
 from crossshard.step.microbatches import (
     AuxReduction,
     Counting,
@@ -403,8 +402,8 @@ class StepLoss(abc.ABC):
             with jax.named_scope("loss"):
                 overwritten = model_states.overwritten(state.model_state)
                 scale = scale_of(state)
-                out, gradients, early, of_others = _value_and_grad(
-                    at_use, loss_of, state.params, weight, scale, overwritten
+                out, gradients, early, of_others = at_use.value_and_grad(
+                    loss_of, state.params, weight, scale, overwritten
                 )
         loss, (after, aux, terms) = out
         if overwritten:
@@ -607,60 +606,6 @@ def _pruned(function: Callable[..., Any], *args: Any) -> Any:
 def scale_of(state: TrainState) -> Any:
     """float[]: the loss scale of a state; ``None`` without one."""
     return getattr(state.opt_state.loss_scale, "scale", None)
-
-
-def _value_and_grad(
-    at_use: AtUse,
-    loss_of: Callable[..., tuple[Any, Any]],
-    params: Any,
-    weight: Any,
-    loss_scale: Any,
-    others: Sequence[Any],
-) -> tuple[Any, Any, tuple[bool, ...], Sequence[Any]]:
-    """``(loss, aux)`` of a function of parameters and further arrays, and the gradients of both.
-
-    Of parameters, as they rest, these are whole and local, or this shard's slice of the sum; it is
-    told which are, and empty if none is. Further arrays are whole on every shard.
-    """
-    leaves, tree = jax.tree.flatten(params)
-    unread = at_use.unread or (False,) * len(leaves)
-    read = [place for place, each in enumerate(unread) if not each]
-    traced, late = at_use.late(loss_of, params, read, others)
-    whole = at_use.at_start(leaves, late)
-    given = list(whole)
-    for place in late.intersection(read):
-        given[place] = at_use.slot(place, leaves[place])
-
-    uses: dict[int, list[str]] = {}
-
-    def note(place: int, used: Any, inside: Inside) -> None:
-        uses.setdefault(place, []).append(used.told(inside))
-
-    def of_read(arrays: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
-        inputs = list(whole)
-        for place, x in zip(read, arrays, strict=True):
-            inputs[place] = x
-        if traced is None:
-            loss, aux = loss_of(tree.unflatten(inputs), *others)
-        else:
-            for place in late:
-                slot = None if unread[place] else inputs[place]
-                inputs[place] = at_use.leaf(place, leaves[place], slot, weight)
-            uses.clear()
-            loss, aux = evaluated(traced, [*inputs, *others], note)
-        return scaled(loss, loss_scale), (loss, aux)
-
-    both = [given[place] for place in read], list(others)
-    check_sums(lambda: jax.make_jaxpr(lambda *both: of_read(*both)[0])(*both), ())
-    found, out = jax.grad(of_read, (0, 1), has_aux=True)(*both)
-    found, of_others = unscale(found, loss_scale)
-    if at_use.record is not None and traced is not None:
-        at_use.record.latest = uses
-    gradients = [jnp.zeros_like(x) if none else x for x, none in zip(given, unread, strict=True)]
-    for place, gradient in zip(read, found, strict=True):
-        gradients[place] = gradient
-    early = tuple(place in late for place in range(len(leaves))) if late else ()
-    return out, tree.unflatten(gradients), early, of_others
 
 
 def _scaled(sums: Sums, scale: Any) -> Sums:
