@@ -14,8 +14,9 @@ import pytest
 from flax import nnx
 
 import crossshard
-from crossshard import CrossShardOptimizer, _flax
+from crossshard import CrossShardOptimizer
 from crossshard.errors import VariableError
+from crossshard.nnx import program
 from tests.quick import deep, deep_but
 from tests.stateful import adam, sgd
 
@@ -105,14 +106,12 @@ def test_a_later_call_walks_the_model_once(monkeypatch: pytest.MonkeyPatch):
     model, opt = Configured(Config(1.0)), adam(0.1)
     step, walks = counted([]), []
     step(model, opt, X)
-    for where, walk in ((nnx.graph, "flatten"), (_flax.nnx, "iter_graph")):
-        of_flax = getattr(where, walk)
-        told = lambda *args, walk=walk, of_flax=of_flax, **kwargs: (
-            walks.append(walk) or of_flax(*args, **kwargs)
-        )
-        monkeypatch.setattr(where, walk, told)
+    flatten = program._flatten
+    monkeypatch.setattr(program, "_flatten", lambda roots: walks.append(roots) or flatten(roots))
+    for walk in ("iter_graph", "split"):
+        monkeypatch.setattr(nnx, walk, None)
     step(model, opt, X)
-    assert walks == ["flatten"]
+    assert walks == [[model, opt]]
 
 
 # What outlives what. A variable and an optimizer take no weak references; a module does, and the

@@ -30,7 +30,14 @@ from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import GradientStatus, Reduction, check_incoming, check_reduction
 from crossshard.jaxprs.walk import depends
-from crossshard.nnx.program import Reached, bound, check_writable, roots_of_step, same_arrays
+from crossshard.nnx.program import (
+    Given,
+    MissingSlots,
+    bound,
+    explaining_writes,
+    roots_of_step,
+    same_arrays,
+)
 from crossshard.nnx.slots import (
     Computed,
     HasSlots,
@@ -343,9 +350,6 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         )
         given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         variables = [variable for _, variable in given]
-        counted = [] if global_step is None else [global_step]
-        for variable in [*variables, *counted, *self.slots.all()]:
-            check_writable(variable)
         shards, declared = self._pipeline.shards(warn=False), self._pipeline.incoming is not None
         origin = check_incoming(incoming) or self.computed.origin(
             variables, shards.number, self._pipeline.divisor(shards.size), declared=declared
@@ -377,14 +381,17 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 f"from {jax.tree.structure(before)} to {jax.tree.structure(after)}. Slots keep "
                 f"theirs; use the Optax idiom (init and update)."
             )
-        for key, variable in keyed.items():
-            variable.set_value(stepped[key])
-        self.slots.write(keyed, after)
+        with explaining_writes():
+            for key, variable in keyed.items():
+                variable.set_value(stepped[key])
+            self.slots.write(keyed, after)
+            if global_step is not None:
+                count, skip = global_step.get_value(), reduced.skip
+                skip = None if skip is None else StageContext(shards).on_all_shards(skip)
+                global_step.set_value(
+                    count + 1 if skip is None else jnp.where(skip, count, count + 1)
+                )
         self.computed.note_applied(variables)
-        for variable in counted:
-            count, skip = variable.get_value(), reduced.skip
-            skip = None if skip is None else StageContext(shards).on_all_shards(skip)
-            variable.set_value(count + 1 if skip is None else jnp.where(skip, count, count + 1))
 
     def minimize(
         self,
@@ -514,10 +521,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                     "Outside of a step of crossshard.shard there is no list of all parameters. "
                     "Pass the module whose parameters to train, var_list=model."
                 )
-            var_list = [held for held in around.held if isinstance(held, nnx.Param)]
+            var_list = [v for v in around.variables if isinstance(v, nnx.Param)]
         found = named_variables(var_list, roots_of_step())
         variables = [variable for variable, _ in found.values()]
-        below = Reached([roots_of_step(), var_list])
+        below = Given([roots_of_step(), var_list])
         others = [v for v in below.variables if id(v) not in found]
         known = found.keys() | set(map(id, others))
         before = [other.get_raw_value() for other in others]
@@ -527,9 +534,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         def of_values(values: list[Any]) -> Any:
             marked = [_mark(value, place, reached) for place, value in enumerate(values)]
             with _flax.rebound([*variables, *others], [*marked, *before], below.modules):
-                out = _called(loss)
+                with explaining_writes():
+                    out = loss()
                 after = [other.get_raw_value() for other in others]
-                made = [v for v in Reached(below.roots).variables if id(v) not in known]
+                made = [v for v in Given(below.roots).variables if id(v) not in known]
             empty = None
             if isinstance(out, Mean):
                 out, empty = part_of_shard(out, self._shards_of_mean())
@@ -550,8 +558,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             gradients = [widen(gradient) / divisor for gradient in gradients]
         for other, after in zip(written, kept, strict=True):
             if id(other) in known:
-                check_writable(other)
-                other.set_raw_value(after)
+                with explaining_writes():
+                    other.set_raw_value(after)
             else:
                 _flax.bring_out(other, after)
         if grad_loss is not None:
@@ -624,9 +632,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         all_of_them: list[AnyVariable | HasSlots] = [*missing.values(), self]
         given = [around is not None and around.has(each) for each in all_of_them]
         if around is not None and all(given):
-            # This trace goes on with slots of its own; those that last are made after it.
-            around.lacks(self, make)
-        elif any(given):
+            raise MissingSlots(make)
+        if any(given):
             words = ["given to it" if each else "not given to it" for each in given]
             first = " If it is a module's attribute, import Flax before you create it."
             raise VariableError(
@@ -635,7 +642,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 f"{describe_variable(next(iter(missing.values())))} was {words[0]}. Pass both as "
                 f"arguments.{first if made_in is None else ''}"
             )
-        elif not (_jax.at_top_level() if made_in is None else made_in == _flax.current_trace()):
+        if not (_jax.at_top_level() if made_in is None else made_in == _flax.current_trace()):
             raise VariableError(
                 f"The slots of {self!r} would be created inside a trace, as of nnx.jit, and be "
                 f"lost when it ends. Create them before it with optimizer.build(model)."
@@ -678,18 +685,6 @@ def _may_read(
         except Exception:  # with a function as the value, for example: the step itself will tell
             return True
     return False
-
-
-def _called(loss: Callable[[], Any]) -> Any:
-    from flax.errors import TraceContextError
-
-    try:
-        return loss()
-    except TraceContextError as error:
-        raise VariableError(
-            f"The loss writes to a module that was not given here ({error}). Pass the module, "
-            f"var_list=model; and pass it to the step function as an argument."
-        ) from error
 
 
 def _mark(value: jax.Array, place: int, reached: set[int]) -> jax.Array:

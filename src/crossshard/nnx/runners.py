@@ -22,16 +22,15 @@ from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
 from crossshard.nnx.per_shard import by_row
 from crossshard.nnx.program import (
-    Arguments,
-    ByValue,
+    Call,
+    Given,
+    MissingSlots,
     Outputs,
     Program,
-    Reached,
     as_output,
     is_numeric,
     is_stateful,
     is_whole,
-    kept,
 )
 from crossshard.shards.axes import check_num_shards, get_shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, axes_of, check_batch_axis, spec_along
@@ -113,7 +112,7 @@ def check_outputs(outputs_from_all_shards: Any, output_shard_axes: Any) -> Outpu
 
 def split_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], axes: InputAxes, mesh: jax.sharding.Mesh
-) -> Arguments:
+) -> Call:
     """Put the arrays of a call on the mesh; each of several processes passes its own part."""
     leaves: list[jax.Array] = []
     specs: list[PartitionSpec] = []
@@ -147,8 +146,7 @@ def split_arguments(
                         f"array that every shard gets whole."
                     )
     tree = jax.tree.structure((args, kwargs), is_leaf=is_stateful)
-    reached = Reached(whole.values(), mesh.size)
-    return Arguments(tuple(leaves), tuple(specs), whole, tree, reached)
+    return Call(tuple(leaves), tuple(specs), whole, tree, Given(list(whole.values()), mesh.size))
 
 
 def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> PartitionSpec:
@@ -219,8 +217,8 @@ class ShardedFunction:
             return here(*args, **kwargs)
         watched = entering("step") if self._is_watched else contextlib.nullcontext()
         with self._alone(), watched:
-            program, arguments = self._program(args, kwargs)
-            return program(arguments)
+            program, call = self._program(args, kwargs)
+            return program(call)
 
     def build(self, *args: PyTree, **kwargs: PyTree) -> None:
         """Prepare the variables for a call with these arguments, and do not run it.
@@ -277,18 +275,26 @@ class ShardedFunction:
         with _TRACING, _mesh.in_place_of_the_users_mesh(self._mesh):
             yield
 
-    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Arguments]:
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Call]:
         """The program for these arguments, and the arguments on the mesh."""
-        arguments = split_arguments(args, kwargs, self._axes, self._mesh)
-        program = self._programs.get(arguments.key())
-        if program is None:
-            program = Program(self._computation, self._mesh, self._outputs, arguments)
-            # It has made the slots that were missing, and its key is another one then.
-            arguments = arguments.again(self._mesh.size)
-            self._programs[kept(arguments.key())] = program
-        if program.spread(arguments.reached.held):
-            self._programs.setdefault(kept(arguments.key()), program)
-        return program, arguments
+        while True:
+            call = split_arguments(args, kwargs, self._axes, self._mesh)
+            try:
+                program = self._programs.get(call.key())
+            except TypeError as error:
+                raise ArgumentTypeError(
+                    f"A step is compiled for the values that it is given, and one of them cannot "
+                    f"be compared ({error}). Pass a string, a tuple or a frozen dataclass."
+                ) from error
+            if program is None:
+                try:
+                    program = Program(self._computation, self._mesh, self._outputs, call)
+                except MissingSlots as missing:
+                    missing.make()
+                    continue
+                self._programs[call.key(lasting=True)] = program
+            if not program.spread(call):
+                return program, call
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
         """As a method, its first input is the instance."""
@@ -367,7 +373,7 @@ def shard(
 def _runner(computation: Any, *how: Any) -> ShardedFunction:
     """The runner of a computation, cached per function, or calls would recompile each time."""
     if not isinstance(_check_callable(computation), types.FunctionType):
-        return _remembered(ByValue(computation), *how)
+        return _remembered(computation, *how)
     # Cached on the function, so that the runners are freed with it.
     known: dict[Any, Any] = vars(computation).setdefault("__crossshard_runners__", {})
     if how not in known:
@@ -375,9 +381,7 @@ def _runner(computation: Any, *how: Any) -> ShardedFunction:
     return known[how]
 
 
-@functools.lru_cache(maxsize=8)
-def _remembered(computation: ByValue, *how: Any) -> ShardedFunction:
-    return ShardedFunction(computation.value, *how)
+_remembered = functools.lru_cache(maxsize=8)(ShardedFunction)
 
 
 def batch_parallel(
