@@ -433,9 +433,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         """
         self._check_whole()
         found = named_variables(var_list, roots_of_step())
-        self.computed.names.update(found)
         variables = [variable for variable, _ in found.values()]
-        self._make_slots(self._keyed(variables, variables))
+        self._make_slots(self.slots.keyed(variables, found))
 
     def get_slot(self, var: AnyVariable | str, name: str) -> AnyVariable | None:
         """The slot of a variable, as a variable; ``None`` if there is no such slot.
@@ -597,12 +596,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     def _keyed(self, variables: Sequence[AnyVariable], among: Any) -> dict[str, AnyVariable]:
         """Variables by their keys; one without a name is called by its place among others."""
-        names = self.computed.names
-        unknown = [variable for variable in variables if id(variable) not in names]
-        names.update(known_names(unknown, roots_of_step()))
-        for place, variable in enumerate(among):
-            names.setdefault(id(variable), (variable, f"#{place}"))
-        return self.slots.keyed(variables, names)
+        by_place = {id(v): (v, f"#{place}") for place, v in enumerate(among)}
+        named = known_names(variables, roots_of_step())
+        return self.slots.keyed(variables, by_place | named | self.computed.names)
 
     @contextlib.contextmanager
     def _explained(self, *kinds: type[Exception]) -> Iterator[None]:

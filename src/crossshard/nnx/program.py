@@ -97,12 +97,6 @@ class Given:
         # Arrays that are attributes themselves, or what a variable holds that is no array.
         known = set(map(id, self.variables))
         self._constants = [x for x in each_once if id(x) not in known]
-        for node in self._constants:
-            if isinstance(node, nnx.Pytree):
-                raise VariableError(
-                    f"{type(node).__name__} is no pytree, so that its variables are not found. "
-                    f"Define it without pytree=False."
-                )
 
     def key(self, *, lasting: bool = False) -> Any:
         """What a program is compiled for; if it is ``lasting``, no later write changes it."""
@@ -374,26 +368,17 @@ class Program:
         differs = self._differing(call)
         of_changed = itertools.compress(differs, self._changed)
         self._leaving = [PER_SHARD if own else REPLICATED for own in of_changed]
-        each = enumerate(zip(self._entering, self._changed, differs, strict=True))
-        # The places of the variables that are to be stored as ``[shards, …]`` before it can run.
-        self._to_spread = [
-            place for place, (was, new, own) in each if new and own and not was.per_shard
-        ]
-        for variable in variables:
-            if variable.hijax or variable.ref:
-                raise VariableError(
-                    f"{describe_variable(variable)} is of NNX's experimental "
-                    f"{'hijax' if variable.hijax else 'ref'} kind; use an ordinary variable."
-                )
+        # Which variables are to be stored as ``[shards, …]`` before it can run.
+        each = zip(self._entering, self._changed, differs, strict=True)
+        self._to_spread = [new and own and not was.per_shard for was, new, own in each]
         self._compiled = jax.jit(_mesh.under_automatic_axes(self._run, mesh, self._specs))
 
     def spread(self, call: Call) -> bool:
         """Store those that will differ as ``[shards, …]``; returns whether there were any."""
         on_each = lambda x: jnp.broadcast_to(x, (self._mesh.size, *jnp.shape(x)))
-        for place in self._to_spread:
-            variable = call.given.variables[place]
+        for variable in itertools.compress(call.given.variables, self._to_spread):
             variable.set_raw_value(per_shard(jax.tree.map(on_each, variable.get_raw_value())))
-        return bool(self._to_spread)
+        return any(self._to_spread)
 
     def __call__(self, call: Call) -> Any:
         """Run the step on these arrays and write its variables."""

@@ -4,10 +4,11 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import operator
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -47,49 +48,47 @@ from crossshard.shards.devices import (
 _TRACING = threading.RLock()
 
 
-@dataclasses.dataclass(frozen=True)
-class InputAxes:
+class InputAxes(NamedTuple):
     """Along which axes the inputs of a runner are split."""
 
     axes: BatchAxes | tuple[BatchAxes, ...] = FIRST  # of every input, or of each positional one
-    has_same_rows: bool = True  # or each input has a number of its own
+    name: str = "batch_axis"  # the argument that says so
+
+    @classmethod
+    def checked(cls, input_shard_axes: Any, batch_axis: Any) -> Self:
+        """The checked arguments of a runner."""
+        if input_shard_axes is None:
+            is_list = isinstance(batch_axis, list | tuple)
+            return cls(tuple(map(axes_of, batch_axis)) if is_list else check_batch_axis(batch_axis))
+        if batch_axis != 0:
+            raise ArgumentError(
+                f"input_shard_axes={_check.shown(input_shard_axes)} and "
+                f"batch_axis={_check.shown(batch_axis)} say the same. Pass batch_axis alone."
+            )
+        if not isinstance(input_shard_axes, list | tuple) or not all(
+            axis is None or type(axis) is int for axis in input_shard_axes
+        ):
+            raise ArgumentTypeError(
+                f"input_shard_axes must be a list of ints; got {_check.shown(input_shard_axes)}."
+            )
+        return cls(tuple(map(axes_of, input_shard_axes)), "input_shard_axes")
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchAxes]:
         """The axes of each argument, of those by keyword in the order of their names."""
         if isinstance(self.axes, BatchAxes):
             return [self.axes] * (len(args) + len(kwargs))
-        name = "batch_axis" if self.has_same_rows else "input_shard_axes"
         if len(self.axes) != len(args):
             raise ArgumentError(
-                f"{name} has {len(self.axes)} entries for {len(args)} inputs; pass one per input."
+                f"{self.name} has {len(self.axes)} entries for {len(args)} inputs; pass one per "
+                f"input."
             )
         for key, value in kwargs.items():
             if not is_whole(value):
                 raise ArgumentError(
-                    f"{name} has an entry for each input that is passed by position, and none for "
-                    f"input {key!r}. Pass it by position."
+                    f"{self.name} has an entry for each input that is passed by position, and none "
+                    f"for input {key!r}. Pass it by position."
                 )
         return [*self.axes, *[FIRST] * len(kwargs)]
-
-
-def check_input_axes(input_shard_axes: Any, batch_axis: Any) -> InputAxes:
-    """The checked arguments of a runner."""
-    if input_shard_axes is None:
-        axes = check_batch_axis(batch_axis)
-        is_list = isinstance(batch_axis, list | tuple)
-        return InputAxes(tuple(map(axes_of, batch_axis)) if is_list else axes)
-    if batch_axis != 0:
-        raise ArgumentError(
-            f"input_shard_axes={_check.shown(input_shard_axes)} and "
-            f"batch_axis={_check.shown(batch_axis)} say the same. Pass batch_axis alone."
-        )
-    if not isinstance(input_shard_axes, list | tuple) or not all(
-        axis is None or type(axis) is int for axis in input_shard_axes
-    ):
-        raise ArgumentTypeError(
-            f"input_shard_axes must be a list of ints; got {_check.shown(input_shard_axes)}."
-        )
-    return InputAxes(tuple(map(axes_of, input_shard_axes)), has_same_rows=False)
 
 
 def check_outputs(outputs_from_all_shards: Any, output_shard_axes: Any) -> Outputs:
@@ -126,7 +125,7 @@ def split_arguments(
             for leaf in jax.tree.leaves(value, is_leaf=is_stateful):
                 whole[len(leaves) + len(whole)] = leaf
             continue
-        if not axes.has_same_rows:
+        if axes.name == "input_shard_axes":
             # Each input has an axis that the caller chose, so another one may be shorter.
             lengths = {}
         paths = jax.tree_util.tree_leaves_with_path(value)
@@ -354,7 +353,7 @@ def shard(
     Array([6.], dtype=float32)
     """
     outputs = check_outputs(outputs_from_all_shards, output_shard_axes)
-    axes = check_input_axes(input_shard_axes, batch_axis)
+    axes = InputAxes.checked(input_shard_axes, batch_axis)
     where = mesh_for(check_num_shards(num_shards), mesh)
     if computation is None:
         if inputs is not None:
@@ -443,8 +442,7 @@ def replicate(
     stacked = [_stack(place, values, rows) for place, values in enumerate(zip(*lists, strict=True))]
     run = _runner(_OfOneReplica(_check_callable(computation)), where, InputAxes(), Outputs())
     joined = jax.tree.map(on_every_device, run(*stacked))
-    row = lambda replica: by_row(lambda x: x[replica], joined)
-    return [row(replica) for replica in range(len(lists))]
+    return [by_row(operator.itemgetter(replica), joined) for replica in range(len(lists))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
@@ -410,7 +409,7 @@ class SlotStore:
                     f"name the variables, nnx.Param(value, name='kernel')."
                 )
         differ = any(map(is_per_shard, [*bound.values(), *self.all()]))
-        writes: list[Callable[[], None]] = []
+        writes: list[Any] = []
         leaves = jax.tree_util.tree_leaves_with_path(state)
         for variable, (path, leaf) in zip(self.all(), leaves, strict=True):
             shape, value = jnp.shape(variable.get_raw_value()), jnp.asarray(leaf)
@@ -423,11 +422,10 @@ class SlotStore:
                     f"{value.shape}. Restore them first, with crossshard.nnx.set_per_shard."
                 )
             write = set_shared if value.shape == shape else set_per_shard
-            value = value.astype(variable.get_raw_value().dtype)
-            writes.append(functools.partial(write, variable, value))
+            writes.append((write, variable, value.astype(variable.get_raw_value().dtype)))
         # Every leaf is checked before the first is written.
-        for write_leaf in writes:
-            write_leaf()
+        for write, variable, value in writes:
+            write(variable, value)
 
 
 class Computed:
