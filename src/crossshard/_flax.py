@@ -92,21 +92,17 @@ def describe_variable(variable: AnyVariable) -> str:
     return f"{kind} {value.dtype}[{','.join(map(str, value.shape))}]"
 
 
-def bring_out(variable: AnyVariable, value: Any) -> None:
-    """Write to a variable that may have been created in a trace that has ended."""
-    _set(variable, value, _trace_state())
-
-
 @contextmanager
 def rebound(
     variables: Sequence[AnyVariable], values: Sequence[Any], modules: Sequence[nnx.Pytree] = ()
 ) -> Iterator[None]:
     """Temporarily bind variables to values of the current trace.
 
-    The modules are moved to that trace too, so that ``nnx.grad`` and the like accept them.
+    The modules are moved to that trace too, so that ``nnx.grad`` and the like accept them, and have
+    their attributes again afterwards, so that no tracer stays in them.
     """
     before = [(variable.get_raw_value(), variable._trace_state) for variable in variables]
-    traces = [module._pytree__state._trace_state for module in modules]
+    of_modules = [(module._pytree__state._trace_state, {**vars(module)}) for module in modules]
     trace = _trace_state()
     try:
         for variable, value in zip(variables, values, strict=True):
@@ -117,8 +113,10 @@ def rebound(
     finally:
         for variable, state in zip(variables, before, strict=True):
             _set(variable, *state)
-        for module, of_module in zip(modules, traces, strict=True):
-            module._pytree__state._trace_state = of_module
+        for module, (state, attributes) in zip(modules, of_modules, strict=True):
+            module._pytree__state._trace_state = state
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 def _set(variable: AnyVariable, value: Any, trace: TraceState) -> None:

@@ -280,11 +280,13 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
     ) -> list[tuple[jax.Array | None, AnyVariable]]:
         """The gradients of a loss with respect to variables, before any reduction.
 
-        Under MEAN the loss is divided by the number of shards that reduce together.
+        Under MEAN the loss is divided by the number of shards that reduce together. Gradients of
+        16-bit variables have 32 bits if they are divided.
 
         Args:
           loss: a function without arguments that returns a floating scalar. What it writes to
-            besides, such as batch statistics, was given to the step, or is below ``var_list``.
+            besides, such as batch statistics, was given to the step, or is below ``var_list``, and
+            stays written.
           var_list: an NNX module, or a list of variables; every ``nnx.Param`` that was given to
             the step if ``None``.
           gate_gradients: 0, 1 or 2; this argument and the next two are TensorFlow's, and have no
@@ -305,7 +307,70 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
           VariableTypeError: an item of ``var_list`` is no variable.
         """
         del aggregation_method, colocate_gradients_with_ops
-        return self._compute(loss, var_list, gate_gradients, grad_loss)[1]
+        # A bool is none, and to compare with an array gives another one.
+        if type(gate_gradients) is not int or gate_gradients not in (0, 1, 2):
+            raise ArgumentError(
+                f"gate_gradients must be one of CrossShardOptimizer.GATE_NONE (0), GATE_OP (1) and "
+                f"GATE_GRAPH (2); got {_check.shown(gate_gradients)}."
+            )
+        if not callable(loss):
+            raise ArgumentTypeError(
+                f"A loss must be a function without arguments, because a computed value cannot be "
+                f"differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
+            )
+        shards = self._pipeline.shards()
+        divisor, around = self._pipeline.divisor(shards.size), bound()
+        if var_list is None:
+            if around is None:
+                raise ArgumentError(
+                    "Outside of a step of crossshard.shard there is no list of all parameters. "
+                    "Pass the module whose parameters to train, var_list=model."
+                )
+            var_list = [v for v in around.variables if isinstance(v, nnx.Param)]
+        found = named_variables(var_list, roots_of_step())
+        variables = [variable for variable, _ in found.values()]
+        below = Given([roots_of_step(), var_list])
+        others = [v for v in below.variables if id(v) not in found]
+        before = [other.get_raw_value() for other in others]
+        reached: set[int] = set()
+        written: list[AnyVariable] = []
+
+        def of_values(values: list[Any]) -> Any:
+            marked = [_mark(value, place, reached) for place, value in enumerate(values)]
+            with _flax.rebound([*variables, *others], [*marked, *before], below.modules):
+                with explaining_writes():
+                    out = loss()
+                after = [other.get_raw_value() for other in others]
+                below.check_nothing_new()
+            empty = None
+            if isinstance(out, Mean):
+                out, empty = part_of_shard(out, self._shards_of_mean())
+            value = jnp.asarray(_check.scalar(out))
+            changed = [not same_arrays(a, b) for a, b in zip(after, before, strict=True)]
+            written[:] = itertools.compress(others, changed)
+            kept = list(itertools.compress(after, changed))
+            divided = value if divisor == 1 or divide_after else value / divisor
+            return divided, (value, kept, empty)
+
+        values = [variable.get_raw_value() for variable in variables]
+        # Divided in 16 bits, a small gradient could underflow before it is summed.
+        divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
+        names, scale = self._pipeline.axis_name or None, self._loss_scale()
+        of_shard = value_and_grad(of_values, has_aux=True, axis_name=names, loss_scale=scale)
+        (_, (value, kept, empty)), gradients = of_shard(values)
+        if divide_after:
+            gradients = [widen(gradient) / divisor for gradient in gradients]
+        with explaining_writes():
+            for other, after in zip(written, kept, strict=True):
+                other.set_raw_value(after)
+        if grad_loss is not None:
+            # grad_loss may be an int; a loss may not.
+            seed = jnp.asarray(_check.scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
+            _check.finite("grad_loss", grad_loss)
+            gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
+        self.computed.add(found, shards.number, value, empty)
+        of_each = enumerate(zip(gradients, variables, strict=True))
+        return [(g if place in reached else None, v) for place, (g, v) in of_each]
 
     def apply_gradients(
         self,
@@ -411,7 +476,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         see the two methods.
         """
         del aggregation_method, colocate_gradients_with_ops
-        value, pairs = self._compute(loss, var_list, gate_gradients, grad_loss)
+        pairs = self.compute_gradients(loss, var_list, gate_gradients, grad_loss=grad_loss)
+        value = self.computed.value
         variables = [variable for _, variable in pairs]
         params = as_params(self._keyed(variables, variables))
         # A loss that is not read would still be summed over the shards.
@@ -488,87 +554,6 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 "weight_update='sharded' is for the Optax idiom and make_train_step: a slot has "
                 "the full shape of its variable. Leave weight_update out here."
             )
-
-    def _compute(
-        self,
-        loss: Callable[[], ArrayLike],
-        var_list: VariableList | None,
-        gate_gradients: int,
-        grad_loss: ArrayLike | None,
-    ) -> tuple[jax.Array, list[tuple[jax.Array | None, AnyVariable]]]:
-        """This shard's loss, and the pairs that ``compute_gradients`` returns.
-
-        Gradients of 16-bit variables have 32 bits if they are divided. What the loss writes to
-        other variables (batch statistics, counters) of the step, or below the list, is kept.
-        """
-        # A bool is none, and to compare with an array gives another one.
-        if type(gate_gradients) is not int or gate_gradients not in (0, 1, 2):
-            raise ArgumentError(
-                f"gate_gradients must be one of CrossShardOptimizer.GATE_NONE (0), GATE_OP (1) and "
-                f"GATE_GRAPH (2); got {_check.shown(gate_gradients)}."
-            )
-        if not callable(loss):
-            raise ArgumentTypeError(
-                f"A loss must be a function without arguments, because a computed value cannot be "
-                f"differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
-            )
-        shards = self._pipeline.shards()
-        divisor, around = self._pipeline.divisor(shards.size), bound()
-        if var_list is None:
-            if around is None:
-                raise ArgumentError(
-                    "Outside of a step of crossshard.shard there is no list of all parameters. "
-                    "Pass the module whose parameters to train, var_list=model."
-                )
-            var_list = [v for v in around.variables if isinstance(v, nnx.Param)]
-        found = named_variables(var_list, roots_of_step())
-        variables = [variable for variable, _ in found.values()]
-        below = Given([roots_of_step(), var_list])
-        others = [v for v in below.variables if id(v) not in found]
-        known = found.keys() | set(map(id, others))
-        before = [other.get_raw_value() for other in others]
-        reached: set[int] = set()
-        written: list[AnyVariable] = []
-
-        def of_values(values: list[Any]) -> Any:
-            marked = [_mark(value, place, reached) for place, value in enumerate(values)]
-            with _flax.rebound([*variables, *others], [*marked, *before], below.modules):
-                with explaining_writes():
-                    out = loss()
-                after = [other.get_raw_value() for other in others]
-                made = [v for v in Given(below.roots).variables if id(v) not in known]
-            empty = None
-            if isinstance(out, Mean):
-                out, empty = part_of_shard(out, self._shards_of_mean())
-            value = jnp.asarray(_check.scalar(out))
-            changed = [not same_arrays(a, b) for a, b in zip(after, before, strict=True)]
-            written[:] = [*itertools.compress(others, changed), *made]
-            kept = [*itertools.compress(after, changed), *(v.get_raw_value() for v in made)]
-            divided = value if divisor == 1 or divide_after else value / divisor
-            return divided, (value, kept, empty)
-
-        values = [variable.get_raw_value() for variable in variables]
-        # Divided in 16 bits, a small gradient could underflow before it is summed.
-        divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
-        names, scale = self._pipeline.axis_name or None, self._loss_scale()
-        of_shard = value_and_grad(of_values, has_aux=True, axis_name=names, loss_scale=scale)
-        (_, (value, kept, empty)), gradients = of_shard(values)
-        if divide_after:
-            gradients = [widen(gradient) / divisor for gradient in gradients]
-        for other, after in zip(written, kept, strict=True):
-            if id(other) in known:
-                with explaining_writes():
-                    other.set_raw_value(after)
-            else:
-                _flax.bring_out(other, after)
-        if grad_loss is not None:
-            # grad_loss may be an int; a loss may not.
-            seed = jnp.asarray(_check.scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
-            _check.finite("grad_loss", grad_loss)
-            gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
-        self.computed.add(found, shards.number, empty)
-        of_each = enumerate(zip(gradients, variables, strict=True))
-        return value, [(g if place in reached else None, v) for place, (g, v) in of_each]
 
     def _shards_of_mean(self) -> Shards:
         """The shards over which a ``Mean`` is counted; raises if this optimizer takes none."""

@@ -123,6 +123,16 @@ class Given:
         """Whether a variable or an optimizer was given to the step."""
         return any(given is each for each in (*self.variables, *self.optimizers))
 
+    def check_nothing_new(self) -> None:
+        """Raise if there is a further variable in the modules now, which would be lost."""
+        known = set(map(id, self.variables))
+        for variable in Given(self.roots).variables:
+            if id(variable) not in known:
+                raise VariableError(
+                    f"A step or a loss created {describe_variable(variable)} in a module that was "
+                    f"passed to it. Create it before the step, or pop it where it is created."
+                )
+
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
         """Trace a step that was given these; what it reads besides is refused."""
@@ -459,21 +469,15 @@ class Program:
     def _step(self, call: Call, values: Any, leaves: Any) -> tuple[list[jax.Array], list[Any]]:
         """One shard's step; returns its outputs and its variables after it, and notes the rest."""
         given = call.given
-        variables, modules = given.variables, given.modules
+        variables = given.variables
         before = list(map(self._local, variables, self._entering, values))
         args, kwargs = call.arguments(leaves)
-        with _kept_attributes(modules), _flax.rebound(variables, before, modules):
+        with _flax.rebound(variables, before, given.modules):
             with shard_context(self._mesh.size, axis_name=self._names), given.bound():
                 with explaining_writes():
                     outputs = as_output(self._computation(*args, **kwargs))
                 after = [variable.get_raw_value() for variable in variables]
-            known = set(map(id, variables))
-            for variable in Given(given.roots).variables:
-                if id(variable) not in known:
-                    raise VariableError(
-                        f"The step created {describe_variable(variable)} in a module that was "
-                        f"passed to it. Create it before the step, or pop it in the step."
-                    )
+            given.check_nothing_new()
         out = self._outputs.lay_out(outputs, self._names)
         self._changed = [not same_arrays(a, b) for a, b in zip(after, before, strict=True)]
         self._specs_of_outputs = [spec for _, spec, _ in out]
@@ -524,15 +528,3 @@ def _placed(value: Any, sharding: NamedSharding) -> Any:
     if isinstance(value, jax.Array) and is_there(value):
         return value
     return jax.tree.map(lambda x: x if is_there(x) else put_whole(x, sharding), value)
-
-
-@contextlib.contextmanager
-def _kept_attributes(modules: Sequence[nnx.Pytree]) -> Iterator[None]:
-    """Restore the attributes of modules afterwards, so that no tracer stays in them."""
-    before = [dict(vars(module)) for module in modules]
-    try:
-        yield
-    finally:
-        for module, attributes in zip(modules, before, strict=True):
-            vars(module).clear()
-            vars(module).update(attributes)

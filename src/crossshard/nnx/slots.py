@@ -440,6 +440,8 @@ class Computed:
         self._names: Named = {}
         # By the id of the variable: the number of shards, and whether it has been applied.
         self._shards: dict[int, tuple[int, bool]] = {}
+        # float[], the latest loss of this shard.
+        self.value: Any = None
         # float[], 0 if a Mean counted no row; None if some always count.
         self.weight: jax.Array | None = None
 
@@ -450,9 +452,10 @@ class Computed:
             self.clear()
         return self._names
 
-    def add(self, found: Named, number_of_shards: int, empty: jax.Array | None) -> None:
+    def add(self, found: Named, number_of_shards: int, value: Any, empty: Any) -> None:
         """Note that their gradients were returned on this many shards, and if no row counts."""
         self.names.update(found)
+        self.value = value
         self.weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
         self._shards.update(dict.fromkeys(found, (number_of_shards, False)))
 
