@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer
-from crossshard.errors import VariableError
+from crossshard.errors import ArgumentError, VariableError
 from crossshard.nnx import batch_parallel, replicate, rewrite
 from tests.stateful import adam, assert_same, sgd, training
 
@@ -507,6 +507,24 @@ def test_what_is_said_to_be_reduced_is_proven_by_nobody_in_a_loop_that_jax_canno
 
     step(w, opt, X)
     np.testing.assert_allclose(w.get_value(), -X.reshape(4, -1).mean(1), rtol=1e-6)
+
+
+def test_modules_that_are_shared_and_that_hold_themselves():
+    model, opt = Net(), momentum()
+    model.inner.parent = nnx.data(model)
+
+    def minimize(model: Any, opt: Any, same: Any, x: Any) -> None:
+        opt.minimize(lambda: mse(same.inner.parent, x), var_list=model)
+
+    other = Net(1)
+    other.inner.parent = nnx.data(other)
+    for _ in range(3):
+        crossshard.shard(minimize, [model, opt, model, X], 2)
+        # Another program: what is given besides is not the model that is trained.
+        with pytest.raises(ArgumentError, match="No gradients"):
+            crossshard.shard(minimize, [model, momentum(), other, X], 2)
+    del model.inner.parent
+    check(model)
 
 
 class Sowing(Net):

@@ -88,13 +88,14 @@ class Given:
         found = jax.tree.leaves(values, is_leaf=is_stateful)
         self.roots = _once(filter(is_stateful, found))
         leaves, nodes, self._tree = _flatten(self.roots)
-        self.optimizers = _once(node for node in nodes if isinstance(node, HasSlots))
-        self.modules = _once(node for node in nodes if not isinstance(node, HasSlots))
-        first: dict[int, int] = {}
+        self.optimizers = [node for node in nodes if isinstance(node, HasSlots)]
+        self.modules = [node for node in nodes if not isinstance(node, HasSlots)]
+        # Where each leaf is first; that of a module that is met again has its number, negative.
+        first = {id(node): -place for place, node in enumerate(nodes, 1)}
         self._places = tuple(first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves))
-        each_once = [leaves[place] for place in first.values()]
+        each_once = [leaf for n, leaf in enumerate(leaves) if self._places[n] == n]
         self.variables: list[AnyVariable] = [x for x in each_once if _has_arrays(x, shards)]
-        # Arrays that are attributes themselves, or what a variable holds that is no array.
+        # Arrays that are attributes themselves, and variables that hold none.
         known = set(map(id, self.variables))
         self._constants = [x for x in each_once if id(x) not in known]
 
@@ -152,16 +153,19 @@ def _once(values: Iterable[Any]) -> list[Any]:
 
 
 def _flatten(roots: list[Any]) -> tuple[list[Any], list[Any], Any]:
-    """The leaves of modules and optimizers, these themselves, and their structure."""
-    nodes: list[Any] = []
+    """The leaves of modules and optimizers, these themselves, each once, and their structure."""
+    nodes: dict[int, Any] = {}
 
     def is_leaf(node: Any) -> bool:
         if isinstance(node, nnx.Pytree | HasSlots):
-            nodes.append(node)
+            # One that is met again is shared, or holds itself.
+            is_known = id(node) in nodes
+            nodes[id(node)] = node
+            return is_known
         return isinstance(node, nnx.Variable)
 
     leaves, tree = jax.tree.flatten(roots, is_leaf=is_leaf)
-    return leaves, nodes, tree
+    return leaves, list(nodes.values()), tree
 
 
 class _Constant:
