@@ -113,8 +113,8 @@ def rebound(
     finally:
         for variable, state in zip(variables, before, strict=True):
             _set(variable, *state)
-        for module, (state, attributes) in zip(modules, of_modules, strict=True):
-            module._pytree__state._trace_state = state
+        for module, (trace, attributes) in zip(modules, of_modules, strict=True):
+            module._pytree__state._trace_state = trace
             vars(module).clear()
             vars(module).update(attributes)
 

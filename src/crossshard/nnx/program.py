@@ -180,7 +180,9 @@ class _Constant:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Constant) or hash(self) != hash(other):
             return False
-        return self._array is other._array or bool((self._array == other._array).all())
+        ours, theirs = self._array, other._array
+        # Of an array of several processes others have the rest.
+        return ours is theirs or (ours.is_fully_addressable and bool((ours == theirs).all()))
 
 
 def as_key(value: Any) -> Any:

@@ -196,7 +196,7 @@ class ReadOnly(dict[Any, Any]):
 
 jax.tree_util.register_pytree_with_keys(
     ReadOnly,
-    lambda node: ([(jax.tree_util.DictKey(key), node[key]) for key in sorted(node)], sorted(node)),
+    lambda node: ([(jax.tree_util.DictKey(k), node[k]) for k in sorted(node)], tuple(sorted(node))),
     lambda keys, values: dict(zip(keys, values, strict=True)),
 )
 _flax.serialize_as(ReadOnly, dict, lambda tree: tree)
@@ -204,7 +204,7 @@ _flax.serialize_as(ReadOnly, dict, lambda tree: tree)
 
 def as_params(keyed: Mapping[str, AnyVariable]) -> dict[str, Any]:
     """What an optimizer sees as parameters: a dict from names to the variables' values."""
-    return {key: stacked(variable.get_value()) for key, variable in keyed.items()}
+    return {key: variable.get_value() for key, variable in keyed.items()}
 
 
 class _NoName:
@@ -303,7 +303,7 @@ class SlotStore:
 
         It is one per shard if the variables differ between shards.
         """
-        params = as_params(missing)
+        params = {key: stacked(value) for key, value in as_params(missing).items()}
 
         def checked(params: Any) -> Any:
             made = init(params)
