@@ -414,8 +414,15 @@ class Program:
 
     def _placed(self, call: Call) -> list[Any]:
         """The variables' values, on the devices."""
+        lies = lambda x, where: getattr(x, "sharding", None) == where
+
+        def one(value: Any, where: NamedSharding) -> Any:
+            if isinstance(value, jax.Array) and lies(value, where):
+                return value
+            return jax.tree.map(lambda x: x if lies(x, where) else put_whole(x, where), value)
+
         values = (stacked(variable.get_raw_value()) for variable in call.given.variables)
-        return [_placed(x, where) for x, where in zip(values, self._shardings, strict=True)]
+        return list(map(one, values, self._shardings))
 
     def _compare(self, values: Sequence[Any], call: Call) -> None:
         """Raise unless every process brings the same new variables, whole inputs and program.
@@ -453,11 +460,8 @@ class Program:
     def _differing(self, call: Call) -> list[bool]:
         """Trace the step; returns which variables may differ after it."""
 
-        def of_one_shard(values: Any, leaves: Any) -> Any:
-            _, after = self._step(call, values, leaves)
-            return jax.tree.map(lambda x: x[None], after)
-
-        run = self._over_mesh(call, of_one_shard, PartitionSpec(self._names))
+        stored = lambda _, after: jax.tree.map(lambda x: x[None], after)
+        run = self._over_mesh(call, stored, PartitionSpec(self._names))
         on_mesh = lambda x: _mesh.on_mesh(x, self._mesh)
         given = jax.tree.map(on_mesh, (self._placed(call), call.leaves))
         with _mesh.in_place_of_the_users_mesh(self._mesh):
@@ -496,13 +500,12 @@ class Program:
         assert self._call is not None
         call = self._call
 
-        def of_one_shard(values: Any, leaves: Any) -> Any:
-            outputs, after = self._step(call, values, leaves)
+        def stored(outputs: Any, after: Any) -> Any:
             written = zip(self._leaving, itertools.compress(after, self._changed), strict=True)
             return outputs, [jax.tree.map(placement.stored, value) for placement, value in written]
 
         specs = [placement.spec(self._names) for placement in self._leaving]
-        run = self._over_mesh(call, of_one_shard, (self._specs_of_outputs, specs))
+        run = self._over_mesh(call, stored, (self._specs_of_outputs, specs))
         outputs, after = run(values, leaves)
         whole = NamedSharding(self._mesh, PartitionSpec())
         # The first shard's output, which each of several processes can read.
@@ -518,19 +521,13 @@ class Program:
         spread = lambda spec, value: jax.tree.map(lambda _: spec, value)
         return of_outputs, [spread(placement.spec(self._names), value) for placement, value in each]
 
-    def _over_mesh(
-        self, call: Call, function: Callable[..., Any], out_specs: Any
-    ) -> Callable[..., Any]:
+    def _over_mesh(self, call: Call, stored: Callable[..., Any], out_specs: Any) -> Any:
+        """The step on every shard, whose outputs and variables ``stored`` turns to stored ones."""
         variables = [placement.spec(self._names) for placement in self._entering]
         # Read from the jaxpr which variables differ: JAX's types reject some correct steps.
         return _jax.shard_map(
-            function, mesh=self._mesh, in_specs=(variables, call.specs), out_specs=out_specs
+            lambda values, leaves: stored(*self._step(call, values, leaves)),
+            mesh=self._mesh,
+            in_specs=(variables, call.specs),
+            out_specs=out_specs,
         )
-
-
-def _placed(value: Any, sharding: NamedSharding) -> Any:
-    """A variable's value, on the devices."""
-    is_there = lambda x: getattr(x, "sharding", None) == sharding
-    if isinstance(value, jax.Array) and is_there(value):
-        return value
-    return jax.tree.map(lambda x: x if is_there(x) else put_whole(x, sharding), value)

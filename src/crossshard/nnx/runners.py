@@ -280,10 +280,11 @@ class ShardedFunction:
             call = split_arguments(args, kwargs, self._axes, self._mesh)
             try:
                 program = self._programs.get(call.key())
-            except TypeError as error:
+            except (TypeError, ValueError) as error:
                 raise ArgumentTypeError(
-                    f"A step is compiled for the values that it is given, and one of them cannot "
-                    f"be compared ({error}). Pass a string, a tuple or a frozen dataclass."
+                    f"A step is compiled for the values that it is given and the attributes of its "
+                    f"modules, and one of these cannot be compared ({error}). Write a string, a "
+                    f"tuple or a frozen dataclass of such."
                 ) from error
             if program is None:
                 try:
