@@ -58,8 +58,9 @@ class InputAxes(NamedTuple):
     def checked(cls, input_shard_axes: Any, batch_axis: Any) -> Self:
         """The checked arguments of a runner."""
         if input_shard_axes is None:
+            axes = check_batch_axis(batch_axis)
             is_list = isinstance(batch_axis, list | tuple)
-            return cls(tuple(map(axes_of, batch_axis)) if is_list else check_batch_axis(batch_axis))
+            return cls(tuple(map(axes_of, batch_axis)) if is_list else axes)
         if batch_axis != 0:
             raise ArgumentError(
                 f"input_shard_axes={_check.shown(input_shard_axes)} and "
