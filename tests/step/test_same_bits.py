@@ -21,7 +21,7 @@ from crossshard.errors import (
     LossError,
     WeightUpdateError,
 )
-from crossshard.tools.planning.topology import topology
+from crossshard.tools.planning import topology
 from tests.quick import deep_but
 
 ROWS = 24
