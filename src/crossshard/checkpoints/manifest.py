@@ -32,7 +32,7 @@ from crossshard.pipeline.stages.aggregate import Aggregator
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.update.optimize import takes
 from crossshard.step.function import StepConfig
-from crossshard.step.losses.virtual import written
+from crossshard.step.losses import written
 from crossshard.step.state import OPTIMIZER, PREPROCESS
 
 VERSION = 4
