@@ -139,8 +139,9 @@ def update(gradient: Any, **kwargs: Any) -> Any:
     return opt.update(gradient, opt.init(jnp.zeros(3)), **kwargs)[0]
 
 
-class AnothersSGD:
-    """An optimizer of another library."""
+def optimizer_of(module: str, name: str) -> Any:
+    """An instance of a class that claims to come from another library."""
+    return type(name, (), {"__module__": module})()
 
 
 def run(*args: Any, **kwargs: Any) -> Callable[[World], Any]:
@@ -224,7 +225,18 @@ CONSTRUCTOR = [
         lambda world: CrossShardOptimizer(
             nnx.Optimizer(world.model, optax.sgd(0.1), wrt=nnx.Param)),
         *TYPE, "got Optimizer", "Pass its .tx"),
-    bad("another library's optimizer", new(AnothersSGD()), *TYPE, "got AnothersSGD", "optax.sgd"),
+    bad("torch's SGD", new(optimizer_of("torch.optim.sgd", "SGD")), *TYPE,
+        "PyTorch's SGD", "optax.sgd"),
+    bad("keras's Adam", new(optimizer_of("keras.src.optimizers.adam", "Adam")), *TYPE,
+        "Keras's Adam", "optax.adam"),
+    bad("tensorflow's GradientDescentOptimizer",
+        new(optimizer_of("tensorflow.python.training.sgd", "GradientDescentOptimizer")),
+        *TYPE, "TensorFlow's GradientDescentOptimizer", "optax.sgd"),
+    bad("an optimizer of torch's that Optax has not", new(optimizer_of("torch.optim", "ASGD")),
+        *TYPE, "PyTorch's ASGD", "an Optax optimizer"),
+    bad("tensorflow's MomentumOptimizer",
+        new(optimizer_of("tensorflow.python.training.momentum", "MomentumOptimizer")),
+        *TYPE, "TensorFlow's MomentumOptimizer", "optax.sgd(lr, momentum)"),
     bad("a wrapper in a wrapper", lambda world: CrossShardOptimizer(world.opt),
         NestedReductionError, ValueError, "CrossShardOptimizer(", "twice", "Wrap its .inner"),
     bad("reduction='avg'", new(reduction="avg"), *VALUE, "'avg'", "weighted_sum", "weighted_mean"),

@@ -92,14 +92,35 @@ def maker_of(transformation: optax.GradientTransformation) -> str:
     return name.split(".")[0]
 
 
+_ROOTS_OF_OTHERS = {
+    "keras": "Keras",
+    "tf_keras": "Keras",
+    "tensorflow": "TensorFlow",
+    "torch": "PyTorch",
+}
+# Where an optimizer of theirs has another name in Optax.
+_EQUIVALENTS = {"gradientdescent": "sgd", "momentum": "sgd(lr, momentum)"}
+
+
 def check_transformation(opt: Any, what: str = "The optimizer") -> optax.GradientTransformation:
     """``opt`` if it is an Optax transformation, else an error that names what to write.
 
     Raises:
-      ArgumentTypeError: not a transformation; names the missing method.
+      ArgumentTypeError: not a transformation; names the missing method, or the Optax equivalent.
     """
     if isinstance(opt, optax.GradientTransformation):
         return opt
+    given = opt if isinstance(opt, type) else type(opt)
+    for base in given.__mro__:
+        library = _ROOTS_OF_OTHERS.get(base.__module__.split(".")[0])
+        if library:
+            stem = given.__name__.lower().removesuffix("optimizer")
+            equivalent = _EQUIVALENTS.get(stem, stem if hasattr(optax, stem) else None)
+            write = f"optax.{equivalent}" if equivalent else "an Optax optimizer"
+            raise ArgumentTypeError(
+                f"{what} must be an Optax transformation; got {library}'s {given.__name__}. Write "
+                f"{write} instead."
+            )
     missing = [method for method in ("init", "update") if not callable(getattr(opt, method, None))]
     if not missing and not isinstance(opt, type):
         return optax.GradientTransformation(opt.init, opt.update)
