@@ -19,6 +19,7 @@ from tests.step.common import Parameters, assert_close, assert_same, on_one_devi
 
 RNG = np.random.default_rng(0)
 ROWS, RATE = 24, 0.5
+SGD = optax.sgd(RATE)
 W = {
     "kernel": RNG.normal(size=(4, 40)).astype(np.float32) / 4,
     "bias": RNG.normal(size=40).astype(np.float32),
@@ -75,13 +76,10 @@ def of_means(params: Any, batch: Any) -> Mean:
     return Mean(errors_of(params, batch).mean(), 1)
 
 
-def value_of(loss: Any) -> Any:
-    """The same loss for one device."""
-    return functools.partial(_value, loss)
-
-
-def _value(loss: Any, params: Any, batch: Any) -> jax.Array:
-    return loss(params, batch).value()
+def on_one(loss: Any, batches: Any = BATCHES, optimizer: Any = SGD) -> Any:
+    """What one device trains with the value of the loss."""
+    value = functools.partial(lambda loss, params, batch: loss(params, batch).value(), loss)
+    return on_one_device(value, optimizer, W, batches)[0]
 
 
 MICROBATCHES = {"accumulate_steps": 3}
@@ -94,9 +92,6 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sharded": (several, {"params": "sharded", **MICROBATCHES}),
     "in functions of JAX": (jax.jit(jax.checkpoint(several)), {"accumulate_steps": 2}),
     "scaled": (several, {"loss_scale": crossshard.DynamicLossScale(2.0**10)}),
-    "over the batch, sharded": (several, {"loss_over": "batch", "params": "sharded"}),
-    "skip": (several, {"nonfinite": "skip", "params": "sharded"}),
-    "over shards": (hard_examples, {"loss_over": "shard", "weight_update": "sharded"}),
 }
 QUICK = [*WAYS][:7]
 
@@ -106,8 +101,7 @@ def test_steps_as_one_device(way: str) -> None:
     """In ways that the harness, which has a loss of one term, does not go."""
     loss, options = WAYS[way]
     step = sgd_step(loss, RATE, 2, **options)
-    want, _ = on_one_device(value_of(loss), optax.sgd(RATE), W, BATCHES)
-    assert_close(step.model(train(step, step.init(W), BATCHES)), want, atol=2e-6)
+    assert_close(step.model(train(step, step.init(W), BATCHES)), on_one(loss), atol=2e-6)
 
 
 def test_metrics_have_the_loss_each_term_and_the_counts() -> None:
@@ -139,18 +133,13 @@ def test_a_shard_that_is_left_out_leaves_its_counts_out(options: dict[str, Any])
     rest = jax.tree.map(lambda x: x[ROWS // 4 :], batch)
     step = sgd_step(several, RATE, 4, nonfinite="quarantine", **options)
     state, metrics = step(step.init(W), batch)
-    want, _ = on_one_device(value_of(several), optax.sgd(RATE), W, [rest])
-    assert_close(step.model(state), want)
+    assert_close(step.model(state), on_one(several, [rest]))
     assert int(metrics["nonfinite"].shard) == 0
     np.testing.assert_allclose(metrics["counts"]["tokens"], rest["mask"][:, 1:].sum())
     np.testing.assert_allclose(metrics["loss"], several(W, rest).value(), rtol=1e-5)
 
 
 WITHOUT = {name: np.zeros_like(x) if name == "mask" else x for name, x in BATCHES[0].items()}
-
-
-def tokens_and_decay(params: Any, batch: Any) -> Mean:
-    return shifted(params, batch) + 1e-2 * (params["kernel"] ** 2).sum()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +151,7 @@ def tokens_and_decay(params: Any, batch: Any) -> Mean:
     ids=str,
 )
 def test_a_batch_of_which_nothing_counts_changes_nothing(options: dict[str, Any]) -> None:
-    step = make_train_step(tokens_and_decay, optax.adamw(RATE), num_shards=4, **options)
+    step = make_train_step(shifted, optax.adamw(RATE), num_shards=4, **options)
     state, metrics = step(step.init(W), WITHOUT)
     assert_same(step.model(state), W)
     assert bool(metrics["skipped"])
@@ -170,14 +159,12 @@ def test_a_batch_of_which_nothing_counts_changes_nothing(options: dict[str, Any]
     state, metrics = step(state, BATCHES[0])
     assert not bool(metrics["skipped"])
     assert int(state.step) == 1
-
-
-def test_a_term_of_which_nothing_counts_is_0() -> None:
-    step = sgd_step(several, RATE, 4)
-    state, metrics = step(step.init(W), WITHOUT)
-    want, _ = on_one_device(value_of(several), optax.sgd(RATE), W, [WITHOUT])
-    assert_close(step.model(state), want)
-    assert float(metrics["terms"]["tokens"]) == 0
+    # Where other terms count, that of which nothing counts is 0.
+    if not options:
+        step = sgd_step(several, RATE, 4)
+        state, metrics = step(step.init(W), WITHOUT)
+        assert_close(step.model(state), on_one(several, [WITHOUT]))
+        assert float(metrics["terms"]["tokens"]) == 0
 
 
 def test_groups_count_their_own_rows() -> None:
@@ -186,8 +173,7 @@ def test_groups_count_their_own_rows() -> None:
     state = train(step, step.init(W), BATCHES)
     for shard, rows in ((0, slice(12)), (3, slice(12, 24))):
         own = [jax.tree.map(lambda x, rows=rows: x[rows], batch) for batch in BATCHES]
-        want, _ = on_one_device(value_of(several), optax.sgd(RATE), W, own)
-        assert_close(step.model(state, shard=shard), want)
+        assert_close(step.model(state, shard=shard), on_one(several, own))
 
 
 def test_aux_and_model_state_are_as_beside_a_number() -> None:
@@ -200,25 +186,8 @@ def test_aux_and_model_state_are_as_beside_a_number() -> None:
     )
     state = step.init(W, model_state={"seen": jnp.float32(0)})
     state, metrics = step(state, BATCHES[0])
-    want, _ = on_one_device(value_of(several), optax.sgd(RATE), W, BATCHES[:1])
-    assert_close(step.model(state)[0], want)
+    assert_close(step.model(state)[0], on_one(several, BATCHES[:1]))
     np.testing.assert_allclose(metrics["aux"], BATCHES[0]["mask"].sum())
-
-
-def stacked(params: Any, batch: Any) -> Mean:
-    def layer(x: Any, kernel: Any) -> tuple[Any, None]:
-        return jnp.tanh(x @ kernel), None
-
-    x, _ = jax.lax.scan(jax.checkpoint(layer), batch["x"], params["layers"])
-    mask = batch["mask"][:, 1:]
-    return Mean((((x - 1) ** 2).mean(-1)[:, 1:] * mask).sum(), mask.sum())
-
-
-def test_sums_in_the_loop_over_layers() -> None:
-    layers = {"layers": RNG.normal(size=(3, 4, 4)).astype(np.float32)}
-    step = sgd_step(stacked, RATE, 4, accumulate_steps=2, params="sharded")
-    got = step.model(train(step, step.init(layers), BATCHES))
-    assert_close(got, on_one_device(value_of(stacked), optax.sgd(RATE), layers, BATCHES)[0])
 
 
 # The other two ways in.
@@ -240,8 +209,7 @@ def test_the_optax_idiom() -> None:
     for batch in BATCHES:
         params, loss = step(params, batch)
         losses.append(float(loss))
-    want, _ = on_one_device(value_of(several), optax.sgd(RATE), W, BATCHES)
-    assert_close(params, want, atol=2e-6)
+    assert_close(params, on_one(several), atol=2e-6)
     np.testing.assert_allclose(losses[0], several(W, BATCHES[0]).value(), rtol=1e-5)
 
 
@@ -255,17 +223,16 @@ def test_vmap_over_groups() -> None:
     each = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), BATCHES[0])
     updates = jax.vmap(step, axis_name="shards")(each)
     own = jax.tree.map(lambda x: np.concatenate([x[1], x[3]]), each)
-    want, _ = on_one_device(value_of(several), optax.sgd(RATE), W, [own])
-    assert_close(jax.tree.map(lambda w, u: w + u[3], W, updates), want)
+    assert_close(jax.tree.map(lambda w, u: w + u[3], W, updates), on_one(several, [own]))
 
 
 @pytest.mark.parametrize("minimize", [deep(False), True])
 def test_the_stateful_idiom(minimize: bool) -> None:
-    model, opt = Parameters(W), CrossShardOptimizer(optax.adamw(0.1))
+    model, opt = Parameters(W), CrossShardOptimizer(optax.sgd(RATE))
 
     @crossshard.shard(num_shards=4)
     def step(model: Any, opt: CrossShardOptimizer, batch: Any) -> None:
-        loss = lambda: tokens_and_decay(model.values(), batch)
+        loss = lambda: shifted(model.values(), batch)
         if minimize:
             opt.minimize(loss, var_list=model)
         else:
@@ -275,8 +242,7 @@ def test_the_stateful_idiom(minimize: bool) -> None:
     assert_same(model.values(), W)
     for batch in BATCHES:
         step(model, opt, batch)
-    want, _ = on_one_device(value_of(tokens_and_decay), optax.adamw(0.1), W, BATCHES)
-    assert_close(model.values(), want, atol=2e-5)
+    assert_close(model.values(), on_one(shifted), atol=2e-6)
 
 
 # What is refused.
@@ -289,23 +255,21 @@ def _mean(total: Any, count: Any) -> Any:
     )
 
 
+TOTAL, COUNT = "the total of the Mean", "the count of the Mean"
 NO_SUMS = {
-    "a mean": (_mean(lambda e, m: e.mean(), lambda e, m: m.sum()), "the total of the Mean"),
-    "a fixed count": (_mean(lambda e, m: e.sum(), lambda e, m: 100), "the count of the Mean"),
-    "a ratio": (_mean(lambda e, m: (e * m).sum() / m.sum(), lambda e, m: 1), "the total of"),
-    "a largest": (_mean(lambda e, m: e.max(0).sum(), lambda e, m: e.size), "compare|the total"),
-    "compared rows": (
-        _mean(lambda e, m: ((e - e.mean(0)) ** 2).sum(), lambda e, m: e.size),
-        "the total of the Mean",
-    ),
-    "a root": (_mean(lambda e, m: e.sum(), lambda e, m: jnp.sqrt(m.sum())), "the count of"),
-    "at least 1": (_mean(lambda e, m: e.sum(), lambda e, m: jnp.maximum(m.sum(), 1)), "the count"),
-    "a product": (lambda p, b: shifted(p, b) * b["mask"].sum(), "what multiplies"),
-    "a sum beside it": (lambda p, b: shifted(p, b) + b["mask"].sum(), "what is added"),
-    "a count with a gradient": (
+    "a mean": (_mean(lambda e, m: e.mean(), lambda e, m: m.sum()), TOTAL),
+    "a fixed count": (_mean(lambda e, m: e.sum(), lambda e, m: 100), COUNT),
+    "a ratio": (_mean(lambda e, m: (e * m).sum() / m.sum(), lambda e, m: 1), TOTAL),
+    "a largest": (_mean(lambda e, m: e.max(0).sum(), lambda e, m: e.size), f"compare|{TOTAL}"),
+    "compared": (_mean(lambda e, m: ((e - e.mean(0)) ** 2).sum(), lambda e, m: e.size), TOTAL),
+    "a root": (_mean(lambda e, m: e.sum(), lambda e, m: jnp.sqrt(m.sum())), COUNT),
+    "at least 1": (_mean(lambda e, m: e.sum(), lambda e, m: jnp.maximum(m.sum(), 1)), COUNT),
+    "a gradient": (
         _mean(lambda e, m: e.sum(), lambda e, m: jax.nn.sigmoid(e).sum()),
         r"stop_gradient\(count\)",
     ),
+    "a product": (lambda p, b: shifted(p, b) * b["mask"].sum(), "what multiplies"),
+    "a sum beside it": (lambda p, b: shifted(p, b) + b["mask"].sum(), "what is added"),
 }
 
 
@@ -338,29 +302,28 @@ def test_a_count_of_a_fused_function_is_refused_unless_its_gradient_is_stopped()
     loss = of_fused(jax.lax.stop_gradient)
     step = sgd_step(loss, RATE, 4)
     got = step.model(train(step, step.init(W), BATCHES))
-    assert_close(got, on_one_device(value_of(loss), optax.sgd(RATE), W, BATCHES)[0], atol=2e-6)
+    assert_close(got, on_one(loss), atol=2e-6)
 
 
 def test_what_contradicts_it_is_refused() -> None:
-    for options, word in (
-        ({"weight": "mask"}, "Leave weight out"),
-        ({"nonfinite": "quarantine"}, "preprocess="),
+    clipped = CrossShardOptimizer(SGD, preprocess=optax.clip(1.0))
+    summed = CrossShardOptimizer(SGD, "sum")
+    for opt, options, word in (
+        (clipped, {"weight": "mask"}, "Leave weight out"),
+        (clipped, {"nonfinite": "quarantine"}, "preprocess="),
+        (summed, {}, "reduction is SUM"),
     ):
-        opt = CrossShardOptimizer(optax.sgd(RATE), preprocess=optax.clip(1.0))
         step = make_train_step(shifted, opt, num_shards=4, **options)
         with pytest.raises(ArgumentError, match=word):
             step(step.init(W), BATCHES[0])
-    step = make_train_step(shifted, CrossShardOptimizer(optax.sgd(RATE), "sum"), num_shards=4)
-    with pytest.raises(ArgumentError, match="reduction is SUM"):
-        step(step.init(W), BATCHES[0])
     with pytest.raises(ArgumentTypeError, match="CrossShardOptimizer that reduces the gradients"):
-        crossshard.grad(shifted, optimizer=optax.sgd(0.1))
+        crossshard.grad(shifted, optimizer=SGD)
     each = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), BATCHES[0])
     for opt, word in (
         (None, "optimizer=opt"),
-        (CrossShardOptimizer(optax.sgd(0.1), "sum"), "reduction is SUM"),
-        (CrossShardOptimizer(optax.sgd(0.1), accumulate_steps=2), "accumulates over 2 calls"),
-        (CrossShardOptimizer(optax.sgd(0.1), nonfinite="quarantine"), "nonfinite='skip'"),
+        (summed, "reduction is SUM"),
+        (CrossShardOptimizer(SGD, accumulate_steps=2), "accumulates over 2 calls"),
+        (CrossShardOptimizer(SGD, nonfinite="quarantine"), "nonfinite='skip'"),
     ):
         grad = crossshard.grad(shifted, optimizer=opt)
         with pytest.raises(ArgumentError, match=word):
@@ -407,5 +370,4 @@ def test_in_16_bits_the_quotient_is_taken_in_32() -> None:
     step = sgd_step(loss, RATE, 4)
     state, metrics = step(step.init(W), BATCHES[0])
     assert metrics["loss"].dtype == jnp.float32
-    want, _ = on_one_device(value_of(loss), optax.sgd(RATE), W, BATCHES[:1])
-    assert_close(step.model(state), want, atol=2e-4)
+    assert_close(step.model(state), on_one(loss, BATCHES[:1]), atol=2e-4)

@@ -1,6 +1,5 @@
 """Steps on meshes with other axes than the shard axes, over which the model is split."""
 
-import itertools
 from typing import Any
 
 import jax
@@ -98,9 +97,8 @@ def test_a_model_split_over_the_model_axis_follows_one_device(name: str):
             assert kept.sharding.is_equivalent_to(whole, kept.ndim), key
 
 
-@pytest.mark.parametrize("name", [deep("sgd"), "adamw", deep("adafactor")])
-def test_a_checkpoint_goes_on_with_another_split(name: str):
-    optimizer = OPTIMIZERS[name]()
+def test_a_checkpoint_goes_on_with_another_split():
+    optimizer = OPTIMIZERS["adamw"]()
     step = step_of(language, optimizer, mesh_of(4, 2))
     state = train(step, step.init(placed(mesh_of(4, 2), LANGUAGE, OF_LANGUAGE)), TOKENS[:8])
     saved = step.unshard(state)
@@ -149,14 +147,12 @@ def constrained(params: Any, x: Any) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("name", "update", "sizes"),
-    deep_but(
-        [
-            ("sgd", "replicated", (4, 2)),
-            ("sgd", "sharded", (2, 2, 2)),
-            ("adamw", "sharded", (4, 2)),
-        ],
-        itertools.product(["sgd", "adamw"], ["replicated", "sharded"], [(4, 2), (2, 2, 2)]),
-    ),
+    [
+        ("sgd", "replicated", (4, 2)),
+        ("sgd", "sharded", (2, 2, 2)),
+        ("adamw", "sharded", (4, 2)),
+        deep(("adamw", "replicated", (2, 2, 2))),
+    ],
 )
 def test_the_data_axes_carry_exactly_the_bound(name: str, update: str, sizes: tuple[int, ...]):
     mesh = mesh_of(*sizes)
@@ -183,15 +179,14 @@ def test_the_data_axes_carry_exactly_the_bound(name: str, update: str, sizes: tu
 
 
 @pytest.mark.parametrize("loss", [blockwise, constrained])
-@pytest.mark.parametrize("name", ["sgd", deep("lamb")])
-def test_a_loss_may_split_its_work_itself(name: str, loss: Any):
-    mesh, optimizer = mesh_of(4, 2), OPTIMIZERS[name]()
+def test_a_loss_may_split_its_work_itself(loss: Any):
+    mesh, optimizer = mesh_of(4, 2), OPTIMIZERS["sgd"]()
     step = step_of(loss, optimizer, mesh)
     state = train(step, step.init(placed(mesh, PARAMS, SPLIT)), BATCHES)
     assert_close(state.params, on_one_device(network, optimizer, PARAMS, BATCHES)[0], 1e-6)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", deep("adamw")])
 def test_groups_on_the_data_axis(name: str):
     mesh, inner, groups = mesh_of(4, 2), OPTIMIZERS[name](), [[0, 3], [1, 2]]
     step = step_of(network, CrossShardOptimizer(inner, group_assignment=groups), mesh)
@@ -261,6 +256,7 @@ def test_an_nnx_module_stays_split():
     np.testing.assert_array_equal(jax.tree.leaves(state.model_state), [largest])
 
 
+@pytest.mark.deep
 def test_an_equinox_module_stays_split():
     eqx = pytest.importorskip("equinox")
     mesh, optimizer = mesh_of(4, 2), OPTIMIZERS["lamb"]()
@@ -279,13 +275,11 @@ def test_an_equinox_module_stays_split():
     assert [x.sharding.spec for x in weights(after)] == specs
 
 
-@pytest.mark.parametrize("own", [None, "data"])
-def test_what_it_says(own: str | None):
+def test_what_it_says():
     mesh = mesh_of(4, 2)
     # The optimizer may name the axis as well.
-    opt = CrossShardOptimizer(optax.adam(0.1), axis_name=own)
-    other = None if own else "data"
-    step = make_train_step(network, opt, mesh=mesh, axis_name=other, weight_update="sharded")
+    opt = CrossShardOptimizer(optax.adam(0.1), axis_name="data")
+    step = make_train_step(network, opt, mesh=mesh, weight_update="sharded")
     step.init(placed(mesh, PARAMS, SPLIT))
     assert step.describe().splitlines()[1:] == [
         "4 shards over data on the mesh (data: 4, model: 2); weight update sharded: the update is "

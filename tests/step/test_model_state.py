@@ -70,7 +70,7 @@ assert_close = functools.partial(common.assert_close, atol=1e-6, rtol=1e-5)
 @pytest.mark.parametrize("kind", ["mean", "per_shard"])
 @pytest.mark.parametrize(
     ("name", "weight_update"),
-    [("sgd", "replicated"), ("adamw", "sharded"), deep(("clip", "sharded"))],
+    [("sgd", "replicated"), deep(("adamw", "sharded")), deep(("clip", "sharded"))],
 )
 def test_batch_statistics_of_linen(name: str, kind: str, weight_update: str):
     step = make_train_step(
@@ -130,8 +130,10 @@ def counting(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
 START = {"mean": np.float32(2), "count": 3}
 
 
-@pytest.mark.parametrize(("shards", "microbatches"), [(4, 1), (2, 2)])
-@pytest.mark.parametrize("kind", ["mean", "per_shard"])
+@pytest.mark.parametrize(
+    ("kind", "shards", "microbatches"),
+    [("mean", 4, 1), ("mean", 2, 2), ("per_shard", 2, 2), deep(("per_shard", 4, 1))],
+)
 def test_what_has_no_weight_does_not_count(kind: str, shards: int, microbatches: int):
     options = {"model_state": kind, "weight": "mask", "accumulate_steps": microbatches}
     step = sgd_step(counting, 0.1, shards, **options)

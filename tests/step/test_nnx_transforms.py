@@ -54,11 +54,10 @@ def trained(model: Any, loss_over: str = "shard") -> Any:
     return jax.device_get(nnx.to_pure_dict(nnx.state(step.model(state).layer)))
 
 
-@pytest.mark.parametrize(
-    "through", [nnx.remat(plainly), nnx.jit(plainly), through_cond], ids=["remat", "jit", "cond"]
-)
-def test_a_transform_in_a_model_changes_nothing(through: Any):
-    assert_close(trained(Model(through)), trained(Model(plainly)), 1e-6, 1e-5)
+def test_a_transform_in_a_model_changes_nothing():
+    want = trained(Model(plainly))
+    for through in (nnx.remat(plainly), nnx.jit(plainly), through_cond):
+        assert_close(trained(Model(through)), want, 1e-6, 1e-5)
 
 
 class Stack(nnx.Module):
@@ -102,9 +101,7 @@ def swapping(layer: Layer, x: jax.Array) -> jax.Array:
     return layer(x)
 
 
-@pytest.mark.parametrize(
-    "through", [halving, nnx.remat(halving), nnx.jit(halving), nnx.jit(swapping)]
-)
+@pytest.mark.parametrize("through", [nnx.remat(halving), nnx.jit(halving), nnx.jit(swapping)])
 def test_what_is_written_inside_of_a_transform_is_still_refused(through: Any):
     with pytest.raises(VariableError, match=r"wrote to an nnx\.Param"):
         trained(Model(through))

@@ -60,26 +60,6 @@ def test_init_in_jit():
     np.testing.assert_array_equal(jax.jit(lambda w: step.init(w).params)(W), W)
 
 
-# LoRA.
-
-
-def test_lora_whose_base_the_optimizer_leaves_alone():
-    is_lora = lambda params: jax.tree.map(
-        lambda variable: isinstance(variable, nnx.LoRAParam),
-        params,
-        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
-    )
-    opt = optax.partition({True: optax.sgd(0.1), False: optax.set_to_zero()}, is_lora)
-    step = make_train_step(loss_fn, opt, num_shards=2)
-    model = nnx.LoRALinear(4, 3, lora_rank=2, rngs=nnx.Rngs(0))
-    model.lora.lora_b[...] = jnp.ones((2, 3))
-    before = jax.device_get(nnx.to_pure_dict(nnx.state(model)))
-    state, _ = step(step.init(model), X)
-    after = nnx.to_pure_dict(nnx.state(step.model(state)))
-    np.testing.assert_array_equal(after["kernel"], before["kernel"])
-    assert not np.allclose(after["lora"]["lora_a"], before["lora"]["lora_a"])
-
-
 # Linen.
 
 
@@ -113,17 +93,6 @@ def test_linens_statistics_as_the_error_says_it():
     # The variance of the first step is that of Linen's own momentum, and does not decay.
     norm = nnx.to_pure_dict(nnx.state(step.model(state), nnx.BatchStat))["BatchNorm_0"]
     assert np.all(np.asarray(norm["var"]) > 0.98)
-
-
-def test_linens_other_collections_that_the_optimizer_leaves_alone():
-    variables = Normed().init(jax.random.key(0), X)
-    labels = lambda variables: {name: name == "params" for name in variables}
-    opt = optax.partition({True: optax.sgd(0.1), False: optax.set_to_zero()}, labels)
-    step = make_train_step(linen_loss, opt, num_shards=2, loss_over="shard")
-    state, _ = step(step.init(variables), X)
-    jax.tree.map(
-        np.testing.assert_array_equal, state.params["batch_stats"], variables["batch_stats"]
-    )
 
 
 # Other axes than the shard axes.

@@ -301,6 +301,13 @@ def test_frozen_parameters_stay_as_they_are_in_parts(is_trained: Any, scatters: 
     assert [leaf.addressable_data(0).size * SHARDS for leaf in frozen] == [x.size for x in frozen]
     # The frozen embedding is gathered.
     assert sent(step) == sorted([(*GATHER, 1), (*GATHER, LAYERS), *scatters])
+    other = in_parts(wrt=named, num_shards=2)
+    moved = other.unshard(other.reshard(step.unshard(state)))
+    assert_same((moved.params, moved.frozen), (state.params, state.frozen))
+    h = lambda params, batch: scanned(layered.embedded(params, batch), params["layers"])
+    errors = lambda params, batch: layered.error(params, h(params, batch), batch)
+    means = step.evaluate(state, BATCHES[:1], errors)
+    np.testing.assert_allclose(means, scan_loss(step.model(state), BATCHES[0]), rtol=1e-5)
 
 
 def test_keys_model_state_and_aux_are_those_of_a_replicated_step():

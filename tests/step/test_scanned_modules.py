@@ -15,7 +15,7 @@ from flax import nnx
 
 import crossshard
 from crossshard import make_train_step
-from tests.quick import deep_but
+from tests.quick import deep
 from tests.step.common import assert_close, on_one_device, train
 from tests.step.layered import BATCHES, LAYERS, MODES, SHARDS, WIDTH
 
@@ -80,8 +80,9 @@ def of_module(model: Any, batch: Any) -> Any:
     return ((model(x) - y) ** 2).mean()
 
 
-@pytest.mark.parametrize("mode", deep_but(["replicated", "parts"], MODES))
-@pytest.mark.parametrize("remat", deep_but([True], [False, True]))
+@pytest.mark.parametrize(
+    ("remat", "mode"), [(True, "replicated"), (True, "parts"), deep((False, "sharded"))]
+)
 def test_nnx_layers(remat: bool, mode: str):
     make = lambda: Stack(nnx.Rngs(0), remat, statistics=True)
     step = make_train_step(of_module, SGD, num_shards=SHARDS, **MODES[mode])
@@ -143,17 +144,13 @@ class Net(eqx.Module):
         return jax.vmap(self.out)(h) + 0.0 * self.steps[0]
 
 
-WRAPS = {
-    "plain": lambda f: f,
-    "checkpoint": eqx.filter_checkpoint,
-    "jit": eqx.filter_jit,
-}
-
-
-@pytest.mark.parametrize("mode", deep_but(["parts"], MODES))
-@pytest.mark.parametrize("wrap", deep_but(["checkpoint"], WRAPS))
-def test_equinox_layers(wrap: str, mode: str):
-    model = Net(jax.random.key(0), WRAPS[wrap])
+@pytest.mark.parametrize(
+    ("wrap", "mode"),
+    [(eqx.filter_checkpoint, "parts"), deep((eqx.filter_jit, "sharded"))],
+    ids=["checkpoint", "jit"],
+)
+def test_equinox_layers(wrap: Any, mode: str):
+    model = Net(jax.random.key(0), wrap)
     step = make_train_step(of_module, SGD, num_shards=SHARDS, **MODES[mode])
     state = train(step, step.init(model), BATCHES)
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
@@ -204,8 +201,7 @@ def _haiku(remat: bool) -> tuple[Any, Any]:
     return transformed.init(jax.random.key(0), jnp.zeros((1, WIDTH))), transformed.apply
 
 
-@pytest.mark.parametrize("mode", deep_but(["parts"], MODES))
-@pytest.mark.parametrize("remat", deep_but([True], [False, True]))
+@pytest.mark.parametrize(("remat", "mode"), [(True, "parts"), deep((False, "sharded"))])
 @pytest.mark.parametrize("make", [_linen, _haiku])
 def test_functional_layers(make: Any, remat: bool, mode: str):
     params, apply = make(remat)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -135,19 +134,6 @@ def test_parameters_of_another_mesh_are_moved():
     assert_same(state.params, PARAMS)
 
 
-def test_split_parameters_beside_a_model_axis():
-    mesh = mesh_of(4, "data", "model")
-    specs = {"layers": P(None, "data", "model"), "out": P("model", "data")}
-    step = make_train_step(
-        loss_fn, OPTIMIZERS["sgd"](), mesh=mesh, axis_name="data", params="sharded"
-    )
-    state = train(step, step.init(made(mesh, specs)), BATCHES)
-    assert state.params["layers"].sharding.spec == P(None, "data", "model")
-    assert state.params["out"].sharding.spec == P("model", "data")
-    want, _ = on_one_device(loss_fn, OPTIMIZERS["sgd"](), PARAMS, BATCHES)
-    assert_close(state.params, want, 2e-6)
-
-
 def test_without_parameters_in_parts_the_refusal_names_them():
     step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=4)
     with pytest.raises(ArgumentError, match="params='sharded'"):
@@ -240,13 +226,14 @@ def test_a_padded_state_is_refused_until_it_is_unsharded():
 
 
 def test_parts_go_between_splits_of_a_model():
-    specs = {"layers": P(None, None, "model"), "out": P(None, "model")}
+    specs = {"layers": P(None, "data", "model"), "out": P("model", "data")}
     meshes = [mesh_of(4, "data", "model"), mesh_of(2, "data", "model"), mesh_of(8, "data")]
     build = lambda mesh: make_train_step(
         loss_fn, OPTIMIZERS["adamw"](), mesh=mesh, axis_name="data", params="sharded"
     )
     step = build(meshes[0])
     state = train(step, step.init(made(meshes[0], specs)), BATCHES[:2])
+    assert {name: specs_of(state.params)[name] for name in specs} == specs
     want = bits(step, state)
     for mesh in meshes[1:]:
         step = build(mesh)
@@ -322,93 +309,6 @@ def test_what_has_copies_is_compared_and_repaired():
         step.finish(state)
     want, _ = on_one_device(loss_fn, OPTIMIZERS["sgd"](), PARAMS, BATCHES[:1])
     assert_close(state.params, want, 2e-6)
-
-
-# What is not trained.
-
-
-def adapted(params: Any, x: Any) -> jax.Array:
-    """A frozen network with an adapter in each layer."""
-
-    def layer(x: Any, own: Any) -> Any:
-        w, down, up = own
-        return x + jnp.tanh(x @ w + x @ down @ up), None
-
-    base, lora = params["base"], params["lora"]
-    x, _ = jax.lax.scan(jax.checkpoint(layer), x, (base["layers"], lora["down"], lora["up"]))
-    return ((x @ base["out"] - 1) ** 2).mean() + 0 * base["count"][0] + base["few"].sum()
-
-
-ADAPTED = {
-    "base": {"layers": normal(6, 192, 192), "out": normal(192, 256), "few": normal(8, 4)}
-    | {"count": np.arange(4096)},
-    "lora": {"down": normal(6, 192, 8), "up": normal(6, 8, 192)},
-}
-
-
-def only_lora(path: Any, leaf: Any) -> bool:
-    del leaf
-    return bool(path[0].key == "lora")
-
-
-@pytest.mark.parametrize(
-    "options", [{}, deep({"accumulate_steps": 2, "loss_scale": EVERY["loss_scale"]})]
-)
-def test_large_frozen_leaves_rest_in_parts(options: Any):
-    step = make_train_step(
-        adapted, optax.sgd(0.1), num_shards=4, params="sharded", wrt=only_lora, **options
-    )
-    state = train(step, step.init(ADAPTED), BATCHES)
-    base = state.frozen["base"]
-    whole = ("few", "count")
-    assert [specs_of(base)[name] for name in ("layers", "out")] == [P(None, "shards"), P("shards")]
-    assert all(base[name].sharding.is_fully_replicated for name in whole)
-    assert_same(base, ADAPTED["base"])
-    of_lora = lambda lora, x: adapted({"base": ADAPTED["base"], "lora": lora}, x)
-    want, _ = on_one_device(of_lora, optax.sgd(0.1), ADAPTED["lora"], BATCHES)
-    assert_close(state.params["lora"], want, 2e-6)
-    # A layer is gathered at a time, and its gradient is not computed.
-    memory = step.lower(state, BATCHES[0]).compile().memory_analysis()
-    layers = ADAPTED["base"]["layers"].nbytes
-    assert memory.temp_size_in_bytes < layers
-    rows = lambda params, x: jnp.broadcast_to(adapted(params, x), x.shape[:1])
-    found = step.evaluate(state, [BATCHES[0][:4]] * 2, rows)
-    one = {**ADAPTED, "lora": want}
-    mean = np.mean([adapted(one, BATCHES[0][k : k + 1]) for k in range(4)])
-    np.testing.assert_allclose(found, mean, rtol=1e-5)
-    moved = make_train_step(adapted, optax.sgd(0.1), num_shards=2, params="sharded", wrt=only_lora)
-    if not options:
-        assert bits(moved, moved.reshard(state)) == bits(step, state)
-
-
-@pytest.mark.deep
-def test_a_module_with_lora_leaves_its_base_in_parts():
-    class Network(nnx.Module):
-        def __init__(self, rngs: Any) -> None:
-            self.one = nnx.LoRALinear(192, 192, lora_rank=8, rngs=rngs)
-            self.two = nnx.LoRALinear(192, 192, lora_rank=8, rngs=rngs)
-            self.dropout = nnx.Dropout(0.0, rngs=rngs)
-
-        def __call__(self, x: Any) -> Any:
-            return self.two(self.dropout(jnp.tanh(self.one(x))))
-
-    rows = lambda model, x: ((model(x["x"]) - 1) ** 2).mean(1)
-    weighted = lambda model, x: (rows(model, x) * x["w"]).sum() / x["w"].sum()
-    steps = [
-        make_train_step(
-            weighted, optax.sgd(0.1), num_shards=4, params=how, wrt=nnx.LoRAParam, weight="w"
-        )
-        for how in ("sharded", "replicated")
-    ]
-    states = [step.init(Network(nnx.Rngs(0))) for step in steps]
-    assert states[0].frozen["one"]["kernel"][...].sharding.spec == P("shards")
-    batches = [{"x": x, "w": np.arange(48, dtype=np.float32)} for x in BATCHES]
-    after = [train(step, state, batches) for step, state in zip(steps, states, strict=True)]
-    assert_close(*(jax.tree.leaves(each.params) for each in after), 1e-6)
-    pairs = zip(steps, after, strict=True)
-    means = [step.evaluate(state, batches, rows) for step, state in pairs]
-    np.testing.assert_allclose(*means, rtol=1e-6)
-    assert "frozen" in steps[0].describe()
 
 
 def test_a_state_of_many_arrays_is_made_by_several_programs(monkeypatch: pytest.MonkeyPatch):
