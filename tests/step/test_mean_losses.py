@@ -221,7 +221,7 @@ def test_vmap_over_groups() -> None:
         return opt.update(gradients, opt.init(W), W)[0]
 
     each = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), BATCHES[0])
-    updates = jax.vmap(step, axis_name="shards")(each)
+    updates = jax.jit(jax.vmap(step, axis_name="shards"))(each)
     own = jax.tree.map(lambda x: np.concatenate([x[1], x[3]]), each)
     assert_close(jax.tree.map(lambda w, u: w + u[3], W, updates), on_one(several, [own]))
 

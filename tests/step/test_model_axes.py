@@ -256,25 +256,6 @@ def test_an_nnx_module_stays_split():
     np.testing.assert_array_equal(jax.tree.leaves(state.model_state), [largest])
 
 
-@pytest.mark.deep
-def test_an_equinox_module_stays_split():
-    eqx = pytest.importorskip("equinox")
-    mesh, optimizer = mesh_of(4, 2), OPTIMIZERS["lamb"]()
-    whole = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0))
-    loss = lambda model, x: ((jax.vmap(model)(x) - x) ** 2).mean()
-    weights = lambda model: [layer.weight for layer in model.layers]
-    specs = [P("model"), P(None, "model")]
-    model = eqx.tree_at(weights, whole, placed(mesh, weights(whole), specs))
-    step = step_of(loss, optimizer, mesh)
-    state = train(step, step.init(model), BATCHES)
-    arrays, static = eqx.partition(whole, eqx.is_inexact_array)
-    of_arrays = lambda arrays, x: loss(eqx.combine(arrays, static), x)
-    want, _ = on_one_device(of_arrays, optimizer, arrays, BATCHES)
-    after = step.model(state)
-    assert_close(weights(after), weights(want), 1e-6)
-    assert [x.sharding.spec for x in weights(after)] == specs
-
-
 def test_what_it_says():
     mesh = mesh_of(4, 2)
     # The optimizer may name the axis as well.

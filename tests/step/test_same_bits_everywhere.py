@@ -135,35 +135,6 @@ def trained(shards: int, virtual: int | None, optimizer: str, **options: Any) ->
     return sha(whole.params, losses, [each for each in kept if each is not None])
 
 
-def transformer(shards: int, virtual: int | None, steps: int) -> str:
-    """The bits of the demo's transformer."""
-    import numpy as np
-    import optax
-    from flax import nnx
-
-    import crossshard
-    from examples.byte_lm import model
-
-    options = {} if virtual is None else {"virtual_shards": virtual}
-    step = crossshard.make_train_step(
-        model.loss,
-        optax.adamw(1e-3),
-        num_shards=shards,
-        has_aux=True,
-        aux_reduction="sum",
-        **options,
-    )
-    state = step.init(model.ByteTransformer(layers=3, width=160, rngs=nnx.Rngs(0)))
-    text, rng = np.frombuffer(Path(model.__file__).read_bytes(), np.uint8), np.random.default_rng(0)
-    metrics: Any = {}
-    for _ in range(steps):
-        starts = rng.integers(0, len(text) - 65, 16)
-        rows = np.stack([text[at : at + 65] for at in starts])
-        state, metrics = step(state, {"read": rows[:, :-1], "wanted": rows[:, 1:]})
-        metrics["loss"].block_until_ready()
-    return sha(state.params, metrics["loss"])
-
-
 def main(process: int, port: int, out: str, devices: str, calls: str, flags: str = "") -> None:
     """Write down what each call of a function here returns."""
     import jax
@@ -239,11 +210,6 @@ def test_processes_have_the_same_bits(name: str, tmp_path: Path):
     ]
     assert every[0] == every[1] == every[2]
     assert every[0] == bits(tmp_path / "one", [("trained", [1, 8, name], way) for *_, way in calls])
-
-
-def test_the_transformer_has_the_same_bits(tmp_path: Path):
-    calls: list[Call] = [("transformer", [n, 8, 200], {}) for n in numbers(8)]
-    assert len(set(bits(tmp_path, calls))) == 1
 
 
 def test_without_virtual_shards_the_bits_differ(tmp_path: Path):

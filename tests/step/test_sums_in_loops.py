@@ -122,29 +122,24 @@ def test_each_loss_trains_as_one_device_does(mode: str, name: str, request: pyte
 # Rings.
 
 
-def after_rings(loss: Any, batches: Any = BATCHES, **options: Any) -> list[Any]:
-    """The parameters with and without rings."""
-    found = []
-    for in_rings in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            name = "crossshard.shards.devices.sends_beside_products"
-            patch.setattr(name, lambda mesh, is_so=in_rings: is_so)
-            step = step_of("parts", loss, **options)
-            found.append(train(step, step.init(PARAMS), batches).params)
-    return found
-
-
 @pytest.mark.usefixtures("torus")
 @pytest.mark.parametrize(
     "options",
-    deep_but(
-        [{"reduce_dtype": "bfloat16", "gather_dtype": "bfloat16"}],
-        [{"reduce_dtype": "bfloat16", "gather_dtype": "bfloat16"}, {"accumulate_steps": 2}],
-    ),
-    ids=str,
+    [
+        {"reduce_dtype": "bfloat16", "gather_dtype": "bfloat16"},
+        deep({"weight": lambda batch: batch["w"].sum(), "loss_over": "shard"}),
+    ],
+    ids=["16 bits", "weights"],
 )
-def test_options_do_in_rings_what_they_did(options: Any):
-    assert_close(*after_rings(scan_loss, **options), 3e-4 if "reduce_dtype" in options else 1e-6)
+def test_options_do_in_rings_what_they_did(options: Any, monkeypatch: pytest.MonkeyPatch):
+    batches = [dict(each, w=np.repeat(np.float32([1, 0, 2, 1]), 6)) for each in BATCHES]
+    found = []
+    for in_rings in (True, False):
+        name = "crossshard.shards.devices.sends_beside_products"
+        monkeypatch.setattr(name, lambda mesh, is_so=in_rings: is_so)
+        step = step_of("parts", scan_loss, **options)
+        found.append(train(step, step.init(PARAMS), batches).params)
+    assert_close(*found, 3e-4 if "reduce_dtype" in options else 1e-6)
 
 
 @pytest.mark.usefixtures("torus")
@@ -153,20 +148,6 @@ def test_a_step_says_what_goes_round():
     step.lower(step.abstract_init(PARAMS), BATCHES[0])
     text = f"gathered row by row in a loop of {LAYERS} turns, slice by slice beside their product"
     assert f"{text}, in float32: `layers/w`" in step.describe()
-
-
-@pytest.mark.deep
-@pytest.mark.usefixtures("torus")
-def test_weighted_shards_and_sixteen_bits_in_rings():
-    batches = [dict(each, w=np.repeat(np.float32([1, 0, 2, 1]), 6)) for each in BATCHES]
-    weight = lambda batch: batch["w"].sum()
-    assert_close(*after_rings(scan_loss, batches, weight=weight, loss_over="shard"))
-
-    def in_half(params: Any, batch: Any) -> Any:
-        half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch))
-        return CASES["remat"].loss(*half).astype(jnp.float32)
-
-    assert_close(*after_rings(in_half), 2e-3)
 
 
 @pytest.mark.usefixtures("torus")
@@ -390,13 +371,11 @@ WHOLE = {
     "leaf by leaf": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.05, momentum=0.9)),
     "global arrays": across_leaves(0.01),
 }
-SCALED = {"accumulate_steps": 2, "loss_scale": crossshard.DynamicLossScale(64.0)}
-WATCHED = {"nonfinite": "skip", "metrics": ["noise_scale", "grad_norm"], "accumulate_steps": 2}
 
 
-@pytest.mark.parametrize("options", deep_but([SCALED], [SCALED, WATCHED]), ids=str)
 @pytest.mark.parametrize("how", WHOLE)
-def test_an_optimizer_that_needs_whole_arrays_gets_the_same_gradients(how: str, options: Any):
+def test_an_optimizer_that_needs_whole_arrays_gets_the_same_gradients(how: str):
+    options = {"accumulate_steps": 2, "loss_scale": crossshard.DynamicLossScale(64.0)}
     step = step_of("parts", scan_loss, WHOLE[how], **options)
     same_as_one_device(step, scan_loss, WHOLE[how])
     assert how in step.describe()

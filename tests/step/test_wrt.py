@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,22 +153,6 @@ def test_a_loss_that_writes_a_frozen_parameter_is_refused():
     step = sgd_step(loss, 0.1, 2, wrt=nnx.LoRAParam, loss_over="shard")
     with pytest.raises(VariableError, match=r"wrote to an nnx\.Param"):
         step(step.init(Lora()), BATCH[:, :4])
-
-
-@pytest.mark.deep
-def test_an_equinox_module():
-    model = eqx.nn.MLP(64, 64, 64, 2, key=jax.random.key(0))
-    loss = lambda model, batch: (jax.vmap(model)(batch) ** 2).mean()
-    of_last = lambda path, leaf: jax.tree_util.keystr(path[:2]) == ".layers[2]"
-    step = sgd_step(loss, 0.1, 8, wrt=of_last)
-    state, _ = step(step.init(model), BATCH)
-    trained = step.model(state)
-    gradient = eqx.filter_grad(loss)(model, BATCH)
-    for place, layer in enumerate(trained.layers):
-        rate = 0.1 if place == 2 else 0.0
-        before, slope = model.layers[place], gradient.layers[place]
-        np.testing.assert_allclose(layer.weight, before.weight - rate * slope.weight, atol=1e-6)
-        np.testing.assert_allclose(layer.bias, before.bias - rate * slope.bias, atol=1e-6)
 
 
 def test_a_filter_of_modules():
