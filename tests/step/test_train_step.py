@@ -10,44 +10,13 @@ import pytest
 
 import crossshard
 from crossshard import make_train_step
+from tests.harness import BATCHES, LINEAR, mlp
 from tests.quick import deep, deep_but
 from tests.step.common import assert_close, on_one_device, sgd_step, train
 
-STEPS = 5
-ROWS = 24
 
-
-_rng = np.random.default_rng(7)
-_shift = np.linspace(-1, 1, ROWS)[:, None]
-XS = np.float32(_rng.normal(size=(STEPS, ROWS, 40)) + _shift)
-YS = np.float32(_rng.normal(size=(STEPS, ROWS, 3)) + 2 * _shift)
-START = {
-    "first": {
-        "kernel": np.float32(_rng.normal(size=(40, 64)) / 8),
-        "bias": np.zeros(64, np.float32),
-    },
-    "second": {
-        "kernel": np.float32(_rng.normal(size=(64, 33)) / 8),
-        "bias": np.float32(_rng.normal(size=33) / 8),
-    },
-    "last": np.float32(_rng.normal(size=(33, 3)) / 8),
-    "scale": np.float32(0.5),
-}
-
-
-def loss_fn(params: Any, batch: Any) -> jax.Array:
-    hidden = batch["x"]
-    for layer in (params["first"], params["second"]):
-        hidden = jnp.tanh(hidden @ layer["kernel"] + layer["bias"])
-    return ((params["scale"] * hidden @ params["last"] - batch["y"]) ** 2).mean()
-
-
-def batches(rows: Any = slice(None)) -> list[dict[str, np.ndarray]]:
-    return [{"x": x[rows], "y": y[rows]} for x, y in zip(XS, YS, strict=True)]
-
-
-def trained_by(step: Any, params: Any = START) -> Any:
-    return train(step, step.init(params), batches())
+def trained_by(step: Any) -> Any:
+    return train(step, step.init(LINEAR), BATCHES)
 
 
 def _delayed_sgd(learning_rate: float) -> optax.GradientTransformation:
@@ -66,63 +35,44 @@ RULES = {"loss": optax.polyak_sgd(0.5), "gradient from its state": _delayed_sgd(
 def test_a_rule_that_reads_more_than_the_gradient_steps_as_one_device(
     reads: str, weight_update: str
 ):
-    step = make_train_step(loss_fn, RULES[reads], num_shards=8, weight_update=weight_update)
+    step = make_train_step(mlp, RULES[reads], num_shards=8, weight_update=weight_update)
     state = step.unshard(trained_by(step))
-    want = on_one_device(loss_fn, RULES[reads], START, batches(), needs_value=reads == "loss")
+    want = on_one_device(mlp, RULES[reads], LINEAR, BATCHES, needs_value=reads == "loss")
     assert_close((state.params, state.opt_state.inner_state), want, 1e-5)
-    assert int(state.step) == STEPS
-
-
-@pytest.mark.parametrize("weight_update", [deep("replicated"), "sharded"])
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), deep(optax.adamw(0.01, eps=1e-4))])
-def test_each_group_steps_as_it_would_alone(optimizer: Any, weight_update: str):
-    groups = [[5, 0], [1, 7], [2, 3], [6, 4]]
-    opt = crossshard.CrossShardOptimizer(optimizer, group_assignment=groups)
-    step = make_train_step(loss_fn, opt, num_shards=8, weight_update=weight_update)
-    assert f"weight update {weight_update}" in _described(step)
-    state = step.unshard(trained_by(step))
-    of_shard = np.arange(ROWS).reshape(8, -1)
-    for group in groups:
-        want = on_one_device(loss_fn, optimizer, START, batches(of_shard[group].ravel()))
-        for shard in group:
-            own = jax.tree.map(
-                lambda x, shard=shard: x[shard], (state.params, state.opt_state.inner_state)
-            )
-            assert_close(own, want, 2e-6)
-            assert_close(step.model(state, shard=shard), own[0], 0)
+    assert int(state.step) == len(BATCHES)
 
 
 def _described(step: Any) -> str:
-    step.abstract_init(START)
+    step.abstract_init(LINEAR)
     return step.describe()
 
 
 def test_groups_of_a_rule_that_is_not_elementwise_are_refused_when_sharded():
     clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
     opt = crossshard.CrossShardOptimizer(clipped, group_assignment=[[0, 1], [2, 3]])
-    auto = make_train_step(loss_fn, opt, num_shards=4)
+    auto = make_train_step(mlp, opt, num_shards=4)
     assert "weight update replicated" in _described(auto)
-    step = make_train_step(loss_fn, opt, num_shards=4, weight_update="sharded")
+    step = make_train_step(mlp, opt, num_shards=4, weight_update="sharded")
     with pytest.raises(crossshard.errors.WeightUpdateError, match=r"not elementwise: reduce_sum"):
-        step.init(START)
+        step.init(LINEAR)
 
 
 # What lies where.
 
 
 def test_the_users_arrays_are_copied_and_the_states_buffers_used_again():
-    params = jax.tree.map(jnp.asarray, START)
-    step = make_train_step(loss_fn, optax.adam(0.1), num_shards=8, weight_update="sharded")
+    params = jax.tree.map(jnp.asarray, LINEAR)
+    step = make_train_step(mlp, optax.adam(0.1), num_shards=8, weight_update="sharded")
     before = step.init(params)
     whole = step.unshard(before)
-    after, _ = step(before, batches()[0])
+    after, _ = step(before, BATCHES[0])
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.opt_state)))
     for tree in (params, whole, after):
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
-    assert_close(whole.params, START, 0)
+    assert_close(whole.params, LINEAR, 0)
     # A rule may keep the parameters, of which it has a copy.
     kept = optax.GradientTransformation(lambda params: params, lambda g, s, _=None: (g, s))
-    trained_by(make_train_step(loss_fn, kept, num_shards=2, weight_update="sharded"))
+    trained_by(make_train_step(mlp, kept, num_shards=2, weight_update="sharded"))
 
 
 # Leaves of every kind.
@@ -233,24 +183,24 @@ def test_it_is_traced_and_compiled_by_the_first_call_alone():
     def counted(params: Any, batch: Any) -> jax.Array:
         nonlocal count
         count += 1
-        return loss_fn(params, batch)
+        return mlp(params, batch)
 
     step = make_train_step(counted, optax.adam(0.1), num_shards=8, weight_update="sharded")
-    state, _ = step(step.init(START), batches()[0])
+    state, _ = step(step.init(LINEAR), BATCHES[0])
     # Once to compile it; and with as many rows as the batch has, for the proof.
     assert count == 2
     trained_by(step)
-    step(state, batches()[1])
+    step(state, BATCHES[1])
     assert count == 2
 
 
 def test_it_is_lowered_for_types_as_for_arrays():
-    step = make_train_step(loss_fn, optax.adam(0.1), num_shards=8, weight_update="sharded")
-    abstract, state = step.abstract_init(START), step.init(START)
+    step = make_train_step(mlp, optax.adam(0.1), num_shards=8, weight_update="sharded")
+    abstract, state = step.abstract_init(LINEAR), step.init(LINEAR)
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
     for one, other in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
         assert (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
-    batch = batches()[0]
+    batch = BATCHES[0]
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     assert step.lower(abstract, types).as_text() == step.lower(state, batch).as_text()
 
@@ -267,11 +217,11 @@ def test_it_is_lowered_for_the_batch_as_it_will_be_padded():
 
 
 def test_a_step_may_be_scanned():
-    step = make_train_step(loss_fn, optax.adam(0.1), num_shards=8, weight_update="sharded")
-    state = step.init(START)
-    stacked = {"x": jnp.asarray(XS), "y": jnp.asarray(YS)}
+    step = make_train_step(mlp, optax.adam(0.1), num_shards=8, weight_update="sharded")
+    state = step.init(LINEAR)
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *BATCHES)
     state, _ = jax.jit(lambda s, b: jax.lax.scan(step, s, b))(state, stacked)
-    step = make_train_step(loss_fn, optax.adam(0.1), num_shards=8, weight_update="sharded")
+    step = make_train_step(mlp, optax.adam(0.1), num_shards=8, weight_update="sharded")
     assert_close(state.params, jax.device_get(trained_by(step).params), 2e-6)
 
 
