@@ -22,8 +22,10 @@ from crossshard.errors import (
     WeightUpdateError,
 )
 from crossshard.tools.planning.topology import topology
+from tests.optimizers.table import across_leaves
 from tests.quick import deep, deep_but
 from tests.step import common
+from tests.step.common import sgd_step
 
 ROWS = 24
 OPTIMIZERS = {"sgd": optax.sgd(0.1), "adam": optax.adam(1e-2, eps=1e-3)}
@@ -104,32 +106,6 @@ def test_one_two_and_eight_shards_have_the_same_bits_and_those_of_one_device_nea
     near(found[0][0], on_one_device(loss_fn, EVERY[name]))
 
 
-@pytest.mark.deep
-def test_many_leaves_may_all_be_dealt_out_whole():
-    def loss(params: Any, batch: Any) -> Any:
-        x = batch["x"][:, :32]
-        for each in params:
-            x = jnp.tanh(x @ each)
-        return (x**2).mean()
-
-    rng, found = np.random.default_rng(0), []
-    params = list(rng.normal(size=(24, 32, 32)).astype(np.float32) / 6)
-    for shards in (1, 8):
-        step = crossshard.make_train_step(
-            loss,
-            optax.contrib.muon(0.01),
-            num_shards=shards,
-            virtual_shards=8,
-            weight_update="sharded",
-        )
-        state = step.init(params)
-        for seed in range(3):
-            state, _ = step(state, batch_of(seed))
-        found.append(jax.device_get(state.params))
-    assert "updated whole on one shard each" in step.describe()
-    assert sha(found[0]) == sha(found[1])
-
-
 def test_norms_are_added_piece_by_piece_and_only_what_cannot_be_cut_is_whole():
     step = crossshard.make_train_step(
         loss_fn, EVERY["clip, sgd"], num_shards=4, virtual_shards=8, weight_update="sharded"
@@ -182,7 +158,7 @@ def test_each_part_has_the_keys_state_and_aux_of_a_shard():
     found = []
     for shards, virtual in ((8, None), (2, 8)):
         options |= {} if virtual is None else {"virtual_shards": virtual}
-        step = crossshard.make_train_step(noisy, optax.sgd(0.1), num_shards=shards, **options)
+        step = sgd_step(noisy, 0.1, shards, **options)
         before = {"mean": jnp.zeros(64), "count": jnp.int32(0)}
         state = step.init(params_of(), rng=3, model_state=before)
         for seed in range(2):
@@ -197,13 +173,7 @@ def test_each_part_has_the_keys_state_and_aux_of_a_shard():
 
 @pytest.mark.parametrize(("shards", "virtual", "nodes"), [(4, 8, 1), (2, 6, 3)])
 def test_bytes_are_those_of_an_all_reduce_times_the_odd_part(shards: int, virtual: int, nodes: int):
-    step = crossshard.make_train_step(
-        loss_fn,
-        optax.sgd(0.1),
-        num_shards=shards,
-        virtual_shards=virtual,
-        weight_update="replicated",
-    )
+    step = sgd_step(loss_fn, 0.1, shards, virtual_shards=virtual, weight_update="replicated")
     lowered = step.lower(step.abstract_init(params_of()), batch_of(0))
     report = crossshard.inspect(lowered)
     # With the loss, padded.
@@ -218,26 +188,12 @@ def test_bytes_are_those_of_an_all_reduce_times_the_odd_part(shards: int, virtua
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (optax.sgd(0.1), {"weight_update": "replicated"}),
-        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), {"params": "sharded"}),
-    ],
-    ids=["sgd", "clip"],
-)
-def test_tpus_exchange_slices_and_sum_nothing_large(optimizer: Any, options: dict[str, Any]):
+def test_tpus_exchange_slices_and_sum_nothing_large():
     pytest.importorskip("libtpu")
     mesh = topology("v5e:2x4").mesh({"shards": 8})
-    step = crossshard.make_train_step(loss_fn, optimizer, mesh=mesh, virtual_shards=16, **options)
-    params = {
-        "a": jax.ShapeDtypeStruct((64, 4096), "float32"),
-        "b": jax.ShapeDtypeStruct((4096,), "float32"),
-    }
-    rows = {
-        "x": jax.ShapeDtypeStruct((64, 64), "float32"),
-        "y": jax.ShapeDtypeStruct((64,), "float32"),
-    }
+    step = crossshard.make_train_step(loss_fn, EVERY["clip, sgd"], mesh=mesh, virtual_shards=16)
+    typed = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+    params, rows = {"a": typed(64, 4096), "b": typed(4096)}, {"x": typed(64, 64), "y": typed(64)}
     lowered = step.lower(step.abstract_init(params), rows)
     assert crossshard.inspect(lowered).ratio == pytest.approx(1, rel=0.05)
     assert re.search(r" all-to-all(-start)?\(", lowered.compile().as_text())
@@ -286,19 +242,17 @@ def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(
 )
 def test_a_number_that_is_none_is_refused(number: Any, error: Any, says: str):
     with pytest.raises(error, match=re.escape(says)):
-        crossshard.make_train_step(loss_fn, optax.sgd(0.1), num_shards=4, virtual_shards=number)
+        sgd_step(loss_fn, 0.1, 4, virtual_shards=number)
 
 
-@pytest.mark.parametrize("options", [{"weight_update": "sharded"}, {"params": "sharded"}], ids=str)
-def test_an_update_that_reads_all_leaves_at_once_is_not_sharded(options: dict[str, Any]):
-    from tests.optimizers.table import across_leaves
-
+def test_an_update_that_reads_all_leaves_at_once_is_not_sharded():
     make = functools.partial(
         crossshard.make_train_step, loss_fn, across_leaves(0.1), num_shards=4, virtual_shards=8
     )
     says = r"not depend on the number of shards, and .* neither elementwise nor leaf by leaf"
-    with pytest.raises(WeightUpdateError, match=says):
-        make(**options).init({"a": jnp.zeros((64, 48)), "b": jnp.zeros((48, 64))})
+    for options in ({"weight_update": "sharded"}, {"params": "sharded"}):
+        with pytest.raises(WeightUpdateError, match=says):
+            make(**options).init({"a": jnp.zeros((64, 48)), "b": jnp.zeros((48, 64))})
     step = make()
     step.abstract_init({"a": jnp.zeros((1024, 256)), "b": jnp.zeros((256, 1024))})
     assert "update on every shard" in str(step)
@@ -306,38 +260,27 @@ def test_an_update_that_reads_all_leaves_at_once_is_not_sharded(options: dict[st
 
 def test_a_loss_that_names_the_axis_is_refused():
     loss = lambda params, batch: jax.lax.pmean(loss_fn(params, batch), "shards")
-    step = crossshard.make_train_step(
-        loss, optax.sgd(0.1), num_shards=4, virtual_shards=8, loss_over="shard"
-    )
+    step = sgd_step(loss, 0.1, 4, virtual_shards=8, loss_over="shard")
     with pytest.raises(AxisError, match="The loss names the shard axis 'shards'"):
         step(step.init(params_of()), batch_of(0))
 
 
 def test_a_loss_that_is_no_mean_over_rows_is_refused_on_one_shard_too():
     loss = lambda params, batch: loss_fn(params, batch | {"x": batch["x"] - batch["x"].mean(0)})
-    step = crossshard.make_train_step(loss, optax.sgd(0.1), num_shards=1, virtual_shards=8)
+    step = sgd_step(loss, 0.1, 1, virtual_shards=8)
     with pytest.raises(LossError):
         step(step.init(params_of()), batch_of(0))
 
 
 def test_a_module_with_state_of_each_shard_is_refused():
     model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
-    step = crossshard.make_train_step(
-        lambda model, x: model(x).mean(), optax.sgd(0.1), num_shards=4, virtual_shards=8
-    )
+    step = sgd_step(lambda model, x: model(x).mean(), 0.1, 4, virtual_shards=8)
     with pytest.raises(ArgumentError, match="Each shard keeps its own variables"):
         step.init(model)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_rows_that_do_not_divide_over_virtual_shards_are_refused(microbatches: int):
-    step = crossshard.make_train_step(
-        loss_fn,
-        optax.sgd(0.1),
-        num_shards=2,
-        virtual_shards=8,
-        accumulate_steps=microbatches,
-    )
+def test_rows_that_do_not_divide_over_virtual_shards_are_refused():
+    step = sgd_step(loss_fn, 0.1, 2, virtual_shards=8, accumulate_steps=2)
     with pytest.raises(ArgumentError, match="12 rows, which do not divide evenly over 8 virtual"):
         step(step.init(params_of()), batch_of(0, 12))
     # What lies on the devices already was not looked at.
