@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -95,25 +94,6 @@ def test_a_model_split_over_the_model_axis_follows_one_device(name: str):
         whole = NamedSharding(mesh, spec)
         for kept in (state.params[key], step.model(state)[key]):
             assert kept.sharding.is_equivalent_to(whole, kept.ndim), key
-
-
-def test_a_checkpoint_goes_on_with_another_split():
-    optimizer = OPTIMIZERS["adamw"]()
-    step = step_of(language, optimizer, mesh_of(4, 2))
-    state = train(step, step.init(placed(mesh_of(4, 2), LANGUAGE, OF_LANGUAGE)), TOKENS[:8])
-    saved = step.unshard(state)
-    _, plain = on_one_device(language, optimizer, LANGUAGE, TOKENS[:8])
-    assert_close(saved.opt_state.inner_state, plain, 1e-5)
-    # As a file would return it: numbers, without devices.
-    leaves, tree = jax.tree.flatten(saved)
-    saved = tree.unflatten(map(np.asarray, leaves))
-    for sizes, start, stop in [((2, 4), 8, 14), ((8, 1), 14, 20)]:
-        other = step_of(language, optimizer, mesh_of(*sizes))
-        state = other.reshard(saved)
-        state = train(other, state, TOKENS[start:stop])
-        assert other._program._compiled._cache_size() == 1
-        saved = other.unshard(state)
-    assert_close(state.params, on_one_device(language, optimizer, LANGUAGE, TOKENS)[0], 1e-5)
 
 
 # A network of two matrices, whose blocks are too large to share a bucket with the loss.
@@ -233,27 +213,6 @@ def test_a_preprocessor_and_weights_see_whole_tensors():
         assert len({float(noise.sum()) for noise in metrics["aux"]}) == 4
     assert_close(state.params, params, 1e-6)
     assert state.opt_state.preprocess[1].trace["up"].sharding.spec == P("data", None, "model")
-
-
-def test_an_nnx_module_stays_split():
-    class Network(nnx.Module):
-        def __init__(self, up: jax.Array, down: jax.Array):
-            self.up, self.down = nnx.Param(up), nnx.Param(down)
-            self.largest = nnx.Variable(jnp.zeros(()))
-
-    def loss(model: Any, x: Any) -> Any:
-        model.largest[...] = jnp.maximum(model.largest[...], jnp.abs(x).max())
-        return network({"up": model.up[...], "down": model.down[...]}, x)
-
-    mesh, optimizer = mesh_of(4, 2), OPTIMIZERS["sgd"]()
-    step = step_of(loss, optimizer, mesh)
-    state = train(step, step.init(Network(**placed(mesh, PARAMS, SPLIT))), BATCHES)
-    after = step.model(state)
-    want, _ = on_one_device(network, optimizer, PARAMS, BATCHES)
-    assert_close({name: getattr(after, name)[...] for name in SPLIT}, want, 1e-6)
-    assert after.up[...].sharding.spec == P(None, "model")
-    largest = jnp.abs(BATCHES).reshape(4, 4, -1).max((0, 2))
-    np.testing.assert_array_equal(jax.tree.leaves(state.model_state), [largest])
 
 
 def test_what_it_says():
