@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -42,9 +41,6 @@ BLIND = {
 }
 SEEING = {
     "a mask": masked,
-    "in jit": jax.jit(masked),
-    "in remat": jax.checkpoint(masked),
-    "where": lambda w, batch: jnp.mean(((batch["x"] @ w) ** 2).mean(-1), where=batch["mask"] > 0),
     "a branch": lambda w, batch: jax.lax.cond(
         batch["mask"].sum() > 0, lambda: masked(w, batch), lambda: 0.0
     ),
@@ -66,14 +62,11 @@ def test_a_loss_that_does_not_read_the_weight_is_refused(name: str):
         step(step.init(W), batch_of(np.ones(17)))
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [*((name, 17) for name in SEEING if name != "in remat"), deep(("in remat", 1))],
-)
-def test_shards_of_unequal_weight_step_as_one_device(name: str, rows: int):
+@pytest.mark.parametrize("name", SEEING)
+def test_shards_of_unequal_weight_step_as_one_device(name: str):
     # Of 17 rows over 8 shards some get 3, one 2 and some none, whose loss is 0/0. The first row
     # counts: what is padded has copies of it.
-    batch = batch_of(np.arange(rows) % 3 != 1)
+    batch = batch_of(np.arange(17) % 3 != 1)
     step = sgd_step(SEEING[name], 0.1, 8, weight="mask")
     state, metrics = step(step.init(W), batch)
     expected, _ = on_one_device(SEEING[name], optax.sgd(0.1), W, [batch])
