@@ -63,6 +63,7 @@ def test_two_axes_step_as_one_device_and_each_shard_has_a_slice():
 def test_shards_that_vmap_simulates():
     opt = CrossShardOptimizer(MOMENTUM, weight_update="sharded")
 
+    @jax.jit
     @functools.partial(jax.vmap, axis_name="x", in_axes=(None, 1))
     def train(params: Any, xs: jax.Array) -> Any:
         state = opt.init(params)

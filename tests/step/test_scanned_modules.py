@@ -73,8 +73,9 @@ def test_nnx_layers(mode: str):
     state = train(step, step.init(Stack()), BATCHES)
     model = Stack()
     plain = nnx.Optimizer(model, SGD, wrt=nnx.Param)
+    gradient = nnx.jit(nnx.grad(of_module))
     for batch in BATCHES:
-        plain.update(model, nnx.grad(of_module)(model, batch))
+        plain.update(model, gradient(model, batch))
     got, want = (nnx.to_pure_dict(nnx.state(each)) for each in (step.model(state), model))
     assert_close(got, want)
     assert in_loop(step, Stack()) == EXPECTED[mode]
