@@ -167,13 +167,22 @@ def test_a_batch_of_which_nothing_counts_changes_nothing(options: dict[str, Any]
         assert float(metrics["terms"]["tokens"]) == 0
 
 
-def test_groups_count_their_own_rows() -> None:
-    opt = CrossShardOptimizer(optax.sgd(RATE), group_assignment=[[0, 1], [2, 3]])
-    step = make_train_step(several, opt, num_shards=4)
+@pytest.mark.parametrize(
+    ("groups", "options", "rows"), [([[0, 1], [2, 3]], {}, 12), deep((None, {"sync_every": 4}, 6))]
+)
+def test_groups_and_workers_count_their_own_rows(groups: Any, options: Any, rows: int) -> None:
+    opt = CrossShardOptimizer(SGD, group_assignment=groups)
+    step = make_train_step(several, opt, num_shards=4, **options)
     state = train(step, step.init(W), BATCHES)
-    for shard, rows in ((0, slice(12)), (3, slice(12, 24))):
-        own = [jax.tree.map(lambda x, rows=rows: x[rows], batch) for batch in BATCHES]
+    for shard, where in ((0, slice(rows)), (3, slice(ROWS - rows, ROWS))):
+        own = [jax.tree.map(lambda x, where=where: x[where], batch) for batch in BATCHES]
         assert_close(step.model(state, shard=shard), on_one(several, own))
+
+
+@pytest.mark.deep
+def test_the_bits_do_not_depend_on_the_number_of_shards() -> None:
+    steps = [sgd_step(several, RATE, number, virtual_shards=8) for number in (1, 8)]
+    assert_same(*(step.model(train(step, step.init(W), BATCHES * 3)) for step in steps))
 
 
 def test_aux_and_model_state_are_as_beside_a_number() -> None:

@@ -103,6 +103,17 @@ def _in_16_bits(h: Any, layers: Any) -> Any:
     return scanned(h, {"w": w, "b": layers["b"]}, body)
 
 
+def _converted_twice(h: Any, layers: Any) -> Any:
+    """Converts the weights in each of two places of a turn, and nothing else."""
+
+    def body(h: Any, p: Any) -> Any:
+        once = h.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)
+        twice = jnp.tanh(once) @ p["w"].astype(jnp.bfloat16)
+        return h + 0.5 * jnp.tanh(twice.astype(h.dtype) + p["b"])
+
+    return scanned(h, layers, body)
+
+
 def _converted_in_turn(h: Any, layers: Any) -> Any:
     """Converts the weights of each turn."""
     w = jnp.bfloat16
@@ -112,7 +123,7 @@ def _converted_in_turn(h: Any, layers: Any) -> Any:
     return scanned(h, layers, body)
 
 
-@pytest.mark.parametrize("run", [_in_16_bits, deep(_converted_in_turn)])
+@pytest.mark.parametrize("run", [_in_16_bits, *map(deep, (_converted_twice, _converted_in_turn))])
 def test_what_is_used_in_16_bits_is_gathered_in_16_bits(run: Any):
     loss = through(run)
     step = in_parts(loss)

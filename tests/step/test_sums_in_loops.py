@@ -43,7 +43,7 @@ def same_as_one_device(step: Any, loss: Any, optimizer: Any = SGD, **given: Any)
     """The parameters after a few steps are those of plain Optax on the whole batch."""
     params, batches = given.get("params", PARAMS), given.get("batches", BATCHES)
     state = train(step, step.init(given.get("placed", params)), batches)
-    want, _ = on_one_device(loss, optimizer, params, given.get("whole", batches))
+    want, _ = on_one_device(loss, optimizer, params, batches)
     assert_close(state.params, want, given.get("atol", 1e-6))
 
 
@@ -122,24 +122,32 @@ def test_each_loss_trains_as_one_device_does(mode: str, name: str, request: pyte
 # Rings.
 
 
+def in_half(params: Any, batch: Any) -> Any:
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch))
+    return CASES["remat"].loss(*half).astype(jnp.float32)
+
+
 @pytest.mark.usefixtures("torus")
 @pytest.mark.parametrize(
-    "options",
+    ("loss", "options", "atol"),
     [
-        {"reduce_dtype": "bfloat16", "gather_dtype": "bfloat16"},
-        deep({"weight": lambda batch: batch["w"].sum(), "loss_over": "shard"}),
+        (scan_loss, {"reduce_dtype": "bfloat16", "gather_dtype": "bfloat16"}, 3e-4),
+        deep((scan_loss, {"weight": lambda batch: batch["w"].sum(), "loss_over": "shard"}, 1e-6)),
+        deep((scan_loss, {"accumulate_steps": 2}, 1e-6)),
+        deep((in_half, {}, 2e-3)),
     ],
-    ids=["16 bits", "weights"],
 )
-def test_options_do_in_rings_what_they_did(options: Any, monkeypatch: pytest.MonkeyPatch):
+def test_options_do_in_rings_what_they_did(
+    loss: Any, options: Any, atol: float, monkeypatch: pytest.MonkeyPatch
+):
     batches = [dict(each, w=np.repeat(np.float32([1, 0, 2, 1]), 6)) for each in BATCHES]
     found = []
     for in_rings in (True, False):
         name = "crossshard.shards.devices.sends_beside_products"
         monkeypatch.setattr(name, lambda mesh, is_so=in_rings: is_so)
-        step = step_of("parts", scan_loss, **options)
+        step = step_of("parts", loss, **options)
         found.append(train(step, step.init(PARAMS), batches).params)
-    assert_close(*found, 3e-4 if "reduce_dtype" in options else 1e-6)
+    assert_close(*found, atol)
 
 
 @pytest.mark.usefixtures("torus")
@@ -148,6 +156,9 @@ def test_a_step_says_what_goes_round():
     step.lower(step.abstract_init(PARAMS), BATCHES[0])
     text = f"gathered row by row in a loop of {LAYERS} turns, slice by slice beside their product"
     assert f"{text}, in float32: `layers/w`" in step.describe()
+    # Without a gradient there is nothing to send back.
+    step = step_of("parts", scan_loss, wrt=lambda path, _: "layers" not in str(path))
+    assert "all-reduce" not in {kind for kind, _, _ in sent(step)}
 
 
 @pytest.mark.usefixtures("torus")
