@@ -21,7 +21,7 @@ from crossshard.errors import (
     LossError,
     WeightUpdateError,
 )
-from crossshard.tools.planning.topology import topology
+from crossshard.tools.planning import topology
 from tests.optimizers.table import across_leaves
 from tests.quick import deep, deep_but
 from tests.step import common
