@@ -1,6 +1,5 @@
 """Steps on meshes with other axes than the shard axes, over which the model is split."""
 
-import itertools
 from typing import Any
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -98,26 +96,6 @@ def test_a_model_split_over_the_model_axis_follows_one_device(name: str):
             assert kept.sharding.is_equivalent_to(whole, kept.ndim), key
 
 
-@pytest.mark.parametrize("name", [deep("sgd"), "adamw", deep("adafactor")])
-def test_a_checkpoint_goes_on_with_another_split(name: str):
-    optimizer = OPTIMIZERS[name]()
-    step = step_of(language, optimizer, mesh_of(4, 2))
-    state = train(step, step.init(placed(mesh_of(4, 2), LANGUAGE, OF_LANGUAGE)), TOKENS[:8])
-    saved = step.unshard(state)
-    _, plain = on_one_device(language, optimizer, LANGUAGE, TOKENS[:8])
-    assert_close(saved.opt_state.inner_state, plain, 1e-5)
-    # As a file would return it: numbers, without devices.
-    leaves, tree = jax.tree.flatten(saved)
-    saved = tree.unflatten(map(np.asarray, leaves))
-    for sizes, start, stop in [((2, 4), 8, 14), ((8, 1), 14, 20)]:
-        other = step_of(language, optimizer, mesh_of(*sizes))
-        state = other.reshard(saved)
-        state = train(other, state, TOKENS[start:stop])
-        assert other._program._compiled._cache_size() == 1
-        saved = other.unshard(state)
-    assert_close(state.params, on_one_device(language, optimizer, LANGUAGE, TOKENS)[0], 1e-5)
-
-
 # A network of two matrices, whose blocks are too large to share a bucket with the loss.
 
 PARAMS = {"up": normal(64, 1024), "down": normal(1024, 64)}
@@ -149,14 +127,12 @@ def constrained(params: Any, x: Any) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("name", "update", "sizes"),
-    deep_but(
-        [
-            ("sgd", "replicated", (4, 2)),
-            ("sgd", "sharded", (2, 2, 2)),
-            ("adamw", "sharded", (4, 2)),
-        ],
-        itertools.product(["sgd", "adamw"], ["replicated", "sharded"], [(4, 2), (2, 2, 2)]),
-    ),
+    [
+        ("sgd", "replicated", (4, 2)),
+        ("sgd", "sharded", (2, 2, 2)),
+        ("adamw", "sharded", (4, 2)),
+        deep(("adamw", "replicated", (2, 2, 2))),
+    ],
 )
 def test_the_data_axes_carry_exactly_the_bound(name: str, update: str, sizes: tuple[int, ...]):
     mesh = mesh_of(*sizes)
@@ -183,15 +159,14 @@ def test_the_data_axes_carry_exactly_the_bound(name: str, update: str, sizes: tu
 
 
 @pytest.mark.parametrize("loss", [blockwise, constrained])
-@pytest.mark.parametrize("name", ["sgd", deep("lamb")])
-def test_a_loss_may_split_its_work_itself(name: str, loss: Any):
-    mesh, optimizer = mesh_of(4, 2), OPTIMIZERS[name]()
+def test_a_loss_may_split_its_work_itself(loss: Any):
+    mesh, optimizer = mesh_of(4, 2), OPTIMIZERS["sgd"]()
     step = step_of(loss, optimizer, mesh)
     state = train(step, step.init(placed(mesh, PARAMS, SPLIT)), BATCHES)
     assert_close(state.params, on_one_device(network, optimizer, PARAMS, BATCHES)[0], 1e-6)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", deep("adamw")])
 def test_groups_on_the_data_axis(name: str):
     mesh, inner, groups = mesh_of(4, 2), OPTIMIZERS[name](), [[0, 3], [1, 2]]
     step = step_of(network, CrossShardOptimizer(inner, group_assignment=groups), mesh)
@@ -240,52 +215,11 @@ def test_a_preprocessor_and_weights_see_whole_tensors():
     assert state.opt_state.preprocess[1].trace["up"].sharding.spec == P("data", None, "model")
 
 
-def test_an_nnx_module_stays_split():
-    class Network(nnx.Module):
-        def __init__(self, up: jax.Array, down: jax.Array):
-            self.up, self.down = nnx.Param(up), nnx.Param(down)
-            self.largest = nnx.Variable(jnp.zeros(()))
-
-    def loss(model: Any, x: Any) -> Any:
-        model.largest[...] = jnp.maximum(model.largest[...], jnp.abs(x).max())
-        return network({"up": model.up[...], "down": model.down[...]}, x)
-
-    mesh, optimizer = mesh_of(4, 2), OPTIMIZERS["sgd"]()
-    step = step_of(loss, optimizer, mesh)
-    state = train(step, step.init(Network(**placed(mesh, PARAMS, SPLIT))), BATCHES)
-    after = step.model(state)
-    want, _ = on_one_device(network, optimizer, PARAMS, BATCHES)
-    assert_close({name: getattr(after, name)[...] for name in SPLIT}, want, 1e-6)
-    assert after.up[...].sharding.spec == P(None, "model")
-    largest = jnp.abs(BATCHES).reshape(4, 4, -1).max((0, 2))
-    np.testing.assert_array_equal(jax.tree.leaves(state.model_state), [largest])
-
-
-def test_an_equinox_module_stays_split():
-    eqx = pytest.importorskip("equinox")
-    mesh, optimizer = mesh_of(4, 2), OPTIMIZERS["lamb"]()
-    whole = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0))
-    loss = lambda model, x: ((jax.vmap(model)(x) - x) ** 2).mean()
-    weights = lambda model: [layer.weight for layer in model.layers]
-    specs = [P("model"), P(None, "model")]
-    model = eqx.tree_at(weights, whole, placed(mesh, weights(whole), specs))
-    step = step_of(loss, optimizer, mesh)
-    state = train(step, step.init(model), BATCHES)
-    arrays, static = eqx.partition(whole, eqx.is_inexact_array)
-    of_arrays = lambda arrays, x: loss(eqx.combine(arrays, static), x)
-    want, _ = on_one_device(of_arrays, optimizer, arrays, BATCHES)
-    after = step.model(state)
-    assert_close(weights(after), weights(want), 1e-6)
-    assert [x.sharding.spec for x in weights(after)] == specs
-
-
-@pytest.mark.parametrize("own", [None, "data"])
-def test_what_it_says(own: str | None):
+def test_what_it_says():
     mesh = mesh_of(4, 2)
     # The optimizer may name the axis as well.
-    opt = CrossShardOptimizer(optax.adam(0.1), axis_name=own)
-    other = None if own else "data"
-    step = make_train_step(network, opt, mesh=mesh, axis_name=other, weight_update="sharded")
+    opt = CrossShardOptimizer(optax.adam(0.1), axis_name="data")
+    step = make_train_step(network, opt, mesh=mesh, weight_update="sharded")
     step.init(placed(mesh, PARAMS, SPLIT))
     assert step.describe().splitlines()[1:] == [
         "4 shards over data on the mesh (data: 4, model: 2); weight update sharded: the update is "

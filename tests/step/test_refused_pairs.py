@@ -71,97 +71,29 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reduction='sum'": {"optimizer": {"reduction": "sum"}},
     "incoming='local'": {"optimizer": {"incoming": "local"}},
 }
+_PARTS = ("params='sharded'", "gather_dtype='bfloat16'", "gather_dtype='int8'")
+_ROUNDS = ("reduce_dtype='bfloat16'", "reduce_dtype='int8'", AGGREGATOR)
+_OWN = ("nonfinite='quarantine'", "metrics='local_grad_norm'", "metrics='noise_scale'")
+_WORKERS = ("sync_every", "sync_streaming", "outer_optimizer")
 # As of the commit that wrote this test: whatever says so, these have to be refused.
 REFUSED: dict[str, list[str]] = {
     "loss_over='batch'": [
-        "virtual_shards",
-        "sync_every",
-        "sync_streaming",
-        "outer_optimizer",
-        "gather_dtype='int8'",
-        "reduce_dtype='bfloat16'",
-        "reduce_dtype='int8'",
-        "aggregator",
-        "nonfinite='quarantine'",
-        "metrics='local_grad_norm'",
-        "metrics='noise_scale'",
-        "weight='mask'",
-        "weight=function",
-        "aux_reduction='per_shard'",
-        "model_state='per_shard'",
-        "preprocess",
-        "group_assignment",
-        "reduction='sum'",
+        *("virtual_shards", *_WORKERS, "gather_dtype='int8'", *_ROUNDS, *_OWN),
+        *("weight='mask'", "weight=function", "aux_reduction='per_shard'"),
+        *("model_state='per_shard'", "preprocess", "group_assignment", "reduction='sum'"),
     ],
     "virtual_shards": [
-        "sync_every",
-        "sync_streaming",
-        "outer_optimizer",
-        "gather_dtype='bfloat16'",
-        "gather_dtype='int8'",
-        "reduce_dtype='bfloat16'",
-        "reduce_dtype='int8'",
-        "aggregator",
-        "nonfinite='quarantine'",
-        "metrics='local_grad_norm'",
-        "metrics='noise_scale'",
-        "model_state='per_shard'",
-        "mesh",
-        "preprocess",
-        "group_assignment",
+        *(*_WORKERS, "gather_dtype='bfloat16'", "gather_dtype='int8'", *_ROUNDS, *_OWN),
+        *("model_state='per_shard'", "mesh", "preprocess", "group_assignment"),
     ],
-    "sync_every": [
-        "params='sharded'",
-        "gather_dtype='bfloat16'",
-        "gather_dtype='int8'",
-        "master_dtype",
-        "ema",
-    ],
-    "sync_streaming": [
-        "params='sharded'",
-        "gather_dtype='bfloat16'",
-        "gather_dtype='int8'",
-        "master_dtype",
-        "ema",
-    ],
-    "outer_optimizer": [
-        "params='sharded'",
-        "gather_dtype='bfloat16'",
-        "gather_dtype='int8'",
-        "master_dtype",
-        "ema",
-    ],
-    "params='sharded'": [
-        "weight_update='replicated'",
-        "group_assignment",
-    ],
-    "gather_dtype='bfloat16'": [
-        "weight_update='replicated'",
-        "group_assignment",
-    ],
-    "gather_dtype='int8'": [
-        "weight_update='replicated'",
-        "group_assignment",
-    ],
-    "reduce_dtype='bfloat16'": [
-        "aggregator",
-    ],
-    "reduce_dtype='int8'": [
-        "aggregator",
-    ],
-    "loss_scale": [
-        "nonfinite='raise'",
-        "nonfinite='quarantine'",
-    ],
-    "nonfinite='quarantine'": [
-        "reduction='sum'",
-    ],
-    "weight='mask'": [
-        "reduction='sum'",
-    ],
-    "weight=function": [
-        "reduction='sum'",
-    ],
+    **{name: [*_PARTS, "master_dtype", "ema"] for name in _WORKERS},
+    **{name: ["weight_update='replicated'", "group_assignment"] for name in _PARTS},
+    **{name: [AGGREGATOR] for name in _ROUNDS[:2]},
+    "loss_scale": ["nonfinite='raise'", "nonfinite='quarantine'"],
+    **{
+        name: ["reduction='sum'"]
+        for name in ("nonfinite='quarantine'", "weight='mask'", "weight=function")
+    },
 }
 PAIRS = [(one, other) for one, others in REFUSED.items() for other in others]
 

@@ -22,7 +22,10 @@ from crossshard.errors import (
     WeightUpdateError,
 )
 from crossshard.tools.planning import topology
-from tests.quick import deep_but
+from tests.optimizers.table import across_leaves
+from tests.quick import deep, deep_but
+from tests.step import common
+from tests.step.common import sgd_step
 
 ROWS = 24
 OPTIMIZERS = {"sgd": optax.sgd(0.1), "adam": optax.adam(1e-2, eps=1e-3)}
@@ -54,6 +57,12 @@ def weighed(params: Any, batch: Any) -> Any:
     return (costs_of(params, batch) * batch["w"]).sum() / batch["w"].sum()
 
 
+def on_one_device(loss: Any, optimizer: Any, batches: Any = None) -> Any:
+    """Three steps without crossshard."""
+    batches = map(batch_of, range(3)) if batches is None else batches
+    return common.on_one_device(loss, optimizer, params_of(), batches)[0]
+
+
 def sha(tree: Any) -> str:
     return hashlib.sha256(
         b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))
@@ -78,88 +87,33 @@ def trained(
     return jax.device_get(step.model(state)), jax.device_get(metrics)
 
 
-def on_one_device(loss: Any, optimizer: Any, rows: int = ROWS, *, weights: bool = False) -> Any:
-    """Three steps in float64, without crossshard."""
-    with jax.enable_x64(True):
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params_of())
-        state = optimizer.init(params)
-        for seed in range(3):
-            batch = batch_of(seed, rows)
-            if weights:
-                batch["w"] = (np.arange(rows) % 3 > 0).astype(np.float32)
-            batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), batch)
-            updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
-            params = optax.apply_updates(params, updates)
-        return jax.device_get(params)
-
-
 def near(found: Any, wanted: Any) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), found, wanted)
 
 
-@pytest.mark.parametrize("name", deep_but(["sgd"], OPTIMIZERS))
-def test_one_and_eight_shards_have_the_same_bits_and_those_of_one_device_nearly(name: str):
-    optimizer = OPTIMIZERS[name]
-    found = [
-        trained(shards, optimizer=optimizer, virtual_shards=8, weight_update=update)
-        for shards, update in ((1, "replicated"), (2, "sharded"), (8, "replicated"))
-    ]
-    assert len({sha((params, metrics["loss"])) for params, metrics in found}) == 1
-    near(found[0][0], on_one_device(loss_fn, optimizer))
-
-
-# Dealt out whole, and with one norm of all leaves; with plain steps too.
-LEAF_BY_LEAF = {
-    "lamb": optax.lamb(1e-2, eps=1e-3),
+# Cut, or dealt out whole; with one norm of all leaves, and with plain steps too.
+EVERY = OPTIMIZERS | {
     "clip, sgd": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+    "lamb": optax.lamb(1e-2, eps=1e-3),
 }
 
 
-@pytest.mark.parametrize("name", deep_but(["clip, sgd"], LEAF_BY_LEAF))
-def test_an_update_that_is_dealt_out_has_the_bits_of_one_shard(name: str):
-    optimizer = LEAF_BY_LEAF[name]
-    ways = [
-        (1, {"weight_update": "replicated"}),
-        (2, {"weight_update": "sharded"}),
-        (8, {"params": "sharded"}),
-    ]
-    found = [trained(n, optimizer=optimizer, virtual_shards=8, **way) for n, way in ways]
+@pytest.mark.parametrize("name", deep_but(["sgd", "clip, sgd"], EVERY))
+def test_one_two_and_eight_shards_have_the_same_bits_and_those_of_one_device_nearly(name: str):
+    ways: list[Any] = [(1, {}), (2, {"weight_update": "sharded"}), (8, {"params": "sharded"})]
+    found = [trained(n, optimizer=EVERY[name], virtual_shards=8, **way) for n, way in ways]
     assert len({sha((params, metrics["loss"])) for params, metrics in found}) == 1
-    near(found[0][0], on_one_device(loss_fn, optimizer))
-
-
-def test_many_leaves_may_all_be_dealt_out_whole():
-    def loss(params: Any, batch: Any) -> Any:
-        x = batch["x"][:, :32]
-        for each in params:
-            x = jnp.tanh(x @ each)
-        return (x**2).mean()
-
-    rng, found = np.random.default_rng(0), []
-    params = list(rng.normal(size=(24, 32, 32)).astype(np.float32) / 6)
-    for shards in (1, 8):
-        step = crossshard.make_train_step(
-            loss,
-            optax.contrib.muon(0.01),
-            num_shards=shards,
-            virtual_shards=8,
-            weight_update="sharded",
-        )
-        state = step.init(params)
-        for seed in range(3):
-            state, _ = step(state, batch_of(seed))
-        found.append(jax.device_get(state.params))
-    assert "updated whole on one shard each" in step.describe()
-    assert sha(found[0]) == sha(found[1])
+    near(found[0][0], on_one_device(loss_fn, EVERY[name]))
 
 
 def test_norms_are_added_piece_by_piece_and_only_what_cannot_be_cut_is_whole():
     step = crossshard.make_train_step(
-        loss_fn, LEAF_BY_LEAF["clip, sgd"], num_shards=4, virtual_shards=8, weight_update="sharded"
+        loss_fn, EVERY["clip, sgd"], num_shards=4, virtual_shards=8, weight_update="sharded"
     )
     params = {"a": jnp.zeros((64, 512)), "b": jnp.zeros(512), "odd": jnp.zeros(1027)}
     lowered = step.lower(step.abstract_init(params), batch_of(0))
     text = step.describe()
+    assert "mean over all shards as 8 virtual shards, added in a fixed order" in text
     assert "updated element by element, a slice on each shard: `a`" in text
     assert "whole on one shard each, since it has no axis that divides by 8: `odd`" in text
     assert "updated on every shard: `b`" in text
@@ -167,28 +121,23 @@ def test_norms_are_added_piece_by_piece_and_only_what_cannot_be_cut_is_whole():
     assert crossshard.inspect(lowered).ratio == pytest.approx(1, abs=0.1)
 
 
-def test_without_it_the_bits_differ():
-    assert sha(trained(1)[0]) != sha(trained(8)[0])
-
-
-@pytest.mark.parametrize("name", deep_but(["sgd"], OPTIMIZERS))
-@pytest.mark.parametrize("shards", deep_but([4], [1, 2, 3, 4, 6]))
-def test_an_odd_part_is_added_in_the_same_order(name: str, shards: int):
-    options = {"optimizer": OPTIMIZERS[name], "virtual_shards": 12, "params": "sharded"}
+@pytest.mark.parametrize("shards", [deep(3), 4, deep(6)])
+def test_an_odd_part_is_added_in_the_same_order(shards: int):
+    options: dict[str, Any] = {"virtual_shards": 12, "params": "sharded"}
     found, _ = trained(shards, **options)
     assert sha(found) == sha(trained(2, **options)[0])
-    near(found, on_one_device(loss_fn, OPTIMIZERS[name]))
+    near(found, on_one_device(loss_fn, OPTIMIZERS["sgd"]))
 
 
-@pytest.mark.parametrize("name", deep_but(["sgd"], OPTIMIZERS))
-def test_weights_count_and_padding_divides_over_virtual_shards(name: str):
-    optimizer, rows = OPTIMIZERS[name], 21
-    options = {"loss": weighed, "optimizer": optimizer, "rows": rows, "weight": "w"}
+def test_weights_count_and_padding_divides_over_virtual_shards():
+    options: dict[str, Any] = {"loss": weighed, "rows": 21, "weight": "w"}
     options |= {"virtual_shards": 8, "accumulate_steps": 2}
     found = [trained(shards, **options) for shards in (1, 4)]
     assert sha(found[0]) == sha(found[1])
     assert found[0][1]["weight"] == 14
-    near(found[0][0], on_one_device(weighed, optimizer, rows, weights=True))
+    weights = (np.arange(21) % 3 > 0).astype(np.float32)
+    batches = [batch_of(seed, 21) | {"w": weights} for seed in range(3)]
+    near(found[0][0], on_one_device(weighed, OPTIMIZERS["sgd"], batches))
 
 
 def noisy(params: Any, state: Any, batch: Any, rng: Any) -> Any:
@@ -209,7 +158,7 @@ def test_each_part_has_the_keys_state_and_aux_of_a_shard():
     found = []
     for shards, virtual in ((8, None), (2, 8)):
         options |= {} if virtual is None else {"virtual_shards": virtual}
-        step = crossshard.make_train_step(noisy, optax.sgd(0.1), num_shards=shards, **options)
+        step = sgd_step(noisy, 0.1, shards, **options)
         before = {"mean": jnp.zeros(64), "count": jnp.int32(0)}
         state = step.init(params_of(), rng=3, model_state=before)
         for seed in range(2):
@@ -224,13 +173,7 @@ def test_each_part_has_the_keys_state_and_aux_of_a_shard():
 
 @pytest.mark.parametrize(("shards", "virtual", "nodes"), [(4, 8, 1), (2, 6, 3)])
 def test_bytes_are_those_of_an_all_reduce_times_the_odd_part(shards: int, virtual: int, nodes: int):
-    step = crossshard.make_train_step(
-        loss_fn,
-        optax.sgd(0.1),
-        num_shards=shards,
-        virtual_shards=virtual,
-        weight_update="replicated",
-    )
+    step = sgd_step(loss_fn, 0.1, shards, virtual_shards=virtual, weight_update="replicated")
     lowered = step.lower(step.abstract_init(params_of()), batch_of(0))
     report = crossshard.inspect(lowered)
     # With the loss, padded.
@@ -245,55 +188,32 @@ def test_bytes_are_those_of_an_all_reduce_times_the_odd_part(shards: int, virtua
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (optax.adam(0.1), {"weight_update": "replicated"}),
-        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), {"params": "sharded"}),
-        (optax.lamb(0.1), {"weight_update": "sharded"}),
-    ],
-    ids=["adam", "clip", "lamb"],
-)
-def test_tpus_exchange_slices_and_sum_nothing_large(optimizer: Any, options: dict[str, Any]):
+def test_tpus_exchange_slices_and_sum_nothing_large():
     pytest.importorskip("libtpu")
     mesh = topology("v5e:2x4").mesh({"shards": 8})
-    step = crossshard.make_train_step(loss_fn, optimizer, mesh=mesh, virtual_shards=16, **options)
-    params = {
-        "a": jax.ShapeDtypeStruct((64, 4096), "float32"),
-        "b": jax.ShapeDtypeStruct((4096,), "float32"),
-    }
-    rows = {
-        "x": jax.ShapeDtypeStruct((64, 64), "float32"),
-        "y": jax.ShapeDtypeStruct((64,), "float32"),
-    }
+    step = crossshard.make_train_step(loss_fn, EVERY["clip, sgd"], mesh=mesh, virtual_shards=16)
+    typed = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+    params, rows = {"a": typed(64, 4096), "b": typed(4096)}, {"x": typed(64, 64), "y": typed(64)}
     lowered = step.lower(step.abstract_init(params), rows)
     assert crossshard.inspect(lowered).ratio == pytest.approx(1, rel=0.05)
     assert re.search(r" all-to-all(-start)?\(", lowered.compile().as_text())
 
 
-def test_it_is_described():
-    step = crossshard.make_train_step(loss_fn, optax.sgd(0.1), num_shards=2, virtual_shards=8)
-    wanted = "mean over all shards as 8 virtual shards, added in a fixed order"
-    assert wanted in repr(step)
-    step.abstract_init(params_of())
-    assert wanted in step.describe()
-
-
 @pytest.mark.deep
-@pytest.mark.parametrize("update", ["replicated", "sharded"])
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "lamb", "muon"])
+@pytest.mark.parametrize(
+    ("optimizer", "update"),
+    [
+        (optax.sgd(0.1), "replicated"),
+        (EVERY["lamb"], "sharded"),
+        (optax.contrib.muon(1e-2), "sharded"),
+    ],
+    ids=["sgd", "lamb", "muon"],
+)
 def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(
-    name: str, update: str, tmp_path: Path
+    optimizer: Any, update: str, tmp_path: Path
 ):
-    others = {"lamb": LEAF_BY_LEAF["lamb"], "muon": optax.contrib.muon(1e-2)}
-    make = functools.partial(
-        crossshard.make_train_step,
-        loss_fn,
-        (OPTIMIZERS | others)[name],
-        virtual_shards=8,
-        ema=0.9,
-        weight_update=update,
-    )
+    options = {"virtual_shards": 8, "ema": 0.9, "weight_update": update}
+    make = functools.partial(crossshard.make_train_step, loss_fn, optimizer, **options)
     found = []
     for numbers in ([8] * 6, [8, 8, 2, 2, 4, 4]):
         folder = tmp_path / "-".join(map(str, numbers))
@@ -313,75 +233,26 @@ def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("number", "error", "says"),
     [
-        ({"virtual_shards": 2.0}, ArgumentTypeError, "virtual_shards must be an int"),
-        ({"virtual_shards": 0}, ArgumentError, "virtual_shards must be at least 1"),
-        ({"virtual_shards": 6}, ArgumentError, "there are 4. Pass a multiple of 4"),
-        ({"loss_over": "batch"}, ArgumentError, "Write loss_over='rows'"),
-        ({"reduce_dtype": "bfloat16"}, ArgumentError, "reduce_dtype='bfloat16' rounds"),
-        ({"reduce_dtype": "int8"}, ArgumentError, "reduce_dtype='int8' rounds"),
-        (
-            {"params": "sharded", "gather_dtype": "bfloat16"},
-            ArgumentError,
-            "gather_dtype='bfloat16' rounds",
-        ),
-        ({"sync_every": 2}, ArgumentError, "sync_every=2 lets each worker train alone"),
-        ({"nonfinite": "quarantine"}, ArgumentError, "Write nonfinite='skip'"),
-        (
-            {"metrics": "noise_scale"},
-            ArgumentError,
-            "metrics=['noise_scale'] is of each shard's own",
-        ),
+        (2.0, ArgumentTypeError, "virtual_shards must be an int"),
+        (0, ArgumentError, "virtual_shards must be at least 1"),
+        (6, ArgumentError, "there are 4. Pass a multiple of 4"),
     ],
-    ids=str,
 )
-def test_what_would_depend_on_the_number_of_shards_is_refused(
-    options: dict[str, Any], error: Any, says: str
-):
+def test_a_number_that_is_none_is_refused(number: Any, error: Any, says: str):
     with pytest.raises(error, match=re.escape(says)):
-        crossshard.make_train_step(
-            loss_fn, optax.sgd(0.1), num_shards=4, **{"virtual_shards": 8} | options
-        )
+        sgd_step(loss_fn, 0.1, 4, virtual_shards=number)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"group_assignment": [[0, 1], [2, 3]]}, {"preprocess": optax.clip_by_global_norm(1.0)}],
-    ids=lambda options: next(iter(options)),
-)
-def test_optimizers_for_which_shards_differ_are_refused(options: dict[str, Any]):
-    optimizer = crossshard.CrossShardOptimizer(optax.sgd(0.1), **options)
-    with pytest.raises(ArgumentError, match="not to depend on the number of shards"):
-        crossshard.make_train_step(loss_fn, optimizer, num_shards=4, virtual_shards=8)
-
-
-def test_one_state_for_each_shard_is_refused():
-    loss = lambda params, state, batch: (loss_fn(params, batch), state)
-    with pytest.raises(ArgumentError, match="Write model_state='mean'"):
-        crossshard.make_train_step(
-            loss, optax.sgd(0.1), num_shards=4, virtual_shards=8, model_state="per_shard"
-        )
-
-
-def test_a_mesh_with_other_axes_is_refused():
-    mesh = jax.make_mesh((2, 2), ("data", "model"))
-    with pytest.raises(ArgumentError, match=r"mesh=\('data', 'model'\) has axes beside"):
-        crossshard.make_train_step(
-            loss_fn, optax.sgd(0.1), mesh=mesh, axis_name="data", virtual_shards=8
-        )
-
-
-@pytest.mark.parametrize("options", [{"weight_update": "sharded"}, {"params": "sharded"}], ids=str)
-def test_an_update_that_reads_all_leaves_at_once_is_not_sharded(options: dict[str, Any]):
-    from tests.optimizers.table import across_leaves
-
+def test_an_update_that_reads_all_leaves_at_once_is_not_sharded():
     make = functools.partial(
         crossshard.make_train_step, loss_fn, across_leaves(0.1), num_shards=4, virtual_shards=8
     )
     says = r"not depend on the number of shards, and .* neither elementwise nor leaf by leaf"
-    with pytest.raises(WeightUpdateError, match=says):
-        make(**options).init({"a": jnp.zeros((64, 48)), "b": jnp.zeros((48, 64))})
+    for options in ({"weight_update": "sharded"}, {"params": "sharded"}):
+        with pytest.raises(WeightUpdateError, match=says):
+            make(**options).init({"a": jnp.zeros((64, 48)), "b": jnp.zeros((48, 64))})
     step = make()
     step.abstract_init({"a": jnp.zeros((1024, 256)), "b": jnp.zeros((256, 1024))})
     assert "update on every shard" in str(step)
@@ -389,38 +260,27 @@ def test_an_update_that_reads_all_leaves_at_once_is_not_sharded(options: dict[st
 
 def test_a_loss_that_names_the_axis_is_refused():
     loss = lambda params, batch: jax.lax.pmean(loss_fn(params, batch), "shards")
-    step = crossshard.make_train_step(
-        loss, optax.sgd(0.1), num_shards=4, virtual_shards=8, loss_over="shard"
-    )
+    step = sgd_step(loss, 0.1, 4, virtual_shards=8, loss_over="shard")
     with pytest.raises(AxisError, match="The loss names the shard axis 'shards'"):
         step(step.init(params_of()), batch_of(0))
 
 
 def test_a_loss_that_is_no_mean_over_rows_is_refused_on_one_shard_too():
     loss = lambda params, batch: loss_fn(params, batch | {"x": batch["x"] - batch["x"].mean(0)})
-    step = crossshard.make_train_step(loss, optax.sgd(0.1), num_shards=1, virtual_shards=8)
+    step = sgd_step(loss, 0.1, 1, virtual_shards=8)
     with pytest.raises(LossError):
         step(step.init(params_of()), batch_of(0))
 
 
 def test_a_module_with_state_of_each_shard_is_refused():
     model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
-    step = crossshard.make_train_step(
-        lambda model, x: model(x).mean(), optax.sgd(0.1), num_shards=4, virtual_shards=8
-    )
+    step = sgd_step(lambda model, x: model(x).mean(), 0.1, 4, virtual_shards=8)
     with pytest.raises(ArgumentError, match="Each shard keeps its own variables"):
         step.init(model)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_rows_that_do_not_divide_over_virtual_shards_are_refused(microbatches: int):
-    step = crossshard.make_train_step(
-        loss_fn,
-        optax.sgd(0.1),
-        num_shards=2,
-        virtual_shards=8,
-        accumulate_steps=microbatches,
-    )
+def test_rows_that_do_not_divide_over_virtual_shards_are_refused():
+    step = sgd_step(loss_fn, 0.1, 2, virtual_shards=8, accumulate_steps=2)
     with pytest.raises(ArgumentError, match="12 rows, which do not divide evenly over 8 virtual"):
         step(step.init(params_of()), batch_of(0, 12))
     # What lies on the devices already was not looked at.

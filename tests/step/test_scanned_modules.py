@@ -14,22 +14,12 @@ import pytest
 from flax import nnx
 
 import crossshard
-from crossshard import make_train_step
-from tests.quick import deep_but
+from tests.quick import deep, deep_but
 from tests.step.common import assert_close, on_one_device, train
-from tests.step.layered import BATCHES, LAYERS, MODES, SHARDS, WIDTH
+from tests.step.layered import BATCHES, LAYERS, WIDTH, step_of
 
-RATE = 0.05
-SGD = optax.sgd(RATE)
-
-
-def in_loop(step: Any, model: Any, batch: Any = BATCHES[0]) -> set[str]:
-    """The kinds of collectives that run once for each layer and move one of its matrices."""
-    report = crossshard.inspect(step.lower(step.abstract_init(model), batch))
-    moves = lambda each: each.bytes_sent >= LAYERS * WIDTH * WIDTH
-    return {each.kind for each in report.collectives if each.times == LAYERS and moves(each)}
-
-
+SGD = optax.sgd(0.05)
+# The kinds of collectives that run once for each layer and move one of its matrices.
 EXPECTED = {
     "replicated": {"all-reduce"},
     "sharded": {"reduce-scatter"},
@@ -37,8 +27,14 @@ EXPECTED = {
 }
 
 
-def rows(batch: Any) -> Any:
-    return batch["x"], batch["y"]
+def in_loop(step: Any, model: Any) -> set[str]:
+    report = crossshard.inspect(step.lower(step.abstract_init(model), BATCHES[0]))
+    moves = lambda each: each.bytes_sent >= LAYERS * WIDTH * WIDTH
+    return {each.kind for each in report.collectives if each.times == LAYERS and moves(each)}
+
+
+def of_module(model: Any, batch: Any) -> Any:
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
 # NNX.
@@ -55,51 +51,39 @@ class Layer(nnx.Module):
 class Stack(nnx.Module):
     """Layers that are made by vmap and run by scan."""
 
-    def __init__(self, rngs: nnx.Rngs, remat: bool, statistics: bool):
-        split = nnx.split_rngs(splits=LAYERS)
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
         make = nnx.vmap(Layer, in_axes=0, out_axes=0)
-        self.layers = split(make)(rngs)
+        self.layers = nnx.split_rngs(splits=LAYERS)(make)(rngs)
         self.out = nnx.Linear(WIDTH, 1, rngs=rngs)
-        self.seen = nnx.BatchStat(jnp.float32(0)) if statistics else None
-        self.remat = remat
+        self.seen = nnx.BatchStat(jnp.float32(0))
 
     def __call__(self, h: jax.Array) -> jax.Array:
-        call = lambda layer, h: layer(h)
-
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         def run(layer: Layer, h: jax.Array) -> jax.Array:
-            return (nnx.remat(call) if self.remat else call)(layer, h)
+            return nnx.remat(lambda layer, h: layer(h))(layer, h)
 
-        if self.seen is not None:
-            self.seen[...] = 0.5 * self.seen[...] + 0.5 * h.mean()
+        self.seen[...] = 0.5 * self.seen[...] + 0.5 * h.mean()
         return self.out(run(self.layers, h))[:, 0]
 
 
-def of_module(model: Any, batch: Any) -> Any:
-    x, y = rows(batch)
-    return ((model(x) - y) ** 2).mean()
-
-
-@pytest.mark.parametrize("mode", deep_but(["replicated", "parts"], MODES))
-@pytest.mark.parametrize("remat", deep_but([True], [False, True]))
-def test_nnx_layers(remat: bool, mode: str):
-    make = lambda: Stack(nnx.Rngs(0), remat, statistics=True)
-    step = make_train_step(of_module, SGD, num_shards=SHARDS, **MODES[mode])
-    state = train(step, step.init(make()), BATCHES)
-
-    model = make()
+@pytest.mark.parametrize("mode", deep_but(["replicated", "parts"], EXPECTED))
+def test_nnx_layers(mode: str):
+    step = step_of(mode, of_module, SGD)
+    state = train(step, step.init(Stack()), BATCHES)
+    model = Stack()
     plain = nnx.Optimizer(model, SGD, wrt=nnx.Param)
+    gradient = nnx.jit(nnx.grad(of_module))
     for batch in BATCHES:
-        plain.update(model, nnx.grad(of_module)(model, batch))
+        plain.update(model, gradient(model, batch))
     got, want = (nnx.to_pure_dict(nnx.state(each)) for each in (step.model(state), model))
     assert_close(got, want)
-    assert in_loop(step, make()) == EXPECTED[mode]
+    assert in_loop(step, Stack()) == EXPECTED[mode]
 
 
 def test_nnx_layers_that_only_some_train():
-    wrt = nnx.All(nnx.Param, nnx.PathContains("layers"))
-    step = make_train_step(of_module, SGD, num_shards=SHARDS, wrt=wrt, **MODES["parts"])
-    model = Stack(nnx.Rngs(0), False, False)
+    step = step_of("parts", of_module, SGD, wrt=nnx.All(nnx.Param, nnx.PathContains("layers")))
+    model = Stack()
     before = jax.device_get(nnx.to_pure_dict(nnx.state(model)))
     state = train(step, step.init(model), BATCHES)
     after = nnx.to_pure_dict(nnx.state(step.model(state)))
@@ -111,22 +95,15 @@ def test_nnx_layers_that_only_some_train():
 # Equinox.
 
 
-class Block(eqx.Module):
-    linear: eqx.nn.Linear
-    name: str = eqx.field(static=True)
-
-    def __call__(self, h: Any) -> Any:
-        return h + 0.5 * jnp.tanh(self.linear(h))
-
-
 class Net(eqx.Module):
-    layers: Block
+    layers: eqx.nn.Linear
     out: eqx.nn.Linear
     steps: jax.Array
     wrap: Any = eqx.field(static=True)
 
-    def __init__(self, key: Any, wrap: Any):
-        make = lambda key: Block(eqx.nn.Linear(WIDTH, WIDTH, key=key), "block")
+    def __init__(self, wrap: Any):
+        key = jax.random.key(0)
+        make = lambda key: eqx.nn.Linear(WIDTH, WIDTH, key=key)
         self.layers = eqx.filter_vmap(make)(jax.random.split(key, LAYERS))
         self.out = eqx.nn.Linear(WIDTH, "scalar", key=key)
         self.steps = jnp.arange(4)
@@ -136,25 +113,21 @@ class Net(eqx.Module):
         arrays, static = eqx.partition(self.layers, eqx.is_array)
 
         def turn(h: Any, arrays: Any) -> Any:
-            layer = eqx.combine(arrays, static)
-            return self.wrap(lambda layer, h: jax.vmap(layer)(h))(layer, h), None
+            run = self.wrap(lambda layer, h: h + 0.5 * jnp.tanh(jax.vmap(layer)(h)))
+            return run(eqx.combine(arrays, static), h), None
 
         h, _ = jax.lax.scan(turn, x, arrays)
         return jax.vmap(self.out)(h) + 0.0 * self.steps[0]
 
 
-WRAPS = {
-    "plain": lambda f: f,
-    "checkpoint": eqx.filter_checkpoint,
-    "jit": eqx.filter_jit,
-}
-
-
-@pytest.mark.parametrize("mode", deep_but(["parts"], MODES))
-@pytest.mark.parametrize("wrap", deep_but(["checkpoint"], WRAPS))
-def test_equinox_layers(wrap: str, mode: str):
-    model = Net(jax.random.key(0), WRAPS[wrap])
-    step = make_train_step(of_module, SGD, num_shards=SHARDS, **MODES[mode])
+@pytest.mark.parametrize(
+    ("wrap", "mode"),
+    [(eqx.filter_checkpoint, "parts"), deep((eqx.filter_jit, "sharded"))],
+    ids=["checkpoint", "jit"],
+)
+def test_equinox_layers(wrap: Any, mode: str):
+    model = Net(wrap)
+    step = step_of(mode, of_module, SGD)
     state = train(step, step.init(model), BATCHES)
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
     loss = lambda arrays, batch: of_module(eqx.combine(arrays, static), batch)
@@ -175,42 +148,24 @@ class LinenLayer(linen.Module):
 
 
 class LinenStack(linen.Module):
-    remat: bool
-
     @linen.compact
     def __call__(self, x: Any) -> Any:
-        layer = linen.remat(LinenLayer) if self.remat else LinenLayer
-        scan = linen.scan(
-            layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
-        )
-        h, _ = scan()(x, None)
-        return linen.Dense(1)(h)[:, 0]
+        options: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        run = linen.scan(linen.remat(LinenLayer), length=LAYERS, **options)()
+        return linen.Dense(1)(run(x, None)[0])[:, 0]
 
 
-def _linen(remat: bool) -> tuple[Any, Any]:
-    stack = LinenStack(remat)
-    apply = lambda params, x: stack.apply({"params": params}, x)
-    return stack.init(jax.random.key(0), jnp.zeros((1, WIDTH)))["params"], apply
+def _haiku(x: Any) -> Any:
+    layer = hk.remat(lambda h: h + 0.5 * jnp.tanh(hk.Linear(WIDTH)(h)))
+    return hk.Linear(1)(hk.experimental.layer_stack(LAYERS)(layer)(x))[:, 0]
 
 
-def _haiku(remat: bool) -> tuple[Any, Any]:
-    def forward(x: Any) -> Any:
-        layer = lambda h: h + 0.5 * jnp.tanh(hk.Linear(WIDTH)(h))
-        layer = hk.remat(layer) if remat else layer
-        h = hk.experimental.layer_stack(LAYERS)(layer)(x)
-        return hk.Linear(1)(h)[:, 0]
-
-    transformed = hk.without_apply_rng(hk.transform(forward))
-    return transformed.init(jax.random.key(0), jnp.zeros((1, WIDTH))), transformed.apply
-
-
-@pytest.mark.parametrize("mode", deep_but(["parts"], MODES))
-@pytest.mark.parametrize("remat", deep_but([True], [False, True]))
-@pytest.mark.parametrize("make", [_linen, _haiku])
-def test_functional_layers(make: Any, remat: bool, mode: str):
-    params, apply = make(remat)
-    loss = lambda params, batch: of_module(functools.partial(apply, params), batch)
-    step = make_train_step(loss, SGD, num_shards=SHARDS, **MODES[mode])
+@pytest.mark.parametrize("mode", deep_but(["parts"], ["parts", "sharded"]))
+@pytest.mark.parametrize("module", [LinenStack(), hk.without_apply_rng(hk.transform(_haiku))])
+def test_functional_layers(module: Any, mode: str):
+    params = module.init(jax.random.key(0), jnp.zeros((1, WIDTH)))
+    loss = lambda params, batch: of_module(functools.partial(module.apply, params), batch)
+    step = step_of(mode, loss, SGD)
     state = train(step, step.init(params), BATCHES)
     want, _ = on_one_device(loss, SGD, params, BATCHES)
     assert_close(state.params, want)

@@ -1,4 +1,4 @@
-"""Gradients summed in the loop of the backward pass: what is sent, and that the step is right."""
+"""Stacked layers, summed and gathered in their loops: what is sent, and that the step is right."""
 
 from typing import Any
 
@@ -31,79 +31,156 @@ from tests.step.layered import (
     step_of,
 )
 
+PART = WIDTH // SHARDS
 ONE, ALL = f"f32[{WIDTH},{WIDTH}]", f"f32[{LAYERS},{WIDTH},{WIDTH}]"
+ONE_PART, ALL_PARTS = f"f32[{PART},{WIDTH}]", f"f32[{LAYERS},{PART},{WIDTH}]"
+GATHER, SCATTER = ("all-gather", ONE_PART), ("reduce-scatter", ONE)
+OF_EMBEDDING = [(*GATHER, 1), (*SCATTER, 1)]
 SGD = optax.sgd(0.01)
 
 
 def same_as_one_device(step: Any, loss: Any, optimizer: Any = SGD, **given: Any) -> None:
     """The parameters after a few steps are those of plain Optax on the whole batch."""
     params, batches = given.get("params", PARAMS), given.get("batches", BATCHES)
-    state = train(step, step.init(params), batches)
-    want, _ = on_one_device(loss, optimizer, params, given.get("whole", batches))
-    assert_close(state.params, want)
+    state = train(step, step.init(given.get("placed", params)), batches)
+    want, _ = on_one_device(loss, optimizer, params, batches)
+    assert_close(state.params, want, given.get("atol", 1e-6))
 
 
-# What is sent.
-
-QUICK = ["scan", "remat", "both"]
-
-
-@pytest.mark.parametrize("mode", ["replicated", "sharded"])
-@pytest.mark.parametrize("name", deep_but(QUICK, CASES))
-def test_each_loss_trains_as_one_device_does(name: str, mode: str):
-    case = CASES[name]
-    step = step_of(mode, case.loss, loss_over=case.over)
-    same_as_one_device(step, case.loss, batches=BATCHES[:2])
-    reduced = [arrays for kind, arrays, _ in sent(step) if kind != "all-gather"]
-    assert any(ALL in arrays for arrays in reduced) != case.by_layer or name == "stopped"
+@pytest.fixture
+def torus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU devices count as a torus of 2 x 2, on which products go round in rings."""
+    monkeypatch.setattr("crossshard.shards.devices.torus_factors", lambda mesh: (2, 2))
+    monkeypatch.setattr("crossshard.shards.devices.sends_beside_products", lambda mesh: True)
 
 
-def test_a_replicated_step_sums_each_layer_once_in_the_loop():
-    found = sent(step_of("replicated", scan_loss))
-    assert found == [("all-reduce", ONE, LAYERS), ("all-reduce", f"{ONE} f32[770]", 1)]
+# Each loss.
 
 
-def test_a_sharded_update_scatters_each_layer_once_in_the_loop():
-    part = WIDTH // SHARDS
-    assert sent(step_of("sharded", scan_loss)) == [
-        ("all-gather", f"f32[{LAYERS},{part},{WIDTH}]", 1),
-        ("all-gather", f"f32[{part},{WIDTH}]", 1),
+def by_layer(gathers: int) -> list[Any]:
+    """A layer is gathered again only where the loss recomputes it."""
+    return sorted(OF_EMBEDDING + [(*GATHER, LAYERS)] * gathers + [(*SCATTER, LAYERS)])
+
+
+AGAIN = {
+    1: ("scan", "remat, everything", "remat, weights", "nested", "cond"),
+    2: ("remat", "remat around", "remat, dots"),
+}
+SENT: dict[tuple[str, str], list[Any]] = {
+    ("replicated", "scan"): [("all-reduce", ONE, LAYERS), ("all-reduce", f"{ONE} f32[770]", 1)],
+    ("sharded", "scan"): [
+        ("all-gather", ALL_PARTS, 1),
+        ("all-gather", ONE_PART, 1),
         ("reduce-scatter", ONE, 1),
         ("reduce-scatter", ONE, LAYERS),
-    ]
+    ],
+    **{("parts", name): by_layer(gathers) for gathers, names in AGAIN.items() for name in names},
+    # What no one reads is not gathered, and what is used twice is gathered once.
+    ("parts", "unused"): OF_EMBEDDING,
+    ("parts", "penalty"): [
+        ("all-gather", ALL_PARTS, 1),
+        (*GATHER, 1),
+        (*SCATTER, 1),
+        ("reduce-scatter", ALL, 1),
+    ],
+}
+QUICK = [("replicated", "scan"), ("sharded", "scan"), ("rings", "remat"), ("rings", "remat, dots")]
+QUICK += [("parts", name) for name in ("scan", "remat", "cond", "penalty")]
+OTHERS = ("replicated", "sharded", "rings")
+# Each with sharded parameters, and in one other way.
+EACH = [(mode, name) for k, name in enumerate(CASES) for mode in ("parts", OTHERS[k % 3])]
 
 
-@pytest.mark.parametrize("mode", ["replicated", "sharded"])
-def test_a_step_sends_the_lower_bound_with_loops_too(mode: str):
-    step = step_of(mode, scan_loss)
-    report = crossshard.inspect(step.lower(step.abstract_init(PARAMS), BATCHES[0]))
-    assert report.ratio == pytest.approx(1, abs=0.01)
+@pytest.mark.parametrize(("mode", "name"), deep_but(QUICK, dict.fromkeys(QUICK + EACH)))
+def test_each_loss_trains_as_one_device_does(mode: str, name: str, request: pytest.FixtureRequest):
+    if mode == "rings":
+        request.getfixturevalue("torus")
+    case = CASES[name]
+    step = step_of("parts" if mode == "rings" else mode, case.loss, loss_over=case.over)
+    same_as_one_device(step, case.loss, batches=BATCHES[:2])
+    found = sent(step)
+    if (mode, name) in SENT:
+        assert found == SENT[mode, name]
+    elif mode == "parts":
+        assert case.by_layer != any(f"f32[{LAYERS}," in arrays for _, arrays, _ in found)
+    elif mode != "rings":
+        reduced = [arrays for kind, arrays, _ in found if kind != "all-gather"]
+        assert any(ALL in arrays for arrays in reduced) != case.by_layer or name == "stopped"
+    elif name == "remat":
+        # A layer goes round as often as it was gathered, and its gradient once.
+        state = step.abstract_init(PARAMS)
+        collectives = crossshard.inspect(step.lower(state, BATCHES[0])).collectives
+        permutes = [each for each in collectives if each.kind == "collective-permute"]
+        layers = sum(each.bytes_sent for each in permutes if each.times == LAYERS)
+        assert layers == (2 + 1) * 4 * LAYERS * WIDTH * WIDTH * (SHARDS - 1) / SHARDS
+        assert not any(f"{WIDTH}]" in arrays for kind, arrays, _ in found if "all-" in kind)
+    elif name == "remat, dots":
+        # What products do not meet is gathered.
+        assert ("all-gather", LAYERS) in {(kind, times) for kind, _, times in found}
 
 
-def test_a_layer_too_small_for_a_collective_waits_for_the_others():
-    cut = lambda x: x[..., :64, :64] if np.ndim(x) > 1 and x.shape[-2] == WIDTH else x[..., :64]
-    params = {
-        "layers": jax.tree.map(cut, PARAMS["layers"]),
-        "embed": PARAMS["embed"][:, :64],
-        "out": PARAMS["out"][:64],
-        "scale": PARAMS["scale"],
-    }
-    found = sent(step_of("replicated", scan_loss), params)
-    assert [times for *_, times in found] == [1] * len(found)
+# Rings.
 
 
-def _nested(params: Any, batch: Any) -> Any:
-    turn = lambda h, w: (h + 0.5 * jnp.tanh(h @ w), None)
-    outer = lambda h, ws: (lax.scan(turn, h, ws)[0], None)
-    return (lax.scan(outer, batch["x"], params["w"])[0] ** 2).mean()
+def in_half(params: Any, batch: Any) -> Any:
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch))
+    return CASES["remat"].loss(*half).astype(jnp.float32)
 
 
-@pytest.mark.parametrize("mode", [deep("replicated"), deep("sharded"), "parts"])
-def test_stacks_of_stacks_are_summed_one_layer_at_a_time(mode: str):
-    params = {"w": normal(2, 3, WIDTH, WIDTH, scale=0.05)}
-    step = step_of(mode, _nested)
-    same_as_one_device(step, _nested, params=params)
-    assert [times for kind, *_, times in sent(step, params) if kind != "all-gather"] == [6]
+@pytest.mark.usefixtures("torus")
+@pytest.mark.parametrize(
+    ("loss", "options", "atol"),
+    [
+        (scan_loss, {"reduce_dtype": "bfloat16", "gather_dtype": "bfloat16"}, 3e-4),
+        deep((scan_loss, {"weight": lambda batch: batch["w"].sum(), "loss_over": "shard"}, 1e-6)),
+        deep((scan_loss, {"accumulate_steps": 2}, 1e-6)),
+        deep((in_half, {}, 2e-3)),
+    ],
+)
+def test_options_do_in_rings_what_they_did(
+    loss: Any, options: Any, atol: float, monkeypatch: pytest.MonkeyPatch
+):
+    batches = [dict(each, w=np.repeat(np.float32([1, 0, 2, 1]), 6)) for each in BATCHES]
+    found = []
+    for in_rings in (True, False):
+        name = "crossshard.shards.devices.sends_beside_products"
+        monkeypatch.setattr(name, lambda mesh, is_so=in_rings: is_so)
+        step = step_of("parts", loss, **options)
+        found.append(train(step, step.init(PARAMS), batches).params)
+    assert_close(*found, atol)
+
+
+@pytest.mark.usefixtures("torus")
+def test_a_step_says_what_goes_round():
+    step = step_of("parts", scan_loss)
+    step.lower(step.abstract_init(PARAMS), BATCHES[0])
+    text = f"gathered row by row in a loop of {LAYERS} turns, slice by slice beside their product"
+    assert f"{text}, in float32: `layers/w`" in step.describe()
+    # Without a gradient there is nothing to send back.
+    step = step_of("parts", scan_loss, wrt=lambda path, _: "layers" not in str(path))
+    assert "all-reduce" not in {kind for kind, _, _ in sent(step)}
+
+
+@pytest.mark.usefixtures("torus")
+@pytest.mark.parametrize("transposed", deep_but([True], [False, True]))
+def test_pieces_where_nothing_goes_beside_computation(
+    transposed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("crossshard.shards.devices.sends_beside_products", lambda mesh: False)
+    params = {"up": normal(WIDTH, 512, scale=0.05), "down": normal(512, WIDTH, scale=0.05)}
+    params["back"] = params["up"].copy()
+
+    def loss(params: Any, batch: Any) -> Any:
+        h = jnp.tanh(batch["x"] @ params["up"])
+        h = jnp.einsum("rw,vw->rv", h, params["back"]) if transposed else h @ params["down"]
+        return ((h.mean(-1) - batch["y"]) ** 2).mean()
+
+    step = step_of("parts", loss)
+    same_as_one_device(step, loss, params=params, batches=BATCHES[:2], atol=1e-5)
+    assert "slice by slice beside their product, in float32: " in step.describe()
+    kinds = [kind for kind, _, _ in sent(step, params)]
+    assert kinds.count("all-gather") >= 4
+    assert "collective-permute" not in kinds
 
 
 # The numbers.
@@ -130,164 +207,151 @@ def test_a_replicated_step_is_a_psum_of_the_gradients_bit_for_bit():
     assert_same(state.params, want)
 
 
-@pytest.mark.parametrize("mode", ["replicated", "sharded", "parts"])
-@pytest.mark.parametrize("number", [deep(1), 3, deep(8)])
-def test_any_number_of_shards_trains_as_one_device_does(number: int, mode: str):
-    same_as_one_device(step_of(mode, scan_loss, num_shards=number), scan_loss)
+def test_a_layer_too_small_for_a_collective_waits_for_the_others():
+    cut = lambda x: x[..., :64, :64] if np.ndim(x) > 1 and x.shape[-2] == WIDTH else x[..., :64]
+    params = {
+        "layers": jax.tree.map(cut, PARAMS["layers"]),
+        "embed": PARAMS["embed"][:, :64],
+        "out": PARAMS["out"][:64],
+        "scale": PARAMS["scale"],
+    }
+    found = sent(step_of("replicated", scan_loss), params)
+    assert [times for *_, times in found] == [1] * len(found)
 
 
-@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
+def _turn(h: Any, w: Any) -> Any:
+    return h + 0.5 * jnp.tanh(h @ w), None
+
+
+def _stacks(params: Any, batch: Any) -> Any:
+    return (lax.scan(lambda h, ws: lax.scan(_turn, h, ws), batch["x"], params)[0] ** 2).mean()
+
+
+def test_stacks_of_stacks_are_summed_one_layer_at_a_time():
+    params = normal(2, 3, WIDTH, WIDTH, scale=0.05)
+    step = step_of("parts", _stacks)
+    same_as_one_device(step, _stacks, params=params)
+    assert [times for kind, *_, times in sent(step, params) if kind != "all-gather"] == [6]
+
+
+@pytest.mark.parametrize("mode", deep_but(["parts"], layered.MODES))
+def test_three_shards_train_as_one_device_does(mode: str):
+    same_as_one_device(step_of(mode, scan_loss, num_shards=3), scan_loss)
+
+
+def _of_stack(params: Any, batch: Any) -> Any:
+    h = lax.scan(_turn, batch["x"][:, :183], params["w"])[0]
+    return ((h @ params["out"] - batch["y"]) ** 2).mean()
+
+
 @pytest.mark.parametrize("layers", [deep(1), deep(3), 4])
-def test_layers_that_do_not_divide_are_split_otherwise(layers: int, mode: str):
+def test_layers_that_do_not_divide_are_split_otherwise(layers: int):
     # Of 4 layers the first axis divides, of 3 none; one layer is as many as another number.
     params = {"w": normal(layers, 183, 183, scale=0.05), "out": normal(183, scale=0.1)}
-    batches = [{"x": batch["x"][:, :183], "y": batch["y"]} for batch in BATCHES]
-
-    def loss(params: Any, batch: Any) -> Any:
-        turn = lambda h, w: (h + 0.5 * jnp.tanh(h @ w), None)
-        h = lax.scan(turn, batch["x"], params["w"])[0]
-        return ((h @ params["out"] - batch["y"]) ** 2).mean()
-
-    for options in ({}, {"accumulate_steps": 2}):
-        step = step_of(mode, loss, **options)
-        same_as_one_device(step, loss, params=params, batches=batches)
-
-
-@pytest.mark.parametrize("mode", [deep("replicated"), deep("sharded"), "parts"])
-def test_layers_that_are_dealt_out_over_another_axis(mode: str):
-    """As in a pipeline: the axis of the layers is split over ``model``."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
-    layers = jax.tree.map(lambda x: np.concatenate([x, x[:1]]), PARAMS["layers"])
-    params = {**PARAMS, "layers": layers}
-    split = {**jax.tree.map(lambda _: P(), params), "layers": {"w": P("model"), "b": P()}}
-    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-    step = step_of(mode, scan_loss, mesh=mesh, axis_name="data")
-    state = train(step, step.init(jax.tree.map(put, params, split)), BATCHES)
-    assert_close(state.params, on_one_device(scan_loss, SGD, params, BATCHES)[0], 2e-6)
+    step = step_of("parts", _of_stack, accumulate_steps=2)
+    same_as_one_device(step, _of_stack, params=params)
 
 
 def test_two_data_axes_count_the_shards_together():
     mesh = jax.make_mesh((2, 2), ("a", "b"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    for mode in ("replicated", "parts"):
-        same_as_one_device(step_of(mode, scan_loss, mesh=mesh), scan_loss)
+    same_as_one_device(step_of("parts", scan_loss, mesh=mesh), scan_loss)
 
 
-@pytest.mark.parametrize("mode", ["replicated", "sharded", "parts"])
+def _beside_a_model_axis(params: Any, mode: str, **split: Any) -> tuple[Any, Any]:
+    """A step beside a model axis, and the parameters on its mesh."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
+    specs = {**jax.tree.map(lambda _: P(), params), **split}
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    step = step_of(mode, scan_loss, mesh=mesh, axis_name="data")
+    return step, jax.tree.map(put, params, specs)
+
+
+def test_layers_that_are_dealt_out_over_another_axis():
+    """As in a pipeline: the axis of the layers is split over ``model``."""
+    layers = jax.tree.map(lambda x: np.concatenate([x, x[:1]]), PARAMS["layers"])
+    params = {**PARAMS, "layers": layers}
+    step, placed = _beside_a_model_axis(params, "parts", layers={"w": P("model"), "b": P()})
+    same_as_one_device(step, scan_loss, params=params, placed=placed, atol=2e-6)
+
+
+@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
 @pytest.mark.parametrize("axis", [1, deep(2)])
 def test_layers_may_be_split_over_another_axis_too(mode: str, axis: int):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
-    over = [None] * 3
-    over[axis] = "model"
-    split = {**jax.tree.map(lambda _: P(), PARAMS), "embed": P(None, "model")}
-    split["layers"] = {"w": P(*over), "b": P()}
-    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-    params = jax.tree.map(put, PARAMS, split)
-    step = step_of(mode, scan_loss, mesh=mesh, axis_name="data")
-    state = train(step, step.init(params), BATCHES)
-    want, _ = on_one_device(scan_loss, SGD, PARAMS, BATCHES)
-    assert_close(state.params, want)
-    kept = step.unshard(state).params["layers"]["w"].sharding
-    assert kept.is_equivalent_to(NamedSharding(mesh, P(*over)), 3)
+    over = P(*("model" if place == axis else None for place in range(3)))
+    split = {"layers": {"w": over, "b": P()}, "embed": P(None, "model")}
+    step, placed = _beside_a_model_axis(PARAMS, mode, **split)
+    same_as_one_device(step, scan_loss, placed=placed)
     # A device sends its block of a layer, and nothing between those that have one shard's rows.
     block = "f32[96,192]" if axis == 1 else "f32[192,96]"
     part = "f32[96,48]" if axis == 1 else "f32[48,96]"
     reduces = [("all-reduce" if mode == "replicated" else "reduce-scatter", block)]
     gathers = [("all-gather", part)] if mode == "parts" else []
-    in_loop = [(kind, arrays) for kind, arrays, times in sent(step, params) if times == LAYERS]
+    in_loop = [(kind, arrays) for kind, arrays, times in sent(step, placed) if times == LAYERS]
     assert in_loop == gathers + reduces
 
 
-@pytest.mark.parametrize("mode", ["replicated", "sharded", "parts"])
-def test_a_sum_of_gradients_is_the_mean_times_the_shards(mode: str):
+def test_a_sum_of_gradients_is_the_mean_times_the_shards():
     optimizer = CrossShardOptimizer(optax.sgd(0.01 / SHARDS), reduction="sum")
-    same_as_one_device(step_of(mode, scan_loss, optimizer), scan_loss)
+    same_as_one_device(step_of("parts", scan_loss, optimizer), scan_loss)
 
 
 def test_groups_sum_in_loops_for_themselves():
-    groups = [[0, 1], [2, 3]]
-    for mode in ("replicated", "sharded"):
-        optimizer = CrossShardOptimizer(SGD, group_assignment=groups)
-        step = step_of(mode, scan_loss, optimizer)
-        state = train(step, step.init(PARAMS), BATCHES)
-        for shard, rows in ((0, slice(0, 12)), (3, slice(12, 24))):
-            own = [jax.tree.map(lambda x, rows=rows: x[rows], batch) for batch in BATCHES]
-            want, _ = on_one_device(scan_loss, SGD, PARAMS, own)
-            assert_close(jax.tree.map(lambda x, shard=shard: x[shard], state.params), want)
-        assert LAYERS in {times for *_, times in sent(step)}
+    optimizer = CrossShardOptimizer(SGD, group_assignment=[[0, 1], [2, 3]])
+    step = step_of("sharded", scan_loss, optimizer)
+    state = train(step, step.init(PARAMS), BATCHES)
+    for shard, rows in ((0, slice(0, 12)), (3, slice(12, 24))):
+        own = [jax.tree.map(lambda x, rows=rows: x[rows], batch) for batch in BATCHES]
+        want, _ = on_one_device(scan_loss, SGD, PARAMS, own)
+        assert_close(jax.tree.map(lambda x, shard=shard: x[shard], state.params), want)
+    assert LAYERS in {times for *_, times in sent(step)}
 
 
-# Weights.
+# Weights and microbatches.
 
 
 def weighted(params: Any, batch: Any) -> Any:
-    errors = layered.error(
-        params, scanned(layered.embedded(params, batch), params["layers"]), batch
-    )
-    return (batch["mask"] * errors).sum() / batch["mask"].sum()
+    h = scanned(layered.embedded(params, batch), params["layers"])
+    return (batch["mask"] * layered.error(params, h, batch)).sum() / batch["mask"].sum()
 
 
-def masked(batch: Any, mask: Any) -> Any:
-    return {**batch, "mask": np.float32(mask)}
-
-
-MASKS = normal(3, 24) > 0.5
-WEIGHED = [masked(*pair) for pair in zip(BATCHES, MASKS, strict=True)]
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
+@pytest.mark.parametrize(
+    ("mode", "steps"), [("replicated", 1), ("replicated", 2), ("parts", 2), deep(("sharded", 1))]
+)
 def test_weights_count_in_loops(mode: str, steps: int):
-    step = step_of(mode, weighted, weight="mask", accumulate_steps=steps)
-    same_as_one_device(step, weighted, batches=WEIGHED)
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
-def test_a_shard_without_weight_does_not_count_even_if_its_gradient_is_nan(mode: str, steps: int):
-    mask = np.ones(24)
-    mask[6:12] = 0
-    mask[18:20] = steps == 1  # else a microbatch
-    batches = [masked(batch, mask) for batch in BATCHES]
-    poisoned = [{**batch, "x": np.where(mask[:, None], batch["x"], np.nan)} for batch in batches]
+    """The batches do not divide, and one shard has nothing that counts, and is NaN."""
+    masks = np.float32(normal(3, 22) > 0.5)
+    masks[:, 6:12] = 0
+    batches = [
+        {**jax.tree.map(lambda x: x[:22], batch), "mask": mask}
+        for batch, mask in zip(BATCHES, masks, strict=True)
+    ]
+    own = (np.arange(22) // 6 == 1)[:, None]
+    poisoned = [{**batch, "x": np.where(own, np.nan, batch["x"])} for batch in batches]
     step = step_of(mode, weighted, weight="mask", accumulate_steps=steps)
     state = train(step, step.init(PARAMS), poisoned)
-    want, _ = on_one_device(weighted, SGD, PARAMS, batches)
-    assert_close(state.params, want)
+    assert_close(state.params, on_one_device(weighted, SGD, PARAMS, batches)[0])
 
 
-@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
-def test_a_batch_that_does_not_divide_is_padded(mode: str):
-    batches = [jax.tree.map(lambda x: x[:22], batch) for batch in WEIGHED]
-    step = step_of(mode, weighted, weight="mask")
-    same_as_one_device(step, weighted, batches=batches)
-
-
-@pytest.mark.parametrize("mode", ["replicated", "parts"])
-def test_without_any_weight_nothing_changes(mode: str):
-    step = step_of(mode, weighted, optax.adamw(0.1), weight="mask", accumulate_steps=2)
-    state, metrics = step(step.init(PARAMS), masked(BATCHES[0], np.zeros(24)))
-    assert metrics["skipped"]
-    assert_same(state.params, PARAMS)
-
-
-# Microbatches.
-
-
-@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
+@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), deep("parts")])
 def test_microbatches_are_added_up_before_the_one_sum(mode: str):
     step = step_of(mode, scan_loss, accumulate_steps=3)
     same_as_one_device(step, scan_loss)
-    state = step.abstract_init(PARAMS)
-    report = crossshard.inspect(step.lower(state, BATCHES[0]))
     if mode != "parts":
+        report = crossshard.inspect(step.lower(step.abstract_init(PARAMS), BATCHES[0]))
         assert report.ratio == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
-def test_microbatches_of_a_scaled_loss(mode: str):
+def test_an_overflow_skips_the_step_and_a_scaled_loss_trains(mode: str):
     scale = crossshard.DynamicLossScale(2.0**10)
     step = step_of(mode, scan_loss, accumulate_steps=3, loss_scale=scale)
-    same_as_one_device(step, scan_loss)
+    bad = {**BATCHES[0], "y": np.where(np.arange(24) == 3, np.inf, BATCHES[0]["y"])}
+    state, metrics = step(step.init(PARAMS), bad)
+    assert metrics["skipped"]
+    assert_same(state.params, PARAMS)
+    assert float(state.opt_state.loss_scale.scale) == 2.0**9
+    state = train(step, state, BATCHES)
+    assert_close(state.params, on_one_device(scan_loss, SGD, PARAMS, BATCHES)[0])
 
 
 def _shares_a_layer(h: Any, layers: Any) -> Any:
@@ -299,73 +363,49 @@ def _shares_a_layer(h: Any, layers: Any) -> Any:
 
 def _shares_rows(h: Any, layers: Any) -> Any:
     """Two loops, over the first two layers and over the last two."""
-    first, last = (jax.tree.map(lambda x, rows=rows: x[rows], layers) for rows in (_FIRST, _LAST))
+    first, last = (
+        jax.tree.map(lambda x, rows=rows: x[rows], layers) for rows in (slice(2), slice(1, 3))
+    )
     return scanned(scanned(h, first), last)
 
 
-_FIRST, _LAST = slice(0, 2), slice(1, 3)
-
-
-@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
 @pytest.mark.parametrize("run", [_shares_a_layer, _shares_rows])
-def test_rows_that_are_used_twice_count_microbatches_once(run: Any, mode: str):
+def test_rows_that_are_used_twice_count_microbatches_once(run: Any):
     loss = layered.through(run)
-    step = step_of(mode, loss, accumulate_steps=2)
+    step = step_of("parts", loss, accumulate_steps=2)
     same_as_one_device(step, loss)
     # What is used twice is sent once.
-    arrays = " ".join(arrays for kind, arrays, _ in sent(step) if kind != "all-gather")
-    assert ALL in arrays
+    assert ALL in " ".join(arrays for kind, arrays, _ in sent(step) if kind != "all-gather")
 
 
 WHOLE = {
     "leaf by leaf": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.05, momentum=0.9)),
     "global arrays": across_leaves(0.01),
 }
-OPTIONS: list[dict[str, Any]] = [
-    {"accumulate_steps": 3},
-    {"accumulate_steps": 2, "loss_scale": crossshard.DynamicLossScale(64.0)},
-    {"nonfinite": "skip", "metrics": ["noise_scale", "grad_norm"], "accumulate_steps": 2},
-    {"nonfinite": "quarantine", "accumulate_steps": 2},
-    {"ema": 0.9, "check_divergence": 1},
-]
 
 
-@pytest.mark.parametrize("mode", [deep("replicated"), deep("sharded"), "parts"])
-@pytest.mark.parametrize("options", deep_but(OPTIONS[:2], OPTIONS), ids=str)
 @pytest.mark.parametrize("how", WHOLE)
-def test_an_optimizer_that_needs_whole_arrays_gets_the_same_gradients(
-    how: str, options: Any, mode: str
-):
-    step = step_of(mode, scan_loss, WHOLE[how], **options)
+def test_an_optimizer_that_needs_whole_arrays_gets_the_same_gradients(how: str):
+    options = {"accumulate_steps": 2, "loss_scale": crossshard.DynamicLossScale(64.0)}
+    step = step_of("parts", scan_loss, WHOLE[how], **options)
     same_as_one_device(step, scan_loss, WHOLE[how])
-    assert mode == "replicated" or how in step.describe()
+    assert how in step.describe()
 
 
 DECAYS = optax.chain(optax.set_to_zero(), optax.add_decayed_weights(-0.01))
 
 
-@pytest.mark.parametrize("mode", [deep("replicated"), "sharded", "parts"])
-@pytest.mark.parametrize("rest", [optax.set_to_zero(), DECAYS], ids=["still", "decays"])
-@pytest.mark.parametrize("steps", [deep(1), 2])
-def test_a_gradient_that_no_one_reads_is_neither_computed_nor_sent(
-    steps: int, rest: Any, mode: str
-):
+@pytest.mark.parametrize(
+    ("mode", "rest"),
+    [("sharded", DECAYS), ("parts", optax.set_to_zero()), deep(("replicated", DECAYS))],
+)
+def test_a_gradient_that_no_one_reads_is_neither_computed_nor_sent(mode: str, rest: Any):
     labels = {"layers": {"w": "off", "b": "on"}, "embed": "on", "out": "on", "scale": "off"}
     optimizer = optax.partition({"on": SGD, "off": rest}, labels)
-    step = step_of(mode, scan_loss, optimizer, accumulate_steps=steps)
+    step = step_of(mode, scan_loss, optimizer, accumulate_steps=2)
     same_as_one_device(step, scan_loss, optimizer)
     reduced = [each for each in sent(step) if each[0] != "all-gather"]
     assert not [each for each in reduced if each[2] == LAYERS or ALL in each[1]]
-
-
-@pytest.mark.parametrize("mode", ["replicated", "sharded"])
-def test_an_overflow_in_a_loop_skips_the_step(mode: str):
-    step = step_of(mode, scan_loss, optax.adam(0.1), loss_scale=crossshard.DynamicLossScale(8.0))
-    bad = {**BATCHES[0], "y": np.where(np.arange(24) == 3, np.inf, BATCHES[0]["y"])}
-    state, metrics = step(step.init(PARAMS), bad)
-    assert metrics["skipped"]
-    assert_same(state.params, PARAMS)
-    assert float(state.opt_state.loss_scale.scale) == 4
 
 
 def test_a_microbatch_has_its_own_key_state_and_aux():

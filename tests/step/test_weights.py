@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -42,9 +41,6 @@ BLIND = {
 }
 SEEING = {
     "a mask": masked,
-    "in jit": jax.jit(masked),
-    "in remat": jax.checkpoint(masked),
-    "where": lambda w, batch: jnp.mean(((batch["x"] @ w) ** 2).mean(-1), where=batch["mask"] > 0),
     "a branch": lambda w, batch: jax.lax.cond(
         batch["mask"].sum() > 0, lambda: masked(w, batch), lambda: 0.0
     ),
@@ -60,26 +56,18 @@ SEEING = {
 
 
 @pytest.mark.parametrize("name", BLIND)
-@pytest.mark.parametrize("rows", [24, 17])
-def test_a_loss_that_does_not_read_the_weight_is_refused(name: str, rows: int):
+def test_a_loss_that_does_not_read_the_weight_is_refused(name: str):
     step = sgd_step(BLIND[name], 0.1, 8, weight="mask", has_aux="aux" in name)
     with pytest.raises(ArgumentError, match=r"the loss does not read it.*weight=lambda batch"):
-        step(step.init(W), batch_of(np.ones(rows)))
+        step(step.init(W), batch_of(np.ones(17)))
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "weight_update"),
-    [
-        *((name, 17, "replicated") for name in SEEING),
-        ("a mask", 17, "sharded"),
-        deep(("a mask", 1, "sharded")),
-    ],
-)
-def test_shards_of_unequal_weight_step_as_one_device(name: str, rows: int, weight_update: str):
+@pytest.mark.parametrize("name", SEEING)
+def test_shards_of_unequal_weight_step_as_one_device(name: str):
     # Of 17 rows over 8 shards some get 3, one 2 and some none, whose loss is 0/0. The first row
     # counts: what is padded has copies of it.
-    batch = batch_of(np.arange(rows) % 3 != 1)
-    step = sgd_step(SEEING[name], 0.1, 8, weight="mask", weight_update=weight_update)
+    batch = batch_of(np.arange(17) % 3 != 1)
+    step = sgd_step(SEEING[name], 0.1, 8, weight="mask")
     state, metrics = step(step.init(W), batch)
     expected, _ = on_one_device(SEEING[name], optax.sgd(0.1), W, [batch])
     np.testing.assert_allclose(state.params, expected, atol=2e-6)
@@ -113,24 +101,20 @@ REPLICATED, SHARDED = ({"weight_update": where} for where in ("replicated", "sha
 CLIPPED = functools.partial(optax.chain, optax.clip_by_global_norm(1.0))
 WAYS: dict[str, tuple[Any, Any, Any]] = {
     "whole": (REPLICATED, optax.chain, None),
+    "sharded parameters": ({"params": "sharded"}, optax.chain, None),
     "in parts": (SHARDED, optax.chain, None),
     "leaf by leaf": (SHARDED, CLIPPED, None),
     "groups": (REPLICATED, optax.chain, GROUPS),
     "groups, in parts": (SHARDED, optax.chain, GROUPS),
 }
-OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(0.1),
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
-    "adamw": lambda: optax.adamw(0.1, weight_decay=0.1),
-}
+QUICK = ("sharded parameters", "leaf by leaf", "groups, in parts")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("optimizer", deep_but(["adamw"], OPTIMIZERS))
-def test_a_batch_that_weighs_nothing_changes_no_bit(optimizer: str, way: str):
+@pytest.mark.parametrize("way", deep_but(QUICK, WAYS))
+def test_a_batch_that_weighs_nothing_changes_no_bit(way: str):
     kwargs, wrap, groups = WAYS[way]
     opt = CrossShardOptimizer(
-        wrap(OPTIMIZERS[optimizer]()), group_assignment=groups, preprocess=optax.trace(0.5)
+        wrap(optax.adamw(0.1)), group_assignment=groups, preprocess=optax.trace(0.5)
     )
     step = make_train_step(masked, opt, num_shards=8, weight="mask", ema=0.9, **kwargs)
     state = step.init(W)
@@ -152,16 +136,18 @@ def test_a_batch_that_weighs_nothing_changes_no_bit(optimizer: str, way: str):
     assert int(state.step) == 2
 
 
-@pytest.mark.parametrize("optimizer", deep_but(["sgd", "adamw"], OPTIMIZERS))
-@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
-def test_a_group_that_weighs_nothing_stays_and_the_other_steps(weight_update: str, optimizer: str):
-    opt = CrossShardOptimizer(OPTIMIZERS[optimizer](), group_assignment=GROUPS)
+@pytest.mark.parametrize(
+    ("optimizer", "weight_update"),
+    [(optax.sgd(0.1), "sharded"), deep((optax.adamw(0.1, weight_decay=0.1), "replicated"))],
+)
+def test_a_group_that_weighs_nothing_stays_and_the_other_steps(optimizer: Any, weight_update: str):
+    opt = CrossShardOptimizer(optimizer, group_assignment=GROUPS)
     step = make_train_step(masked, opt, num_shards=8, weight="mask", weight_update=weight_update)
     mask = np.repeat(np.arange(8) % 2, 3)
     state, metrics = step(step.init(W), batch_of(mask))
     np.testing.assert_array_equal(metrics["weight"], [0, 12] * 4)
     np.testing.assert_array_equal(step.model(state, shard=0), W)
-    alone, _ = on_one_device(masked, OPTIMIZERS[optimizer](), W, [batch_of(mask)])
+    alone, _ = on_one_device(masked, optimizer, W, [batch_of(mask)])
     np.testing.assert_allclose(step.model(state, shard=1), alone, rtol=1e-4, atol=1e-5)
 
 
