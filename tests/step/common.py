@@ -63,12 +63,12 @@ def on_one_device(
 
 
 def follows_one_device(
-    loss: Any, optimizer: Any, params: Any, batches: Any, *, atol: float = 1e-6, **options: Any
+    loss: Any, optimizer: Any, start: Any, batches: Any, /, *, atol: float = 1e-6, **options: Any
 ) -> tuple[Any, Any]:
     """A step and its state after the batches, whose model is that of one device."""
     step = make_train_step(loss, optimizer, **options)
-    state = train(step, step.init(params), batches)
-    assert_close(step.model(state), on_one_device(loss, optimizer, params, batches)[0], atol)
+    state = train(step, step.init(start), batches)
+    assert_close(step.model(state), on_one_device(loss, optimizer, start, batches)[0], atol)
     return step, state
 
 
