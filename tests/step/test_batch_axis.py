@@ -35,13 +35,13 @@ AXES = {"x": 1, "words": -1, "mask": 1, "label": 0, "image": 3, "table": None, "
 SGD, ADAMW = optax.sgd(0.1), optax.adamw(0.01)
 
 
-def batch_of(rows: int, heat: Any = 2.0) -> dict[str, Any]:
+def batch_of(rows: int, heat: Any = 2.0, rng: Any = RNG) -> dict[str, Any]:
     return {
-        "x": RNG.normal(size=(TIME, rows, WIDTH)).astype(np.float32),
-        "words": RNG.integers(0, WORDS, size=(TIME, rows)),
-        "mask": (RNG.uniform(size=(TIME, rows)) < 0.7).astype(np.float32),
-        "label": RNG.integers(0, WORDS, size=rows),
-        "image": RNG.normal(size=(3, 3, WIDTH, rows)).astype(np.float32),
+        "x": rng.normal(size=(TIME, rows, WIDTH)).astype(np.float32),
+        "words": rng.integers(0, WORDS, size=(TIME, rows)),
+        "mask": (rng.uniform(size=(TIME, rows)) < 0.7).astype(np.float32),
+        "label": rng.integers(0, WORDS, size=rows),
+        "image": rng.normal(size=(3, 3, WIDTH, rows)).astype(np.float32),
         "table": np.linspace(-1, 1, WORDS * WIDTH, dtype=np.float32).reshape(WORDS, WIDTH),
         "heat": heat,
     }
@@ -459,23 +459,13 @@ def test_what_is_refused(call: Callable[[], Any], said: str):
         call()
 
 
-# Several processes, each with its own rows.
+# Several processes, each with its own rows: with weights, other numbers of them.
 
 
-# What each passes: a loss, the rows of its batches, and further options.
-JOBS: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
-    "rows": (recurrent, (8, 8), {}),
-    # With weights a process may pass another number of rows than the other.
-    "padded": (masked, (10, 7), {"weight": weight_of}),
-    "batch": (recurrent, (8, 8), {"loss_over": "batch"}),
-}
-
-
-def batches_for_job(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+def batches_for_job() -> list[dict[str, Any]]:
     """The same in every process."""
-    global RNG
-    RNG = np.random.default_rng(sizes)
-    return [batch_of(rows) for rows in sizes]
+    rng = np.random.default_rng(7)
+    return [batch_of(rows, rng=rng) for rows in (10, 7)]
 
 
 def main(process: int, port: int, out: str) -> None:
@@ -486,18 +476,13 @@ def main(process: int, port: int, out: str) -> None:
         own = lambda x, axis: np.array_split(x, PROCESSES, axis)[process]
         return {name: x if AXES[name] is None else own(x, AXES[name]) for name, x in batch.items()}
 
-    found: dict[str, Any] = {}
-    for name, (loss, sizes, options) in JOBS.items():
-        step = sgd_step(
-            loss, 0.1, PROCESSES * DEVICES, batch_axis=AXES, params="sharded", **options
-        )
-        state = train(step, step.init(PARAMS), map(take, batches_for_job(sizes)))
-        found[name] = jax.tree.map(lambda x: np.asarray(x).tolist(), step.unshard(state).params)
-        if name == "rows":
-            data = batches_for_job((8, 7))
-            found["mean"] = step.evaluate(state, map(take, data), metric_of)["out"].tolist()
-            rows = step.predict(state, map(take, data), metric_of)
-            found["predicted"] = rows["out"].tolist()
+    options = {"batch_axis": AXES, "params": "sharded", "weight": weight_of}
+    step = sgd_step(masked, 0.1, PROCESSES * DEVICES, **options)
+    own = [take(batch) for batch in batches_for_job()]
+    state = train(step, step.init(PARAMS), own)
+    params = step.unshard(state).params
+    found = {name: np.asarray(x).tolist() for name, x in params.items()}
+    found["predicted"] = np.asarray(step.predict(state, own, metric_of)["out"]).tolist()
     Path(out).write_text(json.dumps(found))
     jax.distributed.shutdown()
 
@@ -505,14 +490,9 @@ def main(process: int, port: int, out: str) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.deep
 def test_processes_pass_their_own_rows(tmp_path: Path):
-    of_each = run_processes("step.test_batch_axis", tmp_path)
-    for name, (loss, sizes, _) in JOBS.items():
-        expected, _ = on_one_device(loss, SGD, PARAMS, batches_for_job(sizes))
-        for found in of_each:
-            assert_close({key: np.float32(x) for key, x in found[name].items()}, expected)
-        if name == "rows":
-            outs = [np.asarray(metric_of(expected, b)["out"]) for b in batches_for_job((8, 7))]
-            for process, found in enumerate(of_each):
-                np.testing.assert_allclose(found["mean"], np.concatenate(outs).mean(), rtol=1e-4)
-                own = np.concatenate([np.array_split(x, PROCESSES)[process] for x in outs])
-                np.testing.assert_allclose(found["predicted"], own, rtol=1e-4, atol=1e-5)
+    expected, _ = on_one_device(masked, SGD, PARAMS, batches_for_job())
+    outs = [np.asarray(metric_of(expected, batch)["out"]) for batch in batches_for_job()]
+    for process, found in enumerate(run_processes("step.test_batch_axis", tmp_path)):
+        own = np.concatenate([np.array_split(x, PROCESSES)[process] for x in outs])
+        np.testing.assert_allclose(found.pop("predicted"), own, rtol=1e-4, atol=1e-5)
+        assert_close({name: np.float32(x) for name, x in found.items()}, expected)

@@ -277,30 +277,6 @@ def test_the_work_is_divided(shapes: Any, divided: int, place: str):
     assert alone == divided * update_of(rule, params, num_shards=N, **PLACES[place]) > 0
 
 
-SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
-    "one large among small": {"large": (256, 512), "a": (32, 40), "b": (40, 32)},
-    "fewer than shards": {"a": (64, 96), "b": (96, 64)},
-    "one": {"a": (64, 96)},
-    "many": {f"w{i:02}": (32, 32 + i) for i in range(19)},
-}
-
-
-@pytest.mark.parametrize("name", deep_but(["one large among small"], SHAPES))
-def test_leaves_of_all_sizes_are_right(name: str):
-    params = {k: normal(*shape) for k, shape in SHAPES[name].items()}
-
-    def loss(params: Any, x: Any) -> jax.Array:
-        of = lambda w: ((x[:, :1] @ w[:1] - x[:, 1:2] * w.sum(0)) ** 2).mean()
-        return sum(map(of, params.values()))
-
-    rule = optax.chain(CLIP, contrib.muon(0.01, eps=1e-3))
-    step = made(rule, loss=loss)
-    state = train(step, step.init(params), BATCHES)
-    expected, _ = on_one_device(loss, rule, params, BATCHES)
-    assert_close(step.unshard(state).params, expected)
-    assert "leaf by leaf" in step.describe()
-
-
 def test_what_stands_beside_it_gives_what_it_gives_replicated():
     rule = optax.chain(CLIP, muon())
     options: dict[str, Any] = {

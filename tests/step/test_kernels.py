@@ -358,36 +358,16 @@ def test_an_operation_is_found_wherever_it_is(where: str):
     refused(functools.partial(model, centred(0.01)), f"{NOT_SO}: of the same rows")
 
 
-def first(rows: int) -> Any:
-    return {name: x[:rows] for name, x in BATCH.items()}
-
-
 TURNED = {name: x.swapaxes(0, 1) for name, x in BATCH.items()}
-# The options of a step, its batch, and along which axis its rows are.
-SETTINGS: dict[str, tuple[dict[str, Any], Any]] = {
-    "parts": ({"params": "sharded"}, BATCH),
-    "microbatches": ({"accumulate_steps": 2}, BATCH),
-    **{f"{rows} rows": ({"shards": 2}, first(rows)) for rows in (2, 4, 6)},
-    "another axis": ({"batch_axis": 1}, TURNED),
-    "another axis, two shards": ({"batch_axis": 1, "shards": 2}, TURNED),
-}
 
 
-@pytest.mark.parametrize(
-    "name", deep_but(["parts", "microbatches", "2 rows", "another axis"], SETTINGS)
-)
-def test_with_options(name: str):
-    options, batch = SETTINGS[name]
-    step = step_of(behind(with_tanh(called_back())), **options)
-    step(step.init(W), batch)
-    axis = options.get("batch_axis", 0)
-    wrong = with_tanh(called_back(of=lambda x: x - 0.01 * x.mean(axis, keepdims=True)))
-    refused(behind(wrong), NOT_SO, batch=batch, **options)
-
-
-def test_rows_by_themselves_may_look_at_all_of_the_other_axis():
-    step = step_of(behind(with_tanh(called_back(of=centred(0.01)))), batch_axis=1)
+@pytest.mark.parametrize("shards", deep_but([3], [2, 3]))
+def test_rows_along_another_axis(shards: int):
+    # Each row by itself may look at all of its time.
+    step = step_of(behind(with_tanh(called_back(of=centred(0.01)))), shards=shards, batch_axis=1)
     step(step.init(W), TURNED)
+    wrong = with_tanh(called_back(of=lambda x: x - 0.01 * x.mean(1, keepdims=True)))
+    refused(behind(wrong), NOT_SO, batch=TURNED, shards=shards, batch_axis=1)
 
 
 def test_weights_that_start_at_zero_hide_nothing():
@@ -402,7 +382,7 @@ def test_microbatches_along_another_axis():
     model = behind(with_tanh(called_back()))
     loss = lambda x, w: model(x, w) * table
     step = step_of(loss, F32, batch_axis=1, accumulate_steps=2)
-    step(step.init(W), {name: x.swapaxes(0, 1) for name, x in first(12).items()})
+    step(step.init(W), {name: x[:, :12] for name, x in TURNED.items()})
 
 
 # rowwise.
@@ -445,14 +425,6 @@ def test_rowwise_costs_nothing_in_the_compiled_program():
 def test_rowwise_refuses_in_words(call: Any, said: str):
     with pytest.raises((ArgumentError, ArgumentTypeError), match=said):
         call()
-
-
-def test_a_step_that_is_lowered_first_asks_for_numbers():
-    step = step_of(MODELS["experts"][1])
-    with pytest.raises(LossError, match=r"computed alone by rowwise\(experts\) .*The first call"):
-        step.lower(step.abstract_init(W), BATCH)
-    step(step.init(W), BATCH)
-    step.lower(step.abstract_init(W), BATCH)
 
 
 # JAX's own kernels, in interpret mode.
