@@ -236,23 +236,6 @@ def test_a_loop_over_axis_0_names_the_option():
         step(step.init(PARAMS), BATCHES[0]["x"])
 
 
-def test_a_mean_that_no_trace_shows_is_halved_along_its_axis():
-    @jax.custom_jvp
-    def opaque(x: Any) -> Any:
-        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.pure_callback(lambda x: x, like, x, vmap_method="sequential")
-
-    opaque.defjvp(lambda xs, ts: (xs[0], ts[0]))
-    # Of all of the time, half of which it would not take.
-    a_mean = lambda w, x: opaque(jnp.dot(np.float32(range(TIME)), x @ w) ** 2).mean()
-    compared = lambda w, x: (opaque(x @ w) - opaque(x @ w).mean(1, keepdims=True)).std()
-    w, x = np.ones(WIDTH, np.float32), BATCHES[0]["x"]
-    follows_one_device(a_mean, optax.sgd(0.01), w, [x], num_shards=4, batch_axis=1)
-    step = sgd_step(compared, 0.01, 4, batch_axis=1)
-    with pytest.raises(LossError):
-        step(step.init(w), x)
-
-
 # Data sets.
 
 

@@ -156,9 +156,9 @@ def test_a_worker_of_one_shard_has_nobody_to_compare_with(workers: Any):
     loss = lambda w, x: ((x - w) ** 2).mean()
     step = make_train_step(loss, opt, num_shards=4, sync_every=3, check_divergence=1)
     state = step.init(jnp.ones(3))
-    names = step.compared(state)
+    names, run = step.compared(state), unwatched(step)
     for _ in range(2):
-        state, metrics = unwatched(step)(state, np.ones((8, 3), np.float32))
+        state, metrics = run(state, np.ones((8, 3), np.float32))
     assert told(metrics["divergence"]) == CLEAN
     assert len(metrics["divergence"].leaves) == len(names)
     assert ("params" in names) == (len(workers) == 2)
@@ -244,13 +244,14 @@ def test_a_fault_is_found_at_the_next_check():
 def test_a_wrong_step_count_does_not_leave_the_others_waiting(repair: str):
     # One shard thinks that a comparison is due, or all others do.
     step, _, _ = small(8, check_divergence=8, on_divergence=repair)
+    run = unwatched(step)
     for true, wrong in ((3, 8), (8, 9)):
         state = step.init(jnp.ones(5))
         clean = Snapshot.of(state)
         for device in clean.copies[0]:
             clean.copies[0][device] = np.int32(true)
         clean.copies[0][jax.devices()[4]] = np.int32(wrong)
-        after, metrics = unwatched(step)(clean.restored(), ROWS)
+        after, metrics = run(clean.restored(), ROWS)
         found = metrics["divergence"]
         assert told(found) == ("diverged", [4], [0])
         assert int(found.step) == true
