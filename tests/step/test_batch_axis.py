@@ -384,8 +384,11 @@ def running(**options: Any) -> Callable[[], Any]:
 
 
 def by_keyword(name: str) -> Callable[[], Any]:
-    run = crossshard.shard(num_shards=2, **{name: [1]})(lambda x, y: x.sum() + y.sum())
-    return lambda: run(X["x"], y=X["y"])
+    def run() -> None:
+        of_both = crossshard.shard(num_shards=2, **{name: [1]})(lambda x, y: x.sum() + y.sum())
+        of_both(X["x"], y=X["y"])
+
+    return run
 
 
 XY = {"x": 1, "y": 0}
