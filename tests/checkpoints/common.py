@@ -2,6 +2,9 @@
 
 import functools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +40,8 @@ OPTIMIZERS = {
 @functools.cache
 def step_on(shards: int, update: str = "sharded", optimizer: str = "sgd") -> TrainStep:
     """One step object for all tests, since compiling takes longer than they do."""
-    return make_train_step(
-        loss_fn, OPTIMIZERS[optimizer](), num_shards=shards, weight_update=update
-    )
+    how = {"params": "sharded"} if update == "parts" else {"weight_update": update}
+    return make_train_step(loss_fn, OPTIMIZERS[optimizer](), num_shards=shards, **how)
 
 
 def trained(step: TrainStep, steps: int = 2, params: Any = PARAMS) -> Any:
@@ -84,3 +86,26 @@ def edit(manifest: Path, change: Any) -> None:
     del body["sha256"]
     change(body)
     manifest.write_text(json.dumps({**body, "sha256": sha256(body)}))
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def program(code: str, *args: object) -> subprocess.Popen[str]:
+    """A process that runs code, and finds these tests."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, args)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def line_of(running: subprocess.Popen[str]) -> str:
+    """The next line that a process prints, or what it died of."""
+    assert running.stdout is not None
+    assert running.stderr is not None
+    return running.stdout.readline() or running.stderr.read()[-3000:]

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,14 +13,14 @@ from typing import Any
 import pytest
 
 from crossshard import Checkpoints
-from crossshard.checkpoints import lock
-from crossshard.checkpoints.lock import FILE, Lock
+from crossshard.checkpoints import folder as files
+from crossshard.checkpoints.folder import WRITER, Lock
 from crossshard.errors import CheckpointError
-from tests.checkpoints.common import PARAMS, step_on, trained
+from tests.checkpoints.common import PARAMS, line_of, program, step_on, trained
 
 HOLDER = """
 import sys, pathlib
-from crossshard.checkpoints.lock import Lock
+from crossshard.checkpoints.folder import Lock
 held = Lock(pathlib.Path(sys.argv[1]))
 print(held.take() or "taken", flush=True)
 sys.stdin.read()
@@ -29,14 +28,8 @@ sys.stdin.read()
 
 
 def holder(folder: Path) -> subprocess.Popen[str]:
-    running = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert running.stdout is not None
-    assert running.stdout.readline() == "taken\n"
+    running = program(HOLDER, folder)
+    assert line_of(running) == "taken\n"
     return running
 
 
@@ -82,9 +75,10 @@ except crossshard.errors.CheckpointError as error:
 one.wait()
 print(one.steps(), crossshard.Checkpoints({str(tmp_path)!r}, step).restore_latest(state)[1])
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    refusal, rest = ran.stdout.splitlines()
+    running = program(code)
+    printed, errors = running.communicate(timeout=120)
+    assert running.returncode == 0, errors
+    refusal, rest = printed.splitlines()
     assert "another Checkpoints of this process writes there. Close that one first" in refusal
     assert rest == "[0] None"
     assert [path.name for path in tmp_path.iterdir()] == ["00000000"]
@@ -104,45 +98,67 @@ def test_the_folder_is_free_once_nobody_refers_to_the_checkpoints(tmp_path: Path
     assert second.steps() == [1, 2]
 
 
-def elsewhere(folder: Path) -> None:
+def elsewhere(folder: Path, **change: Any) -> None:
     """A lock of another machine."""
     body = {"process": 1, "began": 1, "host": "far", "machine": "far", "since": "long ago"}
-    (folder / FILE).write_text(json.dumps({**body, "token": "other"}))
+    (folder / WRITER).write_text(json.dumps({**body, "token": "other", **change}))
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "_BEAT", 0.1)
-    monkeypatch.setattr(lock, "_DEAD", 1.0)
+    monkeypatch.setattr(files, "_BEAT", 0.1)
+    monkeypatch.setattr(files, "_DEAD", 1.0)
 
 
-@pytest.mark.parametrize("text", [None, "", "[", '{"machine": 3, "process": "x"}'])
-def test_a_lock_of_another_machine_that_nobody_touches_is_taken_over(
-    text: Any, quick: None, tmp_path: Path
-):
-    elsewhere(tmp_path)
-    if text is not None:
-        (tmp_path / FILE).write_text(text)
-    own = Lock(tmp_path)
-    began = time.monotonic()
-    assert own.take() == ""
+# What is there in place of a writer's file, or is another machine's; nobody touches it.
+PUTS: dict[str, Any] = {
+    "another machine's": lambda path: elsewhere(path.parent),
+    "nothing": lambda path: path.write_text(""),
+    "a part": lambda path: path.write_text("["),
+    "other types": lambda path: path.write_text('{"machine": 3, "process": "x"}'),
+    "a pipe": os.mkfifo,
+    "a link": lambda path: path.symlink_to(path.parent.parent / "of another folder"),
+    "deep": lambda path: path.write_text('{"token": ' + "[" * 100_000),
+    "much": lambda path: path.write_text(json.dumps({"host": "far", "since": "x" * 100_000})),
+}
+
+
+@pytest.mark.parametrize("name", PUTS)
+def test_what_nobody_touches_is_taken_over(name: str, quick: None, tmp_path: Path):
+    folder, told = tmp_path / "run", []
+    folder.mkdir()
+    here = {"machine": files.machine(), "process": os.getpid(), "began": 0}
+    (tmp_path / "of another folder").write_text(json.dumps(here))
+    PUTS[name](folder / WRITER)
+    own, began = Lock(folder), time.monotonic()
+    taking = threading.Thread(target=lambda: told.append(own.take()), daemon=True)
+    taking.start()
+    taking.join(20)
+    assert told == [""]
     assert time.monotonic() - began >= 1
-    assert json.loads((tmp_path / FILE).read_text())["process"] == os.getpid()
-    own.release()
-    assert list(tmp_path.iterdir()) == []
+    assert json.loads((folder / WRITER).read_text())["process"] == os.getpid()
+    if name in ("deep", "much"):
+        PUTS[name](folder / WRITER)
+        assert own.take() == (
+            "a process that has not said its name has taken the folder over, as this process did "
+            "not respond"
+        )
+    else:
+        own.release()
+        assert list(folder.iterdir()) == []
 
 
 def test_a_lock_of_another_machine_that_is_touched_is_respected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr(lock, "_BEAT", 0.1)
+    monkeypatch.setattr(files, "_BEAT", 0.1)
     first, second = Lock(tmp_path), Lock(tmp_path)
     assert first.take() == ""
     # As another machine sees it.
-    monkeypatch.setattr(lock, "machine", lambda: "another")
+    monkeypatch.setattr(files, "machine", lambda: "another")
     told = second.take()
     assert f"process {os.getpid()} on {socket.gethostname()}" in told
-    assert f"or delete {tmp_path / FILE} if it has ended" in told
+    assert f"or delete {tmp_path / WRITER} if it has ended" in told
     first.release()
     assert second.take() == ""
     second.release()
@@ -156,14 +172,11 @@ def test_a_writer_that_was_taken_over_stops(quick: None, tmp_path: Path):
         elsewhere(tmp_path)
         with pytest.raises(CheckpointError, match=r"process 1 on far, .* has taken"):
             checkpoints.save(step.init(PARAMS))
-    assert json.loads((tmp_path / FILE).read_text())["host"] == "far"
+    assert json.loads((tmp_path / WRITER).read_text())["host"] == "far"
 
 
 def test_of_many_that_find_a_dead_writer_one_takes_over(tmp_path: Path):
-    elsewhere(tmp_path)
-    body = json.loads((tmp_path / FILE).read_text())
-    body |= {"machine": lock.machine(), "process": 2**22 + 1}
-    (tmp_path / FILE).write_text(json.dumps(body))
+    elsewhere(tmp_path, machine=files.machine(), process=2**22 + 1)
     locks, told = [Lock(tmp_path) for _ in range(8)], []
     together = threading.Barrier(8)
 
@@ -182,51 +195,8 @@ def test_of_many_that_find_a_dead_writer_one_takes_over(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-# What is there in place of a writer's file.
-
-
-def a_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def a_link(path: Path) -> None:
-    other = path.parent.parent / "of another folder"
-    other.write_text(json.dumps({"machine": lock.machine(), "process": os.getpid(), "began": 0}))
-    path.symlink_to(other)
-
-
-def deep_json(path: Path) -> None:
-    path.write_text('{"token": ' + "[" * 100_000)
-
-
-def much(path: Path) -> None:
-    path.write_text(json.dumps({"host": "far", "since": "x" * 100_000}))
-
-
-@pytest.mark.parametrize("put", [a_pipe, a_link, deep_json, much], ids=lambda put: put.__name__)
-def test_what_no_writer_has_written_is_nobodys_name(put: Any, quick: None, tmp_path: Path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    put(folder / FILE)
-    # Nobody touches it, so it is taken over.
-    own, told = Lock(folder), []
-    taking = threading.Thread(target=lambda: told.append(own.take()), daemon=True)
-    taking.start()
-    taking.join(20)
-    assert told == [""]
-    put(folder / "another")
-    os.replace(folder / "another", folder / FILE)
-    assert own.take() == (
-        "a process that has not said its name has taken the folder over, as this process did not "
-        "respond"
-    )
-
-
 def test_a_writers_words_do_not_command_a_terminal(tmp_path: Path):
-    elsewhere(tmp_path)
-    body = json.loads((tmp_path / FILE).read_text())
-    body |= {"host": "far\x1b[2J", "since": "then\u202e", "process": ["\x1b"] * 3}
-    (tmp_path / FILE).write_text(json.dumps(body))
+    elsewhere(tmp_path, host="far\x1b[2J", since="then\u202e", process=["\x1b"] * 3)
     own = Lock(tmp_path)
     own._release = lambda: None
     told = own.take()

@@ -2,15 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 from crossshard import Checkpoints
 from crossshard.errors import CheckpointError
-from tests.checkpoints.common import XS, arrays, check_same_bits, step_on, trained
+from tests.checkpoints.common import XS, arrays, check_same_bits, line_of, program, step_on, trained
 
 LOOP = """
 import os, signal, sys, time
@@ -34,15 +32,9 @@ print("left", batch + 1, int(state.step), flush=True)
 def test_a_run_that_is_asked_to_stop_goes_on_where_it_was(tmp_path: Path):
     taken = 0
     for _ in range(2):
-        running = subprocess.Popen(
-            [sys.executable, "-c", LOOP, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert running.stdout is not None
-        assert running.stdout.readline() == f"from {taken}\n"
-        assert running.stdout.readline() == "step\n"
+        running = program(LOOP, tmp_path)
+        assert line_of(running) == f"from {taken}\n"
+        assert line_of(running) == "step\n"
         running.terminate()
         printed, errors = running.communicate(timeout=60)
         assert running.returncode == 0, errors
@@ -98,8 +90,9 @@ def test_what_was_just_saved_is_not_saved_again(tmp_path: Path):
 
 def test_a_second_signal_ends_the_process(tmp_path: Path):
     code = LOOP.replace("time.sleep(0.01)", "os.kill(os.getpid(), 15); os.kill(os.getpid(), 15)")
-    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
-    assert ran.returncode == -signal.SIGTERM
+    running = program(code, tmp_path)
+    running.communicate(timeout=60)
+    assert running.returncode == -signal.SIGTERM
 
 
 def test_another_thread_gets_no_signals(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Several processes save and restore one state together."""
+"""Several processes save and restore one state together, and train sharded parameters."""
 
 import json
 import os
@@ -10,51 +10,85 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
-import crossshard
-from crossshard import Checkpoints
+from crossshard import Checkpoints, make_train_step
+from crossshard.checkpoints.folder import Damaged
+from crossshard.errors import ArgumentError
 from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, step_on, trained
 from tests.processes import join, run_processes
+from tests.step.common import assert_close, on_one_device, train
 
 pytestmark = pytest.mark.multiprocess
+
+RNG = np.random.default_rng(0)
+# Between processes on CPUs a matrix must be large to be gathered by itself.
+LARGE = {
+    "large": np.float32(RNG.normal(size=(1024, 1024)) / 32),
+    "few": np.float32(RNG.normal(size=(64, 32)) / 8),
+    "bias": np.zeros(3, np.float32),
+}
+BATCHES = np.float32(RNG.normal(size=(4, 16, 1024)))
+
+
+def loss_fn(params: Any, x: Any) -> jax.Array:
+    of_others = ((params["few"] - 1) ** 2).mean() + (params["bias"] - 1).sum() ** 2
+    return ((jax.numpy.tanh(x @ params["large"]) - 1) ** 2).mean() + of_others
+
+
+def per_row(params: Any, x: Any) -> Any:
+    return (jax.numpy.tanh(x @ params["large"]) ** 2).mean(1)
+
+
+def step_of(number: int, **options: Any) -> Any:
+    return make_train_step(loss_fn, optax.sgd(0.1, 0.9), num_shards=number, ema=0.9, **options)
+
+
+def refusal(call: Any) -> str:
+    with pytest.raises(ArgumentError) as refused:
+        call()
+    return str(refused.value)
 
 
 def main(process: int, port: int, out: str, folder: str) -> None:
     """One process: save, restore, pass over what is damaged, and write down what came of it."""
     join(process, port)
-    step, said = step_on(4), {}
     rows = slice(process * 8, (process + 1) * 8)
+    state, said = whole(process, rows, folder)
+    sharded_state, of_sharded = sharded(process, rows, f"{folder}-sharded")
+    Path(out).write_text(json.dumps(said | of_sharded))
+    if process == 0:
+        np.savez(Path(out).with_suffix(".npz"), *state, **sharded_state)
+    jax.distributed.shutdown()
+
+
+def whole(process: int, rows: slice, folder: str) -> tuple[list[np.ndarray], dict[str, Any]]:
+    step, said = step_on(4), {}
     state = step.init(PARAMS)
     with Checkpoints(folder, step, keep=2) as checkpoints:
         for number, x in enumerate(XS[:3]):
             state, _ = step(state, x[rows])
             checkpoints.save(state, {"at": number})
-        try:
-            checkpoints.save(state, {"at": process})
-        except crossshard.errors.ArgumentError as error:
-            said["data"] = str(error)
-    whole = [np.asarray(x) for x in jax.tree.leaves(step.unshard(state))]
-    # Process 1 alone sees this link; both must take the checkpoint before.
+        said["data"] = refusal(lambda: checkpoints.save(state, {"at": process}))
+    found = [np.asarray(x) for x in jax.tree.leaves(step.unshard(state))]
+    # Process 1 alone sees this damage; both must take the checkpoint before.
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         checkpoints = Checkpoints(folder, step)
         own = checkpoints._folder.check
 
         def check(number: int) -> None:
-            from crossshard.checkpoints.folder import Damaged
-
             own(number)
             if process == 1 and number == 3:
                 raise Damaged("only this process sees it")
 
         checkpoints._folder.check = check
-        found, data = checkpoints.restore_latest(step.abstract_init(PARAMS))
-    said |= {"warned": [str(each.message) for each in warned], "data_of_2": data}
-    said["step"] = int(found.step)
-    found, data = Checkpoints(folder, step).restore_latest(step.abstract_init(PARAMS))
-    again = [np.asarray(x) for x in jax.tree.leaves(step.unshard(found))]
-    said["same"] = all(a.tobytes() == b.tobytes() for a, b in zip(whole, again, strict=True))
+        before, data = checkpoints.restore_latest(step.abstract_init(PARAMS))
+    said["before"] = [str(each.message) for each in warned], data, int(before.step)
+    again, _ = Checkpoints(folder, step).restore_latest(step.abstract_init(PARAMS))
+    pairs = zip(found, jax.tree.leaves(step.unshard(again)), strict=True)
+    said["same"] = all(a.tobytes() == np.asarray(b).tobytes() for a, b in pairs)
     with Checkpoints(f"{folder}-stopped", step) as checkpoints:
         state = step.init(PARAMS)
         for number in range(400):
@@ -65,11 +99,31 @@ def main(process: int, port: int, out: str, folder: str) -> None:
             time.sleep(0.01 * (1 + process))
             if checkpoints.save_if_preempted(state, {"stopped": number}):
                 break
-        said |= {"stopped": [number, int(state.step), checkpoints.steps()[-1]]}
-    Path(out).write_text(json.dumps(said))
-    if process == 0:
-        np.savez(Path(out).with_suffix(".npz"), *whole)
-    jax.distributed.shutdown()
+        said["stopped"] = [number, int(state.step), checkpoints.steps()[-1]]
+    return found, said
+
+
+def sharded(process: int, rows: slice, folder: str) -> tuple[Any, dict[str, Any]]:
+    step = step_of(4, params="sharded")
+    state = step.init(LARGE)
+    pieces = [x.data.shape for x in state.params["large"].addressable_shards]
+    # Made in parts by all processes together: no one has all of it.
+    sharding = jax.tree.map(lambda x: x.sharding, state.params)
+    made = jax.jit(lambda: jax.tree.map(jax.numpy.asarray, LARGE), out_shardings=sharding)()
+    state = step.init(made)
+    said: dict[str, Any] = {
+        "pieces": pieces,
+        "again": step.replay(state, BATCHES[0][rows]) == {},
+    }
+    state = train(step, state, [x[rows] for x in BATCHES[:2]])
+    said["mean"] = float(step.evaluate(state, [BATCHES[2][rows]], per_row))
+    with Checkpoints(folder, step) as checkpoints:
+        checkpoints.save(state, {"at": 2})
+    state = train(step, state, [x[rows] for x in BATCHES[2:]])
+    # What one process would do with other parameters.
+    bad = {**LARGE, "bias": np.full(3, process, np.float32)}
+    said["refused"] = refusal(lambda: step.init(bad))
+    return step.unshard(state).params, said
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +132,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     return base, run_processes("checkpoints.test_processes", base, base / "run")
 
 
-def test_it_comes_back_with_the_same_bits_in_every_process(found: Any):
-    assert all(each["same"] for each in found[1])
-
-
 def test_one_process_restores_what_two_have_written(found: Any):
-    base, _ = found
+    base, said = found
+    assert all(each["same"] for each in said)
     with np.load(base / "0.npz") as written:
-        expected = [written[name] for name in written.files]
+        expected = [written[name] for name in written.files if name.startswith("arr_")]
     for shards in (1, 8):
         step = step_on(shards)
         state, data = Checkpoints(base / "run", step).restore_latest(step.abstract_init(PARAMS))
@@ -96,21 +147,34 @@ def test_one_process_restores_what_two_have_written(found: Any):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
 
 
-def test_all_processes_pass_over_what_one_cannot_read(found: Any):
-    for each in found[1]:
-        assert (each["step"], each["data_of_2"]) == (2, {"at": 1})
-        (warning,) = each["warned"]
-        assert "only this process sees it" in warning
-
-
-def test_data_that_differs_between_processes_is_refused_in_all(found: Any):
-    for each in found[1]:
-        assert "To save, process 1 passed data checksum " in each["data"]
-
-
-def test_all_processes_save_and_stop_at_one_step_when_one_is_asked_to(found: Any):
-    first, second = (each["stopped"] for each in found[1])
-    assert first == second
-    number, steps, saved = first
+def test_processes_pass_over_and_refuse_and_stop_together(found: Any):
+    _, said = found
+    assert said[0]["stopped"] == said[1]["stopped"]
+    number, steps, saved = said[0]["stopped"]
     assert 3 <= number < 399
     assert steps == saved == number + 1
+    for each in said:
+        (warning,), data, step = each["before"]
+        assert "only this process sees it" in warning
+        assert (data, step) == ({"at": 1}, 2)
+        assert "To save, process 1 passed data checksum " in each["data"]
+        assert "process 1 passed" in each["refused"]
+
+
+def test_sharded_parameters_of_two_processes_follow_one_device(found: Any):
+    base, said = found
+    own = loss_fn, optax.sgd(0.1, 0.9), LARGE
+    at_two, at_four = (on_one_device(*own, BATCHES[:number])[0] for number in (2, 4))
+    with np.load(base / "0.npz") as got:
+        assert_close({name: got[name] for name in LARGE}, at_four, 2e-6)
+    for each in said:
+        assert (each["pieces"], each["again"]) == ([[256, 1024]] * 2, True)
+        np.testing.assert_allclose(each["mean"], per_row(at_two, BATCHES[2]).mean(), rtol=1e-5)
+    # One process goes on from what they have saved.
+    for number, options in ((4, {"params": "sharded"}), (2, {"weight_update": "sharded"}), (1, {})):
+        step = step_of(number, **options)
+        like = step.abstract_init(LARGE)
+        state, data = Checkpoints(base / "run-sharded", step).restore_latest(like)
+        assert (data, int(state.step)) == ({"at": 2}, 2)
+        assert_close(state.params, at_two, 2e-6)
+        assert_close(train(step, state, BATCHES[2:]).params, at_four, 2e-6)

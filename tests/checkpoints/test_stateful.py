@@ -125,19 +125,6 @@ def with_types(folder: Path, old: Any, new: Any) -> None:
         nnx.update(new, checkpointer.restore(path, types))
 
 
-def with_pytree_checkpointer(folder: Path, old: Any, new: Any) -> None:
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(folder / "it", nnx.state(old))
-        nnx.update(new, checkpointer.restore(folder / "it", item=nnx.state(new)))
-
-
-def with_split_and_merge(folder: Path, old: Any, new: Any) -> None:
-    path = saved(folder, nnx.split(old)[1])
-    graph, state = nnx.split(new)
-    with ocp.StandardCheckpointer() as checkpointer:
-        new.update(nnx.merge(graph, checkpointer.restore(path, state)))
-
-
 def with_flax(folder: Path, old: Any, new: Any) -> None:
     (folder / "it").write_bytes(serialization.to_bytes(nnx.to_pure_dict(nnx.state(old))))
     state = nnx.state(new)
@@ -146,7 +133,7 @@ def with_flax(folder: Path, old: Any, new: Any) -> None:
     nnx.update(new, state)
 
 
-WAYS = [with_arrays, with_types, with_pytree_checkpointer, with_split_and_merge, with_flax]
+WAYS = [with_arrays, with_types, with_flax]
 
 
 @pytest.mark.parametrize("case", CASES)

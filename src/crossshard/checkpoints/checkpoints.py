@@ -9,9 +9,8 @@ import jax
 
 from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Json
-from crossshard.checkpoints.fingerprint import fingerprint
 from crossshard.checkpoints.folder import Damaged, Folder
-from crossshard.checkpoints.manifest import Fingerprint, check_data
+from crossshard.checkpoints.manifest import Fingerprint, check_data, fingerprint
 from crossshard.checkpoints.preemption import Preemption
 from crossshard.checkpoints.reading import Found, read_state
 from crossshard.checkpoints.saving import Saving, notes_of

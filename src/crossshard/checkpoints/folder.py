@@ -1,20 +1,30 @@
-"""Folder: the numbered checkpoints in a folder, here or remote, where anybody may put anything."""
+"""Folder: numbered checkpoints, here or remote, where anybody may put anything; and its lock."""
 
+import contextlib
+import datetime
 import errno
+import fcntl
 import itertools
 import json
 import os
 import re
 import shutil
+import socket
 import stat
 import threading
+import time
+import uuid
+import weakref
 from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 from jax.sharding import Mesh
 
+from crossshard import _check
 from crossshard.distributed.agreement import exchange
+from crossshard.distributed.identity import is_gone, machine, own_identity
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointError
 
 # Orbax writes it last. On a disk it also renames the folder of a checkpoint once that is complete.
@@ -29,6 +39,12 @@ _UNFINISHED = re.compile(r"\d{8,}\.(orbax-checkpoint-tmp.*|deleted)")
 _REMOTE = "gs://"
 # A thousand times what a manifest of a large model needs. Whatever is read at once is held to it.
 MOST_BYTES = 64 << 20
+# Says who writes to the folder.
+WRITER = "writer.json"
+# A writer touches its file so often. One on another machine that has not for so long is dead.
+_BEAT, _DEAD = 5.0, 30.0
+# Many times what a writer writes down.
+_MOST_OF_WRITER = 4096
 
 
 class Damaged(Exception):
@@ -50,14 +66,12 @@ class Folder:
             self.remote: bool = text.startswith(_REMOTE)
             if not text or ("://" in text and not self.remote):
                 raise ValueError("Orbax writes no arrays there")
-            self.path: Any = _remote(text) if self.remote else Path(text).expanduser().resolve()
+            self.path: Any = epath.Path(text) if self.remote else Path(text).expanduser().resolve()
         except (TypeError, ValueError, RuntimeError) as error:
             kind = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError
-            is_path = isinstance(path, str | os.PathLike)
-            got = repr(path)[:80] if is_path else type(path).__name__
             raise kind(
-                f"folder must be a path; got {got} ({error}). Pass one of this machine, one "
-                f"that is mounted, or one at {_REMOTE}."
+                f"folder must be a path; got {_check.described(path)} ({error}). Pass one of this "
+                f"machine, one that is mounted, or one at {_REMOTE}."
             ) from None
 
     def of(self, number: int) -> Any:
@@ -82,7 +96,7 @@ class Folder:
                 own = [
                     each for each in self._numbered() if not self.remote or self._committed(each)
                 ]
-            except (OSError, ImportError) as error:
+            except (OSError, ImportError) as error:  # of a bucket's library
                 own = str(error)
         first = json.loads(exchange("Checkpoints", json.dumps(own), mesh)[0])
         if isinstance(first, str):
@@ -100,15 +114,10 @@ class Folder:
     def _committed(self, number: int) -> bool:
         return bool((self.of(number) / _MARKER).is_file())
 
-    def why_not_writable(self) -> str:
-        """The reason why nothing can be written; empty if it can, or if only trying tells."""
-        if self.remote:
-            return ""
-        if not self.path.is_dir():
-            return "the folder is gone"
-        effective = os.access in os.supports_effective_ids
-        may = os.access(self.path, os.W_OK | os.X_OK, effective_ids=effective)
-        return "" if may else "the folder is read-only"
+    @property
+    def is_gone(self) -> bool:
+        """Whether there is no such folder, or no longer."""
+        return not (self.remote or self.path.is_dir())
 
     def check(self, number: int) -> None:
         """Raise ``Damaged`` unless it is complete, without links, devices and enormous files."""
@@ -161,13 +170,6 @@ class Folder:
             path.rmtree()
 
 
-def _remote(text: str) -> Any:
-    # Here and not above: most folders are on a disk.
-    from etils import epath
-
-    return epath.Path(text)
-
-
 def read(path: Any, most: int) -> bytes:
     """The bytes of a file; raises OSError if it has more, is no file, or cannot be read."""
     with open(path, "rb", opener=_open) if isinstance(path, Path) else path.open("rb") as opened:
@@ -209,8 +211,152 @@ def printable(text: str) -> str:
 def in_words(error: BaseException) -> str:
     """What went wrong; TensorStore tells it in the middle of a long text."""
     text = " ".join(str(error).split())
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
-        if os.strerror(number) in text:
-            full = number in (errno.ENOSPC, errno.EDQUOT)
-            return f"{os.strerror(number)}{', the disk is full' if full else ''}"
-    return f"{type(error).__name__}, {text:.300}"
+    known = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO))
+    return next((each for each in known if each in text), f"{type(error).__name__}, {text:.300}")
+
+
+# One writer.
+
+
+class Lock:
+    """The right to write to a folder, from ``take`` until ``release`` or the end of the process.
+
+    It is a file that names the writer. One whose process has ended is taken over: at once on the
+    same machine, and from another one after half a minute in which nobody has touched the file.
+    """
+
+    def __init__(self, folder: Any):
+        self._path = folder / WRITER
+        # Where no file can be created by only one of two that try.
+        self._remote = not isinstance(folder, Path)
+        self._token = uuid.uuid4().hex
+        self._release: Any = None
+
+    def take(self) -> str:
+        """The reason why another one has it; empty if it is ours, from now on or from before.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        if self._release is not None:
+            holder = _writer(self._path)
+            if holder.get("token") == self._token:
+                return ""
+            self.release()
+            return f"{_named(holder)} has taken the folder over, as this process did not respond"
+        process, began = own_identity().split()
+        text = json.dumps(
+            {
+                "process": int(process),
+                "began": int(began),
+                "host": socket.gethostname(),
+                "machine": machine(),
+                "since": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC",
+                "token": self._token,
+            }
+        )
+        while not self._created(text):
+            holder = _writer(self._path)
+            if not self._is_dead(holder):
+                return self._whose(holder)
+            self._take_away(holder)
+        ended = threading.Event()
+        own = self._path, self._token, ended
+        threading.Thread(target=_beat, args=own, name="crossshard", daemon=True).start()
+        # Also when nobody refers to it any longer, and at exit.
+        self._release = weakref.finalize(self, _give_back, *own, os.getpid())
+        return ""
+
+    def release(self) -> None:
+        """Let others write."""
+        if self._release is not None:
+            self._release()
+            self._release = None
+
+    def _created(self, text: str) -> bool:
+        if self._remote:
+            if self._path.exists():
+                return False
+            self._path.write_text(text)
+            # Of two that come at once the later one has it.
+            time.sleep(1)
+            return bool(_writer(self._path).get("token") == self._token)
+        try:
+            with open(self._path, "x") as opened:
+                opened.write(text)
+        except FileExistsError:
+            return False
+        return True
+
+    def _is_dead(self, holder: dict[str, Any]) -> bool:
+        if holder.get("machine") == machine():
+            gone = is_gone(f"{holder.get('process')} {holder.get('began')}")
+            if gone is not None:
+                return gone
+        # Without a look at clocks, which may differ.
+        before, end = self._touched(), time.monotonic() + _DEAD
+        while before is not None and time.monotonic() < end:
+            time.sleep(min(1.0, _BEAT))
+            if self._touched() != before:
+                return False
+        return True
+
+    def _touched(self) -> object:
+        with contextlib.suppress(OSError):
+            # A link is no writer's, whatever becomes of what it leads to.
+            found: Any = self._path.stat() if self._remote else self._path.lstat()
+            return found.mtime if self._remote else found.st_mtime_ns
+        return None
+
+    def _take_away(self, holder: dict[str, Any]) -> None:
+        """Remove the file of a dead writer, unless somebody else was faster."""
+        with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
+            if not self._remote:
+                folder = os.open(self._path.parent, os.O_RDONLY)
+                stack.callback(os.close, folder)
+                # Some file systems have no such locks; then two would have to come at once.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(folder, fcntl.LOCK_EX)
+            if _writer(self._path) == holder:
+                self._path.unlink()
+
+    def _whose(self, holder: dict[str, Any]) -> str:
+        if (holder.get("machine"), holder.get("process")) == (machine(), os.getpid()):
+            return "another Checkpoints of this process writes there. Close that one first"
+        here = holder.get("machine") == machine()
+        then = "End it" if here else f"End it, or delete {self._path} if it has ended"
+        return f"{_named(holder)} writes there. {then}, or choose another folder"
+
+
+def _named(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "a process that has not said its name"
+    process, host, since = (holder.get(key) for key in ("process", "host", "since"))
+    return printable(f"process {process!s:.20} on {host!s:.80}, which began at {since!s:.40},")
+
+
+def _writer(path: Any) -> dict[str, Any]:
+    """What a writer wrote down; nothing if it is writing, or the file is gone or something else."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(path, _MOST_OF_WRITER)
+    return {}
+
+
+def _beat(path: Any, token: str, ended: threading.Event) -> None:
+    """Touch the file now and then, as long as it is this writer's."""
+    while not ended.wait(_BEAT):
+        with contextlib.suppress(OSError):
+            if _writer(path).get("token") != token:
+                return
+            if isinstance(path, Path):
+                os.utime(path)
+            else:
+                path.write_bytes(read(path, _MOST_OF_WRITER))
+
+
+def _give_back(path: Any, token: str, ended: threading.Event, process: int) -> None:
+    ended.set()
+    # A child process that was forked has a copy of this.
+    if os.getpid() == process and _writer(path).get("token") == token:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from crossshard import _mesh
 from crossshard._hash import hash_of
+from crossshard.checkpoints import storage
 from crossshard.checkpoints.folder import Damaged, Folder, printable
 from crossshard.checkpoints.manifest import (
     FILE,
@@ -71,9 +72,6 @@ def read_state(
       CheckpointMismatchError: it is not of this step.
       Damaged: it is, in every process if one finds it so.
     """
-    # Here and not above: it imports Orbax.
-    from crossshard.checkpoints import storage
-
     refused: Exception | None = None
     try:
         folder.check(number)

@@ -8,17 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
+from orbax.checkpoint import checkpoint_managers as policies
 
 from crossshard import _check, _mesh
 from crossshard._hash import crc32, hash_later
-from crossshard.checkpoints.folder import LARGEST, Folder, in_words, read
-from crossshard.checkpoints.lock import Lock
+from crossshard.checkpoints import storage
+from crossshard.checkpoints.folder import LARGEST, Folder, Lock, in_words, read
 from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, WrittenLeaf, groups_of
 from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.distributed.progress import waiting
-from crossshard.errors import ArgumentTypeError, CheckpointError
+from crossshard.errors import CheckpointError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 
@@ -26,6 +26,8 @@ from crossshard.model.state import TrainState
 _PINNED, _SCORE = "pinned", "score.txt"
 # Of a number.
 _MOST_BYTES = 64
+_GONE = "the folder is gone"
+_STAY = "Those before it are as they were."
 
 
 class Saving:
@@ -64,9 +66,6 @@ class Saving:
           ArgumentError: the processes would write different states or data.
           CheckpointError: it cannot be written, or the one before could not be.
         """
-        # Here and not above: it imports Orbax.
-        from crossshard.checkpoints import storage
-
         self._finish()
         taken, shards = int(state.step), layout.number_of_shards
         number = max([taken, *(newest + 1 for newest in self.numbers[-1:])])
@@ -88,8 +87,7 @@ class Saving:
         reason = exchange("save", self._why_not(number), self._mesh, within="lock")[0]
         if reason:
             raise CheckpointError(
-                f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
-                f"{self._last()}"
+                f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}. {_STAY}"
             )
         self._pending, self.taken = number, taken
         try:
@@ -141,8 +139,6 @@ class Saving:
 
     def _too_many(self) -> list[int]:
         """The checkpoints that do not stay."""
-        from orbax.checkpoint import checkpoint_managers as policies
-
         good = self._good()
         scores = {number: self._score(number) for number in good if self._best}
         told = [SimpleNamespace(step=each, metrics=scores.get(each)) for each in self.numbers]
@@ -176,7 +172,7 @@ class Saving:
             largest = self._folder.of(LARGEST)
             return f"none is after {largest}, since no number is larger: move that folder away"
         try:
-            reason = self._folder.why_not_writable() or self._lock.take()
+            reason = _GONE if self._folder.is_gone else self._lock.take()
             if not reason and self._orbax is None:
                 self._folder.delete_unfinished()
         except OSError as error:
@@ -188,19 +184,13 @@ class Saving:
         number, self._pending = self._pending, None
         # Orbax's checkpointer keeps its error; the next save gets a new one.
         self._orbax = self.taken = None
-        reason = self._folder.why_not_writable() or in_words(error)
+        reason = _GONE if self._folder.is_gone else in_words(error)
         # Where other processes write still, they would fail, too; there the next save deletes it.
-        if jax.process_count() == 1 and self._folder.path.is_dir():
+        if jax.process_count() == 1 and not self._folder.is_gone:
             self._folder.delete_unfinished()
         return CheckpointError(
-            f"Checkpoint {number} was not written to {self._folder.path}: {reason}.{self._last()}"
+            f"Checkpoint {number} was not written to {self._folder.path}: {reason}. {_STAY}"
         )
-
-    def _last(self) -> str:
-        good = self._good()
-        if not good or not self._folder.of(good[-1]).is_dir():
-            return ""
-        return f" Checkpoint {good[-1]} is the last one that was, and is as it was."
 
     def _good(self) -> list[int]:
         return [number for number in self.numbers if number not in self.damaged]
@@ -213,10 +203,6 @@ def _sum(value: Any) -> str:
 def notes_of(score: Any, pin: Any) -> dict[str, str]:
     """What stands beside the manifest: texts by the names of their files, once checked."""
     notes = {_PINNED: ""} if _check.flag("pin", pin) else {}
-    if score is None:
-        return notes
-    try:
-        score = np.asarray(score) if isinstance(score, jax.Array) else score
-    except (TypeError, RuntimeError) as error:  # keys, and an array that was donated
-        raise ArgumentTypeError(f"score must be a number: {error}") from None
-    return {_SCORE: repr(_check.number("score", score)), **notes}
+    if isinstance(score, jax.Array):
+        score = jax.device_get(_check.array("score", score))
+    return notes if score is None else {_SCORE: repr(_check.number("score", score)), **notes}

@@ -1,13 +1,7 @@
-"""Storage: the arrays of a state in the shapes of model and optimizer, which Orbax keeps on disk.
-
-Orbax takes half a second to import, and most programs save nothing: import this where it is needed.
-"""
+"""Storage: the arrays of a state in the shapes of model and optimizer, as Orbax keeps them."""
 
 import dataclasses
 import functools
-import logging
-import math
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -129,10 +123,6 @@ class _Notes(ocp.args.CheckpointArgs):
     files: Callable[[], dict[str, str]]
 
 
-# The checkpoints of whose failed writes ``wait_until_finished`` tells.
-_ours: set[str] = set()
-
-
 def checkpointer() -> ocp.AsyncCheckpointer:
     """What writes checkpoints in the background, each complete or not at all.
 
@@ -140,9 +130,6 @@ def checkpointer() -> ocp.AsyncCheckpointer:
     deletions and restores begins at a barrier, where all processes wait for one that has failed,
     and it knows neither damaged checkpoints nor another writer.
     """
-    # Orbax's threads log their errors, and asyncio those of tasks that nobody waits for any more.
-    for library in ("absl", "asyncio"):
-        logging.getLogger(library).addFilter(_is_told)
     # Of an array that several devices have one writes it, instead of each a slice, which is a copy.
     of_arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, of_arrays))
@@ -158,20 +145,6 @@ def checkpointer() -> ocp.AsyncCheckpointer:
     return ocp.AsyncCheckpointer(composite, async_options=options)
 
 
-def _is_told(record: logging.LogRecord) -> bool:
-    is_error = record.levelno >= logging.ERROR
-    return not (is_error and any(folder in record.getMessage() for folder in _ours))
-
-
-def _unraisable(found: Any, before: Callable[[Any], object] = sys.unraisablehook) -> None:
-    if found.object is not None or str(found.exc_value) != "Event loop is closed":
-        before(found)
-
-
-# TensorStore complains of each write whose thread has gone since another one failed.
-sys.unraisablehook = _unraisable
-
-
 def start(
     orbax: ocp.AsyncCheckpointer,
     folder: Path,
@@ -185,7 +158,6 @@ def start(
     Orbax has the arrays on the host by then. There an array on a CPU device is not copied:
     while someone looks at its memory, JAX donates it to no one.
     """
-    _ours.add(str(folder))
     named = {str(place): array for place, array in enumerate(arrays)}
     pieces = dict.fromkeys(named, ocp.SaveArgs(chunk_byte_size=_PIECE))
     parts = {ARRAYS: ocp.args.PyTreeSave(named, pieces), NOTES: _Notes(notes)}
@@ -196,54 +168,25 @@ def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax
     """Read arrays onto the mesh, by their places among so many; each process reads its parts.
 
     Raises:
-      Damaged: an array is missing, has another shape, or cannot be read.
+      Damaged: an array is missing, has another type, or cannot be read.
     """
+    how = {
+        str(place): ocp.ArrayRestoreArgs(
+            sharding=leaf.on_disk.sharding, global_shape=leaf.on_disk.shape
+        )
+        for place, leaf in leaves.items()
+    }
+    is_part = len(leaves) < number
+    args = ocp.args.PyTreeRestore(dict.fromkeys(how, 0), how, partial_restore=is_part)
     # Without the checkpointer, at whose barrier the other processes would wait for one that fails.
-    handler, folder = ocp.PyTreeCheckpointHandler(), folder / ARRAYS
+    handler = ocp.PyTreeCheckpointHandler()
     try:
-        types = handler.metadata(folder).tree
+        # It compares the shapes before it takes memory for them.
+        found = handler.restore(folder / ARRAYS, args=args)
     except Exception as error:  # Orbax and TensorStore raise what they like on damaged files.
-        raise Damaged(f"the description of its arrays cannot be read ({in_words(error)})") from None
+        raise Damaged(f"its arrays cannot be read ({in_words(error)})") from None
     for place, leaf in leaves.items():
-        _check_type(leaf, types.get(str(place)) if isinstance(types, dict) else None)
-    if set(types) != set(map(str, range(number))):
-        raise Damaged("it has more arrays than its manifest")
-
-    def restore(*places: int) -> dict[str, jax.Array]:
-        how = {
-            str(place): ocp.ArrayRestoreArgs(
-                sharding=leaves[place].on_disk.sharding, global_shape=leaves[place].on_disk.shape
-            )
-            for place in places
-        }
-        is_part = len(places) < number
-        args = ocp.args.PyTreeRestore(dict.fromkeys(how, 0), how, partial_restore=is_part)
-        found: dict[str, jax.Array] = handler.restore(folder, args=args)
-        return found
-
-    try:
-        found = restore(*leaves)
-    except Exception as error:
-        what, why = "its arrays", error
-        for place, leaf in leaves.items():
-            try:
-                restore(place)
-            except Exception as its_own:
-                what, why = leaf.path, its_own
-                break
-        raise Damaged(f"{what} cannot be read ({in_words(why)})") from None
+        was, now = getattr(found[str(place)], "dtype", "no array"), leaf.on_disk.dtype
+        if was != now:
+            raise Damaged(f"{leaf.path} is {was} on disk, and {now} in the manifest")
     return {place: found[str(place)] for place in leaves}
-
-
-def _check_type(leaf: Leaf, found: Any) -> None:
-    """Raise unless an array on disk has the type of its leaf, before memory is taken for it."""
-    if found is None:
-        raise Damaged(f"{leaf.path} is missing")
-    on_disk = leaf.on_disk
-    was, now = (f"{x.dtype}{[*x.shape]}" for x in (found, on_disk))
-    if was != now:
-        raise Damaged(f"{leaf.path} is {was} on disk, and {now} in the manifest")
-    # A piece of an array is read as a whole.
-    chunk = found.storage.chunk_shape if found.storage is not None else None
-    if chunk is not None and math.prod(chunk) > max(1, math.prod(on_disk.shape)):
-        raise Damaged(f"{leaf.path} is stored in pieces that are larger than it is, {chunk}")
