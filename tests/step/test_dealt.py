@@ -296,7 +296,7 @@ def test_what_stands_beside_it_is_that_of_one_device():
         average = jax.tree.map(lambda old, new: 0.5 * (old + new), average, after)
         state, metrics = step(state, x)
         assert not metrics["divergence"].diverged
-        norms = optax.global_norm(jax.grad(loss_fn)(before, x)), optax.global_norm(after)
+        norms = optax.tree.norm(jax.grad(loss_fn)(before, x)), optax.tree.norm(after)
         found = metrics["grad_norm"], metrics["param_norm"]
         np.testing.assert_allclose(found, norms, rtol=1e-5)
     assert_close(step.unshard(state).params, after)
