@@ -100,7 +100,7 @@ def normed_loss(model: Any, batch: Any) -> jax.Array:
     return (model(batch) ** 2).mean()
 
 
-@pytest.mark.parametrize(("first", "then"), [(4, 8), deep((8, 4)), deep((1, 4)), deep((4, 3))])
+@pytest.mark.parametrize(("first", "then"), [(4, 8), deep((1, 4)), deep((4, 3))])
 def test_statistics_and_streams_are_of_each_shard_and_go_on_with_others(first: int, then: int):
     model = Normed()
     kernel = model.linear.kernel.get_value()
