@@ -1,4 +1,4 @@
-"""What differs between shards is read from the jaxpr: held against JAX's types, and beyond."""
+"""What differs between shards is read from the jaxpr, and what is called equal is so by numbers."""
 
 from typing import Any
 
@@ -24,7 +24,6 @@ doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
 
 # own: float32[3], each shard's own; same: float32[3], equal on all shards.
 CASES = {
-    "elementwise": (lambda own, same: (own + same, jnp.sin(same), own * 0), ["ab", "", "ab"]),
     "sums": (
         lambda own, same: (
             lax.psum(own, ("a", "b")),
@@ -34,14 +33,10 @@ CASES = {
         ),
         ["", "b", "", ""],
     ),
-    "extremes": (lambda own, same: (lax.pmax(own, ("a", "b")), lax.pmin(own, "b")), ["", "a"]),
     "index": (lambda own, same: (same + lax.axis_index("a"), lax.axis_index("b")), ["a", "b"]),
     "gather": (lambda own, same: (lax.all_gather(same + lax.axis_index("b"), "b"),), [""]),
-    "scatter": (lambda own, same: (lax.psum_scatter(own[:2], "a"),), ["ab"]),
     "permute": (lambda own, same: (lax.ppermute(lax.pmean(own, "a"), "b", [(0, 1)]),), ["b"]),
     "jit": (lambda own, same: jax.jit(lambda x, y: (y, lax.psum(x, "a")))(own, same), ["", "b"]),
-    "remat": (lambda own, same: tuple(map(jax.checkpoint(jnp.sin), (same, own))), ["", "ab"]),
-    "custom jvp": (lambda own, same: (jax.nn.relu(same), jax.nn.relu(own)), ["", "ab"]),
     "custom vjp": (lambda own, same: (doubled(same), doubled(own)), ["", "ab"]),
     "cond": (
         lambda own, same: (
@@ -56,11 +51,7 @@ CASES = {
     ),
     "while": (lambda own, same: (lax.while_loop(lambda c: c[0] < 9, lambda c: c + 1, same),), [""]),
     "gradient": (lambda own, same: (jax.grad(lambda w: doubled(w).sum())(same),), [""]),
-}  # fmt: skip
-
-
-# What JAX has no types for, or other ones.
-UNTYPED = {
+    # What JAX has no types for, or other ones.
     "carry that comes to differ": (
         lambda own, same: lax.scan(lambda c, x: (c + x, None), jnp.zeros(()), own)[0],
         ["ab"],
@@ -77,25 +68,13 @@ UNTYPED = {
         lambda own, same: lax.cond(own[0] > 0, lambda: same, lambda: -same),
         ["ab"],
     ),
-    "sum over groups": (
-        lambda own, same: lax.psum(own, ("a", "b"), axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ["ab"],
-    ),
     "sum over groups of what is equal": (
         lambda own, same: lax.psum(same, "b", axis_index_groups=[[0, 1], [2, 3]]),
         ["b"],
     ),
-    "axis of vmap": (
-        lambda own, same: jax.vmap(lambda x: lax.psum(x, "rows"), axis_name="rows")(same),
-        [""],
-    ),
     "axis of vmap beside one of the mesh": (
         lambda own, same: jax.vmap(lambda x: lax.psum(x, ("rows", "a")), axis_name="rows")(own),
         ["b"],
-    ),
-    "index within a loop": (
-        lambda own, same: lax.fori_loop(0, 2, lambda i, c: c + lax.axis_index("a"), same),
-        ["a"],
     ),
     "a mutable array": (lambda own, same: _through_a_ref(own, same), ["ab"]),
 }  # fmt: skip
@@ -107,7 +86,7 @@ def _through_a_ref(own: Any, same: Any) -> Any:
     return ref[...]
 
 
-def on_mesh(function: Any, check_vma: bool = False) -> Any:
+def on_mesh(function: Any) -> Any:
     def of_one(own: Any, same: Any) -> Any:
         outputs = function(own, same)
         return jax.tree.map(lambda x: x[None], tuple(jax.tree.leaves(outputs)))
@@ -117,45 +96,24 @@ def on_mesh(function: Any, check_vma: bool = False) -> Any:
         mesh=MESH,
         in_specs=(P(("a", "b")), P()),
         out_specs=P(("a", "b")),
-        check_vma=check_vma,
+        check_vma=False,
     )
 
 
-def differing(function: Any, check_vma: bool = False) -> Any:
-    return jax.make_jaxpr(on_mesh(function, check_vma))(jnp.ones(24), jnp.ones(3))
+def differing(function: Any) -> Any:
+    return jax.make_jaxpr(on_mesh(function))(jnp.ones(24), jnp.ones(3))
 
 
-@pytest.mark.parametrize("name", CASES | UNTYPED)
+@pytest.mark.parametrize("name", CASES)
 def test_what_differs(name: str):
-    function, expected = (CASES | UNTYPED)[name]
+    function, expected = CASES[name]
     found = varying_axes_of_outputs(differing(function))
     assert ["".join(sorted(axes)) for axes in found] == expected
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_jaxs_types_find_no_more(name: str):
-    function, _ = CASES[name]
-    seen: list[Any] = []
-
-    def typed(own: Any, same: Any) -> Any:
-        outputs = function(own, same)
-        seen.extend(map(_varying, jax.tree.leaves(outputs)))
-        return outputs
-
-    differing(typed, check_vma=True)
-    for types, ours in zip(seen, varying_axes_of_outputs(differing(function)), strict=True):
-        assert types <= ours or name == "gather"
-
-
-def _varying(x: Any) -> set[str]:
-    aval = jax.typeof(x)
-    manual = getattr(aval, "manual_axis_type", None)
-    return set(manual.varying if manual is not None else aval.vma)
-
-
-@pytest.mark.parametrize("name", CASES | UNTYPED)
 def test_what_is_called_equal_is_equal(name: str):
-    function, _ = (CASES | UNTYPED)[name]
+    function, _ = CASES[name]
     own = np.random.default_rng(0).normal(size=24).astype(np.float32)
     outputs = jax.jit(on_mesh(function))(own, np.arange(3, dtype=np.float32))
     for axes, value in zip(varying_axes_of_outputs(differing(function)), outputs, strict=True):

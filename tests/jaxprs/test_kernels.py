@@ -110,10 +110,6 @@ def summed(x: jax.Array) -> jax.Array:
     return pl.pallas_call(kernel, out_shape=out, grid=(len(x),), in_specs=[block], out_specs=one)(x)
 
 
-SCRATCH = {"scratch_shapes": [pltpu.VMEM((TIME, WIDTH), jnp.float32)]}
-whole = pl.pallas_call(doubled, out_shape=jax.ShapeDtypeStruct((TIME, WIDTH), jnp.bfloat16))
-
-
 def with_rule(rule: Any) -> Any:
     run = custom_partitioning(lambda x: 2 * x)
     run.def_partition(
@@ -122,10 +118,8 @@ def with_rule(rule: Any) -> Any:
     return run
 
 
-def experts(x: jax.Array, w: jax.Array) -> jax.Array:
-    """For each row its own groups."""
-    each = lambda x: lax.ragged_dot(x, jnp.stack([w, w]), jnp.array([1, TIME - 1], jnp.int32))
-    return lax.map(each, x)
+SCRATCH = {"scratch_shapes": [pltpu.VMEM((TIME, WIDTH), jnp.float32)]}
+whole = pl.pallas_call(doubled, out_shape=jax.ShapeDtypeStruct((TIME, WIDTH), jnp.bfloat16))
 
 
 composite = functools.partial(lax.composite, name="a.composite")
@@ -142,36 +136,32 @@ called = lambda x: jax.pure_callback(np.tanh, like(x), x, vmap_method="broadcast
 PROVEN: dict[str, Model] = {
     "a row a block": lambda x, w: on_grid()(x @ w),
     "several blocks a row": lambda x, w: on_grid()((x @ w).reshape(-1, 2, WIDTH)),
-    "under vmap": lambda x, w: jax.vmap(whole)(x @ w),
     "under vmap, with a grid": lambda x, w: jax.vmap(on_grid())((x @ w)[:, None]),
     "under vmap, with scratch": lambda x, w: jax.vmap(on_grid(**SCRATCH))((x @ w)[:, None]),
     "in parallel, with scratch": lambda x, w: on_grid(
         **SCRATCH, compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",))
     )(x @ w),
     "beside a table": by_table(plus, lambda i: (1, 0, 0)),
-    "of the parameters alone": lambda x, w: x @ pl.pallas_call(doubled, out_shape=like(w))(w),
-    "in a scan over the rows": lambda x, w: lax.map(whole, x @ w),
     "a rule": lambda x, w: with_rule("i j k -> i j k")(x @ w),
     "a rule of any axes": lambda x, w: with_rule("... k -> ... k")(x @ w),
-    "a composite": lambda x, w: composite(jnp.sin)(x @ w),
+    "of the parameters alone": lambda x, w: x @ pl.pallas_call(doubled, out_shape=like(w))(w),
+    "in a scan over the rows": lambda x, w: lax.map(whole, x @ w),
     "a composite of the parameters": lambda x, w: x @ composite(jnp.sin)(w),
     "with a batching rule": lambda x, w: batched(x @ w),
-    "approximate maximum": lambda x, w: lax.approx_max_k(x @ w, 2)[0],
-    "groups of its own": experts,
 }
 ASSUMED: dict[str, Model] = {
     "rows in a block": lambda x, w: on_grid(rows=2)(x @ w),
     "one block": lambda x, w: pl.pallas_call(doubled, out_shape=like(x))(x @ w),
-    "scratch": lambda x, w: on_grid(**SCRATCH)(x @ w),
     "its own number": lambda x, w: on_grid(numbered)(x @ w),
+    "always the first": lambda x, w: on_grid(given=lambda i: (0, 0, 0))(x @ w),
+    "a rule that reduces": lambda x, w: with_rule("i j k -> i2 j k")(x @ w),
+    "a rule in words": lambda x, w: with_rule(lambda *_: "i j k -> i j k")(x @ w),
+    "scratch": lambda x, w: on_grid(**SCRATCH)(x @ w),
     "the number of steps": lambda x, w: on_grid(counted)(x @ w),
     "another row": lambda x, w: on_grid(given=lambda i: (i // 2, 0, 0))(x @ w),
     "the next row": lambda x, w: on_grid(given=lambda i: ((i + 1) % 2, 0, 0))(x @ w),
-    "always the first": lambda x, w: on_grid(given=lambda i: (0, 0, 0))(x @ w),
     "a table by number": by_table(plus, lambda i: (i % 4, 0, 0)),
     "aliased": lambda x, w: on_grid(input_output_aliases={0: 0})(x @ w),
-    "a rule that reduces": lambda x, w: with_rule("i j k -> i2 j k")(x @ w),
-    "a rule in words": lambda x, w: with_rule(lambda *_: "i j k -> i j k")(x @ w),
     "called back": lambda x, w: called(x @ w),
     # What vmap_method says is how to batch the call, not that its first axis is a batch.
     "called back under vmap": lambda x, w: jax.vmap(called)(x @ w),

@@ -73,22 +73,16 @@ BY_ITSELF: dict[str, Loss] = {
     "batch norm": lambda b, w: (normed(b["x"] @ w) ** 3).mean(),
     "gathered": lambda b, w: gathered(b["x"], w),
     "in a ring": lambda b, w: in_a_ring(b["x"], w),
-    "mean of means": lambda b, w: lax.pmean((b["x"] @ w).mean(), "shards"),
     "mean of what compares": lambda b, w: lax.pmean((b["x"] @ w).std(), "shards"),
     "ratio of sums": lambda b, w: (
         lax.psum((b["x"] @ w).sum(), "shards") / lax.psum(b["mask"].sum(), "shards")
     ),
     "not understood": lambda b, w: jnp.median(normed(b["x"] @ w), axis=0).sum(),
-    "product of means": lambda b, w: (lax.pmean(jnp.abs(b["x"] @ w).mean(0), "shards") ** 2).sum(),
     "sum over the model": lambda b, w: lax.psum(jnp.tanh(b["x"] @ w), "model").mean(),
 }
 WRONG: dict[str, tuple[Loss, OverRows]] = {
     "beside a comparison": (
         lambda b, w: (normed(b["x"] @ w) ** 3).mean() + contrastive(b["x"], w),
-        OverRows.COMPARED,
-    ),
-    "a comparison of the normed": (
-        lambda b, w: contrastive(normed(b["x"] @ w), w),
         OverRows.COMPARED,
     ),
     "beside a token mean": (

@@ -14,6 +14,7 @@ import pytest
 from crossshard.jaxprs.primitives import KEYS
 from crossshard.jaxprs.row_facts import SAME_NOISE, OverRows
 from tests.jaxprs.proving import over_rows
+from tests.quick import deep_but
 
 ROWS, WIDTH = 6, 4
 W = np.float32(np.random.default_rng(0).normal(size=WIDTH))
@@ -79,6 +80,19 @@ def noisy(name: str, key: Any, parameters: Callable[[Any], Any]) -> Callable[...
     return loss
 
 
+# One of each kind of draw: of bits, by a loop, of its own primitive, of a shape beside the rows'.
+QUICK = {
+    "normal",
+    "randint",
+    "binomial",
+    "poisson",
+    "gamma",
+    "beta",
+    "categorical",
+    "choice",
+    "ball",
+}
+of_distributions = pytest.mark.parametrize("name", deep_but(QUICK, DISTRIBUTIONS))
 OF_ROWS = {
     "constant": lambda x: jnp.full(len(x), 2.0),
     "of rows": lambda x: 1 + jnp.abs(x).sum(1),
@@ -86,7 +100,7 @@ OF_ROWS = {
 
 
 @pytest.mark.parametrize("parameters", OF_ROWS)
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@of_distributions
 def test_noise_of_a_key_that_all_shards_share_is_refused(name: str, parameters: str):
     shared = lambda own: jax.random.key(7)
     finding = found(noisy(name, shared, OF_ROWS[parameters]))
@@ -97,13 +111,13 @@ def test_noise_of_a_key_that_all_shards_share_is_refused(name: str, parameters: 
 LOOPS = {"binomial", "multinomial", "poisson"}
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@of_distributions
 def test_noise_of_a_shards_own_key_is_a_rows_own(name: str):
     finding = found(noisy(name, lambda own: own, OF_ROWS["of rows"]), jax.random.key(0))
     assert finding.kind is (OverRows.UNDECIDED if name in LOOPS else OverRows.MEAN), finding
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@of_distributions
 def test_noise_of_a_rows_own_key_is_its_own(name: str):
     def loss(b: Any, w: Any, own: Any) -> Any:
         one = lambda key, x: DISTRIBUTIONS[name](key, 1 + jnp.abs(x)).sum() * (x @ w)

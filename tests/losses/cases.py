@@ -34,6 +34,8 @@ TOLERANCE = 1e-5
 MOST = max(SHARDS)
 ROUNDING = float(jnp.finfo(jnp.bfloat16).eps)
 
+# Which a step may refuse in few bits, though it is right.
+MAY_REFUSE = {"sums along time"}
 RIGHT, REFUSED, WRONG, BREAKS = "right", "refused", "wrong", "breaks"
 MEAN, RATIO, COMPARING, WRONG_WEIGHT = "mean", "ratio", "comparing", "wrong weight"
 
@@ -72,20 +74,25 @@ class Case:
       kind: what the loss is in the rows of the batch.
       name: what it is called.
       function: ``loss(params, batch[, mean][, rng])``; ``mean(total, count)`` is a division on one
-        device and under ``weight=``, and ``crossshard.Mean`` in the form that returns it.
+        device and under ``weight=``, and ``crossshard.Mean`` in the form that returns it; ``rng``
+        is a key of the shard, and ``keys`` one for each row.
       weight: the weight of the step.
-      rng_per: whether ``rng`` is a key for the shard, or one for each row.
-      on_axis: whether the loss names the axis of the shards.
-      may_refuse: in which dtypes the step may refuse it, though it is right.
     """
 
     kind: str
     name: str
     function: Callable[..., Any]
     weight: Any = None
-    rng_per: str = "shard"
-    on_axis: bool = False
-    may_refuse: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The name of its key: ``rng``, ``keys`` or none."""
+        return next((name for name in self.takes if name != "mean"), "")
+
+    @property
+    def on_axis(self) -> bool:
+        """Whether the loss names the axis of the shards."""
+        return "shards" in self.function.__code__.co_consts
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -106,7 +113,7 @@ class Case:
 
         What may not run may yet be right, with some numbers of rows on a shard.
         """
-        may_refuse = dtype in self.may_refuse or not self.may_run(form)
+        may_refuse = not self.may_run(form) or (self.name in MAY_REFUSE and dtype in FEW_BITS)
         return outcome == RIGHT or (may_refuse and outcome == REFUSED)
 
     def loss(self, form: str, *, casts: bool = False) -> Callable[..., Any]:
@@ -114,14 +121,14 @@ class Case:
         mean = crossshard.Mean if form == "Mean" else _divided
         given = (mean,) if "mean" in self.takes else ()
         function = (lambda *args: self.function(*_cast(args))) if casts else self.function
-        if "rng" in self.takes:
+        if self.key:
             return lambda params, batch, rng: function(params, batch, *given, rng)
         return lambda params, batch: function(params, batch, *given)
 
     def gradient(self, casts: bool, params: Any, batch: Any, rng: Any) -> Any:
         """The gradient of one device, which is one shard if the loss names the axis."""
         loss = self.loss("plain", casts=casts)
-        given = (params, batch) if "rng" not in self.takes else (params, batch, rng)
+        given = (params, batch, rng) if self.key else (params, batch)
         gradient = jax.grad(loss)
         if not self.on_axis:
             return gradient(*given)
@@ -132,32 +139,31 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def _enter(kind: str, name: str, function: Any, **options: Any) -> None:
-    case = Case(kind, name.replace("_", " "), function, **options)
-    assert case.name not in CASES, case.name
-    CASES[case.name] = case
+def enter(kind: str, module: dict[str, Any], **losses: Any) -> None:
+    """Enter losses: the public functions of a module, and others, alone or with their weights."""
+    own = {
+        name: each
+        for name, each in module.items()
+        if inspect.isfunction(each)
+        and each.__module__ == module["__name__"]
+        and each.__name__ == name
+        and not name.startswith("_")
+    }
+    for name, given in (own | losses).items():
+        weight, function = given if isinstance(given, tuple) else (None, given)
+        case = Case(kind, name.replace("_", " "), function, getattr(function, "weight", weight))
+        assert case.name not in CASES, case.name
+        CASES[case.name] = case
 
 
-def _is(kind: str) -> Callable[..., Callable[[Any], None]]:
-    def of_options(weight: Any = None, **options: Any) -> Callable[[Any], None]:
-        return lambda f: _enter(kind, f.__name__, f, weight=weight, **options)
+def weighted(weight: Any) -> Callable[[Any], Any]:
+    """The loss is a step's that has this weight."""
 
-    return of_options
+    def of(function: Any) -> Any:
+        function.weight = weight
+        return function
 
-
-def _are(kind: str) -> Callable[..., None]:
-    def enter(**functions: Any) -> None:
-        for name, given in functions.items():
-            weight, function = given if isinstance(given, tuple) else (None, given)
-            _enter(kind, name, function, weight=weight)
-
-    return enter
-
-
-# Enter losses: one as a decorator, or some by name, as functions or with their weights.
-is_mean, is_ratio = _is(MEAN), _is(RATIO)
-is_comparing, are_comparing = _is(COMPARING), _are(COMPARING)
-is_wrong_weight, have_wrong_weights = _is(WRONG_WEIGHT), _are(WRONG_WEIGHT)
+    return of
 
 
 @functools.cache
@@ -195,7 +201,7 @@ def inputs(case: Case, dtype: str) -> tuple[Any, Any]:
 def _keys(case: Case, shard: int, number: int) -> Any:
     """What a step hands to a shard as ``rng`` at its first call."""
     of_step = jax.random.fold_in(jax.random.key(SEED), 0)
-    if case.rng_per == "shard":
+    if case.key == "rng":
         return jax.random.fold_in(of_step, shard)
     rows = parts.ROWS // number
     places = shard * rows + np.arange(rows)
@@ -258,7 +264,7 @@ def truth(case: Case, dtype: str, number: int) -> Any:
 
     Where each shard has a key of its own, one device does what the shards do, one after another.
     """
-    by_shard = "rng" in case.takes and case.rng_per == "shard" and case.kind != COMPARING
+    by_shard = case.key == "rng" and case.kind != COMPARING
     return _mean(*of_pieces(case, dtype, number if by_shard else 1))
 
 
@@ -267,34 +273,6 @@ def apart_in_pieces(case: Case, number: int = MOST) -> float:
     """How far the mean of the shards' gradients is from that of the batch, relatively."""
     want = truth(case, "float32", number)
     return _apart(_mean(*of_pieces(case, "float32", number)), want) / largest(want)
-
-
-def apart_as_sums(case: Case) -> float:
-    """How far sums of totals over sums of counts, of pieces, are from the batch's, relatively."""
-    params, batch = inputs(case, "float32")
-    counts: list[list[Any]] = []
-
-    def gradient(i: int, sums: Any) -> Any:
-        """A piece's gradient, each total divided by a count of all, or by its own."""
-        counts.append([])
-        rows = parts.ROWS // MOST
-        piece = {name: x[i * rows : (i + 1) * rows] for name, x in batch.items()}
-        keys = (_keys(case, i, MOST),) * ("rng" in case.takes)
-
-        def loss(params: Any) -> Any:
-            def mean(total: Any, count: Any) -> Any:
-                counts[-1].append(jax.lax.stop_gradient(count))
-                return total / (sums[len(counts[-1]) - 1] / MOST if sums else count)
-
-            value = case.function(params, piece, mean, *keys)
-            return value, [jnp.float32(count) for count in counts[-1]]
-
-        return jax.jit(jax.grad(loss, has_aux=True))(params)
-
-    of_all = [sum(each) for each in zip(*(gradient(i, None)[1] for i in range(MOST)), strict=True)]
-    found = [_numbers(gradient(i, of_all)[0]) for i in range(MOST)]
-    want = truth(case, "float32", MOST)
-    return _apart(_mean(found, np.ones(MOST)), want) / largest(want)
 
 
 @functools.cache
@@ -316,7 +294,7 @@ def tolerance(case: Case, dtype: str) -> float:
 def run(case: Case, form: str, dtype: str, number: int) -> Run:
     """One step of SGD on a number of shards, compared with one device."""
     params, batch = inputs(case, dtype)
-    options: dict[str, Any] = {"rng_per": "row"} if case.rng_per == "row" else {}
+    options: dict[str, Any] = {"rng_per": "row"} if case.key == "keys" else {}
     if form == "weight":
         options["weight"] = case.weight
     try:

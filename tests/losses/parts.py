@@ -33,8 +33,6 @@ def params() -> dict[str, Any]:
         "filter": normal(3, 3, 1, 4) / 3,
         "filter2": normal(3, 3, 4, 4) / 6,
         "head": normal(4, KINDS) / 2,
-        "latents": normal(3, WIDTH) / 2,
-        "position": normal(HEADS, 2 * TIME) / 2,
     }
 
 
@@ -62,12 +60,9 @@ def batch() -> dict[str, Any]:
         "mask": is_there.astype(np.float32),
         "is_there": is_there,
         "spans": np.float32(rng.random((ROWS, TIME)) < np.linspace(0.2, 0.7, ROWS)[:, None]),
-        "all_ones": np.ones((ROWS, TIME), np.float32),
-        "all_rows": np.ones(ROWS, np.float32),
         "segments": np.where(is_there, 1 + at // 3, 0).astype(np.int32),
         "length": length.astype(np.int32),
         "kind": (rng.permutation(ROWS) % KINDS).astype(np.int32),
-        "seen": np.float32(np.arange(ROWS) % 4 < 1 + np.arange(ROWS) // 8),
         "share": np.linspace(0.004, 0.1, ROWS).astype(np.float32),
         "advantage": normal(),
         "reward": normal(TIME),

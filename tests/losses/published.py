@@ -90,7 +90,24 @@ def log_probabilities(params: Any, tokens: Any) -> jax.Array:
     return jnp.take_along_axis(found, tokens[:, 1:, None], axis=-1)[..., 0]
 
 
-# Flax: lm1b and wmt, nlp_seq, gemma, ogbg_molpcba, seq2seq, vae and imagenet.
+Sums = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def quotient(sums: Sums, eps: float = 0.0) -> Loss:
+    """A loss that divides a sum over rows by how many count."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        total, count = sums(params, batch)
+        return total / (count + eps) if eps else total / count
+
+    return loss_fn
+
+
+def means(sums: Sums) -> Loss:
+    return lambda params, batch: crossshard.Mean(*sums(params, batch))
+
+
+# Flax: lm1b and wmt, nlp_seq, gemma and ogbg_molpcba.
 
 
 def smooth_cross_entropy(logits: Any, targets: Any, smoothing: float = 0.1) -> jax.Array:
@@ -105,16 +122,6 @@ def lm1b_sums(params: Any, batch: Any) -> tuple[Any, Any]:
     before = jnp.pad(batch["inputs"], ((0, 0), (1, 0)))[:, :-1]
     loss = smooth_cross_entropy(logits_of(params, before), batch["inputs"])
     return (loss * weights).sum(), weights.sum()
-
-
-def lm1b(params: Any, batch: Any) -> Any:
-    loss, weight_sum = lm1b_sums(params, batch)
-    return loss / weight_sum
-
-
-def lm1b_with_means(params: Any, batch: Any) -> Any:
-    loss, weight_sum = lm1b_sums(params, batch)
-    return crossshard.Mean(loss, weight_sum)
 
 
 def gemma_rows(params: Any, batch: Any) -> tuple[Any, Any]:
@@ -142,47 +149,6 @@ def ogbg_sums(params: Any, batch: Any) -> tuple[Any, Any]:
     labels = jnp.where(mask, batch["labels"], -1)
     loss = jnp.maximum(logits, 0) - logits * labels + jnp.log(1 + jnp.exp(-jnp.abs(logits)))
     return jnp.where(mask, loss, 0).sum(), mask.sum()
-
-
-def ogbg(params: Any, batch: Any) -> Any:
-    loss, count = ogbg_sums(params, batch)
-    return loss / count
-
-
-def ogbg_with_means(params: Any, batch: Any) -> Any:
-    loss, count = ogbg_sums(params, batch)
-    return crossshard.Mean(loss, count)
-
-
-def seq2seq(params: Any, batch: Any) -> Any:
-    """The mask is in the mean, which divides by all positions."""
-    found = jax.nn.log_softmax(logits_of(params, batch["inputs"]))
-    labels = jax.nn.one_hot(batch["inputs"], WORDS)
-    lengths = (batch["inputs"] > 0).sum(axis=1)
-    mask = jnp.arange(LENGTH)[None] < lengths[:, None]
-    return -jnp.mean((found * labels).sum(-1) * mask)
-
-
-def vae(params: Any, batch: Any) -> Any:
-    """Two means over rows, each of a sum over a row."""
-    mean = jnp.tanh(batch["image"] @ params["image"])
-    log_variance = 0.1 * mean
-    again = jax.nn.log_sigmoid(mean @ params["image"].T)
-    image = jax.nn.sigmoid(batch["image"])
-    cross_entropy = jax.vmap(lambda x, p: -jnp.sum(x * p + (1 - x) * jnp.log(-jnp.expm1(p))))(
-        image, again
-    )
-    divergence = jax.vmap(lambda m, v: -0.5 * jnp.sum(1 + v - jnp.square(m) - jnp.exp(v)))(
-        mean, log_variance
-    )
-    return cross_entropy.mean() + divergence.mean()
-
-
-def imagenet(params: Any, batch: Any) -> Any:
-    logits = jnp.tanh(batch["image"] @ params["image"]) @ params["classes"]
-    loss = -(batch["one_hot"] * jax.nn.log_softmax(logits)).sum(-1).mean()
-    penalty = sum(jnp.sum(x**2) for x in jax.tree.leaves(params) if x.ndim > 1)
-    return loss + 1e-4 * 0.5 * penalty
 
 
 # MaxText: packed documents, z-loss, experts, tiles of the vocabulary.
@@ -219,16 +185,6 @@ def maxtext_sums(params: Any, batch: Any) -> tuple[Any, Any]:
     loss, _ = maxtext_cross_entropy(logits, one_hot, 1e-2)
     counted = batch["targets_segmentation"] != 0
     return jnp.sum(loss * counted), jnp.sum(counted)
-
-
-def maxtext(params: Any, batch: Any) -> Any:
-    total, count = maxtext_sums(params, batch)
-    return total / (count + EPS)
-
-
-def maxtext_with_means(params: Any, batch: Any) -> Any:
-    total, count = maxtext_sums(params, batch)
-    return crossshard.Mean(total, count)
 
 
 def balance(params: Any, batch: Any) -> jax.Array:
@@ -271,16 +227,6 @@ def tiled_sums(params: Any, batch: Any) -> tuple[Any, Any]:
     tiles = cut(hidden(params, batch["inputs"])), cut(batch["targets"]), cut(counted)
     total, _ = jax.lax.scan(jax.checkpoint(one), jnp.float32(0), tiles)
     return total, jnp.sum(counted)
-
-
-def maxtext_tiles(params: Any, batch: Any) -> Any:
-    total, count = tiled_sums(params, batch)
-    return total / (count + EPS)
-
-
-def maxtext_tiles_with_means(params: Any, batch: Any) -> Any:
-    total, count = tiled_sums(params, batch)
-    return crossshard.Mean(total, count)
 
 
 # Tunix: SFT, GRPO and DPO, whose metrics keep sum and count apart.
@@ -371,7 +317,7 @@ def dpo_of_pairs(params: Any, batch: Any) -> Any:
     return dpo(params, batch)
 
 
-# EasyLM, and big_vision.
+# EasyLM.
 
 
 def easylm(params: Any, batch: Any) -> Any:
@@ -384,64 +330,7 @@ def easylm(params: Any, batch: Any) -> Any:
     return -jnp.mean(jnp.sum(found, axis=-1) / length)
 
 
-def features(params: Any, batch: Any) -> jax.Array:
-    return jnp.tanh(batch["image"] @ params["image"])
-
-
-def sigmoid_cross_entropy(params: Any, batch: Any) -> Any:
-    logits = features(params, batch) @ params["classes"]
-    yes, no = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
-    return jnp.mean(-jnp.sum(batch["one_hot"] * yes + (1 - batch["one_hot"]) * no, axis=-1))
-
-
-def softmax_cross_entropy(params: Any, batch: Any) -> Any:
-    """With the labels' own entropy, as a distillation has it."""
-    soft = 0.9 * batch["one_hot"] + 0.02
-    loss = -(soft * jax.nn.log_softmax(features(params, batch) @ params["classes"])).sum(-1)
-    return jnp.mean(loss + (soft * jnp.log(jnp.clip(soft, 1e-8))).sum(-1))
-
-
-def captions(params: Any, batch: Any) -> Any:
-    weights = (batch["inputs"] > 0).astype(jnp.float32)
-    loss = smooth_cross_entropy(logits_of(params, batch["inputs"]), batch["targets"])
-    return ((loss * weights).sum(1) / jnp.clip(weights.sum(1), 2e-38)).mean()
-
-
-def both(params: Any, batch: Any) -> tuple[Any, Any]:
-    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-    return unit(features(params, batch)), unit(hidden(params, batch["inputs"]).mean(1))
-
-
-def siglip(params: Any, batch: Any) -> Any:
-    """Each image meets each text."""
-    images, texts = both(params, batch)
-    logits = images @ texts.T * params["scale"] + params["shift"]
-    signs = -jnp.ones_like(logits) + 2 * jnp.eye(len(logits))
-    return jnp.mean(-jax.nn.log_sigmoid(signs * logits).sum(-1))
-
-
-def contrastive(params: Any, batch: Any) -> Any:
-    """Each image meets each text, but for those that padding left."""
-    images, texts = both(params, batch)
-    mask = batch["is_there"]
-    left = ~mask[:, None] | ~mask[None]
-    logits = jnp.where(left, -1e9, images @ texts.T * params["scale"])
-    one = -jnp.diag(jax.nn.log_softmax(logits, axis=1))
-    other = -jnp.diag(jax.nn.log_softmax(logits, axis=0))
-    return jnp.sum(jnp.where(mask, (one + other) / 2, 0)) / (jnp.sum(mask) + EPS)
-
-
-# purejaxrl, and quantised training as of qwix.
-
-
-def ppo(params: Any, batch: Any) -> Any:
-    """Advantages are made comparable over the minibatch."""
-    advantages = batch["advantages"]
-    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    found = jax.nn.log_softmax(features(params, batch) @ params["classes"])
-    ratio = jnp.exp((found * batch["one_hot"]).sum(-1) + 1.5)
-    clipped = jnp.clip(ratio, 0.8, 1.2) * advantages
-    return -jnp.minimum(ratio * advantages, clipped).mean()
+# Quantised training as of qwix.
 
 
 @jax.custom_vjp
@@ -508,27 +397,30 @@ def _tokens_of_targets(batch: Any) -> Any:
 
 PUBLISHED = {
     "flax lm1b": Published(
-        lm1b, _TEXT, "weight", lambda batch: (batch["inputs"] > 0).sum(), lm1b_with_means
+        quotient(lm1b_sums),
+        _TEXT,
+        "weight",
+        lambda batch: (batch["inputs"] > 0).sum(),
+        means(lm1b_sums),
     ),
     "flax gemma": Published(
         gemma, _TEXT, False, lambda batch: (batch["inputs"][:, 1:] > 0).sum(), gemma_with_means
     ),
     "flax ogbg": Published(
-        ogbg,
+        quotient(ogbg_sums),
         {"image": _IMAGES, "labels": _LABELS},
         False,
         lambda batch: (~jnp.isnan(batch["labels"])).sum(),
-        ogbg_with_means,
+        means(ogbg_sums),
     ),
-    "flax seq2seq": Published(seq2seq, _TEXT, True),
-    "flax vae": Published(vae, {"image": _IMAGES}, True),
-    "flax imagenet": Published(imagenet, _CLASSES, True),
-    "maxtext": Published(maxtext, _PACKED, False, _tokens_of_targets, maxtext_with_means),
+    "maxtext": Published(
+        quotient(maxtext_sums, EPS), _PACKED, False, _tokens_of_targets, means(maxtext_sums)
+    ),
     "maxtext experts": Published(
         maxtext_experts, _PACKED, False, with_means=maxtext_experts_with_means
     ),
     "maxtext vocabulary in tiles": Published(
-        maxtext_tiles, _PACKED, False, _tokens_of_targets, maxtext_tiles_with_means
+        quotient(tiled_sums, EPS), _PACKED, False, _tokens_of_targets, means(tiled_sums)
     ),
     "tunix sft": Published(
         tunix_sft,
@@ -554,14 +446,6 @@ PUBLISHED = {
     "tunix grpo, sum of tokens by rows": Published(grpo("sum of tokens by rows"), _ANSWERS, True),
     "tunix dpo": Published(dpo, _IN_HALVES, _COMPARES, by_rows=(dpo_of_pairs, _PAIRS)),
     "easylm": Published(easylm, _MASKED, True),
-    "big_vision sigmoid": Published(sigmoid_cross_entropy, _CLASSES, True),
-    "big_vision softmax": Published(softmax_cross_entropy, _CLASSES, True),
-    "big_vision captions": Published(captions, _PACKED, True),
-    "big_vision siglip": Published(siglip, {**_TEXT, **_CLASSES}, _COMPARES),
-    "big_vision contrastive": Published(
-        contrastive, {**_TEXT, **_CLASSES, "is_there": np.arange(ROWS) < 19}, _COMPARES
-    ),
-    "purejaxrl ppo": Published(ppo, {**_CLASSES, "advantages": _normal(ROWS)}, _COMPARES),
     "qwix, a scale for each row": Published(quantized_training(1), _CLASSES, True),
     "qwix, one scale": Published(quantized_training(None), _CLASSES, _COMPARES),
 }

@@ -6,16 +6,13 @@ import numpy as np
 import optax
 from jax import lax
 
-from tests.losses.cases import FEW_BITS, is_ratio
+from tests.losses.cases import RATIO, enter, weighted
 from tests.losses.parts import (
     EXPERTS,
-    KINDS,
     TIME,
-    WORDS,
     attend,
     block,
     cross_entropy,
-    heads,
     hidden,
     kernel,
     log_probabilities,
@@ -27,39 +24,28 @@ from tests.losses.parts import (
     swapped,
     tanh_kernel,
     token_losses,
-    unit,
 )
 
-shifted = lambda b: b["mask"][:, 1:].sum()
-both_masks = lambda b: (b["mask"] * b["spans"]).sum()
-not_padding = lambda b: (b["padded"] != 0).sum()
 
-
-@is_ratio("mask")
+@weighted("mask")
 def mean_over_tokens(p, b, mean):
     return mean((token_losses(p, b) * b["mask"]).sum(), b["mask"].sum())
 
 
-@is_ratio(shifted)
+@weighted(lambda b: b["mask"][:, 1:].sum())
 def mean_over_tokens_with_a_shifted_mask(p, b, mean):
     there = b["mask"][:, 1:]
     return mean(-(log_probabilities(p, b["words"]) * there).sum(), there.sum())
 
 
-@is_ratio(both_masks)
-def product_of_two_masks(p, b, mean):
-    there = b["mask"] * b["spans"]
-    return mean((token_losses(p, b) * there).sum(), there.sum())
-
-
-@is_ratio(not_padding)
+@weighted(lambda b: (b["padded"] != 0).sum())
 def padding_words_left_out(p, b, mean):
     there = b["padded"] != 0
     losses = token_losses(p, b, "padded")
     return mean(jnp.where(there, losses, 0).sum(), there.sum())
 
 
-@is_ratio(lambda b: (b["segments"] > 0).sum())
+@weighted(lambda b: (b["segments"] > 0).sum())
 def packed_rows(p, b, mean):
     x = p["embed"][b["words"]]
     same = b["segments"][:, None, :, None] == b["segments"][:, None, None]
@@ -68,120 +54,62 @@ def packed_rows(p, b, mean):
     return mean((cross_entropy(x @ p["out"], b["labels"]) * there).sum(), there.sum())
 
 
-@is_ratio(
-    lambda b: ((b["segments"][:, 1:] == b["segments"][:, :-1]) & (b["segments"][:, 1:] > 0)).sum()
-)
-def packed_rows_without_what_starts_a_segment(p, b, mean):
-    after = b["segments"][:, 1:]
-    there = (after == b["segments"][:, :-1]) & (after > 0)
-    return mean(-jnp.where(there, log_probabilities(p, b["words"]), 0).sum(), there.sum())
-
-
-@is_ratio("is_there")
+@weighted("is_there")
 def mask_of_booleans(p, b, mean):
     losses = jnp.where(b["is_there"], token_losses(p, b), 0)
     return mean(losses.sum(), b["is_there"].sum())
 
 
-@is_ratio(lambda b: (jnp.arange(TIME) < b["length"][:, None]).sum())
-def lengths_in_place_of_a_mask(p, b, mean):
-    there = jnp.arange(TIME) < b["length"][:, None]
-    return mean(jnp.where(there, token_losses(p, b), 0).sum(), there.sum())
-
-
-@is_ratio("length")
+@weighted("length")
 def sums_over_lengths(p, b, mean):
     there = jnp.arange(TIME) < b["length"][:, None]
     return mean(jnp.where(there, token_losses(p, b), 0).sum(), b["length"].sum())
 
 
-@is_ratio("share")
+@weighted("share")
 def fractional_weights_of_rows(p, b, mean):
     return mean((row_losses(p, b) * b["share"]).sum(), b["share"].sum())
 
 
-@is_ratio(lambda b: jnp.asarray([1.0, 0.25, 3.0, 0.5])[b["kind"]].sum())
+@weighted(lambda b: jnp.asarray([1.0, 0.25, 3.0, 0.5])[b["kind"]].sum())
 def weights_of_classes(p, b, mean):
     weights = jnp.asarray([1.0, 0.25, 3.0, 0.5], b["v"].dtype)[b["kind"]]
     return mean((cross_entropy(b["v"] @ p["route"], b["kind"]) * weights).sum(), weights.sum())
 
 
-@is_ratio("seen")
-def rows_left_out(p, b, mean):
-    return mean((row_losses(p, b) * b["seen"]).sum(), b["seen"].sum())
-
-
-@is_ratio("spans")
+@weighted("spans")
 def words_to_guess(p, b, mean):
     x = jnp.where(b["spans"][..., None] > 0, p["bias"], p["embed"][b["labels"]])
     losses = cross_entropy(block(p, x) @ p["out"], b["labels"])
     return mean((losses * b["spans"]).sum(), b["spans"].sum())
 
 
-@is_ratio("spans")
-def patches_to_guess(p, b, mean):
-    x = jnp.where(b["spans"][..., None] > 0, p["bias"], b["x"])
-    errors = ((block(p, x) - b["y"]) ** 2).mean(-1)
-    return mean((errors * b["spans"]).sum(), b["spans"].sum())
-
-
-@is_ratio("mask")
-def policy_over_tokens(p, b, mean):
-    ratio = jnp.exp(-token_losses(p, b) - b["old"])
-    gain = 1 + b["advantage"][:, None]
-    losses = -jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.28) * gain)
-    return mean((losses * b["mask"]).sum(), b["mask"].sum())
-
-
-@is_ratio("mask")
+@weighted("mask")
 def divided_by_at_least_one(p, b):
     return (token_losses(p, b) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), 1)
 
 
-@is_ratio("mask")
+@weighted("mask")
 def divided_by_one_where_there_is_none(p, b):
     """As Tunix has it."""
     count = b["mask"].sum()
     return (token_losses(p, b) * b["mask"]).sum() / jnp.where(count == 0, 1, count)
 
 
-@is_ratio("mask")
+@weighted("mask")
 def rows_divided_by_the_total_and_averaged(p, b):
     """As Flax's Gemma has it."""
     rows = (token_losses(p, b) * b["mask"]).sum(1)
     return (rows * len(rows) / b["mask"].sum()).mean()
 
 
-@is_ratio("mask")
-def cross_entropy_and_z_loss_over_tokens(p, b, mean):
-    logits = jnp.tanh(p["embed"][b["words"]] @ p["a"]) @ p["out"]
-    losses = cross_entropy(logits, b["labels"]) + 0.1 * jax.nn.logsumexp(logits, -1) ** 2
-    return mean((losses * b["mask"]).sum(), b["mask"].sum())
-
-
-@is_ratio("mask")
+@weighted("mask")
 def tokens_and_a_regulariser(p, b, mean):
     total = mean((token_losses(p, b) * b["mask"]).sum(), b["mask"].sum())
     return total + 1e-2 * (p["a"] ** 2).sum()
 
 
-@is_ratio("mask")
-def label_smoothing_over_tokens(p, b, mean):
-    logits = jnp.tanh(p["embed"][b["words"]] @ p["a"]) @ p["out"]
-    wanted = 0.9 * jax.nn.one_hot(b["labels"], WORDS, dtype=logits.dtype) + 0.1 / WORDS
-    losses = optax.softmax_cross_entropy(logits, wanted)
-    return mean((losses * b["mask"]).sum(), b["mask"].sum())
-
-
-@is_ratio("mask")
-def distillation_over_tokens(p, b, mean):
-    teacher = jax.nn.softmax(b["x"] @ lax.stop_gradient(p["out"]) * 2)
-    student = jax.nn.log_softmax(jnp.tanh(b["x"] @ p["a"]) @ p["out"])
-    losses = (teacher * (jnp.log(teacher) - student)).sum(-1)
-    return mean((losses * b["mask"]).sum(), b["mask"].sum())
-
-
-@is_ratio("mask")
+@weighted("mask")
 def chunks_of_masked_tokens(p, b, mean):
     chunked = lambda x: x.reshape(4, -1, *x.shape[2:])
     chunks = chunked(hidden(p, b["words"])), chunked(b["labels"]), chunked(b["mask"])
@@ -195,7 +123,7 @@ def chunks_of_masked_tokens(p, b, mean):
     return mean(*lax.scan(jax.checkpoint(one), (zero, zero), chunks)[0])
 
 
-@is_ratio("mask", may_refuse=FEW_BITS)
+@weighted("mask")
 def sums_along_time(p, b, mean):
     def one(carry, now):
         state, total, count = carry
@@ -210,7 +138,7 @@ def sums_along_time(p, b, mean):
     return mean(total, count)
 
 
-@is_ratio("mask")
+@weighted("mask")
 def each_row_by_vmap(p, b, mean):
     def of_row(x, y, there):
         return (((jnp.tanh(x @ p["a"]) - y) ** 2).mean(-1) * there).sum(), there.sum()
@@ -219,7 +147,7 @@ def each_row_by_vmap(p, b, mean):
     return mean(total.sum(), count.sum())
 
 
-@is_ratio("mask")
+@weighted("mask")
 def each_row_by_lax_map(p, b, mean):
     def of_row(row):
         x, y, there = row
@@ -229,14 +157,7 @@ def each_row_by_lax_map(p, b, mean):
     return mean(total.sum(), count.sum())
 
 
-@is_ratio("mask")
-def attention_with_a_mask_of_keys(p, b, mean):
-    keys = b["is_there"][:, None, None]
-    errors = ((attend(*projected(p, b["x"]), keys) @ p["o"] - b["y"]) ** 2).mean(-1)
-    return mean((errors * b["mask"]).sum(), b["mask"].sum())
-
-
-@is_ratio(lambda b: jnp.isfinite(jnp.where(b["is_there"], b["reward"], jnp.nan)).sum())
+@weighted(lambda b: jnp.isfinite(jnp.where(b["is_there"], b["reward"], jnp.nan)).sum())
 def labels_that_are_not_a_number(p, b, mean):
     wanted = jnp.where(b["is_there"], b["reward"], jnp.nan)
     known = jnp.isfinite(wanted)
@@ -244,52 +165,28 @@ def labels_that_are_not_a_number(p, b, mean):
     return mean((errors * known).sum(), known.sum())
 
 
-@is_ratio(lambda b: b["edges"].sum())
-def edges_of_graphs(p, b, mean):
-    x = jnp.tanh(b["x"] @ p["a"])
-    losses = jax.nn.softplus(-jnp.einsum("rtd,rsd->rts", x, x @ p["b"]))
-    return mean((losses * b["edges"]).sum(), b["edges"].sum())
-
-
-@is_ratio("mask")
-def connectionist_temporal_classification_over_frames(p, b, mean):
-    logits = (b["x"] @ p["out"]).astype(jnp.float32)
-    late = (np.arange(4) >= jnp.minimum(b["length"], 3)[:, None] - 1).astype(jnp.float32)
-    losses = optax.ctc_loss(logits, jnp.zeros_like(logits[..., 0]), b["labels"][:, :4], late)
-    return mean(losses.sum(), b["mask"].sum())
-
-
-@is_ratio("mask")
+@weighted("mask")
 def dropout_over_tokens(p, b, mean, rng):
     x = jnp.tanh(b["x"] @ p["a"])
     x = jnp.where(jax.random.bernoulli(rng, 0.8, x.shape), x / 0.8, 0) @ p["b"]
     return mean((((x - b["y"]) ** 2).mean(-1) * b["mask"]).sum(), b["mask"].sum())
 
 
-@is_ratio("mask")
+@weighted("mask")
 def pallas_kernel_over_tokens(p, b, mean):
     x = jax.vmap(lambda x: kernel(tanh_kernel, x))(b["x"] @ p["a"])
     return mean((((x - b["y"]) ** 2).mean(-1) * b["mask"]).sum(), b["mask"].sum())
 
 
-@is_ratio("mask")
+@weighted("mask")
 def callback_over_tokens(p, b, mean):
     x = opaque(lambda x: np.round(x, 3), b["x"] @ p["a"])
     return mean((((x - b["y"]) ** 2).mean(-1) * b["mask"]).sum(), b["mask"].sum())
 
 
-@is_ratio("mask")
-def contrastive_within_rows_over_tokens(p, b, mean):
-    found, wanted = unit(b["x"] @ p["a"]), unit(b["y"] @ p["b"])
-    scores = jnp.einsum("rtd,rsd->rts", found, wanted) * 5
-    losses = -jnp.diagonal(jax.nn.log_softmax(scores), axis1=1, axis2=2)
-    return mean((losses * b["mask"]).sum(), b["mask"].sum())
-
-
 # Several terms, which no one weight fits: as ``Mean`` only.
 
 
-@is_ratio()
 def tokens_and_balance_of_each_row(p, b, mean):
     x = hidden(p, b["words"])
     gates = jax.nn.softmax(x @ p["route"])
@@ -300,28 +197,12 @@ def tokens_and_balance_of_each_row(p, b, mean):
     return loss + 1e-2 * (p["out"] ** 2).sum()
 
 
-@is_ratio()
-def tokens_and_divergence_of_each_row(p, b, mean):
-    losses = token_losses(p, b) * b["mask"]
-    code = b["v"] @ p["c"]
-    divergence = (code**2).sum(1) / 2
-    return mean(losses.sum(), b["mask"].sum()) + 0.3 * mean(divergence.sum(), len(code))
-
-
-@is_ratio()
 def two_masks_of_two_tasks(p, b, mean):
     one = mean((token_losses(p, b) * b["mask"]).sum(), b["mask"].sum())
     errors = ((jnp.tanh(b["x"] @ p["b"]) - b["y"]) ** 2).mean(-1)
     return one + 0.5 * mean((errors * b["spans"]).sum(), b["spans"].sum())
 
 
-@is_ratio()
-def tokens_and_rows_left_out(p, b, mean):
-    one = mean((token_losses(p, b) * b["mask"]).sum(), b["mask"].sum())
-    return 0.7 * one + 0.3 * mean((row_losses(p, b) * b["seen"]).sum(), b["seen"].sum())
-
-
-@is_ratio()
 def policy_over_tokens_and_value_of_rows(p, b, mean):
     policy = mean((token_losses(p, b) * b["mask"] * b["advantage"][:, None]).sum(), b["mask"].sum())
     errors = (b["v"] @ p["scale"] - b["z"][:, 0]) ** 2
@@ -331,7 +212,6 @@ def policy_over_tokens_and_value_of_rows(p, b, mean):
     return policy + 0.5 * mean(errors.sum(), rows) + 0.1 * mean(order.sum(), rows)
 
 
-@is_ratio()
 def boxes_over_objects_and_classes_over_rows(p, b, mean):
     there = (b["kind"] > 0).astype(b["v"].dtype)
     boxes = jnp.abs(out_of(p, b) - b["z"]).mean(1) * there
@@ -339,7 +219,6 @@ def boxes_over_objects_and_classes_over_rows(p, b, mean):
     return mean(classes.sum(), len(classes)) + 2 * mean(boxes.sum(), there.sum())
 
 
-@is_ratio()
 def weights_that_depend_on_the_parameters(p, b, mean):
     """So that no ``weight=`` has them."""
     losses = token_losses(p, b)
@@ -347,7 +226,6 @@ def weights_that_depend_on_the_parameters(p, b, mean):
     return mean((losses * hard).sum(), hard.sum())
 
 
-@is_ratio()
 def focal_over_the_number_of_objects(p, b, mean):
     """Eight shards have one without objects, the losses of which count none the less."""
     logits = (b["x"] @ p["a"]) @ p["scale"]
@@ -356,23 +234,15 @@ def focal_over_the_number_of_objects(p, b, mean):
     return mean(losses.sum(), is_object.sum())
 
 
-@is_ratio()
-def three_losses_for_each_group_of_heads(p, b, mean):
-    total = 0.0
-    for i, name in enumerate(("mask", "spans", "all_ones")):
-        errors = ((heads(b["x"] @ p["layers"][i], KINDS).mean(2) - b["y"][..., :2]) ** 2).mean(-1)
-        total = total + (i + 1) * mean((errors * b[name]).sum(), b[name].sum())
-    return total
-
-
-@is_ratio()
 def mean_over_rows_and_mean_over_tokens_of_one_loss(p, b, mean):
     losses = token_losses(p, b) * b["mask"]
     rows = (losses.sum(1) / b["mask"].sum(1)).sum()
     return 0.5 * mean(losses.sum(), b["mask"].sum()) + 0.5 * mean(rows, len(losses))
 
 
-@is_ratio()
 def only_squares_of_rows(p, b, mean):
     found = out_of(p, b)
     return mean(((found - b["z"]) ** 2).sum(), found.size) + 0.1 * squares(p["a"], 0)
+
+
+enter(RATIO, globals())

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.losses.cases import have_wrong_weights, is_wrong_weight
+from tests.losses.cases import WRONG_WEIGHT, enter, weighted
 from tests.losses.parts import (
     TIME,
     cross_entropy,
@@ -18,6 +18,8 @@ from tests.losses.parts import (
 )
 
 tokens = lambda b: b["mask"].sum()
+
+
 rows = lambda b: len(b["v"])
 
 
@@ -29,17 +31,59 @@ def _masked(p, b):
     return _ratio(token_losses(p, b), b["mask"])
 
 
-have_wrong_weights(
+@weighted("padded")
+def words_in_place_of_a_mask(p, b):
+    there = b["padded"] != 0
+    return jnp.where(there, token_losses(p, b, "padded"), 0).sum() / there.sum()
+
+
+@weighted("mask")
+def count_that_depends_on_the_parameters(p, b):
+    losses = token_losses(p, b)
+    hard = lax.stop_gradient((losses > 2.5).astype(losses.dtype)) * b["mask"]
+    return _ratio(losses, hard)
+
+
+@weighted("mask")
+def mean_of_the_mask_and_an_epsilon(p, b):
+    """Small beside a mean of a half; of many tokens it would be a count of some."""
+    return (token_losses(p, b) * b["mask"]).mean() / (b["mask"].mean() + 2e-2)
+
+
+@weighted("mask")
+def two_terms_of_two_weights(p, b):
+    losses = token_losses(p, b)
+    return _ratio(losses, b["mask"]) + _ratio(losses, b["spans"])
+
+
+@weighted("mask")
+def ratio_beside_a_contrastive_term(p, b):
+    x = b["v"] @ p["a"]
+    scores = 5 * unit(x) @ unit(b["z"]).T
+    return _masked(p, b) + cross_entropy(scores, jnp.arange(len(x))).mean()
+
+
+@weighted("spans")
+def callback_and_another_mask(p, b):
+    x = opaque(lambda x: x, b["x"] @ p["a"])
+    return _ratio(((x - b["y"]) ** 2).mean(-1), b["mask"]) + 0 * b["spans"].sum()
+
+
+@weighted(rows)
+def kernel_and_the_number_of_rows(p, b):
+    x = jax.vmap(lambda x: kernel(tanh_kernel, x))(b["x"] @ p["a"])
+    return _ratio(((x - b["y"]) ** 2).mean(-1), b["mask"]) + 0 * b["v"].sum()
+
+
+enter(
+    WRONG_WEIGHT,
+    globals(),
     mask_of_all_and_loss_of_the_shifted=(
         "mask",
         lambda p, b: _ratio(-log_probabilities(p, b["words"]), b["mask"][:, 1:]),
     ),
     shifted_mask_and_loss_of_all=(lambda b: b["mask"][:, 1:].sum(), _masked),
     one_of_two_masks=("mask", lambda p, b: _ratio(token_losses(p, b), b["mask"] * b["spans"])),
-    two_masks_and_loss_of_one=(
-        lambda b: (b["mask"] * b["spans"]).sum(),
-        lambda p, b: _masked(p, b) + 0 * b["spans"].sum(),
-    ),
     sum_of_two_masks=(
         lambda b: b["mask"].sum() + b["spans"].sum(),
         lambda p, b: _ratio(token_losses(p, b), b["mask"] * b["spans"]),
@@ -47,10 +91,6 @@ have_wrong_weights(
     another_mask=(
         "spans",
         lambda p, b: _ratio(token_losses(p, b), b["mask"]) + 0 * b["spans"].sum(),
-    ),
-    weight_of_ones_that_the_loss_reads=(
-        "all_ones",
-        lambda p, b: _ratio(token_losses(p, b) * b["all_ones"], b["mask"]),
     ),
     function_that_counts_one_column_more=(
         lambda b: b["mask"].sum() + len(b["mask"]),
@@ -61,9 +101,7 @@ have_wrong_weights(
         lambda p, b: _ratio(token_losses(p, b), (jnp.arange(TIME) < b["length"][:, None]) * 1.0),
     ),
     square_of_the_count=(lambda b: b["mask"].sum() ** 2, _masked),
-    root_of_the_count=(lambda b: jnp.sqrt(b["mask"].sum()), _masked),
     longest_row=(lambda b: b["mask"].mean(1).max(), _masked),
-    rows_that_are_long=(lambda b: (b["mask"].sum(1) > 3).sum() + 1, _masked),
     number_of_rows_and_mean_over_tokens=(
         lambda b: 1.0 * len(b["mask"]),
         _masked,
@@ -74,17 +112,8 @@ have_wrong_weights(
         tokens,
         lambda p, b: ((token_losses(p, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean(),
     ),
-    mean_over_rows_of_masked_tokens_by_name=(
-        "mask",
-        lambda p, b: ((token_losses(p, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean(),
-    ),
     masked_sum_over_all_tokens=("mask", lambda p, b: (token_losses(p, b) * b["mask"]).mean()),
-    masked_mean_over_all_rows=("seen", lambda p, b: (row_losses(p, b) * b["seen"]).mean()),
     masked_sum_over_nothing=("mask", lambda p, b: (token_losses(p, b) * b["mask"]).sum()),
-    fractional_weights_over_at_least_one=(
-        "share",
-        lambda p, b: _ratio(row_losses(p, b), b["share"], jnp.maximum(b["share"].sum(), 1)),
-    ),
     fractional_weights_and_an_epsilon_that_is_large=(
         "share",
         lambda p, b: _ratio(row_losses(p, b), b["share"], b["share"].sum() + 0.1),
@@ -101,93 +130,12 @@ have_wrong_weights(
         "mask",
         lambda p, b: _ratio(token_losses(p, b), b["mask"], jnp.maximum(b["mask"].sum(), 40)),
     ),
-    root_of_the_count_below=(
-        "mask",
-        lambda p, b: _ratio(token_losses(p, b), b["mask"], jnp.sqrt(b["mask"].sum())),
-    ),
     tokens_and_a_mean_over_rows=("mask", lambda p, b: _masked(p, b) + row_losses(p, b).mean()),
-    tokens_and_rows_left_out_by_one_weight=(
-        "mask",
-        lambda p, b: _masked(p, b) + _ratio(row_losses(p, b), b["seen"]),
-    ),
-    ratio_of_squares=("mask", lambda p, b: _masked(p, b) ** 2),
     perplexity=("mask", lambda p, b: jnp.exp(_masked(p, b))),
     mask_in_the_losses_and_another_one_below=(
         "mask",
         lambda p, b: (token_losses(p, b) * b["mask"] * b["spans"]).sum() / b["spans"].sum(),
     ),
-    two_kinds_of_shards=(
-        lambda b: jnp.where(b["mask"].sum() > 12, 2.0, 1.0),
-        _masked,
-    ),
     first_row_counts_for_all=(lambda b: b["mask"][0].sum(), _masked),
     count_that_is_capped=(lambda b: jnp.minimum(b["mask"].sum(), 15), _masked),
 )
-
-
-@is_wrong_weight("padded")
-def words_in_place_of_a_mask(p, b):
-    there = b["padded"] != 0
-    return jnp.where(there, token_losses(p, b, "padded"), 0).sum() / there.sum()
-
-
-@is_wrong_weight(lambda b: b["padded"].size)
-def padding_that_counts(p, b):
-    there = b["padded"] != 0
-    return jnp.where(there, token_losses(p, b, "padded"), 0).sum() / there.sum()
-
-
-@is_wrong_weight("segments")
-def segments_in_place_of_a_mask(p, b):
-    there = b["segments"] > 0
-    return jnp.where(there, token_losses(p, b), 0).sum() / there.sum()
-
-
-@is_wrong_weight("mask")
-def count_that_depends_on_the_parameters(p, b):
-    losses = token_losses(p, b)
-    hard = lax.stop_gradient((losses > 2.5).astype(losses.dtype)) * b["mask"]
-    return _ratio(losses, hard)
-
-
-@is_wrong_weight("mask")
-def mean_of_the_mask_and_an_epsilon(p, b):
-    """Small beside a mean of a half; of many tokens it would be a count of some."""
-    return (token_losses(p, b) * b["mask"]).mean() / (b["mask"].mean() + 2e-2)
-
-
-@is_wrong_weight("mask")
-def two_terms_of_two_weights(p, b):
-    losses = token_losses(p, b)
-    return _ratio(losses, b["mask"]) + _ratio(losses, b["spans"])
-
-
-@is_wrong_weight("all_rows")
-def rows_without_padding_and_tokens(p, b):
-    losses = token_losses(p, b) * b["all_rows"][:, None]
-    return _ratio(losses, b["mask"])
-
-
-@is_wrong_weight("mask")
-def ratio_beside_a_contrastive_term(p, b):
-    x = b["v"] @ p["a"]
-    scores = 5 * unit(x) @ unit(b["z"]).T
-    return _masked(p, b) + cross_entropy(scores, jnp.arange(len(x))).mean()
-
-
-@is_wrong_weight("spans")
-def callback_and_another_mask(p, b):
-    x = opaque(lambda x: x, b["x"] @ p["a"])
-    return _ratio(((x - b["y"]) ** 2).mean(-1), b["mask"]) + 0 * b["spans"].sum()
-
-
-@is_wrong_weight("mask")
-def callback_and_a_shifted_mask(p, b):
-    x = opaque(lambda x: x, b["x"] @ p["a"])
-    return _ratio(((x - b["y"]) ** 2).mean(-1)[:, 1:], b["mask"][:, 1:])
-
-
-@is_wrong_weight(rows)
-def kernel_and_the_number_of_rows(p, b):
-    x = jax.vmap(lambda x: kernel(tanh_kernel, x))(b["x"] @ p["a"])
-    return _ratio(((x - b["y"]) ** 2).mean(-1), b["mask"]) + 0 * b["v"].sum()

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from crossshard import _jax
-from crossshard.jaxprs.primitives import KINDS, OpKind
+from crossshard.jaxprs.primitives import KNOWN
 from crossshard.jaxprs.row_facts import (
     Fact,
     Free,
@@ -49,9 +49,7 @@ def is_rowwise(equation: Any) -> bool:
 
 def _is_kernel(equation: Any) -> bool:
     """Whether the code of an equation cannot be walked: a kernel, a callback, a user's own."""
-    name = equation.primitive.name
-    opaque = KINDS.get(name) in (None, OpKind.KERNEL, OpKind.CALL, OpKind.UNKNOWN)
-    return opaque or name in ("approx_top_k", "ragged_dot_general") or is_rowwise(equation)
+    return equation.primitive.name not in KNOWN or is_rowwise(equation)
 
 
 def says(equation: Any) -> str:
@@ -190,19 +188,9 @@ def _is_proven(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Rows | Tota
     # Nothing says that it is linear.
     if outputs[0].power or any(fact.power for fact in inputs if isinstance(fact, Free)):
         return False
-    match pair.name:
-        case "approx_top_k":
-            (given,), ndim = inputs, len(shape_of(pair.one.invars[0]))
-            axis = pair.one.params["reduction_dimension"] % ndim
-            rows = [x.axis for x in (given, *outputs) if isinstance(x, Rows)]
-            return len(rows) == 3 and len({*rows, axis}) == 2 and axis not in rows
-        case "ragged_dot_general":
-            return _is_batched_product(pair, facts)
-        case "custom_partitioning":
-            return _is_in_rule(pair, facts)
-        case "pallas_call":
-            return _is_in_grid(pair, facts)
-    return False
+    if pair.name == "custom_partitioning":
+        return _is_in_rule(pair, facts)
+    return pair.name == "pallas_call" and _is_in_grid(pair, facts)
 
 
 def _is_attention(pair: Pair, facts: Sequence[Fact]) -> bool:
@@ -220,19 +208,6 @@ def _is_attention(pair: Pair, facts: Sequence[Fact]) -> bool:
         # But for the gradient of a bias.
         and all(isinstance(fact, Rows) for fact in facts[number : number + 3])
     )
-
-
-def _is_batched_product(pair: Pair, facts: Sequence[Fact]) -> bool:
-    """A product of groups, along whose batch axes each has groups of its own."""
-    numbers = pair.one.params["ragged_dot_dimension_numbers"]
-    left, right = map(list, numbers.dot_dimension_numbers[1])
-    batches = [left, right, *[list(range(len(left)))] * 2]
-    at = {
-        of.index(fact.axis) if fact.axis in of else None
-        for fact, of in zip(facts, batches, strict=True)
-        if isinstance(fact, Rows)
-    }
-    return len(at) == 1 and None not in at and layout(facts) is not None
 
 
 def _is_in_rule(pair: Pair, facts: Sequence[Fact]) -> bool:

@@ -478,7 +478,7 @@ class _OverRows(Analysis[Fact]):
     def _fits(self, fact: Fact, one: Any, other: Any) -> bool:
         """Whether the shape of a value grows only along the axis of its rows."""
         shapes = shape_of(one), shape_of(other)
-        if isinstance(fact, Chunks) and fact.axis is not None:
+        if isinstance(fact, Chunks):
             fits = shapes[0][0] == fact.number and shapes[0][fact.axis] == fact.size
             grown = list(shapes[0])
             grown[fact.axis] *= self.times
@@ -495,7 +495,8 @@ class _OverRows(Analysis[Fact]):
     def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         kinds = set(map(type, inputs))
         if Chunks in kinds:
-            return self._of_chunks(pair, inputs)
+            # Outside of a loop over them. All have to be treated alike.
+            return pair.undecided(f"{pair.name} of chunks of rows")
         if Divided in kinds and pair.name not in SAID_BY_JAXPR:
             return rules.of_divided(pair, inputs, self._transferred)
         found = rules.batches_of(pair, inputs) or of_kernel(self, pair, inputs, self.assumed)
@@ -523,30 +524,6 @@ class _OverRows(Analysis[Fact]):
         if len(free) < len(inputs) or not (same and do_the_same(*pair[:2])):
             return pair.undecided(_DIFFERS)
         return [Free(own=any(fact.own for fact in free))] * len(pair.one.outvars)
-
-    def _of_chunks(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        """Of chunks of rows, outside of a loop over them: what treats all of them alike."""
-        chunks = [fact for fact in inputs if isinstance(fact, Chunks)]
-        one, unknown = chunks[0], pair.undecided(f"{pair.name} of chunks of rows")
-        if pair.name == "reduce_sum":
-            axes, counts = set(pair.one.params["axes"]), are_counts(pair, inputs)
-            if one.axis is None and axes == {0}:
-                return [Total(one.power, counts=counts)]
-            whole = one.axis is not None and {0, one.axis} <= axes
-            return [Total(one.power + 1, counts=counts)] if whole else unknown
-        if pair.name == "reshape" and one.axis is not None:
-            return rules.merged(pair, one)
-        alike = all(
-            (x.number, x.size, x.axis) == (one.number, one.size, one.axis)
-            if isinstance(x, Chunks)
-            else isinstance(x, Free) and set(shape_of(atom)) <= {1}
-            for x, atom in zip(inputs, pair.one.invars, strict=True)
-        )
-        rows = [Rows(0, power=x.power) if isinstance(x, Chunks) else x for x in inputs]
-        power = power_of(pair, rows)
-        if one.axis is None or not alike or power is None or pair.name not in ELEMENTWISE:
-            return unknown
-        return [replace(one, power=power, counts=are_counts(pair, inputs))]
 
     # Free of the batch.
 
@@ -659,7 +636,7 @@ class _OverRows(Analysis[Fact]):
         rows: list[Fact] = []
         for fact in inputs[first:]:
             match fact:
-                case Chunks(_, _, int(axis), power, counts):
+                case Chunks(_, _, axis, power, counts):
                     rows.append(Rows(axis - 1, power=power, counts=counts))
                 case Rows(0, 1, 1, power, constant) if not chunks:
                     rows.append(Free(power) if constant else OneRow(power))
@@ -668,10 +645,11 @@ class _OverRows(Analysis[Fact]):
         # What is carried is passed on, or a sum of rows.
         before: Any = inputs[constants:first]
         body = opened(loops[0].body)
-        both = list(zip(body.invars[constants:first], body.outvars, strict=False))
-        passed = [given is out for given, out in both]
-        drawn = [x.own and _is_key(given) for x, (given, _) in zip(before, both, strict=True)]
-        free = list(map(any, zip(passed, drawn, strict=True)))
+        given = body.invars[constants:first]
+        free = [
+            x is out or (fact.own and _is_key(x.aval.dtype))
+            for fact, x, out in zip(before, given, body.outvars, strict=False)
+        ]
         carry: list[Fact] = [
             fact if alone else SoFar() for fact, alone in zip(before, free, strict=True)
         ]
@@ -711,10 +689,6 @@ class _OverRows(Analysis[Fact]):
                 found.append(total)
         for fact in outputs[carried:]:
             match fact:
-                case Rows(axis, 1, 1, power) if chunks:
-                    found.append(Chunks(chunks[0].number, within.rows, axis + 1, power))
-                case Total(power, moved="") if chunks:
-                    found.append(Chunks(chunks[0].number, within.rows, None, power))
                 case OneRow(power):
                     found.append(Rows(0, power=power))
                 case Free(power) if not chunks:
@@ -782,9 +756,8 @@ def _solvers_of(equation: Any) -> list[tuple[Any, list[int]]]:
     return found
 
 
-def _is_key(atom: Any) -> bool:
-    """Whether a value is a PRNG key, of a type or of old."""
-    dtype = atom.aval.dtype
+def _is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of PRNG keys, or of those of old."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32)
 
 

@@ -69,7 +69,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Rows, or what is computed of them, in a fixed number of chunks along axis 0.
+    """Rows in a fixed number of chunks along axis 0, for a loop over them.
 
     Which rows are in the first chunk depends on their number, so that all chunks have to be treated
     alike.
@@ -77,8 +77,7 @@ class Chunks:
 
     number: int  # how many chunks there are
     size: int  # how many slices along the axis one has
-    # The axis of these slices; ``None`` if each chunk has but a sum over its slices.
-    axis: int | None
+    axis: int  # the axis of these slices
     power: int = 0  # of the number of rows, which it grows with
     counts: bool = False  # as of ``Rows``
 
@@ -93,8 +92,9 @@ class Index:
 
 @dataclass(frozen=True)
 class Shape:
-    """A vector of integers, with the number of rows among them, in each of the two traces."""
+    """A vector of integers, with the number of rows among them, as Keras multiplies them."""
 
+    # In each of the two traces.
     one: tuple[int, ...]
     other: tuple[int, ...]
 
@@ -210,8 +210,7 @@ class Pair(NamedTuple):
 
 # What says how long axes are; and what a scatter does, which its name says.
 _OF_SHAPE = frozenset(
-    "batch_group_count feature_group_count limit_indices new_sizes out_sharding reps shape "
-    "sharding slice_sizes update_jaxpr".split()
+    "limit_indices new_sizes out_sharding reps shape sharding slice_sizes update_jaxpr".split()
 )
 
 

@@ -191,55 +191,14 @@ def _reshaped(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Chunks | Obsta
     return pair.undecided("reshape that splits the rows")
 
 
-def merged(pair: Pair, chunks: Chunks) -> list[Rows] | Obstacle:
-    """Chunks behind each other, as the rows were before they were cut."""
-    after, of_other = (x.outvars[0].aval.shape for x in pair[:2])
-    for axis, size in enumerate(after):
-        inner, odd = divmod(size, pair.rows)
-        behind = math.prod(after[axis + 1 :])
-        of_slice = math.prod(pair.one.invars[0].aval.shape) // (chunks.number * chunks.size)
-        whole = size * behind == chunks.number * chunks.size * of_slice and not odd
-        if whole and of_slice % behind == 0 and of_other[axis] == pair.times * size:
-            return [Rows(axis, 1, inner, chunks.power, counts=chunks.counts)]
-    return pair.undecided("reshape of chunks of rows")
-
-
-def _solved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
-    """Of one matrix, each column or row of the right side is solved alone."""
-    matrix, right = inputs
-    last = pair.one.invars[1].aval.ndim - 1
-    alone = last if pair.one.params["left_side"] else last - 1
-    if isinstance(matrix, Free) and isinstance(right, Rows) and right.axis == alone:
-        return [replace(right, constant=False)]
-    return _moved(pair, inputs)
-
-
 def _convolved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     params, (left, right) = pair.one.params, inputs
     numbers, mixed = params["dimension_numbers"], pair.compared("a convolution over the rows")
-    out, groups = numbers.out_spec, params["feature_group_count"]
-    batches = params["batch_group_count"]
     if isinstance(left, Rows) and isinstance(right, Free):
-        same = left.axis == numbers.lhs_spec[0] and batches == 1
-        same = same and pair.other.params["feature_group_count"] == groups
-        return [replace(left, axis=out[0])] if same else mixed
-    if isinstance(left, Free) and isinstance(right, Rows):
-        of_kernels = right.axis == numbers.rhs_spec[0] and groups == batches == 1
-        return [replace(right, axis=out[1])] if of_kernels else mixed
-    assert isinstance(left, Rows)
-    assert isinstance(right, Rows)
-    if left.outer != 1 or right.outer != 1 or right.axis != numbers.rhs_spec[0]:
-        return mixed
-    # As vmap makes of them: a group for each row, or several.
-    grown = [
-        name
-        for name in ("feature_group_count", "batch_group_count")
-        if params[name] % pair.rows == 0 and pair.other.params[name] == pair.times * params[name]
-    ]
-    size = pair.one.outvars[0].aval.shape[out[1]] // pair.rows
-    grouped = grown == ["feature_group_count"] and left.axis == numbers.lhs_spec[1] and batches == 1
-    batched = grown == ["batch_group_count"] and left.axis == numbers.lhs_spec[0] and groups == 1
-    return [Rows(out[1], 1, size)] if grouped or batched else mixed
+        same = left.axis == numbers.lhs_spec[0] and params["batch_group_count"] == 1
+        return [replace(left, axis=numbers.out_spec[0])] if same else mixed
+    # As of kernels that are made of rows.
+    return pair.undecided(mixed.reason)
 
 
 def _in_windows(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
@@ -249,10 +208,9 @@ def _in_windows(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
         return pair.compared("windows over the rows")
     axis = axes.pop()
     padding = params.get("padding", ())
-    lengths = [params["window_dimensions"][axis], params["window_strides"][axis]]
-    for name in ("base_dilation", "window_dilation"):
-        lengths += [params[name][axis]] if name in params else []
-    alone = set(lengths) == {1} and (not padding or tuple(padding[axis]) == (0, 0))
+    names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    alone = {params[name][axis] for name in names if name in params} == {1}
+    alone = alone and (not padding or tuple(padding[axis]) == (0, 0))
     number = len(pair.one.outvars)
     return [found] * number if alone else pair.compared("windows over the rows")
 
@@ -335,17 +293,11 @@ def _numbers(of: Any, operand: Any, out: Any, names: Sequence[str]) -> _Numbers:
     )
 
 
-_OF_GATHER = (
-    "offset_dims",
-    "collapsed_slice_dims",
-    "start_index_map",
-    "start_indices_batching_dims",
-)
+# The names of these dimension numbers in JAX, in the order of the fields.
+_OF_GATHER = "offset_dims collapsed_slice_dims start_index_map start_indices_batching_dims".split()
 _OF_SCATTER = (
-    "update_window_dims",
-    "inserted_window_dims",
-    "scatter_dims_to_operand_dims",
-    "scatter_indices_batching_dims",
+    "update_window_dims inserted_window_dims scatter_dims_to_operand_dims "
+    "scatter_indices_batching_dims".split()
 )
 
 
@@ -472,7 +424,6 @@ _SPECIAL: dict[str, Callable[[Pair, Sequence[Fact]], list[Rows] | Chunks | Obsta
     "reshape": _reshaped,
     "select_and_gather_add": _in_windows,
     "select_and_scatter_add": _in_windows,
-    "triangular_solve": _solved,
 }
 
 
@@ -636,13 +587,6 @@ def _guarded(pair: Pair, inputs: Sequence[Fact]) -> Fact:
                 return ratio
             case [Free(number=0), Divided(Free(), by) as inverse] if some.asks(by):
                 return inverse
-    elif name == "mul":
-        match inputs:
-            case [Some() as asked, Divided(Total(), by) as ratio] | [
-                Divided(Total(), by) as ratio,
-                Some() as asked,
-            ] if asked.asks(by):
-                return ratio
     return mixed
 
 

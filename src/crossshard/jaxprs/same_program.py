@@ -18,9 +18,9 @@ _SHAPES = frozenset("broadcast_in_dim reshape squeeze".split())
 # Parameters that say how long axes are, which the shapes tell; and what a derivative is made by,
 # whose rule is compared in its place.
 _TOLD = frozenset(
-    "batch_group_count bwd bwd_batches call_jaxpr_thunk feature_group_count fwd_jaxpr_thunk "
-    "jvp_jaxpr_fun jvp_jaxpr_thunk limit_indices new_sizes num_consts out_sharding out_trees reps "
-    "shape sharding sizes slice_sizes update_jaxpr".split()
+    "bwd bwd_batches call_jaxpr_thunk fwd_jaxpr_thunk jvp_jaxpr_fun jvp_jaxpr_thunk limit_indices "
+    "new_sizes num_consts out_sharding out_trees reps shape sharding sizes slice_sizes "
+    "update_jaxpr".split()
 )
 
 
