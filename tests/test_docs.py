@@ -46,7 +46,7 @@ MODULES = [
 
 
 # Its example compiles a step three times.
-PLANNING = "crossshard.tools.planning.plan"
+PLANNING = "crossshard.tools.planning"
 
 
 def name_of(page: Path) -> str:

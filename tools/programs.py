@@ -65,7 +65,7 @@ def _compiled_for(name: str) -> list[str]:
     """The names of the cases that can be compiled for devices that are not here; from now on."""
     import program_cases
 
-    from crossshard.tools.planning.topology import topology
+    from crossshard.tools.planning import topology
 
     program_cases.NOT_HERE += topology(name).devices
     made = {name: getattr(case, "func", None) for name, case in program_cases.CASES.items()}

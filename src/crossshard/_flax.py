@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -92,26 +92,17 @@ def describe_variable(variable: AnyVariable) -> str:
     return f"{kind} {value.dtype}[{','.join(map(str, value.shape))}]"
 
 
-def is_writable(variable: AnyVariable) -> bool:
-    """Whether the variable belongs to the current trace."""
-    return bool(variable._can_update)
-
-
-def bring_out(variable: AnyVariable, value: Any) -> None:
-    """Write to a variable that may have been created in a trace that has ended."""
-    _set(variable, value, _trace_state())
-
-
 @contextmanager
 def rebound(
     variables: Sequence[AnyVariable], values: Sequence[Any], modules: Sequence[nnx.Pytree] = ()
 ) -> Iterator[None]:
     """Temporarily bind variables to values of the current trace.
 
-    The modules are moved to that trace too, so that ``nnx.grad`` and the like accept them.
+    The modules are moved to that trace too, so that ``nnx.grad`` and the like accept them, and have
+    their attributes again afterwards, so that no tracer stays in them.
     """
     before = [(variable.get_raw_value(), variable._trace_state) for variable in variables]
-    traces = [module._pytree__state._trace_state for module in modules]
+    of_modules = [(module._pytree__state._trace_state, {**vars(module)}) for module in modules]
     trace = _trace_state()
     try:
         for variable, value in zip(variables, values, strict=True):
@@ -122,42 +113,16 @@ def rebound(
     finally:
         for variable, state in zip(variables, before, strict=True):
             _set(variable, *state)
-        for module, of_module in zip(modules, traces, strict=True):
-            module._pytree__state._trace_state = of_module
+        for module, (trace, attributes) in zip(modules, of_modules, strict=True):
+            module._pytree__state._trace_state = trace
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 def _set(variable: AnyVariable, value: Any, trace: TraceState) -> None:
     # NNX allows writes only in a variable's own trace, so this bypasses its check.
     object.__setattr__(variable, "_raw_value", value)
     object.__setattr__(variable, "_trace_state", trace)
-
-
-def flatten(roots: Sequence[Any]) -> tuple[Any, list[list[Any]]]:
-    """The structure of some roots, and the variables and other leaves of each, each once."""
-    graph, flat = nnx.graph.flatten(list(roots), with_paths=True)
-    leaves: list[list[Any]] = [[] for _ in roots]
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        place: Any = path[0]
-        leaves[place].append(leaf)
-    return graph, leaves
-
-
-def has_pytree_of(kind: type, graph: Any) -> bool:
-    """Whether a structure holds a node of JAX's trees of this kind."""
-    trees = (getattr(getattr(node, "metadata", None), "treedef", None) for node in graph.nodes)
-    data = (tree.node_data() for tree in trees if tree is not None)
-    return any(each is not None and issubclass(each[0], kind) for each in data)
-
-
-def hashable(graph: Any, as_hashable: Callable[[Any], Hashable]) -> Hashable:
-    """A structure as a key; ``as_hashable`` makes one of what has no hash."""
-    try:
-        hash(graph)
-    except TypeError:  # an attribute that is no node, such as a configuration
-        kinds = (as_hashable(getattr(kind, "value", kind)) for _, kind in graph.attributes)
-        names = tuple(name for name, _ in graph.attributes)
-        return tuple(map(as_hashable, graph.nodes)), names, tuple(kinds)
-    return graph
 
 
 # NNX's slot for what a variable holds.
@@ -179,7 +144,7 @@ class _WatchedSlot:
         watcher = getattr(_thread, "watcher", None)
         if watcher is not None:
             told, outer = watcher
-            if variable._trace_state.jax_trace == outer and not is_writable(variable):
+            if variable._trace_state.jax_trace == outer and not variable._can_update:
                 _thread.watcher = None  # it may look at the variable
                 try:
                     told(variable)

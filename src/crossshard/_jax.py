@@ -34,7 +34,7 @@ _OURS, _JAX = (os.path.dirname(file) for file in (__file__, jax.__file__))
 # JAX notes the ten innermost lines of user code at most, before 0.10.2, and ours would fill them.
 # The lines of the command are kept: they tell that a step is not called by the user's own code.
 _source_info_util.register_exclusion(_OURS + os.sep)
-_source_info_util.register_inclusion(os.path.join(_OURS, "cli") + os.sep)
+_source_info_util.register_inclusion(os.path.join(_OURS, "tools", "cli.py"))
 
 
 def bound_axes() -> dict[str, int]:

@@ -275,7 +275,7 @@ def report(
             f"{differ} All shards were given the copy of the majority. {fault}: replace it if this "
             f"comes again.",
             DivergenceWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
         return
     raise DivergenceError(

@@ -4,8 +4,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from crossshard._annotations import PyTree
 from crossshard.errors import CommunicationError
-from crossshard.tools.inspection.inspect import HasLower, Program, inspect, program_of
-from crossshard.tools.inspection.report import Communication, Contract
+from crossshard.tools.inspection.inspect import (
+    Communication,
+    Contract,
+    HasLower,
+    Program,
+    inspect,
+    program_of,
+)
 
 __all__ = ["assert_communication"]
 
@@ -63,5 +69,5 @@ def assert_communication(
     contract = Contract(max_bytes_ratio, forbid, in_loop, min_hidden)
     report = inspect(program_of(step, args, kwargs), parameters, axis_name=axis_name)
     if breaches := list(contract.breaches(report)):
-        raise CommunicationError("\n\n".join(map(str, breaches)))
+        raise CommunicationError("\n\n".join(f"{words}:\n{table}" for words, table in breaches))
     return report

@@ -357,7 +357,11 @@ MISTAKES: list[tuple[Any, str, list[Call]]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "says", "calls"), MISTAKES, ids=lambda given: str(given)[:40])
+@pytest.mark.parametrize(
+    ("error", "says", "calls"),
+    MISTAKES,
+    ids=lambda given: given[:40] if isinstance(given, str) else None,
+)
 def test_a_mistake_is_refused_in_words_and_nothing_is_written(
     error: Any, says: str, calls: list[Call], tmp_path: Path
 ):

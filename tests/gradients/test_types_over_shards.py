@@ -1,4 +1,4 @@
-"""What types over the shards refuse without a fault of autodiff: the words say what to write."""
+"""Types over the shards, under shard_map(check_vma=True): what branches, what is refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,29 +13,103 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import crossshard
+from crossshard import CrossShardOptimizer, shard_context
+from crossshard.errors import ArgumentError, ArgumentTypeError, DoubleReductionError
+from tests.quick import deep_but
+from tests.step.common import on_one_device
 
-X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
-W = np.ones(3, np.float32)
-
-
-def on_shards(step: Callable[..., Any], *, check_vma: bool = True) -> Any:
-    mesh = jax.make_mesh((4,), ("shards",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    run = jax.shard_map(
-        step, mesh=mesh, in_specs=(P(), P("shards")), out_specs=P("shards"), check_vma=check_vma
-    )
-    return jax.jit(run)
-
-
-def scanned(w: Any, x: Any, start: Any = jnp.zeros) -> Any:
-    return jax.lax.scan(lambda sum, row: (sum + (row @ w) ** 2, None), start(()), x)[0] / len(x)
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(64, 33)).astype(np.float32)
+X = RNG.normal(size=(8, 64)).astype(np.float32)
+GROUPS = [[0, 2, 5, 7], [1, 3, 4, 6]]
+BOTH = {"in_specs": (P(), P("shards")), "out_specs": P("shards")}
+checks = pytest.mark.parametrize("check_vma", [True, False])
 
 
-def branched(w: Any, x: Any) -> Any:
-    return jax.lax.cond(x.sum() < 1e9, lambda: scanned(w, x, varying), lambda: jnp.zeros(()))
+def on_shards(function: Any, **kwargs: Any) -> Any:
+    mesh = jax.make_mesh((8,), ("shards",), axis_types=(AxisType.Auto,))
+    return jax.jit(jax.shard_map(function, mesh=mesh, **(kwargs or BOTH)))
+
+
+def loss(w: Any, x: Any) -> Any:
+    return ((x @ w) ** 2).mean()
+
+
+def step_of(opt: CrossShardOptimizer) -> Any:
+    def step(w: Any, state: Any, x: Any) -> Any:
+        updates, state = opt.update(crossshard.grad(loss)(w, x), state, w)
+        return optax.apply_updates(w, updates), state
+
+    return step
+
+
+BRANCHING = {
+    "MultiSteps of sgd": optax.MultiSteps(optax.sgd(0.1), 2),
+    "MultiSteps of adam": optax.MultiSteps(optax.adam(0.1), 2),
+    "MultiSteps that skips": optax.MultiSteps(
+        optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite
+    ),
+    "apply_if_finite of sgd": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "apply_if_finite of adam": optax.apply_if_finite(optax.adam(0.1, eps=1e-3), 3),
+}
+
+
+@checks
+@pytest.mark.parametrize(
+    "name", deep_but(["MultiSteps of sgd", "apply_if_finite of adam"], BRANCHING)
+)
+def test_each_group_steps_as_it_would_alone(name: str, check_vma: bool):
+    alone = optax.GradientTransformation(BRANCHING[name].init, BRANCHING[name].update)
+    opt = CrossShardOptimizer(alone, group_assignment=GROUPS)
+
+    def steps(w: Any, x: Any) -> Any:
+        state = opt.init(w)
+        for _ in range(4):
+            w, state = step_of(opt)(w, state, x)
+        return w[None]
+
+    got = np.asarray(on_shards(steps, **BOTH, check_vma=check_vma)(W, X))
+    for group in GROUPS:
+        want, _ = on_one_device(loss, alone, W, [X[group]] * 4)
+        np.testing.assert_allclose(got[group], [want] * 4, rtol=1e-4, atol=1e-5)
+
+
+@checks
+def test_a_whole_state_is_not_taken_for_a_part(check_vma: bool):
+    opt = CrossShardOptimizer(optax.adam(0.1), weight_update="sharded")
+    with shard_context(1):
+        state = opt.init(W)
+    specs = {"in_specs": (P(), P(), P("shards")), "out_specs": P(), "check_vma": check_vma}
+    with pytest.raises(ArgumentError, match=r"\(64, 33\).*init inside jax\.shard_map.*state_specs"):
+        on_shards(step_of(opt), **specs)(W, state, X)
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adam(0.1, eps=1e-3)])
+def test_a_state_as_the_error_says_it(optimizer: Any):
+    opt = CrossShardOptimizer(optimizer, weight_update="sharded")
+    specs = opt.state_specs(W, 8)
+    w, state = W, on_shards(opt.init, in_specs=P(), out_specs=specs)(W)
+    run = on_shards(step_of(opt), in_specs=(P(), specs, P("shards")), out_specs=(P(), specs))
+    for _ in range(3):
+        w, state = run(w, state, X)
+    alone, _ = on_one_device(loss, optimizer, W, [X] * 3)
+    np.testing.assert_allclose(w, alone, rtol=1e-4, atol=1e-5)
+
+
+# What types refuse without a fault of autodiff: the words say what to write.
 
 
 def varying(shape: Any) -> Any:
     return jax.lax.pcast(jnp.zeros(shape), "shards", to="varying")
+
+
+def scanned(w: Any, x: Any, start: Any = jnp.zeros) -> Any:
+    of_row = lambda total, row: (total + ((row @ w) ** 2).sum(), None)
+    return jax.lax.scan(of_row, start(()), x)[0] / len(x)
+
+
+def branched(w: Any, x: Any) -> Any:
+    return jax.lax.cond(x.sum() < 1e9, lambda: scanned(w, x, varying), lambda: jnp.zeros(()))
 
 
 def functional(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,8 +118,7 @@ def functional(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 def stateful(loss: Callable[..., Any]) -> Callable[..., Any]:
     def step(w: Any, x: Any) -> Any:
-        param = nnx.Param(w)
-        opt = crossshard.CrossShardOptimizer(optax.sgd(1.0))
+        param, opt = nnx.Param(w), crossshard.CrossShardOptimizer(optax.sgd(1.0))
         return opt.compute_gradients(lambda: loss(param[...], x), var_list=[param])[0][0]
 
     return step
@@ -55,7 +128,7 @@ def stateful(loss: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("loss", [scanned, branched])
 def test_a_carry_that_starts_equal_on_all_shards(loss: Any, idiom: Any):
     words = r"equal on all shards.*pcast\(jnp.zeros\(\(\)\), 'shards', to='varying'\).*check_vma=Fa"
-    with pytest.raises(crossshard.errors.ArgumentTypeError, match=words) as caught:
+    with pytest.raises(ArgumentTypeError, match=words) as caught:
         on_shards(idiom(loss)).trace(W, X)
     assert "manual axis types" in str(caught.value.__cause__)
 
@@ -63,9 +136,10 @@ def test_a_carry_that_starts_equal_on_all_shards(loss: Any, idiom: Any):
 def test_what_the_words_say_is_right():
     expected = jax.grad(scanned)(W, X)
     cast = on_shards(functional(lambda w, x: scanned(w, x, varying)))
-    unchecked = on_shards(functional(scanned), check_vma=False)
+    unchecked = on_shards(functional(scanned), **BOTH, check_vma=False)
     for run in (cast, unchecked):
-        np.testing.assert_allclose(run(W, X).reshape(4, 3).mean(axis=0), expected, rtol=1e-6)
+        got = run(W, X).reshape(8, *W.shape).mean(axis=0)
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_other_mistakes_of_a_loop_stay_jaxs_own():
@@ -77,11 +151,6 @@ def test_other_mistakes_of_a_loop_stay_jaxs_own():
 
 def test_multi_steps_around_the_optimizer_is_named():
     opt = optax.MultiSteps(crossshard.CrossShardOptimizer(optax.sgd(1.0)), 2)
-
-    def step(w: Any, x: Any) -> Any:
-        gradient = crossshard.grad(lambda w, x: ((x @ w) ** 2).mean())(w, x)
-        return opt.update(gradient, opt.init(w), w)[0]
-
-    match = r"inside optax.MultiSteps.*accumulate_ste"
-    with pytest.raises(crossshard.errors.DoubleReductionError, match=match):
+    step = lambda w, x: opt.update(crossshard.grad(loss)(w, x), opt.init(w), w)[0]
+    with pytest.raises(DoubleReductionError, match=r"inside optax.MultiSteps.*accumulate_ste"):
         on_shards(step).trace(W, X)

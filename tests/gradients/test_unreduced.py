@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from tests.quick import deep_but
+from tests.step.common import on_one_device
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 4)).astype(np.float32)
@@ -30,17 +31,13 @@ MESHES = {
 }
 
 
-def loss_fn(w: Any, x: Any, y: Any) -> Any:
+def loss_fn(w: Any, batch: Any) -> Any:
+    x, y = batch
     return jnp.mean((x @ w - y) ** 2)
 
 
-def on_one_device(optimizer: Any) -> Any:
-    w = jnp.asarray(W)
-    state = optimizer.init(w)
-    for _ in range(STEPS):
-        updates, state = optimizer.update(jax.grad(loss_fn)(w, X, Y), state, w)
-        w = optax.apply_updates(w, updates)
-    return w
+def expected(optimizer: Any) -> Any:
+    return on_one_device(loss_fn, optimizer, W, [(X, Y)] * STEPS)[0]
 
 
 CASES = [
@@ -63,7 +60,7 @@ def test_they_are_summed_once(optimizer: str, mesh: str, reduction: str, how: st
 
     def gradient(w: Any, x: Any, y: Any) -> Any:
         reduced = jax.sharding.reshard(w, P(*of_weight, reduced=axes))
-        found = jax.grad(loss_fn)(reduced, x, y)
+        found = jax.grad(loss_fn)(reduced, (x, y))
         assert jax.typeof(found).sharding.spec.unreduced == axes
         return found, reduced
 
@@ -86,7 +83,13 @@ def test_they_are_summed_once(optimizer: str, mesh: str, reduction: str, how: st
                 w, state = alone[1](w, state, alone[0](w, x, y), w)
             else:
                 w, state = together(w, state, x, y)
-    np.testing.assert_allclose(w, on_one_device(OPTIMIZERS[optimizer]), atol=1e-6)
+    np.testing.assert_allclose(w, expected(OPTIMIZERS[optimizer]), atol=1e-6)
+
+
+def stepped(opt: Any, w: Any, state: Any, x: Any, y: Any) -> Any:
+    found = jax.grad(loss_fn)(jax.sharding.reshard(w, P(reduced={"data"})), (x, y))
+    updates, state = opt.update(found, state, w)
+    return optax.apply_updates(w, updates), state
 
 
 @pytest.mark.parametrize(
@@ -96,34 +99,23 @@ def test_they_are_summed_once(optimizer: str, mesh: str, reduction: str, how: st
 )
 def test_stages_see_their_sum(options: Any):
     opt = crossshard.CrossShardOptimizer(optax.sgd(0.3), **options)
-    calls = options.get("accumulate_steps", 1)
-
-    @jax.jit
-    def step(w: Any, state: Any, x: Any, y: Any) -> Any:
-        found = jax.grad(loss_fn)(jax.sharding.reshard(w, P(reduced={"data"})), x, y)
-        updates, state = opt.update(found, state, w)
-        return optax.apply_updates(w, updates), state
-
+    step = jax.jit(lambda *given: stepped(opt, *given))
     with jax.set_mesh(jax.make_mesh((8,), ("data",))), crossshard.shard_context(1):
         x, y = jax.device_put((X, Y), P("data"))
         w = jax.device_put(W, P())
         state = opt.init(w)
-        for _ in range(STEPS * calls):
+        for _ in range(STEPS * options.get("accumulate_steps", 1)):
             w, state = step(w, state, x, y)
-    np.testing.assert_allclose(w, on_one_device(optax.sgd(0.3)), atol=1e-6)
+    np.testing.assert_allclose(w, expected(optax.sgd(0.3)), atol=1e-6)
 
 
 def test_the_sum_is_one_all_reduce():
     opt = crossshard.CrossShardOptimizer(optax.sgd(0.3))
-
-    def step(w: Any, state: Any, x: Any, y: Any) -> Any:
-        found = jax.grad(loss_fn)(jax.sharding.reshard(w, P(reduced={"data"})), x, y)
-        return opt.update(found, state, w)[0]
-
     with jax.set_mesh(jax.make_mesh((8,), ("data",))):
         x, y = jax.device_put((X, Y), P("data"))
         w = jax.device_put(W, P())
-        text = jax.jit(step).lower(w, opt.init(w), x, y).compile().as_text()
+        run = jax.jit(lambda *given: stepped(opt, *given)[0])
+        text = run.lower(w, opt.init(w), x, y).compile().as_text()
     assert text.count(" all-reduce(") == 1
     assert "reduce-scatter(" not in text
     assert "all-gather(" not in text

@@ -91,6 +91,7 @@ def test_the_model_to_evaluate_has_the_mean_of_the_statistics():
     np.testing.assert_allclose(merged(EVALUATED), expected, atol=1e-5)
     # The model itself trains on as it was.
     assert crossshard.nnx.is_per_shard(model.norm.mean)
+    assert not crossshard.nnx.is_per_shard(model.linear.kernel)
     of_one = crossshard.merge_shards(model, shard=3)
     np.testing.assert_allclose(of_one.norm.mean[...], mean[3], atol=1e-6)
     with pytest.raises(ArgumentError, match="8 shards, 0 to 7; got 8"):

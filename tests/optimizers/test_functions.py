@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 import crossshard
 from crossshard import CrossShardOptimizer
 from crossshard.errors import ArgumentError
+from tests.step.common import assert_close
 
 X = np.random.default_rng(0).normal(size=(16, 5)).astype(np.float32)
 PARAMS = {"w": jnp.ones(5), "b": jnp.float32(0)}
@@ -35,7 +36,9 @@ def loss_of(x: Any) -> Any:
     return lambda p: (jnp.tanh(x @ p["w"] + p["b"]) ** 2).mean()
 
 
-def trained(opt: Any, taken: Any, around: Any, value_and_grad: Any, x: Any = X) -> Any:
+def trained(opt: Any, taken: Any, around: Any, x: Any = X) -> Any:
+    value_and_grad = crossshard.value_and_grad if hasattr(opt, "inner") else jax.value_and_grad
+
     @jax.jit
     @around
     def step(params: Any, state: Any, x: Any) -> Any:
@@ -51,9 +54,9 @@ def trained(opt: Any, taken: Any, around: Any, value_and_grad: Any, x: Any = X) 
     return params
 
 
-def traced(opt: Any, taken: Any, around: Any) -> None:
+def traced(*given: Any) -> None:
     """The same without running it, since shards that take other branches wait for each other."""
-    jax.eval_shape(lambda: trained(opt, taken, around, crossshard.value_and_grad))
+    jax.eval_shape(lambda: trained(*given))
 
 
 def on_shards(check_vma: bool) -> Any:
@@ -61,8 +64,8 @@ def on_shards(check_vma: bool) -> Any:
     return jax.shard_map(mesh=MESH, check_vma=check_vma, **specs)
 
 
-def assert_close(found: Any, expected: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), found, expected)
+def anywhere(step: Any) -> Any:
+    return step
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -77,19 +80,16 @@ def test_they_are_refused_where_shards_have_other_rows(name: str, check_vma: boo
 @pytest.mark.parametrize("name", TAKEN)
 def test_on_global_arrays_they_see_all_rows(name: str):
     opt, taken = TAKEN[name]
-    expected = trained(opt, taken, lambda step: step, jax.value_and_grad)
     rows = jax.device_put(X, jax.NamedSharding(MESH, P("shards")))
-    wrapped = CrossShardOptimizer(opt)
-    found = trained(wrapped, taken, lambda step: step, jax.value_and_grad, rows)
-    assert_close(found, expected)
+    found = trained(CrossShardOptimizer(opt), taken, anywhere, rows)
+    assert_close(found, trained(opt, taken, anywhere))
 
 
 def test_a_loss_that_is_reduced_by_its_type_is_taken():
     opt, taken = TAKEN["value_fn"]
-    expected = trained(opt, taken, lambda step: step, jax.value_and_grad)
     pmean = lambda loss: lambda p: jax.lax.pmean(loss(p), "shards")
     reduced = lambda loss, *now: {"value_fn": pmean(loss)} | of_now(*now)
     wrapped = CrossShardOptimizer(opt)
-    assert_close(trained(wrapped, reduced, on_shards(True), crossshard.value_and_grad), expected)
+    assert_close(trained(wrapped, reduced, on_shards(True)), trained(opt, taken, anywhere))
     with pytest.raises(ArgumentError, match="value_fn"):
         traced(wrapped, reduced, on_shards(False))

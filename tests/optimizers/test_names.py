@@ -52,17 +52,14 @@ def by_key(read: Callable[[Any], bool]) -> Callable[[Any], Any]:
 
 MASKS = {
     "the last key": by_path(lambda path: not path[-1].key.endswith("bias")),
-    "equality": by_path(lambda path: path[-1].key not in ("dense/bias", "head/bias")),
     "the path as a text": by_path(lambda path: "bias" not in jax.tree_util.keystr(path)),
     "a simple text": by_path(
         lambda path: "bias" not in jax.tree_util.keystr(path, simple=True, separator="/")
     ),
     "str of the path": by_path(lambda path: "bias" not in str(path)),
     "a format": by_path(lambda path: "bias" not in f"{path[-1].key}"),
-    "a dict": by_key(lambda key: not key.endswith("bias")),
-    "what it contains": by_key(lambda key: "bias" not in key),
+    "a dict": by_key(lambda key: key not in ("dense/bias", "head/bias", "bias")),
     "a regular expression": by_key(lambda key: re.search("bias", key) is None),
-    "its parts": by_key(lambda key: key.split("/")[-1] == "kernel"),
     "flax": lambda params: flax.traverse_util.path_aware_map(
         lambda path, _: "bias" not in path[-1], params
     ),
@@ -89,7 +86,7 @@ WAYS = {
 @pytest.mark.parametrize(
     ("mask", "way"),
     deep_but(
-        lambda case: case[0] in ("a dict", "flax", "str of the path") or case[1] == "a list",
+        lambda case: case[0] == "a dict" or case[1] == "a list",
         [(mask, way) for way in WAYS for mask in MASKS],
     ),
 )
@@ -181,11 +178,10 @@ def of_list(*parts: Callable[[Net], list[nnx.Param]]) -> Callable[..., Any]:
     )
 
 
-step_of_a_list = of_list(kernels, biases)
-step_of_the_same_list_in_another_order = of_list(biases, kernels)
+step_of_a_list, in_another_order = of_list(kernels, biases), of_list(biases, kernels)
 
 
-@pytest.mark.parametrize("step", [step_of_a_list, step_of_the_same_list_in_another_order])
+@pytest.mark.parametrize("step", [step_of_a_list, in_another_order])
 def test_a_state_goes_by_names_and_not_by_places(step: Any):
     model, opt = Net(), adam()
     step(model, opt, X)
@@ -207,9 +203,7 @@ def test_a_state_without_names_does_not_go_into_one_with_names():
     fresh.build(kernels(model) + biases(model))
     with pytest.raises(ArgumentError, match="structure"):
         fresh.state = opt.state
-
-
-def test_variables_of_one_shape_without_names_are_not_told_apart():
+    # Nor are variables of one shape told apart.
     made = lambda: [nnx.Param(jnp.ones(3)), nnx.Param(jnp.ones(3))]
     opt, fresh = adam(), adam()
     training(lambda both, x: (both[1][...] + 2 * both[0][...]).sum())(made(), opt, X)
@@ -235,32 +229,22 @@ def test_an_optimizer_whose_state_is_a_dict_has_slots():
     assert int(opt.state.inner_state["count"]) == 1
 
 
+# What is written to the state.
+
+
+def hyperparameters(kind: Any = optax.sgd, rate: float = 0.1) -> CrossShardOptimizer:
+    return CrossShardOptimizer(optax.inject_hyperparams(kind)(rate))
+
+
 def test_flax_serialization():
-    model, opt = Net(), CrossShardOptimizer(optax.inject_hyperparams(optax.adam)(0.1))
+    model, opt, fresh = Net(), hyperparameters(optax.adam), hyperparameters(optax.adam, 0.5)
     step_of_a_list(model, opt, X)
     saved = flax.serialization.to_bytes(opt.state)
-    fresh = CrossShardOptimizer(optax.inject_hyperparams(optax.adam)(0.5))
     fresh.build(nnx.clone(model))
     fresh.state = flax.serialization.from_bytes(fresh.state, saved)
     # Their variables are not in the same order.
     states = map(flax.serialization.to_state_dict, (opt.state, fresh.state))
     jax.tree.map(np.testing.assert_array_equal, *states)
-
-
-def test_a_state_with_dicts_is_assigned_as_it_was_read():
-    model, opt = Net(), CrossShardOptimizer(optax.inject_hyperparams(optax.adam)(0.1))
-    step_of_a_list(model, opt, X)
-    before = jax.tree.map(np.asarray, opt.state)
-    read = jax.tree.map(lambda x: x, opt.state)
-    read.inner_state.hyperparams["learning_rate"] = 0.25
-    assert float(opt.state.inner_state.hyperparams["learning_rate"]) == np.float32(0.1)
-    opt.state = read
-    assert float(opt.state.inner_state.hyperparams["learning_rate"]) == 0.25
-    opt.state = before
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, opt.state), before)
-
-
-# What is written to the state.
 
 
 @pytest.mark.parametrize(
@@ -278,18 +262,14 @@ def test_what_is_read_refuses_to_be_written_to(write: Any):
     with pytest.raises(ArgumentTypeError, match=r"is a copy.*opt\.state = optax\.tree\.set"):
         write(opt.state.inner_state.hyperparams)
     # Trees like the parameters' fit them.
-    optax.tree.add(
-        opt.state.inner_state.inner_state[0].mu, dict(opt.state.inner_state.inner_state[0].nu)
-    )
+    adams = opt.state.inner_state.inner_state[0]
+    optax.tree.add(adams.mu, dict(adams.nu))
     # Copies are plain.
     for mine in (copy.deepcopy(opt.state), jax.tree.map(np.asarray, opt.state)):
+        assert type(mine.inner_state.hyperparams) is dict
         mine.inner_state.hyperparams["learning_rate"] = 0.25
         opt.state = mine
         assert float(opt.state.inner_state.hyperparams["learning_rate"]) == 0.25
-
-
-def hyperparameters(kind: Any = optax.sgd) -> CrossShardOptimizer:
-    return CrossShardOptimizer(optax.inject_hyperparams(kind)(0.1))
 
 
 @pytest.mark.parametrize("kind", [optax.sgd, optax.adam])
@@ -297,31 +277,27 @@ def test_hyperparameters_that_are_assigned_take_effect(kind: Any):
     model, opt = Net(), hyperparameters(kind)
     step_of_a_list(model, opt, X)
     before = np.asarray(model.dense.kernel[...])
-    assert float(optax.tree.get(opt.state, "learning_rate")) == np.float32(0.1)
     for zero in (0.0, jnp.float32(0.0)):
         opt.state = optax.tree.set(opt.state, learning_rate=zero)
         assert float(opt.state.inner_state.hyperparams["learning_rate"]) == 0
         step_of_a_list(model, opt, X)
         np.testing.assert_array_equal(model.dense.kernel[...], before)
-    opt.state = jax.tree.map(np.asarray, opt.state)
-    assert type(jax.tree.map(np.asarray, opt.state).inner_state.hyperparams) is dict
     opt.state = optax.tree.set(opt.state, learning_rate=0.1)
     step_of_a_list(model, opt, X)
     assert np.abs(model.dense.kernel[...] - before).max() > 1e-3
 
-
-def test_hyperparameters_that_are_assigned_inside_a_step_take_effect():
-    model, opt = Net(), hyperparameters()
-    opt.build(model)
-
+    # Also inside of a step.
     @crossshard.shard(num_shards=8, input_shard_axes=[0, 0, None])
     def step(model: Any, opt: Any, rate: Any) -> None:
         opt.state = optax.tree.set(opt.state, learning_rate=rate)
         opt.minimize(lambda: model.dense.bias[...].sum(), var_list=model)
 
-    for rate in (0.5, 0.25):
+    before = np.asarray(model.dense.bias[...])
+    for rate in (0.5, 0.0):
         step(model, opt, np.float32(rate))
-    np.testing.assert_allclose(model.dense.bias[...], np.full(4, 0.25), rtol=1e-6)
+        moved = np.asarray(model.dense.bias[...]) - before
+        assert (np.abs(moved) > 0.01).all() == (rate > 0)
+        before = np.asarray(model.dense.bias[...])
 
 
 def test_jax_may_compare_the_keys_of_two_trees():

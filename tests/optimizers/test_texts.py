@@ -53,9 +53,6 @@ def test_a_state_of_groups_before_its_parameters():
     np.testing.assert_array_equal(w[...], other[...])
 
 
-# A sharded weight update whose state is not in parts.
-
-
 def test_the_optimizer_of_nnx_with_a_sharded_weight_update_in_a_runner():
     model = nnx.Linear(512, 64, rngs=nnx.Rngs(0))
     opt = adam(0.1, weight_update="sharded")
@@ -68,9 +65,6 @@ def test_the_optimizer_of_nnx_with_a_sharded_weight_update_in_a_runner():
 
     with pytest.raises(ArgumentError, match=r"\(64, 64\)\].*has .*\(512, 64\)\].*make"):
         step(model, optimizer, np.ones((8, 512), np.float32))
-
-
-# Where there is nothing to warn of.
 
 
 @pytest.mark.parametrize("rule", [optax.sgd(0.5), optax.adam(0.5)])

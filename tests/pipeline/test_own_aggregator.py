@@ -11,18 +11,13 @@ import pytest
 
 import crossshard
 from crossshard import CrossShardOptimizer, Nonfinite, make_train_step
-from crossshard.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    IncomingError,
-    NonfiniteError,
-)
+from crossshard.errors import ArgumentError, ArgumentTypeError, IncomingError, NonfiniteError
 from crossshard.pipeline import Aggregator
 from examples.top_k import TopK
 from tests.pipeline.ways import WAYS, trained
 from tests.quick import deep_but
 from tests.reference.pipeline_model import to_bfloat16
-from tests.step.common import sgd_step
+from tests.step.common import sgd_step, train
 
 N, STEPS, PART = 4, 4, 0.05
 RNG = np.random.default_rng(0)
@@ -37,80 +32,8 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
     return sum((params[name] * batch[name].mean(0)).sum() for name in params)
 
 
-def expected(members: list[int], divisor: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parameters of some shards after plain SGD, and what each still holds: in numpy."""
-    params = {name: np.zeros(x.shape) for name, x in PARAMS.items()}
-    held = {name: np.zeros((N, *x.shape)) for name, x in PARAMS.items()}
-    for t in range(STEPS):
-        for name, total in params.items():
-            for shard in members:
-                x = (held[name][shard] + np.float64(G[name][t, shard, 0]) / divisor).ravel()
-                k = int(np.ceil(PART * x.size))
-                places = np.argsort(-np.abs(x), kind="stable")[:k]
-                sent = np.zeros_like(x)
-                sent[places] = to_bfloat16(x[places])
-                held[name][shard] = (x - sent).reshape(total.shape)
-                total -= sent.reshape(total.shape)
-    return params, held
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(
-    "way",
-    deep_but(("update, types", "variables, minimize", "step, replicated", "step, sharded"), WAYS),
-)
-def test_top_k_in_each_way_in(way: str, grouped: bool):
-    opt = CrossShardOptimizer(
-        optax.sgd(1.0), aggregator=TopK(PART), group_assignment=GROUPS if grouped else None
-    )
-    batches = [{name: g[t] for name, g in G.items()} for t in range(STEPS)]
-    *_, (params, _) = trained(way, opt, loss_fn, PARAMS, batches, number=N)
-    for members in GROUPS if grouped else [[*range(N)]]:
-        want, _ = expected(members, len(members))
-        for name, shard in ((name, shard) for name in want for shard in members):
-            np.testing.assert_allclose(params[name][shard], want[name], rtol=0, atol=1e-6)
-
-
-def test_what_is_kept_is_each_shards_own_and_goes_to_other_shards():
-    step = sgd_step(loss_fn, 1.0, N, aggregator=TopK(PART))
-    state = step.init(PARAMS)
-    for t in range(STEPS):
-        state, _ = step(state, {name: g[t, :, 0] for name, g in G.items()})
-    _, held = expected([*range(N)], N)
-    for name, x in state.opt_state.aggregate.items():
-        np.testing.assert_allclose(x, held[name], rtol=0, atol=1e-6)
-    other = sgd_step(loss_fn, 1.0, 2, aggregator=TopK(PART))
-    moved = other.reshard(step.unshard(state)).opt_state.aggregate
-    for name, x in moved.items():
-        assert x.shape[0] == 2
-        np.testing.assert_allclose(np.float64(x).sum(0), held[name].sum(0), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("how", deep_but(("sharded",), ["replicated", "sharded", "in parts"]))
-def test_the_bytes_are_its_own(how: str):
-    options = {"params": "sharded"} if how == "in parts" else {"weight_update": how}
-    params = {"w": np.zeros((256, 512), np.float32)}
-    loss = lambda p, x: (jnp.tanh(x @ p["w"]) ** 2).mean()
-    step = make_train_step(loss, optax.adam(1e-3), num_shards=8, aggregator=TopK(0.01), **options)
-    report = crossshard.inspect(step.lower(step.init(params), np.zeros((8, 256), np.float32)))
-    # Of all eight, a hundredth of the elements, 6 bytes each; and parameters that are gathered.
-    few = 7 * 0.01 * params["w"].size * 6
-    gathered = 0 if how == "replicated" else 7 / 8 * params["w"].nbytes
-    assert report.bytes_sent == pytest.approx(few + gathered, rel=0.02)
-
-
-def test_it_trains_as_the_plain_mean_does():
-    x = RNG.normal(size=(64, 40)).astype(np.float32)
-    y = np.tanh(x @ RNG.normal(size=(40, 32)).astype(np.float32))
-    loss = lambda p, batch: ((batch[0] @ p["w"] + p["b"] - batch[1]) ** 2).mean()
-    ends = []
-    for aggregator in (None, TopK(0.2)):
-        step = sgd_step(loss, 1.0, N, aggregator=aggregator)
-        state = step.init(PARAMS)
-        for _ in range(200):
-            state, metrics = step(state, (x, y))
-        ends.append(float(metrics["loss"]))
-    assert ends[1] < 1.05 * ends[0]
+def batch_of(t: int) -> dict[str, np.ndarray]:
+    return {name: g[t, :, 0] for name, g in G.items()}
 
 
 class BySlices(Aggregator):
@@ -126,19 +49,64 @@ class BySlices(Aggregator):
         return jax.tree.map(one, values), state
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("way", deep_but(("update, types", "vmap", "step, sharded"), WAYS))
-def test_peers_exchange_what_is_each_others(way: str, grouped: bool):
-    opt = CrossShardOptimizer(
-        optax.sgd(1.0), aggregator=BySlices(), group_assignment=GROUPS if grouped else None
-    )
-    batch = {name: g[0] for name, g in G.items()}
-    ((params, _),) = trained(way, opt, loss_fn, PARAMS, [batch], number=N)
-    for members in GROUPS if grouped else [[*range(N)]]:
-        for name, g in batch.items():
-            want = -sum(to_bfloat16(g[shard, 0] / len(members)) for shard in members)
+def expected(own: Aggregator, members: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters of some shards after plain SGD, and what each still holds: in numpy."""
+    params = {name: np.zeros(x.shape) for name, x in PARAMS.items()}
+    held = {name: np.zeros((N, *x.shape)) for name, x in PARAMS.items()}
+    for t in range(STEPS):
+        for name, total in params.items():
             for shard in members:
-                np.testing.assert_allclose(params[name][shard], want, rtol=0, atol=1e-6)
+                x = (held[name][shard] + np.float64(G[name][t, shard, 0]) / len(members)).ravel()
+                sent = to_bfloat16(x)
+                if isinstance(own, TopK):
+                    few = int(np.ceil(PART * x.size))
+                    sent[np.argsort(-np.abs(x), kind="stable")[few:]] = 0
+                    held[name][shard] = (x - sent).reshape(total.shape)
+                total -= sent.reshape(total.shape)
+    return params, held
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("own", [TopK(PART), BySlices()], ids=["top-k", "by slices"])
+@pytest.mark.parametrize(
+    "way",
+    deep_but(("update, types", "variables, minimize", "vmap", "step, sharded"), WAYS),
+)
+def test_it_follows_numpy_in_each_way_in(way: str, own: Aggregator, grouped: bool):
+    opt = CrossShardOptimizer(
+        optax.sgd(1.0), aggregator=own, group_assignment=GROUPS if grouped else None
+    )
+    batches = [{name: g[t] for name, g in G.items()} for t in range(STEPS)]
+    *_, (params, _) = trained(way, opt, loss_fn, PARAMS, batches, number=N)
+    for members in GROUPS if grouped else [[*range(N)]]:
+        want, _ = expected(own, members)
+        for name, shard in ((name, shard) for name in want for shard in members):
+            np.testing.assert_allclose(params[name][shard], want[name], rtol=0, atol=1e-6)
+
+
+def test_what_is_kept_is_each_shards_own_and_goes_to_other_shards():
+    step, other = (sgd_step(loss_fn, 1.0, number, aggregator=TopK(PART)) for number in (N, 2))
+    state = train(step, step.init(PARAMS), map(batch_of, range(STEPS)))
+    _, held = expected(TopK(PART), [*range(N)])
+    moved = other.reshard(step.unshard(state)).opt_state.aggregate
+    for name, x in state.opt_state.aggregate.items():
+        np.testing.assert_allclose(x, held[name], rtol=0, atol=1e-6)
+        assert moved[name].shape[0] == 2
+        total = np.float64(moved[name]).sum(0)
+        np.testing.assert_allclose(total, held[name].sum(0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", deep_but(("sharded",), ["replicated", "sharded", "in parts"]))
+def test_the_bytes_are_its_own(how: str):
+    options = {"params": "sharded"} if how == "in parts" else {"weight_update": how}
+    params = {"w": np.zeros((256, 512), np.float32)}
+    loss = lambda p, x: (jnp.tanh(x @ p["w"]) ** 2).mean()
+    step = make_train_step(loss, optax.adam(1e-3), num_shards=8, aggregator=TopK(0.01), **options)
+    report = crossshard.inspect(step.lower(step.init(params), np.zeros((8, 256), np.float32)))
+    # Of all eight, a hundredth of the elements, 6 bytes each; and parameters that are gathered.
+    few = 7 * 0.01 * params["w"].size * 6
+    gathered = 0 if how == "replicated" else 7 / 8 * params["w"].nbytes
+    assert report.bytes_sent == pytest.approx(few + gathered, rel=0.02)
 
 
 class Twice(Aggregator):
@@ -149,34 +117,30 @@ class Twice(Aggregator):
 
 
 def test_verify_sees_what_an_aggregator_does():
-    step = sgd_step(loss_fn, 1.0, N, aggregator=Twice())
-    batch = {name: g[0, :, 0] for name, g in G.items()}
-    found = crossshard.verify(step, PARAMS, batch)
+    found = crossshard.verify(sgd_step(loss_fn, 1.0, N, aggregator=Twice()), PARAMS, batch_of(0))
     assert not found.ok
     assert "2.000" in str(found)
 
 
-def test_what_is_refused():
-    make = lambda **options: make_train_step(loss_fn, optax.sgd(1.0), num_shards=N, **options)
-    with pytest.raises(ArgumentTypeError, match=r"Aggregator, whose sum.*got .*Twice"):
-        make(aggregator=Twice)
-    with pytest.raises(ArgumentTypeError, match=r"Aggregator, whose sum\(values, state, peers\)"):
-        make(aggregator=lambda x: x)
-    with pytest.raises(ArgumentError, match="Leave one of them out"):
-        make(aggregator=Twice(), reduce_dtype="bfloat16")
-    with pytest.raises(ArgumentError, match="from each shard's own"):
-        make(aggregator=Twice(), loss_over="batch")
+LEAVE = r"Leave one of them out|Pass it to one of them"
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    ({}, {"aggregator": Twice}, ArgumentTypeError, r"Aggregator, whose sum.*got .*Twice"),
+    ({}, {"aggregator": lambda x: x}, ArgumentTypeError, r"whose sum\(values, state, peers\)"),
+    ({}, {"aggregator": optax.sgd(1.0)}, ArgumentTypeError, "Aggregator"),
+    ({}, {"aggregator": Twice(), "reduce_dtype": "bfloat16"}, ArgumentError, LEAVE),
+    ({"reduce_dtype": "int8", "aggregator": Twice()}, {}, ArgumentError, LEAVE),
+    ({"reduce_dtype": "int8"}, {"aggregator": Twice()}, ArgumentError, LEAVE),
+    ({"aggregator": Twice()}, {"reduce_dtype": "bfloat16"}, ArgumentError, LEAVE),
+    ({"reduce_dtype": "int8"}, {"reduce_dtype": "int8"}, ArgumentError, LEAVE),
+    ({}, {"aggregator": Twice(), "loss_over": "batch"}, ArgumentError, "from each shard's own"),
+]
 
 
-@pytest.mark.parametrize("one", [{"reduce_dtype": "bfloat16"}, {"reduce_dtype": "int8"}])
-@pytest.mark.parametrize("other", [{"reduce_dtype": "int8"}, {"aggregator": Twice()}])
-def test_an_optimizer_and_its_step_do_not_send_in_two_ways(one: Any, other: Any):
-    for of_optimizer, of_step in ((one, other), (other, one)):
-        opt = CrossShardOptimizer(optax.sgd(1.0), **of_optimizer)
-        with pytest.raises(ArgumentError, match=r"Leave one of them out|Pass it to one of them"):
-            make_train_step(loss_fn, opt, num_shards=N, **of_step)
-        with pytest.raises(ArgumentError, match="Leave one of them out"):
-            CrossShardOptimizer(optax.sgd(1.0), reduce_dtype="int8", aggregator=Twice())
+@pytest.mark.parametrize(("of_optimizer", "of_step", "kind", "words"), REFUSED)
+def test_what_is_refused(of_optimizer: Any, of_step: Any, kind: Any, words: str):
+    make = lambda: CrossShardOptimizer(optax.sgd(1.0), **of_optimizer)
+    with pytest.raises(kind, match=words):
+        make_train_step(loss_fn, make(), num_shards=N, **of_step)
 
 
 def test_gradients_that_are_summed_already_are_refused():
@@ -188,16 +152,13 @@ def test_gradients_that_are_summed_already_are_refused():
 
 def test_a_state_that_is_not_finite_is_named_and_not_praised():
     options: Any = {"metrics": "grad_norm", "aggregator": TopK(PART)}
-    batch = {name: g[0].reshape(N, *g.shape[3:]) for name, g in G.items()}
-    two = Nonfinite("skip", max_consecutive=2)
-    step = sgd_step(loss_fn, 1.0, N, nonfinite=two, **options)
+    batch = batch_of(0)
+    step = sgd_step(loss_fn, 1.0, N, nonfinite=Nonfinite("skip", max_consecutive=2), **options)
     state = step.init(PARAMS)
     held = state.opt_state.aggregate
     bad = jax.device_put(held["w"].at[1, 3].set(np.nan), held["w"].sharding)
     opt_state = state.opt_state._replace(aggregate={**held, "w": bad})
-    state = dataclasses.replace(state, opt_state=opt_state)
-    for _ in range(2):
-        state, _ = step(state, batch)
+    state = train(step, dataclasses.replace(state, opt_state=opt_state), [batch] * 2)
     with pytest.raises(NonfiniteError, match=r"`opt_state/aggregate/w` of the state is NaN, what"):
         step.finish(state)
     # A batch that is not finite leaves nothing in the state but its metrics.

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from crossshard.pipeline.update import owners as module
-from crossshard.pipeline.update.owners import Block, Blocks, blocks_of, owners_of, take
+from crossshard.pipeline.update.owners import Block, blocks_of, owners_of, take
 from crossshard.shards.cut import ANY, TPU, Partition
 
 NUMBER = 4
@@ -18,54 +18,36 @@ SHAPES = [(5, 7), (3,), (6, 4, 2), (), (9, 2), (2, 2)]
 ARRAYS = [jnp.asarray(_rng.normal(size=shape), jnp.float32) for shape in SHAPES]
 # The third is dealt out layer by layer, and the last is not dealt out.
 BLOCKS: list[Block] = [(0, None), (1, None), *((2, row) for row in range(6)), (3, None), (4, None)]
-OWNERS = owners_of({block: float(take(ARRAYS, block).size) for block in BLOCKS}, NUMBER)
-
-
-def blocks_for(tile: module.TileShape = ANY, most: float = math.inf) -> tuple[Blocks, ...]:
-    types = {block: jax.typeof(take(ARRAYS, block)) for block in BLOCKS}
-    return blocks_of(types, OWNERS, NUMBER, tile, most)
 
 
 @pytest.mark.parametrize("tile", [ANY, TPU], ids=["any", "tpu"])
-@pytest.mark.parametrize("most", [math.inf, 100])
+@pytest.mark.parametrize("most", [math.inf, 100, 60])
 def test_every_block_is_in_one_row_which_is_that_of_its_owner(tile: module.TileShape, most: float):
-    found = blocks_for(tile, most)
+    owners = owners_of({block: float(take(ARRAYS, block).size) for block in BLOCKS}, NUMBER)
+    types = {block: jax.typeof(take(ARRAYS, block)) for block in BLOCKS}
+    found = blocks_of(types, owners, NUMBER, tile, most)
     places = [
         (block, shard) for each in found for shard, own in enumerate(each.of_shard) for block in own
     ]
-    assert sorted(places) == sorted(OWNERS.items())
+    assert sorted(places) == sorted(owners.items())
     assert (len(found) == 1) == (most == math.inf)
+    # An array stays in one matrix with all its layers.
+    assert sorted(place for each in found for place in each.places) == [0, 1, 2, 3, 4]
     # XLA for TPUs scatters nothing else.
     assert all(each.partition.local_shape[1] == 128 for each in found if tile is TPU)
-
-
-@pytest.mark.parametrize("tile", [ANY, TPU], ids=["any", "tpu"])
-@pytest.mark.parametrize("most", [math.inf, 100])
-def test_arrays_come_back_as_they_were(tile: module.TileShape, most: float):
-    found = blocks_for(tile, most)
     packed = module.pack(found, ARRAYS)
     partitions = module.packed(found, [Partition(shape) for shape in SHAPES])
     assert [x.shape for x in packed] == [each.shape for each in partitions]
     assert packed[5] is ARRAYS[5]
-    back = module.unpack(found, packed)
-    jax.tree.map(np.testing.assert_array_equal, back, ARRAYS)
+    jax.tree.map(np.testing.assert_array_equal, module.unpack(found, packed), ARRAYS)
 
-
-def test_a_shard_packs_its_own_row():
-    found = blocks_for()
-    mesh = jax.make_mesh((NUMBER,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
-
+    # And a shard packs its own row.
     def own(arrays: list[jax.Array]) -> jax.Array:
         return module.pack_own(found, arrays, jax.lax.axis_index("shards"))[found[0].places[0]]
 
+    mesh = jax.make_mesh((NUMBER,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
     run = jax.shard_map(own, mesh=mesh, in_specs=P(), out_specs=P("shards"), check_vma=False)
-    np.testing.assert_array_equal(run(ARRAYS), module.pack(found, ARRAYS)[found[0].places[0]])
-
-
-def test_an_array_stays_in_one_matrix_with_all_its_layers():
-    found = blocks_for(most=60)
-    assert len(found) > 1
-    assert sorted(place for each in found for place in each.places) == [0, 1, 2, 3, 4]
+    np.testing.assert_array_equal(run(ARRAYS), packed[found[0].places[0]])
 
 
 def test_arrays_of_two_dtypes_are_in_two_matrices():
@@ -75,22 +57,14 @@ def test_arrays_of_two_dtypes_are_in_two_matrices():
     assert [(each.dtype, each.places) for each in found] == [("float32", (0,)), ("int32", (1,))]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_no_shard_owns_much_more_than_its_part(seed: int):
-    rng = np.random.default_rng(seed)
-    costs: dict[Block, float] = {(i, None): float(c) for i, c in enumerate(rng.integers(1, 99, 40))}
-    owners = owners_of(costs, 7)
-    loads = [sum(costs[block] for block, own in owners.items() if own == i) for i in range(7)]
-    # Graham 1969: the longest first is at most a third above the best.
-    assert max(loads) <= 4 / 3 * max(sum(loads) / 7, max(costs.values()))
-    assert owners.keys() == costs.keys()
-
-
-def test_fewer_arrays_than_shards_leave_shards_without_any():
-    owners = owners_of({(0, None): 1, (1, None): 1}, 5)
-    assert sorted(owners.values()) == [0, 1]
-    types: dict[Block, jax.ShapeDtypeStruct] = {
-        block: jax.ShapeDtypeStruct((2,), "float32") for block in owners
-    }
-    (found,) = blocks_of(types, owners, 5, ANY)
-    assert [len(own) for own in found.of_shard] == [1, 1, 0, 0, 0]
+def test_no_shard_owns_much_more_than_its_part():
+    for seed in range(5):
+        many = np.random.default_rng(seed).integers(1, 99, 40)
+        costs: dict[Block, float] = {(i, None): float(cost) for i, cost in enumerate(many)}
+        owners = owners_of(costs, 7)
+        loads = [sum(costs[block] for block, own in owners.items() if own == i) for i in range(7)]
+        # Graham 1969: the longest first is at most a third above the best.
+        assert max(loads) <= 4 / 3 * max(sum(loads) / 7, max(costs.values()))
+        assert owners.keys() == costs.keys()
+    # Fewer than shards leave some without any.
+    assert sorted(owners_of({(0, None): 1, (1, None): 1}, 5).values()) == [0, 1]

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -61,9 +62,33 @@ def test_what_needs_local_gradients_refuses_others(option: Any, match: str, inco
         updated(CrossShardOptimizer(optax.sgd(0.1), **option), incoming=incoming)
 
 
-@pytest.mark.parametrize("option", ["ema", "master_dtype", "metrics"])
-def test_parameters_that_are_not_passed_are_asked_for(option: str):
-    values: Any = {"ema": 0.8, "master_dtype": "float32", "metrics": "param_norm"}
-    opt = CrossShardOptimizer(optax.sgd(0.1), **{option: values[option]})
-    with pytest.raises(ArgumentError, match=r"opt.update\(grads, state, params\)"):
-        updated(opt)
+ONCE: dict[str, Any] = {
+    "ema": 0.8,
+    "master_dtype": "float32",
+    "metrics": "param_norm",
+    "reduce_dtype": "bfloat16",
+    "loss_scale": "dynamic",
+}
+
+
+@pytest.mark.parametrize("option", ONCE)
+def test_an_option_that_is_given_twice_and_parameters_that_are_not_passed(option: str):
+    opt = CrossShardOptimizer(optax.sgd(0.1), **{option: ONCE[option]})
+    with pytest.raises(ArgumentError, match=f"were given {option}"):
+        make_train_step(lambda w, x: w * x, opt, num_shards=4, **{option: ONCE[option]})
+    if option in ("ema", "master_dtype", "metrics"):
+        with pytest.raises(ArgumentError, match=r"opt.update\(grads, state, params\)"):
+            updated(opt)
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind"),
+    [
+        (np.ones(2, np.float32), ArgumentError),
+        ("n", ArgumentTypeError),
+        (object(), ArgumentTypeError),
+    ],
+)
+def test_a_weight_is_one_number(bad: Any, kind: Any):
+    with pytest.raises(kind, match="weight is one number"):
+        updated(CrossShardOptimizer(optax.sgd(0.1)), weight=bad)

@@ -1,4 +1,4 @@
-"""The order of the stages is data: one tuple, sorted by phase, that everything else loops over."""
+"""The order of the stages is data, a tuple that all else loops over; how an update is planned."""
 
 import re
 import typing
@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import crossshard
-from crossshard import CrossShardOptimizer, CrossShardState
+from crossshard import CrossShardOptimizer, CrossShardState, make_train_step
 from crossshard.collectives.sums import to_average
 from crossshard.errors import NestedReductionError
 from crossshard.pipeline.pipeline import STAGES
@@ -39,20 +39,15 @@ def stages(options):
     return CrossShardOptimizer(optax.sgd(0.1), **options)._pipeline.stages
 
 
-@pytest.mark.parametrize("options", [{}, EVERY], ids=["none", "all"])
-def test_they_stand_in_the_order_of_their_phases(options):
-    phases = [stage.phase for stage in stages(options)]
-    assert phases == sorted(phases)
-    assert phases.count(Phase.REDUCTION) == 1
-
-
-def test_each_has_its_own_field_of_the_state():
+def test_they_stand_in_the_order_of_their_phases_each_with_its_own_state():
+    for options in ({}, EVERY):
+        phases = [stage.phase for stage in stages(options)]
+        assert phases == sorted(phases)
+        assert phases.count(Phase.REDUCTION) == 1
     fields = [stage.state_field for stage in stages(EVERY) if stage.state_field]
     # Workers that synchronise rarely are for whole steps.
     assert sorted([*fields, "outer", "others"]) == sorted(CrossShardState._fields)
-
-
-def test_those_that_are_not_asked_for_are_not_there():
+    # Those that are not asked for are not there.
     without = {type(stage).__name__ for stage in stages({})}
     assert without == {"Weigh", "Aggregate", "Optimize"}
 
@@ -90,32 +85,71 @@ def test_an_optimizer_that_is_only_updated_inside_another_one_is_refused():
         jax.vmap(lambda g: outer.update(g, outer.init(g))[0], axis_name="shards")(gradient)
 
 
-def test_an_update_is_traced_once_on_whole_arrays_and_once_on_slices():
-    seen: list[tuple[int, ...]] = []
-
-    def update(gradients: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        del params, extra_args
-        seen.append(gradients.shape)
-        return -gradients, state
-
-    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    params = jax.ShapeDtypeStruct((64, 64), np.float32)
-    plan, _ = Planner(optimizer, params, Shards(8), wanted=WeightUpdate.SHARDED).plan()
-    assert isinstance(plan, Parts)
-    assert seen == [(64, 64), (8, 64)]
+PLANNED = {
+    # Once on whole arrays and once on slices.
+    Parts: (lambda x: -x, [(64, 64), (8, 64)]),
+    # Neither on slices, as full arrays show that it mixes elements, nor anew leaf by leaf.
+    Owners: (lambda x: x @ x.T @ x, [(64, 64)]),
+}
 
 
-def test_planning_traces_an_optimizer_that_is_dealt_out_once():
-    """Neither on slices, as full arrays show that it mixes elements, nor anew leaf by leaf."""
+@pytest.mark.parametrize("kind", PLANNED)
+def test_how_often_planning_traces_an_optimizer(kind: Any):
+    function, want = PLANNED[kind]
     seen = []
 
     def update(updates, state, params=None, **extra):
         seen.append({name: x.shape for name, x in updates.items()})
-        return {name: x @ x.T @ x for name, x in updates.items()}, state
+        return {name: function(x) for name, x in updates.items()}, state
 
     optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
     params = {name: jax.ShapeDtypeStruct((64, 64), np.float32) for name in "abcdefgh"}
     mesh = jax.make_mesh((8,), ("shards",))
     planner = Planner(optimizer, params, Shards(8), mesh=mesh, wanted=WeightUpdate.SHARDED)
-    assert isinstance(planner.plan()[0], Owners)
-    assert seen == [dict.fromkeys(params, (64, 64))]
+    assert isinstance(planner.plan()[0], kind)
+    assert seen == [dict.fromkeys(params, shape) for shape in want]
+
+
+# Their names in the compiled program, as docs/guide/profiles.md lists them.
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "profiles.md"
+
+
+def loss_fn(kernel: jax.Array, batch: jax.Array) -> jax.Array:
+    return jnp.mean((batch @ kernel - 1) ** 2)
+
+
+def scopes(step: Any, rows: int) -> set[str]:
+    """The names of scopes of the compiled step, below those of JAX's own."""
+    state = step.init(np.zeros((64, 512), np.float32))
+    compiled = step.lower(state, np.ones((rows, 64), np.float32)).compile().as_text()
+    found = re.findall(r'op_name="jit\(\w+\)/([^"]*)"', compiled)
+    return {name for op_name in found for name in op_name.removeprefix("shard_map/").split("/")}
+
+
+def test_each_stage_has_its_scope():
+    every = set()
+    for options in (
+        {"nonfinite": "quarantine", "preprocess": optax.clip_by_global_norm(1.0)},
+        {"loss_scale": "dynamic", "metrics": ("grad_norm",)},
+    ):
+        opt = CrossShardOptimizer(optax.adamw(1e-3), name="mine", **options)
+        how: Any = {"weight_update": "sharded", "check_divergence": 9}
+        every |= scopes(make_train_step(loss_fn, opt, num_shards=2, **how), 8)
+    listed = re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.MULTILINE)
+    names = {name for cell in listed for name in re.findall(r"`(\w+)`", cell)}
+    assert names - {"name", "accumulate"} <= every
+    assert "mine" in every
+    opt = CrossShardOptimizer(optax.sgd(0.1), accumulate_steps=2)
+    gradients = np.ones((2, 3), np.float32)
+    state = jax.vmap(opt.init, axis_name="shards")(gradients)
+    lowered = jax.jit(jax.vmap(opt.update, axis_name="shards")).lower(gradients, state)
+    assert re.search(r"CrossShardOptimizer\W*/accumulate/", lowered.compile().as_text())
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+def test_a_step_without_options_has_only_those_that_it_needs(weight_update: str):
+    step = make_train_step(loss_fn, optax.adamw(1e-3), num_shards=2, weight_update=weight_update)
+    own = {"loss", "reduce", "update"} | ({"gather"} if weight_update == "sharded" else set())
+    others = {"nonfinite", "preprocess", "weigh", "loss_scale", "metrics", "check_divergence"}
+    assert scopes(step, 2) & (own | others) == own

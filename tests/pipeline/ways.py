@@ -15,20 +15,17 @@ from tests.step.common import in_shard_map, of_each_shard, on_variables
 Trained = Iterator[tuple[Any, dict[str, Any]]]
 
 
-def by_update(
-    opt: CrossShardOptimizer, loss: Any, params: Any, batches: Any, **how: Any
-) -> Trained:
-    for after, _ in in_shard_map(opt, loss, params, batches, **how):
-        yield of_each_shard(after, params, how["number"]), {}
+def by_update(opt: CrossShardOptimizer, number: int, *given: Any, **how: Any) -> Trained:
+    for after, _ in in_shard_map(opt, *given, number=number, **how):
+        yield of_each_shard(after, given[1], number), {}
 
 
 def by_vmap(
-    opt: CrossShardOptimizer, loss: Any, params: Any, batches: Any, number: int, weigh: Any
+    opt: CrossShardOptimizer, number: int, loss: Any, params: Any, batches: Iterable[Any]
 ) -> Trained:
     @functools.partial(jax.vmap, axis_name="shards")
     def step(params: Any, state: Any, batch: Any) -> Any:
-        weight = {} if weigh is None else {"weight": weigh(batch)}
-        updates, state = opt.update(jax.grad(loss)(params, batch), state, params, **weight)
+        updates, state = opt.update(jax.grad(loss)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
     after = jax.tree.map(lambda x: jnp.stack([x] * number), params)
@@ -38,30 +35,23 @@ def by_vmap(
         yield after, {}
 
 
-def by_variables(
-    opt: CrossShardOptimizer, loss: Any, params: Any, batches: Any, **how: Any
-) -> Trained:
-    for after, _, _ in on_variables(opt, loss, params, batches, **how):
-        yield of_each_shard(after, params, how["number"]), {}
+def by_variables(opt: CrossShardOptimizer, number: int, *given: Any, **how: Any) -> Trained:
+    for after, _, _ in on_variables(opt, *given, number=number, **how):
+        yield of_each_shard(after, given[1], number), {}
 
 
 def by_step(
     opt: CrossShardOptimizer,
+    number: int,
     loss: Any,
     params: Any,
-    batches: Any,
-    number: int,
-    weigh: Any,
+    batches: Iterable[Any],
     weight_update: str = "replicated",
 ) -> Trained:
-    over = "rows" if weigh is None else "shard"  # the losses do not divide by the weight
-    step = make_train_step(
-        loss, opt, num_shards=number, weight=weigh, weight_update=weight_update, loss_over=over
-    )
+    step = make_train_step(loss, opt, num_shards=number, weight_update=weight_update)
     state = step.init(params)
     for batch in batches:
-        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-        state, metrics = step(state, rows)
+        state, metrics = step(state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch))
         yield of_each_shard(state.params, params, number), metrics
 
 
@@ -76,15 +66,6 @@ WAYS: dict[str, Callable[..., Trained]] = {
 }
 
 
-# Where one's own code calls the optimizer: from the optimizer, the loss, the parameters and the
-# batches, [shards, …], to the parameters and the state after each call.
-IN_ONES_OWN: dict[str, Callable[..., Iterator[Any]]] = {
-    "types": in_shard_map,
-    "no types": functools.partial(in_shard_map, check_vma=False),
-    "variables": on_variables,
-}
-
-
 def trained(
     way: str,
     opt: CrossShardOptimizer,
@@ -92,8 +73,7 @@ def trained(
     params: dict[str, Any],
     batches: Iterable[Any],
     *,
-    number: int = 4,
-    weigh: Any = None,
+    number: int,
 ) -> Trained:
     """What a way to use the package shows after each batch.
 
@@ -104,6 +84,5 @@ def trained(
       params: the parameters before the first step.
       batches: for each step a pytree of ``[shards, rows, …]``.
       number: the number of shards.
-      weigh: from one shard's rows to its weight in the mean; ``None`` if all count the same.
     """
-    return WAYS[way](opt, loss, params, batches, number=number, weigh=weigh)
+    return WAYS[way](opt, number, loss, params, batches)

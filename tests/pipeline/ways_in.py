@@ -147,7 +147,7 @@ def batch_of(combination: Combination, step: int) -> dict[str, np.ndarray]:
     if combination.scale and step == BAD_STEP:
         x[number - 1, BAD_SHARD, 0, 0] = np.inf
     if combination.nonfinite is not None and step == NONFINITE_STEP:
-        x[number - 1, NONFINITE_SHARD, 0, 0] = np.nan
+        x[0, NONFINITE_SHARD, 0, 0] = np.nan
     weights = np.ones((number, N), np.float32)
     if combination.weights is not None:
         weights = WEIGHTS[step, :number].copy()
@@ -315,22 +315,30 @@ def _state(state: Any) -> Shown:
     return shown
 
 
-def by_update(combination: Combination) -> Run:
-    """As an Optax transformation, in a shard_map of the user's."""
-    where = "sharded" if combination.is_sharded else "replicated"
-    opt = optimizer_of(combination, weight_update=where, **options_of(combination))
-    calls = in_shard_map(
-        opt,
-        loss_fn,
-        params_of(combination),
-        calls_of(combination),
-        check_vma="no types" not in combination.way,
-        weigh=None if combination.weights is None else weight_of,
-    )
+def by_calls(combination: Combination) -> Run:
+    """As an Optax transformation, in a shard_map of the user's; or on NNX variables, in place."""
+    given = loss_fn, params_of(combination), calls_of(combination)
+    weigh = None if combination.weights is None else weight_of
+    options = options_of(combination)
+    if combination.is_update:
+        where = "sharded" if combination.is_sharded else "replicated"
+        opt = optimizer_of(combination, weight_update=where, **options)
+        typed = "no types" not in combination.way
+        calls: Any = in_shard_map(opt, *given, check_vma=typed, weigh=weigh)
+    else:
+        minimize = "minimize" in combination.way
+        opt = optimizer_of(combination, **options)
+        calls = on_variables(opt, *given, minimize=minimize, weigh=weigh)
     steps = []
-    for params, state in itertools.islice(calls, *last_calls(combination)):
+    # The calls with which a step ends.
+    last = itertools.islice(calls, combination.accumulate - 1, None, combination.accumulate)
+    for params, state, *counts in last:
         found = _named(state.metrics) | _found(state.nonfinite)
-        steps.append(_tree("params", params) | found)
+        steps.append(
+            _tree("params", params)
+            | dict(zip(("count",), map(_each, counts), strict=False))
+            | found
+        )
     if combination.is_sharded and combination.grouped:
         state = state._replace(inner_state=_of_groups(state.inner_state))
     return Run(steps, _state(state))
@@ -342,11 +350,6 @@ def calls_of(combination: Combination) -> Any:
         batch = batch_of(combination, t)
         for microbatch in range(combination.accumulate):
             yield {name: x[microbatch] for name, x in batch.items()}
-
-
-def last_calls(combination: Combination) -> tuple[int, None, int]:
-    """The slice of the calls with which a step ends."""
-    return combination.accumulate - 1, None, combination.accumulate
 
 
 def _of_groups(tree: Any) -> Any:
@@ -362,23 +365,6 @@ def _of_groups(tree: Any) -> Any:
         return whole
 
     return jax.tree.map(one, tree)
-
-
-def by_variables(combination: Combination) -> Run:
-    """On NNX variables, in place."""
-    calls = on_variables(
-        optimizer_of(combination, **options_of(combination)),
-        loss_fn,
-        params_of(combination),
-        calls_of(combination),
-        minimize="minimize" in combination.way,
-        weigh=None if combination.weights is None else weight_of,
-    )
-    steps = []
-    for params, state, count in itertools.islice(calls, *last_calls(combination)):
-        found = _named(state.metrics) | _found(state.nonfinite)
-        steps.append(_tree("params", params) | {"count": _each(count)} | found)
-    return Run(steps, _state(state))
 
 
 def by_train_step(combination: Combination) -> Run:
@@ -415,9 +401,7 @@ def by_train_step(combination: Combination) -> Run:
 
 def run(combination: Combination) -> Run:
     """What the package shows."""
-    if combination.is_update:
-        return by_update(combination)
-    return by_train_step(combination) if combination.is_step else by_variables(combination)
+    return by_train_step(combination) if combination.is_step else by_calls(combination)
 
 
 # What the model shows.
@@ -454,15 +438,13 @@ def model_options(combination: Combination) -> numpy_model.Options:
     )
 
 
-def run_model(
-    options: numpy_model.Options, combination: Combination, data: Combination | None = None
-) -> Run:
-    """What numpy shows; with the batches of another combination, if one is given."""
-    model, of_batch, steps = numpy_model.Model(options, INIT), data or combination, []
+def run_model(options: numpy_model.Options, combination: Combination) -> Run:
+    """What numpy shows."""
+    model, steps = numpy_model.Model(options, INIT), []
     count, largest, magnified = 0, 0.0, {"of_variance": 0.0, "of_signal": 0.0}
     with np.errstate(invalid="ignore", over="ignore"):
         for t in range(STEPS):
-            batch = batch_of(of_batch, t)
+            batch = batch_of(combination, t)
             pairs = [
                 list(zip(x, y, strict=True)) for x, y in zip(batch["x"], batch["y"], strict=True)
             ]

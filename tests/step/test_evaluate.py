@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -184,28 +183,3 @@ def test_what_cannot_be_evaluated(batches: Any, metric: Any, error: type, said: 
     step = step_of(weight="mask")
     with pytest.raises(error, match=said):
         step.evaluate(step.init(W), batches, metric)
-
-
-# print.
-
-
-def test_print_says_what_a_step_is():
-    step = make_train_step(
-        lambda w, batch: (loss_fn(w, batch), jnp.float32(0)),
-        optax.adamw(1e-3),
-        num_shards=4,
-        weight="mask",
-        has_aux=True,
-        wrt=lambda path, leaf: True,
-    )
-    before = str(step).splitlines()
-    assert before[0].startswith("Training step of ")
-    assert before[0].endswith("<lambda> on 4 shards")
-    assert before[1] == "trains only what wrt=<lambda> chooses"
-    assert before[2:4] == [
-        "metrics: loss, weight, aux, skipped",
-        "local gradient → weigh → mean over all shards → update",
-    ]
-    step.init(W)
-    assert str(step).splitlines()[3:] == step.describe().splitlines()
-    assert len(repr(step).splitlines()) == 1

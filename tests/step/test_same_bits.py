@@ -21,7 +21,7 @@ from crossshard.errors import (
     LossError,
     WeightUpdateError,
 )
-from crossshard.tools.planning.topology import topology
+from crossshard.tools.planning import topology
 from tests.quick import deep_but
 
 ROWS = 24
@@ -274,7 +274,7 @@ def test_tpus_exchange_slices_and_sum_nothing_large(optimizer: Any, options: dic
 def test_it_is_described():
     step = crossshard.make_train_step(loss_fn, optax.sgd(0.1), num_shards=2, virtual_shards=8)
     wanted = "mean over all shards as 8 virtual shards, added in a fixed order"
-    assert wanted in str(step)
+    assert wanted in repr(step)
     step.abstract_init(params_of())
     assert wanted in step.describe()
 

@@ -6,13 +6,9 @@ from typing import Any
 
 import jax
 import optax
-import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-import crossshard
-from crossshard.tools import Communication
 
 
 def mesh_of(**axes: int) -> Mesh:
@@ -21,18 +17,7 @@ def mesh_of(**axes: int) -> Mesh:
     return jax.make_mesh((*axes.values(),), (*axes,), axis_types=auto, devices=devices)
 
 
-# Adam has moments, which may be taken for parameters; SGD has none.
-each_rule = pytest.mark.parametrize(
-    "rule",
-    [
-        pytest.param(optax.adam(1e-3), id="adam"),
-        pytest.param(optax.sgd(0.1), id="sgd", marks=pytest.mark.deep),
-    ],
-)
-
-FLOAT = 4
 LINE = mesh_of(s=8)
-GRID = mesh_of(data=4, model=2)
 WHOLE, SPLIT = P(), P("s")
 
 
@@ -54,8 +39,8 @@ def gather(x: Any, axis: str = "s", along: int = 0) -> Any:
     return lax.all_gather(x, axis, axis=along, tiled=True)
 
 
-def scatter(x: Any, axis: str = "s", along: int = 0) -> Any:
-    return lax.psum_scatter(x, axis, scatter_dimension=along, tiled=True)
+def scatter(x: Any) -> Any:
+    return lax.psum_scatter(x, "s", tiled=True)
 
 
 def first_params() -> dict[str, jax.Array]:
@@ -72,33 +57,11 @@ def over(step: Callable, specs: Any, out: Any, mesh: Mesh = LINE, vma: bool = Fa
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out, check_vma=vma))
 
 
-def placed(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """The shapes of arrays that lie so; one spec may stand for all of a tree."""
+def placed(tree: Any, specs: Any, mesh: Mesh = LINE) -> Any:
+    """The types of arrays that lie so; one spec may stand for all of a tree."""
     given = lambda x, spec: jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
     )
     if isinstance(specs, P):
         return jax.tree.map(lambda x: given(x, specs), tree)
     return jax.tree.map(given, tree, specs)
-
-
-def read(
-    step: Callable, specs: Any, out: Any, *args: Any, axis_name: Any = None, **how: Any
-) -> Communication:
-    """The report on a step that trains its first argument."""
-    lowered = over(step, specs, out, **how).lower(*args)
-    first = specs[0] if isinstance(specs, tuple) and not isinstance(specs, P) else specs
-    trained = placed(args[0], first, how.get("mesh", LINE))
-    return crossshard.inspect(lowered, trained, axis_name=axis_name)
-
-
-def check(
-    report: Communication,
-    shards: int | None,
-    parameters: int | None,
-    ratio: float | None = None,
-    sent: float | None = None,
-) -> None:
-    assert (report.shards, report.parameter_bytes) == (shards, parameters)
-    assert ratio is None or report.ratio == pytest.approx(ratio)
-    assert sent is None or report.bytes_sent == sent

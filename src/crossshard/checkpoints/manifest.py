@@ -30,9 +30,9 @@ from crossshard.model.layout import StateLayout
 from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.aggregate import Aggregator
 from crossshard.pipeline.stages.preprocess import Preprocess
-from crossshard.pipeline.update.optimize import takes_value
+from crossshard.pipeline.update.optimize import takes
 from crossshard.step.function import StepConfig
-from crossshard.step.losses.virtual import written
+from crossshard.step.losses import written
 from crossshard.step.state import OPTIMIZER, PREPROCESS
 
 VERSION = 4
@@ -261,7 +261,7 @@ def _in_words(value: Any) -> str | None:
 
 
 def _of_update(optimizer: Any, params: Any) -> Update:
-    loss = {"value": jax.ShapeDtypeStruct((), jnp.float32)} if takes_value(optimizer) else {}
+    loss = {"value": jax.ShapeDtypeStruct((), jnp.float32)} if takes(optimizer) else {}
     with inside_optimizer():
         state = jax.eval_shape(optimizer.init, params)
         jaxpr = jax.make_jaxpr(optimizer.update)(params, state, params, **loss)

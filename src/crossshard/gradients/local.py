@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -380,21 +380,26 @@ def check_sums(trace: Callable[[], Any], axis_name: tuple[str, ...]) -> None:
     only = tuple(bound) if len(bound) == 1 else ()
     named = axis_name or (context.axis_name if context else ()) or only
     untyped = (axis for axis in bound if axis not in named and not _jax.has_vma(axis))
-    axes = _Axes(named, tuple(bound), {axis: bound[axis] for axis in untyped if bound[axis] > 1})
-    if not axes.further:
+    further = {axis: bound[axis] for axis in untyped if bound[axis] > 1}
+    if not further:
         return
-    jaxpr = trace()
-    (found,) = follow(_Sums(axes), [jaxpr], [_Of.PARAMETERS] * len(jaxpr.in_avals))
-    if found is not None and not isinstance(found, _Of):
-        raise AxisError(_refusal(found, axes))
-
-
-class _Axes(NamedTuple):
-    """The bound axes."""
-
-    named: tuple[str, ...]  # those of the shards; empty if none is named
-    bound: tuple[str, ...]  # all of them
-    further: dict[str, int]  # of the others, those without types, with their sizes
+    jaxpr, sums = trace(), _Sums(named, tuple(bound), tuple(further))
+    (found,) = follow(sums, [jaxpr], [_Of.PARAMETERS] * len(jaxpr.in_avals))
+    if found is None or isinstance(found, _Of):
+        return
+    over, line = sums.axes_of(found), _jax.source_of(found)
+    number = math.prod(further[axis] for axis in over)
+    what = "an all_gather" if found.primitive.name == "all_gather" else "a psum or pmean"
+    names = ", ".join(map(repr, over))
+    shards = named or tuple(axis for axis in bound if axis not in over)
+    counted = "is not a shard axis" if named else "is not named as a shard axis"
+    raise AxisError(
+        f"The loss has {what} over {names}{f' ({line})' if line else ''}, which {counted}. Under "
+        f"check_vma=False autodiff sums over {names} again, so that the gradient would be {number} "
+        f"times too large. Write jax.shard_map(..., check_vma=True) and {_written(shards)}; or "
+        f"{what.split()[1]} in a jax.custom_vjp, whose backward pass does not sum. If each shard "
+        f"along {names} has rows of its own, write {_written((*shards, *over))}."
+    )
 
 
 class _Of(enum.Enum):
@@ -408,8 +413,24 @@ class _Of(enum.Enum):
 class _Sums(Analysis[Any]):
     """``None``, an ``_Of``, or the equation that sums what has a derivative."""
 
-    def __init__(self, axes: _Axes) -> None:
-        self._axes = axes
+    def __init__(
+        self, named: tuple[str, ...], bound: tuple[str, ...], further: tuple[str, ...]
+    ) -> None:
+        self._named = named  # the axes of the shards; empty if none is named
+        self._bound = bound  # all axes
+        self._further = further  # of the others, those without types
+
+    def axes_of(
+        self, equation: Any, names: tuple[str, ...] = ("psum", "all_gather")
+    ) -> tuple[str, ...]:
+        """The axes of a collective that count no shards, or that nobody has named."""
+        if equation.primitive.name not in names or equation.params.get("axis_index_groups"):
+            return ()
+        summed = named_axes(equation)
+        # All of several may be shard axes.
+        if not self._named and summed.issuperset(self._bound):
+            return ()
+        return tuple(axis for axis in self._further if axis in summed)
 
     def constant(self, values: Sequence[Any]) -> _Of | None:
         return _Of.DATA if any(np.ndim(value) for value in values) else None
@@ -435,41 +456,11 @@ class _Sums(Analysis[Any]):
             # A gather of parameters alone puts together what each shard with its own rows needs.
             names = ("psum",) if fact is _Of.PARAMETERS else ("psum", "all_gather")
             run = (equation, *equations_within(equation))
-            fact = next((each for each in run if _axes_of(each, self._axes, names)), fact)
+            fact = next((each for each in run if self.axes_of(each, names)), fact)
         still = None if fact in (None, _Of.PARAMETERS) else _Of.DATA
         stops = equation.primitive.name == "stop_gradient"
         floating = [jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in equation.outvars]
         return [fact if each and not stops else still for each in floating]
-
-
-def _axes_of(
-    equation: Any, axes: _Axes, names: tuple[str, ...] = ("psum", "all_gather")
-) -> tuple[str, ...]:
-    """The axes of a collective that count no shards, or that nobody has named."""
-    if equation.primitive.name not in names or equation.params.get("axis_index_groups"):
-        return ()
-    summed = named_axes(equation)
-    # All of several may be shard axes.
-    if not axes.named and summed.issuperset(axes.bound):
-        return ()
-    return tuple(axis for axis in axes.further if axis in summed)
-
-
-def _refusal(equation: Any, axes: _Axes) -> str:
-    over = _axes_of(equation, axes)
-    number = math.prod(axes.further[axis] for axis in over)
-    line = _jax.source_of(equation)
-    what = "an all_gather" if equation.primitive.name == "all_gather" else "a psum or pmean"
-    names = ", ".join(map(repr, over))
-    shards = axes.named or tuple(axis for axis in axes.bound if axis not in over)
-    counted = "is not a shard axis" if axes.named else "is not named as a shard axis"
-    return (
-        f"The loss has {what} over {names}{f' ({line})' if line else ''}, which {counted}. Under "
-        f"check_vma=False autodiff sums over {names} again, so that the gradient would be {number} "
-        f"times too large. Write jax.shard_map(..., check_vma=True) and {_written(shards)}; or "
-        f"{what.split()[1]} in a jax.custom_vjp, whose backward pass does not sum. If each shard "
-        f"along {names} has rows of its own, write {_written((*shards, *over))}."
-    )
 
 
 def _written(names: tuple[str, ...]) -> str:

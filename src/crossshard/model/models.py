@@ -19,7 +19,7 @@ from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.jaxprs.walk import depends, hands_on
 from crossshard.model.model_state import OVERWRITTEN
-from crossshard.pipeline.update.optimize import takes_value
+from crossshard.pipeline.update.optimize import takes
 
 _WRITE = (
     "Write an NNX filter, such as nnx.LoRAParam, for an NNX module, or a function of path and "
@@ -155,7 +155,7 @@ def _moves(
     """Whether an optimizer updates the leaves at these positions; ``set_to_zero`` does not."""
 
     def updates(gradients: Any, params: Any) -> list[Any]:
-        extra_args = {"value": 0.0} if takes_value(optimizer) else {}
+        extra_args = {"value": 0.0} if takes(optimizer) else {}
         with inside_optimizer():
             result, _ = optimizer.update(gradients, optimizer.init(params), params, **extra_args)
         leaves = jax.tree.leaves(result)

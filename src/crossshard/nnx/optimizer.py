@@ -30,7 +30,14 @@ from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import GradientStatus, Reduction, check_incoming, check_reduction
 from crossshard.jaxprs.walk import depends
-from crossshard.nnx.program import Reached, bound, check_writable, roots_of_step, same_arrays
+from crossshard.nnx.program import (
+    Given,
+    MissingSlots,
+    bound,
+    explaining_writes,
+    roots_of_step,
+    same_arrays,
+)
 from crossshard.nnx.slots import (
     Computed,
     HasSlots,
@@ -46,7 +53,7 @@ from crossshard.pipeline.pipeline import Options, Pipeline, check_names
 from crossshard.pipeline.stage import CrossShardState, Stage, StageContext
 from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation
 from crossshard.pipeline.update.arrays import Parts
-from crossshard.pipeline.update.optimize import takes_keyword
+from crossshard.pipeline.update.optimize import takes
 from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
 from crossshard.shards.axes import Shards, check_axis_name, check_group_assignment, check_num_shards
 from crossshard.shards.devices import axes_in_sight
@@ -273,11 +280,13 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
     ) -> list[tuple[jax.Array | None, AnyVariable]]:
         """The gradients of a loss with respect to variables, before any reduction.
 
-        Under MEAN the loss is divided by the number of shards that reduce together.
+        Under MEAN the loss is divided by the number of shards that reduce together. Gradients of
+        16-bit variables have 32 bits if they are divided.
 
         Args:
           loss: a function without arguments that returns a floating scalar. What it writes to
-            besides, such as batch statistics, was given to the step, or is below ``var_list``.
+            besides, such as batch statistics, was given to the step, or is below ``var_list``, and
+            stays written.
           var_list: an NNX module, or a list of variables; every ``nnx.Param`` that was given to
             the step if ``None``.
           gate_gradients: 0, 1 or 2; this argument and the next two are TensorFlow's, and have no
@@ -298,7 +307,70 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
           VariableTypeError: an item of ``var_list`` is no variable.
         """
         del aggregation_method, colocate_gradients_with_ops
-        return self._compute(loss, var_list, gate_gradients, grad_loss)[1]
+        # A bool is none, and to compare with an array gives another one.
+        if type(gate_gradients) is not int or gate_gradients not in (0, 1, 2):
+            raise ArgumentError(
+                f"gate_gradients must be one of CrossShardOptimizer.GATE_NONE (0), GATE_OP (1) and "
+                f"GATE_GRAPH (2); got {_check.shown(gate_gradients)}."
+            )
+        if not callable(loss):
+            raise ArgumentTypeError(
+                f"A loss must be a function without arguments, because a computed value cannot be "
+                f"differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
+            )
+        shards = self._pipeline.shards()
+        divisor, around = self._pipeline.divisor(shards.size), bound()
+        if var_list is None:
+            if around is None:
+                raise ArgumentError(
+                    "Outside of a step of crossshard.shard there is no list of all parameters. "
+                    "Pass the module whose parameters to train, var_list=model."
+                )
+            var_list = [v for v in around.variables if isinstance(v, nnx.Param)]
+        found = named_variables(var_list, roots_of_step())
+        variables = [variable for variable, _ in found.values()]
+        below = Given([roots_of_step(), var_list])
+        others = [v for v in below.variables if id(v) not in found]
+        before = [other.get_raw_value() for other in others]
+        reached: set[int] = set()
+        written: list[AnyVariable] = []
+
+        def of_values(values: list[Any]) -> Any:
+            marked = [_mark(value, place, reached) for place, value in enumerate(values)]
+            with _flax.rebound([*variables, *others], [*marked, *before], below.modules):
+                with explaining_writes():
+                    out = loss()
+                after = [other.get_raw_value() for other in others]
+                below.check_nothing_new()
+            empty = None
+            if isinstance(out, Mean):
+                out, empty = part_of_shard(out, self._shards_of_mean())
+            value = jnp.asarray(_check.scalar(out))
+            changed = [not same_arrays(a, b) for a, b in zip(after, before, strict=True)]
+            written[:] = itertools.compress(others, changed)
+            kept = list(itertools.compress(after, changed))
+            divided = value if divisor == 1 or divide_after else value / divisor
+            return divided, (value, kept, empty)
+
+        values = [variable.get_raw_value() for variable in variables]
+        # Divided in 16 bits, a small gradient could underflow before it is summed.
+        divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
+        names, scale = self._pipeline.axis_name or None, self._loss_scale()
+        of_shard = value_and_grad(of_values, has_aux=True, axis_name=names, loss_scale=scale)
+        (_, (value, kept, empty)), gradients = of_shard(values)
+        if divide_after:
+            gradients = [widen(gradient) / divisor for gradient in gradients]
+        with explaining_writes():
+            for other, after in zip(written, kept, strict=True):
+                other.set_raw_value(after)
+        if grad_loss is not None:
+            # grad_loss may be an int; a loss may not.
+            seed = jnp.asarray(_check.scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
+            _check.finite("grad_loss", grad_loss)
+            gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
+        self.computed.add(found, shards.number, value, empty)
+        of_each = enumerate(zip(gradients, variables, strict=True))
+        return [(g if place in reached else None, v) for place, (g, v) in of_each]
 
     def apply_gradients(
         self,
@@ -343,9 +415,6 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         )
         given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         variables = [variable for _, variable in given]
-        counted = [] if global_step is None else [global_step]
-        for variable in [*variables, *counted, *self.slots.all()]:
-            check_writable(variable)
         shards, declared = self._pipeline.shards(warn=False), self._pipeline.incoming is not None
         origin = check_incoming(incoming) or self.computed.origin(
             variables, shards.number, self._pipeline.divisor(shards.size), declared=declared
@@ -377,14 +446,17 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 f"from {jax.tree.structure(before)} to {jax.tree.structure(after)}. Slots keep "
                 f"theirs; use the Optax idiom (init and update)."
             )
-        for key, variable in keyed.items():
-            variable.set_value(stepped[key])
-        self.slots.write(keyed, after)
+        with explaining_writes():
+            for key, variable in keyed.items():
+                variable.set_value(stepped[key])
+            self.slots.write(keyed, after)
+            if global_step is not None:
+                count, skip = global_step.get_value(), reduced.skip
+                skip = None if skip is None else StageContext(shards).on_all_shards(skip)
+                global_step.set_value(
+                    count + 1 if skip is None else jnp.where(skip, count, count + 1)
+                )
         self.computed.note_applied(variables)
-        for variable in counted:
-            count, skip = variable.get_value(), reduced.skip
-            skip = None if skip is None else StageContext(shards).on_all_shards(skip)
-            variable.set_value(count + 1 if skip is None else jnp.where(skip, count, count + 1))
 
     def minimize(
         self,
@@ -404,7 +476,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         see the two methods.
         """
         del aggregation_method, colocate_gradients_with_ops
-        value, pairs = self._compute(loss, var_list, gate_gradients, grad_loss)
+        pairs = self.compute_gradients(loss, var_list, gate_gradients, grad_loss=grad_loss)
+        value = self.computed.value
         variables = [variable for _, variable in pairs]
         params = as_params(self._keyed(variables, variables))
         # A loss that is not read would still be summed over the shards.
@@ -426,9 +499,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         """
         self._check_whole()
         found = named_variables(var_list, roots_of_step())
-        self.computed.names.update(found)
         variables = [variable for variable, _ in found.values()]
-        self._make_slots(self._keyed(variables, variables))
+        self._make_slots(self.slots.keyed(variables, found))
 
     def get_slot(self, var: AnyVariable | str, name: str) -> AnyVariable | None:
         """The slot of a variable, as a variable; ``None`` if there is no such slot.
@@ -483,86 +555,6 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 "the full shape of its variable. Leave weight_update out here."
             )
 
-    def _compute(
-        self,
-        loss: Callable[[], ArrayLike],
-        var_list: VariableList | None,
-        gate_gradients: int,
-        grad_loss: ArrayLike | None,
-    ) -> tuple[jax.Array, list[tuple[jax.Array | None, AnyVariable]]]:
-        """This shard's loss, and the pairs that ``compute_gradients`` returns.
-
-        Gradients of 16-bit variables have 32 bits if they are divided. What the loss writes to
-        other variables (batch statistics, counters) of the step, or below the list, is kept.
-        """
-        # A bool is none, and to compare with an array gives another one.
-        if type(gate_gradients) is not int or gate_gradients not in (0, 1, 2):
-            raise ArgumentError(
-                f"gate_gradients must be one of CrossShardOptimizer.GATE_NONE (0), GATE_OP (1) and "
-                f"GATE_GRAPH (2); got {_check.shown(gate_gradients)}."
-            )
-        if not callable(loss):
-            raise ArgumentTypeError(
-                f"A loss must be a function without arguments, because a computed value cannot be "
-                f"differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
-            )
-        shards = self._pipeline.shards()
-        divisor, around = self._pipeline.divisor(shards.size), bound()
-        if var_list is None:
-            if around is None:
-                raise ArgumentError(
-                    "Outside of a step of crossshard.shard there is no list of all parameters. "
-                    "Pass the module whose parameters to train, var_list=model."
-                )
-            var_list = [held for held in around.held if isinstance(held, nnx.Param)]
-        found = named_variables(var_list, roots_of_step())
-        variables = [variable for variable, _ in found.values()]
-        below = Reached([roots_of_step(), var_list])
-        others = [v for v in below.variables if id(v) not in found]
-        known = found.keys() | set(map(id, others))
-        before = [other.get_raw_value() for other in others]
-        reached: set[int] = set()
-        written: list[AnyVariable] = []
-
-        def of_values(values: list[Any]) -> Any:
-            marked = [_mark(value, place, reached) for place, value in enumerate(values)]
-            with _flax.rebound([*variables, *others], [*marked, *before], below.modules):
-                out = _called(loss)
-                after = [other.get_raw_value() for other in others]
-                made = [v for v in Reached(below.roots).variables if id(v) not in known]
-            empty = None
-            if isinstance(out, Mean):
-                out, empty = part_of_shard(out, self._shards_of_mean())
-            value = jnp.asarray(_check.scalar(out))
-            changed = [not same_arrays(a, b) for a, b in zip(after, before, strict=True)]
-            written[:] = [*itertools.compress(others, changed), *made]
-            kept = [*itertools.compress(after, changed), *(v.get_raw_value() for v in made)]
-            divided = value if divisor == 1 or divide_after else value / divisor
-            return divided, (value, kept, empty)
-
-        values = [variable.get_raw_value() for variable in variables]
-        # Divided in 16 bits, a small gradient could underflow before it is summed.
-        divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
-        names, scale = self._pipeline.axis_name or None, self._loss_scale()
-        of_shard = value_and_grad(of_values, has_aux=True, axis_name=names, loss_scale=scale)
-        (_, (value, kept, empty)), gradients = of_shard(values)
-        if divide_after:
-            gradients = [widen(gradient) / divisor for gradient in gradients]
-        for other, after in zip(written, kept, strict=True):
-            if id(other) in known:
-                check_writable(other)
-                other.set_raw_value(after)
-            else:
-                _flax.bring_out(other, after)
-        if grad_loss is not None:
-            # grad_loss may be an int; a loss may not.
-            seed = jnp.asarray(_check.scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
-            _check.finite("grad_loss", grad_loss)
-            gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
-        self.computed.add(found, shards.number, empty)
-        of_each = enumerate(zip(gradients, variables, strict=True))
-        return value, [(g if place in reached else None, v) for place, (g, v) in of_each]
-
     def _shards_of_mean(self) -> Shards:
         """The shards over which a ``Mean`` is counted; raises if this optimizer takes none."""
         pipeline = self._pipeline
@@ -589,12 +581,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     def _keyed(self, variables: Sequence[AnyVariable], among: Any) -> dict[str, AnyVariable]:
         """Variables by their keys; one without a name is called by its place among others."""
-        names = self.computed.names
-        unknown = [variable for variable in variables if id(variable) not in names]
-        names.update(known_names(unknown, roots_of_step()))
-        for place, variable in enumerate(among):
-            names.setdefault(id(variable), (variable, f"#{place}"))
-        return self.slots.keyed(variables, names)
+        by_place = {id(v): (v, f"#{place}") for place, v in enumerate(among)}
+        named = known_names(variables, roots_of_step())
+        return self.slots.keyed(variables, by_place | named | self.computed.names)
 
     @contextlib.contextmanager
     def _explained(self, *kinds: type[Exception]) -> Iterator[None]:
@@ -624,9 +613,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         all_of_them: list[AnyVariable | HasSlots] = [*missing.values(), self]
         given = [around is not None and around.has(each) for each in all_of_them]
         if around is not None and all(given):
-            # This trace goes on with slots of its own; those that last are made after it.
-            around.lacks(self, make)
-        elif any(given):
+            raise MissingSlots(make)
+        if any(given):
             words = ["given to it" if each else "not given to it" for each in given]
             first = " If it is a module's attribute, import Flax before you create it."
             raise VariableError(
@@ -635,7 +623,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 f"{describe_variable(next(iter(missing.values())))} was {words[0]}. Pass both as "
                 f"arguments.{first if made_in is None else ''}"
             )
-        elif not (_jax.at_top_level() if made_in is None else made_in == _flax.current_trace()):
+        if not (_jax.at_top_level() if made_in is None else made_in == _flax.current_trace()):
             raise VariableError(
                 f"The slots of {self!r} would be created inside a trace, as of nnx.jit, and be "
                 f"lost when it ends. Create them before it with optimizer.build(model)."
@@ -673,23 +661,11 @@ def _may_read(
                 return run.update(gradients, run.init(params), params, **{**given, name: value})
 
         try:
-            if takes_keyword(transformation, name) and depends(update, given[name], params, params):
+            if takes(transformation, name) and depends(update, given[name], params, params):
                 return True
         except Exception:  # with a function as the value, for example: the step itself will tell
             return True
     return False
-
-
-def _called(loss: Callable[[], Any]) -> Any:
-    from flax.errors import TraceContextError
-
-    try:
-        return loss()
-    except TraceContextError as error:
-        raise VariableError(
-            f"The loss writes to a module that was not given here ({error}). Pass the module, "
-            f"var_list=model; and pass it to the step function as an argument."
-        ) from error
 
 
 def _mark(value: jax.Array, place: int, reached: set[int]) -> jax.Array:

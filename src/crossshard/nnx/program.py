@@ -33,7 +33,7 @@ from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.gradients.nesting import watching_constants
 from crossshard.jaxprs.walk import varying_axes_of_outputs
 from crossshard.nnx.per_shard import is_per_shard, number_of_shards, per_shard, stacked
-from crossshard.nnx.slots import HasSlots, SlotStore, is_variable
+from crossshard.nnx.slots import HasSlots
 from crossshard.shards.axes import shard_context
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
 from crossshard.shards.devices import put_whole
@@ -41,55 +41,24 @@ from crossshard.shards.random_streams import own_stream
 
 # What a step is given.
 
-
-class ByValue:
-    """A value as a cache key: compares by type and value, and arrays by their bytes."""
-
-    def __init__(self, value: Any):
-        self.value = value
-        try:
-            self._hash = hash(value)
-        except TypeError:
-            self._hash = hash(type(value))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ByValue) or type(self.value) is not type(other.value):
-            return False
-        ours, theirs = self.value, other.value
-        if isinstance(ours, jax.Array | np.ndarray):
-            return ours is theirs or _bytes_of(ours) == _bytes_of(theirs)
-        with contextlib.suppress(ValueError):  # of a list of arrays
-            return bool(ours == theirs)
-        return ours is theirs
+_thread = threading.local()
 
 
-def _bytes_of(array: Any) -> Any:
-    if not getattr(array, "is_fully_addressable", True):
-        return object()  # other processes have the rest
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
-    return array.shape, array.dtype, np.asarray(array).tobytes()
+class MissingSlots(BaseException):
+    """Ends the trace of a step that lacks slots; ``make`` makes them, for the next trace."""
 
-
-def kept(key: Any) -> Any:
-    """A copy of a key that stays the same when a mutable value in it changes."""
-    if isinstance(key, tuple):
-        return tuple(map(kept, key))
-    kind = type(getattr(key, "value", None))
-    # What has a hash is not written to, and a copy of what compares by identity is another.
-    by_value = kind.__hash__ is None and kind.__eq__ is not object.__eq__
-    if isinstance(key, ByValue) and by_value and not isinstance(key.value, jax.Array):
-        with contextlib.suppress(Exception):  # a user's class may raise anything
-            return ByValue(copy.deepcopy(key.value))
-    return key
+    def __init__(self, make: Callable[[], None]):
+        self.make = make
 
 
 def is_stateful(value: Any) -> bool:
     """Whether a runner binds this object to the step rather than splitting it over the shards."""
     return isinstance(value, nnx.Pytree | nnx.Variable | HasSlots)
+
+
+def is_numeric(leaf: Any) -> bool:
+    """Whether a leaf is split over the shards: a Python bool is a setting."""
+    return is_number(leaf) and not isinstance(leaf, bool)
 
 
 def is_whole(value: Any) -> bool:
@@ -105,79 +74,65 @@ def is_whole(value: Any) -> bool:
     return not arrays
 
 
-def is_numeric(leaf: Any) -> bool:
-    """Whether a leaf is split over the shards: a Python bool is a setting."""
-    return is_number(leaf) and not isinstance(leaf, bool)
-
-
-_thread = threading.local()
-
-
-class Reached:
-    """What is below the modules, variables and optimizers in some values.
+class Given:
+    """The modules, variables and optimizers in some values, and what is below them.
 
     Attributes:
       roots: these themselves, each once.
-      variables: every variable below them, in a fixed order.
-      held: those of them that have arrays.
+      variables: every variable below them that holds arrays, in a fixed order.
       optimizers: every optimizer below them.
-      lacking: optimizers whose slots the step lacks, with their stores, and functions that make
-        the slots, to be called after its trace.
+      modules: every NNX module below them.
     """
 
-    def __init__(self, values: Iterable[Any], shards: int | None = None):
-        given = (leaf for value in values for leaf in jax.tree.leaves(value, is_leaf=is_stateful))
-        self.roots = list({id(leaf): leaf for leaf in given if is_stateful(leaf)}.values())
-        optimizers = {id(root): root for root in self.roots if isinstance(root, HasSlots)}
-        self._nodes = [root for root in self.roots if id(root) not in optimizers]
-        # Without optimizers, whose slots JAX walks in a fraction of the time.
-        self._graph, of_nodes = _flax.flatten(self._nodes)
-        if _flax.has_pytree_of(HasSlots, self._graph):
-            nodes = (node for _, node in nnx.iter_graph(self._nodes))
-            optimizers |= {id(node): node for node in nodes if isinstance(node, HasSlots)}
-        self.optimizers: list[HasSlots] = list(optimizers.values())
-        self._states = [jax.tree.flatten(each, is_leaf=is_variable) for each in self.optimizers]
-        of_optimizers, below = iter(self._states), iter(of_nodes)
-        leaves = [
-            leaf
-            for root in self.roots
-            for leaf in (next(of_optimizers)[0] if isinstance(root, HasSlots) else next(below))
-        ]
-        found = {id(leaf): leaf for leaf in leaves if is_variable(leaf)}
-        self.variables: list[AnyVariable] = list(found.values())
-        # Arrays that are attributes themselves, and no variable's value.
-        self._constants = [leaf for leaf in leaves if id(leaf) not in found]
-        self.held = [variable for variable in self.variables if _has_arrays(variable, shards)]
-        self.lacking: list[tuple[HasSlots, SlotStore, Callable[[], None]]] = []
+    def __init__(self, values: Any, shards: int | None = None):
+        found = jax.tree.leaves(values, is_leaf=is_stateful)
+        self.roots = _once(filter(is_stateful, found))
+        leaves, nodes, self._tree = _flatten(self.roots)
+        self.optimizers = [node for node in nodes if isinstance(node, HasSlots)]
+        self.modules = [node for node in nodes if not isinstance(node, HasSlots)]
+        # Where each leaf is first; that of a module that is met again has its number, negative.
+        first = {id(node): -place for place, node in enumerate(nodes, 1)}
+        self._places = tuple(first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves))
+        each_once = [leaf for n, leaf in enumerate(leaves) if self._places[n] == n]
+        self.variables: list[AnyVariable] = [x for x in each_once if _has_arrays(x, shards)]
+        # Arrays that are attributes themselves, and variables that hold none.
+        known = set(map(id, self.variables))
+        self._constants = [x for x in each_once if id(x) not in known]
 
-    @property
-    def modules(self) -> list[nnx.Pytree]:
-        """Every NNX module below the roots."""
-        nodes = (node for _, node in nnx.iter_graph(self._nodes))
-        return list({id(node): node for node in nodes if isinstance(node, nnx.Pytree)}.values())
-
-    def key(self) -> Any:
-        """The structure of all that is reached, as a cache key."""
+    def key(self, *, lasting: bool = False) -> Any:
+        """What a program is compiled for; if it is ``lasting``, no later write changes it."""
         places = {id(variable): place for place, variable in enumerate(self.variables)}
         # An optimizer's slots belong to certain variables, perhaps those of another model.
-        of_optimizers = tuple(
-            (tree, *(places.get(id(v)) for v in (*slots, *optimizer.slots.variables.values())))
-            for optimizer, (slots, tree) in zip(self.optimizers, self._states, strict=True)
-        )
+        owners = (v for optimizer in self.optimizers for v in optimizer.slots.variables.values())
         types = tuple(_type_of(variable.get_raw_value()) for variable in self.variables)
-        constants = tuple(map(ByValue, self._constants))
-        return _flax.hashable(self._graph, ByValue), types, of_optimizers, constants
+        of_slots = tuple(places.get(id(owner)) for owner in owners)
+        tree = self._lasting() if lasting else self._tree
+        return tree, self._places, types, of_slots, tuple(map(as_key, self._constants))
 
-    # While a step that was given these is traced.
+    def _lasting(self) -> Any:
+        """The structure, with copies of attributes that can be written to, such as lists."""
+        roots = self._tree.unflatten([object() for _ in self._places])
+        for node in _flatten(roots)[1]:
+            for name, value in {} if isinstance(node, HasSlots) else {**vars(node)}.items():
+                kind = type(value)
+                if kind.__hash__ is None and kind.__eq__ is not object.__eq__:
+                    with contextlib.suppress(Exception):  # a user's class may raise anything
+                        vars(node)[name] = copy.deepcopy(value)
+        return _flatten(roots)[2]
 
     def has(self, given: AnyVariable | HasSlots) -> bool:
         """Whether a variable or an optimizer was given to the step."""
-        return any(given is each for each in (*self.held, *self.optimizers))
+        return any(given is each for each in (*self.variables, *self.optimizers))
 
-    def lacks(self, optimizer: HasSlots, make: Callable[[], None]) -> None:
-        """Note how to make slots, and give the optimizer a store of its own for this trace."""
-        self.lacking.append((optimizer, optimizer.slots, make))
-        optimizer.slots = SlotStore(optimizer.slots.variables, optimizer.slots.tree)
+    def check_nothing_new(self) -> None:
+        """Raise if there is a further variable in the modules now, which would be lost."""
+        known = set(map(id, self.variables))
+        for variable in Given(self.roots).variables:
+            if id(variable) not in known:
+                raise VariableError(
+                    f"A step or a loss created {describe_variable(variable)} in a module that was "
+                    f"passed to it. Create it before the step, or pop it where it is created."
+                )
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
@@ -191,12 +146,60 @@ class Reached:
             # What belongs to the trace ends with it.
             for optimizer in self.optimizers:
                 optimizer.computed.clear()
-            for optimizer, slots, _ in reversed(self.lacking):
-                optimizer.slots = slots
 
 
-def _has_arrays(variable: AnyVariable, shards: int | None) -> bool:
-    """Whether a variable has arrays, which are not those of another number of shards."""
+def _once(values: Iterable[Any]) -> list[Any]:
+    return list({id(value): value for value in values}.values())
+
+
+def _flatten(roots: list[Any]) -> tuple[list[Any], list[Any], Any]:
+    """The leaves of modules and optimizers, these themselves, each once, and their structure."""
+    nodes: dict[int, Any] = {}
+
+    def is_leaf(node: Any) -> bool:
+        if isinstance(node, nnx.Pytree | HasSlots):
+            # One that is met again is shared, or holds itself.
+            is_known = id(node) in nodes
+            nodes[id(node)] = node
+            return is_known
+        return isinstance(node, nnx.Variable)
+
+    leaves, tree = jax.tree.flatten(roots, is_leaf=is_leaf)
+    return leaves, list(nodes.values()), tree
+
+
+class _Constant:
+    """An array of JAX's as a cache key, by its values."""
+
+    def __init__(self, array: jax.Array):
+        self._array = array
+
+    def __hash__(self) -> int:
+        return hash((self._array.shape, self._array.dtype))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Constant) or hash(self) != hash(other):
+            return False
+        ours, theirs = self._array, other._array
+        # Of an array of several processes others have the rest.
+        return ours is theirs or (ours.is_fully_addressable and bool((ours == theirs).all()))
+
+
+def as_key(value: Any) -> Any:
+    """What is no variable's array as a cache key."""
+    if isinstance(value, nnx.Variable):
+        value = value.get_raw_value()
+    if isinstance(value, jax.Array):
+        return _Constant(value)
+    if isinstance(value, np.ndarray):  # which can be written to
+        return value.shape, value.dtype, value.tobytes()
+    return type(value), value
+
+
+def _has_arrays(variable: Any, shards: int | None) -> bool:
+    """Whether it is a variable that has arrays, which are not those of other numbers of shards."""
+    if not isinstance(variable, nnx.Variable):
+        return False
     value = variable.get_raw_value()
     if isinstance(value, jax.Array):
         return True
@@ -225,7 +228,7 @@ def same_arrays(a: Any, b: Any) -> bool:
     )
 
 
-def bound() -> Reached | None:
+def bound() -> Given | None:
     """What the step that is traced was given; ``None`` outside of a runner."""
     return getattr(_thread, "bound", None)
 
@@ -243,37 +246,54 @@ def _refuse(variable: AnyVariable) -> None:
     )
 
 
-def check_writable(variable: AnyVariable) -> None:
-    """Raise unless the variable can be written in the current trace."""
-    if _flax.is_writable(variable):
-        return
-    around = bound()
-    if around is not None and around.has(variable):
+@contextlib.contextmanager
+def explaining_writes() -> Iterator[None]:
+    """Say what to write where NNX refuses a write in another trace than the variable's own."""
+    from flax.errors import TraceContextError
+
+    try:
+        yield
+    except TraceContextError as error:
         raise VariableError(
-            f"{describe_variable(variable)} belongs to the step, and would be written inside of "
-            f"jax.lax.cond or the like. Use nnx.cond, nnx.scan or nnx.jit, and pass the module and "
-            f"the optimizer as arguments."
-        )
-    raise VariableError(
-        f"The step writes {describe_variable(variable)}, which it was not given. Pass its module "
-        f"to the step function as an argument, and run the step with crossshard.shard."
-    )
+            f"A step or a loss writes to a variable or a module that was not given here ({error}): "
+            f"what is written would be lost. Pass its module to the step function as an argument, "
+            f"and below var_list=model to the optimizer; within a branch or a loop use nnx.cond, "
+            f"nnx.scan or nnx.jit, and pass the module and the optimizer as arguments."
+        ) from error
 
 
 # The program.
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class Call:
     """The flattened arguments of one call: the arrays, which are on the mesh, and all others."""
 
     leaves: tuple[jax.Array, ...]
     specs: tuple[PartitionSpec, ...]
-    # By its place among all leaves: a module, an optimizer, a Python value.
-    whole: dict[int, Any]
-    # The structure of the positional and the keyword arguments.
-    tree: Any
-    reached: Reached
+    whole: dict[int, Any]  # by its place among all leaves: a module, an optimizer, a Python value
+    tree: Any  # the structure of the positional and the keyword arguments
+    given: Given
+
+    def key(self, *, lasting: bool = False) -> Any:
+        """The cache key of a call with these arguments."""
+        first: dict[int, int] = {}
+        whole = tuple(
+            # Of a module, which of the modules it is: one may be given twice.
+            (place, first.setdefault(id(x), place) if is_stateful(x) else as_key(x))
+            for place, x in self.whole.items()
+        )
+        types = tuple((leaf.shape, leaf.dtype) for leaf in self.leaves)
+        return self.given.key(lasting=lasting), self.tree, whole, self.specs, types
+
+    def arguments(self, leaves: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments, with these arrays."""
+        arrays = iter(leaves)
+        places = range(self.tree.num_leaves)
+        args, kwargs = self.tree.unflatten(
+            [self.whole[place] if place in self.whole else next(arrays) for place in places]
+        )
+        return args, kwargs
 
     def own_rows(self) -> str:
         """The types of what this process has of the arrays that are split, for the others."""
@@ -284,30 +304,6 @@ class Arguments:
                 shape[axis] *= len(leaf.addressable_shards)
                 words.append(f"{leaf.dtype}[{','.join(map(str, shape))}]")
         return ",".join(words)
-
-    def key(self) -> Any:
-        """The cache key of a call with these arguments."""
-        first: dict[int, int] = {}
-        whole = tuple(
-            # Of a module, which of the modules it is: one may be given twice.
-            (place, first.setdefault(id(x), place) if is_stateful(x) else ByValue(x))
-            for place, x in self.whole.items()
-        )
-        types = tuple((leaf.shape, leaf.dtype) for leaf in self.leaves)
-        return self.reached.key(), self.tree, whole, self.specs, types
-
-    def rebuild(self, leaves: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments, with these arrays."""
-        arrays = iter(leaves)
-        places = range(self.tree.num_leaves)
-        args, kwargs = self.tree.unflatten(
-            [self.whole[place] if place in self.whole else next(arrays) for place in places]
-        )
-        return args, kwargs
-
-    def again(self, shards: int) -> Arguments:
-        """The same arguments, after slots have been made."""
-        return dataclasses.replace(self, reached=Reached(self.reached.roots, shards))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,21 +363,12 @@ class Program:
     It is traced first to find the slots that are missing, and the variables that are equal on all
     shards after the step (see ``varying_axes_of_outputs``): these are replicated, the others stored
     as ``[shards, …]``.
+
+    Raises:
+      MissingSlots: an optimizer has none yet.
     """
 
-    def __init__(
-        self,
-        computation: Callable[..., Any],
-        mesh: Mesh,
-        outputs: Outputs,
-        arguments: Arguments,
-    ):
-        for variable in arguments.reached.variables:
-            if variable.hijax or variable.ref:
-                raise VariableError(
-                    f"{describe_variable(variable)} is of NNX's experimental "
-                    f"{'hijax' if variable.hijax else 'ref'} kind; use an ordinary variable."
-                )
+    def __init__(self, computation: Callable[..., Any], mesh: Mesh, outputs: Outputs, call: Call):
         self._computation = computation
         # It computes with automatic axes, and arrays lie on the mesh as the user made it.
         self._mesh = _mesh.with_automatic_axes(mesh)
@@ -390,31 +377,34 @@ class Program:
         self._has_processes = len(processes_of(mesh)) > 1
         self._is_compared = False
         # What it is traced for; set while it runs, and dropped after, since it holds the model.
-        self._call: Arguments | None = None
-        self._settle(arguments)
+        self._call: Call | None = None
+        variables = call.given.variables
+        self._entering = [PER_SHARD if is_per_shard(v) else REPLICATED for v in variables]
         self._shardings = [NamedSharding(mesh, x.spec(self._names)) for x in self._entering]
+        differs = self._differing(call)
+        of_changed = itertools.compress(differs, self._changed)
+        self._leaving = [PER_SHARD if own else REPLICATED for own in of_changed]
+        # Which variables are to be stored as ``[shards, …]`` before it can run.
+        each = zip(self._entering, self._changed, differs, strict=True)
+        self._to_spread = [new and own and not was.per_shard for was, new, own in each]
         self._compiled = jax.jit(_mesh.under_automatic_axes(self._run, mesh, self._specs))
 
-    def spread(self, variables: Sequence[AnyVariable]) -> bool:
+    def spread(self, call: Call) -> bool:
         """Store those that will differ as ``[shards, …]``; returns whether there were any."""
-        pairs = zip(variables, self._entering, strict=True)
-        new = [v for v, placement in pairs if placement.per_shard and not is_per_shard(v)]
         on_each = lambda x: jnp.broadcast_to(x, (self._mesh.size, *jnp.shape(x)))
-        for variable in new:
+        for variable in itertools.compress(call.given.variables, self._to_spread):
             variable.set_raw_value(per_shard(jax.tree.map(on_each, variable.get_raw_value())))
-        return bool(new)
+        return any(self._to_spread)
 
-    def __call__(self, arguments: Arguments) -> Any:
+    def __call__(self, call: Call) -> Any:
         """Run the step on these arrays and write its variables."""
-        variables = arguments.reached.held
-        pairs = zip(variables, self._shardings, strict=True)
-        values = [_placed(stacked(held.get_raw_value()), sharding) for held, sharding in pairs]
-        self._call = arguments
+        variables, values = call.given.variables, self._placed(call)
+        self._call = call
         try:
             if self._has_processes:
-                PROGRESS.take(arguments.own_rows())
-                self._compare(values, arguments)
-            outputs, after = self._compiled(values, arguments.leaves)
+                PROGRESS.take(call.own_rows())
+                self._compare(values, call)
+            outputs, after = self._compiled(values, call.leaves)
         finally:
             self._call = None
         written = itertools.compress(variables, self._changed)
@@ -422,79 +412,60 @@ class Program:
             variable.set_raw_value(per_shard(value) if placement.per_shard else value)
         return self._tree.unflatten(outputs)
 
-    def _compare(self, values: Sequence[Any], arguments: Arguments) -> None:
+    def _placed(self, call: Call) -> list[Any]:
+        """The variables' values, on the devices."""
+        lies = lambda x, where: getattr(x, "sharding", None) == where
+
+        def one(value: Any, where: NamedSharding) -> Any:
+            if isinstance(value, jax.Array) and lies(value, where):
+                return value
+            return jax.tree.map(lambda x: x if lies(x, where) else put_whole(x, where), value)
+
+        values = (stacked(variable.get_raw_value()) for variable in call.given.variables)
+        return list(map(one, values, self._shardings))
+
+    def _compare(self, values: Sequence[Any], call: Call) -> None:
         """Raise unless every process brings the same new variables, whole inputs and program.
 
         What is on the mesh already comes from a step, and is not compared again.
         """
-        variables = arguments.reached.held
-        is_local = lambda x: getattr(x, "is_fully_addressable", True)
-        new = {
-            place: held
-            for place, variable in enumerate(variables)
-            if any(map(is_local, jax.tree.leaves(held := stacked(variable.get_raw_value()))))
-        }
-        given = {
-            f"{describe_variable(variables[place])}, variable {place} of the step,": held
-            for place, held in new.items()
-        }
+        variables = call.given.variables
+        given: dict[str, Any] = {}
+        new: list[tuple[AnyVariable, Any]] = []
+        for place, (variable, value) in enumerate(zip(variables, values, strict=True)):
+            held = stacked(variable.get_raw_value())
+            if any(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(held)):
+                given[f"{describe_variable(variable)}, variable {place} of the step,"] = held
+                if isinstance(held, jax.Array):
+                    is_own = self._entering[place].per_shard
+                    new.append((variable, per_shard(value) if is_own else value))
         if not self._is_compared:
-            pairs = zip(arguments.leaves, arguments.specs, strict=True)
+            pairs = zip(call.leaves, call.specs, strict=True)
             whole = [x for x, spec in pairs if spec == PartitionSpec()]
             given |= {f"whole input {place}": x for place, x in enumerate(whole)}
         if given:
-            as_arrays = lambda held: jax.tree.map(jnp.asarray, held)
             check_agreement(
                 "step",
-                lambda: {name: checksum(as_arrays(held)) for name, held in given.items()},
+                lambda: {k: checksum(jax.tree.map(jnp.asarray, x)) for k, x in given.items()},
                 self._mesh,
                 "Every process must pass the same models, optimizers, and arrays that are not "
                 "split: create them with the same seeds, and restore them in every process.",
             )
-        for place, held in new.items():
-            if isinstance(held, jax.Array):
-                value = values[place]
-                is_own = self._entering[place].per_shard
-                variables[place].set_raw_value(per_shard(value) if is_own else value)
+        for variable, value in new:
+            variable.set_raw_value(value)
         if not self._is_compared:
-            check_same_program(self._compiled.lower(values, arguments.leaves), self._mesh)
+            check_same_program(self._compiled.lower(values, call.leaves), self._mesh)
             self._is_compared = True
 
-    def _settle(self, arguments: Arguments) -> None:
-        """Trace until no slots are missing, and all that differs after the step is per shard."""
-        reached = arguments.reached
-        self._entering = [PER_SHARD if is_per_shard(v) else REPLICATED for v in reached.held]
-        while True:
-            differs = self._trace(arguments)
-            if reached.lacking:
-                for *_, make in reached.lacking:
-                    make()
-                return self._settle(arguments.again(self._mesh.size))
-            of_each = zip(self._entering, self._changed, differs, strict=True)
-            settled = [PER_SHARD if new and own else before for before, new, own in of_each]
-            if settled == self._entering:
-                of_changed = itertools.compress(differs, self._changed)
-                self._leaving = [PER_SHARD if own else REPLICATED for own in of_changed]
-                return None
-            self._entering = settled
-
-    def _trace(self, arguments: Arguments) -> list[bool]:
+    def _differing(self, call: Call) -> list[bool]:
         """Trace the step; returns which variables may differ after it."""
 
-        def of_one_shard(values: Any, leaves: Any) -> Any:
-            _, after = self._step(arguments, values, leaves)
-            return jax.tree.map(lambda x: x[None], after)
-
-        def types(variable: AnyVariable, placement: Placement) -> Any:
-            lead = (self._mesh.size,) if placement.per_shard and not is_per_shard(variable) else ()
-            of = lambda x: jax.ShapeDtypeStruct((*lead, *jnp.shape(x)), jnp.asarray(x).dtype)
-            return jax.tree.map(of, stacked(variable.get_raw_value()))
-
-        run = self._over_mesh(arguments, of_one_shard, PartitionSpec(self._names))
-        leaves = tuple(_mesh.on_mesh(leaf, self._mesh) for leaf in arguments.leaves)
-        abstract = list(map(types, arguments.reached.held, self._entering))
+        stored = lambda _, after: jax.tree.map(lambda x: x[None], after)
+        run = self._over_mesh(call, stored, PartitionSpec(self._names))
+        on_mesh = lambda x: _mesh.on_mesh(x, self._mesh)
+        given = jax.tree.map(on_mesh, (self._placed(call), call.leaves))
         with _mesh.in_place_of_the_users_mesh(self._mesh):
-            traced, after = jax.make_jaxpr(run, return_shape=True)(abstract, leaves)
+            traced, after = jax.make_jaxpr(run, return_shape=True)(*given)
         axes = jax.tree.structure(after).unflatten(varying_axes_of_outputs(traced))
         return [any(jax.tree.leaves(value)) for value in axes]
 
@@ -505,25 +476,18 @@ class Program:
             return own_stream(value, lax.axis_index(self._names))
         return jax.tree.map(placement.local, value)
 
-    def _step(
-        self, arguments: Arguments, values: Any, leaves: Any
-    ) -> tuple[list[jax.Array], list[Any]]:
+    def _step(self, call: Call, values: Any, leaves: Any) -> tuple[list[jax.Array], list[Any]]:
         """One shard's step; returns its outputs and its variables after it, and notes the rest."""
-        reached = arguments.reached
-        variables, modules = reached.held, reached.modules
+        given = call.given
+        variables = given.variables
         before = list(map(self._local, variables, self._entering, values))
-        args, kwargs = arguments.rebuild(leaves)
-        with _kept_attributes(modules), _flax.rebound(variables, before, modules):
-            with shard_context(self._mesh.size, axis_name=self._names), reached.bound():
-                outputs = as_output(self._computation(*args, **kwargs))
+        args, kwargs = call.arguments(leaves)
+        with _flax.rebound(variables, before, given.modules):
+            with shard_context(self._mesh.size, axis_name=self._names), given.bound():
+                with explaining_writes():
+                    outputs = as_output(self._computation(*args, **kwargs))
                 after = [variable.get_raw_value() for variable in variables]
-            known = set(map(id, variables))
-            for variable in Reached(reached.roots).held:
-                if id(variable) not in known:
-                    raise VariableError(
-                        f"The step created {describe_variable(variable)} in a module that was "
-                        f"passed to it. Create it before the step, or pop it in the step."
-                    )
+            given.check_nothing_new()
         out = self._outputs.lay_out(outputs, self._names)
         self._changed = [not same_arrays(a, b) for a, b in zip(after, before, strict=True)]
         self._specs_of_outputs = [spec for _, spec, _ in out]
@@ -534,15 +498,14 @@ class Program:
     def _run(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
         """The whole step: its outputs, and the variables that it writes."""
         assert self._call is not None
-        arguments = self._call
+        call = self._call
 
-        def of_one_shard(values: Any, leaves: Any) -> Any:
-            outputs, after = self._step(arguments, values, leaves)
+        def stored(outputs: Any, after: Any) -> Any:
             written = zip(self._leaving, itertools.compress(after, self._changed), strict=True)
             return outputs, [jax.tree.map(placement.stored, value) for placement, value in written]
 
         specs = [placement.spec(self._names) for placement in self._leaving]
-        run = self._over_mesh(arguments, of_one_shard, (self._specs_of_outputs, specs))
+        run = self._over_mesh(call, stored, (self._specs_of_outputs, specs))
         outputs, after = run(values, leaves)
         whole = NamedSharding(self._mesh, PartitionSpec())
         # The first shard's output, which each of several processes can read.
@@ -558,31 +521,13 @@ class Program:
         spread = lambda spec, value: jax.tree.map(lambda _: spec, value)
         return of_outputs, [spread(placement.spec(self._names), value) for placement, value in each]
 
-    def _over_mesh(
-        self, arguments: Arguments, function: Callable[..., Any], out_specs: Any
-    ) -> Callable[..., Any]:
+    def _over_mesh(self, call: Call, stored: Callable[..., Any], out_specs: Any) -> Any:
+        """The step on every shard, whose outputs and variables ``stored`` turns to stored ones."""
         variables = [placement.spec(self._names) for placement in self._entering]
         # Read from the jaxpr which variables differ: JAX's types reject some correct steps.
         return _jax.shard_map(
-            function, mesh=self._mesh, in_specs=(variables, arguments.specs), out_specs=out_specs
+            lambda values, leaves: stored(*self._step(call, values, leaves)),
+            mesh=self._mesh,
+            in_specs=(variables, call.specs),
+            out_specs=out_specs,
         )
-
-
-def _placed(value: Any, sharding: NamedSharding) -> Any:
-    """A variable's value, on the devices."""
-    is_there = lambda x: getattr(x, "sharding", None) == sharding
-    if isinstance(value, jax.Array) and is_there(value):
-        return value
-    return jax.tree.map(lambda x: x if is_there(x) else put_whole(x, sharding), value)
-
-
-@contextlib.contextmanager
-def _kept_attributes(modules: Sequence[nnx.Pytree]) -> Iterator[None]:
-    """Restore the attributes of modules afterwards, so that no tracer stays in them."""
-    before = [dict(vars(module)) for module in modules]
-    try:
-        yield
-    finally:
-        for module, attributes in zip(modules, before, strict=True):
-            vars(module).clear()
-            vars(module).update(attributes)

@@ -4,10 +4,11 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import operator
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +23,15 @@ from crossshard.distributed.progress import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
 from crossshard.nnx.per_shard import by_row
 from crossshard.nnx.program import (
-    Arguments,
-    ByValue,
+    Call,
+    Given,
+    MissingSlots,
     Outputs,
     Program,
-    Reached,
     as_output,
     is_numeric,
     is_stateful,
     is_whole,
-    kept,
 )
 from crossshard.shards.axes import check_num_shards, get_shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, axes_of, check_batch_axis, spec_along
@@ -48,49 +48,48 @@ from crossshard.shards.devices import (
 _TRACING = threading.RLock()
 
 
-@dataclasses.dataclass(frozen=True)
-class InputAxes:
+class InputAxes(NamedTuple):
     """Along which axes the inputs of a runner are split."""
 
     axes: BatchAxes | tuple[BatchAxes, ...] = FIRST  # of every input, or of each positional one
-    has_same_rows: bool = True  # or each input has a number of its own
+    name: str = "batch_axis"  # the argument that says so
+
+    @classmethod
+    def checked(cls, input_shard_axes: Any, batch_axis: Any) -> Self:
+        """The checked arguments of a runner."""
+        if input_shard_axes is None:
+            axes = check_batch_axis(batch_axis)
+            is_list = isinstance(batch_axis, list | tuple)
+            return cls(tuple(map(axes_of, batch_axis)) if is_list else axes)
+        if batch_axis != 0:
+            raise ArgumentError(
+                f"input_shard_axes={_check.shown(input_shard_axes)} and "
+                f"batch_axis={_check.shown(batch_axis)} say the same. Pass batch_axis alone."
+            )
+        if not isinstance(input_shard_axes, list | tuple) or not all(
+            axis is None or type(axis) is int for axis in input_shard_axes
+        ):
+            raise ArgumentTypeError(
+                f"input_shard_axes must be a list of ints; got {_check.shown(input_shard_axes)}."
+            )
+        return cls(tuple(map(axes_of, input_shard_axes)), "input_shard_axes")
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchAxes]:
         """The axes of each argument, of those by keyword in the order of their names."""
         if isinstance(self.axes, BatchAxes):
             return [self.axes] * (len(args) + len(kwargs))
-        name = "batch_axis" if self.has_same_rows else "input_shard_axes"
         if len(self.axes) != len(args):
             raise ArgumentError(
-                f"{name} has {len(self.axes)} entries for {len(args)} inputs; pass one per input."
+                f"{self.name} has {len(self.axes)} entries for {len(args)} inputs; pass one per "
+                f"input."
             )
         for key, value in kwargs.items():
             if not is_whole(value):
                 raise ArgumentError(
-                    f"{name} has an entry for each input that is passed by position, and none for "
-                    f"input {key!r}. Pass it by position."
+                    f"{self.name} has an entry for each input that is passed by position, and none "
+                    f"for input {key!r}. Pass it by position."
                 )
         return [*self.axes, *[FIRST] * len(kwargs)]
-
-
-def check_input_axes(input_shard_axes: Any, batch_axis: Any) -> InputAxes:
-    """The checked arguments of a runner."""
-    if input_shard_axes is None:
-        axes = check_batch_axis(batch_axis)
-        is_list = isinstance(batch_axis, list | tuple)
-        return InputAxes(tuple(map(axes_of, batch_axis)) if is_list else axes)
-    if batch_axis != 0:
-        raise ArgumentError(
-            f"input_shard_axes={_check.shown(input_shard_axes)} and "
-            f"batch_axis={_check.shown(batch_axis)} say the same. Pass batch_axis alone."
-        )
-    if not isinstance(input_shard_axes, list | tuple) or not all(
-        axis is None or type(axis) is int for axis in input_shard_axes
-    ):
-        raise ArgumentTypeError(
-            f"input_shard_axes must be a list of ints; got {_check.shown(input_shard_axes)}."
-        )
-    return InputAxes(tuple(map(axes_of, input_shard_axes)), has_same_rows=False)
 
 
 def check_outputs(outputs_from_all_shards: Any, output_shard_axes: Any) -> Outputs:
@@ -113,7 +112,7 @@ def check_outputs(outputs_from_all_shards: Any, output_shard_axes: Any) -> Outpu
 
 def split_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], axes: InputAxes, mesh: jax.sharding.Mesh
-) -> Arguments:
+) -> Call:
     """Put the arrays of a call on the mesh; each of several processes passes its own part."""
     leaves: list[jax.Array] = []
     specs: list[PartitionSpec] = []
@@ -127,7 +126,7 @@ def split_arguments(
             for leaf in jax.tree.leaves(value, is_leaf=is_stateful):
                 whole[len(leaves) + len(whole)] = leaf
             continue
-        if not axes.has_same_rows:
+        if axes.name == "input_shard_axes":
             # Each input has an axis that the caller chose, so another one may be shorter.
             lengths = {}
         paths = jax.tree_util.tree_leaves_with_path(value)
@@ -147,8 +146,7 @@ def split_arguments(
                         f"array that every shard gets whole."
                     )
     tree = jax.tree.structure((args, kwargs), is_leaf=is_stateful)
-    reached = Reached(whole.values(), mesh.size)
-    return Arguments(tuple(leaves), tuple(specs), whole, tree, reached)
+    return Call(tuple(leaves), tuple(specs), whole, tree, Given(list(whole.values()), mesh.size))
 
 
 def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> PartitionSpec:
@@ -219,8 +217,8 @@ class ShardedFunction:
             return here(*args, **kwargs)
         watched = entering("step") if self._is_watched else contextlib.nullcontext()
         with self._alone(), watched:
-            program, arguments = self._program(args, kwargs)
-            return program(arguments)
+            program, call = self._program(args, kwargs)
+            return program(call)
 
     def build(self, *args: PyTree, **kwargs: PyTree) -> None:
         """Prepare the variables for a call with these arguments, and do not run it.
@@ -277,18 +275,27 @@ class ShardedFunction:
         with _TRACING, _mesh.in_place_of_the_users_mesh(self._mesh):
             yield
 
-    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Arguments]:
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Call]:
         """The program for these arguments, and the arguments on the mesh."""
-        arguments = split_arguments(args, kwargs, self._axes, self._mesh)
-        program = self._programs.get(arguments.key())
-        if program is None:
-            program = Program(self._computation, self._mesh, self._outputs, arguments)
-            # It has made the slots that were missing, and its key is another one then.
-            arguments = arguments.again(self._mesh.size)
-            self._programs[kept(arguments.key())] = program
-        if program.spread(arguments.reached.held):
-            self._programs.setdefault(kept(arguments.key()), program)
-        return program, arguments
+        while True:
+            call = split_arguments(args, kwargs, self._axes, self._mesh)
+            try:
+                program = self._programs.get(call.key())
+            except (TypeError, ValueError) as error:
+                raise ArgumentTypeError(
+                    f"A step is compiled for the values that it is given and the attributes of its "
+                    f"modules, and one of these cannot be compared ({error}). Write a string, a "
+                    f"tuple or a frozen dataclass of such."
+                ) from error
+            if program is None:
+                try:
+                    program = Program(self._computation, self._mesh, self._outputs, call)
+                except MissingSlots as missing:
+                    missing.make()
+                    continue
+                self._programs[call.key(lasting=True)] = program
+            if not program.spread(call):
+                return program, call
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
         """As a method, its first input is the instance."""
@@ -348,7 +355,7 @@ def shard(
     Array([6.], dtype=float32)
     """
     outputs = check_outputs(outputs_from_all_shards, output_shard_axes)
-    axes = check_input_axes(input_shard_axes, batch_axis)
+    axes = InputAxes.checked(input_shard_axes, batch_axis)
     where = mesh_for(check_num_shards(num_shards), mesh)
     if computation is None:
         if inputs is not None:
@@ -367,7 +374,7 @@ def shard(
 def _runner(computation: Any, *how: Any) -> ShardedFunction:
     """The runner of a computation, cached per function, or calls would recompile each time."""
     if not isinstance(_check_callable(computation), types.FunctionType):
-        return _remembered(ByValue(computation), *how)
+        return _remembered(computation, *how)
     # Cached on the function, so that the runners are freed with it.
     known: dict[Any, Any] = vars(computation).setdefault("__crossshard_runners__", {})
     if how not in known:
@@ -375,9 +382,7 @@ def _runner(computation: Any, *how: Any) -> ShardedFunction:
     return known[how]
 
 
-@functools.lru_cache(maxsize=8)
-def _remembered(computation: ByValue, *how: Any) -> ShardedFunction:
-    return ShardedFunction(computation.value, *how)
+_remembered = functools.lru_cache(maxsize=8)(ShardedFunction)
 
 
 def batch_parallel(
@@ -439,8 +444,7 @@ def replicate(
     stacked = [_stack(place, values, rows) for place, values in enumerate(zip(*lists, strict=True))]
     run = _runner(_OfOneReplica(_check_callable(computation)), where, InputAxes(), Outputs())
     joined = jax.tree.map(on_every_device, run(*stacked))
-    row = lambda replica: by_row(lambda x: x[replica], joined)
-    return [row(replica) for replica in range(len(lists))]
+    return [by_row(operator.itemgetter(replica), joined) for replica in range(len(lists))]
 
 
 @dataclasses.dataclass(frozen=True)

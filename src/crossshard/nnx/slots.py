@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from crossshard import _check, _flax
 from crossshard._flax import AnyVariable, describe_variable, nnx
@@ -178,21 +176,6 @@ _TENSORFLOW_NAMES = {
 }
 
 
-class _Key(str):
-    """A parameter's name: a dict in a new state whose keys are such mirrors the parameters."""
-
-    __slots__ = ()
-
-
-class Slots(dict[str, Any]):
-    """One value per variable, by the variable's key.
-
-    In a stored state it replaces each dict that mirrors the parameters, so that the state of one
-    variable is distinct from shared state (a step count). Optimizers, masks and labels see a plain
-    dict there.
-    """
-
-
 class ReadOnly(dict[Any, Any]):
     """Hyperparameters in what ``opt.state`` returns, which is a copy: to write there is refused.
 
@@ -211,27 +194,17 @@ class ReadOnly(dict[Any, Any]):
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
 
-def _flatten(node: dict[Any, Any]) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-    keys = tuple(sorted(node))
-    return [(jax.tree_util.DictKey(key), node[key]) for key in keys], keys
-
-
-for _kind, _rebuilt in ((Slots, Slots), (ReadOnly, dict)):
-    jax.tree_util.register_pytree_with_keys(
-        _kind, _flatten, lambda keys, values, of=_rebuilt: of(zip(keys, values, strict=True))
-    )
-
-
+jax.tree_util.register_pytree_with_keys(
+    ReadOnly,
+    lambda node: ([(jax.tree_util.DictKey(k), node[k]) for k in sorted(node)], tuple(sorted(node))),
+    lambda keys, values: dict(zip(keys, values, strict=True)),
+)
 _flax.serialize_as(ReadOnly, dict, lambda tree: tree)
-
-
-def _map(function: Callable[..., Any], *states: Any) -> Any:
-    return jax.tree.map(function, *states, is_leaf=lambda x: isinstance(x, Slots | nnx.Variable))
 
 
 def as_params(keyed: Mapping[str, AnyVariable]) -> dict[str, Any]:
     """What an optimizer sees as parameters: a dict from names to the variables' values."""
-    return {_Key(key): variable.get_value() for key, variable in keyed.items()}
+    return {key: variable.get_value() for key, variable in keyed.items()}
 
 
 class _NoName:
@@ -270,16 +243,10 @@ def _check_names_unread(init: Callable[[Any], Any], params: Mapping[str, Any]) -
         ) from error
 
 
-def _with_slots(made: Any) -> Any:
-    """An initial state with ``Slots`` for the dicts that mirror the parameters."""
-    mirrors = lambda x: type(x) is dict and bool(x) and all(isinstance(key, _Key) for key in x)
-    as_slots = lambda x: Slots({str(key): value for key, value in x.items()})
-    return jax.tree.map(lambda x: as_slots(x) if mirrors(x) else x, made, is_leaf=mirrors)
-
-
 class SlotStore:
     """The Optax state of an optimizer over the variables that it updates, each with a key.
 
+    A dict in it that has these keys is the slots of one name; all else is shared, as a step count.
     A copy keeps the keys and binds its own variables on first use.
     """
 
@@ -350,39 +317,46 @@ class SlotStore:
             made = checked(params)
         as_array = lambda x: x if is_per_shard_array(x) else jnp.asarray(x)
         as_variable = lambda x: nnx.OptState(as_array(x))
-        new = jax.tree.map(as_variable, _with_slots(made), is_leaf=is_per_shard_array)
-        both = lambda old, new: Slots({**old, **new}) if isinstance(old, Slots) else old
-        self.tree = _map(both, self.tree, new) if self.variables else new
+        new = jax.tree.map(as_variable, made, is_leaf=is_per_shard_array)
+        both = lambda old, new: {**old, **new} if self._is_slots(old) else old
+        self.tree = self._map(both, new) if self.variables else new
         self.variables.update(missing)
 
     # Reading and writing.
 
-    def _seen(self, keys: Iterable[str] | None) -> Any:
-        """The state's variables, with plain dicts for slots, of all variables or of these."""
+    def _is_slots(self, node: Any) -> bool:
+        return type(node) is dict and node.keys() == self.variables.keys()
+
+    def _map(self, function: Callable[..., Any], *others: Any) -> Any:
+        is_leaf = lambda node: is_variable(node) or self._is_slots(node)
+        return jax.tree.map(function, self.tree, *others, is_leaf=is_leaf)
+
+    def _of(self, keys: Iterable[str] | None) -> Any:
+        """The state's variables: with the slots of all variables, or of these."""
         chosen = self.variables if keys is None else set(keys)
-        as_dict = lambda x: {k: x[k] for k in x if k in chosen} if isinstance(x, Slots) else x
-        return _map(as_dict, self.tree)
+        some = lambda x: {k: x[k] for k in x if k in chosen} if self._is_slots(x) else x
+        return self._map(some)
 
     def all(self, keys: Iterable[str] | None = None) -> list[AnyVariable]:
         """Every variable of the state, or what is shared and the slots of these variables."""
-        return list(jax.tree.leaves(self._seen(keys), is_leaf=is_variable))
+        return list(jax.tree.leaves(self._of(keys), is_leaf=is_variable))
 
     def values(self, keys: Iterable[str] | None = None) -> Any:
-        """The arrays of ``all`` as an optimizer sees its state: slots are plain dicts."""
+        """The arrays of ``all``, as an optimizer has its state."""
         read = lambda variable: stacked(variable.get_value())
-        return jax.tree.map(read, self._seen(keys), is_leaf=is_variable)
+        return jax.tree.map(read, self._of(keys), is_leaf=is_variable)
 
     def copy(self) -> Any:
-        """``values``, where hyperparameters, as of ``optax.inject_hyperparams``, are read only."""
-        injects = lambda node: type(getattr(node, "hyperparams", None)) is dict
+        """``values``, in which dicts that are no slots, such as hyperparameters, are read only."""
+        is_leaf = lambda node: is_variable(node) or type(node) is dict
 
-        def frozen(node: Any) -> Any:
-            if not injects(node):
-                return node
-            node = type(node)(*(jax.tree.map(frozen, field, is_leaf=injects) for field in node))
-            return node._replace(hyperparams=ReadOnly(node.hyperparams))
+        def one(node: Any) -> Any:
+            if is_variable(node):
+                return stacked(node.get_value())
+            copied = {key: jax.tree.map(one, below, is_leaf=is_leaf) for key, below in node.items()}
+            return copied if self._is_slots(node) else ReadOnly(copied)
 
-        return jax.tree.map(frozen, self.values(), is_leaf=injects)
+        return jax.tree.map(one, self.tree, is_leaf=is_leaf)
 
     def write(self, keys: Iterable[str], state: Any) -> None:
         """Write the state after a step of these variables, as ``values`` returned it before."""
@@ -393,21 +367,20 @@ class SlotStore:
     def find(self, variable: Any, name: str) -> Any:
         """A slot of a variable, or of the variable of a name; ``None`` if there is none."""
         key = variable if isinstance(variable, str) else self.key_of(variable)
-        named = self.named()
         for field in (name, _TENSORFLOW_NAMES.get(name, name)):
-            slot = named.get(field, Slots()).get(key or "")
-            if slot is not None and not isinstance(slot, optax.MaskedNode):
+            slot = self.named().get(field, {}).get(key)
+            if is_variable(slot):  # it may be masked
                 return slot
         return None
 
-    def named(self) -> dict[str, Slots]:
+    def named(self) -> dict[str, dict[Any, Any]]:
         """The slots by the name of their field; the first one of a name that occurs twice."""
-        found: dict[str, Slots] = {}
-        is_slots = lambda node: isinstance(node, Slots)
-        for path, node in jax.tree_util.tree_flatten_with_path(self.tree, is_leaf=is_slots)[0]:
+        found: dict[str, dict[Any, Any]] = {}
+        leaves = jax.tree_util.tree_leaves_with_path(self.tree, is_leaf=self._is_slots)
+        for path, node in leaves:
             fields = [getattr(key, "name", getattr(key, "key", None)) for key in path]
             names = [field for field in fields if isinstance(field, str) and field]
-            if isinstance(node, Slots) and names:
+            if self._is_slots(node) and names:
                 found.setdefault(names[-1], node)
         return found
 
@@ -436,7 +409,7 @@ class SlotStore:
                     f"name the variables, nnx.Param(value, name='kernel')."
                 )
         differ = any(map(is_per_shard, [*bound.values(), *self.all()]))
-        writes: list[Callable[[], None]] = []
+        writes: list[Any] = []
         leaves = jax.tree_util.tree_leaves_with_path(state)
         for variable, (path, leaf) in zip(self.all(), leaves, strict=True):
             shape, value = jnp.shape(variable.get_raw_value()), jnp.asarray(leaf)
@@ -449,11 +422,10 @@ class SlotStore:
                     f"{value.shape}. Restore them first, with crossshard.nnx.set_per_shard."
                 )
             write = set_shared if value.shape == shape else set_per_shard
-            value = value.astype(variable.get_raw_value().dtype)
-            writes.append(functools.partial(write, variable, value))
+            writes.append((write, variable, value.astype(variable.get_raw_value().dtype)))
         # Every leaf is checked before the first is written.
-        for write_leaf in writes:
-            write_leaf()
+        for write, variable, value in writes:
+            write(variable, value)
 
 
 class Computed:
@@ -468,6 +440,8 @@ class Computed:
         self._names: Named = {}
         # By the id of the variable: the number of shards, and whether it has been applied.
         self._shards: dict[int, tuple[int, bool]] = {}
+        # float[], the latest loss of this shard.
+        self.value: Any = None
         # float[], 0 if a Mean counted no row; None if some always count.
         self.weight: jax.Array | None = None
 
@@ -478,9 +452,10 @@ class Computed:
             self.clear()
         return self._names
 
-    def add(self, found: Named, number_of_shards: int, empty: jax.Array | None) -> None:
+    def add(self, found: Named, number_of_shards: int, value: Any, empty: Any) -> None:
         """Note that their gradients were returned on this many shards, and if no row counts."""
         self.names.update(found)
+        self.value = value
         self.weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
         self._shards.update(dict.fromkeys(found, (number_of_shards, False)))
 

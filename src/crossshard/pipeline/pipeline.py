@@ -156,9 +156,7 @@ class Pipeline:
         """The stages by the classes that have made them; a user's own is made by Preprocess."""
         names = "inner", "reduction", "groups", "axis_name"
         options = {**{name: getattr(self, name) for name in names}, **self.options}
-        by = {k: k.options if k.asked_by is None else k.asked_by for k in STAGES}
-        asked = [k for k in STAGES if not by[k] or not options.keys().isdisjoint(by[k])]
-        made = {kind: kind.from_options(options) for kind in asked}
+        made = {kind: kind.from_options(options) for kind in STAGES}
         return {kind: stage for kind, stage in made.items() if stage is not None}
 
     @property
@@ -220,19 +218,14 @@ class Pipeline:
         return () if stage is None else stage.names
 
     @property
-    def sums_by(self) -> Aggregator:
+    def aggregator(self) -> Aggregator:
         """What sums the gradients."""
         return cast(Aggregate, self._made[Aggregate]).aggregator
 
     @property
-    def aggregator(self) -> Aggregator | None:
-        """What sums the gradients, if not XLA."""
-        return None if isinstance(self.sums_by, Plain) else self.sums_by
-
-    @property
     def reduce_dtype(self) -> Any:
         """The dtype in which XLA sends gradients; ``None`` for their own, or float32."""
-        return self.sums_by.dtype if isinstance(self.sums_by, Plain) else None
+        return self.aggregator.dtype if isinstance(self.aggregator, Plain) else None
 
     @property
     def joins_groups(self) -> bool:
@@ -585,7 +578,7 @@ class Pipeline:
         """Whether a stage before the reduction needs the whole gradient of each shard."""
         before = [s for s in self.stages if s.phase in (Phase.ARRIVAL, Phase.LOCAL)]
         needs = any(stage.needs_local or stage is self.preprocess for stage in before)
-        return needs or self.aggregator is not None
+        return needs or not isinstance(self.aggregator, Plain)
 
     @property
     def excludes_shards(self) -> bool:

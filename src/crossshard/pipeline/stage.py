@@ -216,8 +216,7 @@ class Stage(abc.ABC):
       state_field: the name of its state in ``CrossShardState``; empty without one.
       needs_local: before the reduction, what it does to each shard's local gradient, as an error
         says; empty if it takes gradients that are already summed.
-      options: the names of the options that it declares, of which one asks for it.
-      asked_by: the options of which one asks for it, if not its own; empty if it is always there.
+      options: the names of the options that it declares.
       of_steps: whether they are for whole steps alone.
       is_compared: whether a restore compares them: not if they change nothing of what a state
         becomes.
@@ -243,7 +242,6 @@ class Stage(abc.ABC):
     state_field: str = "preprocess"
     needs_local: str = "preprocess applies to"
     options: tuple[str, ...] = ("preprocess",)
-    asked_by: tuple[str, ...] | None = None
     of_steps: bool = False
     is_compared: bool = True
     joins_groups: bool = False

@@ -1,10 +1,14 @@
-"""By numbers: whether a loss of several shards is the mean of theirs, and what it divides by."""
+"""By numbers: whether a loss of several shards is the mean of theirs, and what it divides by.
+
+Where its trace shows nothing of some operations alone, such as kernels, the loss is evaluated,
+equation by equation, up to these. Each is given the same rows in another order, beside other rows,
+and as many as a half; and so is its gradient. What it computes of a row may differ by rounding.
+"""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +22,21 @@ from crossshard import _jax, _mesh
 from crossshard._check import is_inexact
 from crossshard.errors import LossError
 from crossshard.gradients.status import Reduction
-from crossshard.jaxprs.kernels import Assumptions
+from crossshard.jaxprs import rewrite
+from crossshard.jaxprs.kernels import SAID_BY_JAXPR, Assumptions, Operation, is_rowwise, says
 from crossshard.jaxprs.mean_over_rows import Finding, followed
-from crossshard.jaxprs.row_facts import OverRows
-from crossshard.jaxprs.walk import equations_of
+from crossshard.jaxprs.row_facts import Fact, Free, OverRows, Rows
+from crossshard.jaxprs.walk import (
+    Call,
+    Cond,
+    Scan,
+    While,
+    control_flow,
+    equations_of,
+    equations_within,
+    has_own_derivative,
+    opened,
+)
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
@@ -32,10 +47,9 @@ from crossshard.shards.batch_axes import join, take_rows
 from crossshard.shards.cut import Partition
 from crossshard.shards.random_streams import is_key, quiet_keys
 from crossshard.step.function import StepConfig, to_read
-from crossshard.step.losses import loss_over
-from crossshard.step.losses.rows import LossOver, StepLoss, with_frozen
+from crossshard.step.losses import changed
+from crossshard.step.losses.rows import LossOver, StepLoss
 from crossshard.step.microbatches import pieces_of, weight_of
-from crossshard.step.operations import Trial, precision_of
 from crossshard.step.over_rows import (
     WAYS_ON,
     Divisor,
@@ -49,6 +63,14 @@ from crossshard.step.over_rows import (
 # Sums over rows in another order differ by less, in float32; in coarser floats by less than twice
 # their precision, or that of bfloat16.
 _TOLERANCE, _COARSEST = 1e-4, float(jnp.finfo(jnp.bfloat16).eps)
+# What is changed, and how far that may change what is computed of a row, in units of the precision
+# of the operation: in one program a row's result is rounded in one way, and with another number of
+# rows XLA may tile it otherwise. Sums over rows, as in the gradient of a weight, are rounded anew.
+_ORDER, _BESIDE, _NUMBER, _SCALE = "in another order", "beside other rows", "in halves", "scaled"
+_OF_ROWS = {_ORDER: 1 / 8, _BESIDE: 1 / 8, _NUMBER: 1 / 2, _SCALE: 1 / 8}
+_OF_SUMS = {_ORDER: 1 / 2, _BESIDE: 1 / 2, _NUMBER: 1.0, _SCALE: 1 / 2}
+# Of float32, in the same units: what is added in another order is some hundred times less exact.
+_LEAST = 2e-4
 
 
 class _NotDecidedError(Exception):
@@ -58,22 +80,18 @@ class _NotDecidedError(Exception):
 def check_by_numbers(
     config: StepConfig, layout: StateLayout, state: TrainState, batch: Any, doubt: Doubt
 ) -> None:
-    """Raise unless numbers show that the loss is a mean over rows, which its trace does not.
+    """Raise unless numbers show what the trace of a loss does not.
 
-    If only some operations are in doubt, these are tried alone. Else the step's loss and gradient
-    are compared with those of all rows. Noise is switched off. If there are several processes, all
-    of them make this call.
-
-    Args:
-      config: the step.
-      layout: the layout of the state.
-      state: the state, which stays valid.
-      batch: the batch, on the devices.
-      doubt: what its trace does not decide.
+    If it is a ratio: that the weight is what it divides by. Else: that it is a mean over rows. If
+    only some operations are in doubt, these are tried alone; or the step's loss and gradient are
+    compared with those of all rows. Noise is switched off, and the state stays valid. If there are
+    several processes, all of them make this call.
     """
     given = jax.tree.map(lambda x: _mesh.on_mesh(x, layout.mesh), (state, batch))
     check = _Check(config, layout, doubt)
     with _mesh.in_place_of_the_users_mesh(layout.mesh):
+        if doubt.divisor is not None:
+            return _check_weight(config, given[1], doubt.finding, doubt.divisor)
         if doubt.finding.kind is not OverRows.UNDECIDED:
             try:
                 return check.operations(*given)
@@ -105,15 +123,15 @@ class _Check:
             pipeline=pipeline,
             has_one_state=True,
         )
-        loss = config.loss
-        self._fields: dict[str, Any] = {x.name: getattr(loss, x.name) for x in fields(loss)} | {
-            "function": _quiet(loss),
-            "over": LossOver.SHARD,
-            "is_summed": False,
-            "accumulate_steps": 1,
-            "same_bits": None,
-            "record": OverRowsRecord(),
-        }
+        self._loss = changed(
+            config.loss,
+            function=_quiet(config.loss),
+            over=LossOver.SHARD,
+            is_summed=False,
+            accumulate_steps=1,
+            same_bits=None,
+            record=OverRowsRecord(),
+        )
 
     def _of_one_group(self, state: TrainState) -> TrainState:
         own = self._stored.local(state)
@@ -156,8 +174,8 @@ class _Check:
             return join(jax.tree.map(again, rows, loss.batch_axes.tree_of(rows)), whole)
 
         same = lambda x: x
-        of_batch = loss_over(**self._fields | {"over": LossOver.BATCH, "weight": None})
-        ways = [(of_batch, same), (loss_over(**self._fields), repeated)]
+        of_batch = changed(self._loss, over=LossOver.BATCH, weight=None)
+        ways = [(of_batch, same), (self._loss, repeated)]
         failure = None
         for of_all, all_rows in ways:
             for widen in (_widened, same):
@@ -185,7 +203,7 @@ class _Check:
         """How far two losses and their gradients are apart; and both losses."""
         state, batch = widen((self._of_one_group(state), batch))
         pieces = self._config.loss.pieces(self._layout.number_of_shards)
-        of_pieces = loss_over(**self._fields | {"accumulate_steps": pieces})
+        of_pieces = changed(self._loss, accumulate_steps=pieces)
         found = []
         for loss, rows in ((of_all, all_rows(batch)), (of_pieces, batch)):
             config = dataclasses.replace(self._config, loss=loss)
@@ -219,7 +237,7 @@ class _Check:
         Raises:
           _NotDecidedError: more is in doubt, or some cannot be tried.
         """
-        layout, loss = self._layout, loss_over(**self._fields)
+        layout, loss = self._layout, self._loss
         shards, axes, trials = layout.shards, loss.batch_axes, list[Any]()
 
         def on_shard(state: TrainState, batch: Any) -> Any:
@@ -236,30 +254,23 @@ class _Check:
 
             def of_params(both: Any) -> Any:
                 of_loss = lambda *arguments: loss.of_arguments(before, *arguments).loss
-                each = [
-                    loss.arguments(before, both, join(x, whole), keys)
-                    for x in (one, behind(one, other))
-                ]
-                traces = [jax.make_jaxpr(of_loss, return_shape=True)(*x) for x in each]
-                arguments, jaxprs = each[1], [jaxpr for jaxpr, _ in traces]
-                _, inputs = loss.facts(arguments)
-                trial, number = Trial(Assumptions()), loss.number_of_rows(one)
+                of_rows = lambda rows: loss.arguments(before, both, join(rows, whole), keys)
+                given, trial = [of_rows(one), of_rows(behind(one, other))], Trial(Assumptions())
+                traces = [jax.make_jaxpr(of_loss, return_shape=True)(*x) for x in given]
+                jaxprs, (_, inputs) = [jaxpr for jaxpr, _ in traces], loss.facts(given[1])
+                number = loss.number_of_rows(one)
                 facts = followed(jaxprs, inputs, number, 2, shards.axes, trial.assumed)
                 returned = jax.tree.unflatten(jax.tree.structure(traces[1][1]), facts)
                 if finding_of(returned).kind is OverRows.UNDECIDED:
                     raise _NotDecidedError
-                trial.evaluate(jaxprs[1], jax.tree.leaves(arguments))
+                trial.evaluate(jaxprs[1], jax.tree.leaves(given[1]))
                 if trial.reached != set(trial.assumed.names()) or not trial.apart:
                     raise _NotDecidedError
                 trials.append(trial.tried)
                 return jnp.stack(trial.apart)[None]
 
-            at_use = to_read(layout, before)
-            of_trained = lambda trained: with_frozen(
-                at_use, lambda frozen: of_params((trained, frozen)), before.frozen
-            )
             with shard_context(shards.number, axis_name=shards.axes):
-                return at_use.call(of_trained, before.params)
+                return to_read(layout, before).of_both(of_params, before.params, before.frozen)
 
         def on_shards(state: TrainState, batch: Any) -> Any:
             own = self._of_one_group(state)
@@ -318,9 +329,7 @@ def _relative(difference: Any, *values: Any) -> jax.Array:
     return jnp.where(difference == 0, 0, jnp.abs(difference) / largest).astype(jnp.float32)
 
 
-def check_weight_by_numbers(
-    config: StepConfig, batch: Any, finding: Finding, divisor: Divisor
-) -> None:
+def _check_weight(config: StepConfig, batch: Any, finding: Finding, divisor: Divisor) -> None:
     """Raise unless weight and divisor are equal in each piece of a batch, two numbers of each."""
     loss, axes = config.loss, config.axes
     weight, pieces = loss.weight, loss.pieces(config.number_of_shards)
@@ -342,12 +351,240 @@ def check_weight_by_numbers(
         out_specs=PartitionSpec(axes),
         check_vma=False,
     )
-    given = jax.tree.map(lambda x: _mesh.on_mesh(x, config.mesh), batch)
     everywhere = jax.NamedSharding(config.mesh, PartitionSpec())
-    with _mesh.in_place_of_the_users_mesh(config.mesh):
-        found = jax.device_get(jax.jit(run, out_shardings=everywhere)(given))
+    found = jax.device_get(jax.jit(run, out_shardings=everywhere)(batch))
     for place, (of_weight, divides) in enumerate(found):
         if not are_equal(of_weight, divides):
             of = f"In part {place} of {len(found)} of this batch" if len(found) > 1 else "Here"
             numbers = f"{of} the loss divides by {divides:.7g}, and weight= is {of_weight:.7g}.\n"
             raise another_sum(weight, finding, numbers)
+
+
+# Operations, each tried alone.
+
+
+def precision_of(equation: Any) -> float:
+    """The precision of the coarsest floats that an equation takes or makes; 0 if there are none."""
+    dtypes = [getattr(x.aval, "dtype", None) for x in (*equation.invars, *equation.outvars)]
+    exact = [x for x in dtypes if x is not None and jnp.issubdtype(x, np.inexact)]
+    return max((float(jnp.finfo(x).eps) for x in exact), default=0.0)
+
+
+class Trial:
+    """Collects what the operations of one loss do on one shard."""
+
+    def __init__(self, assumed: Assumptions):
+        self.assumed = assumed
+        self._seen: set[str] = set()
+        # The operations that were reached, even if like ones had been tried before.
+        self.reached: set[str] = set()
+        # What was tried, and what was changed of the rows.
+        self.tried: list[tuple[str, str]] = []
+        # For each of these how far the results are apart, and of how far they may be.
+        self.apart: list[jax.Array] = []
+
+    def evaluate(self, jaxpr: Any, inputs: Sequence[Any], *, differentiated: bool = True) -> Any:
+        """The outputs of a jaxpr, of which each assumed operation is tried on the way."""
+
+        def on(equation: Any, given: list[Any]) -> Sequence[Any]:
+            for operation in self.assumed.operations.get(id(equation), ()):
+                self._try(operation, given, differentiated=differentiated)
+            return self._run(equation, given, differentiated)
+
+        return rewrite.evaluate(jaxpr, inputs, on)
+
+    def _run(self, equation: Any, given: Sequence[Any], differentiated: bool) -> Sequence[Any]:
+        """The outputs of an equation, with trials of what it runs."""
+        if not self.assumed.are_in(equation):
+            return _jax.bound(equation, given)
+        if self.assumed.are_in_rule(equation):
+            rule, facts = self.assumed.rules[id(equation)]
+            atoms = opened(rule).invars[len(given) :]
+            slopes = [_random(x.aval, place, facts[place]) for place, x in enumerate(atoms)]
+            self.evaluate(rule, [*given, *slopes], differentiated=False)
+        differentiated = differentiated and not has_own_derivative(equation)
+        within = lambda jaxpr, given: self.evaluate(jaxpr, given, differentiated=differentiated)
+        match control_flow(equation):
+            case Call(jaxpr) if not is_rowwise(equation):
+                return within(jaxpr, given)
+            case Cond(branches):
+                for branch in branches:
+                    within(branch, given[1:])
+            case While(cond, of_cond, body, of_body):
+                carry = given[of_cond + of_body :]
+                within(cond, [*given[:of_cond], *carry])
+                within(body, [*given[of_cond : of_cond + of_body], *carry])
+            case Scan(body, constants, carried, (steps, reverse)) if steps:
+                first = constants + carried
+                turn = [x[steps - 1 if reverse else 0] for x in given[first:]]
+                within(body, [*given[:first], *turn])
+            case None if equation.primitive.name in SAID_BY_JAXPR:
+                return within(equation.params[SAID_BY_JAXPR[equation.primitive.name]], given)
+        return _jax.bound(equation, given)
+
+    def _try(self, operation: Operation, given: Sequence[Any], *, differentiated: bool) -> None:
+        """Compare what it computes of all rows, in several ways; and what its gradient does."""
+        pair, given = operation.pair, _telling(operation, list(map(jnp.asarray, given)))
+        self.reached.add(str(operation))
+        types = [(x.shape, x.dtype) for x in given]
+        # An operation of many layers is one.
+        key = str((says(pair.other), types, operation.inputs, differentiated))
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        within = (pair.other, *equations_within(pair.other))
+        precision = max(_LEAST, *map(precision_of, within))
+        runs = [lambda given, of=of: _jax.bound(of, given) for of in (pair.one, pair.other)]
+        compare = functools.partial(self._compare, precision=precision, rows=pair.rows)
+        compare(str(operation), runs, operation.inputs, operation.outputs, given)
+        if not differentiated:
+            return
+        exact = [place for place, x in enumerate(given) if is_inexact(x)]
+        sloped = [place for place, x in enumerate(pair.other.outvars) if is_inexact(x.aval)]
+        slopes = [
+            _random(pair.other.outvars[place].aval, place, operation.outputs[place])
+            for place in sloped
+        ]
+
+        def backward(run: Callable[..., Any]) -> Callable[..., Any]:
+            def pulled(given: Sequence[Any]) -> Any:
+                given, slopes = list(given[: len(types)]), list(given[len(types) :])
+
+                def of_exact(values: Sequence[Any]) -> list[Any]:
+                    replaced = dict(zip(exact, values, strict=True))
+                    found = run([replaced.get(place, x) for place, x in enumerate(given)])
+                    return [found[place] for place in sloped]
+
+                _, pull = jax.vjp(of_exact, [given[place] for place in exact])
+                return pull(slopes)[0]
+
+            return pulled
+
+        facts = [*operation.inputs, *(operation.outputs[place] for place in sloped)]
+        gradients = [operation.inputs[place] for place in exact]
+        try:
+            jax.eval_shape(backward(runs[1]), [*given, *slopes])
+        except Exception:  # it cannot be differentiated, so nothing does
+            return
+        name = f"the gradient of {operation}"
+        compare(name, list(map(backward, runs)), facts, gradients, [*given, *slopes])
+
+    def _compare(
+        self,
+        name: str,
+        runs: Sequence[Callable[..., Any]],
+        inputs: Sequence[Fact],
+        outputs: Sequence[Fact],
+        given: Sequence[Any],
+        *,
+        precision: float,
+        rows: int,
+    ) -> None:
+        """Compare an operation with itself, which ``runs`` with so many rows, and twice as many.
+
+        It is given inputs of the latter. An output without rows is a sum over them.
+        """
+        order = np.random.default_rng(0).permutation(2 * rows)
+        order = order if np.any(order != np.arange(2 * rows)) else order[::-1]
+        first, second = np.arange(rows), np.arange(rows, 2 * rows)
+        powered = [bool(getattr(fact, "power", 0)) for fact in inputs]
+
+        def repeated(run: Callable[..., Any], places: Sequence[Any], factors: Any) -> list[Any]:
+            """What it computes of several choices of rows, in a loop, so by one compiled code."""
+
+            def once(chosen: Any) -> Any:
+                places, factor = chosen
+                taken = [_taken(x, fact, places) for x, fact in zip(given, inputs, strict=True)]
+                of_linear = zip(taken, powered, strict=True)
+                scaled = [x * factor.astype(x.dtype) if is_ else x for x, is_ in of_linear]
+                return list(run(scaled))
+
+            chosen = lax.optimization_barrier((jnp.stack(places), jnp.float32(factors)))
+            found = lax.map(once, chosen)
+            return [[x[turn] for x in found] for turn in range(len(factors))]
+
+        # One row in the place of all that are not looked at.
+        beside = np.concatenate([first, np.zeros_like(first)])
+        choices, factors = [np.arange(2 * rows), order, beside], [1.0, 1.0, 1.0]
+        if any(powered):
+            choices, factors = [*choices, choices[0]], [*factors, 0.5]
+        whole, moved, single, *scaled = repeated(runs[1], choices, factors)
+        one, other = repeated(runs[0], [first, second], [1.0, 1.0])
+
+        def note(change: str, fact: Fact, *arrays: Any) -> None:
+            limits = _OF_ROWS if isinstance(fact, Rows) else _OF_SUMS
+            distance = _distance(*arrays)
+            self.tried.append((name, change))
+            self.apart.append(jnp.stack([distance, distance / (precision * limits[change])]))
+
+        for place, fact in enumerate(outputs):
+            x, parts = whole[place], [_wide(half[place]) for half in (one, other)]
+            # The sum of two halves may be less than either, and as exact as these.
+            sums = [] if isinstance(fact, Rows) else parts
+            note(_ORDER, fact, x, _taken(moved[place], fact, np.argsort(order)), *sums)
+            if isinstance(fact, Rows):
+                few, both = (_taken(each[place], fact, first) for each in (whole, single))
+                note(_BESIDE, fact, few, both)
+                note(_NUMBER, fact, few, parts[0])
+            else:
+                note(_NUMBER, fact, x, parts[0] + parts[1], *sums)
+            for each in scaled:
+                note(_SCALE, fact, x, 2 * _wide(each[place]), *sums)
+
+
+def _telling(operation: Operation, given: Sequence[Any]) -> list[Any]:
+    """Its inputs; random ones if all rows are alike, as of weights that start at 0."""
+    floats = [
+        isinstance(fact, Rows) and is_inexact(x) and not fact.power
+        for fact, x in zip(operation.inputs, given, strict=True)
+    ]
+    pairs = list(zip(operation.inputs, given, floats, strict=True))
+    first = lambda x, fact: _taken(x, fact, np.zeros(2 * operation.pair.rows, int))
+    differ = [jnp.any(x != first(x, fact)) for fact, x, is_float in pairs if is_float]
+    if not differ:
+        return list(given)
+    alike = ~functools.reduce(jnp.logical_or, differ)
+    noise = lambda x, place: jnp.where(alike, _random(x, place, Free()), 0).astype(x.dtype)
+    return [x + noise(x, i) if is_float else x for i, (_, x, is_float) in enumerate(pairs)]
+
+
+def _random(aval: Any, seed: int, rows: Fact) -> jax.Array:
+    """Random slopes; those of the second half of the rows have another mean than the first."""
+    noise = jax.random.normal(jax.random.key(seed), aval.shape, jnp.float32)
+    if isinstance(rows, Rows):
+        number = aval.shape[rows.axis] // (rows.outer * rows.inner)
+        signs = np.where(np.arange(number) < number // 2, 1, -1)
+        signs = np.tile(np.repeat(signs, rows.inner), rows.outer)
+        noise += np.expand_dims(signs, [i for i in range(noise.ndim) if i != rows.axis])
+    return noise.astype(aval.dtype)
+
+
+def _taken(x: Any, fact: Fact, places: Any) -> Any:
+    """Some rows of an array; all of it if it has none."""
+    if not isinstance(fact, Rows):
+        return x
+    slices = x.shape[fact.axis] // (fact.outer * fact.inner), fact.inner
+    before, after = x.shape[: fact.axis], x.shape[fact.axis + 1 :]
+    split = x.reshape(*before, fact.outer, *slices, *after)
+    found = jnp.take(split, places, axis=fact.axis + 1)
+    return found.reshape(*before, fact.outer * len(places) * fact.inner, *after)
+
+
+def _distance(one: Any, other: Any, *more: Any) -> jax.Array:
+    """How far two arrays are apart, relative to the largest; of integers, how many differ."""
+    if not is_inexact(one):
+        return jnp.sqrt(jnp.mean(one != other, dtype=jnp.float32)) if one.size else jnp.float32(0)
+    one, other = _wide(one), _wide(other)
+    same = (one == other) | (jnp.isnan(one) & jnp.isnan(other))
+    norm = lambda x: jnp.sqrt(jnp.sum(jnp.where(same & ~jnp.isfinite(x), 0, jnp.abs(x)) ** 2))
+    apart = jnp.sqrt(jnp.sum(jnp.where(same, 0, jnp.abs(one - other)) ** 2))
+    largest = functools.reduce(jnp.maximum, map(norm, (one, other, *map(_wide, more))))
+    # What is NaN alone shows nothing.
+    shows = ~jnp.isnan(one).all() if one.size else jnp.bool_(True)
+    found = jnp.where(apart == 0, 0, apart / largest)
+    return jnp.where(shows, found, jnp.nan).astype(jnp.float32)
+
+
+def _wide(x: Any) -> Any:
+    """An array in float32 at least, if it is one of floats."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_inexact(x) else x

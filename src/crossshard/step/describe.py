@@ -1,8 +1,8 @@
-"""The texts of ``TrainStep.describe`` and of ``print(step)``."""
+"""The text of ``TrainStep.describe``."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -45,21 +45,6 @@ def describe(config: StepConfig, layout: StateLayout, state: TrainState) -> str:
             *([f"model state: {_sizes(state.model_state, None)}, {kept}"] if kind else []),
             f"optimizer state: {_sizes(state.opt_state, layout)}",
             *([] if config.sentinel is None else [config.sentinel.describe()]),
-        ]
-    )
-
-
-def summarize(config: StepConfig, latest: tuple[StateLayout, TrainState] | None) -> str:
-    """What ``print(step)`` says; ``latest`` is what ``init`` decided, if it was called."""
-    wrt, shards = config.wrt, config.number_of_shards
-    chooses = getattr(wrt, "__name__", repr(wrt))
-    how = "how the weights are updated is decided by init(params)"
-    return "\n".join(
-        [
-            f"Training step of {config.loss.name} on {count(shards, 'shard')}",
-            *([] if wrt is None else [f"trains only what wrt={chooses:.60} chooses"]),
-            f"metrics: {', '.join(config.names_of_metrics())}",
-            *([config.describe(), how] if latest is None else [describe(config, *latest)]),
         ]
     )
 
@@ -119,30 +104,23 @@ def _parameters(config: StepConfig, layout: StateLayout, state: TrainState) -> l
     by_text: dict[str, list[int]] = {}
     pairs = zip(layout.arrays.params, jax.tree.leaves(state.params), strict=True)
     for place, (partition, x) in enumerate(pairs):
-        text = _gathered(config, partition, x, (uses or {}).get(place))
+        text = _gathered(config, partition, x, (uses or {}).get(place, ()))
         by_text.setdefault(text, []).append(place)
     named = lambda places: ", ".join(_named(state.params, places))
     return [first, *(f"  {text}: {named(places)}" for text, places in by_text.items())]
 
 
-def _gathered(config: StepConfig, partition: Partition, x: Any, uses: Any) -> str:
+def _gathered(config: StepConfig, partition: Partition, x: Any, uses: Sequence[str]) -> str:
     """Where a sharded parameter is gathered, how often, and in what."""
     if partition.number == 1:
         return "replicated, since it is tiny or none of its axes divides"
-    if uses is None:
+    if not partition.travels_alone:
         wire = config.gather_dtype or x.dtype
         return f"gathered at the start of the step, with other small ones, in {wire}"
     if not uses:
         return "not gathered, since the loss does not use it"
-    found = []
-    for use in uses:
-        rows = "row by row" if use.of_row else "where it is used"
-        loop = f" in a loop of {use.inside.turns} turns" if use.inside.loops else ""
-        ring = ", slice by slice beside their product" * use.in_ring
-        again = ", and again in the backward pass of jax.checkpoint" * use.inside.checkpointed
-        found.append(f"{rows}{loop}{ring}, in {config.gather_dtype or use.dtype}{again}")
     times = [
-        f"{count} times {text}" if count > 1 else text for text, count in Counter(found).items()
+        f"{count} times {text}" if count > 1 else text for text, count in Counter(uses).items()
     ]
     return f"gathered {' and '.join(times)}"
 

@@ -1,8 +1,6 @@
 """StepConfig: what a step is made of, and what it computes, from the loss to the update."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from crossshard import _jax
 from crossshard.guards import Sentinel
 from crossshard.model.layout import StateLayout
+from crossshard.model.model_state import settled
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext
@@ -22,8 +21,7 @@ from crossshard.shards.cut import map_partitions, only
 from crossshard.shards.devices import number_of_shards
 from crossshard.step.batches import check_same_rows
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.rows import StepLoss
-from crossshard.step.microbatches import LocalResult
+from crossshard.step.losses.rows import StepLoss, scale_of
 
 
 class Progress(NamedTuple):
@@ -73,26 +71,19 @@ class StepConfig:
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state and the metrics."""
         check_same_rows(self.loss.split(batch)[0], self.loss.batch_axes)
-        if self.sentinel is None:
-            return self._step(layout, state, batch)
-        with jax.named_scope("check_divergence"):
-            state, found = self.sentinel(layout, state)
-        after, metrics = self._step(layout, state, batch)
-        return after, {**metrics, "divergence": found}
-
-    def _step(
-        self, layout: StateLayout, state: TrainState, batch: Any
-    ) -> tuple[TrainState, dict[str, Any]]:
+        found: dict[str, Any] = {}
+        if self.sentinel is not None:
+            with jax.named_scope("check_divergence"):
+                state, found["divergence"] = self.sentinel(layout, state)
         context = self._context(layout, batch)
         # XLA splits the work of an update that needs whole arrays: it runs outside of shard_map.
         is_global = isinstance(layout.arrays, Global)
         done, aux_of_batch = self._on_shards(layout, state, batch, context, updates=not is_global)
         if is_global:
             done = self._update(state, done, dataclasses.replace(context, params=state.params))
-        metrics = done.metrics
         if self.loss.has_aux:
-            metrics = metrics | {"aux": done.aux if aux_of_batch is None else aux_of_batch}
-        return layout.constrain(done.state), metrics
+            found["aux"] = done.aux if aux_of_batch is None else aux_of_batch
+        return layout.constrain(done.state), {**done.metrics, **found}
 
     def reduced(self, layout: StateLayout, state: TrainState, batch: Any) -> Gradients:
         """The loss and its reduced gradients, of global arrays, without an update."""
@@ -116,8 +107,7 @@ class StepConfig:
 
         def on_one_shard(state: TrainState, given: Any) -> Progress:
             before = layout.local(state)
-            compute = functools.partial(self.loss.local, before, given, at_use)
-            done = self._reduce(before, compute, context)
+            done = self._reduce(before, given, at_use, context)
             if updates:
                 apart = self.loss.apart(before)
                 at_rest = dataclasses.replace(context, params=before.params, opaque_false=apart)
@@ -141,21 +131,11 @@ class StepConfig:
         return on_all_shards(state, given), aux_of_batch
 
     def _reduce(
-        self,
-        before: TrainState,
-        compute: Callable[..., tuple[LocalResult, Any]],
-        context: StageContext,
+        self, before: TrainState, given: Any, at_use: AtUse, context: StageContext
     ) -> Progress:
-        """From the state before a step to the reduced gradients, on one shard.
-
-        Args:
-          before: the state.
-          compute: computes the loss and the gradients, and the types of these, given the weight of
-            this shard if it may be left out.
-          context: the context of the stages.
-        """
+        """From the state before a step, and what entered, to the reduced gradients of one shard."""
         loss, pipeline, opt_state = self.loss, self.pipeline, before.opt_state
-        excludes, (local, like) = pipeline.excludes_shards, compute()
+        excludes, (local, like) = pipeline.excludes_shards, loss.local(before, given, at_use)
         context = dataclasses.replace(context, params=like)
         widened = local.is_weighed or loss.accumulate_steps > 1 or pipeline.loss_scale is not None
         gradients = pipeline.arrive(
@@ -177,8 +157,11 @@ class StepConfig:
             how, gradients = {}, gradients.replace(sums=loss.sums(local))
         if local.terms is not None:
             # The gradients of a Mean are divided by what all shards count.
-            of_found = lambda found, _: (found.values, found.loss)
-            how["recounted"] = lambda weight: of_found(*compute(weight))
+            def recounted(weight: jax.Array) -> tuple[Any, Any]:
+                found, _ = loss.local(before, given, at_use, weight)
+                return found.values, found.loss
+
+            how["recounted"] = recounted
         with jax.named_scope(self.name):
             gradients, opt_state = pipeline.reduce(gradients, opt_state, context, **how)
         if excludes:
@@ -201,7 +184,7 @@ class StepConfig:
             before,
             step=before.step + 1,
             opt_state=opt_state,
-            model_state=loss.settled_state(local, gradients, together),
+            model_state=settled(local.model_state, gradients, together),
         )
         return Progress(after, aux, metrics, gradients)
 
@@ -216,7 +199,14 @@ class StepConfig:
         assert gradients.updated is not None
         after = dataclasses.replace(after, params=gradients.updated.result, opt_state=opt_state)
         after = _unless_skipped(gradients.skip, after, before, context)
-        metrics = metrics | self._metrics_of_stages(before, after, gradients.skip)
+        metrics = {**metrics, **(after.opt_state.metrics or {})}
+        scale = scale_of(before)
+        if scale is not None:
+            metrics["loss_scale"] = scale
+        if self.pipeline.nonfinite is not None:
+            metrics["nonfinite"] = after.opt_state.nonfinite
+        if gradients.skip is not None:
+            metrics["skipped"] = gradients.skip
         return Progress(after, aux, metrics)
 
     def _context(self, layout: StateLayout, batch: Any) -> StageContext:
@@ -273,8 +263,6 @@ class StepConfig:
             for name, found in metrics.items()
         }
 
-    # Texts and metrics.
-
     def describe(self, arrays: Arrays | None = None) -> str:
         """The stages in the order in which they run, in one line."""
         return self.pipeline.describe(
@@ -284,39 +272,6 @@ class StepConfig:
             of_loss=self.loss.gradient,
             microbatches=self.loss.accumulate_steps,
         )
-
-    def names_of_metrics(self) -> list[str]:
-        """The names of the metrics, in the order of their importance."""
-        weighted, is_mean = self.loss.weight is not None, bool(self.loss.record.returns_mean)
-        scale, nonfinite = self.pipeline.loss_scale is not None, self.pipeline.nonfinite is not None
-        are_there = {
-            "loss": True,
-            "weight": weighted,
-            "terms": is_mean and not weighted,
-            "counts": is_mean and not weighted,
-            "aux": self.loss.has_aux,
-            **dict.fromkeys(self.pipeline.metrics, True),
-            "loss_scale": scale,
-            "nonfinite": nonfinite,
-            "skipped": scale or nonfinite or weighted or is_mean,
-            "divergence": self.sentinel is not None,
-        }
-        return [name for name, is_there in are_there.items() if is_there]
-
-    def _metrics_of_stages(
-        self, before: TrainState, after: TrainState, skip: jax.Array | None
-    ) -> dict[str, Any]:
-        """The metrics that stages keep in their state, and whether the step was skipped."""
-        scale = before.opt_state.loss_scale
-        found = {
-            **(after.opt_state.metrics or {}),
-            "loss_scale": getattr(scale, "scale", None),
-            "nonfinite": after.opt_state.nonfinite,
-            # A Mean of which something always counts skips nothing.
-            **({} if skip is None else {"skipped": skip}),
-        }
-        names = self.names_of_metrics()
-        return {name: x for name, x in found.items() if name in names}
 
 
 def to_read(layout: StateLayout, state: TrainState) -> AtUse:

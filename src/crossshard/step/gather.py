@@ -1,14 +1,15 @@
 """AtUse: gathers parameters where the loss uses them, and sums gradients where they are made."""
 
-import abc
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
 from crossshard import _jax
 from crossshard.collectives.few_bits import LANES, Codec, gather_in_few_bits
@@ -20,7 +21,8 @@ from crossshard.collectives.sums import (
     to_average,
     wide,
 )
-from crossshard.jaxprs.deferred import Deferred, Inside, evaluate
+from crossshard.gradients.local import check_sums, scaled, unscale
+from crossshard.jaxprs.deferred import Deferred, Inside, Note, evaluate
 from crossshard.model.layout import UsesRecord
 from crossshard.pipeline.stages.accumulate import add, mean
 from crossshard.pipeline.stages.aggregate import as_sent
@@ -28,51 +30,27 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
 
 
-class Use(NamedTuple):
-    """Where the loss uses a parameter."""
-
-    inside: Inside  # what the use stands inside of
-    dtype: Any  # the dtype in which it is used
-    of_row: bool  # whether it uses one of its rows, or some
-    in_ring: bool  # whether its slices meet a product one by one
-
-
-class Transport(abc.ABC):
-    """How slices of arrays are gathered, and gradients summed into slices."""
-
-    @abc.abstractmethod
-    def gather(
-        self, parts: Sequence[jax.Array], partitions: Sequence[Partition], shards: Shards
-    ) -> list[jax.Array]:
-        """Arrays in full, from their slices."""
-
-    @abc.abstractmethod
-    def sum(self, x: jax.Array, partition: Partition, shards: Shards) -> jax.Array:
-        """This shard's slice of the sum of ``x`` over the shards."""
-
-    @abc.abstractmethod
-    def shape(self, partition: Partition) -> tuple[int, ...]:
-        """The shape of such a slice, as it is seen."""
-
-
 @dataclasses.dataclass(frozen=True)
-class Collectives(Transport):
-    """By collectives, inside of ``shard_map``."""
+class ByXLA:
+    """How XLA sends what a loss outside of ``shard_map`` needs: of global arrays, packed."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]  # its shard axes
 
     def gather(
-        self, parts: Sequence[jax.Array], partitions: Sequence[Partition], shards: Shards
+        self, parts: Sequence[jax.Array], partitions: Sequence[Partition]
     ) -> list[jax.Array]:
-        """Arrays in full; small ones share a collective."""
-        return bucketed_gather(parts, partitions, shards)
+        """Arrays that are replicated, but for the other axes."""
+        whole = lambda each: NamedSharding(self.mesh, each.other_axes)
+        return [
+            lax.with_sharding_constraint(self.split(x, each), whole(each))
+            for x, each in zip(parts, partitions, strict=True)
+        ]
 
-    def sum(self, x: jax.Array, partition: Partition, shards: Shards) -> jax.Array:
-        """This shard's slice of the sum."""
-        (total,) = bucketed_sum([x], [partition], shards)
-        return total
-
-    def shape(self, partition: Partition) -> tuple[int, ...]:
-        """That of one slice."""
-        return partition.local_shape
+    def split(self, x: jax.Array, partition: Partition) -> jax.Array:
+        """A packed array, of which each shard has its slice: the sum of all that is one."""
+        placed = NamedSharding(self.mesh, partition.spec(self.axes))
+        return lax.with_sharding_constraint(x, placed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +78,8 @@ class AtUse:
     # ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
     # later.
     before: Any = dataclasses.field(default=None, compare=False)
-    transport: Transport = Collectives()
+    # What sends in the place of collectives, outside of ``shard_map``.
+    by_xla: ByXLA | None = None
 
     def whole(self, params: Any) -> Any:
         """The parameters in full, gathered at once."""
@@ -124,7 +103,7 @@ class AtUse:
         """The types of the gradients of any loss."""
         leaves, tree = jax.tree.flatten(self.types(params))
         types = [
-            jax.ShapeDtypeStruct(self.transport.shape(each), x.dtype) if is_early else x
+            jax.ShapeDtypeStruct(self._shape(each), x.dtype) if is_early else x
             for x, each, is_early in zip(leaves, self.partitions, self.early, strict=True)
         ]
         return tree.unflatten(types)
@@ -134,10 +113,19 @@ class AtUse:
         if not self.in_parts:
             return function(params)
         leaves, late = jax.tree.leaves(params), {i for i, waits in enumerate(self.early) if waits}
-        inputs = self.at_start(leaves, late)
+        inputs = self._at_start(leaves, late)
         for place in late:
-            inputs[place] = self.leaf(place, leaves[place], None, None)
-        return evaluated(self._traced(function, params), inputs, {})
+            inputs[place] = self._leaf(place, leaves[place], None, None)
+        return _evaluated(self._traced(function, params), inputs)
+
+    def of_frozen(self, function: Callable[[Any], Any], frozen: Any) -> Any:
+        """What a function of the arrays that are not trained returns; as ``call``."""
+        return function(frozen) if self.frozen is None else self.frozen.call(function, frozen)
+
+    def of_both(self, function: Callable[[tuple[Any, Any]], Any], params: Any, frozen: Any) -> Any:
+        """What a function of the parameters and of these returns; as ``call``."""
+        of_params = lambda params: self.of_frozen(lambda x: function((params, x)), frozen)
+        return self.call(of_params, params)
 
     def types_of_frozen(self, frozen: Any) -> Any:
         """The arrays that are not trained, or their types in full if some are sharded."""
@@ -150,27 +138,69 @@ class AtUse:
         jaxpr, out = jax.make_jaxpr(function, return_shape=True)(self.types(params), *others)
         return _jax.without_unread(jaxpr), jax.tree.structure(out)
 
-    def late(
+    def value_and_grad(
         self,
         loss_of: Callable[..., tuple[Any, Any]],
         params: Any,
-        read: Sequence[int],
+        weight: Any,
+        loss_scale: Any,
         others: Sequence[Any],
-    ) -> tuple[Any, set[int]]:
-        """The traced loss, and the places of the parameters that wait until it uses them.
+    ) -> tuple[Any, Any, tuple[bool, ...], Sequence[Any]]:
+        """``(loss, aux)`` of a function of parameters and further arrays, and its gradients.
 
-        ``None``, and none, where it gets all of them as they are.
+        Those of the parameters, as they rest, are whole and local, or this shard's slice of the
+        sum: for each it is said whether it is that, unless none is. Further arrays are whole.
         """
+        leaves, tree = jax.tree.flatten(params)
+        unread = self.unread or (False,) * len(leaves)
+        read = [place for place, each in enumerate(unread) if not each]
         rows = [place for place in read if self.partitions[place].row is not None]
-        if not self.in_parts and (self.waits or not rows):
-            return None, set()
-        traced = self._traced(loss_of, params, others)
-        late = {place for place, waits in enumerate(self.early) if waits}
-        if not self.in_parts:
-            late = self._used_in_rows(traced, jax.tree.leaves(params), rows, others)
-        return traced if late or self.in_parts else None, late
+        # Without the trace the loss gets all parameters as they are.
+        traced, late = None, set[int]()
+        if self.in_parts or (rows and not self.waits):
+            traced = self._traced(loss_of, params, others)
+            late = {place for place, waits in enumerate(self.early) if waits}
+            late = late if self.in_parts else self._used_in_rows(traced, leaves, rows, others)
+            traced = traced if self.in_parts or late else None
+        whole = self._at_start(leaves, late)
+        given = list(whole)
+        for place in late.intersection(read):
+            given[place] = self._slot(place, leaves[place])
 
-    def at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
+        uses: dict[int, list[str]] = {}
+
+        def note(place: int, used: Any, inside: Inside) -> None:
+            uses.setdefault(place, []).append(used.told(inside))
+
+        def of_read(arrays: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
+            inputs = list(whole)
+            for place, x in zip(read, arrays, strict=True):
+                inputs[place] = x
+            if traced is None:
+                loss, aux = loss_of(tree.unflatten(inputs), *others)
+            else:
+                for place in late:
+                    slot = None if unread[place] else inputs[place]
+                    inputs[place] = self._leaf(place, leaves[place], slot, weight)
+                uses.clear()
+                loss, aux = _evaluated(traced, [*inputs, *others], note)
+            return scaled(loss, loss_scale), (loss, aux)
+
+        both = [given[place] for place in read], list(others)
+        check_sums(lambda: jax.make_jaxpr(lambda *both: of_read(*both)[0])(*both), ())
+        found, out = jax.grad(of_read, (0, 1), has_aux=True)(*both)
+        found, of_others = unscale(found, loss_scale)
+        if self.record is not None and traced is not None:
+            self.record.latest = uses
+        gradients = [
+            jnp.zeros_like(x) if none else x for x, none in zip(given, unread, strict=True)
+        ]
+        for place, gradient in zip(read, found, strict=True):
+            gradients[place] = gradient
+        early = tuple(place in late for place in range(len(leaves))) if late else ()
+        return out, tree.unflatten(gradients), early, of_others
+
+    def _at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
         """The parameters, of which those in parts that do not wait are gathered."""
         if not self.in_parts:
             return list(leaves)
@@ -189,23 +219,26 @@ class AtUse:
 
         XLA puts the sum of a whole gradient where it is made, but one of a row in no loop.
         """
-        uses: dict[int, list[Use]] = {}
+        found = set[int]()
+
+        def note(place: int, used: Any, inside: Inside) -> None:
+            found.update([place] * used.of_row)
 
         def survey(arrays: Sequence[Any]) -> Any:
             inputs: list[Any] = list(arrays)
             for place in places:
                 x = arrays[place]
-                inputs[place] = self.leaf(place, x, self.slot(place, x), None)
-            return evaluated(traced, [*inputs, *others], uses)
+                inputs[place] = self._leaf(place, x, self._slot(place, x), None)
+            return _evaluated(traced, [*inputs, *others], note)
 
         jax.eval_shape(survey, list(leaves))
-        return {place for place, found in uses.items() if any(use.of_row for use in found)}
+        return found
 
-    def slot(self, place: int, x: Any) -> jax.Array:
+    def _slot(self, place: int, x: Any) -> jax.Array:
         """Zeros in the place of a gradient: what the backward pass leaves of it."""
-        return jnp.zeros(self.transport.shape(self.partitions[place]), wide(x.dtype))
+        return jnp.zeros(self._shape(self.partitions[place]), wide(x.dtype))
 
-    def leaf(self, place: int, x: Any, slot: Any, weight: Any) -> "Leaf":
+    def _leaf(self, place: int, x: Any, slot: Any, weight: Any) -> "Leaf":
         way = Way(self._of_one, self.partitions[place], x.dtype, wide(x.dtype))
         arrays = {"value": x, "slot": slot}
         shared = {"weight": weight}
@@ -224,6 +257,10 @@ class AtUse:
 
     # What is sent.
 
+    def _shape(self, partition: Partition) -> tuple[int, ...]:
+        """The shape of a slice, as the loss sees it."""
+        return partition.local_shape if self.by_xla is None else partition.packed_shape
+
     def gather(
         self, parts: Sequence[Any], partitions: Sequence[Partition], dtypes: Sequence[Any] = ()
     ) -> list[jax.Array]:
@@ -238,8 +275,9 @@ class AtUse:
                 if not is_few
             ]
             sent = [x for x, _ in plain], [partition for _, partition in plain]
-            others = iter(self.transport.gather(*sent, self.shards))
             codec, shards = self.gather_dtype, self.shards
+            gather = functools.partial(bucketed_gather, shards=shards)
+            others = iter((gather if self.by_xla is None else self.by_xla.gather)(*sent))
             return [
                 (gather_in_few_bits(x, part, codec, shards) if is_few else next(others)).astype(
                     dtype
@@ -260,14 +298,11 @@ class AtUse:
         return is_coded and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def evaluated(traced: Any, inputs: Sequence[Any], uses: dict[int, list[Use]]) -> Any:
-    """What the traced loss returns; where it uses parameters is written down."""
+def _evaluated(
+    traced: Any, inputs: Sequence[Any], note: Note = lambda place, used, inside: None
+) -> Any:
+    """What the traced loss returns; ``note`` is told where it uses parameters."""
     jaxpr, out = traced
-    uses.clear()
-
-    def note(place: int, used: Any, inside: Inside) -> None:
-        uses.setdefault(place, []).append(Use(inside, used.way.dtype, used.of_row, used.in_ring))
-
     return jax.tree.unflatten(out, evaluate(jaxpr, inputs, note))
 
 
@@ -289,8 +324,11 @@ class Way:
     def backward(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """This shard's slice of the sum of all shards' gradients."""
         with jax.named_scope("reduce"):
-            of, sent = self.at_use, self._sent(gradient, shared, before)
-            return of.transport.sum(sent, self.partition, of.shards).astype(self.summed)
+            by_xla, sent = self.at_use.by_xla, self._sent(gradient, shared, before)
+            if by_xla is not None:
+                return by_xla.split(sent, self.partition).astype(self.summed)
+            (total,) = bucketed_sum([sent], [self.partition], self.at_use.shards)
+            return total.astype(self.summed)
 
     def _sent(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """What is to be summed of a gradient, or of a slice of it."""
@@ -403,6 +441,14 @@ class Leaf(Deferred):
     def kind(self) -> Hashable:
         """All but its arrays; of one step, all have the same in ``shared``."""
         return self.way, self.of_row, self.arrays["slot"] is None
+
+    def told(self, inside: Inside) -> str:
+        """Where it is used, in words."""
+        rows = "row by row" if self.of_row else "where it is used"
+        loop = f" in a loop of {inside.turns} turns" if inside.loops else ""
+        ring = ", slice by slice beside their product" * self.in_ring
+        again = ", and again in the backward pass of jax.checkpoint" * inside.checkpointed
+        return f"{rows}{loop}{ring}, in {self.way.at_use.gather_dtype or self.way.dtype}{again}"
 
     def of(self, arrays: Any) -> Self:
         """The same, made of other arrays."""

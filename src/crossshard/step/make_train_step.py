@@ -26,9 +26,10 @@ from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_upd
 from crossshard.shards.devices import mesh_and_axes, number_of_shards
 from crossshard.step.batches import check_entries
 from crossshard.step.function import StepConfig
+from crossshard.step.losses import check_virtual_shards
 from crossshard.step.losses import loss_over as loss_of
 from crossshard.step.losses.rows import LossOver, RngPer, check_rng_per
-from crossshard.step.losses.virtual import InOrder, check_virtual_shards
+from crossshard.step.losses.virtual import InOrder
 from crossshard.step.microbatches import AuxReduction, check_aux_reduction, check_weight
 from crossshard.step.train_step import TrainStep
 

@@ -76,16 +76,11 @@ def chosen(flags: Sequence[bool], if_set: Any, otherwise: Any) -> Any:
 
 
 class AuxReduction(enum.StrEnum):
-    """How an array of ``aux`` is reduced over the shards, or the group.
+    """How an array of ``aux`` is reduced over the shards, or the group; see ``StepOptions``."""
 
-    PER_SHARD: not at all: ``[shards, …]``.
-    MEAN: the mean, weighted as the loss is.
-    SUM: the sum over the shards whose weight is not zero.
-    """
-
-    PER_SHARD = "per_shard"
-    MEAN = "mean"
-    SUM = "sum"
+    PER_SHARD = "per_shard"  # not at all: ``[shards, …]``
+    MEAN = "mean"  # weighted as the loss is
+    SUM = "sum"  # over the shards whose weight is not zero
 
 
 def check_aux_reduction(reduction: Any, has_aux: bool) -> Any:

@@ -22,7 +22,6 @@ from crossshard.shards.devices import put
 from crossshard.step.batches import BatchPlacer, check_same_rows, padded
 from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.rows import with_frozen
 from crossshard.step.microbatches import SumOf
 
 # A model that every shard reads: its static part, how a shard gets its parameters, and these, its
@@ -58,17 +57,13 @@ class OverData:
 
     def predict(self, predict_fn: Callable[..., Any], model: ToRead, batches: Iterable[Any]) -> Any:
         """The values of all rows that this process passes, in their order; see ``TrainStep``."""
-
-        def run(batch: Any, counted: jax.Array) -> tuple[Any, jax.Array]:
-            return self._rows(predict_fn, *model, batch, counted), counted
-
-        found: list[Any] = []
-        latest = None
-        for each in self._over("predict", batches, run):
+        run = lambda batch, counted: (self._rows(predict_fn, *model, batch, counted), counted)
+        batch_by_batch, found = self._over("predict", batches, run), list[Any]()
+        latest = next(batch_by_batch)
+        for each in batch_by_batch:
             # One batch later, while the devices compute the next one.
-            found += [] if latest is None else [_own_rows(*latest)]
+            found.append(_own_rows(*latest))
             latest = each
-        assert latest is not None
         found.append(_own_rows(*latest))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
@@ -156,15 +151,12 @@ class OverData:
         def of_shard(arrays: Any, batch: Any, counted: jax.Array) -> Any:
             params, frozen, model_state = arrays
 
-            def run(params: Any) -> Any:
-                return with_frozen(at_use, functools.partial(of_model, params), frozen)
-
-            def of_model(params: Any, frozen: Any) -> Any:
-                model = combine(skeleton, params, frozen, model_state)
+            def of_model(both: tuple[Any, Any]) -> Any:
+                model = combine(skeleton, *both, model_state)
                 return function(model, *[model_state] * takes_state, batch)
 
             with shard_context(where.number, axis_name=where.axes):
-                values = at_use.call(run, params)
+                values = at_use.of_both(of_model, params, frozen)
             _check_values(values, counted.shape[0])
             return finish(values, batch, counted)
 

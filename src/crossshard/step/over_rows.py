@@ -87,18 +87,14 @@ class Doubt(NamedTuple):
     finding: Finding  # what the loss is in its rows, as far as it is known
     sentence: str  # what nothing proves
     types: tuple[Any, ...]  # the shapes and dtypes of the rows
+    divisor: Divisor | None = None  # what divides the loss, if the weight may be something else
 
 
 class UndecidedError(LossError):
-    """The trace of a loss does not prove what it is in its rows, and no numbers have shown it.
+    """The trace of a loss does not prove what it is in its rows, and no numbers have shown it."""
 
-    Attributes:
-      doubt: what is not decided.
-      divisor: what divides the loss, if the doubt is whether the weight is that.
-    """
-
-    def __init__(self, doubt: Doubt, divisor: Divisor | None = None):
-        self.doubt, self.divisor = doubt, divisor
+    def __init__(self, doubt: Doubt):
+        self.doubt = doubt
         super().__init__(
             f"{doubt.sentence} The first call of the step checks it by numbers; a step that is "
             f"lowered or traced before that has none. {WAYS_ON}"
@@ -154,16 +150,12 @@ class OverRowsRecord:
     """What is known of a loss in the rows of its batch."""
 
     latest: Finding | None = None  # what its trace showed last; ``None`` if it has not been traced
-    # What its traces showed, by the types of all that it took.
-    known: dict[Any, Finding] = dataclasses.field(default_factory=dict)
+    # What its traces showed, and what divides it if it is a ratio, by the types of all it took.
+    known: dict[Any, tuple[Finding, Divisor | None]] = dataclasses.field(default_factory=dict)
     # The doubts that numbers have removed.
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
-    # What divides a loss that is a ratio, by the same.
-    divisors: dict[Any, Divisor | None] = dataclasses.field(default_factory=dict)
     # The traced losses of the step that is being traced, by the same.
     traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    # Whether the loss returns a ``Mean``; ``None`` if it has not been traced.
-    returns_mean: bool | None = None
 
     def __str__(self) -> str:
         if self.latest is None:
@@ -179,49 +171,51 @@ class OverRowsRecord:
     def checked(
         self, key: Any, rows: Any, weight: Weight | None, summed: bool, microbatches: int
     ) -> tuple[Finding, Divisor | None]:
-        """What a loss is in its rows, and what divides it.
-
-        Args:
-          key: the types of all that it took.
-          rows: the rows of a piece of the batch.
-          weight: the weight function of the step, if it has one.
-          summed: whether the shards' losses are added up.
-          microbatches: how many of a shard are averaged.
+        """What a loss is in the rows of a piece, given the types of all that it took; its divisor.
 
         Raises:
           LossError: the mean over the shards would not be the loss of the whole batch.
           UndecidedError: that is not known.
         """
-        finding, divisor = self.known[key], self.divisors.get(key)
+        finding, divisor = self.known[key]
         self.latest = finding
         where = f" ({finding.source})" if finding.source else ""
-        refusal = _refusal(finding, where)
-        if finding.kind is OverRows.SUM:
-            refusal = _refusal_of_sum(summed, microbatches)
+        refusal = _refusal(finding, where, summed, microbatches)
         if refusal:
             raise LossError(refusal)
         types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
-        doubts = dict[str, Divisor | None]()
+        doubts = list[tuple[str, Divisor | None]]()
         if finding.kind is OverRows.UNDECIDED:
-            what = "the loss is a mean over the rows of the batch"
+            what = "the loss is a mean"
             if finding.of:
-                what = f"{finding.of} is a sum over the rows of the batch"
-            doubts[f"Nothing proves that {what}: {finding.reason}{where}."] = None
+                what = f"{finding.of} is a sum"
+            doubts += [(f"{what} over the rows of the batch: {finding.reason}{where}", None)]
         if finding.kind is OverRows.RATIO and _is_doubtful(finding, where, rows, weight, divisor):
-            doubts[f"Nothing proves that weight= is what the loss divides by{where}."] = divisor
+            doubts += [(f"weight= is what the loss divides by{where}", divisor)]
         if finding.assumes:
-            by = ", ".join(finding.assumes)
-            doubts[f"Nothing proves that each row is computed alone by {by}."] = None
-        for sentence, of in doubts.items():
-            doubt = Doubt(finding, sentence, types)
+            doubts += [(f"each row is computed alone by {', '.join(finding.assumes)}", None)]
+        for what, of in doubts:
+            doubt = Doubt(finding, f"Nothing proves that {what}.", types, of)
             if doubt not in self.by_numbers:
-                raise UndecidedError(doubt, of)
+                raise UndecidedError(doubt)
         return finding, divisor
 
 
-def _refusal(finding: Finding, where: str) -> str:
+def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> str:
     """Why a loss is no mean over rows, and what to write; empty if it may be one."""
     compares, reason = finding.kind is OverRows.COMPARED, finding.reason
+    if finding.kind is OverRows.SUM and not summed:
+        return (
+            "The loss is a sum over the rows of the batch, and the mean of the shards' sums is "
+            "smaller than the sum of the whole batch. Write the mean over rows; or pass "
+            "CrossShardOptimizer(optimizer, reduction='sum'), which adds up the shards' gradients."
+        )
+    if finding.kind is OverRows.SUM and microbatches > 1:
+        return (
+            f"The loss is a sum over the rows of the batch, and accumulate_steps={microbatches} "
+            f"takes the mean of the microbatches. Write the mean over rows, without "
+            f"reduction='sum'; or leave out accumulate_steps."
+        )
     # Where two quotients may divide by the same sum, numbers would have to tell them apart.
     if finding.kind is not OverRows.MEAN and reason == ADDS_UNLIKE:
         adds = reason
@@ -264,23 +258,6 @@ def _refusal(finding: Finding, where: str) -> str:
     )
 
 
-def _refusal_of_sum(summed: bool, microbatches: int) -> str:
-    """Why a loss that is a sum over rows is refused; empty if it is not."""
-    if not summed:
-        return (
-            "The loss is a sum over the rows of the batch, and the mean of the shards' sums is "
-            "smaller than the sum of the whole batch. Write the mean over rows; or pass "
-            "CrossShardOptimizer(optimizer, reduction='sum'), which adds up the shards' gradients."
-        )
-    if microbatches == 1:
-        return ""
-    return (
-        f"The loss is a sum over the rows of the batch, and accumulate_steps={microbatches} takes "
-        f"the mean of the microbatches. Write the mean over rows, without reduction='sum'; or "
-        f"leave out accumulate_steps."
-    )
-
-
 def _is_doubtful(
     finding: Finding, where: str, rows: Any, weight: Weight | None, divisor: Divisor | None
 ) -> bool:
@@ -320,12 +297,7 @@ def divisor_of(
 ) -> Divisor | None:
     """What divides a loss that is a ratio of two sums; ``None`` if more than the batch says it.
 
-    Args:
-      finding: what its trace shows.
-      jaxpr: the trace that this is of.
-      arguments: what the loss of a piece is computed from, or the types of that.
-      split: splits a batch into its rows, and its entries that have none.
-      weight: the weight of the step.
+    The finding is of the trace ``jaxpr``, and the arguments are those of a piece, or their types.
     """
     (rows, keys), whole, *_ = arguments
     sizes = [len(jax.tree.leaves(each)) for each in (rows, keys, whole)]
@@ -354,12 +326,8 @@ def divisor_of(
 def _sum_in(jaxpr: Any, of: Any) -> tuple[Callable[..., Any], list[int]] | None:
     """What computes the sum of a value in a closed jaxpr, and which inputs of that it reads.
 
-    ``None`` if the value is within a loop, or in a branch.
-
-    Args:
-      jaxpr: the jaxpr.
-      of: a variable of it; the place of an input; or ``(output, of)``, a value in the call that has
-        this output. See ``Total.of``.
+    The value is a variable, the place of an input, or ``(output, of)``, a value in the call that
+    has this output; see ``Total.of``. ``None`` if it is within a loop, or in a branch.
     """
     found: list[bool] = []
 
@@ -469,13 +437,7 @@ def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: A
 
 
 def check_weight_of_mean(weight: Weight, rows: Any, whole: Any) -> None:
-    """Raise unless the weight of a loss that is a mean over rows is the same for all shards.
-
-    Args:
-      weight: the weight.
-      rows: the rows of a piece of the batch, or their types.
-      whole: the entries that have none.
-    """
+    """Raise unless the weight of a loss that is a mean over rows is the same for all shards."""
     if not depends(lambda rows: weight(join(rows, whole)), rows):
         return
     if isinstance(weight, SumOf):

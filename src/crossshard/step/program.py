@@ -18,7 +18,7 @@ from crossshard.model.state import TrainState
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.batches import BatchPlacer, Donation
-from crossshard.step.by_numbers import check_by_numbers, check_weight_by_numbers
+from crossshard.step.by_numbers import check_by_numbers
 from crossshard.step.function import StepConfig
 from crossshard.step.over_rows import UndecidedError
 from crossshard.step.state import States
@@ -91,40 +91,38 @@ class Program:
             if self._in_processes and not is_traced:
                 self._check_same(state, batch)
             return self._explained(
-                lambda: self._traced if is_traced else self._compiled, state, batch
+                lambda compiled: (self._traced if is_traced else compiled)(state, batch)
             )
         except UndecidedError as error:
             if is_traced:
                 raise
-            doubt, divisor = error.doubt, error.divisor
+            doubt = error.doubt
         except CrossshardError:
             raise
         except Exception:
             # To look at each array before would take long at every step. Of a state that this call
             # has donated the error is its own.
-            if not _is_gone(state.step):
+            step = state.step
+            is_array = isinstance(step, jax.Array) and not isinstance(step, jax.core.Tracer)
+            if not (is_array and step.is_deleted()):
                 _check.arrays("state", state)
                 _check.arrays("batch", batch)
             raise
-        if divisor is not None:
-            check_weight_by_numbers(self._config, batch, doubt.finding, divisor)
-        else:
-            check_by_numbers(self._config, self._states.layout(state), state, batch, doubt)
+        check_by_numbers(self._config, self._states.layout(state), state, batch, doubt)
         self._config.loss.record.by_numbers.add(doubt)
         return self._run_placed(state, batch, is_traced)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """The lowered program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
-            return self._lowered(state, self._place.abstract(batch))
+            types = self._place.abstract(batch)
+            return self._explained(lambda compiled: compiled.lower(state, types))
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """The traced program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
-            return self._explained(lambda: self._compiled.trace, state, self._place.abstract(batch))
-
-    def _lowered(self, state: Any, batch: Any) -> Any:
-        return self._explained(lambda: self._compiled.lower, state, batch)
+            types = self._place.abstract(batch)
+            return self._explained(lambda compiled: compiled.trace(state, types))
 
     def _check_same(self, state: TrainState, batch: Any) -> None:
         """Before the first run of a program, raise unless every process runs the same one."""
@@ -140,24 +138,20 @@ class Program:
         mesh = self._config.outer_mesh
         rows = lambda: {"rows": str(loss.number_of_rows(batch))}
         if not free or compare("step", rows, mesh) is None:
-            check_same_program(self._lowered(state, batch), mesh)
+            lowered = self._explained(lambda compiled: compiled.lower(state, batch))
+            check_same_program(lowered, mesh)
         self._agreed.add(key)
 
-    def _explained(self, function: Callable[[], Callable[..., Any]], state: Any, batch: Any) -> Any:
-        """What a function returns, which is asked for again if it must be another one."""
+    def _explained(self, use: Callable[[Any], Any]) -> Any:
+        """What is made of the compiled function; of another one if JAX refuses the first."""
         try:
-            return function()(state, batch)
+            return use(self._compiled)
         except ValueError as error:
             _check_not_of_mesh(error, self._config.axes)
             if isinstance(self._compiled, _mesh.OnAutomaticAxes) or not _jax.needs_devices(error):
                 raise
         self._compiled = _mesh.OnAutomaticAxes(self._jit(self._run), self._config.outer_mesh)
-        return function()(state, batch)
-
-
-def _is_gone(x: Any) -> bool:
-    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    return is_array and x.is_deleted()
+        return use(self._compiled)
 
 
 def _check_not_of_mesh(error: ValueError, axes: tuple[str, ...]) -> None:

@@ -26,6 +26,7 @@ from crossshard.pipeline.stages.nonfinite import RARE
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.batch_axes import BatchAxes, take_rows
 from crossshard.step.describe import bytes_on_device
+from crossshard.step.losses import changed
 from crossshard.step.losses.rows import LossOver
 from crossshard.step.train_step import TrainStep, config_of
 
@@ -70,11 +71,13 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
         axis_name=pipeline.axis_name,
         options={"preprocess": pipeline.preprocess},
     )
-    mesh = _own_shard(config.mesh, config.axes)
+    mesh, loss = _own_shard(config.mesh, config.axes), config.loss
+    one = changed(loss, accumulate_steps=1, same_bits=None)
     own = dataclasses.replace(
         config,
         pipeline=of_one,
-        loss=config.loss.alone(),
+        # Microbatches of all rows are other losses, on any number of shards.
+        loss=loss if loss.over is LossOver.BATCH else one,
         mesh=mesh,
         outer_mesh=mesh,
         weight_update=WeightUpdate.REPLICATED,

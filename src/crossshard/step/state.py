@@ -62,7 +62,7 @@ class Initial(NamedTuple):
 class States:
     """The states of a step: the layout of each kind that it has met, and what makes and moves them.
 
-    For the errors of its methods see those of ``TrainStep``.
+    What moves them is called with the mesh of the step set. For errors see ``TrainStep``.
     """
 
     def __init__(self, config: StepConfig):
@@ -89,43 +89,40 @@ class States:
         leaves, tree = jax.tree.flatten(params)
         shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
         key = tree, shapes, other_axes
-        if key not in self._known:
-            types = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*each) for each in shapes])
-            # What is traced here runs under another mesh than the user may have set.
-            with _mesh.without_mesh():
-                self._known[key] = self._plan(params, types, other_axes)
-        return self._known[key]
-
-    def _plan(self, params: Any, types: Any, other_axes: tuple[PartitionSpec, ...]) -> StateLayout:
+        if key in self._known:
+            return self._known[key]
         config = self._config
         mesh, pipeline = config.mesh, config.pipeline
         shards = shards_on(mesh, config.axes, pipeline.groups if config.is_grouped else None)
-        check_fits(params, other_axes, mesh)
         # JAX drops axes of size 1 from the shardings of its results.
         several = [axis for axis, size in mesh.shape.items() if size > 1]
         split = tuple(only(each, several) for each in other_axes)
-        planner = Planner(
-            pipeline.optimizer,
-            params,
-            shards,
-            mesh,
-            config.weight_update,
-            config.in_parts,
-            # A preprocessor may read them all.
-            leave_unread=pipeline.preprocess is None,
-            other_axes=split[: len(jax.tree.leaves(params))],
-            virtual_shards=config.loss.same_bits,
-        )
-        return StateLayout(
-            mesh,
-            shards,
-            *planner.plan(),
-            pipeline,
-            types,
-            config.loss.model_state,
-            split,
-            has_one_state=config.loss.has_one_state,
-        )
+        # What is traced here runs under another mesh than the user may have set.
+        with _mesh.without_mesh():
+            check_fits(params, other_axes, mesh)
+            planner = Planner(
+                pipeline.optimizer,
+                params,
+                shards,
+                mesh,
+                config.weight_update,
+                config.in_parts,
+                # A preprocessor may read them all.
+                leave_unread=pipeline.preprocess is None,
+                other_axes=split[: len(leaves)],
+                virtual_shards=config.loss.same_bits,
+            )
+            self._known[key] = StateLayout(
+                mesh,
+                shards,
+                *planner.plan(),
+                pipeline,
+                tree.unflatten([jax.ShapeDtypeStruct(*each) for each in shapes]),
+                config.loss.model_state,
+                split,
+                has_one_state=config.loss.has_one_state,
+            )
+        return self._known[key]
 
     # The first state.
 
@@ -224,8 +221,7 @@ class States:
         where = layout.incoming(types)
         place = lambda x, to: x if x is NEW else put_whole_unless_on(x, to)
         state = jax.tree.map(place, state, where)
-        with _mesh.in_place_of_the_users_mesh(config.mesh):
-            state = completed(layout, state, jax.tree.leaves(where))
+        state = completed(layout, state, jax.tree.leaves(where))
         if not (layout.is_of_these_shards(state) and self._is_of_these_workers(layout, state)):
             if config.is_grouped and not config.pipeline.joins_groups:
                 raise ArgumentError(
@@ -248,10 +244,7 @@ class States:
             return jnp.stack(equal).all()
 
         # Right after a synchronisation all have the same parameters.
-        of_worker = state.params, state.opt_state.inner_state
-
-        with _mesh.in_place_of_the_users_mesh(self._config.mesh):
-            return bool(jax.jit(look)(of_worker))
+        return bool(jax.jit(look)((state.params, state.opt_state.inner_state)))
 
     def _run(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
         # A loop that saves would compile it each time. Layouts live as long.
@@ -265,10 +258,7 @@ class States:
             and _jax.at_top_level()
             and not all(getattr(x, "is_fully_replicated", True) for x in jax.tree.leaves(state))
         )
-        with (
-            waiting("unshard") if together else contextlib.nullcontext(),
-            _mesh.in_place_of_the_users_mesh(self._config.mesh),
-        ):
+        with waiting("unshard") if together else contextlib.nullcontext():
             return self._compiled[key](state)
 
     # Models.
@@ -442,10 +432,8 @@ def completed(
 ) -> TrainState:
     """An unsharded state with what the options' ``init`` makes in place of ``NEW``.
 
-    Args:
-      layout: the layout of the step that takes it.
-      state: the state; what each shard has of its own may be that of another number of shards.
-      shardings: the shardings of all its arrays; ``None`` for the types of new ones alone.
+    What each shard has of its own may be that of another number of shards. Without the shardings of
+    all arrays, new ones are types alone.
     """
     leaves, tree = jax.tree.flatten(state)
     places = [place for place, leaf in enumerate(leaves) if leaf is NEW]

@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, check_is_state, check_state
 from crossshard.pipeline.stages.nonfinite import NonfiniteState
 from crossshard.shards.devices import are_of_all_processes
-from crossshard.step.describe import describe, summarize
+from crossshard.step.describe import describe
 from crossshard.step.function import StepConfig, to_read
 from crossshard.step.over_data import OverData, ToRead
 from crossshard.step.program import Program
@@ -30,57 +30,6 @@ from crossshard.step.state import States
 # Steps that may still run while the host goes on. All processes look at the same step, so that all
 # of them raise in the same call.
 _BEHIND = 2
-
-
-class Watch:
-    """Looks at what each step has found, two calls later, and waits for no later one."""
-
-    def __init__(self, config: StepConfig):
-        self._sentinel, self._nonfinite = config.sentinel, config.pipeline.nonfinite
-        self._where = config.mesh, config.axes
-        self._metrics: collections.deque[dict[str, Any]] = collections.deque()
-        # Whether steps look for anything.
-        self.is_on = self._sentinel is not None or self._nonfinite is not None
-
-    def add(self, metrics: dict[str, Any]) -> None:
-        """Remember what a step has found."""
-        names = metrics.keys() & {"divergence", "nonfinite"}
-        self._metrics.append({name: metrics[name] for name in names})
-
-    def look(
-        self, state: TrainState, compared: Callable[[], Sequence[str]], running: int = _BEHIND - 1
-    ) -> None:
-        """Raise for what the call before the last has found, while the last may still run.
-
-        Args:
-          state: the latest state, after whose parameters leaves are named.
-          compared: returns the names of the leaves that the sentinel compares.
-          running: the number of the last calls that are not looked at yet.
-        """
-        while len(self._metrics) > running:
-            metrics = self._metrics.popleft()
-            if self._sentinel is not None and metrics["divergence"].diverged:
-                report(metrics["divergence"], self._sentinel, compared(), *self._where)
-            if self._nonfinite is not None:
-                self._check_finite(metrics["nonfinite"], state)
-
-    def _check_finite(self, found: NonfiniteState, state: TrainState) -> None:
-        assert self._nonfinite is not None
-        # Each device, or shard, has the same copy.
-        number = int(np.ravel(jax.device_get(found.in_a_row.addressable_data(0)))[0])
-        if number < self._nonfinite.max_consecutive:
-            return
-        # Whoever goes on is not told of the same steps again.
-        self._metrics.clear()
-        what, of_state = found.describe(state.params, state.model_state), _first_nan(state)
-        then = (
-            "Parameters and state hold nothing of it: save them, and look at the batch of that "
-            "step."
-        )
-        if of_state:
-            then = f"{of_state} of the state is NaN, whatever the batch is: restore a checkpoint."
-        many = f"Something was not finite in {number} steps in a row; in the last of them "
-        raise NonfiniteError(f"{many + what if number > 1 else what[0].upper() + what[1:]}. {then}")
 
 
 class TrainStep:
@@ -101,7 +50,9 @@ class TrainStep:
         self._states = States(config)
         self._program = Program(config, self._states)
         self._over_data = OverData(config, self._entering)
-        self._watch = Watch(config)
+        # What the last steps have found, which is looked at two calls later.
+        self._found: collections.deque[dict[str, Any]] = collections.deque()
+        self._looks = config.sentinel is not None or config.pipeline.nonfinite is not None
         self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
         # Of the last call of init, for the descriptions.
         self._latest: tuple[StateLayout, TrainState] | None = None
@@ -111,9 +62,6 @@ class TrainStep:
         axes = ", ".join(f"{name}: {size}" for name, size in config.mesh.shape.items())
         arrays = None if self._latest is None else self._latest[0].arrays
         return f"TrainStep({config.loss.name} on {axes}; {config.describe(arrays)})"
-
-    def __str__(self) -> str:
-        return summarize(self._config, self._latest)
 
     @property
     def mesh(self) -> Mesh:
@@ -168,23 +116,34 @@ class TrainStep:
                 f"A step takes a state and a batch; got {len(more)} more. Pass all arrays as one "
                 f"batch, such as step(state, {{'x': x, 'y': y}}), and a key to init(params, rng)."
             )
-        if not self._is_watched:
-            return self._step(state, batch)
-        with entering("step"):
-            return self._step(state, batch)
+        with self._entering("step"):
+            check_is_state(state)
+            if not (self._looks and _jax.at_top_level()):
+                return self._program(state, batch)
+            # Before the state is donated, so that the caller can save it.
+            self._look(state, _BEHIND - 1)
+            after, metrics = self._program(state, batch)
+            names = metrics.keys() & {"divergence", "nonfinite"}
+            self._found.append({name: metrics[name] for name in names})
+            return after, metrics
 
-    def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
-        check_is_state(state)
-        if not (self._watch.is_on and _jax.at_top_level()):
-            return self._program(state, batch)
-        # Before the state is donated, so that the caller can save it.
-        self._watch.look(state, lambda: self.compared(state))
-        after, metrics = self._program(state, batch)
-        self._watch.add(metrics)
-        return after, metrics
-
-    def _inner_mesh(self) -> contextlib.AbstractContextManager[object]:
-        return _mesh.in_place_of_the_users_mesh(self._config.mesh)
+    def _look(self, state: TrainState, running: int) -> None:
+        """Raise for what steps have found, but for the last ones, which may still run."""
+        config, nonfinite = self._config, self._config.pipeline.nonfinite
+        while len(self._found) > running:
+            metrics = self._found.popleft()
+            if config.sentinel is not None and metrics["divergence"].diverged:
+                names = self.compared(state)
+                report(metrics["divergence"], config.sentinel, names, config.mesh, config.axes)
+            if nonfinite is None:
+                continue
+            found = metrics["nonfinite"]
+            # Each device, or shard, has the same copy.
+            number = int(np.ravel(jax.device_get(found.in_a_row.addressable_data(0)))[0])
+            if number >= nonfinite.max_consecutive:
+                # Whoever goes on is not told of the same steps again.
+                self._found.clear()
+                raise _not_finite(found, number, state)
 
     def _outside(self, tree: Any) -> Any:
         """Arrays of this step on the mesh as the user made it."""
@@ -225,7 +184,7 @@ class TrainStep:
         """
         with self._entering("finish"):
             check_is_state(state)
-            self._watch.look(state, lambda: self.compared(state), running=0)
+            self._look(state, 0)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower the step for arrays, or for their types (see ``abstract_init``).
@@ -278,8 +237,7 @@ class TrainStep:
         is too large for that, as with ``params="sharded"`` it may be, ``reshard`` takes it as it
         is, and ``Checkpoints`` saves and restores it slice by slice.
         """
-        state = self._to_look_at(state)
-        with self._inner_mesh():
+        with self._looking_at(state) as state:
             return self._outside(self._states.unshard(state))
 
     def reshard(self, state: TrainState) -> TrainState:
@@ -300,8 +258,7 @@ class TrainStep:
             this step, or its arrays are flattened and padded, as ``weight_update="sharded"`` alone
             stores them.
         """
-        state = self._to_look_at(state)
-        with self._inner_mesh(), self._entering("reshard"):
+        with self._looking_at(state) as state, self._entering("reshard"):
             return self._outside(self._states.reshard(state))
 
     def model(self, state: TrainState, shard: int | None = None, *, ema: bool = False) -> PyTree:
@@ -322,18 +279,19 @@ class TrainStep:
           ArgumentError: parameters differ between groups, and ``shard`` is ``None``; or there is no
             moving average.
         """
-        state = self._to_look_at(state)
-        with self._inner_mesh():
+        with self._looking_at(state) as state:
             return self._states.model(state, self._states.arrays(state, shard, ema))
 
-    def _to_look_at(self, state: TrainState) -> TrainState:
+    @contextlib.contextmanager
+    def _looking_at(self, state: TrainState) -> Iterator[TrainState]:
+        """A state on a mesh with automatic axes, while this mesh is set."""
         check_state(state, or_types=False)
         inside: TrainState = _inside(state)
-        return inside
+        with _mesh.in_place_of_the_users_mesh(self._config.mesh):
+            yield inside
 
     def _to_read(self, state: TrainState, shard: int | None, ema: bool) -> ToRead:
-        state = self._to_look_at(state)
-        with self._inner_mesh():
+        with self._looking_at(state) as state:
             arrays = self._states.arrays(state, shard, ema)
             return state.skeleton, to_read(self._states.layout(state), state), arrays
 
@@ -449,7 +407,7 @@ class TrainStep:
         with self._entering("replay"):
             run = lambda: _inside(self._program(copy(_inside(state)), batch)[0])
             first, again = run(), run()
-        with self._inner_mesh():
+        with _mesh.in_place_of_the_users_mesh(self._config.mesh):
             return differing(self._states.layout(state), first, again)
 
     def describe(self) -> str:
@@ -464,6 +422,16 @@ class TrainStep:
                 "abstract_init(params), first."
             )
         return describe(self._config, *self._latest)
+
+
+def _not_finite(found: NonfiniteState, number: int, state: TrainState) -> NonfiniteError:
+    """The error for so many steps in a row, which names what the last of them has found."""
+    what, of_state = found.describe(state.params, state.model_state), _first_nan(state)
+    then = "Parameters and state hold nothing of it: save them, and look at the batch of that step."
+    if of_state:
+        then = f"{of_state} of the state is NaN, whatever the batch is: restore a checkpoint."
+    many = f"Something was not finite in {number} steps in a row; in the last of them "
+    return NonfiniteError(f"{many + what if number > 1 else what[0].upper() + what[1:]}. {then}")
 
 
 def _first_nan(state: TrainState) -> str:
@@ -504,7 +472,8 @@ def entering_of(
 
 def collected(step: TrainStep, state: TrainState) -> TrainState:
     """A state of this step without rows of owners: all arrays in their own shapes, or slices."""
-    return step._states.collected(_inside(state))
+    with _mesh.in_place_of_the_users_mesh(step._config.mesh):
+        return step._states.collected(_inside(state))
 
 
 def layout_of(step: TrainStep, state: TrainState) -> StateLayout:

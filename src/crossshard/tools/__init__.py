@@ -1,6 +1,6 @@
 """Tools: inspect, plan, verify, doctor and the command; ``crossshard`` loads them when asked."""
 
-from crossshard.tools.diagnosis.doctor import (
+from crossshard.tools.diagnosis import (
     CollectiveTest,
     Devices,
     Diagnosis,
@@ -9,10 +9,8 @@ from crossshard.tools.diagnosis.doctor import (
 )
 from crossshard.tools.inspection.collectives import Collective
 from crossshard.tools.inspection.hlo import Array
-from crossshard.tools.inspection.inspect import inspect
-from crossshard.tools.inspection.report import Communication, Memory
-from crossshard.tools.planning.plan import Candidate, LinkUse, MemoryUse, Plan, plan
-from crossshard.tools.planning.topology import Topology, topology
+from crossshard.tools.inspection.inspect import Communication, Memory, inspect
+from crossshard.tools.planning import Candidate, LinkUse, MemoryUse, Plan, Topology, plan, topology
 from crossshard.tools.verification.verify import Fault, LeafReport, Verification, verify
 
 __all__ = [

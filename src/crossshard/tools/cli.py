@@ -21,14 +21,13 @@ from crossshard import _check
 from crossshard.distributed.launcher import GRACE_SECONDS, launch
 from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.shards.devices import cpu_devices
-from crossshard.tools.diagnosis.doctor import SECONDS, SIZES, diagnose
+from crossshard.tools.diagnosis import SECONDS, SIZES, diagnose
 from crossshard.tools.inspection.collectives import KINDS
 from crossshard.tools.inspection.hlo import users_line
-from crossshard.tools.inspection.inspect import is_program, named_bytes, program_of
-from crossshard.tools.inspection.report import Contract
-from crossshard.tools.planning.topology import KNOWN, topology
+from crossshard.tools.inspection.inspect import Contract, is_program, named_bytes, program_of
+from crossshard.tools.planning import KNOWN, topology
 
-_FINE, _BROKEN, _REFUSED = 0, 1, 2
+_REFUSED = 2
 # 128 plus the number of the signal, as in shells.
 _INTERRUPTED, _NOT_READ = 130, 141
 # The longest message of a user's code that is shown, since JAX's may fill pages.
@@ -55,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:
-        _drop_output()
-        return _NOT_READ
     except OSError as error:
-        _drop_output()
+        # Otherwise Python flushes the rest at exit, and reports the error again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return _NOT_READ
         return _refuse(f"The report cannot be written: {error.strerror or error}.")
     return code
 
@@ -67,11 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refuse(why: str) -> int:
     print("crossshard: " + " ".join(why.split()), file=sys.stderr)
     return _REFUSED
-
-
-def _drop_output() -> None:
-    # Otherwise Python flushes the rest at exit, and reports the error again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # The arguments of all commands.
@@ -89,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(run: Callable[[Any], int], what: str, after: str) -> Any:
+    def command(run: Callable[[Any], int], what: str, after: str, factory: str = "") -> Any:
         added = commands.add_parser(
             run.__name__.strip("_"),
             help=what,
@@ -99,72 +93,65 @@ def _parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         added.set_defaults(run=run)
-        return added.add_argument
-
-    def of_factory(argument: Any, returned: str, *, devices: bool) -> None:
-        argument("factory", metavar="package.module:factory", help=f"returns {returned}")
-        of_report(argument, devices=devices)
-
-    def of_report(argument: Any, *, devices: bool) -> None:
-        argument("--json", action="store_true", help="JSON instead of words and tables")
-        if devices:
+        option = lambda name, help, **how: added.add_argument(name, help=help, **how)
+        if factory:
+            option("factory", f"returns {factory}", metavar="package.module:factory")
+        if run is not _launch:
+            option("--json", "JSON instead of words and tables", action="store_true")
+        if run not in (_launch, _plan):
             what = "create N virtual CPU devices before JAX starts, as crossshard.cpu_devices does"
-            argument("--devices", type=int, metavar="N", help=what)
+            option("--devices", what, type=int, metavar="N")
+        return option
 
+    several = {"action": "append", "default": []}
     what = "say what looks wrong with this machine, before you train on it"
-    argument = command(_doctor, what, _AFTER_DOCTOR)
-    of_report(argument, devices=True)
-    argument("--no-self-test", dest="self_test", action="store_false", help="run no collective")
+    option = command(_doctor, what, _AFTER_DOCTOR)
+    option("--no-self-test", "run no collective", dest="self_test", action="store_false")
     what = f"on each device; {' '.join(map(str, SIZES))}"
-    argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES", help=what)
+    option("--sizes", what, type=int, nargs="+", default=SIZES, metavar="BYTES")
     what = "seconds that JAX may take to start, and each sum; %(default)g"
-    argument("--timeout", type=float, default=SECONDS, metavar="S", help=what)
+    option("--timeout", what, type=float, default=SECONDS, metavar="S")
 
-    argument = command(_inspect, "show what your step sends between its devices", _AFTER_INSPECT)
-    of_factory(argument, "the step", devices=True)
+    what = "show what your step sends between its devices"
+    option = command(_inspect, what, _AFTER_INSPECT, "the step")
     what = "the bytes of the parameters of one shard, P, unless the step is a TrainStep"
-    argument("--parameters", type=int, metavar="BYTES", help=what)
+    option("--parameters", what, type=int, metavar="BYTES")
     what = "a mesh axis that splits the batch, where others split layers; may be repeated"
-    argument("--axis-name", action="append", metavar="AXIS", help=what)
+    option("--axis-name", what, action="append", metavar="AXIS")
     what = "fail if a shard sends more than R times the lower bound"
-    argument("--max-bytes-ratio", type=float, metavar="R", help=what)
+    option("--max-bytes-ratio", what, type=float, metavar="R", default=math.inf)
     what = "fail if the step has this kind of collective; may be repeated"
-    argument("--forbid", action="append", default=[], metavar="KIND", help=what)
+    option("--forbid", what, metavar="KIND", **several)
     what = (
         "fail if a smaller share of the bytes sent, or of this kind, is behind matrix products; "
         "may be repeated"
     )
-    share = {"type": _share, "metavar": "[KIND=]SHARE"}
-    argument("--min-hidden", action="append", default=[], help=what, **share)
+    option("--min-hidden", what, type=_share, metavar="[KIND=]SHARE", **several)
 
     what = "run a script in several processes of this machine"
-    argument = command(_launch, what, _AFTER_LAUNCH)
-    argument("-n", "--processes", type=int, required=True, metavar="N", help="how many")
+    option = command(_launch, what, _AFTER_LAUNCH)
+    option("-n", "how many", dest="processes", type=int, required=True, metavar="N")
     what = "give each process M virtual CPU devices and no accelerator"
-    argument("--cpu-devices", type=int, metavar="M", help=what)
-    argument("--port", type=int, metavar="P", help="where they meet; any free port")
+    option("--cpu-devices", what, type=int, metavar="M")
+    option("--port", "where they meet; any free port", type=int, metavar="P")
     what = "seconds to end after a signal or a failure, before they are killed; %(default)g"
-    argument("--grace", type=float, default=GRACE_SECONDS, metavar="S", help=what)
+    option("--grace", what, type=float, default=GRACE_SECONDS, metavar="S")
     what = "start all of them again after a failure, R times at most"
-    argument("--restarts", type=int, default=0, metavar="R", help=what)
+    option("--restarts", what, type=int, default=0, metavar="R")
     what = "leave out the one that failed, and its GPU, while K are left"
-    argument("--min-processes", type=int, metavar="K", help=what)
-    argument("command", nargs="+", metavar="-- COMMAND", help="what each of them runs")
+    option("--min-processes", what, type=int, metavar="K")
+    option("command", "what each of them runs", nargs="+", metavar="-- COMMAND")
 
     what = "show what your step needs on a pod or cluster that you do not have"
-    argument = command(_plan, what, _AFTER_PLAN)
-    of_factory(argument, "loss, parameters, batch and optimizer", devices=False)
-    argument("--topology", required=True, metavar="NAME", help="such as v5p:4x4x4")
+    option = command(_plan, what, _AFTER_PLAN, "loss, parameters, batch and optimizer")
+    option("--topology", "such as v5p:4x4x4", required=True, metavar="NAME")
 
     what = "check that your step on many shards is the step of one device"
-    argument = command(_verify, what, _AFTER_VERIFY)
-    of_factory(argument, "make_step and the batch", devices=True)
-    what = "the number of shards; all devices by default"
-    argument("--shards", type=int, metavar="N", help=what)
-    what = "pass a random key to the step, the last argument"
-    argument("--key", type=int, metavar="SEED", help=what)
+    option = command(_verify, what, _AFTER_VERIFY, "make_step and the batch")
+    option("--shards", "the number of shards; all devices by default", type=int, metavar="N")
+    option("--key", "pass a random key to the step, the last argument", type=int, metavar="SEED")
     what = "the shards that reduce together, as [[0, 1], [2, 3]]"
-    argument("--groups", type=_groups, metavar="LISTS", help=what)
+    option("--groups", what, type=_groups, metavar="LISTS")
     return parser
 
 
@@ -219,11 +206,6 @@ _AFTER_INSPECT = f"""\
 without, a TrainStep, or anything else with a method lower, and the arguments to lower it with, as
 arrays or jax.ShapeDtypeStruct; or a lowered or compiled program. It is compiled and not run.
 
-    # train.py
-    def make():
-        step = crossshard.make_train_step(loss_fn, optax.adamw(1e-3), num_shards=8)
-        return step, step.abstract_init(params), batch
-
     crossshard inspect train:make --devices 8
 
 Kinds of collectives: {", ".join(KINDS)}.
@@ -246,11 +228,7 @@ last run."""
 _AFTER_PLAN = f"""\
 The step is compiled for the devices of a topology; nothing is run, and nothing allocated.
 {_FACTORY} the arguments of crossshard.plan as a dict:
-
-    # train.py
-    def make():
-        return {{"loss_fn": loss_fn, "params": init_params, "batch": batch_of_devices,
-                "optimizer": optax.adamw(1e-3)}}
+"loss_fn", "params", "batch" and "optimizer".
 
     crossshard plan train:make --topology v5e:4x4
 
@@ -271,15 +249,18 @@ Exit codes: 0 if the step is right; 1 if it is not; {_REFUSES}"""
 # The commands, each from its arguments to its exit code.
 
 
+def _shown(report: Any, options: argparse.Namespace, ok: bool) -> int:
+    print(report.to_json(indent=2) if options.json else report)
+    return int(not ok)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     _make_devices(options.devices)
     found = diagnose(options.self_test, options.sizes, options.timeout, as_command=True)
     is_first = found.job["process_id"] == 0 or not found.job["connected"]
-    if is_first:
-        print(found.to_json(indent=2) if options.json else found.describe())
     for each in () if is_first else found.findings:
         print(each.sentence, file=sys.stderr if options.json else sys.stdout)
-    code = _FINE if found.ok else _BROKEN
+    code = _shown(found, options, found.ok) if is_first else int(not found.ok)
     if found.stuck:
         sys.stdout.flush()
         if found.job["connected"]:
@@ -291,10 +272,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     # Check only what the options forbid: a collective in a loop is not a breach here.
-    ratio = math.inf if options.max_bytes_ratio is None else options.max_bytes_ratio
     shares = dict(options.min_hidden)
     whole = shares.get("") if len(shares) < 2 else None
-    contract = Contract(ratio, options.forbid, True, shares if whole is None else whole)
+    hidden = shares if whole is None else whole
+    contract = Contract(options.max_bytes_ratio, options.forbid, True, hidden)
     if options.parameters is not None:
         named_bytes(options.parameters)
     _make_devices(options.devices)
@@ -310,11 +291,11 @@ def _inspect(options: argparse.Namespace) -> int:
         program = program_of(step, args, {})
     with _in_one_sentence(f"The step of {options.factory} cannot be inspected"):
         report = crossshard.inspect(program, options.parameters, axis_name=options.axis_name)
-    print(report.to_json(indent=2) if options.json else report.table())
     breaches = list(contract.breaches(report))
-    for breach in breaches:
-        print(f"crossshard: {breach.sentence}.", file=sys.stderr)
-    return _BROKEN if breaches else _FINE
+    code = _shown(report, options, not breaches)
+    for sentence, _ in breaches:
+        print(f"crossshard: {sentence}.", file=sys.stderr)
+    return code
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -358,8 +339,7 @@ def _plan(options: argparse.Namespace) -> int:
         )
     with _in_one_sentence(f"The step of {name} cannot be planned"):
         plan = crossshard.plan(**given, topology=options.topology)
-    print(plan.to_json(indent=2) if options.json else plan.table())
-    return _FINE if any(each.fits for each in plan.candidates) else _BROKEN
+    return _shown(plan, options, any(each.fits for each in plan.candidates))
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -374,8 +354,7 @@ def _verify(options: argparse.Namespace) -> int:
     with _in_one_sentence(f"The step of {options.factory} cannot be verified"):
         shards = {"num_shards": options.shards, "groups": options.groups}
         found = crossshard.verify(*returned, key=key, **shards)
-    print(found.to_json(indent=2) if options.json else found.describe())
-    return _FINE if found.ok else _BROKEN
+    return _shown(found, options, found.ok)
 
 
 # The user's factory.

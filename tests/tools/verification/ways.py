@@ -7,16 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import crossshard
 from crossshard import _jax
 from tests.tools.steps import first_params, mesh_of, over, updated
 
-AXIS = "s"
+AXIS, ROWS = "s", 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,18 +61,21 @@ class Here:
         return jax.tree.map(one, x)
 
 
-# body(here, params, stats, x, y, key) -> (gradients, loss, stats)
-Body = Callable[..., tuple[Any, Any, Any]]
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A step: what it does on a shard, and how its state and batch lie."""
 
-    body: Body
-    per_shard: bool = False
-    stats: bool = False
-    keyed: bool = False
+    # (here, params, rest, x, y, key) -> (gradients, loss, rest)
+    body: Callable[..., tuple[Any, Any, Any]]
+    per_shard: bool = False  # whether each shard has a copy of the state
+    # Arrays of the state beside the parameters: statistics, counters, keys.
+    rest: dict[str, Any] = dataclasses.field(default_factory=dict)
+    key: Any = None  # the last argument of the step
+    chain: Callable[[Any], Any] = lambda optimizer: optimizer
+
+    def verified(self, way: str, **options: Any) -> crossshard.tools.Verification:
+        make_step = lambda optimizer, n: WAYS[way](self, self.chain(optimizer), n)
+        return crossshard.verify(make_step, *BATCH, num_shards=8, key=self.key, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,29 +99,25 @@ class Making:
     @property
     def specs(self) -> tuple[Any, ...]:
         """How the state, x, y and the key lie."""
-        return (P(AXIS) if self.stacked else P(), P(AXIS), P(AXIS), *[P()] * self.plan.keyed)
-
-    def stack(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.n, *jnp.shape(x))), tree)
+        keys = [] if self.plan.key is None else [P()]
+        return (P(AXIS) if self.stacked else P(), P(AXIS), P(AXIS), *keys)
 
     def split(self, x: Any) -> Any:
         return x.reshape(self.n, -1, *x.shape[1:])
 
     def state(self) -> Any:
         params = first_params()
-        state = params, self.optimizer.init(params), self.stats()
-        return self.stack(state) if self.stacked else state
+        state = params, self.optimizer.init(params), self.plan.rest
+        stack = lambda x: jnp.broadcast_to(x, (self.n, *jnp.shape(x)))
+        return jax.tree.map(stack, state) if self.stacked else state
 
-    def stats(self) -> dict[str, jax.Array]:
-        return {"mean": jnp.zeros(6)} if self.plan.stats else {}
-
-    def on_shard(self, params: Any, stats: Any, x: Any, y: Any, key: Any = None) -> Any:
-        return self.plan.body(Here(self.n, self.vma), params, stats, x, y, key)
+    def on_shard(self, params: Any, rest: Any, x: Any, y: Any, key: Any = None) -> Any:
+        return self.plan.body(Here(self.n, self.vma), params, rest, x, y, key)
 
     def one(self, state: Any, x: Any, y: Any, *key: Any) -> Any:
-        params, opt_state, stats = state
-        gradients, loss, stats = self.on_shard(params, stats, x, y, *key)
-        return (*updated(self.optimizer, params, opt_state, gradients), stats), loss
+        params, opt_state, rest = state
+        gradients, loss, rest = self.on_shard(params, rest, x, y, *key)
+        return (*updated(self.optimizer, params, opt_state, gradients), rest), loss
 
 
 def in_shard_map(making: Making) -> Any:
@@ -132,7 +131,7 @@ def in_shard_map(making: Making) -> Any:
 
 
 def in_pmap(making: Making) -> Any:
-    axes = (0, 0, 0, None)[: 3 + making.plan.keyed]
+    axes = (0, 0, 0, None)[: len(making.specs)]
     run = jax.pmap(making.one, AXIS, in_axes=axes, devices=jax.devices()[: making.n])
 
     def step(state: Any, x: Any, y: Any, *key: Any) -> Any:
@@ -158,19 +157,16 @@ def in_jit(making: Making) -> Any:
 
 
 class Net(nnx.Module):
-    def __init__(self, uses_stats: bool):
-        params = first_params()
-        self.a, self.b = nnx.Param(params["a"]), nnx.Param(params["b"])
-        self.mean = nnx.BatchStat(jnp.zeros(6))
-        self.uses_stats = uses_stats
-
-    def stats(self) -> dict[str, jax.Array]:
-        return {"mean": self.mean[...]} if self.uses_stats else {}
+    def __init__(self, rest: dict[str, Any]):
+        for name, value in first_params().items():
+            setattr(self, name, nnx.Param(value))
+        for name, value in rest.items():
+            setattr(self, name, nnx.BatchStat(value))
 
 
 def in_nnx_shard_map(making: Making) -> Any:
     """The model and the optimizer are changed in place."""
-    model = Net(making.plan.stats)
+    model = Net(making.plan.rest)
     opt = nnx.Optimizer(model, making.optimizer, wrt=nnx.Param)
 
     def reshape(how: Callable[[Any], Any], *nodes: Any) -> None:
@@ -178,18 +174,19 @@ def in_nnx_shard_map(making: Making) -> Any:
             nnx.update(each, jax.tree.map(how, nnx.state(each)))
 
     reshape(lambda x: jnp.broadcast_to(x, (making.n, *x.shape)), model, opt)
-    lie, *rest = making.specs
+    lie, *others = making.specs
 
     @nnx.jit
-    @nnx.shard_map(mesh=making.mesh, in_specs=(lie, lie, *rest), out_specs=P(), check_vma=False)
+    @nnx.shard_map(mesh=making.mesh, in_specs=(lie, lie, *others), out_specs=P(), check_vma=False)
     def step(model: Any, opt: Any, x: Any, y: Any, *key: Any) -> Any:
         reshape(lambda x: x[0], model, opt)
         params = {"a": model.a[...], "b": model.b[...]}
-        gradients, loss, stats = making.on_shard(params, model.stats(), x, y, *key)
+        rest = {name: getattr(model, name)[...] for name in making.plan.rest}
+        gradients, loss, rest = making.on_shard(params, rest, x, y, *key)
         like = nnx.state(model, nnx.Param)
         opt.update(model, jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(gradients)))
-        if stats:
-            model.mean[...] = stats["mean"]
+        for name, value in rest.items():
+            getattr(model, name)[...] = value
         reshape(lambda x: x[None], model, opt)
         return loss
 
@@ -205,14 +202,18 @@ WAYS: dict[str, Callable[[Plan, Any, int], Any]] = {
 }
 
 
-def factory(way: str, plan: Plan) -> Callable[[Any, int], Any]:
-    """``make_step`` of this way."""
-    return lambda optimizer, n: WAYS[way](plan, optimizer, n)
-
-
 # The loss, and a batch whose parts differ.
 
-ROWS = 32
+
+def batch() -> tuple[np.ndarray, np.ndarray]:
+    """The last column of x is a mask, of which each shard has another number of ones."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 5)).astype(np.float32)
+    x[:, 4] = np.arange(ROWS) % 4 <= np.arange(ROWS) // 4 % 4
+    return x, (x[:, 0] - x[:, 1] + np.arange(ROWS) / 10).astype(np.float32)
+
+
+BATCH = batch()
 
 
 def hidden(params: Any, x: Any) -> Any:
@@ -228,15 +229,8 @@ def loss_fn(params: Any, x: Any, y: Any) -> Any:
     return errors(params, x, y).mean()
 
 
-def batch() -> tuple[np.ndarray, np.ndarray]:
-    """The last column of x is a mask, of which each shard has another number of ones."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(ROWS, 5)).astype(np.float32)
-    x[:, 4] = np.arange(ROWS) % 4 <= np.arange(ROWS) // 4 % 4
-    return x, (x[:, 0] - x[:, 1] + np.arange(ROWS) / 10).astype(np.float32)
-
-
-def skip_all_but(soak_steps: int, order: int) -> None:
-    """Skip a test of a soak, by its order, unless so many are asked for: one for 100 steps."""
-    if order > soak_steps // 100:
-        pytest.skip(f"with SOAK_STEPS={100 * order}")
+def dropped(params: Any, x: Any, y: Any, key: Any) -> Any:
+    """The loss, with dropout by this key."""
+    h = hidden(params, x)
+    kept = jax.random.bernoulli(key, 0.8, h.shape)
+    return jnp.mean((jnp.where(kept, h / 0.8, 0) @ params["b"] - y) ** 2)

@@ -48,7 +48,6 @@ class Accumulate(Stage):
         return cls(steps) if steps > 1 else None
 
     def init(self, params: Any) -> AccumulateState:
-        """Zeros."""
         return AccumulateState(jnp.int32(0), *zeros(params))
 
     def placements(self, state: AccumulateState) -> AccumulateState:
@@ -77,7 +76,6 @@ class Accumulate(Stage):
         return state.count >= self.steps
 
     def describe(self) -> str:
-        """``accumulate 4 calls``."""
         return f"accumulate {self.steps} calls"
 
 

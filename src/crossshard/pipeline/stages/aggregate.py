@@ -6,7 +6,7 @@ XLA sums them, in 32 bits or sent in 16; or they are sent in few bits; or a user
 import abc
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -78,20 +78,12 @@ class Peers:
         return x if self.number == 1 else send_exchanged(x, self.shards)
 
 
-@dataclasses.dataclass(frozen=True)
-class Summands:
-    """What an aggregator is to sum over the shards."""
+class Sent(NamedTuple):
+    """An array that an aggregator is to sum over the shards."""
 
-    # A pytree of this shard's gradients, in the shapes of the parameters and in the dtypes in which
-    # they are added.
-    gradients: PyTree
-    # The arrays to sum: those of the gradients that are to be summed, as they travel to their
-    # owners, and others such as the loss.
-    arrays: list[jax.Array]
-    # The partition of each of these arrays; its sum is this shard's slice.
-    partitions: list[Partition]
-    # The place of each array among the leaves of these gradients; ``None`` for the others.
-    places: list[int | None]
+    array: jax.Array  # a gradient, as it travels to its owner, or another one such as the loss
+    partition: Partition  # how it is split; its sum is this shard's slice
+    place: int | None = None  # its place among the leaves of the gradients; ``None`` for the others
 
 
 class Aggregator(abc.ABC):
@@ -160,34 +152,31 @@ class Aggregator(abc.ABC):
         return f"by {type(self).__name__}"
 
     def reduce(
-        self, summands: Summands, state: PyTree, context: StageContext
+        self, gradients: PyTree, sent: Sequence[Sent], state: PyTree, context: StageContext
     ) -> tuple[list[jax.Array], PyTree]:
-        """This shard's slice of the sum of each of the arrays, and the next state."""
-        shards = context.shards
-        returned = self.sum(summands.gradients, state, Peers(shards))
-        name = f"{type(self).__name__}.sum"
+        """This shard's slice of the sum of each of the arrays, and the next state.
+
+        Args:
+          gradients: this shard's, in the shapes of the parameters and in the dtypes in which they
+            are added.
+          sent: the arrays, those of the gradients that are to be summed among them.
+          state: the state of this shard.
+          context: the context.
+        """
+        shards, name = context.shards, f"{type(self).__name__}.sum"
+        returned = self.sum(gradients, state, Peers(shards))
         totals, after = check_pair(returned, name, "(sums, state)", state)
-        check_like(totals, summands.gradients, f"The sums that {name} returned")
+        check_like(totals, gradients, f"The sums that {name} returned")
         whole = jax.tree.leaves(context.arrays.to_owners(totals))
-        is_other = [place is None for place in summands.places]
-        of_others = lambda items: list(itertools.compress(items, is_other))
-        sums = bucketed_sum(of_others(summands.arrays), of_others(summands.partitions), shards)
-        others, index = iter(sums), shards.position()
-        pairs = zip(summands.partitions, summands.places, strict=True)
-        return [
-            next(others) if place is None else partition.local_slice(whole[place], index)
-            for partition, place in pairs
-        ], after
+        others = _sum([each for each in sent if each.place is None], shards)
+        index = shards.position()
+        own = lambda x: x.partition.local_slice(whole[x.place], index)
+        return [next(others) if x.place is None else own(x) for x in sent], after
 
 
-def check_aggregator(aggregator: Any) -> Aggregator | None:
-    """The checked ``aggregator`` argument; ``None`` without one."""
-    if aggregator is None or isinstance(aggregator, Aggregator):
-        return aggregator
-    raise ArgumentTypeError(
-        f"aggregator must be a crossshard.pipeline.Aggregator, whose sum(values, state, peers) "
-        f"sums the gradients; got {_check.described(aggregator)}."
-    )
+def _sum(sent: Sequence[Sent], shards: Shards) -> Iterator[jax.Array]:
+    """The slices of the sums, by XLA; small arrays share a collective."""
+    return iter(bucketed_sum([x.array for x in sent], [x.partition for x in sent], shards))
 
 
 # ---- As XLA adds it, in 32 bits or sent in 16.
@@ -199,16 +188,9 @@ class BySlices(Aggregator):
     def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
         """The sums over the peers, in full, and the next state."""
         leaves, tree = jax.tree.flatten(values)
-        wholes, places = [Partition(jnp.shape(x)) for x in leaves], [*range(len(leaves))]
-        given = Summands(values, leaves, wholes, places), state, StageContext(peers.shards)
-        sums, after = self.reduce(*given)
+        sent = [Sent(x, _unsplit(x), place) for place, x in enumerate(leaves)]
+        sums, after = self.reduce(values, sent, state, StageContext(peers.shards))
         return tree.unflatten(sums), after
-
-    @abc.abstractmethod
-    def reduce(
-        self, summands: Summands, state: PyTree, context: StageContext
-    ) -> tuple[list[jax.Array], PyTree]:
-        """This shard's slice of the sum of each of the arrays, and the next state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,17 +202,13 @@ class Plain(BySlices):
     divides_before = False
 
     def reduce(
-        self, summands: Summands, state: PyTree, context: StageContext
+        self, gradients: PyTree, sent: Sequence[Sent], state: PyTree, context: StageContext
     ) -> tuple[list[jax.Array], PyTree]:
         """The slices of the sums; small arrays share a collective with the loss."""
-        sent = [
-            x if place is None else as_sent(x, self.dtype)
-            for x, place in zip(summands.arrays, summands.places, strict=True)
-        ]
-        return bucketed_sum(sent, summands.partitions, context.shards), state
+        own = lambda x: x if x.place is None else x._replace(array=as_sent(x.array, self.dtype))
+        return list(_sum(list(map(own, sent)), context.shards)), state
 
     def describe(self) -> str:
-        """The dtype, if it is given."""
         return f"in {self.dtype}" if self.dtype is not None else ""
 
 
@@ -294,36 +272,35 @@ class FewBits(BySlices):
         )
 
     def reduce(
-        self, summands: Summands, state: FewBitsState, context: StageContext
+        self, gradients: PyTree, sent: Sequence[Sent], state: FewBitsState, context: StageContext
     ) -> tuple[list[jax.Array], FewBitsState]:
         """The slices of the sums, and what was not sent."""
-        shards, places = context.shards, summands.places
-        sent = context.arrays.to_owners(self._with_held(summands.gradients, state))
-        leaves, tree = jax.tree.flatten(sent)
-        pairs = zip(summands.arrays, places, strict=True)
-        arrays = [x if place is None else leaves[place] for x, place in pairs]
-        pairs = zip(arrays, places, strict=True)
-        few = [place is not None and takes_few_bits(x, shards) for x, place in pairs]
-        of = lambda items, kind: [x for x, is_few in zip(items, few, strict=True) if is_few is kind]
+        shards = context.shards
+        with_held = context.arrays.to_owners(self._with_held(gradients, state))
+        leaves, tree = jax.tree.flatten(with_held)
+        every = [x if x.place is None else x._replace(array=leaves[x.place]) for x in sent]
+        is_few = [x.place is not None and takes_few_bits(x.array, shards) for x in every]
+        few = list(itertools.compress(every, is_few))
         key = None
         if self._is_random:
             # All runs draw the same numbers.
             key = jax.random.fold_in(jax.random.key(0), state.count)
-        given = of(arrays, True), of(summands.partitions, True), shards, key, self._tiers(shards)
-        of_few, lost = sum_in_few_bits(*given)
-        whole = [widen(x) for x in of(arrays, False)]
-        others = bucketed_sum(whole, of(summands.partitions, False), shards)
-        sums = {True: iter(of_few), False: iter(others)}
+        given = [x.array for x in few], [x.partition for x in few], shards, key
+        of_few, lost = sum_in_few_bits(*given, self._tiers(shards))
+        pairs = zip(every, is_few, strict=True)
+        wide = [x._replace(array=widen(x.array)) for x, is_sent in pairs if not is_sent]
+        sums = {True: iter(of_few), False: _sum(wide, shards)}
         held = [jnp.zeros_like(x) for x in leaves]
-        for place, x in zip(of(places, True), lost, strict=True):
-            held[place] = x
+        for each, x in zip(few, lost, strict=True):
+            assert each.place is not None
+            held[each.place] = x
         residual = state.residual
         if self._feeds_back:
             keep = lambda old, x: None if old is None else x
             new = context.arrays.from_owners(tree.unflatten(held))
             residual = jax.tree.map(keep, residual, new, is_leaf=lambda x: x is None)
         count = optax.safe_increment(state.count) if self._is_random else ()
-        return [next(sums[is_few]) for is_few in few], FewBitsState(residual, count)
+        return [next(sums[each]) for each in is_few], FewBitsState(residual, count)
 
     def change_held(self, state: FewBitsState, change: Callable[[PyTree], PyTree]) -> FewBitsState:
         """The state with other residuals."""
@@ -367,7 +344,6 @@ class FewBits(BySlices):
         return found
 
     def describe(self) -> str:
-        """The wires."""
         return "in " + " and ".join(
             f"{wire or 'float32'}" + ("" if axis is None else f" over {axis!r}")
             for axis, wire in self.wires
@@ -543,7 +519,6 @@ class Weigh(Stage):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
-        """The stage."""
         del options
         return cls()
 
@@ -561,7 +536,6 @@ class Weigh(Stage):
         return gradients.replace(values=tree.unflatten(values), extra=extra), state
 
     def describe(self) -> str:
-        """``weigh``."""
         return "weigh"
 
 
@@ -582,7 +556,6 @@ class Aggregate(Stage):
     scope = "reduce"
     state_field = "aggregate"
     options = ("reduce_dtype", "aggregator")
-    asked_by = ()
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
@@ -594,7 +567,12 @@ class Aggregate(Stage):
         """
         given = options.get("reduce_dtype")
         wire = check_reduce_dtype(given)
-        aggregator = check_aggregator(options.get("aggregator"))
+        aggregator = options.get("aggregator")
+        if aggregator is not None and not isinstance(aggregator, Aggregator):
+            raise ArgumentTypeError(
+                f"aggregator must be a crossshard.pipeline.Aggregator, whose sum(values, state, "
+                f"peers) sums the gradients; got {_check.described(aggregator)}."
+            )
         if aggregator is not None and given is not None:
             raise ArgumentError(
                 f"reduce_dtype={given!r:.60} is for a sum of crossshard's own, and gradients are "
@@ -604,7 +582,6 @@ class Aggregate(Stage):
         return cls(*shared, wire if aggregator is None else aggregator)
 
     def init(self, params: Any) -> Any:
-        """The aggregator's own state."""
         return self.aggregator.init(params)
 
     def moved_to(self, state: PyTree, spread: PyTree, number: int) -> PyTree:
@@ -613,7 +590,6 @@ class Aggregate(Stage):
         return self.aggregator.on_other_shards(state, number)
 
     def written(self) -> dict[str, Given]:
-        """The dtype, or the aggregator."""
         if isinstance(self.aggregator, Plain):
             return {"reduce_dtype": self.aggregator.dtype}
         return {"aggregator": self.aggregator}
@@ -649,13 +625,10 @@ class Aggregate(Stage):
         others, other_tree = jax.tree.flatten((gradients.weight, dict(gradients.sums)))
         first = len(gradients.extra_status)
         early = [False] * first + list(gradients.early or [False] * len(gradients.status))
-        summands = Summands(
-            gradients.values,
-            [widen(leaves[place]) for place in to_sum] + others,
-            [partitions[place] for place in to_sum] + [_unsplit(other) for other in others],
-            [None if place < first else place - first for place in to_sum] + [None] * len(others),
-        )
-        sums, state = self.aggregator.reduce(summands, state, context)
+        nth = lambda place: None if place < first else place - first
+        sent = [Sent(widen(leaves[at]), partitions[at], nth(at)) for at in to_sum]
+        sent += [Sent(other, _unsplit(other)) for other in others]
+        sums, state = self.aggregator.reduce(gradients.values, sent, state, context)
         totals = dict(zip(to_sum, sums, strict=False))
         total_weight, totals_of_others = other_tree.unflatten(sums[len(to_sum) :])
 

@@ -86,7 +86,6 @@ class DynamicLossScale(Stage):
         )
 
     def init(self, params: PyTree) -> LossScaleState:
-        """The initial scale."""
         del params
         return LossScaleState(jnp.float32(self.initial), jnp.int32(0))
 
@@ -109,5 +108,4 @@ class DynamicLossScale(Stage):
         return gradients.skipped_if(~finite), after
 
     def describe(self) -> str:
-        """``skip if not finite``."""
         return "skip if not finite"

@@ -45,7 +45,6 @@ class LocalNorms(Stage):
     state_field = ""
     needs_local = "metrics measure"
     options = ()
-    asked_by = ("metrics",)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self | None:
@@ -81,7 +80,6 @@ class Metrics(Stage):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self | None:
-        """The stage of these names; ``None`` without any."""
         names = check_metrics(options.get("metrics", ()))
         if not names:
             return None
@@ -128,7 +126,6 @@ class Metrics(Stage):
         return gradients, {name: jnp.asarray(found[name], jnp.float32) for name in self.names}
 
     def describe(self) -> str:
-        """Nothing."""
         return ""
 
 

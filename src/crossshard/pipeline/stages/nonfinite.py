@@ -167,7 +167,6 @@ class Nonfinite(Stage):
         return gradients.skipped_if(~finite if self.excludes_shards else ~finite | some), after
 
     def describe(self) -> str:
-        """``skip if not finite``."""
         return "skip if not finite"
 
 
@@ -182,7 +181,6 @@ class ReportNonfinite(Stage):
     state_field = ""
     needs_local = "nonfinite checks"
     options = ()
-    asked_by = ("nonfinite",)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self | None:

@@ -57,7 +57,6 @@ class Preprocess(Stage):
         return cls(optax.with_extra_args_support(transformation), maker_of(transformation))
 
     def init(self, params: Any) -> Any:
-        """The transformation's own state."""
         with inside_optimizer():
             return self.transformation.init(params)
 
@@ -84,7 +83,6 @@ class Preprocess(Stage):
         return gradients.replace(values=values), after
 
     def describe(self) -> str:
-        """The name of the transformation."""
         return f"preprocess ({self.name})"
 
 
@@ -132,9 +130,9 @@ def check_transformation(opt: Any, what: str = "The optimizer") -> optax.Gradien
             f"{what} must be an Optax transformation; got the function or class {name}, "
             f"which returns one. Call it: {name}(learning_rate)."
         )
-    tx = " Pass its .tx." if hasattr(opt, "tx") else ""
+    write = "Pass its .tx." if hasattr(opt, "tx") else "Write Optax's own, as optax.sgd(0.1)."
     raise ArgumentTypeError(
         f"{what} must be an Optax transformation, with init and update; got "
         f"{type(opt).__name__} ({_check.shown(opt, 80)}), which has no "
-        f"{' and no '.join(missing)}.{tx}"
+        f"{' and no '.join(missing)}. {write}"
     )

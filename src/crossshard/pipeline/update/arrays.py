@@ -100,7 +100,6 @@ class Whole(Arrays):
         return self.params or [Partition(shape) for shape in shapes]
 
     def split(self, tree: Any) -> Any:
-        """The parameters themselves."""
         return tree
 
     def gather(self, tree: Any) -> Any:
@@ -111,7 +110,6 @@ class Whole(Arrays):
         return structure.unflatten(bucketed_gather(leaves, self.params, self.shards))
 
     def run(self, *args: Any) -> tuple[Any, Any]:
-        """The optimizer's updates, and its next state."""
         return super().run(*args) if self.apart is None else self.apart.run(*args)
 
 
@@ -133,7 +131,6 @@ class Parts(Arrays):
         return squared_norm_of_slices(tree, self.params, self.shards)
 
     def split(self, tree: Any) -> Any:
-        """This shard's slices."""
         if self.in_parts:
             return tree
         index = self.shards.position()

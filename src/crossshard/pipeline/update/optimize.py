@@ -38,7 +38,6 @@ class Optimize(Stage):
     scope = ""
     state_field = "inner_state"
     options = ("master_dtype", "ema")
-    asked_by = ()
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
@@ -51,7 +50,6 @@ class Optimize(Stage):
         return cls(options["inner"], dtype, check_ema(options.get("ema")))
 
     def written(self) -> dict[str, Given]:
-        """The dtype and the decay."""
         return {"master_dtype": self.master_dtype, "ema": self.ema}
 
     @functools.cached_property
@@ -88,7 +86,7 @@ class Optimize(Stage):
         """The reduced gradients with the update, and the optimizer's next state."""
         arrays, skip, applies = context.arrays, gradients.skip, context.apply_updates
         # Only optimizers that take the loss of a whole step get it; explicit arguments always pass.
-        given, takes_loss, params = context.extra_args, takes_value(self.optimizer), context.params
+        given, takes_loss, params = context.extra_args, takes(self.optimizer), context.params
         extra = {k: x for k, x in gradients.extra.items() if k in given or takes_loss}
         extra_args = {**given, **extra}
         if context.shards.is_grouped:
@@ -166,13 +164,8 @@ def _in_loop(
     return kept, updates
 
 
-def takes_value(optimizer: optax.GradientTransformation) -> bool:
-    """Whether an optimizer's update accepts the loss as ``value``."""
-    return takes_keyword(optimizer, "value")
-
-
-def takes_keyword(optimizer: optax.GradientTransformation, name: str) -> bool:
-    """Whether an optimizer's update accepts an extra argument of this name."""
+def takes(optimizer: optax.GradientTransformation, name: str = "value") -> bool:
+    """Whether an optimizer's update accepts an extra argument of this name, such as the loss."""
     kinds = {p.name: p.kind for p in inspect.signature(optimizer.update).parameters.values()}
     return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
 

@@ -25,7 +25,7 @@ from crossshard.gradients.status import leaf_name
 from crossshard.jaxprs.leafwise import NotLeafwise, find_leafwise
 from crossshard.jaxprs.slices import is_elementwise, why_not_elementwise
 from crossshard.pipeline.update.arrays import Arrays, Global, Parts, Whole
-from crossshard.pipeline.update.optimize import Unread, find_unread, takes_value
+from crossshard.pipeline.update.optimize import Unread, find_unread, takes
 from crossshard.pipeline.update.owners import Block, Owners, bytes_of_type, cost_of, owners_of
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import (
@@ -376,7 +376,7 @@ def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[...
     """An optimizer as ``(params, state, gradients, loss) -> (updates, state)``, to be traced."""
 
     def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
-        extra_args = {"value": loss} if takes_value(optimizer) else {}
+        extra_args = {"value": loss} if takes(optimizer) else {}
         with inside_optimizer():
             return optimizer.update(gradients, state, params, **extra_args)
 

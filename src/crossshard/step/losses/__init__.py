@@ -1,7 +1,10 @@
 """What the loss of a step is over: the rows of shards, the whole batch, or virtual shards."""
 
+import dataclasses
 from typing import Any
 
+from crossshard import _check
+from crossshard.errors import ArgumentError
 from crossshard.step.losses.batch import BatchLoss
 from crossshard.step.losses.rows import LossOver, RowsLoss, StepLoss
 from crossshard.step.losses.virtual import VirtualLoss
@@ -13,3 +16,35 @@ def loss_over(over: LossOver, *, same_bits: int | None = None, **fields: Any) ->
     if same_bits is not None:
         kind = VirtualLoss
     return kind(over=over, same_bits=same_bits, **fields)
+
+
+def changed(loss: StepLoss, **fields: Any) -> StepLoss:
+    """A loss with other values of some fields."""
+    own = {each.name: getattr(loss, each.name) for each in dataclasses.fields(loss)}
+    return loss_over(**own | fields)
+
+
+def check_virtual_shards(given: Any, shards: int) -> int | None:
+    """The checked number of virtual shards on so many shards; ``None`` without them."""
+    if given is None:
+        return None
+    number = _check.whole_number("virtual_shards", given)
+    if number % shards:
+        raise ArgumentError(
+            f"virtual_shards={number} are divided evenly over the shards, and there are {shards}. "
+            f"Pass a multiple of {shards}, or as num_shards one of "
+            f"{', '.join(str(n) for n in range(1, number + 1) if number % n == 0)}."
+        )
+    return number
+
+
+def written(loss: StepLoss) -> dict[str, Any]:
+    """What a checkpoint tells of a loss, and a restore compares, by the names of the options."""
+    return {
+        "weight": loss.weight,
+        "accumulate_steps": loss.accumulate_steps,
+        "model_state": loss.model_state,
+        "loss_over": loss.over,
+        "rng_per='row'": loss.keys_of_rows,
+        "virtual_shards": loss.same_bits,
+    }

@@ -1,12 +1,11 @@
 """BatchLoss: one loss of all rows and its gradient, on global arrays whose work XLA splits."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, final
 
 import jax
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from crossshard import _jax
 from crossshard.errors import AxisError, LossError
@@ -15,43 +14,10 @@ from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.shards.axes import Shards
-from crossshard.shards.cut import Partition, map_partitions, only
-from crossshard.step.gather import AtUse, Transport
+from crossshard.shards.cut import map_partitions, only
+from crossshard.step.gather import AtUse, ByXLA
 from crossshard.step.losses.rows import StepLoss
 from crossshard.step.microbatches import LocalResult
-
-
-@dataclasses.dataclass(frozen=True)
-class ByXLA(Transport):
-    """By XLA, of global arrays, which are packed."""
-
-    mesh: Mesh
-    axes: tuple[str, ...]  # its shard axes
-
-    def gather(
-        self, parts: Sequence[jax.Array], partitions: Sequence[Partition], shards: Shards
-    ) -> list[jax.Array]:
-        """Arrays that are replicated, but for the other axes."""
-        del shards
-        whole = lambda each: NamedSharding(self.mesh, each.other_axes)
-        return [
-            lax.with_sharding_constraint(self.split(x, each), whole(each))
-            for x, each in zip(parts, partitions, strict=True)
-        ]
-
-    def sum(self, x: jax.Array, partition: Partition, shards: Shards) -> jax.Array:
-        """The array, of which each shard has its slice: the sum of all that is one."""
-        del shards
-        return self.split(x, partition)
-
-    def shape(self, partition: Partition) -> tuple[int, ...]:
-        """That of all slices."""
-        return partition.packed_shape
-
-    def split(self, x: jax.Array, partition: Partition) -> jax.Array:
-        """A packed array, of which each shard has its slice."""
-        placed = NamedSharding(self.mesh, partition.spec(self.axes))
-        return lax.with_sharding_constraint(x, placed)
 
 
 def on_all_rows(at_use: AtUse, layout: StateLayout) -> AtUse:
@@ -61,9 +27,7 @@ def on_all_rows(at_use: AtUse, layout: StateLayout) -> AtUse:
     """
     frozen = None if at_use.frozen is None else on_all_rows(at_use.frozen, layout)
     by_xla, waits = ByXLA(layout.mesh, layout.axes), not at_use.in_parts
-    return dataclasses.replace(
-        at_use, shards=Shards(1), waits=waits, frozen=frozen, transport=by_xla
-    )
+    return dataclasses.replace(at_use, shards=Shards(1), waits=waits, frozen=frozen, by_xla=by_xla)
 
 
 @final
@@ -72,7 +36,7 @@ class BatchLoss(StepLoss):
     """The loss of the batch, outside of ``shard_map``: of no shard, and reduced by XLA."""
 
     status = GradientStatus.REDUCED
-    has_one_state = is_interleaved = True
+    has_one_state = True
     gradient = "gradient of one loss over the batch, summed by XLA"
     # Nothing has to divide it.
     in_context: ClassVar[Mapping[str, Any]] = {"divisor": 1, "over_batch": True}
@@ -129,10 +93,6 @@ class BatchLoss(StepLoss):
         # All of it is of the batch, and nothing else is to be summed.
         found = LocalResult(loss, values, None, model_state, None, terms, early, sums={})
         return found, before.params
-
-    def alone(self) -> StepLoss:
-        """Itself: its microbatches are other losses, on any number of shards."""
-        return self
 
 
 def _check_convolutions(jaxpr: Any, rows: int) -> None:

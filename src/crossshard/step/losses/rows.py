@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, final
 
 import jax
@@ -16,7 +16,7 @@ from crossshard import _check, _jax
 from crossshard._check import is_inexact
 from crossshard.collectives.sums import average, to_sum
 from crossshard.errors import ArgumentError
-from crossshard.gradients.local import check_sums, scaled, split_loss, unscale
+from crossshard.gradients.local import split_loss
 from crossshard.gradients.mean import Mean, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.mean_over_rows import facts_of_inputs, prove, types_with
@@ -32,7 +32,7 @@ from crossshard.pipeline.stages.accumulate import Sums, add, mean, zeros
 from crossshard.shards.axes import get_shard_context, shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, join
 from crossshard.shards.random_streams import keys_of_rows
-from crossshard.step.gather import AtUse, Use, evaluated
+from crossshard.step.gather import AtUse
 from crossshard.step.microbatches import (
     AuxReduction,
     Counting,
@@ -64,32 +64,15 @@ Keys = tuple[jax.Array, ...]
 
 
 class LossOver(enum.StrEnum):
-    """What the loss is given, and so what it is a loss of.
+    """What the loss is given, and so what it is a loss of; see ``make_train_step``."""
 
-    ROWS: each shard's rows; it is proven to be a mean over rows, so that the mean over the shards
-      is that of the batch.
-    BATCH: all rows of the batch, as global arrays, whose work XLA splits.
-    SHARD: each shard's rows; each shard's own loss is meant, whatever it does with its rows.
-
-    >>> LossOver("batch")
-    <LossOver.BATCH: 'batch'>
-    """
-
-    ROWS = "rows"
-    BATCH = "batch"
-    SHARD = "shard"
+    ROWS = "rows"  # each shard's rows; it is proven to be a mean over these
+    BATCH = "batch"  # all rows of the batch, as global arrays, whose work XLA splits
+    SHARD = "shard"  # each shard's rows, whatever it does with them
 
 
 class RngPer(enum.StrEnum):
-    """What has a random key of its own in a step.
-
-    SHARD: each shard, so that noise depends on the number of shards; with a loss over the batch
-      there is one key.
-    ROW: each row, by its place in the global batch, so that noise depends on nothing else.
-
-    >>> RngPer("row")
-    <RngPer.ROW: 'row'>
-    """
+    """What has a random key of its own in a step; see ``StepOptions``."""
 
     SHARD = "shard"
     ROW = "row"
@@ -142,10 +125,9 @@ class StepLoss(abc.ABC):
     )
 
     status: ClassVar[GradientStatus] = GradientStatus.LOCAL  # the status of its gradients
-    # Whether it is one loss, of all rows, and has one state.
+    # Whether it is one loss, and has one state: its rows are those of all shards, of which a
+    # microbatch has some.
     has_one_state: ClassVar[bool] = False
-    # Whether its rows are those of all shards, of which a microbatch has some.
-    is_interleaved: ClassVar[bool] = False
     gradient: ClassVar[str] = ""  # its gradient in words; empty if it is each shard's local one
     # What the context of the stages says of its gradients.
     in_context: ClassVar[Mapping[str, Any]] = {}
@@ -158,31 +140,16 @@ class StepLoss(abc.ABC):
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
     ) -> tuple[Any, Any, Any]:
-        """What enters ``shard_map`` besides the state, its specs, and ``aux`` if it is known.
-
-        Args:
-          layout: the layout of the state.
-          state: the state, of global arrays.
-          batch: the batch, its rows split over the shards.
-          at_use: how a shard gets its parameters.
-        """
+        """What enters ``shard_map`` besides the state, its specs, and ``aux`` if it is known."""
 
     @abc.abstractmethod
     def local(
         self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
     ) -> tuple[LocalResult, Any]:
-        """One shard's loss and gradients, and the types of these.
+        """One shard's loss and gradients, and the types of these, given what of ``enter`` it got.
 
-        Args:
-          before: the state of the shard.
-          given: what of ``enter`` it got.
-          at_use: how it gets its parameters.
-          weight: float[], 0 if this shard is left out of a ``Mean``, else 1; ``None`` if none is.
+        The weight, float[], is 0 if the shard is left out of a ``Mean``, and ``None`` if none is.
         """
-
-    @abc.abstractmethod
-    def alone(self) -> "StepLoss":
-        """The same of all rows in one piece, if it is a mean of pieces."""
 
     def check_state(self, state: TrainState) -> None:
         """Raise ArgumentError unless it can keep the model state of this state."""
@@ -200,10 +167,6 @@ class StepLoss(abc.ABC):
         counted = lambda x: to_sum(x, local.weight)
         terms = {} if local.terms is None else {"terms": jax.tree.map(counted, local.terms)}
         return of_state | of_aux | terms
-
-    def settled_state(self, local: LocalResult, gradients: Gradients, number: int) -> Any:
-        """The model state for the next step, given the reduced gradients of ``number`` parts."""
-        return model_states.settled(local.model_state, gradients, number)
 
     def reduced_aux(
         self, local: LocalResult, gradients: Gradients, number: int, grouped: bool
@@ -285,8 +248,6 @@ class StepLoss(abc.ABC):
     def begin(self, state: TrainState, batch: Any, at_use: AtUse, weight: Any) -> Counting:
         """How a ``Mean`` is counted in the step that is traced from here on."""
         self.record.traces.clear()
-        # Unknown for a step that is traced anew, whose batch may have other entries.
-        self.record.returns_mean = None
         counting = Counting(at_use.shards, self.pieces(at_use.shards.number), weight)
         if counting.pieces == 1 and self.same_bits is None:
             return counting
@@ -305,18 +266,13 @@ class StepLoss(abc.ABC):
 
             def of_both(both: tuple[Any, Any]) -> tuple[Any, Any]:
                 out = run(both)
-                self.record.returns_mean = isinstance(out.loss, Mean)
-                counts = counts_of(out.loss) if isinstance(out.loss, Mean) else ()
-                return counts, out.model_state
+                return counts_of(out.loss) if isinstance(out.loss, Mean) else (), out.model_state
 
-            of_params = lambda params: with_frozen(
-                at_use, lambda frozen: of_both((params, frozen)), state.frozen
-            )
-            found: tuple[Any, Any] = at_use.call(of_params, state.params)
+            found: tuple[Any, Any] = at_use.of_both(of_both, state.params, state.frozen)
             return found
 
         def of_shard(rows: Any, shard: Any) -> Any:
-            pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_interleaved)
+            pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.has_one_state)
 
             def one(before: Any, piece: Any) -> tuple[Any, Any]:
                 counts, after = of_piece(piece[1], before, shard, piece[0])
@@ -332,8 +288,8 @@ class StepLoss(abc.ABC):
         with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
             pieces = pieces_of(rows, self.batch_axes, counting.pieces)
             of_one = jax.tree.map(lambda x: x[0], pieces)
-            jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
-            if not self.record.returns_mean:
+            types, _ = jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
+            if not types:
                 return None
             if self.same_bits is None:
                 return counting.over_shards(_pruned(of_shard, rows, shard))
@@ -345,25 +301,22 @@ class StepLoss(abc.ABC):
         """The loss and gradients of the shard, or the virtual one, with this index."""
         number, (rows, whole) = self.accumulate_steps, self.split(batch)
 
-        def compute(rows: Any, model_state: Any, index: Any, at_use: AtUse) -> LocalResult:
+        def compute(at_use: AtUse, rows: Any, model_state: Any, index: Any) -> LocalResult:
             here = dataclasses.replace(state, model_state=model_state)
             return self._of_rows(here, join(rows, whole), at_use, shard, index, counting)
 
         if number == 1:
-            return compute(rows, state.model_state, 0, at_use)
+            return compute(at_use, rows, state.model_state, 0)
 
         # The rows divide, or they would not have been placed.
-        pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.is_interleaved)
-
-        def with_(at_use: AtUse) -> Callable[..., LocalResult]:
-            return lambda rows, model_state, index: compute(rows, model_state, index, at_use)
+        pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.has_one_state)
 
         # Whole gradients are added up, and the last microbatch sums them over the shards.
         every, sums_in_loops = at_use, False
         if not at_use.in_parts:
             every = dataclasses.replace(at_use, waits=True)
             first, found = jax.tree.map(lambda x: x[0], pieces), list[bool]()
-            look = lambda *args: found.append(any(with_(at_use)(*args).early))
+            look = lambda *args: found.append(any(compute(at_use, *args).early))
             jax.eval_shape(look, first, state.model_state, jnp.int32(0))
             # It may have loops in whose backward pass gradients are summed.
             sums_in_loops = found[0]
@@ -372,7 +325,7 @@ class StepLoss(abc.ABC):
         def one(carry: Any, piece: Any) -> tuple[Any, Any]:
             sums, model_state = carry
             index, rows = piece
-            found = with_(every)(rows, model_state, index)
+            found = compute(every, rows, model_state, index)
             sums = add(sums, found.values, found.loss, found.weight, early)
             others = found.aux, found.terms, found.weight
             return (sums, as_stored(found.model_state, model_state)), others
@@ -387,7 +340,7 @@ class StepLoss(abc.ABC):
             index, rows = jax.tree.map(lambda x: x[-1], numbered)
             # The backward pass adds gradients of the scaled loss to them, and returns the mean.
             last = dataclasses.replace(at_use, before=_scaled(sums, scale_of(state)))
-            end = with_(last)(rows, model_state, index)
+            end = compute(last, rows, model_state, index)
             early = end.early
             own = chosen(early, jax.tree.map(jnp.zeros_like, sums[0]), end.values)
             sums = add(sums, own, end.loss, end.weight)
@@ -418,12 +371,12 @@ class StepLoss(abc.ABC):
             given = model_states.overwrite(state.model_state, overwritten)
             here = dataclasses.replace(state, model_state=given)
             of_both = lambda frozen: loss_of_both((params, frozen), here)
-            return with_frozen(at_use, of_both, state.frozen)
+            found: tuple[Any, Any] = at_use.of_frozen(of_both, state.frozen)
+            return found
 
         def loss_of_both(both: tuple[Any, Any], here: TrainState) -> tuple[Any, Any]:
             out = run(both, state=here)
             check_not_written(out.written, both, lambda both: run(both, state=here).written)
-            self.record.returns_mean = isinstance(out.loss, Mean)
             if not isinstance(out.loss, Mean):
                 return out.loss, (out.model_state, out.aux, None)
             if weight is not None:
@@ -449,8 +402,8 @@ class StepLoss(abc.ABC):
             with jax.named_scope("loss"):
                 overwritten = model_states.overwritten(state.model_state)
                 scale = scale_of(state)
-                out, gradients, early, of_others = _value_and_grad(
-                    at_use, loss_of, state.params, weight, scale, overwritten
+                out, gradients, early, of_others = at_use.value_and_grad(
+                    loss_of, state.params, weight, scale, overwritten
                 )
         loss, (after, aux, terms) = out
         if overwritten:
@@ -475,7 +428,7 @@ class StepLoss(abc.ABC):
             return (jax.random.fold_in(of_step, shard),)
         each = jnp.arange(self.number_of_rows(batch))
         # As the microbatches are cut.
-        places = each * number + index if self.is_interleaved else index * len(each) + each
+        places = each * number + index if self.has_one_state else index * len(each) + each
         places += shard * number * len(each)
         return (keys_of_rows(jax.random.fold_in(key, state.step), places),)
 
@@ -586,13 +539,9 @@ class StepLoss(abc.ABC):
         return axes, facts_of_inputs(jax.tree.leaves(given), axes, others, own)
 
     def _conclude(self, key: Any, state: TrainState, arguments: Arguments, times: int) -> None:
-        """Write down what it is in its rows, and what divides it.
+        """Write down what it is in its rows, and what divides it, by the types of all it takes.
 
-        Args:
-          key: the types of all that it takes, by which that is asked for.
-          state: the state.
-          arguments: the types of what it is computed from, of one piece of the batch.
-          times: how many pieces the batch has.
+        The arguments are the types of one of the ``times`` pieces of the batch.
         """
         given, (first, tree) = arguments.given, self._trace(state, arguments)
         # Its outputs are the first of them.
@@ -613,10 +562,10 @@ class StepLoss(abc.ABC):
             proof = prove(traces, inputs, each, times, shards)
         structure = jax.tree.structure(returned)
         finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
-        self.record.known[key] = finding
+        divisor = None
         if self.weight is not None and finding.kind is OverRows.RATIO:
             divisor = divisor_of(finding, proof.jaxpr, arguments, self.split, self.weight)
-            self.record.divisors[key] = divisor
+        self.record.known[key] = finding, divisor
         if self.weight is not None and finding.kind is OverRows.MEAN:
             check_weight_of_mean(self.weight, given[0], arguments.whole)
 
@@ -646,15 +595,6 @@ class RowsLoss(StepLoss):
         before, at_use, like = self.at_rest(before, at_use)
         return self.of_shard(before, given, at_use, weight), like
 
-    def alone(self) -> StepLoss:
-        """The same without microbatches."""
-        return dataclasses.replace(self, accumulate_steps=1)
-
-
-def with_frozen(at_use: AtUse, function: Callable[[Any], Any], frozen: Any) -> Any:
-    """What a function of the arrays that are not trained returns; as ``AtUse.call``."""
-    return function(frozen) if at_use.frozen is None else at_use.frozen.call(function, frozen)
-
 
 def _pruned(function: Callable[..., Any], *args: Any) -> Any:
     """What a function returns, computed without what it does not need for that."""
@@ -666,66 +606,6 @@ def _pruned(function: Callable[..., Any], *args: Any) -> Any:
 def scale_of(state: TrainState) -> Any:
     """float[]: the loss scale of a state; ``None`` without one."""
     return getattr(state.opt_state.loss_scale, "scale", None)
-
-
-def _value_and_grad(
-    at_use: AtUse,
-    loss_of: Callable[..., tuple[Any, Any]],
-    params: Any,
-    weight: Any,
-    loss_scale: Any,
-    others: Sequence[Any],
-) -> tuple[Any, Any, tuple[bool, ...], Sequence[Any]]:
-    """The loss with its auxiliary output, and the gradients that are read.
-
-    Args:
-      at_use: how the loss gets its parameters, and where their gradients are summed.
-      loss_of: the loss as a function of the parameters and the other arrays, which returns
-        ``(loss, aux)``.
-      params: the parameters as they rest.
-      weight: float[], the weight of this shard; ``None`` if all count the same.
-      loss_scale: float[], the scale of the loss; ``None`` without one.
-      others: further arrays to differentiate, which every shard has whole.
-
-    Returns:
-      The loss with that output; the gradients: whole and local, or this shard's slice of the sum;
-      for each whether it is that, or empty if none is; and the gradients of the others.
-    """
-    leaves, tree = jax.tree.flatten(params)
-    unread = at_use.unread or (False,) * len(leaves)
-    read = [place for place, each in enumerate(unread) if not each]
-    traced, late = at_use.late(loss_of, params, read, others)
-    whole = at_use.at_start(leaves, late)
-    given = list(whole)
-    for place in late.intersection(read):
-        given[place] = at_use.slot(place, leaves[place])
-
-    uses: dict[int, list[Use]] = {}
-
-    def of_read(arrays: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
-        inputs = list(whole)
-        for place, x in zip(read, arrays, strict=True):
-            inputs[place] = x
-        if traced is None:
-            loss, aux = loss_of(tree.unflatten(inputs), *others)
-        else:
-            for place in late:
-                slot = None if unread[place] else inputs[place]
-                inputs[place] = at_use.leaf(place, leaves[place], slot, weight)
-            loss, aux = evaluated(traced, [*inputs, *others], uses)
-        return scaled(loss, loss_scale), (loss, aux)
-
-    both = [given[place] for place in read], list(others)
-    check_sums(lambda: jax.make_jaxpr(lambda *both: of_read(*both)[0])(*both), ())
-    found, out = jax.grad(of_read, (0, 1), has_aux=True)(*both)
-    found, of_others = unscale(found, loss_scale)
-    if at_use.record is not None and traced is not None:
-        at_use.record.latest = uses
-    gradients = [jnp.zeros_like(x) if none else x for x, none in zip(given, unread, strict=True)]
-    for place, gradient in zip(read, found, strict=True):
-        gradients[place] = gradient
-    early = tuple(place in late for place in range(len(leaves))) if late else ()
-    return out, tree.unflatten(gradients), early, of_others
 
 
 def _scaled(sums: Sums, scale: Any) -> Sums:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from crossshard import _check, _jax
+from crossshard import _jax
 from crossshard._annotations import PyTree
 from crossshard.collectives.in_order import (
     levels_within,
@@ -31,25 +31,11 @@ from crossshard.jaxprs.walk import equations_of, named_axes
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import StageContext
-from crossshard.pipeline.stages.aggregate import Aggregator, Peers, Summands
+from crossshard.pipeline.stages.aggregate import Aggregator, Peers, Sent
 from crossshard.shards.batch_axes import join
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.rows import RowsLoss, StepLoss
+from crossshard.step.losses.rows import StepLoss
 from crossshard.step.microbatches import LocalResult, pieces_of
-
-
-def check_virtual_shards(given: Any, shards: int) -> int | None:
-    """The checked number of virtual shards on so many shards; ``None`` without them."""
-    if given is None:
-        return None
-    number = _check.whole_number("virtual_shards", given)
-    if number % shards:
-        raise ArgumentError(
-            f"virtual_shards={number} are divided evenly over the shards, and there are {shards}. "
-            f"Pass a multiple of {shards}, or as num_shards one of "
-            f"{', '.join(str(n) for n in range(1, number + 1) if number % n == 0)}."
-        )
-    return number
 
 
 @final
@@ -151,11 +137,6 @@ class VirtualLoss(StepLoss):
         of_nodes = lambda x, like: jax.ShapeDtypeStruct(x.shape, like.dtype)
         return local, jax.tree.map(of_nodes, summed, like)
 
-    def alone(self) -> StepLoss:
-        """The loss of each shard's rows: the mean of the virtual shards' is that of all rows."""
-        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return RowsLoss(**own | {"accumulate_steps": 1, "same_bits": None})
-
 
 def _check_alone(jaxpr: Any, axes: Sequence[str]) -> None:
     """Raise if the loss of a virtual shard communicates with other shards."""
@@ -192,27 +173,16 @@ class InOrder(Aggregator):
         return jax.tree.map(lambda x: sum_of_nodes(of_all(x)), values), state
 
     def reduce(
-        self, summands: Summands, state: PyTree, context: StageContext
+        self, gradients: PyTree, sent: Sequence[Sent], state: PyTree, context: StageContext
     ) -> tuple[list[jax.Array], PyTree]:
         """The slices of the sums, of arrays ``[nodes, …]`` that are weighed already."""
+        arrays, whole = [x.array for x in sent], [x.partition for x in sent]
         partitions = [
             each if each.number > 1 else dataclasses.replace(each, shape=x.shape[1:])
-            for x, each in zip(summands.arrays, summands.partitions, strict=True)
+            for x, each in zip(arrays, whole, strict=True)
         ]
-        return sum_in_order(summands.arrays, partitions, context.shards), state
+        return sum_in_order(arrays, partitions, context.shards), state
 
     def describe(self) -> str:
         """How many virtual shards there are."""
         return f"as {self.virtual_shards} virtual shards, added in a fixed order"
-
-
-def written(loss: StepLoss) -> dict[str, Any]:
-    """What a checkpoint tells of a loss, and a restore compares, by the names of the options."""
-    return {
-        "weight": loss.weight,
-        "accumulate_steps": loss.accumulate_steps,
-        "model_state": loss.model_state,
-        "loss_over": loss.over,
-        "rng_per='row'": loss.keys_of_rows,
-        "virtual_shards": loss.same_bits,
-    }

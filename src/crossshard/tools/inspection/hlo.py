@@ -56,14 +56,9 @@ _MESH_DEVICES = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
 _USED_AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")
 
-# Without use_global_device_ids, ids are replica ids if there is no channel id. With a channel id
-# they are partition ids for these kinds, and ids of full replicas for all others.
-_IDS_ARE_PARTITIONS = {
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-}
+# The ids of these kinds are those of devices. Without use_global_device_ids those of others are of
+# replicas, of which there is one.
+_BY_DEVICE = {"all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast"}
 
 
 def width(dtype: str) -> int:
@@ -183,12 +178,11 @@ class Module:
     computations: Mapping[str, Computation]
     entry: Computation
     partitions: int
-    replicas: int
     _frames: Mapping[int, tuple[str, int]]
 
     @functools.cached_property
     def slices(self) -> int:
-        """The number of slices of a TPU that run it, each with all replicas and partitions."""
+        """The number of slices of a TPU that run it, each with all partitions."""
         each = (x for one in self.computations.values() for x in one.instructions.values())
         groups = (group for x in each if x.sent_as is not None for group in _sent_to(x))
         return max((slice_ for group in groups for slice_, _ in group), default=1)
@@ -196,7 +190,7 @@ class Module:
     @property
     def devices(self) -> int:
         """The number of devices that run it."""
-        return self.partitions * self.replicas * self.slices
+        return self.partitions * self.slices
 
     def lines(self, instruction: Instruction) -> tuple[str, ...]:
         """The ``file:line`` of an instruction and of its callers, innermost first.
@@ -230,6 +224,11 @@ def parse(text: str) -> Module:
     if not header.startswith("HloModule"):
         raise ArgumentError(f"The program's text must be an HLO module; it starts {header[:80]!r}.")
     settings = _attributes(header)
+    if (replicas := settings.get("replica_count", "1")) != "1":
+        raise ArgumentError(
+            f"The program runs as {replicas} replicas, whose groups are not read: jax.jit makes "
+            "partitions. Map the step over a mesh, with jax.shard_map."
+        )
     computations, entry = _computations(text)
     if entry is None:
         raise ArgumentError(f"The program's text has no entry computation: {header[:80]!r}.")
@@ -237,7 +236,6 @@ def parse(text: str) -> Module:
         computations,
         entry,
         partitions=int(settings.get("num_partitions", 1)),
-        replicas=int(settings.get("replica_count", 1)),
         _frames=_stack_frames(text),
     )
 
@@ -403,31 +401,22 @@ def _over_axes(mesh: str, devices: str | None, used: str) -> Groups:
 
 def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
     """The groups of a collective, as device indices; of a permute, its (source, target) pairs."""
-    devices = np.arange(module.replicas * module.partitions)
+    size, attributes = module.partitions, collective.attributes
     if collective.sent_as is not None:
         sent = _sent_to(collective)
-        return tuple(tuple((at - 1) * devices.size + x for at, x in group) for group in sent)
-    attributes = collective.attributes
-    pairs = kind == "collective-permute"
-    text = attributes.get("source_target_pairs" if pairs else "replica_groups", "{}")
-    if text.startswith("mesh") and "device_ids" in attributes:
-        # They follow a comma, so they were parsed as another attribute.
-        text = f"{text}, device_ids={attributes['device_ids']}"
-    given = [list(group) for group in parse_groups(text)]
-    if pairs and not given:
-        return ()
-    table = devices.reshape(module.replicas, module.partitions)
-    if attributes.get("use_global_device_ids") == "true":
-        rows = [devices[group] for group in given or [list(range(devices.size))]]
-    elif "channel_id" not in attributes:
-        rows = [column[group] for column in table.T for group in given or [[*range(len(column))]]]
-    elif kind in _IDS_ARE_PARTITIONS:
-        rows = [row[group] for row in table for group in given or [[*range(len(row))]]]
+        return tuple(tuple((at - 1) * size + x for at, x in group) for group in sent)
+    if kind == "collective-permute":
+        given = parse_groups(attributes.get("source_target_pairs", "{}"))
     else:
-        rows = [table[group].ravel() for group in given or [[*range(len(table))]]]
+        text = attributes.get("replica_groups", "{}")
+        if text.startswith("mesh") and "device_ids" in attributes:
+            # They follow a comma, so they were parsed as another attribute.
+            text = f"{text}, device_ids={attributes['device_ids']}"
+        by_device = kind in _BY_DEVICE or attributes.get("use_global_device_ids") == "true"
+        given = (parse_groups(text) if by_device else ()) or (tuple(range(size)),)
     # Every slice runs the same.
-    firsts = range(0, module.devices, devices.size)
-    return tuple(tuple((row + first).tolist()) for first in firsts for row in rows)
+    firsts = range(0, module.devices, size)
+    return tuple(tuple(first + x for x in group) for first in firsts for group in given)
 
 
 def _sent_to(send: Instruction) -> list[list[tuple[int, int]]]:

@@ -16,7 +16,6 @@ from crossshard.tools.verification.runs import (
     BuiltStep,
     Factory,
     Run,
-    changed,
     rows_of,
     rows_taken,
 )
@@ -74,7 +73,7 @@ class Comparison:
     one: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1))
     # float64[shards, size], of one device with each shard's rows, if it was run.
     own: np.ndarray | None = None
-    _own_runs: int = 0
+    own_runs: int = 0  # these may be fewer
     _off: np.ndarray | float = 0.0
     _square: np.ndarray | float = 0.0
 
@@ -87,10 +86,10 @@ class Comparison:
         self._off, self._square = self._off + (many - one), self._square + (many - one) ** 2
 
     def add_own(self, own: np.ndarray) -> None:
-        """Add a run with each shard's rows; these may be fewer."""
-        self._own_runs += 1
-        before = np.zeros(1) if self.own is None else self.own
-        self.own = before + (own - before) / self._own_runs
+        """Add a run with each shard's rows."""
+        self.own_runs += 1
+        before = 0 if self.own is None else self.own
+        self.own = before + (own - before) / self.own_runs
 
     @property
     def chance(self) -> float:
@@ -109,7 +108,7 @@ class Comparison:
     @property
     def noise_of_own(self) -> float:
         """By how much more noise there is in ``own``."""
-        return float(np.sqrt(max(1.0, self.runs / max(1, self._own_runs))))
+        return float(np.sqrt(max(1.0, self.runs / max(1, self.own_runs))))
 
     @property
     def update(self) -> np.ndarray:
@@ -228,19 +227,31 @@ class Measurement:
         self.shapes = {name: one.start[name].values.shape[1:] for name in names}
         self._check_names(one, self._many)
         self._largest = max(rms(self._update(one, name)) for name in names)
-        statistics = sorted(set(changed(one.start, one.idle)) - set(names))
-        metrics = one.metrics if factor == 1 else ()  # they have another one under SUM
+        idle = one.seen[STATISTICS].items()
+        statistics = sorted({name for name, x in idle if np.any(x.values)} - {*names})
+        metrics = one.seen[METRIC] if factor == 1 else ()  # they have another one under SUM
         known = ((UPDATE, names), (STATISTICS, statistics), (METRIC, metrics))
         self._compared = {
             (what, name): [Comparison(each, self.number) for each in groups]
             for what, names in known
             for name in names
         }
-        # How many runs were made, each with other random keys.
-        self.samples = self._own_samples = 0
+        self.samples = 0  # how many runs were made, each with other random keys
         self._take(self._many, self._one)
         self._own: list[Iterator[Run]] = []
-        self._take_own(self._first_own())
+        if self._blocks is None:
+            self.notes.append(
+                f"the {self.rows} rows do not divide over {self.number} shards, so no shard's rows "
+                "were run alone"
+            )
+            return
+        self._own = [self._run(self._alone, self._rows_of([i])) for i in range(self.number)]
+        try:
+            self._take_own()
+        except Exception as error:  # of any kind: the step may want a fixed number of rows
+            kind = type(error).__name__
+            self.notes.append(f"the step on one device does not take a shard's rows alone ({kind})")
+            self._own = []
 
     def take_samples(self, samples: int) -> None:
         """Run until means are those of so many runs."""
@@ -248,9 +259,9 @@ class Measurement:
             self._take(next(self._of_many), list(map(next, self._of_one)))
         # What each shard does alone is only looked at where something differs.
         each = itertools.chain.from_iterable(self._compared.values())
-        if not all(of_group.is_fine() for of_group in each):
-            while self._own and self._own_samples < min(samples, _OWN_SAMPLES):
-                self._take_own(list(map(next, self._own)))
+        if self._own and not all(of_group.is_fine() for of_group in each):
+            for _ in range(1, _OWN_SAMPLES):
+                self._take_own()
 
     def of(self, what: str) -> dict[str, list[Comparison]]:
         """``UPDATE``, ``STATISTICS`` or ``METRIC`` of each array, by each group of shards."""
@@ -295,41 +306,22 @@ class Measurement:
     def _taken(self, rows: np.ndarray) -> list[Any]:
         return rows_taken(self._batch, self._axes, rows.ravel())
 
-    def _first_own(self) -> list[Run]:
-        """One device with the rows of each shard; a note if the step does not take them alone."""
-        if self._blocks is None:
-            self.notes.append(
-                f"the {self.rows} rows do not divide over {self.number} shards, so no shard's rows "
-                "were run alone"
-            )
-            return []
-        own = [self._run(self._alone, self._rows_of([i])) for i in range(self.number)]
-        try:
-            runs = list(map(next, own))
-        except Exception as error:  # of any kind: the step may want a fixed number of rows
-            kind = type(error).__name__
-            self.notes.append(f"the step on one device does not take a shard's rows alone ({kind})")
-            return []
-        self._own = own
-        return runs
-
     # What they tell.
 
     def _take(self, many: Run, one: Sequence[Run]) -> None:
         """Add a sample."""
         self.samples += 1
         for (what, name), groups in list(self._compared.items()):
-            of = (one[0].metrics if what == METRIC else one[0].idle).get(name)
-            shape = () if of is None else of.values.shape[1:]
-            alone, copies = _on_one(one, what, name, shape), many.seen(what, name, shape)
-            if of is None or alone is None or copies is None:
+            of, there = one[0].seen[what].get(name), many.seen[what].get(name)
+            shape, alone = () if of is None else of.values.shape[1:], _on_one(one, what, name)
+            copies = None if there is None else there.of_shape(shape, self.number)
+            if of is None or there is None or alone is None or copies is None:
                 del self._compared[what, name]  # it is another array there
                 continue
             rounding = 1e-7 + 4 * of.rounding
             if what == UPDATE:
                 by_order = _OF_ORDER * self._largest * np.sqrt(alone.shape[-1])
                 rounding = float(np.hypot(2 * of.rounding / self._rate, by_order))
-            there = (many.metrics if what == METRIC else many.idle)[name]
             for each, of_group in zip(groups, self._wanted(what) * alone, strict=True):
                 each.is_stacked = there.values.shape[1:] != shape
                 each.tolerance = max(_ROUNDING, 4 * float(jnp.finfo(of.dtype).eps))
@@ -337,29 +329,25 @@ class Measurement:
                 own = copies[list(each.members)] if len(copies) == self.number else copies
                 each.add(own, of_group)
 
-    def _take_own(self, own: Sequence[Run]) -> None:
+    def _take_own(self) -> None:
         """Add a sample of the shards' own."""
-        self._own_samples += 1
-        for (what, name), groups in self._compared.items() if own else ():
-            of = (own[0].metrics if what == METRIC else own[0].idle).get(name)
-            alone = None if of is None else _on_one(own, what, name, of.values.shape[1:])
-            if alone is not None and alone.shape[1:] == groups[0].one.shape:
+        runs = list(map(next, self._own))
+        for (what, name), groups in self._compared.items():
+            own = _on_one(runs, what, name)
+            if own is not None and own.shape[1:] == groups[0].one.shape:
                 for each in groups:
-                    each.add_own(self._wanted(what) * alone[list(each.members)])
+                    each.add_own(self._wanted(what) * own[list(each.members)])
 
     def _wanted(self, what: str) -> float:
         return self._factor if what == UPDATE else 1.0
 
     def _most_apart(self, one: Run, other: Run) -> float:
         """The largest relative difference of any parameter's updates."""
-        return max(self._apart(one, other, name) for name in self.shapes)
-
-    def _apart(self, one: Run, other: Run, name: str) -> float:
-        return apart(*(self._update(run, name) for run in (one, other)))
+        return max(apart(self._update(one, x), self._update(other, x)) for x in self.shapes)
 
     def _update(self, run: Run, name: str) -> np.ndarray:
         """float64[copies, size]."""
-        copies = run.seen(UPDATE, name, self.shapes[name])
+        copies = run.seen[UPDATE][name].of_shape(self.shapes[name], self.number)
         assert copies is not None
         return copies
 
@@ -371,7 +359,7 @@ class Measurement:
             )
         for name, shape in self.shapes.items():
             first, start = one.start[name].values[0], many.start.get(name)
-            start = start if name in many.last else None
+            start = start if name in many.seen[UPDATE] else None
             copies = None if start is None else start.of_shape(shape, self.number)
             if copies is None:
                 there = "absent" if start is None else f"of shape {list(start.values.shape[1:])}"
@@ -386,19 +374,16 @@ class Measurement:
                 )
 
 
-def _on_one(runs: Sequence[Run], what: str, name: str, shape: tuple[int, ...]) -> Any:
+def _on_one(runs: Sequence[Run], what: str, name: str) -> Any:
     """float64[runs, size] of runs on one device, if all have it."""
-    found = [run.seen(what, name, shape) for run in runs]
-    there = [each[0] for each in found if each is not None]
-    return np.stack(there) if len(there) == len(runs) else None
+    found = [x.values[0].ravel() for run in runs if (x := run.seen[what].get(name)) is not None]
+    return np.stack(found) if len(found) == len(runs) else None
 
 
 def _good_rate(run: Run) -> float:
     """A learning rate with which updates are about as large as the parameters, from a run at 1."""
-    ratios = []
-    for name in run.parameters():
-        before, after = (x[name].values[0].astype(np.float64) for x in (run.idle, run.last))
-        ratios += [norm(before) / norm(after - before)] if np.any(before) else []
+    sizes = {x: norm(run.start[x].values[0].astype(np.float64)) for x in run.parameters()}
+    ratios = [size / norm(run.seen[UPDATE][x].values[0]) for x, size in sizes.items() if size]
     wanted = float(np.median(ratios)) if ratios else 1.0
     if not np.isfinite(wanted) or 1 / _FAR <= wanted <= _FAR:
         return 1.0

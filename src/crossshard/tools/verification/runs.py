@@ -67,37 +67,20 @@ def _with_rate(x: Any, rate: float) -> Any:
     return where(x == _IDLE, np.float32(rate).view(np.int32), x)
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """An idle step, and as many with a learning rate as it takes to change a parameter."""
 
     start: Snapshot  # before them
-    idle: Snapshot  # after the idle step
-    last: Snapshot  # after all
-    metrics: Snapshot  # the real numbers that the idle step returned besides, by their path
-    number: int  # of shards
-    rate: float
+    # Of UPDATE what the latter changed, over the rate; of STATISTICS what the idle step did; of
+    # METRIC the real numbers that it returned besides. By their paths.
+    seen: dict[str, Snapshot]
     calls: int  # after the idle one
 
     def parameters(self) -> list[str]:
         """The names of what the idle step leaves and the next ones change."""
-        idle = changed(self.start, self.idle)
-        return [x for x in changed(self.idle, self.last) if x in self.start and x not in idle]
-
-    def seen(self, what: str, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
-        """What is compared, float64[copies, size]; ``None`` if it is not there, or is another.
-
-        ``shape`` is the array's on one device.
-        """
-        before, after = (self.idle, self.last) if what == UPDATE else (self.start, self.idle)
-        before, after = ({}, self.metrics) if what == METRIC else (before, after)
-        if name not in after or (before and name not in before):
-            return None
-        found = after[name].of_shape(shape, self.number)
-        if found is None or not before:
-            return found
-        first = before[name].of_shape(shape, self.number)
-        return None if first is None else (found - first) / (-self.rate if what == UPDATE else 1)
+        idle = self.seen[STATISTICS]
+        moved = [name for name, x in self.seen[UPDATE].items() if np.any(x.values)]
+        return [name for name in moved if name in idle and not np.any(idle[name].values)]
 
 
 class BuiltStep:
@@ -130,16 +113,18 @@ class BuiltStep:
         for seed in itertools.count():
             # Arrays of statistics start anew, so that their samples are independent.
             state = fresh(_with_reals_of(self._state, state), seed)
-            start, args = snapshot(state), self._args(batch, key, seed)
-            state, metrics = self._call(state, args)
+            start = snapshot(state)
+            state, metrics = self._call(state, self._args(batch, key, seed))
             idle = snapshot(state)
             moving = map_arrays(lambda x: _with_rate(x, rate), fresh(state))
-            run = Run(start, idle, idle, metrics, self.number, rate, 0)
-            while run.calls < (calls or _MOST_CALLS):
+            for number in range(1, (calls or _MOST_CALLS) + 1):
                 moving, _ = self._call(moving, self._args(batch, key, seed))
-                run = dataclasses.replace(run, last=snapshot(moving), calls=run.calls + 1)
-                if calls is None and run.parameters():
-                    break
+                if number == calls or calls is None:
+                    updates = _changes(idle, snapshot(moving), -rate)
+                    seen = {UPDATE: updates, STATISTICS: _changes(start, idle), METRIC: metrics}
+                    run = Run(start, seen, number)
+                    if run.parameters():
+                        break
             yield run
 
     def draws(self, batch: Sequence[Any], key: Any = None) -> bool | None:
@@ -187,13 +172,14 @@ class BuiltStep:
         )
 
 
-def changed(before: Snapshot, after: Snapshot) -> list[str]:
-    """The arrays of real numbers that a step changes: if idle, such as those of batch norm."""
-    return [
-        name
-        for name, first in before.items()
-        if first.is_float and name in after and not np.array_equal(first.values, after[name].values)
-    ]
+def _changes(before: Snapshot, after: Snapshot, over: float = 1.0) -> Snapshot:
+    """What a step changed of the arrays of real numbers, over a number."""
+    return {
+        name: now.real(before[name].values, over)
+        for name, now in after.items()
+        if now.is_float and name in before
+        if now.values.shape[1:] == before[name].values.shape[1:]
+    }
 
 
 def rows_of(batch: Any, axes: Sequence[int | None]) -> int:
@@ -226,7 +212,7 @@ def _scalars(outs: Sequence[Any]) -> Snapshot:
             copies = copies_of(leaf)
             if copies.is_float and np.size(leaf) <= np.shape(copies.values)[0] * 4096:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
-                found[name or "the value"] = copies
+                found[name or "the value"] = copies.real(np.zeros(1))
     return found
 
 
@@ -243,21 +229,22 @@ _NUMBERS = jax.Array | np.ndarray | np.generic | float | int
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """An array of a state, as its devices have it."""
+    """An array of a state, as its devices have it; or what a step changed of it."""
 
     values: np.ndarray  # [copies, …]; one copy if all devices have the same; data of a PRNG key
     dtype: Any  # the array's own
+    rounding: float = 0.0  # the norm of what is rounded off of the array
 
     @property
     def is_float(self) -> bool:
         """Whether it has real numbers."""
         return bool(jnp.issubdtype(self.dtype, jnp.floating))
 
-    @property
-    def rounding(self) -> float:
-        """The norm of what is rounded off."""
-        size = np.linalg.norm(self.values[0].astype(np.float64))
-        return float(jnp.finfo(self.dtype).eps * size)
+    def real(self, less: np.ndarray, over: float = 1.0) -> "Copies":
+        """In float64, less another array, over a number."""
+        values = self.values.astype(np.float64)
+        rounding = float(jnp.finfo(self.dtype).eps * np.linalg.norm(values[0]))
+        return Copies((values - less.astype(np.float64)) / over, self.dtype, rounding)
 
     def of_shape(self, shape: tuple[int, ...], number: int) -> np.ndarray | None:
         """float64[copies, size] of an array that has this shape on one device, if it has.

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,7 +44,7 @@ _SAMPLES = 64
 _VANISHING = 1e-5
 # How far a factor may be from one that has a name.
 _NEAR = 5e-3
-_FINE, _TOO_SMALL = "fine", "too small"
+_FINE, _TOO_SMALL, _NOTED = "fine", "too small", "noted"
 _OWN_STATISTICS = (
     "each shard normalises by the statistics of its own rows; one device would by those of all rows"
 )
@@ -302,30 +302,41 @@ def _fault(told: dict[str, Any]) -> Fault:
     return Fault(**told | {name: tuple(told[name]) for name in ("leaves", "shards")})
 
 
-# From what was measured to faults, each once, with the parameters that have it.
+# From what was measured to faults, each once, with the arrays that have it.
 
-Found = dict[str, Fault | str]
+
+class Told(NamedTuple):
+    """What is said of an array: the kind of its fault, or another verdict."""
+
+    verdict: str
+    case: Comparison
+    words: str = ""  # empty if it is told by how much the updates differ
+    factor: str = ""
 
 
 def _conclude(measured: Measurement) -> Verification:
     """What differs, in words."""
     notes, is_random = list(measured.notes), measured.samples > 1
-    cases, statistics = measured.of(UPDATE), measured.of(STATISTICS)
-    found, shown = _of_parameters(cases)
-    excused = _of_own_statistics(found, shown) if _are_of_rows(statistics, cases) else []
-    found |= dict.fromkeys(excused, _FINE)
-    notes += [_OWN_STATISTICS] * bool(excused)
-    faults = _joined(found, shown)
-    for what, beside_them in ((STATISTICS, statistics), (METRIC, measured.of(METRIC))):
-        beside, more = _beside(what, beside_them)
-        faults, notes = faults + beside, notes + more
+    updates, statistics = measured.of(UPDATE), measured.of(STATISTICS)
+    largest = max(rms(np.stack([case.one for case in groups])) for groups in updates.values())
+    told = {name: _of_parameter(groups, largest) for name, groups in updates.items()}
+    if _are_of_rows(statistics, updates) and (excused := _of_own_statistics(told)):
+        told |= {name: told[name]._replace(verdict=_FINE) for name in excused}
+        notes.append(_OWN_STATISTICS)
+    faults = _faults(told)
+    for what, compared in ((STATISTICS, statistics), (METRIC, measured.of(METRIC))):
+        # Of several groups each has its own.
+        of_all = {name: each[0] for name, each in compared.items() if len(each) == 1}
+        beside = {name: _beside(what, name, case) for name, case in of_all.items()}
+        faults += _faults(beside)
+        notes += dict.fromkeys(each.words for each in beside.values() if each.verdict == _NOTED)
     if is_random and measured.keys_are_equal():
         words = "random keys are equal on all shards: shards that swap rows leave the step as it is"
         # What a shared key does to the mean is no fault of its own.
         faults = [x for x in faults if x.kind != UPDATE or x.factor]
         faults.insert(0, Fault("keys", words))
     if is_random:
-        notes.append(_of_noise(measured, cases, found))
+        notes.append(_of_noise(measured, updates, told))
     leaves = tuple(
         LeafReport(
             name=name,
@@ -333,36 +344,43 @@ def _conclude(measured: Measurement) -> Verification:
             ratio=case.ratio,
             residual=case.residual,
             tolerance=case.tolerance + case.noise / max(norm(case.one), 1e-300),
-            verdict=fault.kind if isinstance(fault := found[name], Fault) else fault,
+            verdict=verdict,
         )
-        for name, case in shown.items()
+        for name, (verdict, case, *_) in told.items()
     )
     return Verification(measured.number, measured.rows, tuple(faults), leaves, tuple(notes))
 
 
-def _of_parameters(
-    cases: Mapping[str, list[Comparison]],
-) -> tuple[Found, dict[str, Comparison]]:
-    """A fault of each, without a sentence if it is of a factor, or a verdict; and the case."""
-    largest = max(rms(np.stack([case.one for case in of_leaf])) for of_leaf in cases.values())
-    found: Found = {}
-    shown = {}
-    for name, of_leaf in cases.items():
-        first = of_leaf[0]
-        off = next((case for case in of_leaf if not case.is_fine()), None)
-        case = shown[name] = off or first
-        floor = _VANISHING * largest * np.sqrt(len(first.one)) + first.noise
-        if case.copies_differ:
-            found[name] = Fault("copies", "differs between the shards", shards=case.members)
-        elif off is None and any(each.is_hidden for each in of_leaf):
-            found[name] = _TOO_SMALL
-        elif off is None:
-            found[name] = _FINE
-        elif len(first.many) == 1 and max(norm(first.update), norm(first.one)) <= floor:
-            found[name] = _TOO_SMALL
-        else:
-            found[name] = Fault(UPDATE, "", ratio=case.ratio, factor=_factor(case))
-    return found, shown
+def _of_parameter(groups: Sequence[Comparison], largest: float) -> Told:
+    off = next((case for case in groups if not case.is_fine()), None)
+    if off is None:
+        hidden = any(each.is_hidden for each in groups)
+        return Told(_TOO_SMALL if hidden else _FINE, groups[0])
+    floor = _VANISHING * largest * np.sqrt(len(off.one)) + groups[0].noise
+    if off.copies_differ:
+        return Told("copies", off, "differs between the shards")
+    if len(groups[0].many) == 1 and max(norm(groups[0].update), norm(groups[0].one)) <= floor:
+        return Told(_TOO_SMALL, off)
+    return Told(UPDATE, off, factor=_factor(off))
+
+
+def _faults(told: Mapping[str, Told]) -> list[Fault]:
+    """One fault for all arrays that have it."""
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for name, (kind, case, words, factor) in told.items():
+        if kind not in (_FINE, _TOO_SMALL, _NOTED):
+            shards = case.members if kind == "copies" else ()
+            alike.setdefault((kind, words, factor, shards), []).append(name)
+    faults = []
+    for (kind, words, factor, shards), names in alike.items():
+        cases = [told[name].case for name in names]
+        every = kind in (UPDATE, "copies") and len(names) == len(told) > 1
+        which = f"all {len(told)} parameters" if every else listed(names, 4)
+        which = f"metric {which}" if kind == METRIC else which
+        ratio = cases[0].ratio if kind == UPDATE else None
+        sentence = f"{which}: {words or _times(factor, cases)}"
+        faults.append(Fault(kind, sentence, tuple(names), ratio, factor, shards))
+    return faults
 
 
 def _factor(case: Comparison) -> str:
@@ -407,46 +425,28 @@ def _are_of_rows(
     return any(x.size > 1 and not any(along(x, y) for y in ones[1]) for x in ones[0])
 
 
-def _of_own_statistics(found: Found, shown: Mapping[str, Comparison]) -> list[str]:
+def _of_own_statistics(told: Mapping[str, Told]) -> list[str]:
     """The parameters that differ only as each shard normalises by statistics of its own rows."""
-    excused = []
-    for members in {case.members for case in shown.values()}:
-        names = [
-            name
-            for name, case in shown.items()
-            if isinstance(fault := found[name], Fault) and fault.kind == UPDATE
-            if not fault.factor and case.members == members and case.is_mean_of_own()
-        ]
-        owns = [own for name in names if (own := shown[name].own) is not None]
+    excused: list[str] = []
+    for members in {each.case.members for each in told.values()}:
+        cases = {
+            name: case
+            for name, (kind, case, _, factor) in told.items()
+            if kind == UPDATE and not factor and case.members == members and case.is_mean_of_own()
+        }
+        owns = [case.own for case in cases.values() if case.own is not None]
         if not owns:
             continue
         # It takes many numbers to tell this from a clip of each shard's gradient, and from weights.
         own = np.concatenate(owns, axis=1)
         sizes = np.linalg.norm(own, axis=1)
-        one = np.concatenate([shown[name].one for name in names])
-        within = max(shown[name].tolerance for name in names)
+        one = np.concatenate([case.one for case in cases.values()])
+        within = max(case.tolerance for case in cases.values())
         is_clipped = np.ptp(sizes) <= 1e-3 * sizes.max()
-        if shown[names[0]].runs > 1 or not (is_clipped or is_weighted(own, one, within)):
-            excused += names
+        is_random = any(case.runs > 1 for case in cases.values())
+        if is_random or not (is_clipped or is_weighted(own, one, within)):
+            excused += cases
     return excused
-
-
-def _joined(found: Found, shown: Mapping[str, Comparison]) -> list[Fault]:
-    """One fault for all parameters that have it."""
-    alike: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
-    for name, fault in found.items():
-        if isinstance(fault, Fault):
-            alike.setdefault((fault.kind, fault.factor, fault.shards), []).append(name)
-    faults = []
-    for names in alike.values():
-        fault = found[names[0]]
-        assert isinstance(fault, Fault)
-        every = len(names) == len(found) > 1
-        which = f"all {len(found)} parameters" if every else listed(names, 4)
-        words = fault.sentence or _times(fault.factor, [shown[name] for name in names])
-        sentence = f"{which}: {words}"
-        faults.append(dataclasses.replace(fault, sentence=sentence, leaves=tuple(names)))
-    return faults
 
 
 def _times(factor: str, cases: list[Comparison]) -> str:
@@ -464,61 +464,45 @@ def _times(factor: str, cases: list[Comparison]) -> str:
     return f"{words}, and {'up to ' * (len(cases) > 1)}{100 * rest:.2g}% of it in another direction"
 
 
-def _beside(what: str, compared: Mapping[str, list[Comparison]]) -> tuple[list[Fault], list[str]]:
-    """What differs of statistics or metrics, by their names, and what should be noted."""
-    found: dict[tuple[str, str], list[str]] = {}
-    notes: dict[str, None] = {}
-    for name, (mean, *of_other_groups) in compared.items():
-        if of_other_groups or (what == METRIC and (mean.is_stacked or mean.one.size > 1)):
-            continue  # each group has its own
-        words, factor = _told(mean)
-        if words == _EACH_ITS_OWN and mean.is_stacked:
-            notes[_STACKED] = None
-        elif words == _NEITHER and what == STATISTICS:
-            notes[f"{name} {words}"] = None
-        elif words and words != _NEITHER:
-            found.setdefault((words, factor), []).append(name)
-    before = "metric " if what == METRIC else ""
-    faults = [
-        Fault(what, f"{before}{listed(names, 4)}: {words}", tuple(names), factor=factor)
-        for (words, factor), names in found.items()
-    ]
-    return faults, list(notes)
-
-
-def _told(mean: Comparison) -> tuple[str, str]:
-    """How a statistic or a metric differs, and by which factor; empty if it does not."""
-    many, one, own, chance = mean.many, mean.one, mean.own, mean.chance
-    of_own = mean.noise_of_own * chance
+def _beside(what: str, name: str, case: Comparison) -> Told:
+    """Of a statistic or a metric: how it differs, and by which factor."""
+    many, one, own, chance = case.many, case.one, case.own, case.chance
+    of_own = case.noise_of_own * chance
+    fine = Told(_FINE, case)
 
     def near(one: np.ndarray, other: np.ndarray, off: float, within: float = 1e-3) -> bool:
         scale = max(norm(one), norm(other))
-        return norm(one - other) <= within * scale + off + mean.rounding
+        return norm(one - other) <= within * scale + off + case.rounding
 
+    if what == METRIC and (case.is_stacked or one.size > 1):
+        return fine  # each shard has its own
     if all(near(copy, one, chance) for copy in many):
-        return "", ""
+        return fine
     if any(not near(copy, many[0], 0.0, 1e-5) for copy in many[1:]):
-        return _EACH_ITS_OWN, ""
+        return Told(_NOTED, case, _STACKED) if case.is_stacked else Told(what, case, _EACH_ITS_OWN)
     if own is None or near(many[0], own.mean(axis=0), of_own):
-        return "", ""
-    number = len(own)
+        return fine
     for shard, alone in enumerate(own):
         if near(many[0], alone, of_own, 1e-4):
-            return f"that of shard {shard} alone", ""
-    for name, factor in (("N", number), ("1/N", 1 / number)):
-        if near(many[0], factor * own.mean(axis=0), factor * of_own):
-            return f"{factor:.3f} = {name} times that of one device", name
-    return _NEITHER, ""
+            return Told(what, case, f"that of shard {shard} alone")
+    number = len(own)
+    for factor, times in (("N", number), ("1/N", 1 / number)):
+        if near(many[0], times * own.mean(axis=0), times * of_own):
+            words = f"{times:.3f} = {factor} times that of one device"
+            return Told(what, case, words, factor)
+    return fine if what == METRIC else Told(_NOTED, case, f"{name} {_NEITHER}")
 
 
-def _of_noise(measured: Measurement, cases: Mapping[str, list[Comparison]], found: Found) -> str:
+def _of_noise(
+    measured: Measurement, cases: Mapping[str, list[Comparison]], told: Mapping[str, Told]
+) -> str:
     """How exactly a random step was compared, and what was not."""
     words = (
         f"the step draws other random numbers on {measured.number} shards than on one device, so "
         f"means of {measured.samples} steps are compared"
     )
     off = lambda of_leaf: max(case.noise / max(norm(case.one), 1e-300) for case in of_leaf)
-    fine = [off(of_leaf) for name, of_leaf in cases.items() if found[name] == _FINE]
+    fine = [off(of_leaf) for name, of_leaf in cases.items() if told[name].verdict == _FINE]
     hidden = [name for name, of_leaf in cases.items() if any(case.is_hidden for case in of_leaf)]
     words += f", to within {100 * max(fine):.0f}% of an update" if fine else ""
     return words + (f"; noise hides that of {listed(hidden, 4)}" if hidden else "")

@@ -1,66 +1,49 @@
-"""Makes the *.hlo files here: TPU programs, compiled without a TPU; needs libtpu, tests do not."""
+"""Makes the v5e_*.hlo and h100_*.hlo files here, without a TPU or a GPU; tests need neither.
+
+python make.py tpu: needs libtpu. python make.py gpu: needs JAX for CUDA.
+"""
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import topologies
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from crossshard.tools.inspection.hlo import end_of_bracket
+from crossshard.tools.planning import topology
 
-# name: (topology, mesh, scattered over how many of its axes, width of the two weights)
-STEPS = {
-    "v5e_4x4_replicated": ("v5e:4x4", (16,), 0, 256),
-    "v5e_4x4_flat": ("v5e:4x4", (16,), 1, 1024),
-    "v5e_4x4_axis": ("v5e:4x4", (4, 4), 1, 2048),
-    "v5e_16x16_axis": ("v5e:16x16", (16, 16), 1, 2048),
-    "v5p_4x4x4_flat": ("v5p:4x4x4", (64,), 1, 1024),
-}
+# Of GPUs as by default, and so that no two gradients are combined.
+OPTIONS = {"default": {}, "apart": {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1}}
 
 
-def loss(params: Any, x: Any, y: Any) -> Any:
-    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
+def sharded(axes: tuple[str, ...], over: int) -> Any:
+    """Layers whose gradients are scattered over the first axis of a mesh, of this size."""
 
+    def loss(params: Any, x: Any) -> Any:
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
 
-def replicated(axes: tuple[str, ...], scattered: tuple[str, ...], over: int) -> Any:
-    def step(params: Any, momentum: Any, x: Any, y: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, x, y)
-        grads = lax.pmean(grads, axes)
-        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
-        params = jax.tree.map(jnp.subtract, params, momentum)
-        return params, momentum, lax.pmean(value, axes)
+    def update(w: Any, g: Any) -> Any:
+        g = lax.psum_scatter(g, axes[0], tiled=True) / over
+        if axes[1:]:
+            g = lax.pmean(g, axes[1:])
+        start = lax.axis_index(axes[0]) * g.shape[0]
+        part = lax.dynamic_slice_in_dim(w, start, g.shape[0]) - 0.1 * g
+        return lax.all_gather(part, axes[0], tiled=True)
 
-    return step
-
-
-def sharded(axes: tuple[str, ...], scattered: tuple[str, ...], over: int) -> Any:
-    rest = tuple(axis for axis in axes if axis not in scattered)
-
-    def update(w: Any, m: Any, g: Any) -> Any:
-        g = lax.psum_scatter(g, scattered, tiled=True) / over
-        if rest:
-            g = lax.pmean(g, rest)
-        m = 0.9 * m + g
-        length = w.shape[0] // over
-        start = lax.axis_index(scattered) * length
-        part = lax.dynamic_slice_in_dim(w, start, length) - m
-        return lax.all_gather(part, scattered, tiled=True), m
-
-    def step(params: Any, momentum: Any, x: Any, y: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, x, y)
-        both = {k: update(params[k], momentum[k], grads[k]) for k in params}
-        params, momentum = ({k: pair[i] for k, pair in both.items()} for i in (0, 1))
-        return params, momentum, lax.pmean(value, axes)
+    def step(params: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return [update(w, g) for w, g in zip(params, grads, strict=True)], lax.pmean(value, axes)
 
     return step
 
@@ -75,45 +58,43 @@ def exchanges(axis: str, size: int) -> Any:
     return step
 
 
-def save(name: str, step: Any, mesh: Any, specs: Any, shapes: Any) -> None:
-    args = jax.tree.map(
-        lambda shape, spec: jax.ShapeDtypeStruct(
-            shape, jnp.float32, sharding=NamedSharding(mesh, spec)
-        ),
-        shapes,
-        specs[0],
-        is_leaf=lambda x: isinstance(x, tuple) and all(isinstance(n, int) for n in x),
+def lowered(step: Any, mesh: Mesh, specs: Any, out: Any, *args: Any) -> Any:
+    """The step for types of float32 that lie by their specs."""
+    given = lambda spec, shape: jax.ShapeDtypeStruct(
+        shape, jnp.float32, sharding=NamedSharding(mesh, spec)
     )
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-    text = jax.jit(mapped).lower(*args).compile().as_text()
-    # How a TPU goes about it is most of the text, and none of what is read.
-    while (start := text.find(", backend_config={")) >= 0:
-        text = text[:start] + text[end_of_bracket(text, text.index("{", start)) :]
+    types = jax.tree.map(given, specs, args, is_leaf=lambda x: isinstance(x, P))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    return jax.jit(mapped, donate_argnums=0).lower(*types)
+
+
+def layers(mesh: Mesh, number: int, width: int, rows: int) -> Any:
+    axes = mesh.axis_names
+    shapes = [(width, width)] * number, (rows * mesh.size, width)
+    step = sharded(axes, mesh.shape[axes[0]])
+    return lowered(step, mesh, ([P()] * number, P(axes)), P(), *shapes)
+
+
+def save(name: str, text: str) -> None:
+    # How a device goes about it is most of the text, and none of what is read but `is_sync`.
+    while found := re.search(r", backend_config=\{(?!\"is)", text):
+        end = end_of_bracket(text, found.end() - 1)
+        sync = re.search(r'"is_sync":\w+', text[found.end() : end])
+        kept = f', backend_config={{"is_sync"{sync[0][9:]}}}' if sync else ""
+        text = text[: found.start()] + kept + text[end:]
     text = re.sub(r", frontend_attributes=\{arg_layout[^}]*\}", "", text)
     here = Path(__file__)
     (here.parent / f"{name}.hlo").write_text(text.replace(str(here.resolve()), "step.py"))
 
 
-def mesh_of(topology: str, shape: tuple[int, ...]) -> Any:
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    return topologies.make_mesh(devices, shape, ("a", "b", "c")[: len(shape)])
-
-
-if __name__ == "__main__":
-    for name, (topology, shape, over, width) in STEPS.items():
-        mesh = mesh_of(topology, shape)
-        axes, scattered = mesh.axis_names, mesh.axis_names[:over]
-        make = sharded if over else replicated
-        spec = {"v": P(scattered), "w": P(scattered)}
-        weights = {"v": (width, width), "w": (width, width)}
-        batch = (4 * int(np.prod(shape)), width)
-        save(
-            name,
-            make(axes, scattered, int(np.prod(shape[:over]))),
-            mesh,
-            (({"v": P(), "w": P()}, spec, P(axes), P(axes)), ({"v": P(), "w": P()}, spec, P())),
-            (weights, weights, batch, batch),
-        )
-    mesh = mesh_of("v5e:4x4", (16,))
-    one = ((P("a"),), (P("a"),) * 4)
-    save("v5e_4x4_exchanges", exchanges("a", 16), mesh, one, ((256, 1024),))
+if __name__ == "__main__" and sys.argv[1] == "tpu":
+    chips = topology("v5e:4x4")
+    grid = Mesh(np.array(chips.devices).reshape(4, 4), ("a", "b"))
+    save("v5e_4x4_axis", layers(grid, 2, 2048, 4).compile().as_text())
+    line = chips.mesh({"a": 16})
+    made = lowered(exchanges("a", 16), line, (P("a"),), (P("a"),) * 4, (256, 1024))
+    save("v5e_4x4_exchanges", made.compile().as_text())
+elif __name__ == "__main__":
+    program = layers(topology("h100:1x8").mesh({"shards": 8}), 4, 1024, 256)
+    for name, options in OPTIONS.items():
+        save(f"h100_8_{name}", program.compile(compiler_options=options).as_text())

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import crossshard
 from crossshard.tools.inspection.collectives import called_computations
 from crossshard.tools.inspection.hlo import Computation, Instruction, end_of_bracket, parse
-from crossshard.tools.planning.topology import topology
+from crossshard.tools.planning import topology
 
 # Three matrices, of which every number of chips up to 4,096 has a slice in whole rows of 128, and
 # an array that is too small to be split.

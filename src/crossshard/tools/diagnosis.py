@@ -161,12 +161,13 @@ class Diagnosis:
 
     def describe(self) -> str:
         """The machine, a line for each size of the collective, and what looks wrong."""
+        pairs = lambda given, sign: [f"{name}{sign}{each}" for name, each in given.items()]
         rows = {
-            "versions": ", ".join(f"{name} {each}" for name, each in self.versions.items()),
+            "versions": ", ".join(pairs(self.versions, " ")),
             "devices": str(self.devices or ""),
             "processes": _of_job(self.job),
-            "mesh": ", ".join(f"{name} = {each}" for name, each in self.mesh.items()),
-            "settings": " ".join(f"{name}={each}" for name, each in self.settings.items()),
+            "mesh": ", ".join(pairs(self.mesh, " = ")),
+            "settings": " ".join(pairs(self.settings, "=")),
         }
         wrapped = textwrap.TextWrapper(
             100, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False
@@ -175,9 +176,9 @@ class Diagnosis:
         if self.tests:
             head = ("collective", "size", "sent", "time", "speed", "values")
             lines += ["", _text.table(head, list(map(_row, self.tests)))]
-        heads = {0: "Nothing looks wrong.", 1: "One thing looks wrong:"}
         number = len(self.findings)
-        lines += ["", heads.get(number, f"{number} things look wrong:")]
+        few = ("Nothing looks wrong.", "One thing looks wrong:")
+        lines += ["", few[number] if number < 2 else f"{number} things look wrong:"]
         return "\n".join([*lines, *(f"  {each.sentence}" for each in self.findings)])
 
     __str__ = describe
@@ -247,10 +248,8 @@ def diagnose(
         if not _check.number(name, given) > 0:
             raise ArgumentError(f"{name} must be above 0; got {given}.")
     timeout = min(float(timeout), threading.TIMEOUT_MAX)
-    versions = _installed()
     settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_SETTINGS)}
-    job, of_job = _find(timeout, meet=as_command)
-    found = list(of_job)
+    job, found = _find(timeout, meet=as_command)
     platforms = os.environ.get("JAX_PLATFORMS")
     start = f"The start of JAX{f' with JAX_PLATFORMS={platforms}' if platforms else ''}"
     devices: Devices | None = _tried(found, "start", start, timeout, _look)
@@ -268,7 +267,7 @@ def diagnose(
         number, own = _jax.processes_of_job()
         job = dataclasses.replace(job, num_processes=number, process_id=own)
     return Diagnosis(
-        versions,
+        _installed(),
         devices,
         {} if mesh is None else dict(mesh.shape),
         dataclasses.asdict(job) | {"connected": connected},
@@ -329,10 +328,9 @@ def _find(timeout: float, *, meet: bool) -> tuple[Job, list[Finding]]:
       meet: whether to meet the others.
     """
     job = Job()
-    if _jax.has_coordinator():
-        return job, []
     try:
-        job = find_job(timeout)
+        if not _jax.has_coordinator():
+            job = find_job(timeout)
         if job.num_processes == 1:
             return job, []
         split_address(str(job.coordinator_address))
@@ -341,17 +339,18 @@ def _find(timeout: float, *, meet: bool) -> tuple[Job, list[Finding]]:
                 # What stands still is named here, before the watch of the job ends the process.
                 initialize(timeout=timeout, stall_timeout=max(1, 2 * timeout))
             return job, []
+        kind = "alone"
+        sentence = (
+            f"{job.found_in} says that {job.num_processes} processes train together, but this one "
+            "has not met the others and trains alone. Call crossshard.distributed.initialize() "
+            "before the first JAX operation."
+        )
     except CrossshardError as error:
-        return job, [Finding("job", str(error))]
+        kind, sentence = "job", str(error)
     except Exception as error:  # whatever a cluster's detection raises
-        why = f"JAX cannot tell the job: {_first_line(error)}. Set {ADDRESS}, {NUMBER} and {OWN}."
-        return job, [Finding("job", why)]
-    sentence = (
-        f"{job.found_in} says that {job.num_processes} processes train together, but this one has "
-        f"not met the others and trains alone. Call crossshard.distributed.initialize() before "
-        f"the first JAX operation."
-    )
-    return job, [Finding("alone", sentence)]
+        why = f"JAX cannot tell the job: {_first_line(error)}."
+        kind, sentence = "job", f"{why} Set {ADDRESS}, {NUMBER} and {OWN}."
+    return job, [Finding(kind, sentence)]
 
 
 def _tried(
@@ -401,13 +400,10 @@ def _late(number: int, processes: int) -> str:
     except Exception:  # nobody answers
         return ", and the coordinator does not answer"
     # A process may enter what comes later, but nothing before this.
-    behind = [str(each) for each in range(processes) if told.get(str(each), 0) < number]
-    if behind:
+    if behind := [str(each) for each in range(processes) if told.get(str(each), 0) < number]:
         return f": process {_text.listed(behind, 10)} has not entered it"
-    return (
-        ", and all processes have entered it: one of them stands still, or they do not reach each "
-        "other"
-    )
+    stands = "one of them stands still, or they do not reach each other"
+    return f", and all processes have entered it: {stands}"
 
 
 # The sum over all devices.
@@ -422,18 +418,19 @@ def _test(found: list[Finding], mesh: Mesh, size: int, timeout: float) -> Collec
     seconds, result = summed
     numbers, marks = _values(length, mesh.size)
     right = (mesh.size * numbers + marks.sum()).astype(np.float32)
-    wrong = ""
+    wrong: list[Finding] = []
     for each in result.addressable_shards:
         got = np.asarray(each.data)
         differs = np.flatnonzero(got != right)
-        if differs.size and not wrong:
+        if differs.size:
             shard, at = (each.index[0].start or 0) // length, int(differs[0])
-            wrong = (
+            sentence = (
                 f"{what} is wrong in {differs.size} of {got.size} values on shard {shard} "
                 f"({each.device}); value {at} is {got[at]:g} and should be {right[at]:g}. Train "
                 "without this device."
             )
-            found.append(Finding("wrong values", wrong))
+            wrong.append(Finding("wrong values", sentence))
+    found += wrong[:1]
     sent = bytes_sent("all-reduce", mesh.size, 4 * length)
     return CollectiveTest("all-reduce", 4 * length, sent, seconds, not wrong)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.cli.command import PATIENCE, bare_environment
+from tests.tools.command import PATIENCE, bare_environment
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
@@ -33,7 +33,7 @@ def large():
             "loss_fn": lambda w, x: jnp.mean((x @ w[0]) ** 2)}
 """
 BYTES = 4 * 3 * 1024**2
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:

@@ -1,11 +1,16 @@
-"""plan: compiles a step in several ways for a machine that is not there, and reads the programs."""
+"""plan: compiles a step in several ways for a machine that is not there, and reads the programs.
+
+Its machines are topologies by name: TPU slices, GPU clusters, and the CPU devices of this one.
+"""
 
 import collections
 import concurrent.futures
 import dataclasses
+import importlib.util
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,17 +20,220 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import AxisType, Mesh
 
 from crossshard import TrainStep, _check, make_train_step
 from crossshard._annotations import Loss, PyTree
 from crossshard._text import count, size, table
 from crossshard.errors import ArgumentError
+from crossshard.shards.devices import cpu_devices
 from crossshard.step.rebuild import axes_of_batch, bytes_on_device, number_of_parameters
 from crossshard.tools.inspection.collectives import Collective
 from crossshard.tools.inspection.inspect import inspect
-from crossshard.tools.planning.topology import Topology
-from crossshard.tools.planning.topology import topology as topology_of
 from crossshard.tools.quiet import quiet
+
+# Topologies, and what compilers are told of them.
+
+_GIB = 2**30
+
+# What libtpu's compiler lets a program have on a chip, in bytes, and the dimensions of the torus.
+TPUS = {
+    "v5e": (int(15.75 * _GIB), 2),
+    "v5p": (int(95.74 * _GIB), 3),
+    "v6e": (int(31.25 * _GIB), 2),
+}
+# What compiles for TPUs and for GPUs: what is imported, in words, the extra, and the settings that
+# it reads when it is loaded, unless the user has set them.
+_OF_LIBTPU = {
+    # There is no TPU here, nor a server that could tell which one.
+    "TPU_SKIP_MDS_QUERY": "1",
+    # Nothing is run, so two processes may compile at once.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+}
+_FOR_TPUS = (("libtpu",), "libtpu, which compiles for TPUs", "tpu", _OF_LIBTPU)
+_FOR_GPUS = (
+    ("jax_cuda12_plugin", "jax_cuda13_plugin"),
+    *("JAX for CUDA, which compiles for GPUs", "cuda12"),
+    # There is no GPU here to be compatible with.
+    {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
+)
+
+# A GPU for the compiler: a ``GpuTargetConfigProto`` of XLA, as text.
+_TARGET = """
+gpu_device_info {{
+  name: "{name}"
+  device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability {{ major: {capability} }}
+  core_count: {cores}
+  fpus_per_core: {fpus}
+  clock_rate_ghz: {clock}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {block}
+  shared_memory_per_core: {shared}
+  l2_cache_size: {cache}
+  memory_bandwidth: {bandwidth}
+  device_memory_size: {memory}
+  device_address_bits: 64
+  driver_version: "13.0.0"
+  runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0"
+  dnn_version: "{dnn[0]}.{dnn[1]}.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: {dnn[0]} minor: {dnn[1]} }}
+device_description_str: "{name}"
+"""
+_OF_GPU = (
+    *("name", "memory", "capability", "cores", "fpus", "clock", "shared", "block", "cache"),
+    *("bandwidth", "dnn"),
+)
+# From xla/backends/gpu/target_config/specs/*.txtpb in github.com/openxla/xla (Apache-2.0).
+GPUS: dict[str, tuple[Any, ...]] = {
+    "a100": (
+        *("NVIDIA A100-SXM4-80GB", 85100068864, 8, 108, 64, 1.41),
+        *(167936, 166912, 41943040, 2039040000000, (8, 9)),
+    ),
+    "h100": (
+        *("NVIDIA H100 80GB HBM3", 84942979072, 9, 132, 128, 1.98),
+        *(233472, 232448, 52428800, 3352320000000, (9, 10)),
+    ),
+    "h200": (
+        *("NVIDIA H200 141GB HBM3e", 151397597184, 9, 132, 128, 1.98),
+        *(233472, 232448, 52428800, 4800000000000, (9, 10)),
+    ),
+    "b200": (
+        *("NVIDIA B200", 191514411008, 10, 148, 128, 1.965),
+        *(233472, 232448, 132644864, 7672320000000, (9, 7)),
+    ),
+}
+
+
+def target(kind: str) -> str:
+    """The description of a GPU for the compiler.
+
+    >>> "core_count: 132" in target("h100")
+    True
+    """
+    return _TARGET.format(**dict(zip(_OF_GPU, GPUS[kind], strict=True)))
+
+
+# The names of topologies, in words.
+KNOWN = (
+    "v5e:4x4 and v6e:8x8 (chips), v5p:4x4x4, "
+    + ", ".join(f"{name}:4x8" for name in GPUS)
+    + " (hosts x GPUs), cpu:8; in these forms with other numbers"
+)
+_MOST = 2**17
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """The devices to compile for.
+
+    Attributes:
+      name: as it was given.
+      memory: the bytes of a device that a program may use; of the CPU devices of this machine, each
+        has its part.
+      devices: in the order of the machine.
+    """
+
+    name: str
+    memory: int
+    devices: Sequence[jax.Device]
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return len(self.devices)
+
+    @property
+    def kind(self) -> str:
+        """``"v5e"``, ``"h100"``, ``"cpu"`` …: the name of a device."""
+        return self.name.partition(":")[0]
+
+    def mesh(self, shape: dict[str, int]) -> Mesh:
+        """A mesh with these axes, neighbours next to each other."""
+        sizes, names = tuple(shape.values()), tuple(shape)
+        types = (AxisType.Auto,) * len(names)
+        if self.kind not in TPUS:
+            # GPUs of a host follow each other, and all are alike.
+            return Mesh(np.array(self.devices).reshape(sizes), names, axis_types=types)
+        from jax.experimental import mesh_utils
+
+        placed = mesh_utils.create_device_mesh(sizes, self.devices, allow_split_physical_axes=True)
+        return Mesh(placed, names, axis_types=types)
+
+
+def topology(name: str) -> Topology:
+    """The topology of a name such as ``v5p:4x4x4``, ``h100:4x8`` or ``cpu:8``.
+
+    Raises:
+      ArgumentError: there is none of this name, or what compiles for it is not installed.
+
+    >>> topology("cpu:1").size
+    1
+    """
+    given = name if isinstance(name, str) else ""
+    found = re.fullmatch(r"([a-z]\w*):(\d{1,6}(?:x\d{1,6})*)", given)
+    kind, sizes = (found[1], [int(n) for n in found[2].split("x")]) if found else ("", [0])
+    is_tpu = kind in TPUS
+    if not (is_tpu or kind in GPUS or kind == "cpu") or not 0 < math.prod(sizes) <= _MOST:
+        raise ArgumentError(f"There is no topology {_check.shown(name)}. Known are {KNOWN}.")
+    numbers = TPUS[kind][1] if is_tpu else 2 if kind in GPUS else 1
+    if len(sizes) != numbers:
+        example = {1: "8", 2: "4x8"}[numbers] if not is_tpu else "x".join(["4"] * numbers)
+        raise ArgumentError(
+            f"{kind} takes {count(numbers, 'number')}, as in {kind}:{example}; got {name!r}. Known "
+            f"are {KNOWN}."
+        )
+    if kind == "cpu":
+        cpu_devices(sizes[0])
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Topology(name, memory // sizes[0], jax.devices("cpu")[: sizes[0]])
+    compilers, what, extra, settings = _FOR_TPUS if is_tpu else _FOR_GPUS
+    if all(importlib.util.find_spec(each) is None for each in compilers):
+        raise ArgumentError(f'{name} needs {what}: pip install "crossshard[{extra}]".')
+    described: dict[str, Any] = {"platform": "tpu", "topology_name": name}
+    if is_tpu and math.prod(sizes) == 1:
+        # Hosts have four chips or eight, except those with a single one.
+        described["chips_per_host_bounds"] = (1, 1, 1)
+    elif not is_tpu:
+        described = {"platform": "cuda", "topology_name": kind, "target_config": target(kind)}
+        described["topology"] = f"1x{given.partition(':')[2]}"
+    for setting, value in settings.items():
+        os.environ.setdefault(setting, value)
+    # Here, since importing crossshard brings in nothing that JAX, Optax and Flax do not.
+    from jax.experimental import topologies
+
+    try:
+        with quiet():
+            devices = topologies.get_topology_desc(**described).devices
+    except Exception as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ArgumentError(
+            f"There is no topology {name!r}: {first:.200}. Known are {KNOWN}."
+        ) from error
+    memory = TPUS[kind][0] if is_tpu else GPUS[kind][_OF_GPU.index("memory")]
+    return Topology(name, memory, devices)
+
+
+# Where a name of it is an argument.
+_topology_of = topology
+
+
+# What a step needs on one of them.
 
 _WHOLE = "replicated"
 # Chosen by the plan itself.
@@ -256,7 +464,7 @@ def plan(
         )
     is_model = isinstance(params, nnx.Pytree) or not callable(params)
     model = params if is_model else nnx.eval_shape(params)
-    where = topology_of(topology)
+    where = _topology_of(topology)
     mesh, rows = where.mesh({"data": where.size}), batch(where.size) if callable(batch) else batch
     _check.arrays("batch", rows, or_types=True)
     found = []

@@ -1,19 +1,21 @@
-"""`crossshard inspect`: tables, JSON, contracts, one line for what is wrong, and as a process."""
+"""`crossshard inspect`, `plan` and `verify`: words, JSON, exit codes, one line for a refusal."""
 
 import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import crossshard
-from tests.tools.cli import command
-from tests.tools.cli.command import Command, Ended
+from examples.byte_lm.options import TrainOptions
+from tests.tools.command import Command, Ended, bare_environment, process
 
-DOCS = Path(__file__).parents[3] / "docs" / "guide" / "inspect.md"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "guide" / "inspect.md"
 
 # What pip writes for the command; the folder it lies in is first on the path, not the current one.
 COMMAND = "import sys\nfrom crossshard.tools.cli import main\nsys.exit(main())\n"
@@ -23,7 +25,7 @@ import crossshard
 import jax, jax.numpy as jnp, optax
 from jax.sharding import PartitionSpec as P
 
-W, X = jnp.ones((16, 32)), jnp.ones((64, 16))
+W, X = jnp.full((16, 32), 0.01), jnp.ones((64, 16))
 
 
 def grad(w, x):
@@ -61,8 +63,11 @@ def placed():
     return step, *jax.device_put(args, lies)
 
 
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
 def train_step():
-    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
     step = crossshard.make_train_step(loss, optax.sgd(0.1), num_shards=8)
     return step, step.abstract_init(W), X
 
@@ -94,6 +99,46 @@ def needs_more(size):
 
 
 number = 3
+
+# For plan.
+
+
+def plan():
+    print("this is not part of the report")
+    rows = lambda devices: jax.ShapeDtypeStruct((2 * devices, 64), jnp.float32)
+    # Arrays start JAX, which must have its devices by then.
+    return {"loss_fn": loss, "params": jnp.zeros((64, 64)), "batch": rows,
+            "optimizer": optax.sgd(0.1)}
+
+
+def too_large():
+    large = jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32)
+    return {**plan(), "params": large, "loss_fn": lambda w, x: jnp.sum(w**2) + jnp.sum(x)}
+
+
+plan_of_a_tuple = lambda: (1, 2)
+plan_fails = lambda: {**plan(), "loss_fn": lambda w, x: w.nothing}
+
+# For verify.
+
+
+def check_wrong():
+    def make(optimizer, n):
+        @jax.jit
+        def step(w, state, x):
+            updates, state = optimizer.update(n * grad(w, x), state, w)
+            return optax.apply_updates(w, updates), state
+
+        return step, W, optimizer.init(W)
+
+    return make, X
+
+
+def check_step():
+    return train_step()[0], W, X
+
+
+check_fails = lambda: ((lambda optimizer, n: 1 / 0), X)
 """
 
 BYTES = 4 * 16 * 32
@@ -115,24 +160,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-def process(folder: Path, *words: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """As pip's script starts it."""
-    return command.process(folder, *words, script=folder.parent / "bin" / "crossshard", **kwargs)
-
-
 @pytest.fixture
-def run(command: Command, folder: Path) -> Command:
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> Command:
     """The command in the user's folder, in this interpreter."""
-    return command.inside(folder)
+    return Command(monkeypatch, capsys, folder)
+
+
+def as_script(folder: Path, *words: str, **kwargs: Any) -> Ended:
+    """As pip's script starts it."""
+    script = folder.parent / "bin" / "crossshard"
+    return process(folder, *words, command=(sys.executable, script), **kwargs)
 
 
 def inspected(run: Command, name: str, *options: str) -> Ended:
     return run("inspect", f"mine.train:{name}", "--devices", "8", *options)
 
 
-def test_a_table_from_a_process_with_nothing_set(folder):
+def test_a_table_from_a_process_with_nothing_set(folder: Path):
     words = ["--devices", "8", "--parameters", str(BYTES)]
-    done = process(folder, "inspect", "mine.train:function", *words)
+    done = as_script(folder, "inspect", "mine.train:function", *words)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "this is not part of the report\n"
     line = TRAIN.splitlines().index(next(x for x in TRAIN.splitlines() if "w - jax.lax.pmean" in x))
@@ -150,27 +198,19 @@ def test_a_table_from_a_process_with_nothing_set(folder):
     assert "\x1b" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    "name", ["jitted", "lowered", "compiled", "train_step", "Steps.make"]
-)  # and "function", above
-def test_all_that_a_factory_may_return(run, name):
+@pytest.mark.parametrize("name", ["jitted", "lowered", "compiled", "train_step", "Steps.make"])
+def test_all_that_a_factory_may_return(run: Command, name: str):
     named = [] if name == "train_step" else ["--parameters", str(BYTES)]
     done = inspected(run, name, "--json", *named)
     assert done.returncode == 0, done.stderr
     read = json.loads(done.stdout)
     assert (read["devices"], read["shards"], read["parameter_bytes"]) == (8, 8, BYTES)
     assert read["ratio"] == pytest.approx(1, abs=0.01)
+    # Of a step of ours that the command lowers no line is the user's.
+    source = str(read["collectives"][0]["source"])
+    assert ("train.py" in source, "command.py" in source) == (name != "train_step", False)
     # A step tells them.
     assert read["parameters"] == {"f32" if name == "train_step" else "unknown": BYTES}
-
-
-@pytest.mark.deep
-def test_virtual_devices_stand_before_accelerators(folder):
-    words = ["inspect", "mine.train:which_devices", "--devices", "8"]
-    said = [process(folder, *words, platforms=each).stderr for each in ("", "cpu,cuda")]
-    assert ["raised: ValueError: on cpu (" in each for each in said] == [True, False]
-    # What the user has set stays.
-    assert "on cpu,cuda (" in said[1]
 
 
 def keys_of(value: Any) -> set[str]:
@@ -179,10 +219,8 @@ def keys_of(value: Any) -> set[str]:
     return set().union(*map(keys_of, value)) if isinstance(value, list) else set()
 
 
-def test_the_keys_of_the_json_are_those_that_are_documented(run):
-    named = ["--parameters", str(BYTES)]
-    read = json.loads(inspected(run, "function", "--json", *named).stdout)
-    assert read["parameters"] == {"unknown": BYTES}
+def test_the_keys_of_the_json_are_those_that_are_documented(run: Command):
+    read = json.loads(inspected(run, "function", "--json", "--parameters", str(BYTES)).stdout)
     keys = keys_of({**read, "parameters": {}})
     assert (read["bytes_sent"], read["lower_bound"]) == (SENT, SENT)
     rows = DOCS.read_text().partition("## JSON")[2]
@@ -194,7 +232,7 @@ def test_the_keys_of_the_json_are_those_that_are_documented(run):
     assert keys == documented | inner
 
 
-def test_help_says_how_it_is_used_and_how_it_ends(run):
+def test_help_says_how_it_is_used_and_how_it_ends(run: Command):
     done = run("inspect", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     for part in ("(step, args...)", "Exit codes: 0 success; 1 ", "all-reduce, reduce-scatter"):
@@ -209,13 +247,12 @@ def test_help_says_how_it_is_used_and_how_it_ends(run):
     assert run("--version").stdout == f"crossshard {crossshard.__version__}\n"
 
 
-KEPT = {
-    f"placed --max-bytes-ratio 1 --parameters {BYTES} --axis-name s",
-    f"twice --max-bytes-ratio 2 --forbid all-gather --parameters {BYTES}",
-    "train_step --max-bytes-ratio 1",
-    "jitted --min-hidden all-gather=1",
-}
-BROKEN = {
+# Of options of a step: what breaks.
+CONTRACTS = {
+    f"placed --max-bytes-ratio 1 --parameters {BYTES} --axis-name s": "",
+    f"twice --max-bytes-ratio 2 --forbid all-gather --parameters {BYTES}": "",
+    "train_step --max-bytes-ratio 1": "",
+    "jitted --min-hidden all-gather=1": "",
     f"twice --max-bytes-ratio 1 --parameters {BYTES}": "sends 2.000 times the lower bound, but",
     "jitted --forbid all-gather --forbid all-reduce": "has forbidden collectives, all-reduce.",
     "jitted --min-hidden 0.5": "sends 0.0% of its bytes behind matrix products",
@@ -224,38 +261,34 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("words", [*sorted(KEPT), *BROKEN])
-def test_contracts(run, words):
-    done = inspected(run, *words.split())
-    faults = [line for line in done.stderr.splitlines() if line.startswith("crossshard: ")]
-    assert done.returncode == len(faults) == (words in BROKEN), done.stderr
-    assert "each of 8 devices sends" in done.stdout
-    assert BROKEN.get(words, "") in "".join(faults)
+def test_contracts(run: Command):
+    for words, broken in CONTRACTS.items():
+        done = inspected(run, *words.split())
+        faults = [line for line in done.stderr.splitlines() if line.startswith("crossshard: ")]
+        assert done.returncode == len(faults) == bool(broken), (words, done.stderr)
+        assert "each of 8 devices sends" in done.stdout
+        assert broken in "".join(faults)
 
 
-BAD = {
+REFUSED = {
     "": "COMMAND",
     "inspekt": "'inspekt'.*inspect",
     "inspect": "package.module:factory",
     "inspect mine.train": "package.module:factory.*got 'mine.train'",
     "inspect mine/train.py:jitted": "package.module:factory.*got 'mine/train.py:jitted'",
-    "inspect train.py:jitted": "package.module:factory.*got 'train.py:jitted'",
     "inspect mine.train:jitted --jsn": "--jsn",
     "inspect mine.train:jitted --devices many": "--devices.*'many'",
     "inspect mine.train:jitted --devices 0": "0",
     "inspect mine.train:jitted --parameters 1.5": "--parameters.*'1.5'",
     "inspect mine.train:jitted --parameters 0": "0 bytes",
     "inspect mine.train:placed --devices 8 --axis-name t": "axes of the program's mesh, s; .*'t'",
-    "inspect mine.train:jitted --max-bytes-ratio -1": "max_bytes_ratio.*-1",
     "inspect mine.train:jitted --max-bytes-ratio nan": "max_bytes_ratio.*nan",
     "inspect mine.train:jitted --forbid allreduce": "all-reduce, .*got 'allreduce'",
     "inspect mine.train:jitted --min-hidden most": "--min-hidden.*'most'",
     "inspect mine.train:jitted --min-hidden allreduce=1": "all-reduce, .*got 'allreduce'",
     "inspect nothing.here:make": r"cannot be imported in /.*here: .*No module named 'nothing'",
-    "inspect mine.nothing:make": r"No module named 'mine\.nothing'",
     "inspect mine.broken:make": r"mine\.broken.*No module named 'not_installed' .*broken\.py:2\)",
     "inspect mine.misspelt:make": r"mine\.misspelt:make cannot be .*: SyntaxError.*line 1",
-    "inspect mine.train:jited": r"'mine\.train' has no attribute 'jited'",
     "inspect mine.train:Steps.take": r"'Steps' has no attribute 'take'",
     "inspect mine.train:number": "must be a function without arguments; got int",
     "inspect mine.train:raises": r"ValueError: the data is gone \(/.*/mine/train\.py:\d+\)",
@@ -264,10 +297,23 @@ BAD = {
     "inspect mine.train:returns_nothing": r"returned NoneType; it must return \(step, args…\)",
     "inspect mine.train:returns_no_step": "A step is a function.*got int",
     "inspect mine.train:fails_in_the_step": r"cannot be lowered: .*nothing \(/.*train\.py:\d+\)",
+    "plan --topology cpu:1": "package.module:factory",
+    "plan mine.train:plan --topology v9:4x4": "no topology 'v9:4x4'. Known are v5e:4x4",
+    "plan mine.train:plan_of_a_tuple --topology cpu:1": "must return a dict with loss_fn",
+    "plan mine.train:plan_fails --topology cpu:1": "has no attribute nothing",
+    "verify mine.train:returns_nothing": r"must return \(make_step, batch…\)",
+    "verify mine.train:check_fails --shards 2": "ZeroDivisionError",
+    "verify mine.train:check_step --shards 2": "has its own number of shards",
+    "verify mine.train:check_step --groups 0,1": (
+        r"--groups: takes lists of shards, such as \[\[0, 1\], \[2, 3\]\]; got '0,1'"
+    ),
+    "doctor --timeout 0": "timeout must be above 0",
+    "doctor --sizes -1": "-1",
+    "doctor --devices 0": "0",
 }
 
 
-def check_refused(done: Any, why: str) -> None:
+def check_refused(done: Ended, why: str) -> None:
     said = done.stderr.replace("this is not part of the report\n", "")
     assert (done.returncode, done.stdout) == (2, ""), said
     assert said.startswith("crossshard: ")
@@ -275,42 +321,17 @@ def check_refused(done: Any, why: str) -> None:
     assert re.search(why, said), said
 
 
-@pytest.mark.parametrize("words", BAD)
-def test_what_cannot_be_done_is_one_line_and_two(run, words):
-    check_refused(run(*words.split()), BAD[words])
+def test_what_cannot_be_done_is_one_line_and_two(run: Command):
+    for words, why in REFUSED.items():
+        check_refused(run(*words.split()), why)
 
 
-@pytest.mark.deep
-def test_where_there_are_too_few_devices_the_users_line_is_named(folder):
-    done = process(folder, "inspect", "mine.train:jitted")
-    check_refused(done, r"raised: .*8.*\(/.*train\.py:\d+\)")
-
-
-def test_ctrl_c_ends_it_quietly(run):
+def test_ctrl_c_ends_it_quietly(run: Command):
     done = inspected(run, "stops")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-@pytest.mark.deep
-def test_output_that_nobody_reads_or_that_has_no_room(folder):
-    words = ["inspect", "mine.train:jitted", "--devices", "8"]
-    kept = {"capture_output": False, "stderr": subprocess.PIPE}
-    full = Path("/dev/full")
-    if full.exists():
-        with full.open("w") as stdout:
-            done = process(folder, *words, stdout=stdout, **kept)
-        assert done.returncode == 2
-        assert done.stderr.splitlines()[-1].endswith("No space left on device.")
-        assert "Traceback" not in done.stderr
-    read, written = os.pipe()
-    os.close(read)
-    done = process(folder, *words, "--json", stdout=written, **kept)
-    os.close(written)
-    assert done.returncode == 141
-    assert "Traceback" not in done.stderr
-
-
-def test_the_page_about_it_runs(folder, run):
+def test_the_page_about_it_runs(folder: Path, run: Command):
     page = DOCS.read_text()
     example, factory = re.findall("^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     exec(compile(example, DOCS.name, "exec"), {"__name__": "page"})
@@ -324,7 +345,76 @@ def test_the_page_about_it_runs(folder, run):
     assert set(totals) <= set(done.stdout.splitlines())
 
 
+# Interpreters of its own.
+
+
 @pytest.mark.deep
-def test_it_is_a_module_too(folder):
-    done = command.process(folder, "--version")
-    assert done.stdout == f"crossshard {crossshard.__version__}\n"
+def test_devices_of_a_process(folder: Path):
+    # Virtual devices stand before accelerators; what the user has set stays.
+    words = ["inspect", "mine.train:which_devices", "--devices", "8"]
+    of = lambda platforms: bare_environment(JAX_PLATFORMS=platforms)
+    said = [as_script(folder, *words, env=of(each)).stderr for each in ("", "cpu,cuda")]
+    assert ["raised: ValueError: on cpu (" in each for each in said] == [True, False]
+    assert "on cpu,cuda (" in said[1]
+    # Where there are too few, the user's line is named.
+    done = as_script(folder, "inspect", "mine.train:jitted")
+    check_refused(done, r"raised: .*8.*\(/.*train\.py:\d+\)")
+    # It is a module too.
+    done = process(folder, "plan", "mine.train:plan", "--topology", "cpu:2")
+    assert (done.returncode, done.stderr) == (0, "this is not part of the report\n")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "4,096 parameters on cpu:2, 2 devices"
+    rows = [line.split("  ")[0] for line in lines if line.startswith("data 2, ")]
+    assert rows == ["data 2, replicated", "data 2, sharded", "data 2, in parts"] * 2
+
+
+@pytest.mark.deep
+def test_output_that_nobody_reads_or_that_has_no_room(folder: Path):
+    words = ["inspect", "mine.train:jitted", "--devices", "8"]
+    kept = {"capture_output": False, "stderr": subprocess.PIPE}
+    full = Path("/dev/full")
+    if full.exists():
+        with full.open("w") as stdout:
+            done = as_script(folder, *words, stdout=stdout, **kept)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].endswith("No space left on device.")
+        assert "Traceback" not in done.stderr
+    read, written = os.pipe()
+    os.close(read)
+    done = as_script(folder, *words, "--json", stdout=written, **kept)
+    os.close(written)
+    assert done.returncode == 141
+    assert "Traceback" not in done.stderr
+
+
+# Plan and verify.
+
+
+def test_json_of_a_plan_of_what_does_not_fit(run: Command):
+    done = run("plan", "mine.train:too_large", "--topology", "cpu:1", "--json")
+    assert done.returncode == 1, done.stderr
+    read: Any = json.loads(done.stdout)
+    assert read["candidates"][0]["fits"] is False
+    assert read["candidates"][0]["memory"]["parameters"] == 4 * 2**40
+
+
+def test_the_model_of_the_demo_in_a_clone(run: Command, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    done = run("plan", "examples.byte_lm.planned:planned", "--topology", "cpu:1", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    layers, width = TrainOptions.layers, TrainOptions.width
+    # Embedding, head, and layers of 12 matrices with two norms each; a last norm.
+    expected = 2 * 256 * width + layers * (12 * width + 2) * width + width
+    assert json.loads(done.stdout)["parameters"] == expected
+
+
+def test_a_wrong_step_as_json_and_a_right_one(run: Command):
+    done = run("verify", "mine.train:check_wrong", "--json", "--shards", "2")
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["ok"], found["num_shards"], found["rows"]) == (False, 2, 64)
+    assert (found["faults"][0]["kind"], found["faults"][0]["factor"]) == ("update", "N")
+    assert found["leaves"][0]["ratio"] == pytest.approx(2)
+    done = run("verify", "mine.train:check_step")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("fine: on 8 shards and 64 rows")

@@ -1,1 +1,0 @@
-"""Diagnosis: what looks wrong with this machine and with JAX on it, before a run."""

@@ -1,0 +1,437 @@
+"""assert_communication: what it catches, what its message shows, what it lets pass; and lines."""
+
+import inspect as python
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import crossshard
+from crossshard import CrossshardError, inspect, make_train_step
+from crossshard.errors import ArgumentError, ArgumentTypeError, CommunicationError
+from crossshard.testing import assert_communication
+from tests.tools import steps
+from tests.tools.steps import SPLIT, WHOLE, gather, mean, placed, scatter, summed
+
+W, X = jnp.ones((16, 32)), jnp.ones((64, 16))
+# What they train.
+NAMED = {"parameters": W}
+ANY = float("inf")
+
+
+def grad(w: Any, x: Any) -> Any:
+    return jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+
+def over(step: Any) -> Any:
+    return steps.over(step, (WHOLE, SPLIT), WHOLE)
+
+
+@over
+def once(w: Any, x: Any) -> Any:
+    return w - lax.pmean(grad(w, x), "s")
+
+
+def twice_on_a_shard(w: Any, x: Any) -> Any:
+    g = lax.pmean(grad(w, x), "s")
+    g = lax.pmean(jnp.tanh(g), "s")  # the planted one
+    return w - g
+
+
+twice = over(twice_on_a_shard)
+
+
+@over
+def in_a_loop(w: Any, x: Any) -> Any:
+    def one(total: Any, part: Any) -> Any:
+        return total + lax.pmean(grad(w, part), "s"), None
+
+    return w - lax.scan(one, jnp.zeros_like(w), x.reshape(4, 2, 16))[0]
+
+
+@over
+def after_a_loop(w: Any, x: Any) -> Any:
+    def one(total: Any, part: Any) -> Any:
+        return total + grad(w, part), mean(jnp.mean(part))
+
+    total, losses = lax.scan(one, jnp.zeros_like(w), x.reshape(4, 2, 16))
+    return w - mean(total) + losses.sum()
+
+
+@over
+def in_a_loop_of_unknown_length(w: Any, x: Any) -> Any:
+    rounds = jnp.int32(x[0, 0])
+    return lax.fori_loop(0, rounds, lambda _, w: w - mean(grad(w, x)), w)
+
+
+def test_a_step_in_every_stage():
+    traced = jax.jit(twice).trace(W, X)
+    lowered = traced.lower()
+    function = lambda w, x: twice(w, x)
+    for step, *args in ([function, W, X], [twice, W, X], [traced], [lowered], [lowered.compile()]):
+        with pytest.raises(CommunicationError):
+            assert_communication(step, *args, **NAMED)
+    assert assert_communication(lambda *, w, x: once(w, x), w=W, x=X, **NAMED).ratio == 1.0
+
+
+def test_a_planted_second_reduction_is_caught_and_shown():
+    with pytest.raises(AssertionError) as caught:
+        assert_communication(twice, W, X, **NAMED)
+    assert isinstance(caught.value, CommunicationError)
+    assert isinstance(caught.value, CrossshardError)
+    message = str(caught.value)
+    lines, start = python.getsourcelines(twice_on_a_shard)
+    planted = start + next(i for i, line in enumerate(lines) if "planted" in line)
+    assert f"{__file__}:{planted}" in message
+    assert f"{__file__}:{planted - 1}" in message
+    assert message.count("all-reduce") == 2
+
+
+# Of a step and options: what is said, each part of it, and with which options it passes.
+CAUGHT: list[tuple[Any, dict[str, Any], list[str], dict[str, Any]]] = [
+    (
+        twice,
+        NAMED,
+        ["sends 2.000 times the lower bound, but only 1 is allowed"],
+        {"max_bytes_ratio": 2},
+    ),
+    (
+        in_a_loop,
+        NAMED | {"max_bytes_ratio": 4},
+        ["within a loop", "4 times", __file__],
+        {"in_loop": True},
+    ),
+    (
+        once,
+        NAMED | {"forbid": ("all-gather", "all-reduce")},
+        ["forbidden collectives, all-reduce", __file__],
+        {"forbid": "all-gather"},
+    ),
+    (
+        in_a_loop,
+        NAMED | {"forbid": ["all-reduce"]},
+        ["forbidden", "within a loop", "4.000 times the lower bound"],
+        {"forbid": [], "in_loop": True, "max_bytes_ratio": 4},
+    ),
+    (once, {}, ["Pass parameters="], {"max_bytes_ratio": ANY}),
+    (
+        in_a_loop_of_unknown_length,
+        NAMED | {"in_loop": True},
+        ["in a loop of unknown length", "? times"],
+        {"max_bytes_ratio": ANY},
+    ),
+    # CPUs hide nothing.
+    (
+        once,
+        NAMED | {"min_hidden": 0.8},
+        ["sends 0.0% of its bytes", "are synchronous"],
+        {"min_hidden": 0},
+    ),
+]
+
+
+@pytest.mark.parametrize(("step", "given", "said", "passes"), CAUGHT)
+def test_what_is_too_much_is_caught_and_shown(step: Any, given: Any, said: Any, passes: Any):
+    with pytest.raises(CommunicationError) as caught:
+        assert_communication(step, W, X, **given)
+    assert [part for part in said if part not in str(caught.value)] == []
+    report = assert_communication(step, W, X, **{**given, **passes})
+    assert ("at least" in report.table()) == (step is in_a_loop_of_unknown_length)
+    assert report.bytes_exposed == report.bytes_sent > 0
+    assert "all bytes are exposed" in str(report)
+
+
+def test_what_is_free():
+    # Scalars, in a loop too; and numbers may be numpy's.
+    report = assert_communication(after_a_loop, W, X, forbid=["all-gather"], **NAMED)
+    assert any(each.in_loop for each in report.collectives)
+    numbers = {"max_bytes_ratio": np.float32(1), "parameters": np.int64(W.nbytes)}
+    assert_communication(once, W, X, **numbers)
+    # What sends nothing exposes nothing.
+    report = assert_communication(lambda w: 2 * w, jnp.zeros(3), min_hidden=1)
+    assert report.hidden_share is None
+    assert "exposed" not in str(report)
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+def test_a_loss_in_a_small_bucket_is_free(weight_update: Any):
+    def loss_fn(params: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+    params = {"w": jnp.ones((10, 3)), "b": jnp.zeros(3)}
+    step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=8, weight_update=weight_update)
+    report = assert_communication(step, step.init(params), jnp.ones((16, 10)))
+    assert report.parameter_bytes == 4 * (10 + 1) * 3
+
+
+def test_copies_that_are_made_equal_before_a_step_are_no_step():
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ params["a"] + params["b"]) ** 2)
+
+    params = {"a": jnp.ones((64, 128)), "b": jnp.ones(128)}
+    options = {"check_divergence": 10, "on_divergence": "repair"}
+    step = make_train_step(loss, optax.adam(1e-3), num_shards=8, **options)
+    args = step, step.abstract_init(params), jnp.ones((32, 64))
+    report = assert_communication(*args, max_bytes_ratio=4.2)
+    assert report.lower_bound == summed(8, 4 * (64 * 128 + 128))
+    # Of parameters and both moments, if copies differ.
+    assert report.bytes_in_branches == pytest.approx(3 * report.lower_bound, rel=0.2)
+    assert report.bytes_sent - report.bytes_in_branches == pytest.approx(report.lower_bound, abs=9)
+    said = r"at most 4\.\d+ times the lower bound \(1\.000 without what is in branches\)"
+    with pytest.raises(CommunicationError, match=said):
+        assert_communication(*args)
+
+
+# Parameters of 16 bits, whose gradients are summed in 32.
+
+NARROW = {"w": jnp.ones((64, 256), jnp.bfloat16), "v": jnp.ones((256, 4), jnp.bfloat16)}
+NARROW_BYTES = 2 * (64 * 256 + 256 * 4)
+NARROW_X = jnp.ones((32, 64), jnp.bfloat16)
+
+
+def narrow_loss(params: Any, x: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+def test_gradients_of_16_bits_are_summed_in_32(weight_update: Any, dtype: Any):
+    params = jax.tree.map(lambda w: w.astype(dtype), NARROW)
+    step = make_train_step(narrow_loss, optax.sgd(0.1), num_shards=8, weight_update=weight_update)
+    args = step, step.abstract_init(params), NARROW_X.astype(dtype)
+    report = assert_communication(*args)
+    assert report.parameter_bytes == NARROW_BYTES
+    # They are gathered in 16 bits.
+    assert report.ratio == pytest.approx(1.5 if weight_update == "sharded" else 2, abs=0.01)
+    said = r"sends 1\.0\d\d times .* but only 0\.9 is allowed"
+    with pytest.raises(CommunicationError, match=said):
+        assert_communication(*args, max_bytes_ratio=0.9)
+
+
+def test_some_parameters_of_16_bits_beside_others_of_32():
+    def loss_fn(params: Any, x: Any) -> Any:
+        scaled = jnp.tanh(x.astype(jnp.float32) @ params["scale"]).astype(jnp.bfloat16)
+        return narrow_loss(params, scaled)
+
+    params = NARROW | {"scale": jnp.ones((64, 64))}
+    step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=8, weight_update="replicated")
+    report = assert_communication(step, step.abstract_init(params), jnp.ones((32, 64)))
+    assert report.parameter_bytes == NARROW_BYTES + 4 * 64 * 64
+    assert report.parameter_dtypes == ("f32", "bf16")
+
+
+def narrow_step(times: int) -> Any:
+    def step(params: Any, x: Any) -> Any:
+        grads = jax.grad(narrow_loss)(params, x)
+        for _ in range(times):
+            grads = jax.tree.map(lambda g: jnp.tanh(mean(g)), grads)
+        return jax.tree.map(jnp.subtract, params, grads)
+
+    return over(step)
+
+
+@over
+def wide_by_itself(params: Any, x: Any) -> Any:
+    wide = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(narrow_loss)(params, x))
+    return jax.tree.map(lambda w, g: w - g.astype(w.dtype), params, mean(wide))
+
+
+def test_16_bits_that_are_widened_are_free_once_and_it_is_said_by_whom():
+    # XLA for CPUs widens the former.
+    for step, by_xla in ((narrow_step(1), True), (wide_by_itself, False)):
+        report = assert_communication(step, NARROW, NARROW_X, parameters=NARROW)
+        assert report.ratio == 2.0
+        assert {each.widened for each in report.collectives} == {by_xla}
+    with pytest.raises(CommunicationError, match=r"sends 3\.000 times"):
+        assert_communication(narrow_step(2), NARROW, NARROW_X, parameters=NARROW)
+
+
+# Sharded parameters.
+
+LAYERS, WIDTH, HIDDEN = 3, 128, 1024
+# Two matrices of each layer, and one before them.
+OF_LAYERS, FIRST = LAYERS * 2 * WIDTH * HIDDEN, 32 * WIDTH * 16
+
+
+def _type(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def scanned(dtype: Any, again: bool, **options: Any) -> tuple[Any, Any, Any]:
+    """A step with scanned layers in parts, and what to lower it with."""
+
+    def block(x: Any, layer: Any) -> Any:
+        return jnp.tanh(x @ layer["up"].astype(dtype)) @ layer["down"].astype(dtype), None
+
+    block = jax.checkpoint(block) if again else block
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        x = (x.astype(dtype) @ params["first"].astype(dtype))[:, :WIDTH]
+        x, _ = lax.scan(block, x, params["layers"])
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    layers = {"up": _type(LAYERS, WIDTH, HIDDEN), "down": _type(LAYERS, HIDDEN, WIDTH)}
+    params = {"first": _type(32, WIDTH * 16), "layers": layers}
+    step = make_train_step(loss_fn, optax.adam(1e-3), num_shards=8, params="sharded", **options)
+    return step, step.abstract_init(params), _type(16, 32)
+
+
+# In float32: the bytes of what is gathered and reduced.
+IN_PARTS = {
+    "once": (jnp.float32, False, {}, 4 * (OF_LAYERS + FIRST), 4 * (OF_LAYERS + FIRST)),
+    "layers twice": (jnp.float32, True, {}, 4 * (2 * OF_LAYERS + FIRST), 4 * (OF_LAYERS + FIRST)),
+    "all in 16 bits": (
+        *(jnp.bfloat16, False, {"reduce_dtype": jnp.bfloat16}),
+        *(2 * (OF_LAYERS + FIRST), 2 * (OF_LAYERS + FIRST)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_what_is_gathered_twice_or_in_fewer_bits_shows_in_the_ratio(name: str):
+    dtype, again, options, gathered, reduced = IN_PARTS[name]
+    step, *args = scanned(dtype, again, **options)
+    ratio = (gathered + reduced) / (2 * 4 * (OF_LAYERS + FIRST))
+    report = assert_communication(step, *args, max_bytes_ratio=ratio, in_loop=ratio > 1)
+    assert report.parameters == {"f32": 4 * (OF_LAYERS + FIRST)}
+    assert report.ratio == pytest.approx(ratio, abs=1e-3)
+    if ratio > 1:
+        with pytest.raises(CommunicationError, match="within a loop"):
+            assert_communication(step, *args, max_bytes_ratio=ratio)
+
+
+# By hand: a gathered parameter, whose gradient a shard sums in several ways.
+PART = _type(64, 256)
+
+
+def by_hand(reduced: Any, again: bool = False) -> tuple[Any, Any, Any]:
+    def step(w: Any, x: Any) -> Any:
+        whole = gather(w)
+        gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(whole)
+        if again:
+            # Twice is what a checkpoint needs; three times is waste. Each differs, so XLA keeps it.
+            for copy in (gather(w[::-1]), gather(w.T, along=1).T):
+                gradient += jax.grad(lambda w: jnp.mean(jnp.sin(x @ w) ** 2))(copy)
+        return w - 0.1 * reduced(gradient)
+
+    run = steps.over(step, (SPLIT, SPLIT), SPLIT)
+    return run, placed(PART, SPLIT), placed(_type(16, 64), SPLIT)
+
+
+def own(total: Any) -> Any:
+    return lax.dynamic_slice_in_dim(total, lax.axis_index("s") * 8, 8)
+
+
+def test_a_gather_or_a_sum_too_many_is_caught():
+    report = assert_communication(*by_hand(scatter), parameters=PART)
+    assert (report.ratio, report.parameter_bytes) == (1.0, 4 * 64 * 256)
+    # An all-reduce in the place of the gather's transpose, and a sum of what is summed.
+    for fault in (lambda g: own(lax.psum(g, "s")), lambda g: scatter(lax.psum(g, "s") / 8)):
+        with pytest.raises(CommunicationError, match="times the lower bound"):
+            assert_communication(*by_hand(fault), parameters=PART)
+    with pytest.raises(CommunicationError, match=r"2\.000 times the lower bound"):
+        assert_communication(*by_hand(scatter, again=True), max_bytes_ratio=1.5, parameters=PART)
+
+
+# What is refused.
+
+REFUSED: list[tuple[Any, str, list[dict[str, Any]]]] = [
+    (ArgumentError, r"all-reduce, reduce-scatter.*got 'allreduce'", [{"forbid": ["allreduce"]}]),
+    (
+        *(ArgumentError, "max_bytes_ratio"),
+        [{"max_bytes_ratio": ratio} for ratio in (-1, float("nan"), "1", None, True)],
+    ),
+    (
+        *(ArgumentError, "must be arrays, not only"),
+        [{"parameters": each} for each in (0, -1, {}, jnp.ones(1))],
+    ),
+    (ArgumentError, "axis_name='rows' .* have their shardings", [{"axis_name": "rows"}]),
+    (ArgumentTypeError, "forbid must be kinds", [{"forbid": 5}, {"forbid": None}]),
+    (ArgumentTypeError, "in_loop must be True or False; got 'no'", [{"in_loop": "no"}]),
+    (
+        *(ArgumentError, "share from 0 to 1"),
+        [{"min_hidden": share} for share in (1.5, -0.1, "most", True, {"all-reduce": 2})],
+    ),
+    (ArgumentError, "must name kinds", [{"min_hidden": {"reduce": 0.5}}]),
+]
+
+
+@pytest.mark.parametrize(("error", "said", "options"), REFUSED)
+def test_options_that_are_refused(error: Any, said: str, options: Any):
+    for each in options:
+        with pytest.raises(error, match=said):
+            assert_communication(once, W, X, **each)
+
+
+def test_what_is_not_a_step_is_refused():
+    # A string has a method lower, too.
+    lowered = jax.jit(once).lower(W, X)
+    for said, *args in [("leave out the 2", lowered, W, X), ("got int", 3), ("got str", "step", W)]:
+        with pytest.raises(ArgumentTypeError, match=said):
+            assert_communication(*args)
+
+
+# The line that a collective is said to come from: the first that is the user's.
+
+PARAMS = {"a": jnp.ones((16, 32)), "b": jnp.ones((32, 8)), "c": jnp.ones((8, 8))}
+
+
+def loss(params: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"] @ params["c"]) ** 2)
+
+
+def lowered(step: Any, *args: Any) -> Any:
+    return steps.over(step, (*(WHOLE for _ in args[1:]), SPLIT), WHOLE).lower(*args)
+
+
+def line_of(function: Any) -> str:
+    lines, start = python.getsourcelines(function)
+    return f"{__file__}:{start + next(i for i, line in enumerate(lines) if '# theirs' in line)}"
+
+
+def sources(program: Any) -> set[str | None]:
+    return {each.source for each in inspect(program).collectives}
+
+
+def test_our_optimizer_in_a_step_of_the_users_and_a_step_of_ours():
+    opt = crossshard.CrossShardOptimizer(optax.chain(optax.clip(1.0), optax.adam(1e-3)))
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        updates, state = opt.update(crossshard.grad(loss)(params, x), state, params)  # theirs
+        return optax.apply_updates(params, updates), state
+
+    program = lowered(step, PARAMS, opt.init(PARAMS), X)
+    assert sources(program) == {line_of(step)}
+    assert crossshard.__file__.removesuffix("__init__.py") not in str(inspect(program))
+    whole = make_train_step(loss, optax.adam(1e-3), num_shards=8, weight_update="sharded")
+
+    def lower() -> Any:
+        return whole.lower(whole.abstract_init(PARAMS), X)  # theirs
+
+    assert sources(lower()) == {line_of(lower)}
+
+
+def test_a_layer_of_flax_in_a_model_of_the_users():
+    graph, state = nnx.split(nnx.BatchNorm(16, axis_name="s", rngs=nnx.Rngs(0)))
+
+    def forward(state: Any, x: Any) -> Any:
+        out = nnx.merge(graph, state)(x)  # theirs
+        return out.mean()
+
+    assert sources(lowered(forward, state, X)) == {line_of(forward)}
+
+
+def test_of_several_that_are_combined_one_line_is_kept_and_the_number_said():
+    def step(params: Any, x: Any) -> Any:
+        grads = jax.grad(loss)(params, x)
+        return jax.tree.map(jnp.subtract, params, lax.pmean(grads, "s"))  # theirs
+
+    report = inspect(lowered(step, PARAMS, X))
+    (only,) = report.collectives
+    assert len(only.operands) == 3
+    assert f"{line_of(step)} (1 of 3 combined)" in report.table()
