@@ -62,6 +62,16 @@ def on_one_device(
     return jax.device_get((params, state))
 
 
+def follows_one_device(
+    loss: Any, optimizer: Any, start: Any, batches: Any, /, *, atol: float = 1e-6, **options: Any
+) -> tuple[Any, Any]:
+    """A step and its state after the batches, whose model is that of one device."""
+    step = make_train_step(loss, optimizer, **options)
+    state = train(step, step.init(start), batches)
+    assert_close(step.model(state), on_one_device(loss, optimizer, start, batches)[0], atol)
+    return step, state
+
+
 def shard_map_of(
     opt: CrossShardOptimizer, loss: Any, params: Any, number: int, check_vma: bool, weigh: Any
 ) -> tuple[Any, Any]:

@@ -33,24 +33,15 @@ def two_signs(x: np.ndarray, rng: np.random.Generator) -> None:
     bits[rng.choice(x.size, min(2, x.size), replace=False), -1] ^= 0x80
 
 
-def not_a_number(x: np.ndarray, rng: np.random.Generator) -> None:
-    """Make an element NaN."""
-    _set(x, np.nan, rng)
-
-
-def infinite(x: np.ndarray, rng: np.random.Generator) -> None:
-    """Make an element infinite."""
-    _set(x, np.inf, rng)
-
-
-def _set(x: np.ndarray, value: float, rng: np.random.Generator) -> None:
+def not_finite(x: np.ndarray, rng: np.random.Generator) -> None:
+    """Make an element NaN or infinite."""
     if not any(np.issubdtype(x.dtype, kind) for kind in FLOATING):
         return one_bit(x, rng)
-    x.reshape(-1)[rng.integers(x.size)] = value
+    x.reshape(-1)[rng.integers(x.size)] = rng.choice([np.nan, np.inf])
     return None
 
 
-KINDS: tuple[Callable[..., None], ...] = (one_bit, many_bits, two_signs, not_a_number, infinite)
+KINDS: tuple[Callable[..., None], ...] = (one_bit, many_bits, two_signs, not_finite)
 
 
 def names_of(state: Any) -> list[str]:

@@ -97,7 +97,7 @@ def scanned(h: Any, layers: Any, body: Any = layer, **options: Any) -> Any:
 scan_loss = through(scanned)
 
 
-# Functions with derivatives of their own.
+# A function with a derivative of its own.
 
 
 @jax.custom_vjp
@@ -106,17 +106,6 @@ def times(h: Any, w: Any) -> Any:
 
 
 times.defvjp(lambda h, w: (h @ w, (h, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
-
-
-@jax.custom_jvp
-def product(h: Any, w: Any) -> Any:
-    return h @ w
-
-
-@product.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    (h, w), (dh, dw) = primals, tangents
-    return h @ w, dh @ w + h @ dw
 
 
 # Ways to run the layers.
@@ -154,11 +143,6 @@ def _indexed(h: Any, layers: Any) -> Any:
     return lax.fori_loop(0, LAYERS, lambda i, h: layer(h, one(i)), h)
 
 
-def _constant(h: Any, layers: Any) -> Any:
-    turn = lambda h, i: (layer(h, jax.tree.map(lambda x: x[i], layers)), None)
-    return lax.scan(turn, h, jnp.arange(LAYERS))[0]
-
-
 def _carried(h: Any, layers: Any) -> Any:
     def turn(carry: Any, i: Any) -> Any:
         h, w = carry
@@ -167,30 +151,13 @@ def _carried(h: Any, layers: Any) -> Any:
     return lax.scan(turn, (h, layers["w"]), jnp.arange(LAYERS))[0][0]
 
 
-def _associative(h: Any, layers: Any) -> Any:
-    product = lax.associative_scan(jnp.matmul, 2 * layers["w"])
-    return h + 0.5 * jnp.tanh(h @ product[-1] + h @ product[1] + layers["b"].sum(0))
-
-
 def _vmapped(h: Any, layers: Any) -> Any:
     return jax.vmap(lambda p: layer(h, p))(layers).mean(0)
-
-
-def _linearized(h: Any, layers: Any) -> Any:
-    out, tangent = jax.linearize(lambda h: scanned(h, layers), h)
-    return out + 0.1 * tangent(jnp.ones_like(h))
 
 
 def _jvp(h: Any, layers: Any) -> Any:
     out, tangent = jax.jvp(lambda p: scanned(h, p), (layers,), (layers,))
     return out + 0.1 * tangent
-
-
-def _tuple(h: Any, layers: Any) -> Any:
-    rates = jnp.linspace(0.5, 1.0, LAYERS)
-    turn = lambda h, x: (h + x[0] * jnp.tanh(h @ x[1] + x[2]), x[0] * h.mean(-1, keepdims=True))
-    h, means = lax.scan(turn, h, (rates, layers["w"], layers["b"]))
-    return h + means.sum(0)
 
 
 def _stacks(h: Any, layers: Any) -> Any:
@@ -224,10 +191,6 @@ def _outer(h: Any, layers: Any) -> Any:
 @jax.jit
 def _jitted_layer(h: Any, p: Any) -> Any:
     return layer(h, p)
-
-
-def _jitted_twice(h: Any, p: Any) -> Any:
-    return _jitted_layer(_jitted_layer(h, p), p)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,12 +266,10 @@ CASES: dict[str, Case] = {
     "scan": Case(scan_loss),
     "reverse": Case(through(functools.partial(scanned, reverse=True))),
     "unroll": Case(through(functools.partial(scanned, unroll=2))),
-    "unrolled whole": Case(through(functools.partial(scanned, unroll=True))),
     "split transpose": Case(through(functools.partial(scanned, _split_transpose=True))),
     "nested": Case(through(_nested)),
     "outer": Case(through(_outer), False),
     "remat": Case(through(_remat(None))),
-    "remat, cse": Case(through(_remat(None, prevent_cse=False))),
     "remat, dots": Case(through(_remat(_policies.dots_saveable))),
     "remat, everything": Case(through(_remat(_policies.everything_saveable))),
     "remat, names": Case(through(_remat(_policies.save_only_these_names("products"), _named))),
@@ -317,21 +278,15 @@ CASES: dict[str, Case] = {
     "remat of remat": Case(through(jax.checkpoint(_remat(None)))),
     "jit": Case(through(jax.jit(scanned))),
     "jit of a layer": Case(through(functools.partial(scanned, body=_jitted_layer))),
-    "jit twice": Case(through(functools.partial(scanned, body=_jitted_twice))),
     "custom_vjp": Case(through(functools.partial(scanned, body=_with_product(times)))),
-    "custom_jvp": Case(through(functools.partial(scanned, body=_with_product(product)))),
     # Each shard branches on its own rows.
     "cond": Case(through(functools.partial(scanned, body=_branch)), over="shard"),
     "while": Case(through(functools.partial(scanned, body=_until))),
     "fori": Case(through(_indexed), False),
-    "constant": Case(through(_constant), False),
     "carried": Case(through(_carried), False),
-    "associative": Case(through(_associative), False),
     "vmap": Case(through(_vmapped), False),
     "map": Case(through(lambda h, p: lax.map(lambda p: layer(h, p), p).mean(0))),
-    "linearize": Case(through(_linearized), False),
     "jvp": Case(through(_jvp), False),
-    "tuple": Case(through(_tuple)),
     "stacks": Case(through(_stacks)),
     "hands on": Case(through(_hands_on), False),
     "both": Case(through(_both), False),

@@ -1,5 +1,6 @@
 """What the compiled steps send: exactly what N shards must, in few collectives, never in a loop."""
 
+import itertools
 import re
 from collections import Counter
 from typing import Any
@@ -14,7 +15,7 @@ import crossshard
 from crossshard import make_train_step
 from crossshard.testing import assert_communication
 from tests.quick import deep, deep_but
-from tests.step.common import assert_close, on_one_device
+from tests.step.common import follows_one_device
 
 SHARDS = 8
 # Eight matrices that travel alone, and biases that share a bucket.
@@ -48,8 +49,13 @@ RULES = {
 SUMS = {"sgd": 0, "adamw": 0, "lamb": 2 * LEAVES, "clip + adam": LEAVES // 2}
 
 
-@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
-@pytest.mark.parametrize("rule", deep_but(["sgd", "clip + adam"], RULES))
+QUICK = [("sgd", "replicated"), ("clip + adam", "sharded")]
+
+
+@pytest.mark.parametrize(
+    ("rule", "weight_update"),
+    deep_but(QUICK, itertools.product(RULES, ("replicated", "sharded"))),
+)
 def test_a_step_sends_the_lower_bound(rule: str, weight_update: str):
     report = assert_communication(lowered(RULES[rule], weight_update))
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS))
@@ -64,7 +70,7 @@ def test_a_step_sends_the_lower_bound(rule: str, weight_update: str):
     assert kinds <= ({"all-reduce"} if weight_update == "replicated" else sharded)
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+@pytest.mark.parametrize("rule", ["sgd", deep("adamw")])
 def test_the_small_arrays_of_a_step_travel_together(rule: str):
     small = jax.tree.map(lambda x: x[:16, :16] if x.ndim > 1 else x[:16], PARAMS)
     loss = lambda p, b: sum(((b[:, :16] @ w["kernel"] + w["bias"]) ** 2).mean() for w in p.values())
@@ -73,7 +79,7 @@ def test_the_small_arrays_of_a_step_travel_together(rule: str):
     assert [each.kind for each in report.collectives] == ["all-reduce"]
 
 
-@pytest.mark.parametrize("params", ["replicated", "sharded"])
+@pytest.mark.parametrize("params", [deep("replicated"), "sharded"])
 def test_what_is_summed_inside_goes_on_to_the_other_hosts(params: str):
     mesh = jax.make_mesh((2, 4), ("host", "chip"))
     step = make_train_step(
@@ -87,11 +93,8 @@ def test_what_is_summed_inside_goes_on_to_the_other_hosts(params: str):
     rng = np.random.default_rng(0)
     start = jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape)) / 8, PARAMS)
     batch = np.float32(rng.normal(size=BATCH.shape))
-    for rule in (optax.sgd(0.1), optax.adam(1e-3, eps=1e-4)):
-        step = make_train_step(loss_fn, rule, mesh=mesh, weight_update="sharded", params=params)
-        state, _ = step(step.init(start), batch)
-        found = step.unshard(state).params
-        assert_close(found, on_one_device(loss_fn, rule, start, [batch])[0], 1e-5)
+    options = {"mesh": mesh, "weight_update": "sharded", "params": params}
+    follows_one_device(loss_fn, optax.sgd(0.1), start, [batch], atol=1e-5, **options)
 
 
 @pytest.mark.parametrize("rule", ["sgd", deep("adamw")])
@@ -105,14 +108,13 @@ def test_many_arrays_of_one_shape_travel_in_buckets_of_their_own(rule: str):
     kinds = [each.kind for each in report.collectives if each.kind != "all-reduce"]
     # Four of ten arrays, and one of the array that is left.
     assert Counter(kinds) == {"reduce-scatter": 5, "all-gather": 5}
-    state, _ = step(step.init(params), batch)
-    assert_close(state.params, on_one_device(loss, RULES[rule], params, [batch])[0], 1e-5)
+    options = {"num_shards": SHARDS, "weight_update": "sharded"}
+    follows_one_device(loss, RULES[rule], params, [batch], atol=1e-5, **options)
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adamw"])
-def test_a_loss_is_computed_before_the_gradients_of_its_bucket(rule: str):
+def test_a_loss_is_computed_before_the_gradients_of_its_bucket():
     # Fused with them, XLA for GPUs kept a language model's logits for most of the backward pass.
-    text = lowered(RULES[rule], "replicated").as_text()
+    text = lowered(RULES["sgd"], "replicated").as_text()
     assert re.findall(r"stablehlo.optimization_barrier %\w+ : (.*)", text) == ["tensor<f32>"]
 
 

@@ -14,7 +14,8 @@ import crossshard
 from crossshard import make_train_step
 from crossshard.guards import judge
 from crossshard.shards.axes import Shards
-from tests.quick import deep
+from tests.quick import deep, deep_but
+from tests.step.common import sgd_step
 from tests.step.faults import KINDS, Snapshot, names_of, one_bit
 
 _rng = np.random.default_rng(7)
@@ -33,26 +34,18 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
     return (hidden**2).mean() + (params["half"].astype(jnp.float32) ** 2).sum()
 
 
-def clip_and_adam() -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01))
-
-
-def in_groups() -> crossshard.CrossShardOptimizer:
-    return crossshard.CrossShardOptimizer(optax.adamw(0.01), group_assignment=ODD_AND_EVEN)
-
-
+CLIP = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01))
 # Optimizer, and further options.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "sgd": (lambda: optax.sgd(0.1), {}),
-    "momentum": (lambda: optax.sgd(0.1, momentum=0.9), {"weight_update": "replicated"}),
-    "adamw": (lambda: optax.adamw(0.01), {"weight_update": "replicated"}),
-    "adamw in parts": (lambda: optax.adamw(0.01), {"weight_update": "sharded"}),
-    "clip, global arrays": (clip_and_adam, {"weight_update": "sharded"}),
-    "lamb, global arrays": (lambda: optax.lamb(0.01), {"weight_update": "sharded"}),
-    "groups": (in_groups, {"weight_update": "replicated"}),
-    "groups in parts": (in_groups, {"weight_update": "sharded"}),
+    "sgd": (optax.sgd(0.1), {"weight_update": "replicated"}),
+    "adamw in parts": (optax.adamw(0.01), {"weight_update": "sharded"}),
+    "clip, leaf by leaf": (CLIP, {"weight_update": "sharded"}),
+    "groups in parts": (
+        crossshard.CrossShardOptimizer(optax.adamw(0.01), group_assignment=ODD_AND_EVEN),
+        {"weight_update": "sharded"},
+    ),
     "stages": (
-        lambda: optax.adamw(0.01),
+        optax.adamw(0.01),
         {
             "weight_update": "replicated",
             "loss_scale": "dynamic",
@@ -76,7 +69,7 @@ def build(case: str, **options: Any) -> tuple[Any, Any]:
         step = make_train_step(loss_fn, optax.adamw(0.01), mesh=mesh, **own, **options)
         return step, step.init(params)
     optimizer, own = CASES[case]
-    step = make_train_step(loss_fn, optimizer(), num_shards=8, **own, **options)
+    step = make_train_step(loss_fn, optimizer, num_shards=8, **own, **options)
     return step, step.init(PARAMS)
 
 
@@ -121,19 +114,15 @@ def find_faults(case: str, number: int, seed: int, **options: Any) -> None:
 
 
 def test_faults_are_found_and_named_and_clean_steps_are_not_accused():
-    find_faults("adamw", 20, seed=1)
+    find_faults("sgd", 15, seed=1)
 
 
 # The others compile for long, and run in the soak test.
 @pytest.mark.parametrize(
-    "case",
-    [
-        *("sgd", deep("adamw in parts"), deep("clip, global arrays")),
-        *("groups in parts", deep(MODEL_AXIS)),
-    ],
+    "case", deep_but(["groups in parts"], ["groups in parts", "sgd", "adamw in parts", MODEL_AXIS])
 )
 def test_a_repaired_step_has_the_bits_of_an_undisturbed_one(case: str):
-    find_faults(case, 15, seed=2, on_divergence="repair")
+    find_faults(case, 10, seed=2, on_divergence="repair")
 
 
 @pytest.mark.soak
@@ -154,28 +143,26 @@ def test_what_is_compared_is_what_several_shards_have(case: str):
     names = step.compared(state)
     assert {"step", "rng", "frozen['table']", "params['kernel']"} <= set(names)
     has = {name: any(name in each for each in names) for name in ("mu['kernel']", "mu['bias']")}
-    is_adam = "sgd" not in case and "momentum" not in case
+    is_adam = case != "sgd"
     options = CASES[case][1] if case in CASES else {"weight_update": "sharded"}
     in_parts = options.get("weight_update") == "sharded"
     assert has == {"mu['kernel']": is_adam and not in_parts, "mu['bias']": is_adam}
 
 
-def test_a_worker_of_one_shard_has_nobody_to_compare_with():
+@pytest.mark.parametrize("workers", [[[0], [1], [2], [3]], deep([[0, 1], [2, 3]])], ids=len)
+def test_a_worker_of_one_shard_has_nobody_to_compare_with(workers: Any):
+    opt = crossshard.CrossShardOptimizer(optax.sgd(0.1, 0.9), group_assignment=workers)
     loss = lambda w, x: ((x - w) ** 2).mean()
-    names = {}
-    for workers in ([[0], [1], [2], [3]], [[0, 1], [2, 3]]):
-        opt = crossshard.CrossShardOptimizer(optax.sgd(0.1, 0.9), group_assignment=workers)
-        step = make_train_step(loss, opt, num_shards=4, sync_every=3, check_divergence=1)
-        state = step.init(jnp.ones(3))
-        names[len(workers)] = step.compared(state)
-        for _ in range(2):
-            state, metrics = unwatched(step)(state, np.ones((8, 3), np.float32))
-        assert told(metrics["divergence"]) == CLEAN
-        assert len(metrics["divergence"].leaves) == len(names[len(workers)])
-    assert "params" not in names[4]
-    assert "params" in names[2]
+    step = make_train_step(loss, opt, num_shards=4, sync_every=3, check_divergence=1)
+    state = step.init(jnp.ones(3))
+    names, run = step.compared(state), unwatched(step)
+    for _ in range(2):
+        state, metrics = run(state, np.ones((8, 3), np.float32))
+    assert told(metrics["divergence"]) == CLEAN
+    assert len(metrics["divergence"].leaves) == len(names)
+    assert ("params" in names) == (len(workers) == 2)
     # What all have in common is compared still.
-    assert {"step", "rng", "opt_state.outer.anchor"} <= set(names[4])
+    assert {"step", "rng", "opt_state.outer.anchor"} <= set(names)
 
 
 def on_device(clean: Snapshot, leaf: int, *devices: int) -> Any:
@@ -188,8 +175,7 @@ def on_device(clean: Snapshot, leaf: int, *devices: int) -> Any:
 
 def small(shards: int, **options: Any) -> tuple[Any, Snapshot, int]:
     """A step, its state before the first step, and the leaf of the parameters."""
-    loss = lambda w, x: ((x - w) ** 2).mean()
-    step = make_train_step(loss, optax.sgd(0.1), num_shards=shards, **options)
+    step = sgd_step(lambda w, x: ((x - w) ** 2).mean(), 0.1, shards, **options)
     state = step.init(jnp.ones(5))
     return step, Snapshot.of(state), step.compared(state).index("params")
 
@@ -220,23 +206,22 @@ def test_of_two_shards_nobody_can_tell_which_is_right():
         step(after, ROWS)
 
 
-def test_the_error_names_shard_and_leaf_and_leaves_the_state_valid():
-    step, clean, leaf = small(8, check_divergence=1)
+@pytest.mark.parametrize("repair", [False, True])
+def test_the_error_or_the_warning_names_shard_and_leaf(repair: bool):
+    options = {"on_divergence": "repair"} if repair else {}
+    step, clean, leaf = small(8, check_divergence=1, **options)
     state, _ = step(on_device(clean, leaf, 5), ROWS)
     state, _ = step(state, ROWS)
     message = r"step 0 another copy of params .* shard 5 \(device 5 of process 0\)"
-    with pytest.raises(crossshard.errors.DivergenceError, match=message):
-        step(state, ROWS)
-    assert int(state.step) == 2  # it has not been donated
-
-
-def test_a_repair_warns_and_the_next_steps_are_quiet():
-    step, clean, leaf = small(8, check_divergence=1, on_divergence="repair")
-    state, _ = step(on_device(clean, leaf, 5), ROWS)
-    state, _ = step(state, ROWS)
-    with pytest.warns(crossshard.errors.DivergenceWarning, match="shard 5") as warned:
+    if not repair:
+        with pytest.raises(crossshard.errors.DivergenceError, match=message):
+            step(state, ROWS)
+        assert int(state.step) == 2  # it has not been donated
+        return
+    with pytest.warns(crossshard.errors.DivergenceWarning, match=message) as warned:
         state, _ = step(state, ROWS)
     assert warned[0].filename == __file__
+    # The next ones are quiet.
     for _ in range(3):
         state, _ = step(state, ROWS)
 
@@ -258,13 +243,14 @@ def test_a_fault_is_found_at_the_next_check():
 def test_a_wrong_step_count_does_not_leave_the_others_waiting(repair: str):
     # One shard thinks that a comparison is due, or all others do.
     step, _, _ = small(8, check_divergence=8, on_divergence=repair)
+    run = unwatched(step)
     for true, wrong in ((3, 8), (8, 9)):
         state = step.init(jnp.ones(5))
         clean = Snapshot.of(state)
         for device in clean.copies[0]:
             clean.copies[0][device] = np.int32(true)
         clean.copies[0][jax.devices()[4]] = np.int32(wrong)
-        after, metrics = unwatched(step)(clean.restored(), ROWS)
+        after, metrics = run(clean.restored(), ROWS)
         found = metrics["divergence"]
         assert told(found) == ("diverged", [4], [0])
         assert int(found.step) == true
@@ -274,7 +260,7 @@ def test_a_wrong_step_count_does_not_leave_the_others_waiting(repair: str):
 
 def test_a_skipped_step_is_compared_again():
     loss = lambda w, batch: (batch["x"] * w).sum() / batch["mask"].sum()
-    step = make_train_step(loss, optax.sgd(0.1), num_shards=8, weight="mask", check_divergence=1)
+    step = sgd_step(loss, 0.1, 8, weight="mask", check_divergence=1)
     state, mask = step.init(jnp.float32(1)), np.ones(8, np.float32)
     seen = []
     for factor in (1, 0, 1):
@@ -283,7 +269,7 @@ def test_a_skipped_step_is_compared_again():
     assert seen == [(0, False), (1, True), (1, False)]
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
 def test_a_majority_is_more_than_half(number: int):
     # Words whose bits are among those of others, so that the bits alone have a majority.
     words = np.random.default_rng(number).choice(

@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard import make_train_step
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from tests.quick import deep
+from tests.step.common import sgd_step
 
 X = np.ones((8, 1024), np.float32)
 W = np.ones(1024, np.float32)
@@ -38,7 +40,7 @@ SHARING: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("shards", [1, 8])
+@pytest.mark.parametrize("shards", [deep(1), 8])
 def test_an_array_of_the_state_in_the_batch_is_named(shards: int):
     step = step_of(shards)
     state, _ = step(step.init(W), {"x": X, "target": 0 * W})  # with buffers of the step's own
@@ -54,7 +56,7 @@ def test_an_array_of_the_state_in_the_batch_is_named(shards: int):
 
 
 def test_rows_that_are_the_state_are_named():
-    step = make_train_step(lambda w, x: (w.sum() * x).mean(), optax.sgd(0.1), num_shards=1)
+    step = sgd_step(lambda w, x: (w.sum() * x).mean(), 0.1, 1)
     state = step.init(W)
     with pytest.raises(ArgumentError, match=r"batch shares its buffer with state\.params,"):
         step(state, state.params)
@@ -85,14 +87,14 @@ def test_an_error_of_a_step_that_has_donated_its_state_is_its_own():
     def loss(w: Any, x: Any) -> Any:
         return (jax.pure_callback(failing, jax.typeof(x), x) * w[:1]).mean()
 
-    step = make_train_step(loss, optax.sgd(0.1), num_shards=1)
+    step = sgd_step(loss, 0.1, 1)
     state = step.init(W)
     state, _ = step(state, X[0])
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="of the caller"):
         jax.block_until_ready(step(state, X[0]))
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_update": "sharded"}, {"params": "sharded"}])
+@pytest.mark.parametrize("options", [deep({}), {"params": "sharded"}])
 def test_states_on_the_host_and_traced_ones_are_looked_at(options: Any):
     step = step_of(8, **options)
     state = step.init(W)

@@ -1,5 +1,6 @@
 """Edge cases of a whole step: each is right, or refused by name."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -13,7 +14,7 @@ from jax import lax
 
 from crossshard import CrossShardOptimizer, make_train_step
 from crossshard.errors import ArgumentError
-from tests.quick import deep
+from tests.quick import deep, deep_but
 from tests.step.common import assert_close, sgd_step, train
 
 _rng = np.random.default_rng(0)
@@ -26,6 +27,7 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
     return first + (jnp.sin(params["b"]) ** 2).mean() * 100 * batch[:, 0].mean()
 
 
+@functools.cache
 def trained(rule: Any, steps: int = 2, **kwargs: Any) -> Any:
     step = make_train_step(loss_fn, rule, num_shards=8, **kwargs)
     return jax.device_get(train(step, step.init(START), [X] * steps).params)
@@ -37,15 +39,12 @@ def leafwise(function: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
-@pytest.mark.parametrize(
-    "rule", [optax.sgd(0.1), deep(optax.adam(0.1, eps=1e-3)), deep(optax.adafactor(0.1))]
-)
-def test_one_group_of_all_shards_in_any_order_is_no_group(rule: Any, weight_update: str):
+@pytest.mark.parametrize("weight_update", [deep("replicated"), "sharded"])
+def test_one_group_of_all_shards_in_any_order_is_no_group(weight_update: str):
+    rule = optax.sgd(0.1)
     grouped = CrossShardOptimizer(rule, group_assignment=[[3, 1, 2, 0, 7, 6, 5, 4]])
-    assert_close(
-        trained(grouped, weight_update=weight_update), trained(rule, weight_update=weight_update)
-    )
+    found = trained(grouped, weight_update=weight_update)
+    assert_close(found, trained(rule, weight_update="replicated"))
 
 
 def _longest(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -56,15 +55,12 @@ MIXING = {
     "a window": lambda g: (
         -lax.reduce_window(g, np.float32(0), _longest, (3,) * g.ndim, (1,) * g.ndim, "SAME")
     ),
-    "a reshape that turns": lambda g: (
-        -lax.reshape(g, g.shape, dimensions=tuple(range(g.ndim))[::-1])
-    ),
     "a running sum": lambda g: -jnp.cumsum(g, 0),
     "a place": lambda g: -g * jnp.arange(g.size).reshape(g.shape) / g.size,
 }
 
 
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("name", deep_but(["a window", "a place"], MIXING))
 def test_a_rule_that_mixes_places_is_not_taken_for_elementwise(name: str):
     rule = leafwise(MIXING[name])
     step = make_train_step(loss_fn, rule, num_shards=8, weight_update="sharded")
@@ -104,34 +100,28 @@ def normed_loss(model: Any, batch: Any) -> jax.Array:
     return (model(batch) ** 2).mean()
 
 
-def test_an_nnx_module_keeps_statistics_and_streams_of_each_shard():
-    model, step = Normed(), sgd_step(normed_loss, 0.1, 4, loss_over="shard")
+@pytest.mark.parametrize(("first", "then"), [(4, 8), deep((1, 4)), deep((4, 3))])
+def test_statistics_and_streams_are_of_each_shard_and_go_on_with_others(first: int, then: int):
+    model = Normed()
     kernel = model.linear.kernel.get_value()
-    state = train(step, step.init(model), [X[:, :4]] * 3)
-    trained = step.model(state)
+    one, other = (sgd_step(normed_loss, 0.1, n, loss_over="shard") for n in (first, then))
+    state = train(one, one.init(model), [X[:, :4]] * 3)
+    trained = one.model(state)
     assert trained.tied is trained.linear
     assert not np.allclose(trained.linear.kernel.get_value(), kernel)
-    each = [step.model(state, shard=shard) for shard in range(4)]
-    assert [int(one.dropout.rngs.count.get_value()) for one in each] == [3] * 4
-    means = [one.norm.mean.get_value() for one in each]
-    np.testing.assert_allclose(trained.norm.mean.get_value(), np.mean(means, 0), atol=1e-6)
-    assert not np.allclose(means[0], means[1])
+    each = [one.model(state, shard=shard) for shard in range(first)]
+    assert [int(own.dropout.rngs.count.get_value()) for own in each] == [3] * first
+    means = [own.norm.mean.get_value() for own in each]
+    mean = trained.norm.mean.get_value()
+    np.testing.assert_allclose(mean, np.mean(means, 0), atol=1e-6)
+    assert first == 1 or not np.allclose(means[0], means[1])
     trained.eval()
     assert trained(X[:, :4]).shape == (8, 4)
-
-
-@pytest.mark.parametrize(("first", "then"), [(8, 4), deep((4, 8)), deep((1, 4)), deep((4, 3))])
-def test_statistics_and_streams_go_on_with_other_shards(first: int, then: int):
-    one, other = (sgd_step(normed_loss, 0.1, n, loss_over="shard") for n in (first, then))
-    state, _ = one(one.init(Normed()), X[:, :4])
-    mean = one.model(state).norm.mean.get_value()
     moved = other.reshard(one.unshard(state))
     np.testing.assert_allclose(other.model(moved).norm.mean.get_value(), mean, atol=1e-6)
-    keys = [
-        jax.random.key_data(other.model(moved, shard=s).dropout.rngs.key.get_value()).tolist()
-        for s in range(then)
-    ]
-    assert len({tuple(key) for key in keys}) == then
+    key_of = lambda model: jax.random.key_data(model.dropout.rngs.key.get_value())
+    keys = {tuple(key_of(other.model(moved, shard=s)).tolist()) for s in range(then)}
+    assert len(keys) == then
     other(moved, np.ones((24, 4), np.float32))
 
 
@@ -187,20 +177,15 @@ def test_a_weight_that_is_nan_shows():
     assert np.isnan(state.params)
 
 
-def test_a_model_outlives_the_state_it_is_of():
+def test_a_state_that_was_used_is_refused_and_its_model_stays():
     step = sgd_step(lambda p, b: (p["w"] * b).mean() * p["n"].sum(), 0.1, 4)
+    x = np.ones((8, 3), np.float32)
     state = step.init({"w": np.ones(3, np.float32), "n": np.arange(3)})
     model = step.model(state)
-    step(state, np.ones((8, 3), np.float32))
+    step(state, x)
     np.testing.assert_array_equal(model["n"], np.arange(3))
     np.testing.assert_array_equal(model["w"], np.ones(3))
-
-
-def test_a_state_that_was_used_is_refused():
-    step = make_train_step(loss_fn, optax.adam(0.1), num_shards=4)
-    state = step.init(START)
-    step(state, X)
-    for call in (lambda: step(state, X), lambda: step.unshard(state), lambda: step.model(state)):
+    for call in (lambda: step(state, x), lambda: step.unshard(state), lambda: step.model(state)):
         with pytest.raises(ArgumentError, match="has been used"):
             call()
 
@@ -208,9 +193,8 @@ def test_a_state_that_was_used_is_refused():
 def test_a_step_in_jit_under_a_mesh_that_is_set():
     step = sgd_step(loss_fn, 0.1, 8)
     expected = trained(optax.sgd(0.1), steps=1)
-    kinds = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
-    others = [jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2) for kind in kinds]
-    for mesh in (step.mesh, *others):
+    other = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    for mesh in (step.mesh, other):
         with jax.set_mesh(mesh):
             state, _ = step(step.init(START), X)
             assert_close(state.params, expected)

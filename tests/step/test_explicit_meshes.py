@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard.errors import LossError, NonfiniteError
-from tests.quick import deep_but
+from tests.quick import deep, deep_but
+from tests.step.common import assert_close, on_one_device, train
 
 STEPS, ROWS = 3, 32
 RNG = np.random.default_rng(0)
@@ -53,75 +54,47 @@ def weighted(params: Any, batch: Any) -> Any:
     return (rows_of(params, batch) * batch["mask"]).sum() / batch["mask"].sum()
 
 
-def trained_on_one_device(optimizer: Any) -> tuple[Any, float]:
-    """The parameters of plain JAX and Optax, and the last loss."""
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    state = optimizer.init(params)
-    for x, y in zip(X, Y, strict=True):
-        loss, gradients = jax.value_and_grad(loss_fn)(params, {"x": x, "y": y})
-        updates, state = optimizer.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
-    return params, float(loss)
+BATCHES = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
+SGD = optax.sgd(0.3)
 
 
-OPTIMIZERS = {
-    "sgd": optax.sgd(0.3),
-    "adamw": optax.adamw(1e-2),
-    "muon": optax.contrib.muon(1e-2),
-    "lamb": optax.lamb(1e-2),
-    "dog": optax.contrib.dog(0.1),
+def close_to_one_device(got: Any, optimizer: Any = SGD, atol: float = 1e-5) -> None:
+    expected, _ = on_one_device(loss_fn, optimizer, PARAMS, BATCHES)
+    assert_close(jax.device_get(got), expected, atol)
+
+
+# What a step is made with, on which mesh, and how its batches lie. tests/harness.py has more of
+# them on a mesh that is passed, and not set.
+CASES: dict[str, tuple[Any, str, Any]] = {
+    "in parts": ({"params": "sharded"}, "one axis", P("data")),
+    "a weight": ({"weight": "mask"}, "mixed", P()),
+    "over the batch": ({"loss_over": "batch"}, "two axes", None),
+    "dog": (
+        {"weight_update": "sharded", "optimizer": optax.contrib.dog(0.1)},
+        "one axis",
+        None,
+    ),
+    "muon": (
+        {"params": "sharded", "optimizer": optax.contrib.muon(1e-2)},
+        "one axis",
+        None,
+    ),
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "replicated": {"weight_update": "replicated"},
-    "sharded": {"weight_update": "sharded"},
-    "in parts": {"params": "sharded"},
-    "accumulate": {"accumulate_steps": 2},
-    "loss scale": {"loss_scale": crossshard.DynamicLossScale()},
-    "masters": {"master_dtype": "float32", "ema": 0.9},
-    "metrics": {"metrics": ("grad_norm", "update_norm"), "nonfinite": "skip"},
-    "divergence": {"check_divergence": 1},
-    "weight": {"weight": "mask"},
-    "over the batch": {"loss_over": "batch"},
-    "over the batch, in parts": {"loss_over": "batch", "params": "sharded"},
-    "over the batch, accumulate": {"loss_over": "batch", "accumulate_steps": 2},
-    "in parts, accumulate": {"params": "sharded", "accumulate_steps": 2, "ema": 0.9},
-}
-CASES = [
-    *((options, "sgd", "one axis", "split") for options in OPTIONS),
-    *((options, "adamw", "two axes", "host") for options in OPTIONS),
-    *((options, "sgd", mesh, how) for options in OPTIONS for mesh in MESHES for how in ("whole",)),
-    *((o, name, "one axis", "host") for o in ("sharded", "in parts") for name in OPTIMIZERS),
-]
-QUICK = [
-    ("replicated", "sgd", "one axis", "split"),
-    ("in parts", "sgd", "one axis", "split"),
-    ("over the batch", "sgd", "one axis", "split"),
-    ("divergence", "sgd", "one axis", "split"),
-    ("weight", "sgd", "mixed", "whole"),
-    ("sharded", "dog", "one axis", "host"),
-    ("sharded", "muon", "one axis", "host"),
-]
 
 
-@pytest.mark.parametrize(
-    ("options", "optimizer", "mesh", "how"),
-    deep_but(lambda case: case in QUICK, list(dict.fromkeys(CASES))),
-)
-def test_a_step_is_that_of_one_device_and_its_arrays_lie_on_the_mesh(
-    options: str, optimizer: str, mesh: str, how: str
-):
-    where = MESHES[mesh]
-    loss = weighted if options == "weight" else loss_fn
-    expected, last = trained_on_one_device(OPTIMIZERS[optimizer])
-    specs = {"split": P(where.axis_names), "whole": P()}
+@pytest.mark.parametrize("name", deep_but(lambda name: name != "muon", CASES))
+def test_a_step_is_that_of_one_device_and_its_arrays_lie_on_the_mesh(name: str):
+    given, on, spec = CASES[name]
+    options, where = {"optimizer": SGD} | given, MESHES[on]
+    loss = weighted if "weight" in options else loss_fn
     with jax.set_mesh(where):
-        step = crossshard.make_train_step(loss, OPTIMIZERS[optimizer], **OPTIONS[options])
+        step = crossshard.make_train_step(loss, **options)
         assert step.mesh == where
         state = step.init(PARAMS)
-        for number, (x, y) in enumerate(zip(X, Y, strict=True)):
-            batch = {"x": x, "y": y} | ({"mask": np.ones(ROWS)} if options == "weight" else {})
-            if how != "host":
-                batch = jax.device_put(batch, NamedSharding(where, specs[how]))
+        for number, batch in enumerate(BATCHES):
+            batch = batch | ({"mask": np.ones(ROWS)} if "weight" in options else {})
+            if spec is not None:
+                batch = jax.device_put(batch, NamedSharding(where, spec))
             state, metrics = step(state, batch)
             if number == 1:
                 state = step.reshard(step.unshard(state))
@@ -133,10 +106,8 @@ def test_a_step_is_that_of_one_device_and_its_arrays_lie_on_the_mesh(
         mean = step.evaluate(state, [batch], rows_of)
     for x in jax.tree.leaves((state, metrics, model)):
         assert x.sharding.mesh == where
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5)
-    jax.tree.map(close, jax.device_get(model), jax.device_get(expected))
-    np.testing.assert_allclose(metrics["loss"], last, rtol=1e-5)
-    own = rows_of(jax.device_get(model), {"x": X[-1], "y": Y[-1]})
+    close_to_one_device(model, options["optimizer"])
+    own = rows_of(jax.device_get(model), BATCHES[-1])
     np.testing.assert_allclose(values, own, rtol=1e-4)
     np.testing.assert_allclose(mean, own.mean(), rtol=1e-4)
 
@@ -150,39 +121,23 @@ def test_a_step_is_compiled_once_and_its_state_is_donated():
 
     with jax.set_mesh(MESHES["one axis"]):
         step = crossshard.make_train_step(counted, optax.adam(0.1), loss_over="shard")
-        state = step.init(PARAMS)
-        state, _ = step(state, {"x": X[0], "y": Y[0]})
+        state, _ = step(step.init(PARAMS), BATCHES[0])
         first, before = len(traces), state
-        for _ in range(2):
-            state, _ = step(state, {"x": X[0], "y": Y[0]})
+        step(state, BATCHES[0])
         assert len(traces) == first
         assert all(x.is_deleted() for x in jax.tree.leaves(before.params))
-
-
-def test_what_a_step_sends_is_the_same_as_on_automatic_axes():
-    ratios = []
-    for kind in (AxisType.Auto, EXPLICIT):
-        mesh = mesh_of((8,), ("data",), kind)
-        step = crossshard.make_train_step(loss_fn, optax.adam(0.1), mesh=mesh, params="sharded")
-        lowered = step.lower(step.abstract_init(PARAMS), {"x": X[0], "y": Y[0]})
-        ratios.append(crossshard.inspect(lowered).ratio)
-    assert ratios[0] == ratios[1]
 
 
 def test_the_model_stays_split_over_a_further_axis():
     mesh = mesh_of((4, 2), ("data", "model"))
     specs = {"first": P(None, "model"), "second": P("model", None), "bias": P()}
-    expected, _ = trained_on_one_device(optax.sgd(0.3))
     with jax.set_mesh(mesh):
         params = {name: jax.device_put(PARAMS[name], spec) for name, spec in specs.items()}
-        step = crossshard.make_train_step(loss_fn, optax.sgd(0.3), axis_name="data")
-        state = step.init(params)
-        for x, y in zip(X, Y, strict=True):
-            state, _ = step(state, {"x": x, "y": y})
+        step = crossshard.make_train_step(loss_fn, SGD, axis_name="data")
+        state = train(step, step.init(params), BATCHES)
         assert state.params["first"].sharding.spec == P(None, "model")
         assert jax.typeof(state.params["first"]).sharding.spec == P(None, "model")
-    for name, x in state.params.items():
-        np.testing.assert_allclose(x, expected[name], atol=1e-5)
+    close_to_one_device(state.params)
 
 
 WORDS = RNG.integers(50, size=(ROWS, 7))
@@ -203,7 +158,7 @@ def test_a_loss_that_looks_up_rows_stands_unchanged():
     gradients = jax.grad(of_words)(jax.tree.map(jnp.asarray, TABLE), WORDS)
     expected = {name: TABLE[name] - 0.3 * gradients[name] for name in TABLE}
     with jax.set_mesh(MESHES["one axis"]):
-        step = crossshard.make_train_step(of_words, optax.sgd(0.3), loss_over="batch")
+        step = crossshard.make_train_step(of_words, SGD, loss_over="batch")
         state, _ = step(step.init(TABLE), jax.device_put(WORDS, P("data")))
         placed = jax.device_put(TABLE, P())
         with pytest.raises(Exception, match="out_sharding"):
@@ -213,9 +168,8 @@ def test_a_loss_that_looks_up_rows_stands_unchanged():
 
 
 def test_within_the_users_jit_and_loop():
-    expected, _ = trained_on_one_device(optax.sgd(0.3))
     with jax.set_mesh(MESHES["one axis"]):
-        step = crossshard.make_train_step(loss_fn, optax.sgd(0.3), donate=False)
+        step = crossshard.make_train_step(loss_fn, SGD, donate=False)
         batches = jax.device_put({"x": X, "y": Y}, P(None, "data"))
 
         @jax.jit
@@ -227,28 +181,27 @@ def test_within_the_users_jit_and_loop():
 
         state, losses = run(step.init(PARAMS), batches)
         assert losses.shape == (STEPS,)
-    for name, x in state.params.items():
-        np.testing.assert_allclose(x, expected[name], atol=1e-5)
+    close_to_one_device(state.params)
 
 
 def test_a_guard_raises_its_own_error():
     with jax.set_mesh(MESHES["one axis"]):
         skip = crossshard.Nonfinite("skip", max_consecutive=1)
-        step = crossshard.make_train_step(loss_fn, optax.sgd(0.3), nonfinite=skip, donate=False)
+        step = crossshard.make_train_step(loss_fn, SGD, nonfinite=skip, donate=False)
         state = step.init(PARAMS)
         after, _ = step(state, {"x": np.full_like(X[0], np.nan), "y": Y[0]})
         with pytest.raises(NonfiniteError, match="Parameters and state hold nothing of it"):
             step.finish(after)
         state = step.init(PARAMS | {"bias": np.full(16, np.nan, np.float32)})
-        after, _ = step(state, {"x": X[0], "y": Y[0]})
+        after, _ = step(state, BATCHES[0])
         with pytest.raises(NonfiniteError, match=r"bias.* of the state is NaN"):
             step.finish(after)
 
 
-@pytest.mark.parametrize("saved_on", [None, "one axis"])
+@pytest.mark.parametrize("saved_on", [None, deep("one axis")])
 def test_checkpoints_restore_the_types_of_the_axes(saved_on: str | None, tmp_path: Path):
     make = lambda: crossshard.make_train_step(loss_fn, optax.adam(0.1), params="sharded")
-    batch = {"x": X[0], "y": Y[0]}
+    batch = BATCHES[0]
     outer = jax.set_mesh(MESHES[saved_on]) if saved_on else contextlib.nullcontext()
     with outer:
         step = make()
@@ -273,37 +226,33 @@ def test_groups_padding_and_verify():
     where = MESHES["one axis"]
     with jax.set_mesh(where):
         groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
-        opt = crossshard.CrossShardOptimizer(optax.sgd(0.3), group_assignment=groups)
+        opt = crossshard.CrossShardOptimizer(SGD, group_assignment=groups)
         step = crossshard.make_train_step(loss_fn, opt, ema=0.9)
-        state, metrics = step(step.init(PARAMS), {"x": X[0], "y": Y[0]})
+        state, metrics = step(step.init(PARAMS), BATCHES[0])
         one, other = (step.model(state, shard=shard)["bias"] for shard in (0, 4))
         assert metrics["loss"].shape == (8,)
         assert (one != other).any()
         average = step.model(state, shard=4, ema=True)["bias"]
         np.testing.assert_allclose(average, 0.1 * other, rtol=1e-5)
 
-        padded = crossshard.make_train_step(weighted, optax.sgd(0.3), weight="mask")
+        padded = crossshard.make_train_step(weighted, SGD, weight="mask")
         batch = {"x": X[0][:29], "y": Y[0][:29], "mask": np.ones(29, np.float32)}
         batch = jax.device_put(batch, P())
         _, metrics = padded(padded.init(PARAMS), batch)
-        np.testing.assert_allclose(
-            metrics["loss"], loss_fn(PARAMS, {"x": X[0][:29], "y": Y[0][:29]}), rtol=1e-5
-        )
-        step = crossshard.make_train_step(loss_fn, optax.sgd(0.3))
-        assert crossshard.verify(step, PARAMS, {"x": X[0], "y": Y[0]}).ok
+        np.testing.assert_allclose(metrics["loss"], loss_fn(PARAMS, batch), rtol=1e-5)
+        step = crossshard.make_train_step(loss_fn, SGD)
+        assert crossshard.verify(step, PARAMS, BATCHES[0]).ok
 
 
-@pytest.mark.parametrize("name", ["one axis", "two axes"])
-def test_a_weight_is_compared_with_what_the_loss_divides_by(name: str):
+def test_a_weight_is_compared_with_what_the_loss_divides_by():
     """On drawn numbers, which must not lie on the mesh that is set."""
-    batch = {"x": X[0], "y": Y[0], "mask": np.float32(np.arange(ROWS) % 3 > 0)}
+    batch = BATCHES[0] | {"mask": np.float32(np.arange(ROWS) % 3 > 0)}
     for weight, is_it in (
-        (lambda batch: 2 * batch["mask"].sum(), True),
         (lambda batch: (batch["mask"] > 0).sum(), True),
         (lambda batch: batch["mask"][1:].sum(), False),
     ):
-        with jax.set_mesh(MESHES[name]):
-            step = crossshard.make_train_step(weighted, optax.sgd(0.3), weight=weight)
+        with jax.set_mesh(MESHES["two axes"]):
+            step = crossshard.make_train_step(weighted, SGD, weight=weight)
             state = step.init(PARAMS)
             if not is_it:
                 with pytest.raises(LossError, match="is another"):
@@ -314,16 +263,11 @@ def test_a_weight_is_compared_with_what_the_loss_divides_by(name: str):
 
 
 def test_beside_a_mesh_that_is_set_a_step_keeps_the_one_that_it_was_given():
-    expected, _ = trained_on_one_device(optax.sgd(0.3))
     with jax.set_mesh(MESHES["two axes"]):
         for how in ({"mesh": MESHES["one axis"]}, {"num_shards": 4}):
-            step = crossshard.make_train_step(loss_fn, optax.sgd(0.3), **how)
+            step = crossshard.make_train_step(loss_fn, SGD, **how)
             assert step.mesh != MESHES["two axes"]
-            state = step.init(PARAMS)
-            for x, y in zip(X, Y, strict=True):
-                state, _ = step(state, {"x": x, "y": y})
-            for name, x in jax.device_get(step.model(state)).items():
-                np.testing.assert_allclose(x, expected[name], atol=1e-5)
+            close_to_one_device(step.model(train(step, step.init(PARAMS), BATCHES)))
 
 
 def _as_it_lies(mesh: Any, args: Any, out: Any) -> Any:
@@ -346,9 +290,15 @@ def _(x: Any, tangents: Any) -> Any:
     return tanh_in_python(*x), tangents[0] / jnp.cosh(x[0]) ** 2
 
 
-@pytest.mark.parametrize("over", ["rows", "batch"])
-@pytest.mark.parametrize("tanh", [own_tanh, tanh_in_python], ids=["partitioned", "callback"])
-@pytest.mark.parametrize("is_set", [True, False])
+@pytest.mark.parametrize(
+    ("tanh", "over", "is_set"),
+    [
+        (own_tanh, "rows", True),
+        (tanh_in_python, "batch", False),
+        deep((own_tanh, "batch", False)),
+        deep((tanh_in_python, "rows", True)),
+    ],
+)
 def test_a_program_that_needs_to_know_its_devices(tanh: Any, over: str, is_set: bool):
     """One with cuDNN's attention, or a callback, which JAX refuses with two kinds of axes."""
     mesh = MESHES["one axis"]
@@ -358,14 +308,11 @@ def test_a_program_that_needs_to_know_its_devices(tanh: Any, over: str, is_set: 
         return ((out - batch["y"]) ** 2).mean()
 
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
-        step = crossshard.make_train_step(loss_of, optax.sgd(0.1), mesh=mesh, loss_over=over)
+        step = crossshard.make_train_step(loss_of, SGD, mesh=mesh, loss_over=over)
         state = step.init(PARAMS)
-        for x, y in zip(X, Y, strict=True):
-            before, (state, metrics) = state, step(state, {"x": x, "y": y})
-    params, loss = trained_on_one_device(optax.sgd(0.1))
-    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
-    for got, expected in zip(*map(jax.tree.leaves, (state.params, params)), strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-5)
+        for batch in BATCHES:
+            before, (state, metrics) = state, step(state, batch)
+    close_to_one_device(state.params)
     assert all(x.sharding.mesh == mesh for x in jax.tree.leaves((state, metrics)))
     assert all(x.is_deleted() for x in jax.tree.leaves(before.params))
-    assert step.lower(state, {"x": X[0], "y": Y[0]}).as_text()
+    assert step.lower(state, BATCHES[0]).as_text()

@@ -16,6 +16,7 @@ from crossshard.errors import ArgumentError
 from tests.quick import deep
 from tests.step.common import assert_close, assert_same
 
+SGD = optax.sgd(0.1)
 OWG = "_overwrite_with_gradient"
 STEPS, ROWS = 4, 24
 RNG = np.random.default_rng(0)
@@ -78,31 +79,31 @@ def moved(loss_fn: Any) -> Any:
     return with_rest
 
 
-def train(loss_fn: Any, variables: Any, optimizer: Any, **options: Any) -> tuple[Any, Any, Any]:
-    """The variables, the losses, and the step."""
+def made(loss_fn: Any, optimizer: Any = SGD, **options: Any) -> Any:
+    options = {"num_shards": 8, "loss_over": "batch", "model_state": "mean"} | options
+    return make_train_step(moved(loss_fn), optimizer, **options)
+
+
+def train(loss_fn: Any, variables: Any, optimizer: Any, **options: Any) -> tuple[Any, Any]:
+    """The variables and the losses."""
     rest = dict(variables)
     params = rest.pop("params")
-    step = make_train_step(
-        moved(loss_fn), optimizer, loss_over="batch", model_state="mean", **options
-    )
+    step = made(loss_fn, optimizer, **options)
     state, losses = step.init(params, model_state=rest), []
     for batch in BATCHES:
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
     params, rest = step.model(state)
-    return {"params": params, **rest}, losses, step
+    return {"params": params, **rest}, losses
 
 
-@pytest.mark.parametrize("operation", [Fp8DirectDotGeneralOp, deep(Fp8DotGeneralOp)])
 @pytest.mark.parametrize(
-    ("shards", "options"),
+    ("operation", "shards", "options"),
     [
-        (1, {}),
-        (2, {}),
-        (8, {}),
-        (8, {"params": "sharded"}),
-        deep((8, {"weight_update": "sharded"})),
-        (4, {"nonfinite": "skip"}),
+        (Fp8DirectDotGeneralOp, 8, {"params": "sharded"}),
+        deep((Fp8DirectDotGeneralOp, 1, {})),
+        deep((Fp8DirectDotGeneralOp, 4, {"nonfinite": "skip"})),
+        deep((Fp8DotGeneralOp, 2, {"weight_update": "sharded"})),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*Fp8DotGeneralOp:DeprecationWarning")
@@ -110,7 +111,7 @@ def test_scales_and_histories_are_one_devices(operation: Any, shards: int, optio
     optimizer = optax.sgd(0.05)
     loss_fn, variables = of(operation)
     expected, losses = on_one_device(loss_fn, variables, optimizer)
-    got, found, _ = train(loss_fn, variables, optimizer, num_shards=shards, **options)
+    got, found = train(loss_fn, variables, optimizer, num_shards=shards, **options)
     assert_close(found, losses, rtol=1e-5)
     assert_close(got, expected, atol=1e-5, rtol=1e-4)
     # The largest input, over all shards, of the last step.
@@ -127,17 +128,15 @@ def test_a_loss_scale_is_in_the_gradients_that_fp8_sees():
     larger = lambda *args: (1024 * (out := loss_fn(*args))[0], out[1])
     expected, _ = on_one_device(larger, variables, optax.sgd(0.05 / 1024))
     scale = crossshard.DynamicLossScale(initial=1024.0)
-    got, _, _ = train(loss_fn, variables, optax.sgd(0.05), num_shards=8, loss_scale=scale)
+    got, _ = train(loss_fn, variables, optax.sgd(0.05), loss_scale=scale)
     assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_step_that_is_skipped_leaves_scales_and_histories():
     loss_fn, variables = of()
     rest = dict(variables)
-    params, options = rest.pop("params"), {"loss_over": "batch", "model_state": "mean"}
-    step = make_train_step(
-        moved(loss_fn), optax.sgd(0.1), num_shards=4, nonfinite="skip", donate=False, **options
-    )
+    params = rest.pop("params")
+    step = made(loss_fn, num_shards=4, nonfinite="skip", donate=False)
     before, _ = step(step.init(params, model_state=rest), BATCHES[0])
     after, metrics = step(before, {**BATCHES[1], "y": np.full_like(Y[1], np.nan)})
     assert metrics["skipped"]
@@ -146,21 +145,17 @@ def test_a_step_that_is_skipped_leaves_scales_and_histories():
 
 def test_microbatches_write_one_after_the_other():
     loss_fn, variables = of()
-    found = [
-        train(loss_fn, variables, optax.sgd(0.05), num_shards=shards, accumulate_steps=3)[0]
-        for shards in (1, 8)
-    ]
-    assert_close(*found, atol=1e-5, rtol=1e-4)
-    rest = {name: value for name, value in variables.items() if name != "params"}
+    rest = given = {name: value for name, value in variables.items() if name != "params"}
     of_rest = lambda rest, piece: loss_fn({"params": variables["params"], **rest}, piece)
+    of_microbatch = jax.jit(jax.grad(of_rest, has_aux=True))
     for microbatch in range(3):
         piece = {name: x[microbatch::3] for name, x in BATCHES[0].items()}
-        written, after = jax.grad(of_rest, has_aux=True)(rest, piece)
+        written, after = of_microbatch(rest, piece)
         rest = {**written, **after}
-    step = train(loss_fn, variables, optax.sgd(0.05), num_shards=8, accumulate_steps=3)[2]
-    given = {name: value for name, value in variables.items() if name != "params"}
-    state, _ = step(step.init(variables["params"], model_state=given), BATCHES[0])
-    assert_close(step.model(state)[1], rest, atol=1e-5, rtol=1e-4)
+    for shards in (1, 8):
+        step = made(loss_fn, optax.sgd(0.05), num_shards=shards, accumulate_steps=3)
+        state, _ = step(step.init(variables["params"], model_state=given), BATCHES[0])
+        assert_close(step.model(state)[1], rest, atol=1e-5, rtol=1e-4)
 
 
 def test_a_layer_that_is_used_twice_takes_the_maximum():
@@ -175,9 +170,7 @@ def test_a_layer_that_is_used_twice_takes_the_maximum():
         return (out**2).mean(), {}
 
     grads = jax.jit(jax.grad(lambda v: loss_fn(v, BATCHES[0])[0]))(variables)
-    step = make_train_step(
-        moved(loss_fn), optax.sgd(0.1), num_shards=8, loss_over="batch", model_state="mean"
-    )
+    step = made(loss_fn)
     state = step.init(variables["params"], model_state={OWG: variables[OWG]})
     state, _ = step(state, BATCHES[0])
     assert_close(step.model(state)[1][OWG], grads[OWG], rtol=1e-6)
@@ -186,9 +179,7 @@ def test_a_layer_that_is_used_twice_takes_the_maximum():
 @pytest.mark.parametrize("over", ["rows", "shard"])
 def test_values_of_a_shards_own_rows_are_refused(over: str):
     loss_fn, variables = of()
-    step = make_train_step(
-        moved(loss_fn), optax.sgd(0.1), num_shards=2, loss_over=over, model_state="mean"
-    )
+    step = made(loss_fn, num_shards=2, loss_over=over)
     rest = {name: value for name, value in variables.items() if name != "params"}
     with pytest.raises(ArgumentError, match="loss_over='batch'"):
         step.init(variables["params"], model_state=rest)
