@@ -3,9 +3,23 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.harness import CASES, Row, check, covering, difference, few, oracle
+from crossshard.errors import NonfiniteError
+from tests.harness import (
+    BATCHES,
+    CASES,
+    FACTORS,
+    Row,
+    build,
+    check,
+    covering,
+    difference,
+    few,
+    oracle,
+    start_of,
+)
 from tests.quick import deep_but
 
 ROWS = covering()
@@ -15,6 +29,18 @@ QUICK = few(ROWS)
 @pytest.mark.parametrize("row", deep_but(QUICK, ROWS), ids=str)
 def test_a_row_trains_as_one_device_does(row: Row, tmp_path: Path):
     check(row, tmp_path)
+
+
+@pytest.mark.parametrize("arrays", FACTORS["arrays"])
+def test_a_shard_that_is_not_finite_ends_the_run(arrays: str):
+    row = Row(guard="raise", arrays=arrays)
+    step, batch = build(row), {**BATCHES[0], "x": BATCHES[0]["x"].copy()}
+    batch["x"][-1, 0] = np.nan
+    state, _ = step(step.init(start_of(row)), batch)
+    for name, x in start_of(row).items():
+        np.testing.assert_array_equal(state.params[name], x)
+    with pytest.raises(NonfiniteError, match="on shard 3"):
+        step.finish(state)
 
 
 @pytest.mark.parametrize("case", CASES)
