@@ -87,14 +87,24 @@ def test_the_readme_needs_only_what_pip_installs_with_crossshard():
     assert imported <= {"crossshard", *needed}
 
 
-# One compiles a step for many meshes, the other twenty steps.
-PLAN, SLOW = ROOT / "docs" / "guide" / "plan.md", ROOT / "docs" / "ways-in" / "from-optax.md"
+PLAN = ROOT / "docs" / "guide" / "plan.md"
+# What a newcomer reads, and TensorFlow's names: these run in `make test`, and all in the deep run.
+FIRST_READ = [
+    README,
+    CONTRIBUTING,
+    *(ROOT / "docs" / "concepts").glob("*.md"),
+    *(
+        ROOT / "docs" / "guide" / f"{name}.md"
+        for name in ("whole-step", "optax-idiom", "stateful-idiom", "sharded-update", "checkpoints")
+    ),
+    ROOT / "docs" / "ways-in" / "from-tensorflow-1.md",
+]
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.deep if page in (PLAN, SLOW) else (), id=name_of(page))
+        pytest.param(page, marks=() if page in FIRST_READ else pytest.mark.deep, id=name_of(page))
         for page in [README, *GUIDE, CONTRIBUTING]
     ],
 )

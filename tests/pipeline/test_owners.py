@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from crossshard.pipeline.update import owners as module
 from crossshard.pipeline.update.owners import Block, blocks_of, owners_of, take
 from crossshard.shards.cut import ANY, TPU, Partition
+from tests.quick import deep
 
 NUMBER = 4
 _rng = np.random.default_rng(3)
@@ -20,8 +21,11 @@ ARRAYS = [jnp.asarray(_rng.normal(size=shape), jnp.float32) for shape in SHAPES]
 BLOCKS: list[Block] = [(0, None), (1, None), *((2, row) for row in range(6)), (3, None), (4, None)]
 
 
-@pytest.mark.parametrize("tile", [ANY, TPU], ids=["any", "tpu"])
-@pytest.mark.parametrize("most", [math.inf, 100, 60])
+@pytest.mark.parametrize(
+    ("tile", "most"),
+    [(ANY, math.inf), (TPU, 100), *map(deep, [(TPU, math.inf), (ANY, 60)])],
+    ids=["any", "tpu, 100", "tpu", "any, 60"],
+)
 def test_every_block_is_in_one_row_which_is_that_of_its_owner(tile: module.TileShape, most: float):
     owners = owners_of({block: float(take(ARRAYS, block).size) for block in BLOCKS}, NUMBER)
     types = {block: jax.typeof(take(ARRAYS, block)) for block in BLOCKS}
