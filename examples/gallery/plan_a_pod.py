@@ -59,12 +59,13 @@ def plan(pod, context=CONTEXT, **sizes):
 def main(pods=PODS, context=CONTEXT, **sizes):
     """A line for each pod and way to keep the parameters; returns the plans."""
     line = "{:8}  {:17}  {:>11}  {:>9}  {:4}  {:>8}"
-    print(line.format("pod", "parameters are", "needed", "available", "fits", "sent"))
+    print(line.format("pod", "step", "needed", "available", "fits", "sent"))
     plans = []
     for pod in pods:
         plans.append(found := plan(pod, context, **sizes))
         for each in found.candidates:
-            rest = "in parts" if each.params == "sharded" else f"whole, {each.weight_update}"
+            sharded = "params sharded" if each.params == "sharded" else "update sharded"
+            rest = "replicated" if each.weight_update == "replicated" else sharded
             needed = f"{each.memory.needed / 1e9:.1f} GB"
             row = [found.topology, rest, needed if each.compiled else f"> {needed}"]
             row += [f"{each.memory.available / 1e9:.1f} GB", "yes" if each.fits else "no"]

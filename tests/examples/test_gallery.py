@@ -161,7 +161,7 @@ def test_a_plan_for_the_devices_that_are_here(capsys: pytest.CaptureFixture[str]
     assert plan.candidates[-1].memory.parameters == 4 * plan.parameters // 2
     printed = capsys.readouterr().out
     assert printed.count("\ncpu:2") == 3  # the three ways
-    assert "in parts" in printed
+    assert "params sharded" in printed
 
 
 @pytest.mark.skipif(HAS_LIBTPU, reason="libtpu is installed")

@@ -365,7 +365,7 @@ def test_devices_of_a_process(folder: Path):
     lines = done.stdout.splitlines()
     assert lines[0] == "4,096 parameters on cpu:2, 2 devices"
     rows = [line.split("  ")[0] for line in lines if line.startswith("data 2, ")]
-    assert rows == ["data 2, replicated", "data 2, sharded", "data 2, in parts"] * 2
+    assert rows == ["data 2, replicated", "data 2, sharded", "data 2, params sharded"] * 2
 
 
 @pytest.mark.deep

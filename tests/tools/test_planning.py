@@ -46,7 +46,7 @@ def test_the_bytes_are_those_counted_by_hand(plan):
     assert (plan.parameters, plan.devices) == (BYTES // 4, SHARDS)
     assert [each.weight_update for each in plan.candidates] == ["replicated", "sharded", "sharded"]
     assert [each.params for each in plan.candidates] == ["replicated", "replicated", "sharded"]
-    assert in_parts.name == "data 8, in parts"
+    assert in_parts.name == "data 8, params sharded"
     assert dict(replicated.mesh) == {"data": SHARDS}
     whole = [BYTES, BYTES, (BYTES - 256) // 8 + 256]
     for each, parameters in zip(plan.candidates, whole, strict=True):
@@ -97,7 +97,7 @@ def test_what_is_needed_is_what_the_compiler_says(plan):
 
 def test_a_model_of_70_billion_parameters_is_a_matter_of_shapes():
     layers, width = 80, 8192
-    names = "data 8, replicated; data 8, sharded; data 8, in parts"
+    names = "data 8, replicated; data 8, sharded; data 8, params sharded"
     big = jax.ShapeDtypeStruct((layers, 13 * width, width), jnp.float32)
 
     def loss_fn(w, x):

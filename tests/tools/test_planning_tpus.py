@@ -108,7 +108,7 @@ def test_two_at_once_are_quiet(folder):
     for each in both:
         out, errors = each.communicate(timeout=PATIENCE)
         assert (each.returncode, errors) == (0, "")
-        assert "in parts" in out
+        assert "params sharded" in out
 
 
 def test_a_slice_that_does_not_exist_is_refused_in_one_line():

@@ -201,7 +201,7 @@ class AtUse:
         return out, tree.unflatten(gradients), early, of_others
 
     def _at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
-        """The parameters, of which those in parts that do not wait are gathered."""
+        """The parameters, of which sharded ones that do not wait are gathered."""
         if not self.in_parts:
             return list(leaves)
         places = [place for place in range(len(leaves)) if place not in late]

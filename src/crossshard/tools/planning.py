@@ -330,12 +330,12 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """``data 8, sharded``; ``in parts`` if the parameters are."""
+        """Such as ``data 8, sharded``, or ``data 8, params sharded``."""
         return f"data {self.mesh['data']}, {_rest(self.weight_update, self.params)}"
 
 
 def _rest(weight_update: str, params: str) -> str:
-    return weight_update if params == _WHOLE else "in parts"
+    return weight_update if params == _WHOLE else "params sharded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,9 +425,9 @@ def plan(
     """Compile a training step for a pod or a cluster, in several ways, and say what each needs.
 
     Nothing is run there, and no array is allocated: a model of 70 billion parameters is a matter of
-    shapes. The step is compiled with the weights updated on every shard, updated in parts, and
-    resting in parts (``params="sharded"``), with each device as a shard; not where the state alone
-    is more than a device has.
+    shapes. The step is compiled with a replicated update, a sharded update, and sharded parameters
+    (``params="sharded"``), with each device as a shard; not where the state alone is more than a
+    device has.
 
     Args:
       loss_fn: as ``make_train_step`` takes it.

@@ -33,7 +33,7 @@ class Arrays(abc.ABC):
     state: tuple[Partition, ...]  # the partition of each array of the optimizer's state
     # For each parameter, whether its gradient need be neither computed nor sent.
     unread: tuple[bool, ...]
-    in_parts: bool  # whether the parameters are given, and kept, in parts
+    in_parts: bool  # whether the parameters are sharded
 
     @abc.abstractmethod
     def split(self, tree: Any) -> Any:
@@ -41,7 +41,7 @@ class Arrays(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, tree: Any) -> Any:
-        """Full arrays from those that the optimizer returned, unless they are kept in parts."""
+        """Full arrays from those that the optimizer returned, unless they are sharded."""
 
     def partitions_of(self, gradients: Any) -> Sequence[Partition]:
         """The partition of each gradient, as it is reduced."""

@@ -92,7 +92,7 @@ class Planner:
     # are possible.
     mesh: Mesh | None = None
     wanted: WeightUpdate = WeightUpdate.AUTO  # the requested weight update
-    in_parts: bool = False  # whether the parameters are to be kept in parts
+    in_parts: bool = False  # whether the parameters are to be sharded
     leave_unread: bool = False  # whether gradients that the optimizer does not read may be left out
     # For each parameter its spec on other axes; empty if none is split over these.
     other_axes: Sequence[PartitionSpec] = ()
@@ -131,12 +131,12 @@ class Planner:
             return self._whole, "as requested"
         if self.shards.size == 1:
             return self._whole, "there is one shard"
-        # Parameters that are kept in parts keep their shapes, so that they are split along an axis.
+        # Sharded parameters keep their shapes, so that they are split along an axis.
         params = self._cut(partition_along_axis if self.in_parts else partition_for)
         pairs = zip(jax.tree.leaves(self.params), params, strict=True)
         size = sum(bytes_of_type(leaf) for leaf, partition in pairs if partition.number > 1)
         if not size:
-            # What is not trained may be large, and is kept in parts then.
+            # What is not trained may be large, and is sharded then.
             whole = dataclasses.replace(self._whole, in_parts=self.in_parts)
             return whole, "every parameter is tiny"
         if self.wanted is WeightUpdate.AUTO and size < _WORTH_BYTES:
