@@ -40,7 +40,7 @@ from crossshard.shards.random_streams import own_stream
 
 @dataclasses.dataclass
 class UsesRecord:
-    """Where the loss uses a parameter, if it is gathered or its gradient summed there; by index."""
+    """Where the loss uses each parameter that is gathered or summed at its use, by index."""
 
     # From the last step whose trace was completed; ``None`` if there was none.
     latest: Mapping[int, Any] | None = None

@@ -65,8 +65,8 @@ class Gradients:
       finite: bool[], after the aggregate: whether the reduced gradients are finite on all shards;
         ``None`` if no stage asks for it.
       updated: an ``Updated``, after the optimizer; else ``None``.
-      beside: before the aggregate: for each array that this shard keeps besides, bool[], whether
-        there is a NaN in it that was not there before.
+      beside: before the aggregate: for each array of this shard's model state, bool[], whether it
+        has a NaN that was not there before.
       status: for each leaf of ``values`` how far it was reduced before the aggregate; ``None`` for
         float0.
       extra_status: the same for ``extra``.
@@ -154,9 +154,9 @@ class StageContext:
         sent. Empty if it reads all.
       examples: the number of examples that a weight of one stands for, as every shard's does if
         there are no weights; 1 if it is not known.
-      opaque_false: bool[], a ``False`` that XLA cannot fold: the update is then compiled apart
-        from what is around it, so that its bits do not depend on that. ``None`` to leave that to
-        XLA.
+      opaque_false: bool[], a ``False`` that XLA cannot fold: with it the update runs in a loop,
+        which XLA does not fuse with the code around it, so that its bits do not depend on that
+        code. ``None`` to let XLA fuse.
       skips_by_loop: whether an update that may be skipped runs in a while loop, once or not at all.
       apply_updates: whether the update returns updated parameters, rather than updates.
       over_batch: whether the gradient is of one loss of the whole batch, of which no shard has one

@@ -140,7 +140,8 @@ class StepConfig:
     ) -> Progress:
         """Compute the reduced gradients on one shard; ``given`` is its part of ``loss.enter``."""
         loss, pipeline, opt_state = self.loss, self.pipeline, before.opt_state
-        excludes, (local, like) = pipeline.excludes_shards, loss.local(before, given, at_use)
+        local, like = loss.local(before, given, at_use)
+        excludes = pipeline.excludes_shards
         context = dataclasses.replace(context, params=like)
         widened = local.is_weighed or loss.accumulate_steps > 1 or pipeline.loss_scale is not None
         gradients = pipeline.arrive(
@@ -157,22 +158,22 @@ class StepConfig:
             beside = new_nans(local.model_state, before.model_state)
             gradients = gradients.replace(beside=beside)
         if excludes:
-            how: Any = {"others": lambda w: loss.sums(loss.with_weight(local, w, before))}
+            callbacks: Any = {"others": lambda w: loss.sums(loss.with_weight(local, w, before))}
         else:
-            how, gradients = {}, gradients.replace(sums=loss.sums(local))
+            callbacks, gradients = {}, gradients.replace(sums=loss.sums(local))
         if local.terms is not None:
-            # The gradients of a Mean are divided by what all shards count.
+            # A Mean's gradients are divided by the count of all shards: without one, compute again.
             def recounted(weight: jax.Array) -> tuple[Any, Any]:
                 found, _ = loss.local(before, given, at_use, weight)
                 return found.values, found.loss
 
-            how["recounted"] = recounted
+            callbacks["recounted"] = recounted
         with jax.named_scope(self.name):
-            gradients, opt_state = pipeline.reduce(gradients, opt_state, context, **how)
+            gradients, opt_state = pipeline.reduce(gradients, opt_state, context, **callbacks)
         if excludes:
             weight = own_weight(gradients, local.weight, context)
             local = loss.with_weight(local, weight, before)
-        together = loss.parts(context.shards.size)
+        num_parts = loss.parts(context.shards.size)
         metrics = {"loss": gradients.extra["value"]}
         sums: dict[str, Any] = dict(gradients.sums)
         if loss.weight is not None:
@@ -184,12 +185,12 @@ class StepConfig:
             are_empty = terms.are_empty()
             gradients = gradients if are_empty is None else gradients.skipped_if(are_empty)
         grouped = context.shards.groups is not None
-        aux = loss.reduced_aux(local, gradients, together, grouped)
+        aux = loss.reduced_aux(local, gradients, num_parts, grouped)
         after = dataclasses.replace(
             before,
             step=before.step + 1,
             opt_state=opt_state,
-            model_state=settled(local.model_state, gradients, together),
+            model_state=settled(local.model_state, gradients, num_parts),
         )
         return Progress(after, aux, metrics, gradients)
 

@@ -160,7 +160,7 @@ class StepLoss(abc.ABC):
     # What is reduced besides its gradients.
 
     def sums(self, local: LocalResult) -> dict[str, Any]:
-        """What the aggregate must sum, by name, besides the gradients and the loss."""
+        """The arrays, by name, that the aggregate sums besides the gradients and the loss."""
         if local.sums is not None:
             return local.sums
         of_state = model_states.to_reduce(self.model_state, local.model_state, local.weight)
@@ -225,7 +225,7 @@ class StepLoss(abc.ABC):
         return self.parts(shards) // shards * self.accumulate_steps
 
     def is_of_parts(self, shards: int) -> bool:
-        """Whether it is computed in several pieces, so that it has to be a mean over the rows."""
+        """Whether it is computed in pieces, so that it matters if it is a mean over the rows."""
         return self.over is not LossOver.BATCH and shards * self.pieces(shards) > 1
 
     def at_rest(self, before: TrainState, at_use: AtUse) -> tuple[TrainState, AtUse, Any]:
@@ -257,7 +257,7 @@ class StepLoss(abc.ABC):
     def _counts(
         self, state: TrainState, batch: Any, at_use: AtUse, counting: Counting
     ) -> tuple[Any, ...] | None:
-        """What all pieces of the batch count, if the loss returns a ``Mean``; else ``None``."""
+        """The counts of a ``Mean`` over the whole batch; ``None`` if the loss returns a number."""
         shard, (rows, whole) = at_use.shards.index(), self.split(batch)
         number = self.accumulate_steps
 
@@ -349,9 +349,9 @@ class StepLoss(abc.ABC):
             values, loss = mean(sums)
             values = chosen(early, end.values, values)
             model_state = as_stored(end.model_state, model_state)
-            behind = lambda first, end: jnp.concatenate([first, jnp.asarray(end)[None]])
+            append = lambda first, end: jnp.concatenate([first, jnp.asarray(end)[None]])
             of_end = end.aux, end.terms, end.weight
-            aux, terms, weights = jax.tree.map(behind, others, of_end)
+            aux, terms, weights = jax.tree.map(append, others, of_end)
         total = None if weights is None else sums[2]
         terms = jax.tree.map(lambda x: x.sum(0), terms)
         aux = aux_of_microbatches(self.aux_reduction, aux, weights)
@@ -419,7 +419,7 @@ class StepLoss(abc.ABC):
         return LocalResult(jnp.asarray(loss), gradients, weight, after, aux, terms, early)
 
     def _keys(self, state: TrainState, batch: Any, shard: Any, index: Any) -> Keys:
-        """The key of some rows, or their keys; none if the loss takes none."""
+        """The random key of a microbatch, or one for each row; empty if the loss takes none."""
         if not self.takes_rng:
             return ()
         key = jax.random.wrap_key_data(state.rng, impl=state.rng_impl)
@@ -429,7 +429,7 @@ class StepLoss(abc.ABC):
             of_step = jax.random.fold_in(key, count)
             return (jax.random.fold_in(of_step, shard),)
         each = jnp.arange(self.number_of_rows(batch))
-        # As the microbatches are cut.
+        # Number the rows in the same way in which ``pieces_of`` cuts microbatches.
         places = each * number + index if self.has_one_state else index * len(each) + each
         places += shard * number * len(each)
         return (keys_of_rows(jax.random.fold_in(key, state.step), places),)
@@ -457,7 +457,7 @@ class StepLoss(abc.ABC):
     # Tracing it once, for the proof and for the step.
 
     def arguments(self, state: TrainState, both: Any, batch: Any, keys: Keys) -> Arguments:
-        """What the loss is computed from, by what rows and shards have to do with it."""
+        """The inputs of the loss, sorted by whether they differ between rows, or between shards."""
         rows, whole = self.split(batch)
         of_rows, of_shard = (keys, ()) if self.keys_of_rows else ((), keys)
         # All shards have the same state, keys in it too, if it is averaged.
@@ -488,10 +488,11 @@ class StepLoss(abc.ABC):
     def _prepared(
         self, state: TrainState, batch: Any, keys: Keys, at_use: AtUse
     ) -> tuple[Callable[..., Returned], Any]:
-        """Prove that the loss is a mean over the rows, and return it with the weight of its rows.
+        """Return the loss as a function of the parameters, and the weight of its rows.
 
-        A ratio is returned as a ``Mean``, and without a weight. The function takes parameters, and
-        other rows, keys or states than the given ones. Raises if there is no proof.
+        The function also takes other rows, keys or states. With ``LossOver.ROWS`` this raises
+        unless the loss is proven to be a mean over the rows. A ratio is returned as a ``Mean``,
+        which counts its rows itself, so that there is no weight.
         """
         times = self.parts(at_use.shards.number) * self.accumulate_steps
         is_proven = self.over is LossOver.ROWS and times > 1
