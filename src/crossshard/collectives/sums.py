@@ -35,7 +35,7 @@ def wide(dtype: Any) -> Any:
 
 
 def check_bound(shards: Shards, done: str) -> None:
-    """Raise ShardContextError if several shards have no mesh axis over which anything is done."""
+    """Raise ShardContextError if there are several shards, but no bound axis to sum over."""
     if shards.number > 1 and not shards.axes:
         raise ShardContextError(
             f"The shard context has {shards.number} shards, but no mesh axis is bound here, so "
@@ -129,7 +129,7 @@ def _gather_sums(x: jax.Array, shards: Shards) -> jax.Array:
 def exchange(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
     """``[shards, …]``: this shard's slice along ``axis`` of the ``x`` of every shard, in order.
 
-    Their sum is that of a reduce-scatter, of which it sends the bytes.
+    Their sum is the result of a reduce-scatter, and this sends as many bytes.
     """
     parts = jnp.stack(jnp.split(x, shards.size, axis))
     if shards.groups is not None and not shards.manual:
@@ -145,7 +145,7 @@ def exchange(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
 
 
 def turn(x: jax.Array, split: int, join: int, shards: Shards) -> jax.Array:
-    """Slices along the axis ``split`` of what every shard has a slice of along ``join``."""
+    """Turn slices along the axis ``join`` into slices along ``split``, by an all-to-all."""
     return lax.all_to_all(
         shards.as_varying(x), shards.axes, split_axis=split, concat_axis=join, tiled=True
     )
@@ -161,7 +161,7 @@ def gather_over_shards(x: Any, shards: Shards) -> jax.Array:
 
 
 def of_group(x: jax.Array, shards: Shards) -> jax.Array:
-    """``[size, …]``: the ``x`` of each shard of this one's group, of which vmap has no gather."""
+    """``[size, …]``: the ``x`` of each shard of this group, under vmap, too."""
     of_all = gather_over_shards(x, shards)
     if shards.groups is None:
         return of_all
@@ -174,7 +174,7 @@ def _sizes(stages: list[Any]) -> list[int]:
 
 
 def _reordered(x: jax.Array, axis: int, sizes: list[int]) -> jax.Array:
-    """The blocks along an axis, so many of so many, with the last of them as the first."""
+    """Split an axis into axes of these sizes, reverse the order of these, and merge them."""
     blocks = x.reshape(*x.shape[:axis], *sizes, -1, *x.shape[axis + 1 :])
     count = len(sizes)
     order = [
@@ -202,7 +202,7 @@ def send_scattered(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
 
 
 def send_sum(x: jax.Array, shards: Shards) -> jax.Array:
-    """The sum, which of 16 bits is rounded to 16 bits once more."""
+    """The sum; one of 16-bit arrays is rounded to 16 bits, and returned as float32."""
     if not _is_narrow(x):
         return sum_over_shards(x, shards)
     if not shards.manual or shards.number == 1:
@@ -259,7 +259,7 @@ def _as_bits(x: jax.Array) -> jax.Array:
 
 Bucket = list[tuple[jax.Array, Partition]]
 
-# Many arrays of one shape share buckets of so many. XLA compiles a kernel that reads from a bucket
+# How many arrays of one shape share a bucket. XLA compiles a kernel that reads from a bucket
 # once for each offset, and buckets of equal arrays share these kernels.
 _OF_ONE_SHAPE = range(8, 17)
 
@@ -283,7 +283,7 @@ def bucketed_sum(
         if partition.number == 1 and not others:
             return [total(first)]
         if partition.number == 1:
-            flat = jnp.concatenate([_whole(x).ravel() for x, _ in bucket])
+            flat = jnp.concatenate([_not_fused(x).ravel() for x, _ in bucket])
             return split_bucket(total(flat), bucket)
         if not others and partition.fills_rows:
             return [_alone(partition, partition.pack(first), partition.local_shape, scatter)]
@@ -316,17 +316,17 @@ def bucketed_gather(
         row = jnp.pad(flat, (0, partition.tile.padding(flat.size)))
         row = row.reshape(-1, partition.tile.lanes)
         columns = gather(row, 0).reshape(partition.number, -1)
-        between = zip(_between([x.size for x, _ in bucket]), bucket, strict=True)
+        spans = zip(_spans([x.size for x, _ in bucket]), bucket, strict=True)
         return [
             each.unpack(columns[:, start:end].reshape(each.packed_shape))
-            for (start, end), (_, each) in between
+            for (start, end), (_, each) in spans
         ]
 
     return by_bucket(parts, partitions, shards, move)
 
 
-def _whole(x: jax.Array) -> jax.Array:
-    """``x``; a scalar as a value of its own, that is not computed within the bucket's kernel.
+def _not_fused(x: jax.Array) -> jax.Array:
+    """``x``; if it is a scalar, behind a barrier, so that the bucket's kernel does not compute it.
 
     Otherwise a loss would be computed when the last gradient of its bucket is, and the activations
     that it reads, such as a language model's logits, would be kept until then.
@@ -339,7 +339,7 @@ def on_blocks(
     xs: Sequence[jax.Array],
     partitions: Sequence[Partition],
     shards: Shards,
-    *whole: Any,
+    *replicated: Any,
     each: Callable[[Any], Any] = lambda specs: specs,
 ) -> Any:
     """``move`` applied to each device's blocks of arrays that are split over other axes.
@@ -347,11 +347,11 @@ def on_blocks(
     Left to XLA, it would gather the blocks before a reduce-scatter.
 
     Args:
-      move: a function of the arrays, their partitions, the shards and what is ``whole``.
+      move: a function of the arrays, their partitions, the shards and what is ``replicated``.
       xs: the arrays.
       partitions: the partition of each.
       shards: the shards.
-      *whole: what every device has whole.
+      *replicated: arrays that every device has in full.
       each: makes the specs of what it returns from those of the arrays.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
@@ -359,12 +359,12 @@ def on_blocks(
     specs = [partition.other_axes for partition in partitions]
     of_device = dataclasses.replace(shards, other_axes=())
     run = _jax.shard_map(
-        lambda xs, *whole: move(xs, blocks, of_device, *whole),
+        lambda xs, *replicated: move(xs, blocks, of_device, *replicated),
         axis_names=frozenset(shards.other_axes),
-        in_specs=(specs, *[PartitionSpec()] * len(whole)),
+        in_specs=(specs, *[PartitionSpec()] * len(replicated)),
         out_specs=each(specs),
     )
-    return run(list(xs), *whole)
+    return run(list(xs), *replicated)
 
 
 def by_bucket(
@@ -373,7 +373,7 @@ def by_bucket(
     shards: Shards,
     move: Callable[[Bucket], list[jax.Array]],
 ) -> list[jax.Array]:
-    """``move`` applied to each array, small ones of one dtype in one bucket; in their order."""
+    """Apply ``move`` to all arrays, small ones of one dtype in buckets; the order is kept."""
     # vmap does not communicate, and arrays that vary over different axes cannot share a bucket.
     buckets_pay = shards.manual and not shards.has_vma and shards.number > 1
     kinds = [(x.dtype, partition) for x, partition in zip(xs, partitions, strict=True)]
@@ -418,11 +418,12 @@ def _alone(
 def split_bucket(flat: jax.Array, bucket: Bucket) -> list[jax.Array]:
     """The arrays of a reduced or gathered bucket."""
     shapes = [partition.local_shape for _, partition in bucket]
-    pieces = zip(_between(map(math.prod, shapes)), shapes, strict=True)
+    pieces = zip(_spans(map(math.prod, shapes)), shapes, strict=True)
     return [flat[start:end].reshape(shape) for (start, end), shape in pieces]
 
 
-def _between(widths: Iterable[int]) -> Iterable[tuple[int, int]]:
+def _spans(widths: Iterable[int]) -> Iterable[tuple[int, int]]:
+    """The start and the end of each of adjacent pieces of these widths."""
     return itertools.pairwise(itertools.accumulate(widths, initial=0))
 
 

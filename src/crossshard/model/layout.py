@@ -40,9 +40,9 @@ from crossshard.shards.random_streams import own_stream
 
 @dataclasses.dataclass
 class UsesRecord:
-    """Where the loss uses each parameter that is gathered, or summed, there, by its place."""
+    """Where the loss uses each parameter that is gathered or summed at its use, by index."""
 
-    # As the step that was traced last to its end has it; ``None`` if none was.
+    # From the last step whose trace was completed; ``None`` if there was none.
     latest: Mapping[int, Any] | None = None
 
 
@@ -53,16 +53,16 @@ class StateLayout:
     mesh: Mesh
     shards: Shards  # inside ``shard_map``
     arrays: Arrays  # how parameters and the optimizer's state are split, and where the update runs
-    why: str  # it does so, in a few words
+    why: str  # the reason for where the update runs, in a few words
     pipeline: Pipeline
     params: Any = dataclasses.field(compare=False)  # the types of one set of parameters
     model_state: ModelState | None = None  # how the state that a loss returns is kept
-    # For each array of the parameters, the frozen arrays and the model state its spec on the other
-    # axes of the mesh; empty if none is split over these.
+    # The spec on the other axes of the mesh of each array of the parameters, the frozen arrays and
+    # the model state, in this order; empty if none is split over these axes.
     other_axes: tuple[PartitionSpec, ...] = ()
-    has_one_state: bool = False  # a model state for all shards, as of a loss over the batch
+    has_one_state: bool = False  # whether shards share one model state, as in a loss over a batch
     uses: UsesRecord = dataclasses.field(default_factory=UsesRecord, compare=False, repr=False)
-    # The placements of each kind of state.
+    # Caches ``placements``, by the structure and shapes of the state.
     _known: dict[Any, TrainState] = dataclasses.field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -89,7 +89,7 @@ class StateLayout:
         return self.shards.groups
 
     def specs_of_arrays(self, frozen: Any) -> tuple[PartitionSpec, ...]:
-        """The specs with which ``initial`` gets its arrays, without those that are whole."""
+        """The specs of the arrays given to ``initial``; those that are left out are replicated."""
         if not self.arrays.in_parts:
             return self.other_axes
         partitions = *self.arrays.params, *self.partitions_of_frozen(frozen)
@@ -97,7 +97,7 @@ class StateLayout:
         return in_parts + self.other_axes[len(in_parts) :]
 
     def partitions_of_frozen(self, frozen: Any) -> tuple[Partition, ...]:
-        """The partition of each array that is not trained: large ones as those of parameters."""
+        """The partition of each array that is not trained: large ones are split like parameters."""
         tile = tile_for(self.mesh, self.arrays.in_parts)
         specs = itertools.chain(self.other_axes[len(self.arrays.params) :], itertools.repeat(WHOLE))
 
@@ -146,14 +146,14 @@ class StateLayout:
         inner = jax.tree.structure(state.opt_state.inner_state).unflatten(of_inner)
         stages = self.pipeline.placements(state.opt_state)
         if self.other_axes:
-            # One of several, or one for each shard: its shape ends with the parameter's.
+            # Match the state of stages with parameters by shape, without the shard axis.
             one = lambda own, x: jax.ShapeDtypeStruct(x.shape[own.per_shard :], x.dtype)
             before = state.opt_state._replace(inner_state=())
             types = jax.tree.map(one, stages, before)
             of_params = self.other_axes[: len(self.arrays.params)]
             of_stages = iter(other_axes_like(types, self.params, of_params))
             stages = jax.tree.map(lambda own, x: beside(own, x, next(of_stages)), stages, before)
-        arrays: Any = state  # of which each is replaced by its placement
+        arrays: Any = state  # ``Any``, since placements take the place of arrays
         placements: TrainState = dataclasses.replace(
             arrays,
             step=REPLICATED,
@@ -186,10 +186,10 @@ class StateLayout:
         return NamedSharding(self.mesh, spec)
 
     def incoming(self, state: TrainState) -> TrainState:
-        """The sharding of every array of an unsharded state that comes to the mesh.
+        """The sharding with which each array of an unsharded state is put on the mesh.
 
-        An array that is stored in its own shape comes as it is stored, since all of it may be too
-        large for one device; any other as ``unsharded`` says.
+        An array that is stored in its own shape gets the sharding in which it is stored, since it
+        may be too large for one device. Any other gets that of ``unsharded``.
         """
 
         def place(own: Placement, x: Any) -> NamedSharding:
@@ -202,20 +202,20 @@ class StateLayout:
         return self.own._map(place, state)
 
     def of_other_shards(self, own: Placement, shape: tuple[int, ...]) -> NamedSharding:
-        """The sharding of what each of another number of shards has, which together is large."""
+        """The sharding of ``[other shards, …]``, which may be large, along another axis."""
         others = PartitionSpec(None, *own.other_axes)
         split = partition_along_axis(shape, self.number_of_shards, other_axes=others)
         return NamedSharding(self.mesh, split.spec(self.axes))
 
     def constrain(self, state: TrainState) -> TrainState:
-        """The state as it is placed, since XLA decides about other axes."""
+        """Constrain the state to its shardings; else XLA would choose those on other axes."""
         if not self.shards.other_axes:
             return state
         return jax.lax.with_sharding_constraint(state, self.shardings(state))
 
     @functools.cached_property
     def own(self) -> "StateLayout":
-        """The same without rows: every array in its own shape, or in slices of it."""
+        """The same layout without ``Owners``: arrays in their own shapes, or slices of them."""
         arrays = self.arrays
         if not isinstance(arrays, Owners):
             return self
@@ -223,10 +223,11 @@ class StateLayout:
         return dataclasses.replace(self, arrays=Parts(arrays.params, arrays.shards, *kept))
 
     def collected(self, state: TrainState) -> TrainState:
-        """The state as ``own`` places it."""
+        """Move a state from this layout to ``own``."""
         return self._moved(state, self, self.own)
 
     def _moved(self, state: TrainState, one: "StateLayout", other: "StateLayout") -> TrainState:
+        """Move the optimizer's state between this layout and ``own``, from ``one`` to ``other``."""
         arrays = self.arrays
         if not isinstance(arrays, Owners) or not arrays.state_blocks:
             return state
@@ -253,7 +254,7 @@ class StateLayout:
         return self._map(lambda placement, x: x[None] if placement.per_shard else x, state)
 
     def pack(self, state: TrainState) -> TrainState:
-        """The state as it is stored, from arrays in the optimizer's own shapes."""
+        """Store a state: pack arrays that have the optimizer's own shapes."""
         return self._moved(
             jax.tree.map(Placement.pack, self.own.placements(state), state), self.own, self
         )
@@ -310,17 +311,17 @@ class StateLayout:
         return dataclasses.replace(spread, model_state=model_state)
 
     def is_of_these_shards(self, state: TrainState) -> bool:
-        """Whether what each shard has of its own is so here, and ``[shards, …]`` of this mesh."""
+        """Whether per-shard arrays are per shard here, too, and for this number of shards."""
         if state.per_shard != self.keeps_per_shard(state):
             return False
         fits = lambda placement, x: not placement.per_shard or x.shape[0] == self.number_of_shards
         return all(jax.tree.leaves(self._map(fits, state)))
 
     def on_other_shards(self, state: TrainState) -> TrainState:
-        """A state of one set of parameters, taken from other shards to these, as it is stored here.
+        """Move a state with one set of parameters from another number of shards to these.
 
-        Of what each has of its own, the new ones have what the others had on average, unless the
-        stage says otherwise.
+        New per-shard arrays are the mean of the old ones, unless a stage's ``moved_to`` differs.
+        The result is as this layout stores it.
         """
         common = lambda placement, x: of_all(x) if placement.per_shard else x
         one, before, number = self._map(common, state), state.opt_state, self.number_of_shards
@@ -331,7 +332,7 @@ class StateLayout:
     # The checks of a state.
 
     def check(self, state: TrainState) -> None:
-        """Raise unless a state is of this step's optimizer, and placed as here."""
+        """Raise unless a state is from this step's optimizer, and has the shapes of this layout."""
         self.check_optimizer(state)
         if state.per_shard != self.keeps_per_shard(state):
             kept = ["one for all shards", "one for each shard"]

@@ -1,7 +1,7 @@
 """Pipeline: the stages from a local gradient to the update, in their order.
 
-The Optax transformation, the stateful optimizer and the whole step all build this value and run
-its stages.
+The Optax transformation, the stateful optimizer and the whole step each build a ``Pipeline`` and
+run its stages.
 """
 
 import contextlib
@@ -62,8 +62,8 @@ from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.update.optimize import Optimize
 from crossshard.shards.axes import GroupAssignment, Shards, current_shards
 
-# The stages in the order in which they run, which is also that of their phases. A new one is one
-# line here: each makes itself from the options, and says what becomes of its state.
+# The stages in the order in which they run, which is also that of their phases. To add a stage, add
+# it here: ``from_options`` makes it, and its class says how its state is stored and resharded.
 STAGES: tuple[type[Stage], ...] = (
     Accumulate,
     ReportNonfinite,
@@ -153,7 +153,7 @@ class Pipeline:
 
     @functools.cached_property
     def _made(self) -> dict[type[Stage], Stage]:
-        """The stages by the classes that have made them; a user's own is made by Preprocess."""
+        """The stages by class; ``Preprocess.from_options`` returns the user's own stage."""
         names = "inner", "reduction", "groups", "axis_name"
         options = {**{name: getattr(self, name) for name in names}, **self.options}
         made = {kind: kind.from_options(options) for kind in STAGES}
@@ -267,7 +267,7 @@ class Pipeline:
         for name, stage in self._stateful.items():
             moved[name] = stage.moved_to(state.of(name), spread.of(name), number)
             if stage.phase is Phase.REDUCTION and self.joins_groups:
-                # What a worker holds back is of its own mean, and it is no more.
+                # What a worker has not sent yet belongs to its own mean, which is gone now.
                 drop = lambda x: x * 0 if jnp.issubdtype(x.dtype, jnp.inexact) else x
                 moved[name] = jax.tree.map(drop, moved[name])
         return spread.with_states(**moved)
@@ -286,13 +286,13 @@ class Pipeline:
             )
 
     def exported(self, state: CrossShardState, params: Any) -> Any:
-        """The parameters of a model of all groups, of parameters ``[shards, …]``."""
+        """The parameters that ``model(state)`` returns, from the groups' own ``[shards, …]``."""
         for name, stage in self._stateful.items():
             params = stage.exported(state.of(name), params)
         return params
 
     def written(self) -> dict[str, Given]:
-        """The options that a checkpoint tells, and a restore compares; ``None`` if one is off."""
+        """The options, by name, that a checkpoint stores; ``None`` for those that are off."""
         compared = [kind for kind in STAGES if kind.is_compared]
         found = dict.fromkeys(name for kind in compared for name in kind.options)
         for kind in compared:
@@ -333,7 +333,7 @@ class Pipeline:
                 texts += [self.optimize.describe(update), *gather]
             else:
                 texts.append(stage.describe())
-        # Two stages that skip are one to the reader.
+        # Two stages may print the same skip; print it once.
         return " → ".join(dict.fromkeys(filter(None, texts)))
 
     # Running it.
@@ -350,7 +350,7 @@ class Pipeline:
         widened: bool = False,
         early: tuple[bool, ...] = (),
     ) -> Gradients:
-        """The gradients with the status of each leaf, and the dtype in which it is to be reduced.
+        """Make ``Gradients``: find the status of each leaf, and the dtype of its reduced value.
 
         Args:
           values: a pytree of this shard's arrays.
@@ -359,7 +359,7 @@ class Pipeline:
           extra: further values to reduce with them.
           weight: float[], the weight of this shard.
           params: the parameters, if they are known.
-          widened: whether the values have more bits than the gradients that they stand for.
+          widened: whether the values have been widened, so that the parameters tell the dtypes.
           early: for each leaf whether the backward pass has summed it; see ``Gradients``.
 
         Raises:
@@ -419,7 +419,7 @@ class Pipeline:
             reduced, after = self.finish(*done, state, context)
             skip = jnp.bool_(False) if reduced.skip is None else reduced.skip
             empty = jax.tree.map(jnp.zeros_like, sums)
-            # All shards have the same, but who carries a state per shard has no type that says so.
+            # The value is equal on all shards, but its type must be that of the carried state.
             shards = context.shards
             typed = lambda new, old: shards.as_varying(new) if shards.is_varying(old) else new
             found = jax.tree.map(typed, after.nonfinite, state.nonfinite)
@@ -453,13 +453,13 @@ class Pipeline:
         others: Callable[[jax.Array | None], dict[str, Any]] = lambda _: {},
         recounted: Callable[[Any], tuple[Any, Any]] | None = None,
     ) -> Staged:
-        """The stages up to the reduction.
+        """Run the stages from ``ARRIVAL`` to the reduction.
 
         Args:
           gradients: those of each shard.
           before: the state before these stages.
           context: the context.
-          others: what the aggregate is to sum besides, by name, given the weight of the shard.
+          others: returns further arrays to sum, by name, given the weight of the shard.
           recounted: computes the gradients and the loss of this shard again, given its weight, if
             they depend on which shards count; ``None`` if they do not.
         """
@@ -471,14 +471,14 @@ class Pipeline:
                 "nonfinite='skip'."
             )
 
-        def examined(gradients: Gradients) -> Gradients:
+        def after_arrival(gradients: Gradients) -> Gradients:
             return self.run(Phase.ARRIVAL, gradients, before, context)[0]
 
-        def weighed(gradients: Gradients) -> Staged:
+        def after_local(gradients: Gradients) -> Staged:
             sums = {**others(gradients.weight), **gradients.sums}
             return self.run(Phase.LOCAL, gradients.replace(sums=sums), before, context)
 
-        def summed(gradients: Gradients, state: CrossShardState) -> Any:
+        def after_reduction(gradients: Gradients, state: CrossShardState) -> Any:
             reduced, state = self.run(Phase.REDUCTION, gradients, state, context)
             if self.nonfinite is not None:
                 return with_finite(reduced, context, is_sound(gradients)), state
@@ -486,37 +486,39 @@ class Pipeline:
 
         if self.nonfinite is None or self.preprocess is not None:
             # With preprocess a gradient may be finite that was not.
-            return summed(*weighed(examined(gradients)))
+            return after_reduction(*after_local(after_arrival(gradients)))
 
         # Only a reduced gradient that is not finite says that a shard's own may not be.
         gradients = as_local(gradients, context, ReportNonfinite.needs_local)
         if self.excludes_shards:
             gradients = gradients.replace(weight=as_counted(gradients.weight))
-        reduced, state = summed(*weighed(gradients))
+        reduced, state = after_reduction(*after_local(gradients))
         with jax.named_scope(self.nonfinite.scope):
             none = jnp.zeros(context.shards.number, jnp.float32)
             none = none if self.over_all_shards else context.shards.as_varying(none)
             reduced = reduced.replace(sums={**reduced.sums, REPORTED: none})
 
+            # Reduce again, without the shards whose gradients are not finite.
             def without_bad(_: Any, own: Any) -> tuple[Staged, Any]:
-                left = examined(gradients.replace(values=own))
+                left = after_arrival(gradients.replace(values=own))
                 if recounted is not None:
                     values, loss = recounted(left.weight)
                     left = left.replace(values=values, extra={**left.extra, "value": loss})
-                rest, again = weighed(left)
+                rest, again = after_local(left)
                 kept = lambda new, old: new if new.dtype == old.dtype else old
-                found, again = summed(rest, again)
+                found, again = after_reduction(rest, again)
                 return (found, again.aggregate), jax.tree.map(kept, rest.values, own)
 
-            def named(done: Staged, own: Any) -> tuple[Staged, Any]:
+            # Keep what was reduced, and find which shards are not finite.
+            def with_report(done: Staged, own: Any) -> tuple[Staged, Any]:
                 reduced, after = done
-                report = examined(gradients.replace(values=own)).sums[REPORTED]
+                report = after_arrival(gradients.replace(values=own)).sums[REPORTED]
                 found = sum_over_shards(report, context.shards)
                 found = of_no_shard(found) if context.over_batch else found
                 return (reduced.replace(sums={**reduced.sums, REPORTED: found}), after), own
 
-            function = without_bad if self.excludes_shards else named
-            # What an aggregator keeps must not be of gradients that are not finite, either.
+            function = without_bad if self.excludes_shards else with_report
+            # The state of the aggregator, too, must not come from gradients that are not finite.
             done = reduced, state.aggregate
             reduced, after = if_not_finite(done, gradients.values, function, context)
             return reduced, state._replace(aggregate=after)
@@ -528,9 +530,10 @@ class Pipeline:
         before: CrossShardState,
         context: StageContext,
     ) -> Staged:
-        """The stages after the reduction; ``before`` is the state before those up to it.
+        """Run the stages after the reduction.
 
-        A skipped step leaves the states of these as they were.
+        ``before`` is the state before ``reduce``: a skipped step restores from it what ``reduce``
+        changed.
         """
         gradients, state = self.run(Phase.UPDATE, gradients, state, context)
         if gradients.skip is not None:
@@ -548,7 +551,7 @@ class Pipeline:
         state: CrossShardState,
         context: StageContext,
     ) -> Staged:
-        """The stages of a phase."""
+        """Run the stages of a phase."""
         refuse_nesting()
         for stage in self.stages:
             if stage.phase is not phase:
@@ -612,7 +615,7 @@ def check_returned(returned: Any, gradients: Gradients, state: PyTree, name: str
             f"{name} must return (gradients, state), such as (gradients.replace(values=values), "
             f"state), of what it was given; the first was {type(after[0]).__name__}."
         )
-    # Of shapes the sum over the shards says what it needs.
+    # Shapes are checked later, by the sum over the shards.
     of_values = f"The values that {name} returned"
     check_like(after[0].values, gradients.values, of_values, shapes=False)
     return after

@@ -23,7 +23,7 @@ from crossshard.shards.cut import REPLICATED, Placement
 class Phase(enum.IntEnum):
     """When a stage runs, in this order.
 
-    CALL: at every call, of which only the last of several runs what follows.
+    CALL: at every call; with ``accumulate_steps`` the other phases run at the last call only.
     ARRIVAL: on each shard's gradient as it arrived.
     LOCAL: on each shard's gradient before it is reduced.
     REDUCTION: over the shards.
@@ -65,8 +65,8 @@ class Gradients:
       finite: bool[], after the aggregate: whether the reduced gradients are finite on all shards;
         ``None`` if no stage asks for it.
       updated: an ``Updated``, after the optimizer; else ``None``.
-      beside: before the aggregate: for each array that this shard keeps besides, bool[], whether
-        there is a NaN in it that was not there before.
+      beside: before the aggregate: for each array of this shard's model state, bool[], whether it
+        has a NaN that was not there before.
       status: for each leaf of ``values`` how far it was reduced before the aggregate; ``None`` for
         float0.
       extra_status: the same for ``extra``.
@@ -118,8 +118,8 @@ class Gradients:
     def settled(self) -> Self:
         """After the aggregate: the same with the reduced gradients in place of their sums.
 
-        Who reads them in a loop settles them there: XLA computes a mean anew in each kernel that
-        reads it, but writes one that enters a loop to memory.
+        Code that reads them in a loop should call this in the loop: XLA recomputes a mean in each
+        kernel that reads it, but writes one that enters a loop to memory.
         """
         if self.divisor is None:
             return self
@@ -154,10 +154,10 @@ class StageContext:
         sent. Empty if it reads all.
       examples: the number of examples that a weight of one stands for, as every shard's does if
         there are no weights; 1 if it is not known.
-      opaque_false: bool[], a ``False`` that XLA cannot fold: the update is then compiled apart
-        from what is around it, so that its bits do not depend on that. ``None`` to leave that to
-        XLA.
-      skips_by_loop: whether an update that may be skipped runs in a loop of one turn, or none.
+      opaque_false: bool[], a ``False`` that XLA cannot fold: with it the update runs in a loop,
+        which XLA does not fuse with the code around it, so that its bits do not depend on that
+        code. ``None`` to let XLA fuse.
+      skips_by_loop: whether an update that may be skipped runs in a while loop, once or not at all.
       apply_updates: whether the update returns updated parameters, rather than updates.
       over_batch: whether the gradient is of one loss of the whole batch, of which no shard has one
         of its own.
@@ -287,23 +287,24 @@ class Stage(abc.ABC):
         return spread
 
     def exported(self, state: PyTree, params: PyTree) -> PyTree:
-        """The parameters of a model, of these: other ones if the state has those of all groups."""
+        """The parameters that ``model(state)`` returns: ``params``, or those in this state."""
         del state
         return params
 
     def written(self) -> dict[str, Given]:
-        """The values of its options that a checkpoint tells in words, and a restore compares."""
+        """The values of its options, by name, that a checkpoint stores and a restore compares."""
         return {self.options[0]: self} if self.options else {}
 
     def describe(self) -> str:
-        """A short description; empty for the half of a stage, which has no state of its own."""
+        """A short description: the class's name, or empty for a stage without a state."""
         return type(self).__name__ if self.state_field else ""
 
 
 def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradients:
-    """The gradients of each shard's own loss, which is ``what`` a stage needs.
+    """Undo the division of ``SCALED`` gradients: each shard gets those of its own loss.
 
-    Those of a loss over the batch stay as they are.
+    Those of a loss over the batch stay as they are. ``what`` begins the error message, as in
+    ``"weight multiplies"``.
 
     Raises:
       IncomingError: they are already summed.
@@ -328,7 +329,9 @@ def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradient
     return gradients.replace(values=tree.unflatten(local), status=status)
 
 
+# Already summed over the shards.
 _SUMMED = (GradientStatus.SUMMED, GradientStatus.REDUCED)
+# ``settled`` divides their sums; ``SCALED`` ones were divided before, and ``REDUCED`` are final.
 _TO_DIVIDE = (GradientStatus.LOCAL, GradientStatus.SUMMED)
 
 
@@ -348,7 +351,7 @@ class CrossShardState(NamedTuple):
       loss_scale: a ``LossScaleState``.
       nonfinite: a ``NonfiniteState``: what was not finite at the last update.
       metrics: the requested metrics of the last update, by name, float32[].
-      outer: what the workers that synchronise rarely have in common.
+      outer: the state of ``LocalSGD``, which its workers share.
       others: the states of other stages, by their names; ``()`` without any.
       inner_state: the state of the inner optimizer.
 
@@ -370,7 +373,7 @@ class CrossShardState(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names of the stages with a state, or without one, but for the optimizer's."""
+        """The names under which ``of`` knows states, except the optimizer's."""
         return [*self._fields[:-2], *dict(self.others)]
 
     def of(self, name: str) -> PyTree:

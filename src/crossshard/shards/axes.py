@@ -1,4 +1,4 @@
-"""Who takes part: the shard context, groups of shards, and the shards of the bound axes."""
+"""The shard context, groups of shards, and the shards of the bound axes."""
 
 import dataclasses
 import itertools
@@ -209,11 +209,10 @@ class Shards:
     torus_factors: tuple[int, ...] = ()  # factors of a single axis, for multi-stage collectives
     # The other axes of their mesh, over which XLA splits the work of each shard.
     other_axes: tuple[str, ...] = ()
-    # That of their devices, as ``"cpu"``; empty if it is not known before XLA compiles.
+    # The platform of their devices, such as ``"cpu"``; empty if only XLA knows it.
     platform: str = ""
-    in_rings: bool = False  # whether slices go round beside the products that they are for
-    # The number of slices of a TPU, with a slower network between them, that follow each other
-    # along a single axis.
+    in_rings: bool = False  # whether matmuls overlap with sending their slices round a ring
+    # The number of TPU slices along a single axis. The network between them is slower.
     slices: int = 1
     # The groups that reduce independently; ``None`` for all shards.
     groups: GroupAssignment | None = None
@@ -225,7 +224,7 @@ class Shards:
 
     @property
     def across(self) -> Self:
-        """The same shards, of which those with one position in their groups reduce together."""
+        """The same shards, grouped by their position in their groups: one of each group."""
         groups = self.groups
         if groups is None or groups.size == 1:
             return self.all
@@ -249,9 +248,9 @@ class Shards:
 
     @property
     def is_inner_first(self) -> bool:
-        """Whether a sum goes inside first, and a part of it over the slower network between.
+        """Whether a sum runs over the last axis, or within a TPU slice, first.
 
-        A gather goes the other way.
+        Then only a part of it crosses the slower network. A gather runs in the other order.
         """
         return self.groups is None and (len(self.axes) > 1 or self.slices > 1)
 
@@ -329,7 +328,7 @@ def _current_shards(axis_name: tuple[str, ...], warn: bool, what: str) -> Shards
     context = get_shard_context()
     axes = axis_name or (context.axis_name if context else ())
     if not bound:
-        # Under jit arrays are global, and what is computed of them is of all shards already.
+        # No warning under jit, where arrays are global and results are those of all shards.
         if context is None and warn and _jax.at_top_level():
             warnings.warn(
                 f"{what} should be used within a shard context, but none is set and no mesh axis "
@@ -353,15 +352,15 @@ def _current_shards(axis_name: tuple[str, ...], warn: bool, what: str) -> Shards
             f"The shard context has {context.number_of_shards} shards, but the axes "
             f"{_listed({axis: bound[axis] for axis in axes})} have {number}."
         )
-    return _describe(number, axes)
+    return _shards_over(axes, number)
 
 
 def shards_of_gradient(axis_name: tuple[str, ...] = (), params: Iterable[Any] = ()) -> Shards:
     """The shards over which a gradient stays local.
 
     Their axes are the named ones, else the context's, else the only bound axis, else every bound
-    axis over which no parameter varies. Axes without types are left out, since autodiff does not
-    reduce over them.
+    axis over which no parameter varies. Axes without ``check_vma=True`` are left out:
+    autodiff does not reduce over them.
 
     Raises:
       AxisError: a named axis is not bound but others are.
@@ -396,9 +395,9 @@ def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None
 
 
 def check_no_further(loss: Any, shards: Shards, params: Iterable[Any]) -> None:
-    """Raise if a loss varies over an axis that is not a shard axis, so that autodiff would sum it.
+    """Raise if a loss varies over an axis that is not a shard axis: autodiff would sum over it.
 
-    Over an axis along which each of the parameters varies too, it sums nothing.
+    An axis over which all parameters vary, too, is allowed: autodiff sums nothing over it.
     """
     bound, known = _jax.bound_axes(), _jax.varying_axes(loss) | _jax.unreduced_axes(loss)
     split = frozenset(bound).intersection(*map(_jax.varying_axes, params))
@@ -427,7 +426,7 @@ def _check_bound(axes: tuple[str, ...], bound: dict[str, int]) -> None:
         )
 
 
-def _describe(number: int, axes: tuple[str, ...]) -> Shards:
+def _shards_over(axes: tuple[str, ...], number: int) -> Shards:
     mesh_axes = _jax.manual_axes()
     tracked = [_jax.has_vma(axis) for axis in axes]
     if not all(tracked) and any(_jax.has_vma(axis) for axis in mesh_axes):

@@ -19,13 +19,13 @@ from crossshard.shards.devices import between_cpus, sends_beside_products
 _FEW = 1024
 # Smaller arrays are bucketed: starting a collective costs more than copying them.
 _SMALL = 1 << 15
-# A slice is padded by this part of its size at most, so that it has enough rows.
+# A slice is padded to whole tiles if that adds at most 1 / _LITTLE of its size.
 _LITTLE = 16
-# Between processes on CPUs it takes milliseconds.
+# The same between processes on CPUs, where starting a collective takes milliseconds.
 _SMALL_BETWEEN_CPUS = 1 << 20
-# A longer first axis is not that of stacked layers.
+# A first axis that is longer is not taken for one of stacked layers.
 _LAYERS = 256
-# The spec of an array on other axes that do not split it.
+# The spec of an array that is replicated, or not split over the axes in question.
 WHOLE = PartitionSpec()
 
 
@@ -45,10 +45,10 @@ class TileShape:
         return self.rows * self.lanes
 
     def padding(self, width: int) -> int:
-        """The zeros after a slice of ``width`` elements: to a tile, or to a row if that is much.
+        """The zeros after a slice of ``width`` elements, to fill a tile, or a row if that is much.
 
-        Too few rows cost an all-reduce in the last stage alone, on what the stages before it have
-        left. Between 4,096 chips a tile for each would be 34 MB.
+        With too few rows XLA emits an all-reduce, but only in the last of several stages, of small
+        arrays. Whole tiles for 4,096 chips would be 34 MB.
         """
         to_tile = -width % self.size
         return to_tile if _LITTLE * to_tile <= width else -width % self.lanes
@@ -58,7 +58,8 @@ ANY = TileShape()
 # For fewer rows, or one-dimensional arrays, XLA for TPUs emits an all-reduce and a slice: seen in
 # the compiled programs of v5e, v6e and v5p slices.
 TPU = TileShape(rows=16, lanes=128)
-# Products with rows of a weight are summed, and go through memory each; those with columns do not.
+# In a ring, products with slices of rows of a weight have to be added up, each through memory;
+# those with slices of columns do not.
 _IN_RINGS = dataclasses.replace(TPU, by_columns=True)
 
 
@@ -217,8 +218,8 @@ def partition_for(
 ) -> Partition:
     """A partition that keeps the order of elements; tiny arrays stay replicated.
 
-    What may be stacked layers is split within each layer, and an array that is split over other
-    axes along one that is free.
+    Arrays that look like stacked layers are split within each layer. Arrays that are already split
+    over other mesh axes are split along a free axis.
     """
     shape = tuple(shape)
     if other_axes or _may_be_layers(shape):
@@ -238,7 +239,7 @@ def partition_along_axis(
     tile: TileShape = ANY,
     other_axes: PartitionSpec = WHOLE,
 ) -> Partition:
-    """A partition along an axis; arrays without a free one that divides stay replicated."""
+    """A partition along an axis that is free and divides by ``number``; replicated without one."""
     shape = tuple(shape)
     taken = {axis for axis, names in enumerate(other_axes) if names is not None}
     axes = [axis for axis, size in enumerate(shape) if size % number == 0 and axis not in taken]
@@ -248,7 +249,7 @@ def partition_along_axis(
     if tile.by_columns and last > 0 and last in axes and shape[last] // number % tile.lanes == 0:
         return Partition(shape, number, last, tile, other_axes)
     within = [axis for axis in axes if axis > 0] if _may_be_layers(shape) else axes
-    # XLA for TPUs needs so many rows of a slice.
+    # XLA for TPUs scatters a slice efficiently if it has this many rows.
     filled = [axis for axis in within if shape[axis] // number >= tile.rows]
     return Partition(shape, number, [*filled, *within, *axes][0], tile, other_axes)
 
@@ -304,7 +305,7 @@ class Placement:
         return WHOLE if self.partition is None else self.partition.spec(axes)
 
     def beside(self, shape: tuple[int, ...], other_axes: PartitionSpec) -> "Placement":
-        """The same, for an array of a shape that is split over other axes, too."""
+        """The same placement, for an array of this shape that is also split over other axes."""
         partition = self.partition or Partition(tuple(shape))
         return dataclasses.replace(
             self, partition=dataclasses.replace(partition, other_axes=other_axes)
@@ -399,7 +400,7 @@ def _other_axes_of(
         return PartitionSpec()
     others = [axis for axis in mesh.axis_names if axis not in axes]
     if in_parts and not others:
-        # It is moved to where it is kept, from any devices.
+        # The step moves it to its own sharding, from any devices.
         return PartitionSpec()
     spec = getattr(sharding, "spec", None)
     found = f"{name} is sharded over devices ({sharding if spec is None else spec})"
@@ -452,7 +453,7 @@ def other_axes_like(
 
 
 def check_fits(params: Any, other_axes: Sequence[PartitionSpec], mesh: Mesh) -> None:
-    """Raise unless parameters can be split so on a mesh."""
+    """Raise unless a mesh can split parameters over its other axes by these specs."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (path, x), own in zip(leaves, other_axes, strict=False):
         try:

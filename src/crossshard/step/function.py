@@ -1,4 +1,4 @@
-"""StepConfig: what a step is made of, and what it computes, from the loss to the update."""
+"""StepConfig: the parts of a step, and the step itself, from the loss to the update."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ from crossshard.step.losses.rows import StepLoss, scale_of
 
 
 class Progress(NamedTuple):
-    """How far a step has come: what is known of the next state, the reduced ``aux``, the metrics.
+    """The results of a step so far: the next state, the reduced ``aux`` and the metrics.
 
-    The reduced gradients are ``None`` once they are applied.
+    ``gradients`` are the reduced ones; ``None`` once the update has applied them.
     """
 
     state: TrainState
@@ -38,12 +38,12 @@ class Progress(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """What a step is made of, and of that the step as a function of the state and the batch."""
+    """The parts of a step. ``run`` is the step, a function of the state and the batch."""
 
     loss: StepLoss  # the loss, with what it does to a batch
     pipeline: Pipeline  # the pipeline of the gradients
     name: str  # the name of the pipeline's operations in profiles and HLO
-    # What compares the shards' copies of the state; ``None`` if nothing does.
+    # Compares the shards' copies of the replicated state; ``None`` to skip this.
     sentinel: Sentinel | None
     # The dtype in which sharded parameters are gathered; ``None`` for that in which the
     # loss uses them.
@@ -53,7 +53,7 @@ class StepConfig:
     axes: tuple[str, ...]  # its shard axes
     weight_update: WeightUpdate  # where the weights are updated
     in_parts: bool = False  # whether the parameters are sharded
-    wrt: Any = None  # what chooses the trained parameters; ``None`` for all
+    wrt: Any = None  # chooses the trained parameters; ``None`` for all
     donate: bool = True  # whether a call overwrites its state
 
     @property
@@ -69,14 +69,14 @@ class StepConfig:
     def run(
         self, layout: StateLayout, state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The next state and the metrics."""
+        """Run one step: return the next state and the metrics."""
         check_same_rows(self.loss.split(batch)[0], self.loss.batch_axes)
         found: dict[str, Any] = {}
         if self.sentinel is not None:
             with jax.named_scope("check_divergence"):
                 state, found["divergence"] = self.sentinel(layout, state)
         context = self._context(layout, batch)
-        # XLA splits the work of an update that needs whole arrays: it runs outside of shard_map.
+        # An update that needs full arrays runs outside of shard_map, where XLA partitions it.
         is_global = isinstance(layout.arrays, Global)
         done, aux_of_batch = self._on_shards(layout, state, batch, context, updates=not is_global)
         if is_global:
@@ -86,7 +86,7 @@ class StepConfig:
         return layout.constrain(done.state), {**done.metrics, **found}
 
     def reduced(self, layout: StateLayout, state: TrainState, batch: Any) -> Gradients:
-        """The loss and its reduced gradients, of global arrays, without an update."""
+        """Return the loss and its reduced gradients, as global arrays, without an update."""
         context = self._context(layout, batch)
         done, _ = self._on_shards(layout, state, batch, context, updates=False)
         assert done.gradients is not None
@@ -101,7 +101,11 @@ class StepConfig:
         *,
         updates: bool,
     ) -> tuple[Progress, Any]:
-        """What all shards compute, up to the reduced gradients or the update; ``aux`` if known."""
+        """Run the part of the step that is under ``shard_map``.
+
+        It ends with the update if ``updates``, else with the reduced gradients. Also returns
+        ``aux`` if the loss knew it before ``shard_map``, else ``None``.
+        """
         at_use = self._at_use(layout, state, context)
         given, specs, aux_of_batch = self.loss.enter(layout, state, batch, at_use)
 
@@ -109,18 +113,19 @@ class StepConfig:
             before = layout.local(state)
             done = self._reduce(before, given, at_use, context)
             if updates:
-                apart = self.loss.apart(before)
-                at_rest = dataclasses.replace(context, params=before.params, opaque_false=apart)
-                done = self._update(before, done, at_rest)
+                # The loss may have gathered the parameters; the update takes them as stored.
+                opaque = self.loss.apart(before)
+                stored = dataclasses.replace(context, params=before.params, opaque_false=opaque)
+                done = self._update(before, done, stored)
             elif done.gradients is not None:
-                # Their sums leave shard_map, where nothing divides them.
+                # Divide the sums here: nothing outside of shard_map does.
                 done = done._replace(gradients=done.gradients.settled())
-            # Groups differ, and `aux` has an axis for the shards already.
-            stored = lambda x: x if layout.groups is None else x[None]
-            metrics = jax.tree.map(stored, done.metrics)
+            # The metrics of groups differ, so they get a shard axis. ``aux`` already has one.
+            with_axis = lambda x: x if layout.groups is None else x[None]
+            metrics = jax.tree.map(with_axis, done.metrics)
             return done._replace(state=layout.stored(done.state), metrics=metrics)
 
-        # Gradients are local by construction, and gathered parameters are equal.
+        # This runs with check_vma=False: gradients are local by construction, and parameters equal.
         on_all_shards = _jax.shard_map(
             on_one_shard,
             mesh=layout.mesh,
@@ -133,9 +138,10 @@ class StepConfig:
     def _reduce(
         self, before: TrainState, given: Any, at_use: AtUse, context: StageContext
     ) -> Progress:
-        """From the state before a step, and what entered, to the reduced gradients of one shard."""
+        """Compute the reduced gradients on one shard; ``given`` is its part of ``loss.enter``."""
         loss, pipeline, opt_state = self.loss, self.pipeline, before.opt_state
-        excludes, (local, like) = pipeline.excludes_shards, loss.local(before, given, at_use)
+        local, like = loss.local(before, given, at_use)
+        excludes = pipeline.excludes_shards
         context = dataclasses.replace(context, params=like)
         widened = local.is_weighed or loss.accumulate_steps > 1 or pipeline.loss_scale is not None
         gradients = pipeline.arrive(
@@ -152,22 +158,22 @@ class StepConfig:
             beside = new_nans(local.model_state, before.model_state)
             gradients = gradients.replace(beside=beside)
         if excludes:
-            how: Any = {"others": lambda w: loss.sums(loss.with_weight(local, w, before))}
+            callbacks: Any = {"others": lambda w: loss.sums(loss.with_weight(local, w, before))}
         else:
-            how, gradients = {}, gradients.replace(sums=loss.sums(local))
+            callbacks, gradients = {}, gradients.replace(sums=loss.sums(local))
         if local.terms is not None:
-            # The gradients of a Mean are divided by what all shards count.
+            # A Mean's gradients are divided by the count of all shards: without one, compute again.
             def recounted(weight: jax.Array) -> tuple[Any, Any]:
                 found, _ = loss.local(before, given, at_use, weight)
                 return found.values, found.loss
 
-            how["recounted"] = recounted
+            callbacks["recounted"] = recounted
         with jax.named_scope(self.name):
-            gradients, opt_state = pipeline.reduce(gradients, opt_state, context, **how)
+            gradients, opt_state = pipeline.reduce(gradients, opt_state, context, **callbacks)
         if excludes:
             weight = own_weight(gradients, local.weight, context)
             local = loss.with_weight(local, weight, before)
-        together = loss.parts(context.shards.size)
+        num_parts = loss.parts(context.shards.size)
         metrics = {"loss": gradients.extra["value"]}
         sums: dict[str, Any] = dict(gradients.sums)
         if loss.weight is not None:
@@ -179,17 +185,17 @@ class StepConfig:
             are_empty = terms.are_empty()
             gradients = gradients if are_empty is None else gradients.skipped_if(are_empty)
         grouped = context.shards.groups is not None
-        aux = loss.reduced_aux(local, gradients, together, grouped)
+        aux = loss.reduced_aux(local, gradients, num_parts, grouped)
         after = dataclasses.replace(
             before,
             step=before.step + 1,
             opt_state=opt_state,
-            model_state=settled(local.model_state, gradients, together),
+            model_state=settled(local.model_state, gradients, num_parts),
         )
         return Progress(after, aux, metrics, gradients)
 
     def _update(self, before: TrainState, reduced: Progress, context: StageContext) -> Progress:
-        """From the reduced gradients to the next state: on one shard, or on global arrays."""
+        """Update the state with the reduced gradients: on one shard, or on global arrays."""
         after, aux, metrics, gradients = reduced
         assert gradients is not None
         with jax.named_scope(self.name):
@@ -240,26 +246,27 @@ class StepConfig:
 
     def _out_specs(self, layout: StateLayout, state: TrainState, updates: bool) -> Progress:
         """The specs of what leaves ``shard_map``."""
-        names, each = layout.axes, PartitionSpec(layout.axes)
-        whole: Any = PartitionSpec()
-        of_group: Any = whole if layout.groups is None else each
-        aux = self.loss.aux_specs(each, of_group)
+        names, per_shard = layout.axes, PartitionSpec(layout.axes)
+        replicated: Any = PartitionSpec()
+        per_group: Any = replicated if layout.groups is None else per_shard
+        aux = self.loss.aux_specs(per_shard, per_group)
         if updates:
-            return Progress(layout.specs(state), aux, of_group)
-        of_part = lambda part, _: PartitionSpec(*only(part.spec(names), names))
-        split = map_partitions(of_part, layout.arrays.params, state.params)
-        gradients = Gradients(split, {"value": whole}, whole, whole, whole, whole)
-        return Progress(layout.specs(state), aux, of_group, gradients)
+            return Progress(layout.specs(state), aux, per_group)
+        spec_of = lambda partition, _: PartitionSpec(*only(partition.spec(names), names))
+        values = map_partitions(spec_of, layout.arrays.params, state.params)
+        # The loss, the weight, ``sums``, ``skip`` and ``finite`` are the same on all shards.
+        gradients = Gradients(values, {"value": replicated}, *[replicated] * 4)
+        return Progress(layout.specs(state), aux, per_group, gradients)
 
     def specs_of_metrics(self, layout: StateLayout, metrics: dict[str, Any]) -> dict[str, Any]:
-        """How the metrics of a step lie on the mesh."""
-        whole, each = PartitionSpec(), PartitionSpec(layout.axes)
-        of_group = whole if layout.groups is None else each
-        kinds = {"aux": self.loss.aux_specs(each, of_group), "divergence": whole}
+        """The specs of a step's metrics, by name."""
+        replicated, per_shard = PartitionSpec(), PartitionSpec(layout.axes)
+        per_group = replicated if layout.groups is None else per_shard
+        kinds = {"aux": self.loss.aux_specs(per_shard, per_group), "divergence": replicated}
         spread = lambda spec, tree: jax.tree.map(lambda _: spec, tree)
         is_spec = lambda x: isinstance(x, PartitionSpec)
         return {
-            name: jax.tree.map(spread, kinds.get(name, of_group), found, is_leaf=is_spec)
+            name: jax.tree.map(spread, kinds.get(name, per_group), found, is_leaf=is_spec)
             for name, found in metrics.items()
         }
 
@@ -295,7 +302,7 @@ def _unless_skipped(
     """The next state; if the step is skipped, with the step count and model state from before."""
     if skip is None:
         return after
-    # Groups may differ, and the count is one for all of them.
+    # Groups may skip on their own, but share one step count: it waits only if all of them skip.
     by_all = context.on_all_shards(skip)
     keep = lambda new, old: jnp.where(skip, old, new)
     return dataclasses.replace(

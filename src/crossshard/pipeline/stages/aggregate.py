@@ -57,7 +57,7 @@ class Peers:
 
     @property
     def number(self) -> int:
-        """How many they are."""
+        """The number of these shards."""
         return self.shards.size
 
     def index(self) -> jax.Array:
@@ -74,16 +74,16 @@ class Peers:
         return own if self.number == 1 else send_gathered(own, 0, self.shards)
 
     def exchange(self, x: jax.Array) -> jax.Array:
-        """``[number, …]``: what each of them has for this shard, from the same of all of them."""
+        """``[number, …]``: send row ``i`` of ``x`` to peer ``i``; row ``j`` is from peer ``j``."""
         return x if self.number == 1 else send_exchanged(x, self.shards)
 
 
 class Sent(NamedTuple):
     """An array that an aggregator is to sum over the shards."""
 
-    array: jax.Array  # a gradient, as it travels to its owner, or another one such as the loss
+    array: jax.Array  # a gradient as ``Arrays.to_owners`` returns it, or another, such as the loss
     partition: Partition  # how it is split; its sum is this shard's slice
-    place: int | None = None  # its place among the leaves of the gradients; ``None`` for the others
+    place: int | None = None  # its index among the gradients' leaves; ``None`` for the others
 
 
 class Aggregator(abc.ABC):
@@ -108,7 +108,7 @@ class Aggregator(abc.ABC):
     Array([-1., -1., -1.], dtype=float32)
     """
 
-    # Whether values are divided before they are summed, so that what is kept of them is of a mean.
+    # Whether values are divided before they are summed, so that the state is in units of the mean.
     divides_before = True
 
     def init(self, params: PyTree) -> PyTree:
@@ -127,11 +127,11 @@ class Aggregator(abc.ABC):
         """
 
     def each(self, function: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-        """A function of arrays, on what it sums: by default a shard has one array of each."""
+        """Map a function of gradients over the summands of a shard: by default there is one."""
         return function
 
     def one(self, x: jax.Array) -> jax.Array:
-        """What a shard has of an array that is not summed, since all have the same."""
+        """One of the summands of a shard, for a gradient that is already the same on all."""
         return x
 
     def on_other_shards(self, state: PyTree, number: int) -> PyTree:
@@ -183,7 +183,7 @@ def _sum(sent: Sequence[Sent], shards: Shards) -> Iterator[jax.Array]:
 
 
 class BySlices(Aggregator):
-    """An aggregator of crossshard's own: its sums in full are slices of arrays that are not cut."""
+    """An aggregator of crossshard's own, whose ``sum`` is a ``reduce`` of unsplit arrays."""
 
     def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
         """The sums over the peers, in full, and the next state."""
@@ -607,7 +607,7 @@ class Aggregate(Stage):
         """The sums of gradients: in full, or this shard's slice of each if arrays are split."""
         # Sharded parameters have other shapes than whole gradients.
         in_parts = any(gradients.early) or context.arrays.in_parts
-        # One shard reduces nothing: as under a jit of the user's own, on global arrays.
+        # A single shard reduces nothing; so it is under the user's own jit, on global arrays.
         if context.params is not None and not in_parts and context.shards.number > 1:
             check_shapes(gradients.values, context.params)
         divisor = context.divisor
@@ -623,10 +623,10 @@ class Aggregate(Stage):
         to_sum = [place for place, each in enumerate(status) if each in _TO_SUM]
         # The weight and other sums travel in the bucket of the loss.
         others, other_tree = jax.tree.flatten((gradients.weight, dict(gradients.sums)))
-        first = len(gradients.extra_status)
-        early = [False] * first + list(gradients.early or [False] * len(gradients.status))
-        nth = lambda place: None if place < first else place - first
-        sent = [Sent(widen(leaves[at]), partitions[at], nth(at)) for at in to_sum]
+        num_extra = len(gradients.extra_status)
+        early = [False] * num_extra + list(gradients.early or [False] * len(gradients.status))
+        index_of = lambda place: None if place < num_extra else place - num_extra
+        sent = [Sent(widen(leaves[at]), partitions[at], index_of(at)) for at in to_sum]
         sent += [Sent(other, _unsplit(other)) for other in others]
         sums, state = self.aggregator.reduce(gradients.values, sent, state, context)
         totals = dict(zip(to_sum, sums, strict=False))
@@ -649,21 +649,21 @@ class Aggregate(Stage):
             weight=total_weight,
             sums=totals_of_others,
             skip=skip,
-            status=status[:first],
-            dtypes=dtypes[:first],
+            status=status[:num_extra],
+            dtypes=dtypes[:num_extra],
             divisor=context.divisor,
         )
         return reduced.replace(
             values=values,
             extra=reduced.settled().values,
-            status=status[first:],
-            dtypes=dtypes[first:],
+            status=status[num_extra:],
+            dtypes=dtypes[num_extra:],
             divisor=divisor,
         ), state
 
 
 def _divided(gradients: Gradients, context: StageContext) -> Gradients:
-    """Each shard's own gradients with at least 32 bits, of which the sum is the mean.
+    """Divide gradients by the number of shards, with at least 32 bits: their sum is the mean.
 
     Raises:
       IncomingError: they are already summed.
@@ -680,6 +680,7 @@ def _divided(gradients: Gradients, context: StageContext) -> Gradients:
     return gradients.replace(values=tree.unflatten(map(one, leaves, gradients.status)))
 
 
+# The statuses of gradients that the aggregator has to sum.
 _TO_SUM = (GradientStatus.LOCAL, GradientStatus.SCALED)
 
 

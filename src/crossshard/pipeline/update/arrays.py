@@ -25,10 +25,10 @@ Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 class Arrays(abc.ABC):
     """How the arrays of an update are split over the shards."""
 
-    where: ClassVar[str]  # where the update runs, in a few words
-    # The update and what follows it, as a description of the pipeline says.
+    where: ClassVar[str]  # where the update runs, for ``describe()``
+    # The update and what follows it, for ``Pipeline.describe``.
     steps: ClassVar[tuple[str, ...]]
-    # The partition of each parameter: as gradients arrive, and new values leave.
+    # The partition of each parameter, in which its gradient is reduced and its update returned.
     params: tuple[Partition, ...]
     state: tuple[Partition, ...]  # the partition of each array of the optimizer's state
     # For each parameter, whether its gradient need be neither computed nor sent.
@@ -37,11 +37,11 @@ class Arrays(abc.ABC):
 
     @abc.abstractmethod
     def split(self, tree: Any) -> Any:
-        """The parameters as the optimizer takes them."""
+        """Split full parameters as the optimizer takes them; sharded ones are already split."""
 
     @abc.abstractmethod
     def gather(self, tree: Any) -> Any:
-        """Full arrays from those that the optimizer returned, unless they are sharded."""
+        """Gather what the optimizer returned; sharded parameters stay split."""
 
     def partitions_of(self, gradients: Any) -> Sequence[Partition]:
         """The partition of each gradient, as it is reduced."""
@@ -53,7 +53,7 @@ class Arrays(abc.ABC):
         return squared_norm(tree)
 
     def to_owners(self, gradients: Any) -> Any:
-        """The gradients as they are reduced: each in the row of its owner, if it has one."""
+        """Lay out gradients for the reduction: see ``Owners``, where blocks have an owner shard."""
         return gradients
 
     def from_owners(self, gradients: Any) -> Any:
@@ -70,8 +70,8 @@ class Arrays(abc.ABC):
           gradients: the reduced gradients.
           state: the optimizer's state.
           params: the parameters, as ``split`` returns them.
-          loss: float[], for arrays that are updated leaf by leaf.
-          opaque_false: that of the context, for the same; or ``None``.
+          loss: float[], the loss; only updates that run leaf by leaf read it.
+          opaque_false: ``StageContext.opaque_false``; only these read it, too.
         """
         del loss, opaque_false
         with inside_optimizer():
@@ -80,22 +80,22 @@ class Arrays(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Arrays):
-    """Every shard updates all of every array. Partitions are empty if they are not known."""
+    """Every shard updates all arrays in full. Partitions are empty if they are not known."""
 
     params: tuple[Partition, ...] = ()
     state: tuple[Partition, ...] = ()
     unread: tuple[bool, ...] = ()
     in_parts: bool = False
     shards: Shards | None = None  # the shards; ``None`` if they are not known
-    # What runs the update leaf by leaf, each compiled apart from the others; ``None`` to run it as
-    # one.
+    # Runs the update leaf by leaf, each leaf in a program of its own, so that bits do not depend on
+    # the number of shards; ``None`` to run the optimizer as it is.
     apart: Arrays | None = None
 
     where = "replicated"
     steps = ("update on every shard",)
 
     def partitions_of(self, gradients: Any) -> Sequence[Partition]:
-        """Whole ones, of the gradients' own shapes if no others are known."""
+        """Partitions that split nothing, made from the gradients' shapes if none are known."""
         shapes = map(jnp.shape, jax.tree.leaves(gradients))
         return self.params or [Partition(shape) for shape in shapes]
 
@@ -138,7 +138,7 @@ class Parts(Arrays):
         return map_partitions(local, self.params, tree)
 
     def gather(self, tree: Any) -> Any:
-        """Full arrays from the slices of all shards, unless they are kept so."""
+        """Gather full arrays from the slices of all shards; sharded parameters stay split."""
         if self.in_parts:
             return tree
         parts, structure = jax.tree.flatten(tree)

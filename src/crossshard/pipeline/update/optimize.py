@@ -1,4 +1,7 @@
-"""Optimize: the wrapped optimizer's update, what it keeps besides, and which gradients it reads."""
+"""Optimize: the wrapped optimizer's update, with a moving average and master weights.
+
+Also ``find_unread``: which gradients an optimizer does not read.
+"""
 
 import dataclasses
 import functools
@@ -72,7 +75,7 @@ class Optimize(Stage):
         injected = lambda node: isinstance(getattr(node, "hyperparams", None), Mapping)
         for node in filter(injected, jax.tree.leaves(state, is_leaf=injected)):
             for name, value in node.hyperparams.items():
-                # What it has made of a function of flags, which is no schedule.
+                # A mask is a function that returns bools. This one was called as a schedule.
                 if any(isinstance(leaf, bool) for leaf in jax.tree.leaves(value)):
                     raise ArgumentError(
                         f"optax.inject_hyperparams called the function {name} with the number of "
@@ -85,12 +88,12 @@ class Optimize(Stage):
     def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
         """The reduced gradients with the update, and the optimizer's next state."""
         arrays, skip, applies = context.arrays, gradients.skip, context.apply_updates
-        # Only optimizers that take the loss of a whole step get it; explicit arguments always pass.
+        # The loss is passed on only if the optimizer accepts it; explicit arguments always are.
         given, takes_loss, params = context.extra_args, takes(self.optimizer), context.params
         extra = {k: x for k, x in gradients.extra.items() if k in given or takes_loss}
         extra_args = {**given, **extra}
         if context.shards.is_grouped:
-            # Typed as they leave, or the branches of an optimizer would not have equal types.
+            # As the results will be varying, cast now: a cond in the optimizer needs equal types.
             typed = lambda x: context.shards.as_varying(x) if jnp.shape(x) else x
             state, params = jax.tree.map(typed, (state, params))
         params = None if params is None else arrays.split(params)
@@ -112,7 +115,8 @@ class Optimize(Stage):
                 inputs = gradients.replace(skip=None, updated=None), context.opaque_false
                 flag, trace = context.opaque_false if skip is None else skip, jax.make_jaxpr(update)
                 if skip is None and any(map(named_axes, equations_of(trace(before, *inputs)))):
-                    # By its own copy a shard could leave out what the others wait for.
+                    # The update communicates. If one shard's copy of the flag were wrong, the
+                    # others would wait for it, so all shards decide together.
                     flag = context.on_all_shards(flag, differs=True)
                 (after, updated), updates = _in_loop(update, before, *inputs, skip=flag)
             elif skip is None:
@@ -142,7 +146,7 @@ _Kept = tuple[Any, Any]
 
 
 def _select(new: tuple[_Kept, Any], before: _Kept, skip: jax.Array) -> tuple[_Kept, Any]:
-    """The results of an update, or what was before and zeros if it is skipped."""
+    """Select the results of an update; if it is skipped, what was before, and zero updates."""
     kept, updates = new
     old = jax.tree.map(jnp.zeros_like, updates), before
     chosen = jax.tree.map(lambda old, new: jnp.where(skip, old, new), old, (updates, kept))
@@ -152,11 +156,11 @@ def _select(new: tuple[_Kept, Any], before: _Kept, skip: jax.Array) -> tuple[_Ke
 def _in_loop(
     update: Callable[..., tuple[_Kept, Any]], before: _Kept, *given: Any, skip: jax.Array
 ) -> tuple[_Kept, Any]:
-    """As ``_select``, from a loop that runs once or not at all."""
-    of = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    """Do the same as ``_select``, but in a loop that runs the update once or not at all."""
+    types_of = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     kept, updates = jax.eval_shape(update, before, *given)
-    if of(kept) != of(before):
-        # A loop keeps its types, and a select converts them.
+    if types_of(kept) != types_of(before):
+        # The carry of a loop cannot change its types; a select converts them.
         return _select(update(before), before, skip)
     # XLA places what the loop carries in this order.
     turn = lambda carry, *given: (update(carry[1], *given)[::-1], ())
@@ -177,14 +181,15 @@ class Unread:
     # For each parameter, whether no parameter ever depends on its gradient, now or through the
     # optimizer's state.
     gradients: tuple[bool, ...]
-    # For each parameter, whether it stays unchanged besides, so that it need not travel.
+    # For each of these, whether the update also returns the parameter unchanged, so that it need
+    # not be gathered.
     still: tuple[bool, ...]
-    # For each array of the optimizer's state, whether it is one of such a parameter.
+    # For each array of the optimizer's state, whether it belongs to such an unchanged parameter.
     state: tuple[bool, ...]
 
 
 def find_unread(update: Callable[..., Any], params: Any, state: Any, loss: Any) -> Unread:
-    """What an update from ``(params, state, gradients, loss)`` to the new two does not read.
+    """Find what ``update(params, state, gradients, loss) -> (params, state)`` does not read.
 
     With ``optax.clip_by_global_norm`` before it, ``set_to_zero`` leaves nothing unread: the norm
     is that of all gradients.
@@ -270,7 +275,7 @@ def with_moving_average(
 def with_masters(
     inner: optax.GradientTransformationExtraArgs, dtype: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose parameters of fewer bits are the rounded masters (arXiv 1710.03740).
+    """Keeps wider master weights, which round to the parameters (arXiv 1710.03740).
 
     The updates are the differences between the rounded masters and the parameters. A parameter that
     is not its rounded master was set since the last update, and becomes the master.
@@ -319,7 +324,7 @@ def _copied(params: Any, dtype: Any) -> Any:
 
 
 def _unless_set(master: Any, param: Any) -> jax.Array:
-    """The master; the parameter where it is another number than the rounded master."""
+    """The master; where the parameter is not the rounded master, the parameter in its place."""
     wide, narrow = master.dtype, jnp.result_type(param)
     if wide == narrow:
         return jnp.where(param == master, master, param)

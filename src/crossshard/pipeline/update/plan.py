@@ -1,4 +1,4 @@
-"""Plan: decides how the arrays of a weight update are split, and why so (ZeRO-1).
+"""Planner: decides how the arrays of a weight update are split, and gives the reason (ZeRO-1).
 
 Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training"
 (arXiv 2004.13336).
@@ -96,7 +96,8 @@ class Planner:
     leave_unread: bool = False  # whether gradients that the optimizer does not read may be left out
     # For each parameter its spec on other axes; empty if none is split over these.
     other_axes: Sequence[PartitionSpec] = ()
-    # If the bits of the update must not depend on the number of shards, a multiple of it.
+    # ``None``, or a multiple of the number of shards: the update then has the same bits on any
+    # number of shards that divides it.
     virtual_shards: int | None = None
 
     def __post_init__(self) -> None:
@@ -112,7 +113,7 @@ class Planner:
         self._check_state_stays()
         axes = self.other_axes or [WHOLE] * len(jax.tree.leaves(self.params))
         of_state = other_axes_like(self._state, self.params, axes)
-        # Those of whole arrays: of the parameters, and of the state.
+        # Partitions that split nothing over the shards: of the parameters, and of the state.
         self._partitions = _whole(self.params, axes), _whole(self._state, of_state)
         self._tile = ANY if self.mesh is None else tile_for(self.mesh, self.in_parts)
         none, of_none = ((False,) * len(each) for each in self._partitions)
@@ -136,13 +137,13 @@ class Planner:
         pairs = zip(jax.tree.leaves(self.params), params, strict=True)
         size = sum(bytes_of_type(leaf) for leaf, partition in pairs if partition.number > 1)
         if not size:
-            # What is not trained may be large, and is sharded then.
+            # ``in_parts`` is kept: frozen arrays may be large enough to be sharded.
             whole = dataclasses.replace(self._whole, in_parts=self.in_parts)
             return whole, "every parameter is tiny"
         if self.wanted is WeightUpdate.AUTO and size < _WORTH_BYTES:
             return self._whole, "the parameters are too small to gain from it"
         _, whole_state = self._partitions
-        # What is not sent is not gathered either.
+        # The state of a parameter that stays unchanged is not split.
         stays = [False] * len(whole_state) if self.in_parts else self._unread.state
         alike = zip(whole_state, _split_alike(whole_state, params), stays, strict=True)
         state = tuple(whole if still else split for whole, split, still in alike)
@@ -153,7 +154,7 @@ class Planner:
         return self._if_not_elementwise(params, arguments)
 
     def _if_not_elementwise(self, params: Partitions, arguments: Any) -> tuple[Arrays, str]:
-        """A plan leaf by leaf if it can be, else whole, or on global arrays."""
+        """Plan the update leaf by leaf if possible, else replicated, or on global arrays."""
         auto, same_bits = self.wanted is WeightUpdate.AUTO, self.virtual_shards is not None
         only_parts = self.mesh is None or self.shards.groups is not None
         not_leafwise = ""
@@ -165,10 +166,10 @@ class Planner:
                 f"elementwise: {obstacle}. Pass weight_update='replicated', or use make_train_step "
                 f"without groups."
             )
-        # What is compiled as one program on one shard is so on all others.
+        # For equal bits, an update that one shard compiles as one program stays one everywhere.
         may_have_owners = self._apart is not None or not same_bits
         if may_have_owners and not (only_parts or any(self.other_axes)):
-            # A gradient that nothing reads is not sent, to no owner either.
+            # A gradient that nothing reads is not sent, so its leaf has no owner.
             pairs = zip(params, self._unread.gradients, strict=True)
             read = [Partition(each.shape) if unread else each for each, unread in pairs]
             try:
@@ -199,24 +200,24 @@ class Planner:
         return Global(params, state, self.shards, self.mesh, *kept), why
 
     def _owners(self, params: Sequence[Partition], in_parts: bool) -> Owners:
-        """The update leaf by leaf; every shard updates the leaves that are not split.
+        """Plan an update leaf by leaf; every shard updates the leaves that are not split.
 
         Raises:
           NotLeafwise: it cannot be computed leaf by leaf.
         """
         number, virtual, tile = self.shards.number, self.virtual_shards, self._tile
-        # XLA for CPUs does nothing beside a sum.
+        # XLA for CPUs does not overlap a sum with other work, so this gains nothing there.
         sums_in_loops = virtual is None and self.shards.platform != "cpu"
         partitions, cut = [_within_layers(each) for each in params], dict[int, Partition]()
         if virtual is not None:
-            # For any tile, which may depend on the number of shards.
+            # Without the tile, which may depend on the number of shards.
             along = [partition_along_axis(each.shape, virtual) for each in partitions]
             cut = {i: each for i, each in enumerate(along) if each.number > 1}
             for i, piece in cut.items():
                 if partitions[i].number > 1:
                     partitions[i] = dataclasses.replace(piece, number=number, tile=tile)
         split = {i: each for i, each in enumerate(partitions) if each.number > 1}
-        # What may have an owner for each layer, also if it travels in slices.
+        # Leaves whose layers may have owners, or that divide evenly: how many layers each has.
         layers = {
             i: each.shape[0]
             for i, each in split.items()
@@ -224,12 +225,15 @@ class Planner:
         }
         if virtual is None:
             slices = {i: each.local_shape for i, each in split.items()}
-            # So many layers go to each shard; if they do not divide, each has an owner.
-            together = {i: own // number if own % number == 0 else 1 for i, own in layers.items()}
+            # The number of layers that a shard updates at once: all of its own if they divide
+            # evenly, else one, since each layer then has an owner.
+            layers_at_once = {
+                i: own // number if own % number == 0 else 1 for i, own in layers.items()
+            }
         else:
-            # Of all leaves, whether they are split or not, and whatever the number of shards.
+            # All leaves, split or not, so that this does not depend on the number of shards.
             slices = {i: cut.get(i, each).local_shape for i, each in enumerate(partitions)}
-            together = {i: 1 for i, each in enumerate(partitions) if _has_layers(each)}
+            layers_at_once = {i: 1 for i, each in enumerate(partitions) if _has_layers(each)}
         stay = [] if virtual is None else [i for i in slices if i not in cut]
         found = find_leafwise(
             self._find,
@@ -237,7 +241,7 @@ class Planner:
             self._state,
             [_LOSS],
             slices,
-            {i: (own, *partitions[i].shape[1:]) for i, own in together.items()},
+            {i: (own, *partitions[i].shape[1:]) for i, own in layers_at_once.items()},
             padded=[i for i, each in split.items() if each.packed_shape != each.shape],
             stay=dict.fromkeys(stay, f"it has no axis that divides by {virtual}"),
         )
@@ -245,19 +249,20 @@ class Planner:
         for i in set(cut).difference(found.stacked, found.whole):
             axis = cut[i].axis or 0
             pieces[i] = axis, cut[i].local_shape[axis]
-        evenly = [i for i in found.stacked if i in layers and layers[i] % number == 0]
-        layered = [i for i in found.stacked if i in layers and layers[i] % number]
-        of_one = [i for i in found.whole if i in split]
-        costs: dict[Block, float] = {(i, None): cost_of(partitions[i].shape) for i in of_one}
-        for i in layered:
+        even_stacks = [i for i in found.stacked if i in layers and layers[i] % number == 0]
+        owned_stacks = [i for i in found.stacked if i in layers and layers[i] % number]
+        owned = [i for i in found.whole if i in split]
+        costs: dict[Block, float] = {(i, None): cost_of(partitions[i].shape) for i in owned}
+        for i in owned_stacks:
             costs |= {(i, layer): cost_of(partitions[i].shape[1:]) for layer in range(layers[i])}
         # Gradients that are summed layer by layer, where the backward pass makes them, are slices.
-        waits = lambda each: sums_in_loops and (each.row or Partition(each.shape).row) is not None
-        whole = [i for i in (*of_one, *layered) if not (in_parts or waits(partitions[i]))]
+        in_loop = lambda each: sums_in_loops and (each.row or Partition(each.shape).row) is not None
+        # The leaves whose gradients travel to their owners in full.
+        in_full = [i for i in (*owned, *owned_stacks) if not (in_parts or in_loop(partitions[i]))]
         chosen = list(partitions)
-        for i in (*whole, *found.stacked.difference(layers)):
+        for i in (*in_full, *found.stacked.difference(layers)):
             chosen[i] = Partition(partitions[i].shape)
-        for i in evenly:
+        for i in even_stacks:
             if not in_parts and not (sums_in_loops and partitions[i].axis):
                 chosen[i] = Partition(partitions[i].shape, number, 0, tile)
         planned = Owners(
@@ -271,12 +276,12 @@ class Planner:
             self._unread.gradients,
             in_parts,
         )
-        own = sum(bytes_of_type(planned.types[0][i]) for i in whole)
-        sent = sum(number * each.width * each.dtype.itemsize for each in planned.blocks)
-        if sent <= own + own / number:
+        own_bytes = sum(bytes_of_type(planned.types[0][i]) for i in in_full)
+        sent_bytes = sum(number * each.width * each.dtype.itemsize for each in planned.blocks)
+        if sent_bytes <= own_bytes + own_bytes / number:
             return planned
         # Rows would be mostly padding: owners get the slices of their leaves instead.
-        for i in whole:
+        for i in in_full:
             chosen[i] = partitions[i]
         return dataclasses.replace(planned, params=tuple(chosen))
 
@@ -289,7 +294,7 @@ class Planner:
 
     @functools.cached_property
     def _apart(self) -> Owners | None:
-        """What runs each leaf in a program of its own, for bits that are the same everywhere."""
+        """A plan that compiles each leaf on its own, for bits that are the same everywhere."""
         if self.virtual_shards is None:
             return None
         params, state = self._partitions
@@ -307,7 +312,7 @@ class Planner:
         return split_one(whole.shape, self.shards.size, self._tile, whole.other_axes)
 
     def _cut(self, split_one: Callable[..., Partition]) -> Partitions:
-        """The parameters in slices; what is not sent is not gathered either."""
+        """The partitions of parameters in slices; parameters that stay unchanged are not split."""
         params, _ = self._partitions
         stays = [False] * len(params) if self.in_parts else self._unread.still
         pairs = zip(params, stays, strict=True)
@@ -344,13 +349,13 @@ def _whole(tree: Any, other_axes: Sequence[PartitionSpec]) -> Partitions:
 
 
 def _split_alike(state: Sequence[Partition], params: Sequence[Partition]) -> list[Partition]:
-    """The partitions of arrays of the state: those with the shape of a parameter as it is."""
+    """Split arrays of the state that have the shape of a parameter as this one is split."""
     alike = {(each.shape, each.other_axes): each for each in params if each.number > 1}
     return [alike.get((each.shape, each.other_axes), each) for each in state]
 
 
 def _within_layers(partition: Partition) -> Partition:
-    """The partition, within each layer if whole layers do not divide."""
+    """The partition; one within each layer, if the layers do not divide evenly."""
     shape, number = partition.shape, partition.number
     if partition.axis or len(shape) < 3 or shape[0] % number == 0:
         return partition
@@ -386,7 +391,7 @@ def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[...
 def whole_and_slices(
     params: Any, state: Any, of_params: Sequence[Partition], of_state: Sequence[Partition]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The types of the arguments of an update ``as_function``, on one shard and on each."""
+    """The argument types of an update ``as_function``: of full arrays, and of a shard's slices."""
     local = lambda partition, x: jax.ShapeDtypeStruct(partition.local_shape, x.dtype)
     slices = map_partitions(local, of_params, params)
     of_slices = map_partitions(local, of_state, state)
@@ -399,7 +404,7 @@ def whole_and_slices(
 def check_blocks(
     transformations: Sequence[optax.GradientTransformationExtraArgs], params: Any, shards: Shards
 ) -> None:
-    """Raise if parameters are split over other manual axes, and a transformation needs them whole.
+    """Raise if parameters are split over other manual axes, and an update needs full arrays.
 
     Without ``check_vma`` types do not tell what is split, and every parameter counts as split.
     """
@@ -442,6 +447,6 @@ def check_blocks(
 
 
 def _half(shape: tuple[int, ...]) -> Partition:
-    """A partition in two, along an axis if one divides; of a single element there is none."""
+    """A partition in two, along an axis if one divides; a single element is not split."""
     axis = next((axis for axis, size in enumerate(shape) if size % 2 == 0), None)
     return Partition(shape, 2, axis) if math.prod(shape) > 1 else Partition(shape)

@@ -1,4 +1,4 @@
-"""StepLoss: what a loss is over, and its gradient; and RowsLoss, of each shard's rows."""
+"""StepLoss: a loss, the rows it is over, and its gradient. RowsLoss: over each shard's rows."""
 
 import abc
 import dataclasses
@@ -116,39 +116,40 @@ class StepLoss(abc.ABC):
     over: LossOver = LossOver.SHARD  # what the user says that it is over
     keys_of_rows: bool = False  # whether it takes a key for each row
     is_summed: bool = False  # whether the shards' losses are added up
-    # Of how many parts it is, if no bit may depend on the number of shards that have them; ``None``
-    # if some may.
+    # ``virtual_shards``: the loss is computed in so many parts, so that its bits do not depend on
+    # the number of shards. ``None`` if they may.
     same_bits: int | None = None
-    # What its trace has shown it to be in the rows of its batch.
+    # Caches its traces, and what they prove: whether it is a mean or a ratio over the rows.
     record: OverRowsRecord = dataclasses.field(
         default_factory=OverRowsRecord, compare=False, repr=False
     )
 
     status: ClassVar[GradientStatus] = GradientStatus.LOCAL  # the status of its gradients
-    # Whether it is one loss, and has one state: its rows are those of all shards, of which a
-    # microbatch has some.
+    # Whether it is one loss, with one model state, over the rows of all shards. A microbatch then
+    # has some rows of each shard.
     has_one_state: ClassVar[bool] = False
     gradient: ClassVar[str] = ""  # its gradient in words; empty if it is each shard's local one
-    # What the context of the stages says of its gradients.
+    # The fields of ``StageContext`` that this kind of loss sets.
     in_context: ClassVar[Mapping[str, Any]] = {}
     # Why no shard may have a model state of its own; empty if each may.
     without_own_state: ClassVar[str] = ""
 
-    # What it is over: the finals differ in this.
+    # What it is over. Subclasses differ in this.
 
     @abc.abstractmethod
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
     ) -> tuple[Any, Any, Any]:
-        """What enters ``shard_map`` besides the state, its specs, and ``aux`` if it is known."""
+        """Return the input of ``shard_map`` besides the state, its specs, and ``aux`` if known."""
 
     @abc.abstractmethod
     def local(
         self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
     ) -> tuple[LocalResult, Any]:
-        """One shard's loss and gradients, and the types of these, given what of ``enter`` it got.
+        """Return one shard's loss and gradients, and parameters or types in the gradients' shapes.
 
-        The weight, float[], is 0 if the shard is left out of a ``Mean``, and ``None`` if none is.
+        ``given`` is the shard's part of what ``enter`` returned. ``weight``, float[], is 0 if the
+        shard is left out of a ``Mean``; ``None`` if no shard is.
         """
 
     def check_state(self, state: TrainState) -> None:
@@ -159,7 +160,7 @@ class StepLoss(abc.ABC):
     # What is reduced besides its gradients.
 
     def sums(self, local: LocalResult) -> dict[str, Any]:
-        """What the aggregate must sum, by name, besides the gradients and the loss."""
+        """The arrays, by name, that the aggregate sums besides the gradients and the loss."""
         if local.sums is not None:
             return local.sums
         of_state = model_states.to_reduce(self.model_state, local.model_state, local.weight)
@@ -216,7 +217,7 @@ class StepLoss(abc.ABC):
         return self.same_bits or shards
 
     def apart(self, state: TrainState) -> jax.Array | None:
-        """An ``opaque_false`` for the update, if its bits must not depend on the shards."""
+        """``StageContext.opaque_false``, if bits must not depend on the number of shards."""
         return None if self.same_bits is None else opaque_false(state.step)
 
     def pieces(self, shards: int) -> int:
@@ -224,13 +225,13 @@ class StepLoss(abc.ABC):
         return self.parts(shards) // shards * self.accumulate_steps
 
     def is_of_parts(self, shards: int) -> bool:
-        """Whether what it is in its rows matters, as it is computed of several pieces of them."""
+        """Whether it is computed in pieces, so that it matters if it is a mean over the rows."""
         return self.over is not LossOver.BATCH and shards * self.pieces(shards) > 1
 
     def at_rest(self, before: TrainState, at_use: AtUse) -> tuple[TrainState, AtUse, Any]:
-        """The state and the use of its parameters, gathered at once if their gradients wait.
+        """Gather sharded parameters now if a stage needs each shard's own full gradient.
 
-        And the types of the gradients.
+        Returns the state, how the loss gets its parameters, and the types of the gradients.
         """
         params = before.params
         if at_use.waits:
@@ -241,12 +242,12 @@ class StepLoss(abc.ABC):
     def of_shard(
         self, state: TrainState, batch: Any, at_use: AtUse, weight: Any = None
     ) -> LocalResult:
-        """The loss and gradients of all rows that there are, or of their microbatches."""
+        """Compute the loss and gradients of the given rows, or of their microbatches."""
         counting = self.begin(state, batch, at_use, weight)
         return self.of_part(state, batch, at_use, at_use.shards.index(), counting)
 
     def begin(self, state: TrainState, batch: Any, at_use: AtUse, weight: Any) -> Counting:
-        """How a ``Mean`` is counted in the step that is traced from here on."""
+        """Forget old traces, and find how a ``Mean`` is counted in the step that is traced now."""
         self.record.traces.clear()
         counting = Counting(at_use.shards, self.pieces(at_use.shards.number), weight)
         if counting.pieces == 1 and self.same_bits is None:
@@ -256,7 +257,7 @@ class StepLoss(abc.ABC):
     def _counts(
         self, state: TrainState, batch: Any, at_use: AtUse, counting: Counting
     ) -> tuple[Any, ...] | None:
-        """What all pieces of the batch count, if the loss returns a ``Mean``; else ``None``."""
+        """The counts of a ``Mean`` over the whole batch; ``None`` if the loss returns a number."""
         shard, (rows, whole) = at_use.shards.index(), self.split(batch)
         number = self.accumulate_steps
 
@@ -311,21 +312,22 @@ class StepLoss(abc.ABC):
         # The rows divide, or they would not have been placed.
         pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.has_one_state)
 
-        # Whole gradients are added up, and the last microbatch sums them over the shards.
-        every, sums_in_loops = at_use, False
+        # With replicated parameters each shard adds up full gradients. Only the last microbatch
+        # may sum them over the shards: in the backward pass of a loop, which a trace would show.
+        at_use_in_scan, sums_in_loops = at_use, False
         if not at_use.in_parts:
-            every = dataclasses.replace(at_use, waits=True)
-            first, found = jax.tree.map(lambda x: x[0], pieces), list[bool]()
-            look = lambda *args: found.append(any(compute(at_use, *args).early))
+            at_use_in_scan = dataclasses.replace(at_use, waits=True)
+            first, seen = jax.tree.map(lambda x: x[0], pieces), list[bool]()
+            look = lambda *args: seen.append(any(compute(at_use, *args).early))
             jax.eval_shape(look, first, state.model_state, jnp.int32(0))
-            # It may have loops in whose backward pass gradients are summed.
-            sums_in_loops = found[0]
-        zero, early = zeros(every.types_of_gradients(state.params)), every.early
+            sums_in_loops = seen[0]
+        in_scan = at_use_in_scan.types_of_gradients(state.params)
+        zero, early = zeros(in_scan), at_use_in_scan.early
 
         def one(carry: Any, piece: Any) -> tuple[Any, Any]:
             sums, model_state = carry
             index, rows = piece
-            found = compute(every, rows, model_state, index)
+            found = compute(at_use_in_scan, rows, model_state, index)
             sums = add(sums, found.values, found.loss, found.weight, early)
             others = found.aux, found.terms, found.weight
             return (sums, as_stored(found.model_state, model_state)), others
@@ -347,9 +349,9 @@ class StepLoss(abc.ABC):
             values, loss = mean(sums)
             values = chosen(early, end.values, values)
             model_state = as_stored(end.model_state, model_state)
-            behind = lambda first, end: jnp.concatenate([first, jnp.asarray(end)[None]])
+            append = lambda first, end: jnp.concatenate([first, jnp.asarray(end)[None]])
             of_end = end.aux, end.terms, end.weight
-            aux, terms, weights = jax.tree.map(behind, others, of_end)
+            aux, terms, weights = jax.tree.map(append, others, of_end)
         total = None if weights is None else sums[2]
         terms = jax.tree.map(lambda x: x.sum(0), terms)
         aux = aux_of_microbatches(self.aux_reduction, aux, weights)
@@ -364,7 +366,7 @@ class StepLoss(abc.ABC):
         index: Any,
         counting: Counting,
     ) -> LocalResult:
-        """The loss and gradients of some rows, those of this microbatch of a shard."""
+        """Compute the loss and gradients of one microbatch of a shard, which has the ``index``."""
         shards, keys = at_use.shards, self._keys(state, batch, shard, index)
 
         def loss_of(params: Any, *overwritten: Any) -> tuple[Any, Any]:
@@ -417,7 +419,7 @@ class StepLoss(abc.ABC):
         return LocalResult(jnp.asarray(loss), gradients, weight, after, aux, terms, early)
 
     def _keys(self, state: TrainState, batch: Any, shard: Any, index: Any) -> Keys:
-        """The key of some rows, or their keys; none if the loss takes none."""
+        """The random key of a microbatch, or one for each row; empty if the loss takes none."""
         if not self.takes_rng:
             return ()
         key = jax.random.wrap_key_data(state.rng, impl=state.rng_impl)
@@ -427,7 +429,7 @@ class StepLoss(abc.ABC):
             of_step = jax.random.fold_in(key, count)
             return (jax.random.fold_in(of_step, shard),)
         each = jnp.arange(self.number_of_rows(batch))
-        # As the microbatches are cut.
+        # Number the rows in the same way in which ``pieces_of`` cuts microbatches.
         places = each * number + index if self.has_one_state else index * len(each) + each
         places += shard * number * len(each)
         return (keys_of_rows(jax.random.fold_in(key, state.step), places),)
@@ -455,7 +457,7 @@ class StepLoss(abc.ABC):
     # Tracing it once, for the proof and for the step.
 
     def arguments(self, state: TrainState, both: Any, batch: Any, keys: Keys) -> Arguments:
-        """What the loss is computed from, by what rows and shards have to do with it."""
+        """The inputs of the loss, sorted by whether they differ between rows, or between shards."""
         rows, whole = self.split(batch)
         of_rows, of_shard = (keys, ()) if self.keys_of_rows else ((), keys)
         # All shards have the same state, keys in it too, if it is averaged.
@@ -486,10 +488,11 @@ class StepLoss(abc.ABC):
     def _prepared(
         self, state: TrainState, batch: Any, keys: Keys, at_use: AtUse
     ) -> tuple[Callable[..., Returned], Any]:
-        """The loss as it is divided, and the weight of its rows; ``None`` if a ``Mean`` has it.
+        """Return the loss as a function of the parameters, and the weight of its rows.
 
-        It is a function of the parameters, and of other rows, keys or states. Raises if it may be
-        no mean over the rows.
+        The function also takes other rows, keys or states. With ``LossOver.ROWS`` this raises
+        unless the loss is proven to be a mean over the rows. A ratio is returned as a ``Mean``,
+        which counts its rows itself, so that there is no weight.
         """
         times = self.parts(at_use.shards.number) * self.accumulate_steps
         is_proven = self.over is LossOver.ROWS and times > 1
@@ -539,12 +542,12 @@ class StepLoss(abc.ABC):
         return axes, facts_of_inputs(jax.tree.leaves(given), axes, others, own)
 
     def _conclude(self, key: Any, state: TrainState, arguments: Arguments, times: int) -> None:
-        """Write down what it is in its rows, and what divides it, by the types of all it takes.
+        """Prove what the loss is over the rows, and record this and its divisor under ``key``.
 
-        The arguments are the types of one of the ``times`` pieces of the batch.
+        ``arguments`` are the types of one of the ``times`` pieces of the batch.
         """
         given, (first, tree) = arguments.given, self._trace(state, arguments)
-        # Its outputs are the first of them.
+        # The outputs of the loss come first; those of ``aux`` and the rest follow.
         returned = jax.tree.unflatten(tree, range(tree.num_leaves)).loss
         outputs = len(jax.tree.leaves(returned))
         (axes, inputs), context = self.facts(arguments), get_shard_context()
@@ -570,7 +573,7 @@ class StepLoss(abc.ABC):
             check_weight_of_mean(self.weight, given[0], arguments.whole)
 
     def with_weight(self, local: LocalResult, weight: Any, before: TrainState) -> LocalResult:
-        """What one shard computes, with another weight: with 0 its model state stays as before."""
+        """Set the weight of a shard's result; with weight 0 its model state is the one before."""
         after = model_states.unless_weightless(
             self.model_state, weight, local.model_state, before.model_state
         )
@@ -597,7 +600,7 @@ class RowsLoss(StepLoss):
 
 
 def _pruned(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns, computed without what it does not need for that."""
+    """Call a function, without the parts of its jaxpr that its results do not need."""
     jaxpr, types = jax.make_jaxpr(function, return_shape=True)(*args)
     run = jaxpr_as_fun(_jax.without_unread(jaxpr))
     return jax.tree.unflatten(jax.tree.structure(types), run(*jax.tree.leaves(args)))
@@ -609,7 +612,7 @@ def scale_of(state: TrainState) -> Any:
 
 
 def _scaled(sums: Sums, scale: Any) -> Sums:
-    """The sums of microbatches as those of the scaled loss."""
+    """Multiply the summed gradients of microbatches by the loss scale."""
     values, loss, weight = sums
     one = lambda x: x * scale.astype(x.dtype) if is_inexact(x) else x
     return sums if scale is None else (jax.tree.map(one, values), loss, weight)
