@@ -156,7 +156,10 @@ class Pipeline:
         """The stages by class; ``Preprocess.from_options`` returns the user's own stage."""
         names = "inner", "reduction", "groups", "axis_name"
         options = {**{name: getattr(self, name) for name in names}, **self.options}
-        made = {kind: kind.from_options(options) for kind in STAGES}
+        # A stage that nothing asks for is not made.
+        by = {k: k.options if k.asked_by is None else k.asked_by for k in STAGES}
+        asked = [k for k in STAGES if not by[k] or not options.keys().isdisjoint(by[k])]
+        made = {kind: kind.from_options(options) for kind in asked}
         return {kind: stage for kind, stage in made.items() if stage is not None}
 
     @property

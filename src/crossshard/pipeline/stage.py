@@ -216,7 +216,8 @@ class Stage(abc.ABC):
       state_field: the name of its state in ``CrossShardState``; empty without one.
       needs_local: before the reduction, what it does to each shard's local gradient, as an error
         says; empty if it takes gradients that are already summed.
-      options: the names of the options that it declares.
+      options: the names of the options that it declares, of which one asks for it.
+      asked_by: the options of which one asks for it, if not its own; empty if it is always there.
       of_steps: whether they are for whole steps alone.
       is_compared: whether a restore compares them: not if they change nothing of what a state
         becomes.
@@ -242,6 +243,7 @@ class Stage(abc.ABC):
     state_field: str = "preprocess"
     needs_local: str = "preprocess applies to"
     options: tuple[str, ...] = ("preprocess",)
+    asked_by: tuple[str, ...] | None = None
     of_steps: bool = False
     is_compared: bool = True
     joins_groups: bool = False
@@ -351,7 +353,7 @@ class CrossShardState(NamedTuple):
       loss_scale: a ``LossScaleState``.
       nonfinite: a ``NonfiniteState``: what was not finite at the last update.
       metrics: the requested metrics of the last update, by name, float32[].
-      outer: the state of ``LocalSGD``, which its workers share.
+      outer: the state that workers share, which synchronise rarely.
       others: the states of other stages, by their names; ``()`` without any.
       inner_state: the state of the inner optimizer.
 

@@ -556,6 +556,7 @@ class Aggregate(Stage):
     scope = "reduce"
     state_field = "aggregate"
     options = ("reduce_dtype", "aggregator")
+    asked_by = ()
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:

@@ -45,6 +45,7 @@ class LocalNorms(Stage):
     state_field = ""
     needs_local = "metrics measure"
     options = ()
+    asked_by = ("metrics",)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self | None:

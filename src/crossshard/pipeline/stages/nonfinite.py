@@ -181,6 +181,7 @@ class ReportNonfinite(Stage):
     state_field = ""
     needs_local = "nonfinite checks"
     options = ()
+    asked_by = ("nonfinite",)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self | None:

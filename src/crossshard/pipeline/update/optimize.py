@@ -41,6 +41,7 @@ class Optimize(Stage):
     scope = ""
     state_field = "inner_state"
     options = ("master_dtype", "ema")
+    asked_by = ()
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:

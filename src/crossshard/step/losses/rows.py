@@ -116,8 +116,8 @@ class StepLoss(abc.ABC):
     over: LossOver = LossOver.SHARD  # what the user says that it is over
     keys_of_rows: bool = False  # whether it takes a key for each row
     is_summed: bool = False  # whether the shards' losses are added up
-    # ``virtual_shards``: the loss is computed in so many parts, so that its bits do not depend on
-    # the number of shards. ``None`` if they may.
+    # The loss is computed in this many parts, so that its bits do not depend on the number of
+    # shards. ``None`` if they may.
     same_bits: int | None = None
     # Caches its traces, and what they prove: whether it is a mean or a ratio over the rows.
     record: OverRowsRecord = dataclasses.field(
