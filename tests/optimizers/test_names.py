@@ -150,6 +150,30 @@ def test_labels_by_name():
     assert opt.get_slot("dense/bias", "momentum") is None
 
 
+def test_labels_that_are_the_names_are_no_slots():
+    """Each variable has an optimizer of its own, and some steps are of one variable alone."""
+    rules = {"kernel": optax.sgd(0.1, momentum=0.9), "bias": optax.sgd(0.1, momentum=0.5)}
+    opt = CrossShardOptimizer(optax.partition(rules, lambda params: {key: key for key in params}))
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0), bias_init=nnx.initializers.ones)
+    want = {name: np.float64(getattr(model, name)[...]) for name in rules}
+    trace = dict.fromkeys(want, 0.0)
+    loss = lambda model, x: (model.kernel[...] ** 2).sum() / 2 + (model.bias[...] ** 2).sum() / 2
+    run = crossshard.shard(num_shards=8)(
+        lambda model, opt, chosen, x: opt.minimize(
+            lambda: loss(model, x), var_list=[getattr(model, name) for name in chosen]
+        )
+    )
+    for chosen in (("kernel", "bias"), ("bias",), ("kernel",), ("kernel", "bias")):
+        run(model, opt, chosen, X)
+        for name in chosen:
+            trace[name] = want[name] + (0.9 if name == "kernel" else 0.5) * trace[name]
+            want[name] = want[name] - 0.1 * trace[name]
+    for name in rules:
+        np.testing.assert_allclose(getattr(model, name)[...], want[name], rtol=1e-6)
+        np.testing.assert_allclose(opt.get_slot(name, "momentum")[...], trace[name], rtol=1e-6)
+    assert type(opt.state.inner_state.inner_states) is dict
+
+
 def test_several_modules_have_their_place_before_their_names():
     first, second = (nnx.Linear(3, 1, rngs=nnx.Rngs(seed)) for seed in (0, 1))
     opt = adam()

@@ -114,10 +114,15 @@ class Folder:
     def _committed(self, number: int) -> bool:
         return bool((self.of(number) / _MARKER).is_file())
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether there is no such folder, or no longer."""
-        return not (self.remote or self.path.is_dir())
+    def why_not_writable(self) -> str:
+        """The reason why nothing can be written; empty if it can, or if only trying tells."""
+        if self.remote:
+            return ""
+        if not self.path.is_dir():
+            return "the folder is gone"
+        effective = os.access in os.supports_effective_ids
+        may = os.access(self.path, os.W_OK | os.X_OK, effective_ids=effective)
+        return "" if may else "the folder is read-only"
 
     def check(self, number: int) -> None:
         """Raise ``Damaged`` unless it is complete, without links, devices and enormous files."""
@@ -211,8 +216,11 @@ def printable(text: str) -> str:
 def in_words(error: BaseException) -> str:
     """What went wrong; TensorStore tells it in the middle of a long text."""
     text = " ".join(str(error).split())
-    known = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO))
-    return next((each for each in known if each in text), f"{type(error).__name__}, {text:.300}")
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
+        if os.strerror(number) in text:
+            full = number in (errno.ENOSPC, errno.EDQUOT)
+            return f"{os.strerror(number)}{', the disk is full' if full else ''}"
+    return f"{type(error).__name__}, {text:.300}"
 
 
 # One writer.

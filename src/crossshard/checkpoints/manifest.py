@@ -151,6 +151,11 @@ def read_manifest(file: Path, number: int) -> Manifest:
             f"{file} has version {form!r:.20}, and this crossshard reads versions 3 and "
             f"{VERSION}. Install the crossshard that wrote it, or choose another folder."
         )
+    for key in sorted(body.keys() ^ {field.name for field in dataclasses.fields(Manifest)}):
+        what = "an unknown key" if key in body else "no key"
+        raise CheckpointMismatchError(
+            f"{file} has {what} {key!r:.60}, so something else wrote it. Choose another folder."
+        )
     try:
         if form == 3:
             body["fingerprint"] = _of_version_3(**body["fingerprint"])
@@ -159,7 +164,7 @@ def read_manifest(file: Path, number: int) -> Manifest:
         if manifest.shards > _MOST_SHARDS or len({*paths}) < len(paths):
             raise ValueError("It has too many shards, or a path twice.")
     except (ValueError, TypeError):
-        raise Damaged("the manifest has other keys, or values of a wrong type") from None
+        raise Damaged("the manifest has values of a wrong type") from None
     if manifest.number != number:
         raise Damaged(f"its manifest is that of checkpoint {manifest.number}")
     return manifest

@@ -26,8 +26,6 @@ from crossshard.model.state import TrainState
 _PINNED, _SCORE = "pinned", "score.txt"
 # Of a number.
 _MOST_BYTES = 64
-_GONE = "the folder is gone"
-_STAY = "Those before it are as they were."
 
 
 class Saving:
@@ -87,7 +85,8 @@ class Saving:
         reason = exchange("save", self._why_not(number), self._mesh, within="lock")[0]
         if reason:
             raise CheckpointError(
-                f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}. {_STAY}"
+                f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
+                f"{self._last()}"
             )
         self._pending, self.taken = number, taken
         try:
@@ -172,7 +171,7 @@ class Saving:
             largest = self._folder.of(LARGEST)
             return f"none is after {largest}, since no number is larger: move that folder away"
         try:
-            reason = _GONE if self._folder.is_gone else self._lock.take()
+            reason = self._folder.why_not_writable() or self._lock.take()
             if not reason and self._orbax is None:
                 self._folder.delete_unfinished()
         except OSError as error:
@@ -184,13 +183,19 @@ class Saving:
         number, self._pending = self._pending, None
         # Orbax's checkpointer keeps its error; the next save gets a new one.
         self._orbax = self.taken = None
-        reason = _GONE if self._folder.is_gone else in_words(error)
+        reason = self._folder.why_not_writable() or in_words(error)
         # Where other processes write still, they would fail, too; there the next save deletes it.
-        if jax.process_count() == 1 and not self._folder.is_gone:
+        if jax.process_count() == 1 and self._folder.path.is_dir():
             self._folder.delete_unfinished()
         return CheckpointError(
-            f"Checkpoint {number} was not written to {self._folder.path}: {reason}. {_STAY}"
+            f"Checkpoint {number} was not written to {self._folder.path}: {reason}.{self._last()}"
         )
+
+    def _last(self) -> str:
+        good = self._good()
+        if not good or not self._folder.of(good[-1]).is_dir():
+            return ""
+        return f" Checkpoint {good[-1]} is the last one that was, and is as it was."
 
     def _good(self) -> list[int]:
         return [number for number in self.numbers if number not in self.damaged]

@@ -202,9 +202,22 @@ jax.tree_util.register_pytree_with_keys(
 _flax.serialize_as(ReadOnly, dict, lambda tree: tree)
 
 
+class _Key(str):
+    """The key of a variable: a dict of a state whose keys are such mirrors the parameters.
+
+    Other dicts may have equal keys, as the labels of ``optax.partition``.
+    """
+
+    __slots__ = ()
+
+
+def _is_slots(node: Any) -> bool:
+    return type(node) is dict and bool(node) and all(isinstance(key, _Key) for key in node)
+
+
 def as_params(keyed: Mapping[str, AnyVariable]) -> dict[str, Any]:
     """What an optimizer sees as parameters: a dict from names to the variables' values."""
-    return {key: variable.get_value() for key, variable in keyed.items()}
+    return {_Key(key): variable.get_value() for key, variable in keyed.items()}
 
 
 class _NoName:
@@ -246,7 +259,7 @@ def _check_names_unread(init: Callable[[Any], Any], params: Mapping[str, Any]) -
 class SlotStore:
     """The Optax state of an optimizer over the variables that it updates, each with a key.
 
-    A dict in it that has these keys is the slots of one name; all else is shared, as a step count.
+    A dict in it that mirrors them is the slots of one name; all else is shared, as a step count.
     A copy keeps the keys and binds its own variables on first use.
     """
 
@@ -318,23 +331,20 @@ class SlotStore:
         as_array = lambda x: x if is_per_shard_array(x) else jnp.asarray(x)
         as_variable = lambda x: nnx.OptState(as_array(x))
         new = jax.tree.map(as_variable, made, is_leaf=is_per_shard_array)
-        both = lambda old, new: {**old, **new} if self._is_slots(old) else old
+        both = lambda old, new: {**old, **new} if _is_slots(old) else old
         self.tree = self._map(both, new) if self.variables else new
         self.variables.update(missing)
 
     # Reading and writing.
 
-    def _is_slots(self, node: Any) -> bool:
-        return type(node) is dict and node.keys() == self.variables.keys()
-
     def _map(self, function: Callable[..., Any], *others: Any) -> Any:
-        is_leaf = lambda node: is_variable(node) or self._is_slots(node)
+        is_leaf = lambda node: is_variable(node) or _is_slots(node)
         return jax.tree.map(function, self.tree, *others, is_leaf=is_leaf)
 
     def _of(self, keys: Iterable[str] | None) -> Any:
         """The state's variables: with the slots of all variables, or of these."""
         chosen = self.variables if keys is None else set(keys)
-        some = lambda x: {k: x[k] for k in x if k in chosen} if self._is_slots(x) else x
+        some = lambda x: {k: x[k] for k in x if k in chosen} if _is_slots(x) else x
         return self._map(some)
 
     def all(self, keys: Iterable[str] | None = None) -> list[AnyVariable]:
@@ -347,16 +357,16 @@ class SlotStore:
         return jax.tree.map(read, self._of(keys), is_leaf=is_variable)
 
     def copy(self) -> Any:
-        """``values``, in which dicts that are no slots, such as hyperparameters, are read only."""
-        is_leaf = lambda node: is_variable(node) or type(node) is dict
+        """``values``, where hyperparameters, as of ``optax.inject_hyperparams``, are read only."""
+        injects = lambda node: type(getattr(node, "hyperparams", None)) is dict
 
-        def one(node: Any) -> Any:
-            if is_variable(node):
-                return stacked(node.get_value())
-            copied = {key: jax.tree.map(one, below, is_leaf=is_leaf) for key, below in node.items()}
-            return copied if self._is_slots(node) else ReadOnly(copied)
+        def frozen(node: Any) -> Any:
+            if not injects(node):
+                return node
+            node = type(node)(*(jax.tree.map(frozen, field, is_leaf=injects) for field in node))
+            return node._replace(hyperparams=ReadOnly(node.hyperparams))
 
-        return jax.tree.map(one, self.tree, is_leaf=is_leaf)
+        return jax.tree.map(frozen, self.values(), is_leaf=injects)
 
     def write(self, keys: Iterable[str], state: Any) -> None:
         """Write the state after a step of these variables, as ``values`` returned it before."""
@@ -369,19 +379,22 @@ class SlotStore:
         key = variable if isinstance(variable, str) else self.key_of(variable)
         for field in (name, _TENSORFLOW_NAMES.get(name, name)):
             slot = self.named().get(field, {}).get(key)
-            if is_variable(slot):  # it may be masked
+            if slot is not None:
                 return slot
         return None
 
-    def named(self) -> dict[str, dict[Any, Any]]:
-        """The slots by the name of their field; the first one of a name that occurs twice."""
-        found: dict[str, dict[Any, Any]] = {}
-        leaves = jax.tree_util.tree_leaves_with_path(self.tree, is_leaf=self._is_slots)
+    def named(self) -> dict[str, dict[Any, AnyVariable]]:
+        """The slots by the name of their field, of each variable the first that is not masked."""
+        found: dict[str, dict[Any, AnyVariable]] = {}
+        leaves = jax.tree_util.tree_leaves_with_path(self.tree, is_leaf=_is_slots)
         for path, node in leaves:
             fields = [getattr(key, "name", getattr(key, "key", None)) for key in path]
             names = [field for field in fields if isinstance(field, str) and field]
-            if self._is_slots(node) and names:
-                found.setdefault(names[-1], node)
+            if _is_slots(node) and names:
+                of_variables = found.setdefault(names[-1], {})
+                for key, slot in node.items():
+                    if is_variable(slot):
+                        of_variables.setdefault(key, slot)
         return found
 
     def restore(self, state: Any, may_differ: Callable[[Any], bool]) -> None:
