@@ -17,8 +17,6 @@ from crossshard import make_train_step
 
 SHARDS = 4
 LAYERS, WIDTH, ROWS = 3, 192, 24
-# One layer has 36,864 elements: enough for a collective of its own.
-LAYER_BYTES = 4 * WIDTH * WIDTH
 
 _rng = np.random.default_rng(11)
 
