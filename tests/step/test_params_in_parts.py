@@ -321,6 +321,12 @@ def test_small_parameters_are_known_to_be_gathered_at_the_start():
     assert "gathered at the start of the step" in step.describe()
 
 
+def test_a_parameter_that_the_loss_leaves_out_is_said_to_be_so():
+    step = in_parts(layered.CASES["unused"].loss)
+    after(step, batches=BATCHES[:1])
+    assert "not gathered, since the loss does not use it: `layers/w`" in step.describe()
+
+
 def _mixed(params: Any, batch: Any) -> Any:
     rotated = (batch @ params["complex"]).real + (batch @ params["complex"]).imag ** 2
     h = jnp.tanh(rotated + params["scalar"] + params["empty"].sum())
