@@ -5,7 +5,7 @@ from typing import Protocol
 
 OURS_AUTO = "ours, auto"
 OURS_SHARDED = "ours, sharded"
-OURS_IN_PARTS = "ours, in parts"
+OURS_PARAMS_SHARDED = "ours, params sharded"
 OURS_REPLICATED = "ours, replicated"
 HAND_WRITTEN = "hand-written pmean + Optax"
 GSPMD = "jit with shardings (FSDP)"

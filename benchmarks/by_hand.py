@@ -87,10 +87,10 @@ def sharded(
     return _lowered(mesh, step, params, state, batch, state_specs=specs)
 
 
-def in_parts(
+def params_sharded(
     mesh: Mesh, params: Any, loss_fn: Callable[..., jax.Array], batch: Any
 ) -> jax.stages.Lowered:
-    """Keep the parameters in parts, gather those of a layer in bfloat16 where it reads them.
+    """Keep the parameters sharded, gather those of a layer in bfloat16 where it reads them.
 
     The transpose of a gather is the scatter of the sum, in float32. Small arrays are whole.
 

@@ -22,7 +22,7 @@ SHARDS = 8
 BY_HAND = "by hand, "
 # What is built of each model, and the step by hand that it is measured against.
 OF_ARRAYS = dict.fromkeys(("replicated", "sharded"), f"{BY_HAND}replicated")
-OF_LAYERS = {name: BY_HAND + name for name in ("replicated", "sharded", "in parts")}
+OF_LAYERS = {name: BY_HAND + name for name in ("replicated", "sharded", "params sharded")}
 # The same step, without the proof that its loss is a mean over rows.
 UNPROVEN = ", nothing proven"
 OF_LAYERS |= {name + UNPROVEN: BY_HAND + name for name in ("replicated", "sharded")}
@@ -196,13 +196,13 @@ def _of_layers(model: str, name: str, leaves: int, width: int) -> _Phases:
         of_name = {
             "replicated": by_hand.replicated,
             "sharded": by_hand.sharded,
-            "in parts": by_hand.in_parts,
+            "params sharded": by_hand.params_sharded,
         }
         lowered = of_name[name.removeprefix(BY_HAND)]
         return lambda: None, lambda _: lowered(mesh, shapes.params, shapes.loss_fn, batch)
     where = name.removesuffix(UNPROVEN)
-    in_parts = where == "in parts"
-    options: dict[str, Any] = {"params": "sharded"} if in_parts else {"weight_update": where}
+    params_sharded = where == "params sharded"
+    options: dict[str, Any] = {"params": "sharded"} if params_sharded else {"weight_update": where}
     if name.endswith(UNPROVEN):
         options["loss_over"] = "shard"
     step = crossshard.make_train_step(shapes.loss_fn, adamw(), mesh=mesh, **options)

@@ -53,7 +53,7 @@ def problems(quick: bool) -> list[NamedProblem]:
 
 
 def make_candidates(problem: Problem, shards: int) -> list[JaxCandidate]:
-    """Leaf by leaf, with parameters whole and in parts, and all on every shard."""
+    """Leaf by leaf, with replicated and with sharded parameters, and all on every shard."""
     return [
         ours(problem, shards, "sharded"),
         ours(problem, shards, "sharded", params="sharded"),

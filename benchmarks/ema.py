@@ -1,4 +1,4 @@
-"""Benchmark of a moving average of the parameters: in parts against whole, and without it."""
+"""Benchmark of a moving average of the parameters: sharded against replicated, and without it."""
 
 from collections.abc import Iterator
 

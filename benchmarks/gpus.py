@@ -2,7 +2,7 @@
 
 Run it as `make bench-gpus` does, which builds an environment with JAX for CUDA. What was measured
 is kept in docs/benchmarks/gpus.json, so that one row can be measured again alone:
-`python -m benchmarks.gpus --models scan --gpus 32 --steps "ours, in parts"`.
+`python -m benchmarks.gpus --models scan --gpus 32 --steps "ours, params sharded"`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from benchmarks.shapes import Shapes, mlp, transformer
 
 GPUS = (8, 32, 256, 1024)
 _GPUS_OF_A_HOST = 8
-_IN_PARTS = "ours, in parts"
+_PARAMS_SHARDED = "ours, params sharded"
 
 _Row = dict[str, Any]
 
@@ -73,8 +73,8 @@ STEPS: dict[str, Callable[[Mesh, Shapes], Any]] = {
     "ours, sharded": _ours(weight_update="sharded"),
     "by hand, sharded": _theirs(by_hand.sharded),
     "GSPMD, ZeRO-1": _theirs(by_hand.gspmd),
-    _IN_PARTS: _ours(params="sharded"),
-    "by hand, in parts": _theirs(by_hand.in_parts),
+    _PARAMS_SHARDED: _ours(params="sharded"),
+    "by hand, params sharded": _theirs(by_hand.params_sharded),
     "GSPMD, FSDP": _theirs(by_hand.gspmd, split_params=True),
     "GSPMD, FSDP, flags of MaxText": _theirs(
         by_hand.gspmd, split_params=True, options=by_hand.MAXTEXT
@@ -109,7 +109,7 @@ def _least(name: str, shards: int, model: Shapes) -> float | None:
     """The least bytes that our step must send; parts are gathered in 16 bits wherever read."""
     whole = 4 * model.parameters
     both = {"ours, replicated": 2 * whole, "ours, sharded": 2 * whole}
-    both[_IN_PARTS] = whole + 2 * (model.parameters + model.read_again)
+    both[_PARAMS_SHARDED] = whole + 2 * (model.parameters + model.read_again)
     return (shards - 1) / shards * both[name] if name in both else None
 
 
@@ -150,19 +150,19 @@ axis over all of them. Nothing here has run on a GPU, so these are not times.
 and end the program has a matrix product; *gathers hidden* is that of the gathers of parameters,
 and *GB not hidden* are the bytes of all collectives that have none beside them. In a loop every
 run counts. Any product hides a whole collective here, so a row with a single reduce-scatter has
-all of its gradients hidden or none. *Arguments* are what rests on a GPU
+all of its gradients hidden or none. *Arguments* are what a GPU keeps
 between two steps; the peak includes them.
 
 *Replicated* steps sum gradients and update all parameters on every GPU; *sharded* ones scatter the
-sums, update a slice and gather the parameters. *In parts*, the parameters rest in slices, too, and
-each layer gathers its own. By hand they are written with `shard_map`; GSPMD is a `jax.jit` with
-shardings, from which XLA makes the collectives, and activations constrained to be split by rows.
-MaxText's flags are those for FSDP on 1,024 H100s. Ours is compiled with `step.compiler_options`,
-all others as JAX does by default.
+sums, update a slice and gather the parameters. With *params sharded* each GPU keeps a slice of the
+parameters, too, and each layer gathers its own. By hand they are written with `shard_map`; GSPMD is
+a `jax.jit` with shardings, from which XLA makes the collectives, and activations constrained to be
+split by rows. MaxText's flags are those for FSDP on 1,024 H100s. Ours is compiled with
+`step.compiler_options`, all others as JAX does by default.
 
 GSPMD sums gradients in bfloat16, which is half the bytes; ours and those by hand sum in float32.
-The lower bound of our steps is 2(N−1)/N · P. In parts, where gathers are in bfloat16, as the loss
-reads the parameters, it is (N−1)/N times 6 bytes for each parameter, and 8 for those that a
+The lower bound of our steps is 2(N−1)/N · P. With sharded parameters, gathered in bfloat16 as
+the loss reads them, it is (N−1)/N times 6 bytes for each parameter, and 8 for those that a
 checkpoint reads again.
 
 By hand, XLA combines reduce-scatters until their outputs have 30 MiB, which on 8 GPUs is 252 MB of

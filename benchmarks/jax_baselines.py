@@ -15,7 +15,7 @@ from benchmarks.baselines import (
     GSPMD,
     HAND_WRITTEN,
     OURS_AUTO,
-    OURS_IN_PARTS,
+    OURS_PARAMS_SHARDED,
     OURS_REPLICATED,
     OURS_SHARDED,
     Turn,
@@ -110,7 +110,7 @@ def ours(
     )
     state = step.init(problem.model)
     batch = on_shards(problem.batch, num_shards)
-    name = OURS_IN_PARTS if options.get("params") == "sharded" else _NAMES[weight_update]
+    name = OURS_PARAMS_SHARDED if options.get("params") == "sharded" else _NAMES[weight_update]
     return JaxCandidate(name, step, state, [batch], lambda state: state.params)
 
 

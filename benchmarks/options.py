@@ -45,9 +45,9 @@ class BenchOptions:
     same_bits: virtual shards, whose bits do not depend on the number of shards, against the plain
     step, and against one in as small pieces: time, and bytes sent.
 
-    ema: a moving average of the parameters, in parts and whole: time, and bytes of state.
+    ema: a moving average of the parameters, sharded and replicated: time, and bytes of state.
 
-    parts: parameters in parts, as ours and as `jax.jit` with shardings splits them, against whole
+    parts: sharded parameters, ours and those of `jax.jit` with shardings, against replicated
     ones: time, and bytes on a device.
 
     dealt: optimizers that look at norms or whole matrices, as Muon does, leaf by leaf, against the

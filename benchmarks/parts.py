@@ -1,4 +1,4 @@
-"""Benchmark of parameters in parts: ours and GSPMD's against whole ones, in time and bytes."""
+"""Benchmark of sharded parameters: ours and GSPMD's against replicated ones, in time and bytes."""
 
 import functools
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
 
 
 def make_candidates(problem: Problem, shards: int) -> list[JaxCandidate]:
-    """Parameters in parts and whole, ours and others'."""
+    """Sharded and replicated parameters, ours and others'."""
     return [
         ours(problem, shards, "sharded", params="sharded"),
         ours(problem, shards, "sharded"),

@@ -62,7 +62,7 @@ def _batch(mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 STEPS: dict[str, Callable[[Mesh], Any]] = {
-    "ours, sharded: adamw, in parts": lambda mesh: _lowered_ours(mesh, adamw()),
+    "ours, sharded: adamw, params sharded": lambda mesh: _lowered_ours(mesh, adamw()),
     "ours, sharded: lamb, leaf by leaf": lambda mesh: _lowered_ours(mesh, optax.lamb(1e-3)),
     "by hand: flat psum_scatter, all_gather": lambda mesh: by_hand.sharded(
         mesh, PARAMS, loss_fn, _batch(mesh)
@@ -96,8 +96,8 @@ MODELS = {
 }
 
 
-def in_parts(mesh: Mesh, model: Shapes) -> Any:
-    """Our step with parameters in parts."""
+def params_sharded(mesh: Mesh, model: Shapes) -> Any:
+    """Return our step with sharded parameters."""
     step = crossshard.make_train_step(model.loss_fn, adamw(), mesh=mesh, params="sharded")
     return step.lower(step.abstract_init(model.params), model.batch(mesh.size))
 
@@ -108,13 +108,13 @@ def _gspmd(mesh: Mesh, model: Shapes, *, split_params: bool) -> Any:
 
 
 HIDING: dict[str, Callable[[Mesh, Shapes], Any]] = {
-    "ours, in parts": in_parts,
+    "ours, params sharded": params_sharded,
     "GSPMD, FSDP": lambda mesh, model: _gspmd(mesh, model, split_params=True),
     "GSPMD, ZeRO-1": lambda mesh, model: _gspmd(mesh, model, split_params=False),
 }
 
 
-def least_in_parts(shards: int, model: Shapes) -> float:
+def least_params_sharded(shards: int, model: Shapes) -> float:
     """The least bytes: gradients summed in 32 bits, parameters gathered in 16 wherever read."""
     return (
         (shards - 1) / shards * (4 * model.parameters + 2 * (model.parameters + model.read_again))
@@ -129,7 +129,7 @@ def hidden_rows(topologies: Iterable[str] = HIDDEN_ON) -> Iterator[list[str]]:
         for title, model in MODELS.items():
             for step, lowered in HIDING.items():
                 report = crossshard.inspect(lowered(mesh, model), parameters=model.params)
-                least = least_in_parts(mesh.size, model)
+                least = least_params_sharded(mesh.size, model)
                 assert report.memory is not None
                 yield [
                     name,
@@ -168,7 +168,7 @@ def main(out: Path = Path("docs/benchmarks/pods.md")) -> None:
         f"and not times: nothing here has run on a TPU.",
         markdown.table(_HEADS, found, names=range(3)),
         "Residual blocks of 2,048 × 8,192, in bfloat16 with float32 parameters, 4,096 rows for "
-        "each chip, AdamW; parameters in parts, and what is behind matrix products. The bound "
+        "each chip, AdamW; sharded parameters, and what is behind matrix products. The bound "
         "counts gradients in 32 bits and parameters in 16, twice under `jax.checkpoint`; "
         "GSPMD sums in 16 bits where it can. `python -m benchmarks.pods v6e:8x8` prints the rows "
         "of one slice.",

@@ -70,13 +70,13 @@ _HEADS: dict[Bench, tuple[str, str]] = {
     ),
     "ema": (
         "A moving average of the parameters",
-        "The whole step with AdamW in float32, then `ema = 0.999 · ema + 0.001 · params`: in parts "
-        "on the shards, or whole on each of them.",
+        "The whole step with AdamW in float32, then `ema = 0.999 · ema + 0.001 · params`: sharded, "
+        "or replicated.",
     ),
     "parts": (
-        "Parameters in parts",
-        "The whole step with AdamW in float32: parameters and moments in parts on the devices, "
-        "moments alone in parts, or all whole on each of them.",
+        "Sharded parameters",
+        "The whole step with AdamW in float32: parameters and moments sharded, moments "
+        "alone sharded, or all replicated.",
     ),
     "dealt": (
         "Optimizers that are not elementwise",
@@ -180,9 +180,9 @@ All candidates run in one process and donate parameters and state. *jit with sha
 step of the whole batch in a `jax.jit`: each matrix and its moments are split along an axis that \
 is not that of the layers, the batch by rows, and XLA makes the collectives: in the backward pass \
 it sends activations, which are few with so few rows, where ours sums the gradients of the \
-matrices. *Ours ÷ this* is that of "ours, in parts". Bytes are those of the live arrays on the \
-first device, between two steps. *Differs by*: the largest difference from "ours, in parts" after \
-the same steps, over the last element of every array.""",
+matrices. *Ours ÷ this* is that of "ours, params sharded". Bytes are those of the live arrays on \
+the first device, between two steps. *Differs by*: the largest difference from "ours, params \
+sharded" after the same steps, over the last element of every array.""",
     "dealt": f"""\
 {_IN_TURN}
 

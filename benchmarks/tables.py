@@ -7,7 +7,7 @@ from benchmarks import ema
 from benchmarks.baselines import (
     HAND_WRITTEN,
     OURS_AUTO,
-    OURS_IN_PARTS,
+    OURS_PARAMS_SHARDED,
     OURS_REPLICATED,
     OURS_SHARDED,
 )
@@ -62,7 +62,7 @@ def _of_candidates(bench: Bench, result: Result) -> Table:
             ratios = [timing.ratio(ours, name) for name in names]
             columns += _spreads(f"{ours} ÷ this", ratios, _two_decimals)[:2]
     else:
-        ours = OURS_IN_PARTS if bench == "parts" else OURS_SHARDED
+        ours = OURS_PARAMS_SHARDED if bench == "parts" else OURS_SHARDED
         columns += _ratios("ours ÷ this", result, [(ours, name) for name in names])
     if bench == "ema":
         columns += _of_average(result, names)

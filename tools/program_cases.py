@@ -173,7 +173,15 @@ def whole(
 for _optimizer in ("sgd", "adamw", "clip", "masked"):
     add(f"whole-replicated-{_optimizer}", whole, _optimizer, "replicated")
 for _optimizer in (
-    *("sgd", "momentum", "adamw", "lion", "schedule", "hyperparams", "masked"),  # in parts
+    *(
+        "sgd",
+        "momentum",
+        "adamw",
+        "lion",
+        "schedule",
+        "hyperparams",
+        "masked",
+    ),  # with sharded parameters
     *("lamb", "clip", "adafactor", "finite"),  # on global arrays
 ):
     add(f"whole-sharded-{_optimizer}", whole, _optimizer, "sharded")

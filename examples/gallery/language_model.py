@@ -84,9 +84,9 @@ def main(optimizer=OPTIMIZER, steps=60, picture=None):
         sizes = held(state.params), held(state.opt_state), sent.bytes_sent
         cells = [f"{size / 1e6:.2f} MB" for size in (*sizes, sent.lower_bound)]
         print("{:27}  {:10}  {:15}  {:13}  {}".format(f"{option}={value!r}", *cells))
-        # In parts, the backward pass gathers the layers again.
+        # With sharded parameters the backward pass gathers the layers again.
         assert sent.ratio < (1.5 if option == "params" else 1.01)
-    _, curve = train(step, steps, training, held_out)  # in parts
+    _, curve = train(step, steps, training, held_out)  # with sharded parameters
     print(
         "\nstep  held-out loss", *(f"{step:4}  {loss:.3f}" for step, loss in curve), sep="\n"
     )  # Plain SGD, since Adam would hide a gradient of a wrong scale.
@@ -100,7 +100,7 @@ def main(optimizer=OPTIMIZER, steps=60, picture=None):
     if picture:
         from _picture import lines
 
-        lines(picture, ("step", "held-out loss (nats per sign)"), {"in parts": curve})
+        lines(picture, ("step", "held-out loss (nats per sign)"), {"params sharded": curve})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from benchmarks.baselines import (
     HAND_WRITTEN_MULTI_STEPS,
     HAND_WRITTEN_SCAN,
     OURS_AUTO,
-    OURS_IN_PARTS,
+    OURS_PARAMS_SHARDED,
     OURS_REPLICATED,
     OURS_SHARDED,
 )
@@ -144,7 +144,7 @@ def test_the_average_by_hand_follows_numpy():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_an_average_in_parts_is_a_part_of_it_and_a_whole_one_all_of_it():
+def test_a_sharded_average_keeps_a_slice_and_a_replicated_one_all_of_it():
     problem = mlp(20_000, 2)
     kept, bare = (ema.make_candidates(problem, 2, decay) for decay in (0.999, None))
     whole = sum(leaf.nbytes for leaf in _leaves(problem))
@@ -155,13 +155,13 @@ def test_an_average_in_parts_is_a_part_of_it_and_a_whole_one_all_of_it():
 
 
 @pytest.mark.deep
-def test_parameters_in_parts_are_the_same_step_and_a_part_of_the_bytes():
+def test_sharded_parameters_are_the_same_step_in_fewer_bytes():
     problem = scanned(4, layers=2, width=128)
     candidates = parts.make_candidates(problem, 4)
     whole = sum(leaf.nbytes for leaf in _leaves(problem))
     got = {each.name: each.bytes_of_parameters() / whole for each in candidates}
     assert got == {
-        OURS_IN_PARTS: 1 / 4,
+        OURS_PARAMS_SHARDED: 1 / 4,
         OURS_SHARDED: 1,
         OURS_REPLICATED: 1,
         HAND_WRITTEN: 1,
@@ -273,9 +273,9 @@ def test_an_average_costs_the_step_with_it_less_the_one_without():
 
 
 def test_parts_are_compared_in_time_and_bytes():
-    seconds = {OURS_IN_PARTS: [0.010, 0.020], "theirs": [0.040, 0.040]}
-    held = {OURS_IN_PARTS: 2_000_000, "theirs": 16_000_000}
-    of_parameters = {OURS_IN_PARTS: 1_000_000, "theirs": 8_000_000}
+    seconds = {OURS_PARAMS_SHARDED: [0.010, 0.020], "theirs": [0.040, 0.040]}
+    held = {OURS_PARAMS_SHARDED: 2_000_000, "theirs": 16_000_000}
+    of_parameters = {OURS_PARAMS_SHARDED: 1_000_000, "theirs": 8_000_000}
     (table,) = make_tables("parts", [_result(seconds, held=held, of_parameters=of_parameters)])
     row = dict(zip(table.columns, table.rows[1], strict=True))
     assert (row["candidate"], row["ours ÷ this"]) == ("theirs", "0.38")

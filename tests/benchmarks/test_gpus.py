@@ -45,7 +45,7 @@ def gradients(name: str, mesh: Mesh, model: Shapes) -> list[np.ndarray]:
     return [np.ravel(x)[: leaf.size] for x, leaf in zip(moments, whole, strict=True)]
 
 
-@pytest.mark.parametrize("name", deep_but(["by hand, in parts", "GSPMD, FSDP"], ON_CPUS))
+@pytest.mark.parametrize("name", deep_but(["by hand, params sharded", "GSPMD, FSDP"], ON_CPUS))
 @pytest.mark.parametrize(("scan", "checkpoint"), deep_but([(True, True)], FORMS))
 def test_a_step_has_the_gradients_of_the_replicated_one(
     name: str, scan: bool, checkpoint: bool, mesh: Mesh
@@ -60,21 +60,23 @@ def test_a_step_has_the_gradients_of_the_replicated_one(
 
 def test_parts_rest_on_their_shards_and_are_gathered_in_16_bits(mesh: Mesh):
     model = small(scan=True, checkpoint=True)
-    row = gpus.measured("by hand, in parts", mesh, model)
+    row = gpus.measured("by hand, params sharded", mesh, model)
     whole = gpus.measured("by hand, replicated", mesh, model)
     assert row["arguments"] < whole["arguments"] / 6
     # Small arrays are summed whole, and XLA for CPUs gathers 16 bits in 32.
-    assert row["sent"] == pytest.approx(gpus._least("ours, in parts", 8, model), rel=0.5)
+    assert row["sent"] == pytest.approx(gpus._least("ours, params sharded", 8, model), rel=0.5)
 
 
 def test_what_our_step_must_send():
     once, twice = (transformer(scan=True, checkpoint=each) for each in (False, True))
     words = 50304 * 2048
     assert gpus._least("ours, sharded", 8, once) == 7 / 8 * 8 * once.parameters
-    assert gpus._least("ours, in parts", 8, once) == 7 / 8 * 6 * once.parameters
+    assert gpus._least("ours, params sharded", 8, once) == 7 / 8 * 6 * once.parameters
     again = once.parameters - words - 2048
-    assert gpus._least("ours, in parts", 8, twice) == 7 / 8 * (6 * once.parameters + 2 * again)
-    assert gpus._least("by hand, in parts", 8, once) is None
+    assert gpus._least("ours, params sharded", 8, twice) == 7 / 8 * (
+        6 * once.parameters + 2 * again
+    )
+    assert gpus._least("by hand, params sharded", 8, once) is None
 
 
 def test_a_row_is_measured_again_alone(

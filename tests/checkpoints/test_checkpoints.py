@@ -132,7 +132,7 @@ def split_step(sizes: tuple[int, int], optimizer: Any, update: str) -> tuple[Any
     return make_train_step(loss, optimizer, mesh=mesh, axis_name="data", **how), params
 
 
-# lamb's update is computed on global arrays, sgd's in parts.
+# lamb's update is computed on global arrays, sgd's on slices.
 @pytest.mark.parametrize("name", ["sgd", "lamb"])
 def test_a_model_axis_restores_on_other_meshes(name: str, tmp_path: Path):
     optimizer = {"sgd": optax.sgd(0.1, momentum=0.9), "lamb": optax.lamb(0.01)}[name]

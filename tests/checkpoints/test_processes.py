@@ -107,7 +107,7 @@ def sharded(process: int, rows: slice, folder: str) -> tuple[Any, dict[str, Any]
     step = step_of(4, params="sharded")
     state = step.init(LARGE)
     pieces = [x.data.shape for x in state.params["large"].addressable_shards]
-    # Made in parts by all processes together: no one has all of it.
+    # Made by all processes together, each its slice: no one has all of it.
     sharding = jax.tree.map(lambda x: x.sharding, state.params)
     made = jax.jit(lambda: jax.tree.map(jax.numpy.asarray, LARGE), out_shardings=sharding)()
     state = step.init(made)

@@ -379,7 +379,7 @@ def test_an_example_trains_as_one_device_does(name: str, own: bool):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", ["equinox_model", "whole_step"])
-def test_an_example_trains_with_parameters_in_parts(name: str):
+def test_an_example_trains_with_sharded_parameters(name: str):
     module = load(name)
     module.main = functools.partial(module.main, params="sharded")
     got, expected = REFERENCES[name](module, SGD)

@@ -113,7 +113,7 @@ OF_MODEL = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.Axi
 HOW = {
     "replicated": {"weight_update": "replicated"},
     "sharded": {"weight_update": "sharded"},
-    "in parts": {"params": "sharded"},
+    "params sharded": {"params": "sharded"},
 }
 WIRES: list[Any] = [
     *(*DTYPES, Quantized("int4", "stochastic"), Quantized("float8_e4m3fn", "stochastic")),
@@ -221,7 +221,7 @@ def test_the_bytes_with_the_scales(how: str, dtype: str, most: float):
         step = make_train_step(loss, optax.adam(1e-3), num_shards=N, **HOW[how], **options)
         return crossshard.inspect(step.lower(step.init(params), rows), params).bytes_sent
 
-    options = {"reduce_dtype": dtype} | ({"gather_dtype": dtype} if how == "in parts" else {})
+    options = {"reduce_dtype": dtype} | ({"gather_dtype": dtype} if how == "params sharded" else {})
     share = sent(**options) / sent()
     # With a sharded update parameters that are whole are gathered as they are.
     assert share <= (0.5 + most / 2 if how == "sharded" else most)

@@ -96,9 +96,9 @@ def test_what_is_kept_is_each_shards_own_and_goes_to_other_shards():
         np.testing.assert_allclose(total, held[name].sum(0), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", deep_but(("sharded",), ["replicated", "sharded", "in parts"]))
+@pytest.mark.parametrize("how", deep_but(("sharded",), ["replicated", "sharded", "params sharded"]))
 def test_the_bytes_are_its_own(how: str):
-    options = {"params": "sharded"} if how == "in parts" else {"weight_update": how}
+    options = {"params": "sharded"} if how == "params sharded" else {"weight_update": how}
     params = {"w": np.zeros((256, 512), np.float32)}
     loss = lambda p, x: (jnp.tanh(x @ p["w"]) ** 2).mean()
     step = make_train_step(loss, optax.adam(1e-3), num_shards=8, aggregator=TopK(0.01), **options)

@@ -18,7 +18,7 @@ from crossshard.errors import NestedReductionError
 from crossshard.pipeline.pipeline import STAGES
 from crossshard.pipeline.stage import Phase
 from crossshard.pipeline.stages.local_sgd import LocalSGD
-from crossshard.pipeline.update.arrays import Parts
+from crossshard.pipeline.update.arrays import Sharded
 from crossshard.pipeline.update.owners import Owners
 from crossshard.pipeline.update.plan import Planner, WeightUpdate
 from crossshard.shards.axes import Shards
@@ -87,7 +87,7 @@ def test_an_optimizer_that_is_only_updated_inside_another_one_is_refused():
 
 PLANNED = {
     # Once on whole arrays and once on slices.
-    Parts: (lambda x: -x, [(64, 64), (8, 64)]),
+    Sharded: (lambda x: -x, [(64, 64), (8, 64)]),
     # Neither on slices, as full arrays show that it mixes elements, nor anew leaf by leaf.
     Owners: (lambda x: x @ x.T @ x, [(64, 64)]),
 }

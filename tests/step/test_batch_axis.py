@@ -93,10 +93,10 @@ WAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "microbatches": (last, {"accumulate_steps": 2}),
     "batch in microbatches": (language, {"loss_over": "batch", "accumulate_steps": 2}),
     "sharded": (language, {"weight_update": "sharded"}),
-    "in parts": (last, {"params": "sharded"}),
-    "microbatches in parts": (recurrent, {"accumulate_steps": 2, "params": "sharded"}),
+    "params sharded": (last, {"params": "sharded"}),
+    "microbatches sharded": (recurrent, {"accumulate_steps": 2, "params": "sharded"}),
     "batch": (last, {"loss_over": "batch"}),
-    "batch in parts": (recurrent, {"loss_over": "batch", "params": "sharded"}),
+    "batch sharded": (recurrent, {"loss_over": "batch", "params": "sharded"}),
 }
 QUICK = [(name, SGD) for name in list(WAYS)[:3]]
 

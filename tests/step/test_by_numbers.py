@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     ),
     "chunks in bfloat16": (in_chunks(jnp.std), f"{NOT_SO}: {WHOLE}", MANY, {}),
     "chunks": (in_chunks(jnp.std, jnp.float32), f"{NOT_SO}: {WHOLE}", MANY, {}),
-    "chunks in parts": (
+    "chunks sharded": (
         in_chunks(lambda x: (x - x.mean(0)).var()),
         f"{NOT_SO}: {WHOLE}",
         MANY,
@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         MANY,
         {},
     ),
-    "gradients of the whole batch in parts": (
+    "gradients of the whole batch sharded": (
         of_few_gradients(0.01),
         r"whole batch the loss is .*; the gradients are",
         MANY,
@@ -205,7 +205,7 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     ),
     "an axis": (with_axis(in_chunks(jnp.std)), WHOLE, MANY, {"params": "sharded"}),
 }
-DEEP = ["a branch on the rows of eight", "chunks", "gradients of the whole batch in parts"]
+DEEP = ["a branch on the rows of eight", "chunks", "gradients of the whole batch sharded"]
 
 
 @pytest.mark.parametrize("name", deep_but(lambda name: name not in DEEP, REFUSED))

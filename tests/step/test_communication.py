@@ -122,7 +122,7 @@ def test_the_sharded_step_needs_less_memory_by_the_state_it_saves():
     replicated, sharded = (
         crossshard.inspect(lowered(RULES["adamw"], word)) for word in ("replicated", "sharded")
     )
-    in_parts = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS) if leaf.ndim > 1)
-    saved = 2 * in_parts * (SHARDS - 1) // SHARDS
+    params_sharded = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS) if leaf.ndim > 1)
+    saved = 2 * params_sharded * (SHARDS - 1) // SHARDS
     assert replicated.memory.peak - sharded.memory.peak >= saved
     assert sharded.memory.temp <= replicated.memory.temp

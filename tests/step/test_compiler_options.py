@@ -60,12 +60,15 @@ def make(**options: Any) -> crossshard.TrainStep:
     return crossshard.make_train_step(lambda w, x: ((x @ w) ** 2).mean(), opt, num_shards=8)
 
 
-def test_parameters_in_parts_travel_beside_the_sums(monkeypatch: pytest.MonkeyPatch):
+def test_sharded_parameters_travel_beside_the_sums(monkeypatch: pytest.MonkeyPatch):
     limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
-    assert compiler_options("gpu", 32, in_parts=True) == {**compiler_options("gpu", 32), limit: 3}
-    assert limit not in compiler_options("gpu", 8, in_parts=True)
+    assert compiler_options("gpu", 32, params_sharded=True) == {
+        **compiler_options("gpu", 32),
+        limit: 3,
+    }
+    assert limit not in compiler_options("gpu", 8, params_sharded=True)
     monkeypatch.setenv("XLA_FLAGS", f"--{limit}=1")
-    assert limit not in compiler_options("gpu", 32, in_parts=True)
+    assert limit not in compiler_options("gpu", 32, params_sharded=True)
 
 
 def test_what_streams_travels_beside_the_sums():

@@ -38,9 +38,9 @@ CLIP = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01))
 # Optimizer, and further options.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (optax.sgd(0.1), {"weight_update": "replicated"}),
-    "adamw in parts": (optax.adamw(0.01), {"weight_update": "sharded"}),
+    "adamw sharded": (optax.adamw(0.01), {"weight_update": "sharded"}),
     "clip, leaf by leaf": (CLIP, {"weight_update": "sharded"}),
-    "groups in parts": (
+    "groups sharded": (
         crossshard.CrossShardOptimizer(optax.adamw(0.01), group_assignment=ODD_AND_EVEN),
         {"weight_update": "sharded"},
     ),
@@ -119,7 +119,7 @@ def test_faults_are_found_and_named_and_clean_steps_are_not_accused():
 
 # The others compile for long, and run in the soak test.
 @pytest.mark.parametrize(
-    "case", deep_but(["groups in parts"], ["groups in parts", "sgd", "adamw in parts", MODEL_AXIS])
+    "case", deep_but(["groups sharded"], ["groups sharded", "sgd", "adamw sharded", MODEL_AXIS])
 )
 def test_a_repaired_step_has_the_bits_of_an_undisturbed_one(case: str):
     find_faults(case, 10, seed=2, on_divergence="repair")
@@ -145,8 +145,8 @@ def test_what_is_compared_is_what_several_shards_have(case: str):
     has = {name: any(name in each for each in names) for name in ("mu['kernel']", "mu['bias']")}
     is_adam = case != "sgd"
     options = CASES[case][1] if case in CASES else {"weight_update": "sharded"}
-    in_parts = options.get("weight_update") == "sharded"
-    assert has == {"mu['kernel']": is_adam and not in_parts, "mu['bias']": is_adam}
+    params_sharded = options.get("weight_update") == "sharded"
+    assert has == {"mu['kernel']": is_adam and not params_sharded, "mu['bias']": is_adam}
 
 
 @pytest.mark.parametrize("workers", [[[0], [1], [2], [3]], deep([[0, 1], [2, 3]])], ids=len)

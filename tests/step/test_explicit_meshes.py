@@ -66,7 +66,7 @@ def close_to_one_device(got: Any, optimizer: Any = SGD, atol: float = 1e-5) -> N
 # What a step is made with, on which mesh, and how its batches lie. tests/harness.py has more of
 # them on a mesh that is passed, and not set.
 CASES: dict[str, tuple[Any, str, Any]] = {
-    "in parts": ({"params": "sharded"}, "one axis", P("data")),
+    "params sharded": ({"params": "sharded"}, "one axis", P("data")),
     "a weight": ({"weight": "mask"}, "mixed", P()),
     "over the batch": ({"loss_over": "batch"}, "two axes", None),
     "dog": (

@@ -392,7 +392,7 @@ LAYERS, WIDE = 3, 256
 
 @pytest.mark.parametrize(("part", "steps"), [("up", 2), deep(("up", 1)), deep(("", 1))])
 def test_stacked_layers_are_gathered_in_their_loop(part: str, steps: int) -> None:
-    """Of parameters in parts no device has more than a layer, and no gradient is whole."""
+    """Of sharded parameters no device has more than a layer, and no gradient is whole."""
     stack = {name: array(i, LAYERS, WIDE, WIDE) / 16 for i, name in enumerate(("up", "down"))}
     rows = [{"x": array(seed, ROWS, WIDE)} for seed in (5, 6)]
 

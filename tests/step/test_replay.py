@@ -43,8 +43,8 @@ def with_wrong_arithmetic(step: Any, name: str, device: int) -> None:
     [
         ("sgd", "params['bias']", 6, 6),
         # A slice that no other shard has.
-        ("adamw in parts", "opt_state.inner_state[0].mu['kernel']", 3, 3),
-        ("groups in parts", "opt_state.inner_state[0].nu['kernel']", 5, 5),
+        ("adamw sharded", "opt_state.inner_state[0].mu['kernel']", 3, 3),
+        ("groups sharded", "opt_state.inner_state[0].nu['kernel']", 5, 5),
         (MODEL_AXIS, "opt_state.inner_state[0].nu['kernel']", 5, 2),
     ],
 )

@@ -102,12 +102,12 @@ CLIPPED = functools.partial(optax.chain, optax.clip_by_global_norm(1.0))
 WAYS: dict[str, tuple[Any, Any, Any]] = {
     "whole": (REPLICATED, optax.chain, None),
     "sharded parameters": ({"params": "sharded"}, optax.chain, None),
-    "in parts": (SHARDED, optax.chain, None),
+    "params sharded": (SHARDED, optax.chain, None),
     "leaf by leaf": (SHARDED, CLIPPED, None),
     "groups": (REPLICATED, optax.chain, GROUPS),
-    "groups, in parts": (SHARDED, optax.chain, GROUPS),
+    "groups, sharded": (SHARDED, optax.chain, GROUPS),
 }
-QUICK = ("sharded parameters", "leaf by leaf", "groups, in parts")
+QUICK = ("sharded parameters", "leaf by leaf", "groups, sharded")
 
 
 @pytest.mark.parametrize("way", deep_but(QUICK, WAYS))
@@ -118,7 +118,7 @@ def test_a_batch_that_weighs_nothing_changes_no_bit(way: str):
     )
     step = make_train_step(masked, opt, num_shards=8, weight="mask", ema=0.9, **kwargs)
     state = step.init(W)
-    said = {"in parts": "weight update sharded", "leaf by leaf": "leaf by leaf"}
+    said = {"params sharded": "weight update sharded", "leaf by leaf": "leaf by leaf"}
     assert said.get(way, "") in step.describe()
     state, metrics = step(state, batch_of(np.ones(24)))
     each = 4 if groups else 8

@@ -42,11 +42,11 @@ def plan():
 
 
 def test_the_bytes_are_those_counted_by_hand(plan):
-    replicated, sharded, in_parts = plan.candidates
+    replicated, sharded, params_sharded = plan.candidates
     assert (plan.parameters, plan.devices) == (BYTES // 4, SHARDS)
     assert [each.weight_update for each in plan.candidates] == ["replicated", "sharded", "sharded"]
     assert [each.params for each in plan.candidates] == ["replicated", "replicated", "sharded"]
-    assert in_parts.name == "data 8, params sharded"
+    assert params_sharded.name == "data 8, params sharded"
     assert dict(replicated.mesh) == {"data": SHARDS}
     whole = [BYTES, BYTES, (BYTES - 256) // 8 + 256]
     for each, parameters in zip(plan.candidates, whole, strict=True):
@@ -59,7 +59,7 @@ def test_the_bytes_are_those_counted_by_hand(plan):
     # updated by every shard.
     assert replicated.memory.optimizer_state == 2 * BYTES + 4
     assert dict(replicated.links.collectives) == {"all-reduce": 1}
-    for each in (sharded, in_parts):
+    for each in (sharded, params_sharded):
         assert each.memory.optimizer_state == 2 * (BYTES - 256) // 8 + 2 * 256 + 4
         assert {"all-gather", "reduce-scatter"} <= set(each.links.collectives)
 
@@ -138,8 +138,8 @@ def test_a_module_of_flax_that_is_never_made():
     assert found.parameters == 64 * 65
     # In parts the bias stays whole, since it is tiny.
     whole = 4 * 64 * 65
-    in_parts = 4 * (64 * 64 // 4 + 64)
-    assert [each.memory.parameters for each in found.candidates] == [whole, whole, in_parts]
+    params_sharded = 4 * (64 * 64 // 4 + 64)
+    assert [each.memory.parameters for each in found.candidates] == [whole, whole, params_sharded]
 
 
 def test_as_json_and_as_text(plan):
@@ -198,7 +198,7 @@ def test_a_program_that_cannot_be_read_is_refused_with_one_line_and_quietly(
     assert "stack" not in capfd.readouterr().err
 
 
-def test_options_of_the_step_and_the_dtype_of_gathers_for_parameters_in_parts(plan):
+def test_options_of_the_step_and_the_dtype_of_gathers_for_sharded_parameters(plan):
     narrow = planned(gather_dtype=jnp.bfloat16, accumulate_steps=2, metrics="grad_norm")
     assert all(each.fits for each in narrow.candidates)
     wide, narrow = ([each.links.sent for each in x.candidates] for x in (plan, narrow))
@@ -207,7 +207,7 @@ def test_options_of_the_step_and_the_dtype_of_gathers_for_parameters_in_parts(pl
     assert wide[2] - narrow[2] == 7 * 2 * 4096 // 8 // 2
 
 
-def test_groups_have_no_parameters_in_parts():
+def test_groups_have_no_sharded_parameters():
     grouped = crossshard.CrossShardOptimizer(
         optax.sgd(1e-3), group_assignment=[[0, 1, 2, 3], [4, 5, 6, 7]]
     )

@@ -79,8 +79,8 @@ def test_the_bytes_are_those_counted_by_hand(folder, topology):
     found = planned(folder, topology)
     chips = found["devices"]
     bound = 2 * (chips - 1) / chips * BYTES
-    replicated, sharded, in_parts = found["candidates"]
-    assert in_parts["memory"]["parameters"] == BYTES // chips
+    replicated, sharded, params_sharded = found["candidates"]
+    assert params_sharded["memory"]["parameters"] == BYTES // chips
     for each in (replicated, sharded):
         assert each["memory"]["parameters"] == BYTES
     # XLA sums in one all-reduce of all. For the v6e it makes the second stage of a sharded step's
@@ -88,9 +88,9 @@ def test_the_bytes_are_those_counted_by_hand(folder, topology):
     assert replicated["links"]["sent"] == pytest.approx(bound, rel=1e-6)
     assert bound <= sharded["links"]["sent"] <= 1.06 * bound
     # XLA for TPUs multiplies in bfloat16, and gathers the matrices so.
-    assert 0.75 * bound <= in_parts["links"]["sent"] <= 0.82 * bound
+    assert 0.75 * bound <= params_sharded["links"]["sent"] <= 0.82 * bound
     assert replicated["memory"]["optimizer_state"] == 2 * BYTES + 4
-    for each in (sharded, in_parts):
+    for each in (sharded, params_sharded):
         assert each["memory"]["optimizer_state"] == 2 * BYTES // chips + 4
     assert "across" not in replicated["links"]["by_link"]
 

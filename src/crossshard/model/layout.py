@@ -19,7 +19,7 @@ from crossshard.model.models import Skeleton
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import CrossShardState
-from crossshard.pipeline.update.arrays import Arrays, Parts
+from crossshard.pipeline.update.arrays import Arrays, Sharded
 from crossshard.pipeline.update.owners import Owners
 from crossshard.shards.axes import GroupAssignment, Shards
 from crossshard.shards.cut import (
@@ -90,20 +90,20 @@ class StateLayout:
 
     def specs_of_arrays(self, frozen: Any) -> tuple[PartitionSpec, ...]:
         """The specs of the arrays given to ``initial``; those that are left out are replicated."""
-        if not self.arrays.in_parts:
+        if not self.arrays.params_sharded:
             return self.other_axes
         partitions = *self.arrays.params, *self.partitions_of_frozen(frozen)
-        in_parts = tuple(each.spec(self.axes) for each in partitions)
-        return in_parts + self.other_axes[len(in_parts) :]
+        params_sharded = tuple(each.spec(self.axes) for each in partitions)
+        return params_sharded + self.other_axes[len(params_sharded) :]
 
     def partitions_of_frozen(self, frozen: Any) -> tuple[Partition, ...]:
         """The partition of each array that is not trained: large ones are split like parameters."""
-        tile = tile_for(self.mesh, self.arrays.in_parts)
+        tile = tile_for(self.mesh, self.arrays.params_sharded)
         specs = itertools.chain(self.other_axes[len(self.arrays.params) :], itertools.repeat(WHOLE))
 
         def one(x: Any, own: PartitionSpec) -> Partition:
             split = partition_along_axis(x.shape, self.number_of_shards, tile, own)
-            stays = not self.arrays.in_parts or not is_inexact(x) or split.is_small
+            stays = not self.arrays.params_sharded or not is_inexact(x) or split.is_small
             return Partition(x.shape, other_axes=own) if stays else split
 
         return tuple(map(one, jax.tree.leaves(frozen), specs))
@@ -137,9 +137,9 @@ class StateLayout:
             one = lambda x: beside(next(split, own), x, next(specs, WHOLE))
             return jax.tree.map(one, tree)
 
-        in_parts = self.arrays.in_parts
-        params = placed(own, state.params, self.arrays.params if in_parts else ())
-        of_frozen = self.partitions_of_frozen(state.frozen) if in_parts else ()
+        params_sharded = self.arrays.params_sharded
+        params = placed(own, state.params, self.arrays.params if params_sharded else ())
+        of_frozen = self.partitions_of_frozen(state.frozen) if params_sharded else ()
         frozen = placed(REPLICATED, state.frozen, of_frozen)
         model_state = placed(PER_SHARD if state.per_shard else REPLICATED, state.model_state)
         of_inner = [Placement(each, own.per_shard, self.groups) for each in self.arrays.state]
@@ -219,8 +219,8 @@ class StateLayout:
         arrays = self.arrays
         if not isinstance(arrays, Owners):
             return self
-        kept = arrays.state_in_slices, arrays.unread, arrays.in_parts
-        return dataclasses.replace(self, arrays=Parts(arrays.params, arrays.shards, *kept))
+        kept = arrays.state_in_slices, arrays.unread, arrays.params_sharded
+        return dataclasses.replace(self, arrays=Sharded(arrays.params, arrays.shards, *kept))
 
     def collected(self, state: TrainState) -> TrainState:
         """Move a state from this layout to ``own``."""

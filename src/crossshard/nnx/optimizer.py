@@ -52,7 +52,7 @@ from crossshard.optimizer.transformation import Transformation
 from crossshard.pipeline.pipeline import Options, Pipeline, check_names
 from crossshard.pipeline.stage import CrossShardState, Stage, StageContext
 from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation
-from crossshard.pipeline.update.arrays import Parts
+from crossshard.pipeline.update.arrays import Sharded
 from crossshard.pipeline.update.optimize import takes
 from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
 from crossshard.shards.axes import Shards, check_axis_name, check_group_assignment, check_num_shards
@@ -265,7 +265,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         'local gradient → sum over all shards → update'
         """
         sharded = self._transformation.weight_update is WeightUpdate.SHARDED
-        return self._pipeline.describe(Parts.steps) if sharded else self._pipeline.describe()
+        return self._pipeline.describe(Sharded.steps) if sharded else self._pipeline.describe()
 
     # The stateful idiom.
 

@@ -20,7 +20,7 @@ from crossshard.pipeline.stage import CrossShardState, Gradients, StageContext
 from crossshard.pipeline.stages.aggregate import as_weight, check_weighable
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
 from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation, maker_of
-from crossshard.pipeline.update.arrays import Arrays, Whole
+from crossshard.pipeline.update.arrays import Arrays, Replicated
 from crossshard.pipeline.update.plan import Planner, WeightUpdate, check_blocks
 from crossshard.shards.axes import Shards, get_shard_context
 from crossshard.shards.cut import Partition, Placement, map_partitions, only
@@ -176,7 +176,7 @@ class Transformation:
 
     def _arrays(self, params: Any, state: Any, shards: Shards) -> Arrays:
         if self.weight_update is WeightUpdate.REPLICATED:
-            return Whole()
+            return Replicated()
         plan = self._plan(params, shards)
         given = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
         expected = [partition.local_shape for partition in plan.state]

@@ -309,7 +309,7 @@ class Pipeline:
         steps: Sequence[str] = ("update",),
         *,
         weighted: bool = False,
-        in_parts: bool = False,
+        params_sharded: bool = False,
         of_loss: str = "",
         microbatches: int = 1,
     ) -> str:
@@ -318,13 +318,13 @@ class Pipeline:
         Args:
           steps: the update and what follows it.
           weighted: whether shards have weights.
-          in_parts: whether the parameters are sharded.
+          params_sharded: whether the parameters are sharded.
           of_loss: the gradient in words, if it is of a loss of which no shard has its own.
           microbatches: the number of microbatches in one program.
         """
         update, *gather = steps
         texts = [of_loss or f"{self.incoming or 'local'} gradient"]
-        if in_parts:
+        if params_sharded:
             texts, gather = [*gather, *texts], []
         texts += [f"accumulate {microbatches} microbatches"] * (microbatches > 1)
         for stage in self.stages:

@@ -15,7 +15,7 @@ from crossshard._annotations import Given, PyTree
 from crossshard.collectives.sums import average, sum_over_shards
 from crossshard.errors import ArgumentTypeError, IncomingError
 from crossshard.gradients.status import GradientStatus, Statuses
-from crossshard.pipeline.update.arrays import Arrays, Whole
+from crossshard.pipeline.update.arrays import Arrays, Replicated
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import REPLICATED, Placement
 
@@ -172,7 +172,7 @@ class StageContext:
     shards: Shards
     params: PyTree = None
     extra_args: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
-    arrays: Arrays = dataclasses.field(default_factory=Whole)
+    arrays: Arrays = dataclasses.field(default_factory=Replicated)
     divisor: int = 1
     unread: tuple[bool, ...] = ()
     examples: int = 1

@@ -63,11 +63,11 @@ TPU = TileShape(rows=16, lanes=128)
 _IN_RINGS = dataclasses.replace(TPU, by_columns=True)
 
 
-def tile_for(mesh: Mesh, in_parts: bool) -> TileShape:
+def tile_for(mesh: Mesh, params_sharded: bool) -> TileShape:
     """The tile of a mesh's platform, for sharded parameters, or replicated ones."""
     if mesh.devices.flat[0].platform != "tpu":
         return ANY
-    return _IN_RINGS if in_parts and sends_beside_products(mesh) else TPU
+    return _IN_RINGS if params_sharded and sends_beside_products(mesh) else TPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,7 +369,7 @@ def only(spec: Iterable[Any], axes: Iterable[str]) -> PartitionSpec:
 
 
 def other_axes_of(
-    tree: Any, mesh: Mesh, axes: Sequence[str], *, in_parts: bool = False
+    tree: Any, mesh: Mesh, axes: Sequence[str], *, params_sharded: bool = False
 ) -> tuple[PartitionSpec, ...]:
     """For each array of a pytree its spec on the other axes of the mesh.
 
@@ -377,7 +377,7 @@ def other_axes_of(
       tree: arrays, or types with shardings.
       mesh: the mesh of the step.
       axes: its shard axes.
-      in_parts: whether arrays may be split over the shards, since the parameters are sharded.
+      params_sharded: whether arrays may be split over the shards, since the parameters are sharded.
 
     Returns:
       One entry per leaf; empty if no array is split.
@@ -386,20 +386,20 @@ def other_axes_of(
       ArgumentError: an array is on another mesh, or is split over the shards.
     """
     found = tuple(
-        _other_axes_of(_name(path[1:]), x, mesh, axes, in_parts)
+        _other_axes_of(_name(path[1:]), x, mesh, axes, params_sharded)
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
     )
     return found if any(found) else ()
 
 
 def _other_axes_of(
-    name: str, x: Any, mesh: Mesh, axes: Sequence[str], in_parts: bool
+    name: str, x: Any, mesh: Mesh, axes: Sequence[str], params_sharded: bool
 ) -> PartitionSpec:
     sharding = getattr(x, "sharding", None)
     if sharding is None or sharding.is_fully_replicated:
         return PartitionSpec()
     others = [axis for axis in mesh.axis_names if axis not in axes]
-    if in_parts and not others:
+    if params_sharded and not others:
         # The step moves it to its own sharding, from any devices.
         return PartitionSpec()
     spec = getattr(sharding, "spec", None)
@@ -419,7 +419,7 @@ def _other_axes_of(
             f"jax.device_put(params, NamedSharding(mesh, spec)), with a spec over "
             f"{', '.join(others)}."
         )
-    if only(sharding.spec, axes) and not in_parts:
+    if only(sharding.spec, axes) and not params_sharded:
         raise ArgumentError(
             f"{found}, and {', '.join(axes)} is a shard axis: every shard has all parameters. "
             f"Split parameters over {', '.join(others)} only; to shard them over "

@@ -41,7 +41,7 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import CrossShardState
-from crossshard.pipeline.update.arrays import Parts, Whole
+from crossshard.pipeline.update.arrays import Replicated, Sharded
 from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import join, take_rows
 from crossshard.shards.cut import Partition
@@ -117,9 +117,9 @@ class _Check:
         self._layout = dataclasses.replace(
             layout,
             shards=shards,
-            arrays=Parts(arrays.params, shards, in_parts=True)
-            if arrays.in_parts
-            else Whole(wholes, shards=shards),
+            arrays=Sharded(arrays.params, shards, params_sharded=True)
+            if arrays.params_sharded
+            else Replicated(wholes, shards=shards),
             pipeline=pipeline,
             has_one_state=True,
         )

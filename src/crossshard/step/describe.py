@@ -31,9 +31,9 @@ def describe(config: StepConfig, layout: StateLayout, state: TrainState) -> str:
     frozen = [leaf for leaf in jax.tree.leaves(state.frozen) if is_inexact(leaf)]
     over = f" over {', '.join(layout.axes)}" * bool(layout.shards.other_axes)
     shards = f"{count(layout.number_of_shards, 'shard')}{over} on the mesh ({axes})"
-    in_parts, of_frozen = None, "neither differentiated nor sent"
-    if arrays.in_parts:
-        in_parts, of_frozen = layout, "not differentiated"
+    params_sharded, of_frozen = None, "neither differentiated nor sent"
+    if arrays.params_sharded:
+        params_sharded, of_frozen = layout, "not differentiated"
     return "\n".join(
         [
             config.describe(arrays),
@@ -41,7 +41,7 @@ def describe(config: StepConfig, layout: StateLayout, state: TrainState) -> str:
             *_updated(layout, state),
             *_over(config.loss, layout.number_of_shards),
             *_parameters(config, layout, state),
-            *([f"frozen: {_sizes(frozen, in_parts)}, {of_frozen}"] * bool(frozen)),
+            *([f"frozen: {_sizes(frozen, params_sharded)}, {of_frozen}"] * bool(frozen)),
             *([f"model state: {_sizes(state.model_state, None)}, {kept}"] if kind else []),
             f"optimizer state: {_sizes(state.opt_state, layout)}",
             *([] if config.sentinel is None else [config.sentinel.describe()]),
@@ -87,7 +87,10 @@ def _updated(layout: StateLayout, state: TrainState) -> list[str]:
 
 def _parameters(config: StepConfig, layout: StateLayout, state: TrainState) -> list[str]:
     """How parameters are kept, where they are gathered, and where their gradients are summed."""
-    if not any(each.number > 1 for each in layout.arrays.params) or not layout.arrays.in_parts:
+    if (
+        not any(each.number > 1 for each in layout.arrays.params)
+        or not layout.arrays.params_sharded
+    ):
         whole = f"parameters: {_sizes(state.params, None)}, replicated"
         names = _named(state.params, layout.uses.latest or ())
         summed = f"gradients summed row by row, in the backward pass: {', '.join(names)}"

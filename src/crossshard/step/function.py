@@ -52,7 +52,7 @@ class StepConfig:
     outer_mesh: Mesh  # the mesh as the user made it, on which states, batches and metrics lie
     axes: tuple[str, ...]  # its shard axes
     weight_update: WeightUpdate  # where the weights are updated
-    in_parts: bool = False  # whether the parameters are sharded
+    params_sharded: bool = False  # whether the parameters are sharded
     wrt: Any = None  # chooses the trained parameters; ``None`` for all
     donate: bool = True  # whether a call overwrites its state
 
@@ -235,7 +235,7 @@ class StepConfig:
         return AtUse(
             arrays.params,
             context.shards,
-            arrays.in_parts,
+            arrays.params_sharded,
             context.unread,
             pipeline.reduce_dtype,
             self.gather_dtype,
@@ -275,7 +275,7 @@ class StepConfig:
         return self.pipeline.describe(
             ("update",) if arrays is None else arrays.steps,
             weighted=self.loss.weight is not None,
-            in_parts=arrays is not None and arrays.in_parts,
+            params_sharded=arrays is not None and arrays.params_sharded,
             of_loss=self.loss.gradient,
             microbatches=self.loss.accumulate_steps,
         )
@@ -285,7 +285,9 @@ def to_read(layout: StateLayout, state: TrainState) -> AtUse:
     """How one shard gets parameters that it only reads."""
     arrays = layout.arrays
     frozen = use_of_frozen(layout, state.frozen)
-    return AtUse(arrays.params, layout.shards.all, in_parts=arrays.in_parts, frozen=frozen)
+    return AtUse(
+        arrays.params, layout.shards.all, params_sharded=arrays.params_sharded, frozen=frozen
+    )
 
 
 def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) -> AtUse | None:
@@ -293,7 +295,7 @@ def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) ->
     partitions = layout.partitions_of_frozen(frozen)
     if all(each.number == 1 for each in partitions):
         return None
-    return AtUse(partitions, layout.shards, in_parts=True, gather_dtype=gather_dtype)
+    return AtUse(partitions, layout.shards, params_sharded=True, gather_dtype=gather_dtype)
 
 
 def _unless_skipped(

@@ -59,7 +59,7 @@ class AtUse:
 
     partitions: tuple[Partition, ...]  # the partition of each parameter
     shards: Shards
-    in_parts: bool = False  # whether the parameters are sharded
+    params_sharded: bool = False  # whether the parameters are sharded
     # For each parameter, whether its gradient is not to be computed; empty for none.
     unread: tuple[bool, ...] = ()
     # The dtype in which gradients are sent; ``None`` for their own, or float32.
@@ -83,7 +83,7 @@ class AtUse:
 
     def whole(self, params: Any) -> Any:
         """The parameters in full, gathered at once."""
-        if not self.in_parts:
+        if not self.params_sharded:
             return params
         leaves, tree = jax.tree.flatten(params)
         return tree.unflatten(self.gather(leaves, self.partitions))
@@ -97,7 +97,7 @@ class AtUse:
     @property
     def early(self) -> tuple[bool, ...]:
         """Which gradients are summed where they are made, whatever the loss is."""
-        return tuple(self.in_parts and each.travels_alone for each in self.partitions)
+        return tuple(self.params_sharded and each.travels_alone for each in self.partitions)
 
     def types_of_gradients(self, params: Any) -> Any:
         """The types of the gradients of any loss."""
@@ -110,7 +110,7 @@ class AtUse:
 
     def call(self, function: Callable[[Any], Any], params: Any) -> Any:
         """What a function of the parameters returns, which are gathered where it uses them."""
-        if not self.in_parts:
+        if not self.params_sharded:
             return function(params)
         leaves, late = jax.tree.leaves(params), {i for i, waits in enumerate(self.early) if waits}
         inputs = self._at_start(leaves, late)
@@ -157,11 +157,11 @@ class AtUse:
         rows = [place for place in read if self.partitions[place].row is not None]
         # Without the trace the loss gets all parameters as they are.
         traced, late = None, set[int]()
-        if self.in_parts or (rows and not self.waits):
+        if self.params_sharded or (rows and not self.waits):
             traced = self._traced(loss_of, params, others)
             late = {place for place, waits in enumerate(self.early) if waits}
-            late = late if self.in_parts else self._used_in_rows(traced, leaves, rows, others)
-            traced = traced if self.in_parts or late else None
+            late = late if self.params_sharded else self._used_in_rows(traced, leaves, rows, others)
+            traced = traced if self.params_sharded or late else None
         whole = self._at_start(leaves, late)
         given = list(whole)
         for place in late.intersection(read):
@@ -202,7 +202,7 @@ class AtUse:
 
     def _at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
         """The parameters, of which sharded ones that do not wait are gathered."""
-        if not self.in_parts:
+        if not self.params_sharded:
             return list(leaves)
         places = [place for place in range(len(leaves)) if place not in late]
         partitions = [self.partitions[place] for place in places]
@@ -317,7 +317,7 @@ class Way:
 
     def forward(self, value: jax.Array) -> jax.Array:
         """The parameter in full."""
-        if not self.at_use.in_parts:
+        if not self.at_use.params_sharded:
             return value
         return self.at_use.gather([value], [self.partition], [self.dtype])[0]
 
@@ -347,7 +347,7 @@ class Way:
         """
         axis, of, shards = self.partition.axis, self.at_use, self.at_use.shards
         free = not (shards.groups or shards.other_axes or how.get("out_sharding"))
-        if not (of.in_parts and free and shards.torus_factors) or axis is None:
+        if not (of.params_sharded and free and shards.torus_factors) or axis is None:
             return None
         if of.in_few_bits(self.partition, self.dtype):
             return None
@@ -459,7 +459,7 @@ class Leaf(Deferred):
         value, slot = self.arrays["value"], self.arrays["slot"]
         if slot is None:
             return self.way.forward(value)
-        if not (self.way.at_use.in_parts or self.of_row):
+        if not (self.way.at_use.params_sharded or self.of_row):
             return value
         return _use(self.way, None, None, value, slot, self.shared, self.arrays.get("before"))
 
@@ -481,11 +481,11 @@ class Leaf(Deferred):
         floating = jnp.issubdtype(own, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
         if not floating or jnp.finfo(dtype).bits > jnp.finfo(own).bits:
             return None
-        if self.way.at_use.in_parts and own != self.arrays["value"].dtype:
+        if self.way.at_use.params_sharded and own != self.arrays["value"].dtype:
             # Two conversions round twice, and overflow in the first.
             return None
         way = dataclasses.replace(self.way, dtype=jnp.dtype(dtype))
-        if way.at_use.in_parts:
+        if way.at_use.params_sharded:
             return dataclasses.replace(self, way=way)
         arrays = {**self.arrays, "value": self.arrays["value"].astype(dtype)}
         return dataclasses.replace(self, way=way, arrays=arrays)

@@ -22,7 +22,7 @@ from crossshard.optimizer.transformation import pipeline_of, transformation_of
 from crossshard.pipeline.pipeline import Options, Pipeline, check_names, names_of_options
 from crossshard.pipeline.stages.aggregate import FewBits, check_gather_dtype, check_weighable
 from crossshard.pipeline.stages.metrics import need_local
-from crossshard.pipeline.update.plan import Rest, WeightUpdate, check_weight_update
+from crossshard.pipeline.update.plan import ParamsPlacement, WeightUpdate, check_weight_update
 from crossshard.shards.devices import mesh_and_axes, number_of_shards
 from crossshard.step.batches import check_entries
 from crossshard.step.function import StepConfig
@@ -95,7 +95,7 @@ def make_train_step(
     num_shards: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
     weight_update: str = WeightUpdate.AUTO,
-    params: str = Rest.REPLICATED,
+    params: str = ParamsPlacement.REPLICATED,
     loss_over: str = LossOver.ROWS,
     weight: str | Callable[[PyTree], ArrayLike] | None = None,
     has_aux: bool = False,
@@ -220,7 +220,10 @@ def make_train_step(
         pipeline = pipeline.with_workers(number)
     pipeline = _check_pipeline(pipeline, number, weight)
     virtual = check_virtual_shards(options.get("virtual_shards"), number)
-    sharding, rest = check_weight_update(weight_update), _check.choice("params", params, Rest)
+    sharding, rest = (
+        check_weight_update(weight_update),
+        _check.choice("params", params, ParamsPlacement),
+    )
     if sharding is WeightUpdate.AUTO and wrapped.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED
     gather_dtype = check_gather_dtype(options.get("gather_dtype"))
@@ -230,7 +233,7 @@ def make_train_step(
     _check_together(
         {
             "sync_every": pipeline.joins_groups and options.get("sync_every"),
-            "params": rest is Rest.SHARDED and str(rest),
+            "params": rest is ParamsPlacement.SHARDED and str(rest),
             "group_assignment": pipeline.groups and pipeline.groups.groups,
             "virtual_shards": virtual,
             "loss_over": over is LossOver.BATCH and str(over),
@@ -271,8 +274,8 @@ def make_train_step(
     sentinel = check_divergence_options(
         options.get("check_divergence"), options.get("on_divergence", "raise")
     )
-    in_parts = rest is Rest.SHARDED
-    if gather_dtype is not None and not in_parts:
+    params_sharded = rest is ParamsPlacement.SHARDED
+    if gather_dtype is not None and not params_sharded:
         raise ArgumentError(
             f"gather_dtype={str(gather_dtype)!r} rounds sharded parameters as they are gathered, "
             f"and replicated ones never are. Pass params='sharded'."
@@ -286,8 +289,8 @@ def make_train_step(
         _mesh.with_automatic_axes(where),
         where,
         axes,
-        WeightUpdate.SHARDED if in_parts else sharding,
-        in_parts,
+        WeightUpdate.SHARDED if params_sharded else sharding,
+        params_sharded,
         donate=_check.flag("donate", donate),
         wrt=check_wrt(wrt),
     )

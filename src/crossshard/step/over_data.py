@@ -161,7 +161,7 @@ class OverData:
             return finish(values, batch, counted)
 
         def specs(use: AtUse | None, tree: Any) -> Any:
-            if use is None or not use.in_parts:
+            if use is None or not use.params_sharded:
                 return PartitionSpec()
             of_leaves = [
                 PartitionSpec(*only(each.spec(where.axes), where.axes)) for each in use.partitions

@@ -47,7 +47,7 @@ class Program:
         self.options: dict[str, bool | int] = compiler_options(
             platform,
             reduce_together,
-            in_parts=config.in_parts,
+            params_sharded=config.params_sharded,
             beside=any(stage.sends_beside for stage in config.pipeline.stages),
         )
         run = _mesh.under_automatic_axes(self._run, mesh, self._specs)
@@ -178,7 +178,7 @@ _OF_A_HOST = 8
 
 
 def compiler_options(
-    platform: str, shards: int, *, in_parts: bool = False, beside: bool = False
+    platform: str, shards: int, *, params_sharded: bool = False, beside: bool = False
 ) -> dict[str, bool | int]:
     """The options for a step on these devices, without those that the user has set in XLA_FLAGS.
 
@@ -191,7 +191,7 @@ def compiler_options(
     Args:
       platform: of the devices, as ``device.platform``.
       shards: the number of shards that reduce together.
-      in_parts: whether parameters are gathered, too.
+      params_sharded: whether parameters are gathered, too.
       beside: whether a stage communicates beside that, too.
 
     >>> compiler_options("cpu", 8)
@@ -205,7 +205,7 @@ def compiler_options(
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": _COMBINED // shards,
     }
-    if in_parts and shards > _OF_A_HOST:
+    if params_sharded and shards > _OF_A_HOST:
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 3
     if beside:
         # Else its collectives and those of the gradients would wait for each other.

@@ -81,7 +81,7 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
         mesh=mesh,
         outer_mesh=mesh,
         weight_update=WeightUpdate.REPLICATED,
-        in_parts=False,
+        params_sharded=False,
     )
     return TrainStep(own)
 

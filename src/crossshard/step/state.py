@@ -106,7 +106,7 @@ class States:
                 shards,
                 mesh,
                 config.weight_update,
-                config.in_parts,
+                config.params_sharded,
                 # A preprocessor may read them all.
                 leave_unread=pipeline.preprocess is None,
                 other_axes=split[: len(leaves)],
@@ -137,7 +137,7 @@ class States:
             arrays[2] = model_state
         # Model state may be placed in any way on a mesh whose axes are all shard axes.
         of = arrays if len(config.axes) < len(mesh.axis_names) else arrays[:2]
-        other_axes = other_axes_of(of, mesh, config.axes, in_parts=config.in_parts)
+        other_axes = other_axes_of(of, mesh, config.axes, params_sharded=config.params_sharded)
         layout = self._of_params(arrays[0], other_axes)
         check_params(params, arrays[0], config.pipeline.optimizer, config.wrt)
 
@@ -308,7 +308,7 @@ class States:
                 "make_train_step(..., ema=0.999)."
             )
         # What is sharded has its own shapes, and is not gathered.
-        whole = self.collected(state) if self._config.in_parts else self.unshard(state)
+        whole = self.collected(state) if self._config.params_sharded else self.unshard(state)
         average = optax.tree.get(whole.opt_state.inner_state, "ema")
         return jax.tree.map(lambda p, x: x.astype(p.dtype), state.params, average)
 

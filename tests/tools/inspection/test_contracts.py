@@ -263,7 +263,7 @@ def _type(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def scanned(dtype: Any, again: bool, **options: Any) -> tuple[Any, Any, Any]:
-    """A step with scanned layers in parts, and what to lower it with."""
+    """A step with sharded, scanned layers, and what to lower it with."""
 
     def block(x: Any, layer: Any) -> Any:
         return jnp.tanh(x @ layer["up"].astype(dtype)) @ layer["down"].astype(dtype), None
@@ -282,7 +282,7 @@ def scanned(dtype: Any, again: bool, **options: Any) -> tuple[Any, Any, Any]:
 
 
 # In float32: the bytes of what is gathered and reduced.
-IN_PARTS = {
+SPLIT_UP = {
     "once": (jnp.float32, False, {}, 4 * (OF_LAYERS + FIRST), 4 * (OF_LAYERS + FIRST)),
     "layers twice": (jnp.float32, True, {}, 4 * (2 * OF_LAYERS + FIRST), 4 * (OF_LAYERS + FIRST)),
     "all in 16 bits": (
@@ -292,9 +292,9 @@ IN_PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.parametrize("name", SPLIT_UP)
 def test_what_is_gathered_twice_or_in_fewer_bits_shows_in_the_ratio(name: str):
-    dtype, again, options, gathered, reduced = IN_PARTS[name]
+    dtype, again, options, gathered, reduced = SPLIT_UP[name]
     step, *args = scanned(dtype, again, **options)
     ratio = (gathered + reduced) / (2 * 4 * (OF_LAYERS + FIRST))
     report = assert_communication(step, *args, max_bytes_ratio=ratio, in_loop=ratio > 1)

@@ -195,8 +195,8 @@ from benchmarks.shapes import blocks
 
 chips = crossshard.tools.topology(sys.argv[1])
 mesh, model = chips.mesh({by_hand.AXIS: chips.size}), blocks(2, scan=True, checkpoint=True)
-report = crossshard.inspect(pods.in_parts(mesh, model), parameters=model.params)
-least = pods.least_in_parts(chips.size, model)
+report = crossshard.inspect(pods.params_sharded(mesh, model), parameters=model.params)
+least = pods.least_params_sharded(chips.size, model)
 print(json.dumps([report.bytes_sent / least, report.hidden_share]))
 """
 

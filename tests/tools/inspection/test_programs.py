@@ -64,7 +64,7 @@ def step_of(rule: Any, params: Any = PARAMS, batch: Any = BATCH, **options: Any)
 # A program, the bytes of its arrays, and those of its scalars.
 
 # Gradients of w and v are scattered, and parameters gathered; those of b and the loss summed.
-IN_PARTS = 2 * moved(N, 4 * (W + V)) + summed(N, 4 * (B + 1))
+SPLIT_UP = 2 * moved(N, 4 * (W + V)) + summed(N, 4 * (B + 1))
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), SGD)
 GROUPED = CrossShardOptimizer(SGD, group_assignment=HALVES)
 WIRE = {"reduce_dtype": "bfloat16"}
@@ -83,9 +83,9 @@ MODEL = {
 STEPS: dict[str, tuple[str, Any, dict[str, Any], float, float]] = {
     # The loss is in one bucket with b.
     "a replicated step": ("replicated", SGD, {}, summed(N, 4 * (W + V + B + 1)), 0),
-    "a sharded step": ("sharded", optax.adamw(0.1), {"accumulate_steps": 4}, IN_PARTS, 0),
+    "a sharded step": ("sharded", optax.adamw(0.1), {"accumulate_steps": 4}, SPLIT_UP, 0),
     # Squares of the slices of w and of v, summed over the shards with the loss and b.
-    "a clip by the global norm": ("sharded", CLIPPED, {}, IN_PARTS + summed(N, 8), 0),
+    "a clip by the global norm": ("sharded", CLIPPED, {}, SPLIT_UP + summed(N, 8), 0),
     # CPUs exchange 16 bits and add by themselves, and gather what they rounded; b alike, in a
     # bucket of its own, and the loss in 32.
     "16 bits": (
@@ -203,7 +203,7 @@ def replicated(params: Any, state: Any, x: Any, y: Any) -> Any:
     return *updated(ADAM, params, state, mean(grads)), mean(value)
 
 
-def in_parts(params: Any, state: Any, x: Any, y: Any) -> Any:
+def params_sharded(params: Any, state: Any, x: Any, y: Any) -> Any:
     grads = jax.grad(hand_loss)(each(gather, params), x, y)
     return updated(ADAM, params, state, each(lambda g: scatter(g) / 8, grads))
 
@@ -283,8 +283,16 @@ LINES: dict[str, tuple[Any, Any, Any, tuple[Any, ...], int, int, float]] = {
         *(replicated, (WHOLE, WHOLE, SPLIT, SPLIT), WHOLE, (HAND, STATE, *ROWS)),
         *(8, BYTES, 1),
     ),
-    # Stored in parts, they are counted whole.
-    "in parts": (in_parts, (*LIES, SPLIT, SPLIT), LIES, (HAND, STATE, *ROWS), 8, BYTES, 1),
+    # Though sharded, they are counted in full.
+    "params sharded": (
+        params_sharded,
+        (*LIES, SPLIT, SPLIT),
+        LIES,
+        (HAND, STATE, *ROWS),
+        8,
+        BYTES,
+        1,
+    ),
     "scalars stand aside": (
         *(with_scalars, (WHOLE, SPLIT, SPLIT), WHOLE, (SCALARS, *ROWS)),
         *(8, BYTES, 1),
@@ -313,7 +321,7 @@ def check(report: Communication, shards: int, parameters: int, ratio: float) -> 
 def test_the_least_that_a_step_sends(name: str):
     step, specs, out, args, *expected = LINES[name]
     trained = args[0][0] if isinstance(args[0], tuple) else args[0]
-    lies = specs[0] if name == "in parts" else WHOLE
+    lies = specs[0] if name == "params sharded" else WHOLE
     check(inspect(over(step, specs, out).lower(*args), placed(trained, lies)), *expected)
 
 

@@ -363,7 +363,7 @@ def crossshard_stateful_idiom(optimizer, n):
 
 
 @right(BATCH)
-def a_factory_of_steps_in_parts(optimizer, n):
+def a_factory_of_sharded_steps(optimizer, n):
     step = crossshard.make_train_step(mse_of, optimizer, num_shards=n, params="sharded")
     return step, step.init(first_params())
 
@@ -504,11 +504,11 @@ def sharded(loss: str = "mean", **options: Any) -> crossshard.tools.Verification
     return crossshard.verify(step, params(), batch())
 
 
-IN_PARTS: list[dict[str, Any]] = [{}, {"accumulate_steps": 2}, {"nonfinite": "skip"}]
+SPLIT_UP: list[dict[str, Any]] = [{}, {"accumulate_steps": 2}, {"nonfinite": "skip"}]
 
 
-@pytest.mark.parametrize("options", deep_but([{}], IN_PARTS), ids=str)
-def test_a_right_step_in_parts_is_fine(options: dict[str, Any]):
+@pytest.mark.parametrize("options", deep_but([{}], SPLIT_UP), ids=str)
+def test_a_right_sharded_step_is_fine(options: dict[str, Any]):
     found = sharded(**options)
     assert found.ok, found
     assert {leaf.verdict for leaf in found.leaves} == {"fine"}

@@ -607,9 +607,9 @@ class Aggregate(Stage):
     def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
         """The sums of gradients: in full, or this shard's slice of each if arrays are split."""
         # Sharded parameters have other shapes than whole gradients.
-        in_parts = any(gradients.early) or context.arrays.in_parts
+        params_sharded = any(gradients.early) or context.arrays.params_sharded
         # A single shard reduces nothing; so it is under the user's own jit, on global arrays.
-        if context.params is not None and not in_parts and context.shards.number > 1:
+        if context.params is not None and not params_sharded and context.shards.number > 1:
             check_shapes(gradients.values, context.params)
         divisor = context.divisor
         if self.aggregator.divides_before:

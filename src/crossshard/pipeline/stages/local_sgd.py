@@ -27,7 +27,7 @@ from crossshard.jaxprs.slices import why_not_elementwise
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged, Updated
 from crossshard.pipeline.stages.aggregate import FewBits, Peers, Plain, check_reduce_dtype
 from crossshard.pipeline.stages.preprocess import check_transformation
-from crossshard.pipeline.update.arrays import Arrays, Parts, Whole
+from crossshard.pipeline.update.arrays import Arrays, Replicated, Sharded
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Partition, partition_for
 
 
@@ -218,12 +218,12 @@ class LocalSGD(Stage):
         before, anchor = context.params, cut(state.anchor)
         pseudogradient = jax.tree.map(moved, before, anchor, cut(before))
         inner_state, aggregate = jax.tree.map(of_piece, (state.inner_state, state.aggregate))
-        arrays: Arrays = Whole()
-        if isinstance(context.arrays, Parts):
+        arrays: Arrays = Replicated()
+        if isinstance(context.arrays, Sharded):
             # The shards of a worker split the pieces between them.
             size = context.shards.size
             partitions = [partition_for(x.shape, size) for x in jax.tree.leaves(anchor)]
-            arrays = Parts(tuple(partitions), context.shards)
+            arrays = Sharded(tuple(partitions), context.shards)
         mean, aggregate = self._mean(arrays.split(pseudogradient), arrays, aggregate, context)
 
         def synchronised(updated: PyTree) -> tuple[PyTree, tuple[PyTree, PyTree]]:
@@ -282,7 +282,7 @@ class LocalSGD(Stage):
 
 def _of_worker(arrays: Arrays, size: int, held: PyTree) -> PyTree:
     """What the shards of a worker hold back together: of what they split, this shard's slices."""
-    if not isinstance(arrays, Parts):
+    if not isinstance(arrays, Sharded):
         return jax.tree.map(lambda x: x * size, held)
     leaves, tree = jax.tree.flatten(held, is_leaf=lambda x: x is None)
     pairs = [each for each in zip(leaves, arrays.params, strict=True) if each[0] is not None]
@@ -293,7 +293,7 @@ def _of_worker(arrays: Arrays, size: int, held: PyTree) -> PyTree:
 
 def _of_shard(arrays: Arrays, size: int, held: PyTree) -> PyTree:
     """What this shard holds back, in full: its slices, and its part of what is not split."""
-    if not isinstance(arrays, Parts):
+    if not isinstance(arrays, Sharded):
         return jax.tree.map(lambda x: x * (1 / size), held)
     index = arrays.shards.position()
 

@@ -33,7 +33,7 @@ class Arrays(abc.ABC):
     state: tuple[Partition, ...]  # the partition of each array of the optimizer's state
     # For each parameter, whether its gradient need be neither computed nor sent.
     unread: tuple[bool, ...]
-    in_parts: bool  # whether the parameters are sharded
+    params_sharded: bool  # whether the parameters are sharded
 
     @abc.abstractmethod
     def split(self, tree: Any) -> Any:
@@ -79,13 +79,13 @@ class Arrays(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole(Arrays):
+class Replicated(Arrays):
     """Every shard updates all arrays in full. Partitions are empty if they are not known."""
 
     params: tuple[Partition, ...] = ()
     state: tuple[Partition, ...] = ()
     unread: tuple[bool, ...] = ()
-    in_parts: bool = False
+    params_sharded: bool = False
     shards: Shards | None = None  # the shards; ``None`` if they are not known
     # Runs the update leaf by leaf, each leaf in a program of its own, so that bits do not depend on
     # the number of shards; ``None`` to run the optimizer as it is.
@@ -104,7 +104,7 @@ class Whole(Arrays):
 
     def gather(self, tree: Any) -> Any:
         """The arrays themselves, split over the other axes of the mesh as they were."""
-        if self.in_parts or self.shards is None or not self.shards.other_axes:
+        if self.params_sharded or self.shards is None or not self.shards.other_axes:
             return tree
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(bucketed_gather(leaves, self.params, self.shards))
@@ -114,14 +114,14 @@ class Whole(Arrays):
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts(Arrays):
+class Sharded(Arrays):
     """Each shard updates its slice of each array, and the slices are all-gathered."""
 
     params: tuple[Partition, ...]
     shards: Shards
     state: tuple[Partition, ...] = ()
     unread: tuple[bool, ...] = ()
-    in_parts: bool = False
+    params_sharded: bool = False
 
     where = "sharded"
     steps = ("sharded update", "gather")
@@ -131,7 +131,7 @@ class Parts(Arrays):
         return squared_norm_of_slices(tree, self.params, self.shards)
 
     def split(self, tree: Any) -> Any:
-        if self.in_parts:
+        if self.params_sharded:
             return tree
         index = self.shards.position()
         local = lambda partition, x: partition.local_slice(x, index)
@@ -139,7 +139,7 @@ class Parts(Arrays):
 
     def gather(self, tree: Any) -> Any:
         """Gather full arrays from the slices of all shards; sharded parameters stay split."""
-        if self.in_parts:
+        if self.params_sharded:
             return tree
         parts, structure = jax.tree.flatten(tree)
         whole = bucketed_gather(parts, self.params, self.shards)
@@ -155,7 +155,7 @@ class Global(Arrays):
     shards: Shards
     mesh: Mesh
     unread: tuple[bool, ...] = ()
-    in_parts: bool = False
+    params_sharded: bool = False
 
     where = "on sharded global arrays"
     steps = ("update on sharded global arrays", "gather")
@@ -167,7 +167,7 @@ class Global(Arrays):
     def gather(self, tree: Any) -> Any:
         """The same arrays, replicated on every device, unless they are kept sharded."""
         split = self.split(tree)
-        if self.in_parts:
+        if self.params_sharded:
             return split
         parts, structure = jax.tree.flatten(split)
         axes = self.shards.axes

@@ -297,7 +297,8 @@ class Owners(Arrays):
     """An update leaf by leaf: some leaves are cut, and the blocks of the others have owners.
 
     Attributes:
-      params, unread, in_parts: see ``Arrays``. Blocks that travel whole have whole partitions.
+      params, unread, params_sharded: see ``Arrays``. A block that is not sliced has a partition
+        that splits nothing.
       leafwise: how the update runs leaf by leaf.
       owners: the shard that owns each block.
       types: the types of the parameters, and of the arrays of the optimizer's state.
@@ -315,7 +316,7 @@ class Owners(Arrays):
     tile: TileShape
     pieces: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     unread: tuple[bool, ...] = ()
-    in_parts: bool = False
+    params_sharded: bool = False
 
     where = "sharded, leaf by leaf"
     steps = ("sharded update, leaf by leaf", "gather")
@@ -386,7 +387,7 @@ class Owners(Arrays):
 
     def split(self, tree: Any) -> Any:
         """This shard's slices, and its rows."""
-        if self.in_parts:
+        if self.params_sharded:
             return tree
         leaves, structure = jax.tree.flatten(tree)
         index = self.shards.position()
@@ -396,7 +397,7 @@ class Owners(Arrays):
 
     def gather(self, tree: Any) -> Any:
         """Full arrays from the slices and rows of all shards, unless they are kept so."""
-        if self.in_parts:
+        if self.params_sharded:
             return tree
         parts, structure = jax.tree.flatten(tree)
         leaves = bucketed_gather(parts, self.partitions_of(tree), self.shards)

@@ -24,7 +24,7 @@ from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import leaf_name
 from crossshard.jaxprs.leafwise import NotLeafwise, find_leafwise
 from crossshard.jaxprs.slices import is_elementwise, why_not_elementwise
-from crossshard.pipeline.update.arrays import Arrays, Global, Parts, Whole
+from crossshard.pipeline.update.arrays import Arrays, Global, Replicated, Sharded
 from crossshard.pipeline.update.optimize import Unread, find_unread, takes
 from crossshard.pipeline.update.owners import Block, Owners, bytes_of_type, cost_of, owners_of
 from crossshard.shards.axes import Shards
@@ -59,7 +59,7 @@ def check_weight_update(weight_update: object) -> WeightUpdate:
     return _check.choice("weight_update", weight_update, WeightUpdate)
 
 
-class Rest(enum.StrEnum):
+class ParamsPlacement(enum.StrEnum):
     """How parameters are kept between steps.
 
     REPLICATED: every shard has all of them.
@@ -92,7 +92,7 @@ class Planner:
     # are possible.
     mesh: Mesh | None = None
     wanted: WeightUpdate = WeightUpdate.AUTO  # the requested weight update
-    in_parts: bool = False  # whether the parameters are to be sharded
+    params_sharded: bool = False  # whether the parameters are to be sharded
     leave_unread: bool = False  # whether gradients that the optimizer does not read may be left out
     # For each parameter its spec on other axes; empty if none is split over these.
     other_axes: Sequence[PartitionSpec] = ()
@@ -115,7 +115,7 @@ class Planner:
         of_state = other_axes_like(self._state, self.params, axes)
         # Partitions that split nothing over the shards: of the parameters, and of the state.
         self._partitions = _whole(self.params, axes), _whole(self._state, of_state)
-        self._tile = ANY if self.mesh is None else tile_for(self.mesh, self.in_parts)
+        self._tile = ANY if self.mesh is None else tile_for(self.mesh, self.params_sharded)
         none, of_none = ((False,) * len(each) for each in self._partitions)
         self._unread = Unread(none, none, of_none)
         if self.leave_unread:
@@ -133,24 +133,24 @@ class Planner:
         if self.shards.size == 1:
             return self._whole, "there is one shard"
         # Sharded parameters keep their shapes, so that they are split along an axis.
-        params = self._cut(partition_along_axis if self.in_parts else partition_for)
+        params = self._cut(partition_along_axis if self.params_sharded else partition_for)
         pairs = zip(jax.tree.leaves(self.params), params, strict=True)
         size = sum(bytes_of_type(leaf) for leaf, partition in pairs if partition.number > 1)
         if not size:
-            # ``in_parts`` is kept: frozen arrays may be large enough to be sharded.
-            whole = dataclasses.replace(self._whole, in_parts=self.in_parts)
+            # ``params_sharded`` is kept: frozen arrays may be large enough to be sharded.
+            whole = dataclasses.replace(self._whole, params_sharded=self.params_sharded)
             return whole, "every parameter is tiny"
         if self.wanted is WeightUpdate.AUTO and size < _WORTH_BYTES:
             return self._whole, "the parameters are too small to gain from it"
         _, whole_state = self._partitions
         # The state of a parameter that stays unchanged is not split.
-        stays = [False] * len(whole_state) if self.in_parts else self._unread.state
+        stays = [False] * len(whole_state) if self.params_sharded else self._unread.state
         alike = zip(whole_state, _split_alike(whole_state, params), stays, strict=True)
         state = tuple(whole if still else split for whole, split, still in alike)
         arguments = whole_and_slices(self.params, self._state, params, state)
         if self._apart is None and is_elementwise(self._update, *arguments):
-            kept = state, self._unread.gradients, self.in_parts
-            return Parts(params, self.shards, *kept), "the update is elementwise"
+            kept = state, self._unread.gradients, self.params_sharded
+            return Sharded(params, self.shards, *kept), "the update is elementwise"
         return self._if_not_elementwise(params, arguments)
 
     def _if_not_elementwise(self, params: Partitions, arguments: Any) -> tuple[Arrays, str]:
@@ -173,7 +173,7 @@ class Planner:
             pairs = zip(params, self._unread.gradients, strict=True)
             read = [Partition(each.shape) if unread else each for each, unread in pairs]
             try:
-                found = self._owners(read, self.in_parts)
+                found = self._owners(read, self.params_sharded)
             except NotLeafwise as reason:
                 not_leafwise = str(reason)
             else:
@@ -196,10 +196,10 @@ class Planner:
         along_axis = functools.partial(self._slices, partition_along_axis)
         params = self._cut(partition_along_axis)
         state = tuple(map(along_axis, self._partitions[1]))
-        kept = self._unread.gradients, self.in_parts
+        kept = self._unread.gradients, self.params_sharded
         return Global(params, state, self.shards, self.mesh, *kept), why
 
-    def _owners(self, params: Sequence[Partition], in_parts: bool) -> Owners:
+    def _owners(self, params: Sequence[Partition], params_sharded: bool) -> Owners:
         """Plan an update leaf by leaf; every shard updates the leaves that are not split.
 
         Raises:
@@ -258,12 +258,14 @@ class Planner:
         # Gradients that are summed layer by layer, where the backward pass makes them, are slices.
         in_loop = lambda each: sums_in_loops and (each.row or Partition(each.shape).row) is not None
         # The leaves whose gradients travel to their owners in full.
-        in_full = [i for i in (*owned, *owned_stacks) if not (in_parts or in_loop(partitions[i]))]
+        in_full = [
+            i for i in (*owned, *owned_stacks) if not (params_sharded or in_loop(partitions[i]))
+        ]
         chosen = list(partitions)
         for i in (*in_full, *found.stacked.difference(layers)):
             chosen[i] = Partition(partitions[i].shape)
         for i in even_stacks:
-            if not in_parts and not (sums_in_loops and partitions[i].axis):
+            if not params_sharded and not (sums_in_loops and partitions[i].axis):
                 chosen[i] = Partition(partitions[i].shape, number, 0, tile)
         planned = Owners(
             tuple(chosen),
@@ -274,7 +276,7 @@ class Planner:
             tile,
             pieces,
             self._unread.gradients,
-            in_parts,
+            params_sharded,
         )
         own_bytes = sum(bytes_of_type(planned.types[0][i]) for i in in_full)
         sent_bytes = sum(number * each.width * each.dtype.itemsize for each in planned.blocks)
@@ -286,9 +288,9 @@ class Planner:
         return dataclasses.replace(planned, params=tuple(chosen))
 
     @property
-    def _whole(self) -> Whole:
+    def _whole(self) -> Replicated:
         """Every array replicated."""
-        return Whole(
+        return Replicated(
             *self._partitions, self._unread.gradients, shards=self.shards, apart=self._apart
         )
 
@@ -305,7 +307,7 @@ class Planner:
         if is_elementwise(self._update, *given):
             return None
         with contextlib.suppress(NotLeafwise):
-            return self._owners(params, in_parts=False)
+            return self._owners(params, params_sharded=False)
         return None
 
     def _slices(self, split_one: Callable[..., Partition], whole: Partition) -> Partition:
@@ -314,7 +316,7 @@ class Planner:
     def _cut(self, split_one: Callable[..., Partition]) -> Partitions:
         """The partitions of parameters in slices; parameters that stay unchanged are not split."""
         params, _ = self._partitions
-        stays = [False] * len(params) if self.in_parts else self._unread.still
+        stays = [False] * len(params) if self.params_sharded else self._unread.still
         pairs = zip(params, stays, strict=True)
         return tuple(each if still else self._slices(split_one, each) for each, still in pairs)
 

@@ -26,7 +26,7 @@ def on_all_rows(at_use: AtUse, layout: StateLayout) -> AtUse:
     One shard has all rows, so that the key does not depend on the number of shards, either.
     """
     frozen = None if at_use.frozen is None else on_all_rows(at_use.frozen, layout)
-    by_xla, waits = ByXLA(layout.mesh, layout.axes), not at_use.in_parts
+    by_xla, waits = ByXLA(layout.mesh, layout.axes), not at_use.params_sharded
     return dataclasses.replace(at_use, shards=Shards(1), waits=waits, frozen=frozen, by_xla=by_xla)
 
 

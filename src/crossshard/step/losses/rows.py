@@ -235,8 +235,8 @@ class StepLoss(abc.ABC):
         """
         params = before.params
         if at_use.waits:
-            params, at_use = at_use.whole(params), dataclasses.replace(at_use, in_parts=False)
-        like = at_use.types_of_gradients(params) if at_use.in_parts else params
+            params, at_use = at_use.whole(params), dataclasses.replace(at_use, params_sharded=False)
+        like = at_use.types_of_gradients(params) if at_use.params_sharded else params
         return dataclasses.replace(before, params=params), at_use, like
 
     def of_shard(
@@ -315,7 +315,7 @@ class StepLoss(abc.ABC):
         # With replicated parameters each shard adds up full gradients. Only the last microbatch
         # may sum them over the shards: in the backward pass of a loop, which a trace would show.
         at_use_in_scan, sums_in_loops = at_use, False
-        if not at_use.in_parts:
+        if not at_use.params_sharded:
             at_use_in_scan = dataclasses.replace(at_use, waits=True)
             first, seen = jax.tree.map(lambda x: x[0], pieces), list[bool]()
             look = lambda *args: seen.append(any(compute(at_use, *args).early))

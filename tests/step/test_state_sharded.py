@@ -134,7 +134,7 @@ def test_parameters_of_another_mesh_are_moved():
     assert_same(state.params, PARAMS)
 
 
-def test_without_parameters_in_parts_the_refusal_names_them():
+def test_without_sharded_parameters_the_refusal_names_them():
     step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=4)
     with pytest.raises(ArgumentError, match="params='sharded'"):
         step.init(made(mesh_of(4), {"out": P("shards")}))
@@ -149,10 +149,10 @@ def test_without_parameters_in_parts_the_refusal_names_them():
 EVERY = {"ema": 0.9, "loss_scale": DynamicLossScale(initial=1024.0), "accumulate_steps": 2}
 # From a step to another one: number of shards, and options.
 PLACEMENTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "8 in parts": (8, {}),
-    "4 in parts": (4, {}),
-    "3 in parts": (3, {}),
-    "1 in parts": (1, {}),
+    "8 sharded": (8, {}),
+    "4 sharded": (4, {}),
+    "3 sharded": (3, {}),
+    "1 sharded": (1, {}),
     "4 with a sharded update": (4, {"params": "replicated", "weight_update": "sharded"}),
     "2 replicated": (2, {"params": "replicated", "weight_update": "replicated"}),
 }
@@ -165,10 +165,10 @@ def bits(step: Any, state: Any) -> list[bytes]:
 @pytest.mark.parametrize(
     ("other", "optimizer"),
     [
-        ("8 in parts", "adamw"),
+        ("8 sharded", "adamw"),
         ("2 replicated", "sgd"),
         *(deep((other, "adamw")) for other in [*PLACEMENTS][1:]),
-        *(deep((other, "lamb")) for other in ("3 in parts", "4 with a sharded update")),
+        *(deep((other, "lamb")) for other in ("3 sharded", "4 with a sharded update")),
     ],
 )
 def test_it_goes_to_another_placement_and_back_bit_for_bit(other: str, optimizer: str):
@@ -205,7 +205,7 @@ def test_parts_go_to_another_number_of_shards_without_whole_copies():
     assert bits(step, moved) == want
 
 
-def test_what_an_option_makes_anew_is_made_in_parts():
+def test_what_an_option_adds_to_the_state_is_sharded():
     step, other = step_of(4), step_of(2, master_dtype="float32", ema=0.9)
     state = step.init(PARAMS)
     with pytest.warns(CheckpointWarning, match="ema is new.*from the parameters"):

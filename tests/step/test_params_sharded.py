@@ -35,7 +35,7 @@ GATHER, SCATTER = ("all-gather", ONE_PART), ("reduce-scatter", f"f32[{WIDTH},{WI
 SGD = optax.sgd(0.01)
 
 
-def in_parts(loss: Any = scan_loss, optimizer: Any = None, **options: Any) -> Any:
+def params_sharded(loss: Any = scan_loss, optimizer: Any = None, **options: Any) -> Any:
     return step_of("parts", loss, optimizer, **options)
 
 
@@ -78,7 +78,7 @@ def rounded(params: Any) -> Any:
 
 
 def test_parameters_may_be_gathered_in_16_bits():
-    step = in_parts(gather_dtype="bfloat16")
+    step = params_sharded(gather_dtype="bfloat16")
 
     @jax.jit
     def plain(params: Any, batch: Any) -> Any:
@@ -126,7 +126,7 @@ def _converted_in_turn(h: Any, layers: Any) -> Any:
 @pytest.mark.parametrize("run", [_in_16_bits, *map(deep, (_converted_twice, _converted_in_turn))])
 def test_what_is_used_in_16_bits_is_gathered_in_16_bits(run: Any):
     loss = through(run)
-    step = in_parts(loss)
+    step = params_sharded(loss)
     want, _ = on_one_device(loss, SGD, PARAMS, BATCHES)
     state = after(step)
     got, expected = np.asarray(state.params["layers"]["w"]), want["layers"]["w"]
@@ -145,7 +145,7 @@ def _in_32_bits(h: Any, layers: Any) -> Any:
 def test_parameters_of_16_bits_that_are_used_in_32_are_gathered_in_16():
     loss = through(_in_32_bits)
     halves = {**PARAMS, "layers": jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS["layers"])}
-    step = in_parts(loss)
+    step = params_sharded(loss)
     want, _ = on_one_device(loss, SGD, halves, BATCHES[:1])
     got = after(step, halves, BATCHES[:1]).params
     assert_close(jax.tree.map(lambda x: x.astype(jnp.float32), got), want, 4e-3)
@@ -161,7 +161,7 @@ def test_what_is_converted_twice_is_rounded_twice():
 
     params = np.full((WIDTH, WIDTH), 1 + 2**-8 + 2**-12, np.float32)
     params[1] = 1e5
-    step = in_parts(loss, has_aux=True)
+    step = params_sharded(loss, has_aux=True)
     _, metrics = step(step.init(params), BATCHES[0])
     assert_same(metrics["aux"][0], loss(jnp.asarray(params), BATCHES[0])[1])
     assert [arrays for arrays, _ in gathered(step, params)] == [f"u16[{PART},{WIDTH}]"]
@@ -177,7 +177,7 @@ def wide() -> Iterator[Any]:
 @pytest.mark.parametrize("reduce_dtype", [None, "float32"])
 def test_64_bits_stay_64_bits(reduce_dtype: Any, wide: Any):
     params, batches = wide(PARAMS), wide(BATCHES)
-    state = after(in_parts(reduce_dtype=reduce_dtype), params, batches)
+    state = after(params_sharded(reduce_dtype=reduce_dtype), params, batches)
     assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float64"}
     want, _ = on_one_device(scan_loss, SGD, params, batches)
     assert_close(state.params, want, 1e-13 if reduce_dtype is None else 1e-6)
@@ -187,7 +187,7 @@ def test_64_bits_may_be_used_in_32(wide: Any):
     loss = through(lambda h, layers: _in_32_bits(h.astype(jnp.float32), layers))
     params = wide(PARAMS)
     want, _ = on_one_device(loss, SGD, params, BATCHES)
-    assert_close(after(in_parts(loss), params).params, want)
+    assert_close(after(params_sharded(loss), params).params, want)
 
 
 # Options.
@@ -216,7 +216,7 @@ def test_metrics_are_those_of_whole_arrays(names: list[str]):
 @pytest.mark.parametrize("nonfinite", ["skip", "quarantine"])
 def test_a_shard_that_is_not_finite_is_quarantined_or_its_step_skipped(nonfinite: str):
     bad = {**BATCHES[0], "y": np.where(np.arange(24) == 3, np.nan, BATCHES[0]["y"])}
-    step = in_parts(nonfinite=nonfinite)
+    step = params_sharded(nonfinite=nonfinite)
     state, metrics = step(step.init(PARAMS), bad)
     rest = [jax.tree.map(lambda x: x[6:], bad)] if nonfinite == "quarantine" else []
     assert bool(metrics["skipped"]) == (not rest)
@@ -226,7 +226,7 @@ def test_a_shard_that_is_not_finite_is_quarantined_or_its_step_skipped(nonfinite
 def test_a_preprocessor_sees_whole_gradients_of_its_shard():
     clip = optax.clip_by_global_norm(0.5)
     optimizer = CrossShardOptimizer(optax.sgd(0.1), preprocess=clip)
-    state = after(in_parts(optimizer=optimizer))
+    state = after(params_sharded(optimizer=optimizer))
 
     @jax.jit
     def plain(params: Any, batch: Any) -> Any:
@@ -249,9 +249,9 @@ def test_a_preprocessor_sees_whole_gradients_of_its_shard():
     ],
     ids=["large", "tiny"],
 )
-def test_frozen_parameters_stay_as_they_are_in_parts(is_trained: Any, scatters: list[Any]):
+def test_frozen_sharded_parameters_stay_as_they_are(is_trained: Any, scatters: list[Any]):
     named = lambda path, leaf=None: is_trained(jax.tree_util.keystr(path))
-    step = in_parts(wrt=named)
+    step = params_sharded(wrt=named)
     state = after(step)
 
     def of_trained(trained: Any, batch: Any) -> Any:
@@ -264,7 +264,7 @@ def test_frozen_parameters_stay_as_they_are_in_parts(is_trained: Any, scatters: 
     assert [leaf.addressable_data(0).size * SHARDS for leaf in frozen] == [x.size for x in frozen]
     # The frozen embedding is gathered.
     assert sent(step) == sorted([(*GATHER, 1), (*GATHER, LAYERS), *scatters])
-    other = in_parts(wrt=named, num_shards=2)
+    other = params_sharded(wrt=named, num_shards=2)
     moved = other.unshard(other.reshard(step.unshard(state)))
     assert_same((moved.params, moved.frozen), (state.params, state.frozen))
     h = lambda params, batch: scanned(layered.embedded(params, batch), params["layers"])
@@ -298,7 +298,7 @@ def test_keys_model_state_and_aux_are_those_of_a_replicated_step():
 @pytest.mark.parametrize("name", ["remat", deep("remat of remat")])
 def test_a_checkpoint_leaves_no_tracer_behind(name: str):
     with jax.checking_leaks():
-        after(in_parts(CASES[name].loss), batches=BATCHES[:1])
+        after(params_sharded(CASES[name].loss), batches=BATCHES[:1])
 
 
 # Leaves of every kind.
@@ -309,20 +309,20 @@ def test_parameters_too_small_to_split_train_as_well(rule: Any):
     params = {"w": np.full((3, 4), 0.5, np.float32), "b": np.float32(0)}
     loss = lambda p, x: ((x @ p["w"] + p["b"]) ** 2).mean()
     batches = [layered.normal(8, 3) for _ in range(3)]
-    step = in_parts(loss, rule)
+    step = params_sharded(loss, rule)
     want, _ = on_one_device(loss, rule, params, batches)
     assert_close(after(step, params, batches).params, want)
     assert "tiny" in step.describe()
 
 
 def test_small_parameters_are_known_to_be_gathered_at_the_start():
-    step = in_parts(lambda p, x: ((x @ p["w"]) ** 2).mean())
+    step = params_sharded(lambda p, x: ((x @ p["w"]) ** 2).mean())
     step.abstract_init({"w": jax.ShapeDtypeStruct((64, 32), np.float32)})
     assert "gathered at the start of the step" in step.describe()
 
 
 def test_a_parameter_that_the_loss_leaves_out_is_said_to_be_so():
-    step = in_parts(layered.CASES["unused"].loss)
+    step = params_sharded(layered.CASES["unused"].loss)
     after(step, batches=BATCHES[:1])
     assert "not gathered, since the loss does not use it: `layers/w`" in step.describe()
 
@@ -345,7 +345,7 @@ TABLE = np.arange(4096).reshape(64, 64)
 
 @pytest.mark.parametrize("gather_dtype", [deep(None), "float32"])
 def test_complex_empty_odd_and_integer_leaves(gather_dtype: Any):
-    step = in_parts(lambda p, x: _mixed(p, x + p["table"][0] / 64), gather_dtype=gather_dtype)
+    step = params_sharded(lambda p, x: _mixed(p, x + p["table"][0] / 64), gather_dtype=gather_dtype)
     rows_of_64 = [layered.normal(24, 64) for _ in range(3)]
     of_rest = lambda p, x: _mixed(p, x + TABLE[0] / 64)
     want, _ = on_one_device(of_rest, SGD, MIXED, rows_of_64)
@@ -367,7 +367,7 @@ def _of_waves(params: Any, batch: Any) -> Any:
 def test_complex_layers(options: Any):
     w = PARAMS["layers"]["w"]
     waves = (w + 1j * w[::-1]).astype(np.complex64)
-    step = in_parts(_of_waves, **options)
+    step = params_sharded(_of_waves, **options)
     want, _ = on_one_device(_of_waves, SGD, waves, BATCHES)
     assert np.abs(want - waves).max() > 1e-3
     assert_close(after(step, waves).params, want)
