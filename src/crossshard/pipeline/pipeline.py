@@ -52,10 +52,12 @@ from crossshard.pipeline.stages.nonfinite import (
     REPORTED,
     Nonfinite,
     ReportNonfinite,
+    Rerun,
     as_counted,
     if_not_finite,
     is_sound,
     of_no_shard,
+    rerun_if_not_finite,
     with_finite,
 )
 from crossshard.pipeline.stages.preprocess import Preprocess
@@ -454,7 +456,8 @@ class Pipeline:
         before: CrossShardState,
         context: StageContext,
         others: Callable[[jax.Array | None], dict[str, Any]] = lambda _: {},
-        recounted: Callable[[Any], tuple[Any, Any]] | None = None,
+        rerun: Callable[[Any, Rerun, Any], tuple[Any, Any]] | None = None,
+        inputs: Any = None,
     ) -> Staged:
         """Run the stages from ``ARRIVAL`` to the reduction.
 
@@ -463,16 +466,11 @@ class Pipeline:
           before: the state before these stages.
           context: the context.
           others: returns further arrays to sum, by name, given the weight of the shard.
-          recounted: computes the gradients and the loss of this shard again, given its weight, if
-            they depend on which shards count; ``None`` if they do not.
+          rerun: computes the gradients and the loss of this shard again where something was not
+            finite, given ``inputs``, a ``Rerun`` and the weight of the shard. ``None`` to keep the
+            gradients of each shard until it is known whether they are needed.
+          inputs: what ``rerun`` takes.
         """
-        if recounted is not None and self.excludes_shards and self.preprocess is not None:
-            raise ArgumentError(
-                "The loss returns a Mean, whose gradients are computed again without a shard that "
-                "nonfinite='quarantine' leaves out, and preprocess= changes them in between. Put "
-                "it before the optimizer, optax.chain(preprocess, optimizer), or write "
-                "nonfinite='skip'."
-            )
 
         def after_arrival(gradients: Gradients) -> Gradients:
             return self.run(Phase.ARRIVAL, gradients, before, context)[0]
@@ -500,30 +498,51 @@ class Pipeline:
             none = jnp.zeros(context.shards.number, jnp.float32)
             none = none if self.over_all_shards else context.shards.as_varying(none)
             reduced = reduced.replace(sums={**reduced.sums, REPORTED: none})
+            done = reduced, state.aggregate
+
+            def reduced_again(gradients: Gradients) -> tuple[Gradients, Staged]:
+                rest, again = after_local(gradients)
+                found, again = after_reduction(rest, again)
+                # The state of the aggregator must not come from gradients that are not finite.
+                return rest, (found, again.aggregate)
 
             # Reduce again, without the shards whose gradients are not finite.
             def without_bad(_: Any, own: Any) -> tuple[Staged, Any]:
-                left = after_arrival(gradients.replace(values=own))
-                if recounted is not None:
-                    values, loss = recounted(left.weight)
-                    left = left.replace(values=values, extra={**left.extra, "value": loss})
-                rest, again = after_local(left)
+                rest, found = reduced_again(after_arrival(gradients.replace(values=own)))
                 kept = lambda new, old: new if new.dtype == old.dtype else old
-                found, again = after_reduction(rest, again)
-                return (found, again.aggregate), jax.tree.map(kept, rest.values, own)
+                return found, jax.tree.map(kept, rest.values, own)
 
             # Keep what was reduced, and find which shards are not finite.
-            def with_report(done: Staged, own: Any) -> tuple[Staged, Any]:
+            def reported(done: Staged, arrived: Gradients) -> Staged:
                 reduced, after = done
-                report = after_arrival(gradients.replace(values=own)).sums[REPORTED]
-                found = sum_over_shards(report, context.shards)
+                found = sum_over_shards(arrived.sums[REPORTED], context.shards)
                 found = of_no_shard(found) if context.over_batch else found
-                return (reduced.replace(sums={**reduced.sums, REPORTED: found}), after), own
+                return reduced.replace(sums={**reduced.sums, REPORTED: found}), after
 
-            function = without_bad if self.excludes_shards else with_report
-            # The state of the aggregator, too, must not come from gradients that are not finite.
-            done = reduced, state.aggregate
-            reduced, after = if_not_finite(done, gradients.values, function, context)
+            def with_report(done: Staged, own: Any) -> tuple[Staged, Any]:
+                return reported(done, after_arrival(gradients.replace(values=own))), own
+
+            if rerun is None:
+                function = without_bad if self.excludes_shards else with_report
+                reduced, after = if_not_finite(done, gradients.values, function, context)
+                return reduced, state._replace(aggregate=after)
+
+            # The first turn finds which shards are not finite, and the second leaves them out.
+            def again(turn: jax.Array, done: Staged, kept: Any, inputs: Any) -> tuple[Staged, Any]:
+                (weight, report), first = kept, turn == 0
+                counts = ~first if weight is None else ~first & (weight != 0)
+                values, loss = rerun(inputs, Rerun(counts, first), weight)
+                extra = {**gradients.extra, "value": loss}
+                found = after_arrival(gradients.replace(values=values, extra=extra))
+                if not self.excludes_shards:
+                    return reported(done, found), kept
+                weight = jnp.where(first, found.weight, weight)
+                report = jnp.where(first, found.sums[REPORTED], report)
+                found = found.replace(weight=weight, sums={**found.sums, REPORTED: report})
+                return reduced_again(found)[1], (weight, report)
+
+            turns, kept = 2 if self.excludes_shards else 1, (gradients.weight, none)
+            reduced, after = rerun_if_not_finite(done, kept, turns, inputs, again)
             return reduced, state._replace(aggregate=after)
 
     def finish(
@@ -581,9 +600,12 @@ class Pipeline:
 
     @property
     def needs_own_gradient(self) -> bool:
-        """Whether a stage before the reduction needs the whole gradient of each shard."""
-        before = [s for s in self.stages if s.phase in (Phase.ARRIVAL, Phase.LOCAL)]
-        needs = any(stage.needs_local or stage is self.preprocess for stage in before)
+        """Whether a stage before the reduction needs the whole gradient of each shard.
+
+        To report what is not finite, a step can compute it again.
+        """
+        kinds = Preprocess, LocalNorms
+        needs = any(kind in self._made for kind in kinds)
         return needs or not isinstance(self.aggregator, Plain)
 
     @property

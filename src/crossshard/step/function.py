@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _jax
+from crossshard.errors import ArgumentError
 from crossshard.guards import Sentinel
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import settled
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext
-from crossshard.pipeline.stages.nonfinite import new_nans, own_weight
+from crossshard.pipeline.stages.nonfinite import Rerun, new_nans, own_weight
 from crossshard.pipeline.update.arrays import Arrays, Global
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.cut import map_partitions, only
@@ -22,6 +23,7 @@ from crossshard.shards.devices import number_of_shards
 from crossshard.step.batches import check_same_rows
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.rows import StepLoss, scale_of
+from crossshard.step.microbatches import LocalResult
 
 
 class Progress(NamedTuple):
@@ -144,6 +146,13 @@ class StepConfig:
         excludes = pipeline.excludes_shards
         context = dataclasses.replace(context, params=like)
         widened = local.is_weighed or loss.accumulate_steps > 1 or pipeline.loss_scale is not None
+        if local.terms is not None and excludes and pipeline.preprocess is not None:
+            raise ArgumentError(
+                "The loss returns a Mean, whose gradients are computed again without a shard that "
+                "nonfinite='quarantine' leaves out, and preprocess= changes them in between. Put "
+                "it before the optimizer, optax.chain(preprocess, optimizer), or write "
+                "nonfinite='skip'."
+            )
         gradients = pipeline.arrive(
             local.values,
             context.shards,
@@ -161,13 +170,16 @@ class StepConfig:
             callbacks: Any = {"others": lambda w: loss.sums(loss.with_weight(local, w, before))}
         else:
             callbacks, gradients = {}, gradients.replace(sums=loss.sums(local))
-        if local.terms is not None:
-            # A Mean's gradients are divided by the count of all shards: without one, compute again.
-            def recounted(weight: jax.Array) -> tuple[Any, Any]:
-                found, _ = loss.local(before, given, at_use, weight)
+        if pipeline.nonfinite is not None and loss.can_rerun and _is_worth_it(local, excludes):
+
+            def rerun(inputs: Any, how: Rerun, weight: Any) -> tuple[Any, Any]:
+                # A Mean's gradients are divided by the count of the shards that count.
+                of_mean = weight if local.terms is not None and excludes else None
+                again = dataclasses.replace(at_use, rerun=how)
+                found, _ = loss.local(*inputs, again, of_mean)
                 return found.values, found.loss
 
-            callbacks["recounted"] = recounted
+            callbacks |= {"rerun": rerun, "inputs": (before, given)}
         with jax.named_scope(self.name):
             gradients, opt_state = pipeline.reduce(gradients, opt_state, context, **callbacks)
         if excludes:
@@ -296,6 +308,20 @@ def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) ->
     if all(each.number == 1 for each in partitions):
         return None
     return AtUse(partitions, layout.shards, params_sharded=True, gather_dtype=gather_dtype)
+
+
+def _is_worth_it(local: LocalResult, excludes: bool) -> bool:
+    """Return whether to compute gradients again if they are not finite, rather than keep them.
+
+    Those that are summed already cannot be kept, and without a shard those of a ``Mean`` change.
+    Keeping large ones takes memory in every step.
+    """
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(local.values))
+    return any(local.early) or (excludes and local.terms is not None) or size >= _WORTH_BYTES
+
+
+# Below this, computing gradients again takes more time to compile than keeping them takes memory.
+_WORTH_BYTES = 1 << 20
 
 
 def _unless_skipped(

@@ -26,6 +26,7 @@ from crossshard.jaxprs.deferred import Deferred, Inside, Note, evaluate
 from crossshard.model.layout import UsesRecord
 from crossshard.pipeline.stages.accumulate import add, mean
 from crossshard.pipeline.stages.aggregate import as_sent
+from crossshard.pipeline.stages.nonfinite import Rerun
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
 
@@ -78,6 +79,8 @@ class AtUse:
     # ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
     # later.
     before: Any = dataclasses.field(default=None, compare=False)
+    # How the loss is computed again; ``None`` the first time.
+    rerun: Rerun | None = dataclasses.field(default=None, compare=False)
     # What sends in the place of collectives, outside of ``shard_map``.
     by_xla: ByXLA | None = None
 
@@ -241,7 +244,7 @@ class AtUse:
     def _leaf(self, place: int, x: Any, slot: Any, weight: Any) -> "Leaf":
         way = Way(self._of_one, self.partitions[place], x.dtype, wide(x.dtype))
         arrays = {"value": x, "slot": slot}
-        shared = {"weight": weight}
+        shared = {"weight": weight, "rerun": self.rerun}
         if self.before is not None:
             values, _, total = self.before
             arrays["before"] = jax.tree.leaves(values)[place]
@@ -252,7 +255,14 @@ class AtUse:
     def _of_one(self) -> "AtUse":
         """The same without what is of single parameters, so that equal layers share a trace."""
         return dataclasses.replace(
-            self, partitions=(), unread=(), waits=False, frozen=None, record=None, before=None
+            self,
+            partitions=(),
+            unread=(),
+            waits=False,
+            frozen=None,
+            record=None,
+            before=None,
+            rerun=None,
         )
 
     # What is sent.
@@ -328,7 +338,11 @@ class Way:
             if by_xla is not None:
                 return by_xla.split(sent, self.partition).astype(self.summed)
             (total,) = bucketed_sum([sent], [self.partition], self.at_use.shards)
-            return total.astype(self.summed)
+            total, rerun = total.astype(self.summed), shared["rerun"]
+            if rerun is None:
+                return total
+            is_bad = rerun.reports & ~jnp.isfinite(gradient).all()
+            return jnp.where(is_bad, jnp.nan, total)
 
     def _sent(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """What is to be summed of a gradient, or of a slice of it."""
@@ -338,6 +352,9 @@ class Way:
             sums = add((before, no_loss, shared["before"]), gradient, no_loss, weight)
             gradient, _ = mean(sums)
             weight = None if weight is None else sums[2]
+        if shared["rerun"] is not None:
+            counts = shared["rerun"].counts
+            weight = jnp.where(counts, 1.0 if weight is None else weight, 0.0)
         return as_sent(to_average(gradient, weight), self.at_use.reduce_dtype)
 
     def product(self, x: jax.Array, how: Mapping[str, Any]) -> Product | None:
@@ -466,7 +483,8 @@ class Leaf(Deferred):
     def multiplied(self, x: jax.Array, how: Mapping[str, Any]) -> tuple[Self, jax.Array] | None:
         """The product with it, if its slices can go round beside it."""
         product = self.way.product(x, how)
-        if product is None:
+        # What reports needs its whole gradient at once.
+        if product is None or self.shared["rerun"] is not None:
             return None
         value, slot = self.arrays["value"], self.arrays["slot"]
         used = dataclasses.replace(self, in_ring=True)

@@ -209,6 +209,19 @@ class ReportNonfinite(Stage):
         return "quarantine" if self.excludes_shards else ""
 
 
+class Rerun(NamedTuple):
+    """How a shard computes its loss and gradients again, in a step in which some were not finite.
+
+    Attributes:
+      counts: bool[], whether its gradients count in the sums.
+      reports: bool[], whether a gradient that the backward pass has summed is to be NaN if what
+        this shard added to it was not finite.
+    """
+
+    counts: Bool[Array, ""]
+    reports: Bool[Array, ""]
+
+
 # The scope of what runs only in steps in which a gradient is not finite.
 RARE = "if_not_finite"
 # The name of what shards report, among the sums: for each of them one more than the index of the
@@ -335,6 +348,38 @@ def if_not_finite(
     # What it computes takes the place of what it gets, which XLA may copy in a conditional.
     with jax.named_scope(RARE):
         return lax.while_loop(lambda carry: carry[0], turn, (~finite, done, own))[1]
+
+
+def rerun_if_not_finite(
+    done: Staged,
+    kept: Any,
+    turns: int,
+    inputs: Any,
+    function: Callable[[jax.Array, Staged, Any, Any], tuple[Staged, Any]],
+) -> Staged:
+    """Return what has been reduced, or what is computed again if the gradients are not finite.
+
+    Args:
+      done: the reduced gradients, of which it is known whether they are finite, and the state of
+        the aggregator.
+      kept: what one turn leaves for the next.
+      turns: how often it is computed again.
+      inputs: what it is computed from.
+      function: ``(turn, done, kept, inputs) → (done, kept)``. It may communicate, since all shards
+        agree.
+    """
+    finite = done[0].finite
+    assert finite is not None
+    number = jnp.where(finite, 0, turns)
+
+    def turn(carry: tuple[jax.Array, Staged, Any]) -> tuple[jax.Array, Staged, Any]:
+        index, done, kept = carry
+        # What does not change in a loop XLA may compute before it, in every step.
+        _, again = lax.optimization_barrier((index, inputs))
+        return index + 1, *function(index, done, kept, again)
+
+    with jax.named_scope(RARE):
+        return lax.while_loop(lambda carry: carry[0] < number, turn, (jnp.int32(0), done, kept))[1]
 
 
 def _value(x: Any) -> int:

@@ -131,6 +131,8 @@ class StepLoss(abc.ABC):
     gradient: ClassVar[str] = ""  # its gradient in words; empty if it is each shard's local one
     # The fields of ``StageContext`` that this kind of loss sets.
     in_context: ClassVar[Mapping[str, Any]] = {}
+    # Whether a step computes it again if a gradient is not finite, to find whose it was.
+    can_rerun: ClassVar[bool] = False
     # Why no shard may have a model state of its own; empty if each may.
     without_own_state: ClassVar[str] = ""
 
@@ -584,6 +586,8 @@ class StepLoss(abc.ABC):
 @dataclasses.dataclass(frozen=True)
 class RowsLoss(StepLoss):
     """The loss of each shard's rows."""
+
+    can_rerun = True
 
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
