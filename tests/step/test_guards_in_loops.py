@@ -115,9 +115,7 @@ def test_microbatches_and_weights_stand_beside_it(mode: str, steps: int):
         return (squares * batch["weight"]).sum() / batch["weight"].sum()
 
     bad = {**poisoned(1), "weight": weight}
-    step = step_of(
-        mode, loss, SGD, nonfinite="quarantine", weight="weight", accumulate_steps=steps
-    )
+    step = step_of(mode, loss, SGD, nonfinite="quarantine", weight="weight", accumulate_steps=steps)
     state, metrics = step(step.init(PARAMS), bad)
     assert int(metrics["nonfinite"].shard) == 1
     assert_close(state.params, on_one_device(loss, SGD, PARAMS, [of_others(bad, 1)])[0])

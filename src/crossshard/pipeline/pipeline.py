@@ -512,38 +512,41 @@ class Pipeline:
                 kept = lambda new, old: new if new.dtype == old.dtype else old
                 return found, jax.tree.map(kept, rest.values, own)
 
-            # Keep what was reduced, and find which shards are not finite.
-            def reported(done: Staged, arrived: Gradients) -> Staged:
-                reduced, after = done
+            # Find which shards are not finite.
+            def found_in(arrived: Gradients) -> jax.Array:
                 found = sum_over_shards(arrived.sums[REPORTED], context.shards)
-                found = of_no_shard(found) if context.over_batch else found
-                return reduced.replace(sums={**reduced.sums, REPORTED: found}), after
+                return of_no_shard(found) if context.over_batch else found
 
+            # Keep what was reduced, and say so.
             def with_report(done: Staged, own: Any) -> tuple[Staged, Any]:
-                return reported(done, after_arrival(gradients.replace(values=own))), own
+                reduced, after = done
+                found = found_in(after_arrival(gradients.replace(values=own)))
+                return (reduced.replace(sums={**reduced.sums, REPORTED: found}), after), own
 
             if rerun is None:
                 function = without_bad if self.excludes_shards else with_report
                 reduced, after = if_not_finite(done, gradients.values, function, context)
                 return reduced, state._replace(aggregate=after)
 
-            # The first turn finds which shards are not finite, and the second leaves them out.
-            def again(turn: jax.Array, done: Staged, kept: Any, inputs: Any) -> tuple[Staged, Any]:
-                (weight, report), first = kept, turn == 0
+            # The first turn finds which shards are not finite. The second sums again, without them
+            # if they are left out: to keep what was reduced would take as much memory once more.
+            def again(turn: jax.Array, carry: Any, inputs: Any) -> Any:
+                first, (_, weight, report) = turn == 0, carry
                 counts = ~first if weight is None else ~first & (weight != 0)
                 values, loss = rerun(inputs, Rerun(counts, first), weight)
                 extra = {**gradients.extra, "value": loss}
                 found = after_arrival(gradients.replace(values=values, extra=extra))
-                if not self.excludes_shards:
-                    return reported(done, found), kept
-                weight = jnp.where(first, found.weight, weight)
                 report = jnp.where(first, found.sums[REPORTED], report)
+                if self.excludes_shards:
+                    weight = jnp.where(first, found.weight, weight)
                 found = found.replace(weight=weight, sums={**found.sums, REPORTED: report})
-                return reduced_again(found)[1], (weight, report)
+                return reduced_again(found)[1], weight, report
 
-            turns, kept = 2 if self.excludes_shards else 1, (gradients.weight, none)
-            reduced, after = rerun_if_not_finite(done, kept, turns, inputs, again)
-            return reduced, state._replace(aggregate=after)
+            carry = done, gradients.weight, none
+            (found, after), _, _ = rerun_if_not_finite(reduced, again, carry, 2, inputs)
+            # What is computed again may be rounded otherwise, and so not overflow.
+            finite = found.finite if self.excludes_shards else reduced.finite
+            return found.replace(finite=finite), state._replace(aggregate=after)
 
     def finish(
         self,

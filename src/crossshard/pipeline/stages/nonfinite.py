@@ -351,35 +351,32 @@ def if_not_finite(
 
 
 def rerun_if_not_finite(
-    done: Staged,
-    kept: Any,
+    reduced: Gradients,
+    function: Callable[[jax.Array, Any, Any], Any],
+    carry: Any,
     turns: int,
     inputs: Any,
-    function: Callable[[jax.Array, Staged, Any, Any], tuple[Staged, Any]],
-) -> Staged:
-    """Return what has been reduced, or what is computed again if the gradients are not finite.
+) -> Any:
+    """Return the carry, after so many turns if the reduced gradients are not finite.
 
     Args:
-      done: the reduced gradients, of which it is known whether they are finite, and the state of
-        the aggregator.
-      kept: what one turn leaves for the next.
-      turns: how often it is computed again.
-      inputs: what it is computed from.
-      function: ``(turn, done, kept, inputs) → (done, kept)``. It may communicate, since all shards
-        agree.
+      reduced: the reduced gradients, of which it is known whether they are finite.
+      function: ``(turn, carry, inputs) → carry``. It may communicate, since all shards agree.
+      carry: what is there before.
+      turns: the number of turns.
+      inputs: what it computes from.
     """
-    finite = done[0].finite
-    assert finite is not None
-    number = jnp.where(finite, 0, turns)
+    assert reduced.finite is not None
+    number = jnp.where(reduced.finite, 0, turns)
 
-    def turn(carry: tuple[jax.Array, Staged, Any]) -> tuple[jax.Array, Staged, Any]:
-        index, done, kept = carry
+    def one(indexed: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        turn, carry = indexed
         # What does not change in a loop XLA may compute before it, in every step.
-        _, again = lax.optimization_barrier((index, inputs))
-        return index + 1, *function(index, done, kept, again)
+        _, again = lax.optimization_barrier((turn, inputs))
+        return turn + 1, function(turn, carry, again)
 
     with jax.named_scope(RARE):
-        return lax.while_loop(lambda carry: carry[0] < number, turn, (jnp.int32(0), done, kept))[1]
+        return lax.while_loop(lambda indexed: indexed[0] < number, one, (jnp.int32(0), carry))[1]
 
 
 def _value(x: Any) -> int:
