@@ -40,6 +40,7 @@ from crossshard.pipeline.stages.accumulate import Accumulate
 from crossshard.pipeline.stages.aggregate import (
     Aggregate,
     Aggregator,
+    FewBits,
     Plain,
     Weigh,
     check_like,
@@ -456,7 +457,7 @@ class Pipeline:
         before: CrossShardState,
         context: StageContext,
         others: Callable[[jax.Array | None], dict[str, Any]] = lambda _: {},
-        rerun: Callable[[Any, Rerun, Any], tuple[Any, Any]] | None = None,
+        rerun: Callable[[Any, Rerun, Any], tuple[Any, Any, CrossShardState]] | None = None,
         inputs: Any = None,
     ) -> Staged:
         """Run the stages from ``ARRIVAL`` to the reduction.
@@ -466,18 +467,18 @@ class Pipeline:
           before: the state before these stages.
           context: the context.
           others: returns further arrays to sum, by name, given the weight of the shard.
-          rerun: computes the gradients and the loss of this shard again where something was not
-            finite, given ``inputs``, a ``Rerun`` and the weight of the shard. ``None`` to keep the
-            gradients of each shard until it is known whether they are needed.
+          rerun: computes the gradients, the loss and the state before these stages again, where
+            something was not finite, given ``inputs``, a ``Rerun`` and the weight of the shard.
+            ``None`` to keep the gradients of each shard until it is known whether they are needed.
           inputs: what ``rerun`` takes.
         """
 
         def after_arrival(gradients: Gradients) -> Gradients:
             return self.run(Phase.ARRIVAL, gradients, before, context)[0]
 
-        def after_local(gradients: Gradients) -> Staged:
+        def after_local(gradients: Gradients, state: CrossShardState = before) -> Staged:
             sums = {**others(gradients.weight), **gradients.sums}
-            return self.run(Phase.LOCAL, gradients.replace(sums=sums), before, context)
+            return self.run(Phase.LOCAL, gradients.replace(sums=sums), state, context)
 
         def after_reduction(gradients: Gradients, state: CrossShardState) -> Any:
             reduced, state = self.run(Phase.REDUCTION, gradients, state, context)
@@ -500,8 +501,10 @@ class Pipeline:
             reduced = reduced.replace(sums={**reduced.sums, REPORTED: none})
             done = reduced, state.aggregate
 
-            def reduced_again(gradients: Gradients) -> tuple[Gradients, Staged]:
-                rest, again = after_local(gradients)
+            def reduced_again(
+                gradients: Gradients, state: CrossShardState = before
+            ) -> tuple[Gradients, Staged]:
+                rest, again = after_local(gradients, state)
                 found, again = after_reduction(rest, again)
                 # The state of the aggregator must not come from gradients that are not finite.
                 return rest, (found, again.aggregate)
@@ -533,14 +536,14 @@ class Pipeline:
             def again(turn: jax.Array, carry: Any, inputs: Any) -> Any:
                 first, (_, weight, report) = turn == 0, carry
                 counts = ~first if weight is None else ~first & (weight != 0)
-                values, loss = rerun(inputs, Rerun(counts, first), weight)
+                values, loss, state = rerun(inputs, Rerun(counts, first), weight)
                 extra = {**gradients.extra, "value": loss}
                 found = after_arrival(gradients.replace(values=values, extra=extra))
                 report = jnp.where(first, found.sums[REPORTED], report)
-                if self.excludes_shards:
+                if weight is not None and self.excludes_shards:
                     weight = jnp.where(first, found.weight, weight)
                 found = found.replace(weight=weight, sums={**found.sums, REPORTED: report})
-                return reduced_again(found)[1], weight, report
+                return reduced_again(found, state)[1], weight, report
 
             carry = done, gradients.weight, none
             (found, after), _, _ = rerun_if_not_finite(reduced, again, carry, 2, inputs)
@@ -608,8 +611,11 @@ class Pipeline:
         To report what is not finite, a step can compute it again.
         """
         kinds = Preprocess, LocalNorms
-        needs = any(kind in self._made for kind in kinds)
-        return needs or not isinstance(self.aggregator, Plain)
+        needs, aggregator = any(kind in self._made for kind in kinds), self.aggregator
+        if isinstance(aggregator, FewBits):
+            # A loss scale changes after what was held back.
+            return needs or aggregator.is_random or self.loss_scale is not None
+        return needs or not isinstance(aggregator, Plain)
 
     @property
     def excludes_shards(self) -> bool:

@@ -15,6 +15,7 @@ from crossshard.model.model_state import settled
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext
+from crossshard.pipeline.stages.aggregate import FewBits
 from crossshard.pipeline.stages.nonfinite import Rerun, new_nans, own_weight
 from crossshard.pipeline.update.arrays import Arrays, Global
 from crossshard.pipeline.update.plan import WeightUpdate
@@ -141,8 +142,19 @@ class StepConfig:
         self, before: TrainState, given: Any, at_use: AtUse, context: StageContext
     ) -> Progress:
         """Compute the reduced gradients on one shard; ``given`` is its part of ``loss.enter``."""
-        loss, pipeline, opt_state = self.loss, self.pipeline, before.opt_state
-        local, like = loss.local(before, given, at_use)
+        loss, pipeline = self.loss, self.pipeline
+
+        def compute(before: TrainState, given: Any, at_use: AtUse, weight: Any = None) -> Any:
+            few_bits, state = at_use.few_bits, before.opt_state
+            held = None if few_bits is None else few_bits.held(state.aggregate)
+            at_use = dataclasses.replace(at_use, held=held)
+            local, like = loss.local(before, given, at_use, weight)
+            if few_bits is not None and local.held is not None:
+                aggregate = few_bits.with_held(state.aggregate, local.held)
+                state = state._replace(aggregate=aggregate)
+            return local, state, like
+
+        local, opt_state, like = compute(before, given, at_use)
         excludes = pipeline.excludes_shards
         context = dataclasses.replace(context, params=like)
         widened = local.is_weighed or loss.accumulate_steps > 1 or pipeline.loss_scale is not None
@@ -172,12 +184,12 @@ class StepConfig:
             callbacks, gradients = {}, gradients.replace(sums=loss.sums(local))
         if pipeline.nonfinite is not None and loss.can_rerun and _is_worth_it(local, excludes):
 
-            def rerun(inputs: Any, how: Rerun, weight: Any) -> tuple[Any, Any]:
+            def rerun(inputs: Any, how: Rerun, weight: Any) -> tuple[Any, Any, Any]:
                 # A Mean's gradients are divided by the count of the shards that count.
                 of_mean = weight if local.terms is not None and excludes else None
                 again = dataclasses.replace(at_use, rerun=how)
-                found, _ = loss.local(*inputs, again, of_mean)
-                return found.values, found.loss
+                found, opt_state, _ = compute(inputs[0], inputs[1], again, of_mean)
+                return found.values, found.loss, opt_state
 
             callbacks |= {"rerun": rerun, "inputs": (before, given)}
         with jax.named_scope(self.name):
@@ -244,6 +256,11 @@ class StepConfig:
 
     def _at_use(self, layout: StateLayout, state: TrainState, context: StageContext) -> AtUse:
         arrays, pipeline = layout.arrays, self.pipeline
+        waits = pipeline.needs_own_gradient
+        few_bits = pipeline.aggregator if isinstance(pipeline.aggregator, FewBits) else None
+        if few_bits is not None and not waits:
+            # What is held back is of the mean of all microbatches.
+            waits = arrays.params_sharded and self.loss.accumulate_steps > 1
         return AtUse(
             arrays.params,
             context.shards,
@@ -251,9 +268,12 @@ class StepConfig:
             context.unread,
             pipeline.reduce_dtype,
             self.gather_dtype,
-            pipeline.needs_own_gradient,
+            waits,
             use_of_frozen(layout, state.frozen, self.gather_dtype),
             layout.uses,
+            few_bits=None if waits else few_bits,
+            # Shards that may be left out are counted after the sum.
+            divisor=1 if pipeline.excludes_shards else context.divisor,
         )
 
     def _out_specs(self, layout: StateLayout, state: TrainState, updates: bool) -> Progress:

@@ -1,10 +1,11 @@
 """AtUse: gathers parameters where the loss uses them, and sums gradients where they are made."""
 
+import collections
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,13 @@ from crossshard.collectives.sums import (
     send_gathered,
     to_average,
     wide,
+    widen,
 )
 from crossshard.gradients.local import check_sums, scaled, unscale
 from crossshard.jaxprs.deferred import Deferred, Inside, Note, evaluate
 from crossshard.model.layout import UsesRecord
 from crossshard.pipeline.stages.accumulate import add, mean
-from crossshard.pipeline.stages.aggregate import as_sent
+from crossshard.pipeline.stages.aggregate import FewBits, as_sent
 from crossshard.pipeline.stages.nonfinite import Rerun
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
@@ -79,6 +81,11 @@ class AtUse:
     # ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
     # later.
     before: Any = dataclasses.field(default=None, compare=False)
+    # What sends gradients in few bits, the number to divide them by before, and for each parameter
+    # what was held back of its gradient so far; ``None`` to send them in ``reduce_dtype``.
+    few_bits: FewBits | None = None
+    divisor: int = 1
+    held: Any = dataclasses.field(default=None, compare=False)
     # How the loss is computed again; ``None`` the first time.
     rerun: Rerun | None = dataclasses.field(default=None, compare=False)
     # What sends in the place of collectives, outside of ``shard_map``.
@@ -148,11 +155,12 @@ class AtUse:
         weight: Any,
         loss_scale: Any,
         others: Sequence[Any],
-    ) -> tuple[Any, Any, tuple[bool, ...], Sequence[Any]]:
+    ) -> tuple[Any, Any, tuple[bool, ...], Sequence[Any], Any]:
         """``(loss, aux)`` of a function of parameters and further arrays, and its gradients.
 
         Those of the parameters, as they rest, are whole and local, or this shard's slice of the
-        sum: for each it is said whether it is that, unless none is. Further arrays are whole.
+        sum: for each it is said whether it is that, unless none is. Further arrays are whole. Last
+        is what is held back of each gradient.
         """
         leaves, tree = jax.tree.flatten(params)
         unread = self.unread or (False,) * len(leaves)
@@ -169,13 +177,18 @@ class AtUse:
         given = list(whole)
         for place in late.intersection(read):
             given[place] = self._slot(place, leaves[place])
+        held = {} if self.held is None else {p: self._held(p) for p in late.intersection(read)}
 
         uses: dict[int, list[str]] = {}
+        turns = collections.Counter[int]()
 
         def note(place: int, used: Any, inside: Inside) -> None:
             uses.setdefault(place, []).append(used.told(inside))
+            turns[place] += math.prod(used.way.partition.shape) * inside.turns
 
-        def of_read(arrays: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
+        def of_read(
+            arrays: Sequence[Any], others: Sequence[Any], held: Mapping[int, Any]
+        ) -> tuple[Any, Any]:
             inputs = list(whole)
             for place, x in zip(read, arrays, strict=True):
                 inputs[place] = x
@@ -184,14 +197,16 @@ class AtUse:
             else:
                 for place in late:
                     slot = None if unread[place] else inputs[place]
-                    inputs[place] = self._leaf(place, leaves[place], slot, weight)
+                    inputs[place] = self._leaf(place, leaves[place], slot, weight, held.get(place))
                 uses.clear()
+                turns.clear()
                 loss, aux = _evaluated(traced, [*inputs, *others], note)
             return scaled(loss, loss_scale), (loss, aux)
 
-        both = [given[place] for place in read], list(others)
-        check_sums(lambda: jax.make_jaxpr(lambda *both: of_read(*both)[0])(*both), ())
-        found, out = jax.grad(of_read, (0, 1), has_aux=True)(*both)
+        given_all = [given[place] for place in read], list(others), held
+        check_sums(lambda: jax.make_jaxpr(lambda *each: of_read(*each)[0])(*given_all), ())
+        found, out = jax.grad(of_read, (0, 1, 2), has_aux=True)(*given_all)
+        *found, of_held = found
         found, of_others = unscale(found, loss_scale)
         if self.record is not None and traced is not None:
             self.record.latest = uses
@@ -201,7 +216,14 @@ class AtUse:
         for place, gradient in zip(read, found, strict=True):
             gradients[place] = gradient
         early = tuple(place in late for place in range(len(leaves))) if late else ()
-        return out, tree.unflatten(gradients), early, of_others
+        # What the loss does not use is not sent, and stays held back.
+        after: Any = None if self.held is None else list(self.held)
+        for place, (new, is_used) in of_held.items():
+            if turns[place] != math.prod(self.partitions[place].shape):
+                is_used = is_used.reshape(is_used.shape + (1,) * (new.ndim - is_used.ndim))
+                new = jnp.where(is_used, new, held[place][0])
+            after[place] = new
+        return out, tree.unflatten(gradients), early, of_others, after
 
     def _at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
         """The parameters, of which sharded ones that do not wait are gathered."""
@@ -241,9 +263,14 @@ class AtUse:
         """Zeros in the place of a gradient: what the backward pass leaves of it."""
         return jnp.zeros(self._shape(self.partitions[place]), wide(x.dtype))
 
-    def _leaf(self, place: int, x: Any, slot: Any, weight: Any) -> "Leaf":
+    def _held(self, place: int) -> tuple[jax.Array, jax.Array]:
+        """What is held back of a gradient, and zeros: for each row, or for all, if it is sent."""
+        rows = self.partitions[place].shape[: self.partitions[place].row is not None]
+        return self.held[place], jnp.zeros(rows)
+
+    def _leaf(self, place: int, x: Any, slot: Any, weight: Any, held: Any = None) -> "Leaf":
         way = Way(self._of_one, self.partitions[place], x.dtype, wide(x.dtype))
-        arrays = {"value": x, "slot": slot}
+        arrays = {"value": x, "slot": slot, "held": held}
         shared = {"weight": weight, "rerun": self.rerun}
         if self.before is not None:
             values, _, total = self.before
@@ -262,6 +289,7 @@ class AtUse:
             frozen=None,
             record=None,
             before=None,
+            held=None,
             rerun=None,
         )
 
@@ -331,18 +359,24 @@ class Way:
             return value
         return self.at_use.gather([value], [self.partition], [self.dtype])[0]
 
-    def backward(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
-        """This shard's slice of the sum of all shards' gradients."""
+    def backward(self, gradient: jax.Array, kept: "Kept") -> tuple[jax.Array, Any]:
+        """This shard's slice of the sum of all shards' gradients; and what is held back."""
+        at_use, rerun, after = self.at_use, kept.shared["rerun"], None
         with jax.named_scope("reduce"):
-            by_xla, sent = self.at_use.by_xla, self._sent(gradient, shared, before)
-            if by_xla is not None:
-                return by_xla.split(sent, self.partition).astype(self.summed)
-            (total,) = bucketed_sum([sent], [self.partition], self.at_use.shards)
-            total, rerun = total.astype(self.summed), shared["rerun"]
-            if rerun is None:
-                return total
-            is_bad = rerun.reports & ~jnp.isfinite(gradient).all()
-            return jnp.where(is_bad, jnp.nan, total)
+            sent = self._sent(gradient, kept.shared, kept.before)
+            if at_use.by_xla is not None:
+                return at_use.by_xla.split(sent, self.partition).astype(self.summed), None
+            if at_use.few_bits is None:
+                (total,) = bucketed_sum([sent], [self.partition], at_use.shards)
+            else:
+                held, is_used = kept.held or (None, None)
+                total, held = at_use.few_bits.sum_one(sent, held, self.partition, at_use.shards)
+                after = None if is_used is None else (held, jnp.ones_like(is_used))
+            total = total.astype(self.summed)
+            if rerun is not None:
+                is_bad = rerun.reports & ~jnp.isfinite(gradient).all()
+                total = jnp.where(is_bad, jnp.nan, total)
+            return total, after
 
     def _sent(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """What is to be summed of a gradient, or of a slice of it."""
@@ -355,7 +389,11 @@ class Way:
         if shared["rerun"] is not None:
             counts = shared["rerun"].counts
             weight = jnp.where(counts, 1.0 if weight is None else weight, 0.0)
-        return as_sent(to_average(gradient, weight), self.at_use.reduce_dtype)
+        weighed = to_average(gradient, weight)
+        if self.at_use.few_bits is None:
+            return as_sent(weighed, self.at_use.reduce_dtype)
+        # What is held back is in units of the mean.
+        return widen(weighed) / (self.at_use.divisor if shared["weight"] is None else 1)
 
     def product(self, x: jax.Array, how: Mapping[str, Any]) -> Product | None:
         """The product with ``x``, if it need not wait for the whole parameter; else ``None``.
@@ -393,14 +431,15 @@ class Way:
             return how.in_pieces(x, sent, gather)
 
     def backward_of_product(
-        self, how: Product, kept: Any, gradient: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The gradient of ``x``, and this shard's slice of the sum of all shards' gradients."""
-        (x, whole, shared, before), shards = kept, self.at_use.shards
-        if not shards.in_rings:
+        self, how: Product, kept: "Kept", gradient: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        """The gradient of ``x``, and as ``backward``."""
+        x, whole, shards = kept.x, kept.whole, self.at_use.shards
+        shared, before = kept.shared, kept.before
+        if not shards.in_rings or self.at_use.few_bits is not None:
             of_w = how.gradient_of_w(x, gradient, self.dtype)
             of_x = how.gradient_of_x(gradient, whole, x.dtype)
-            return of_x, self.backward(of_w, shared, before)
+            return of_x, self.backward(of_w, kept)
 
         def sent(found: jax.Array, slice_of: Callable[[jax.Array], jax.Array]) -> jax.Array:
             return self._sent(found, shared, None if before is None else slice_of(before))
@@ -408,32 +447,42 @@ class Way:
         with jax.named_scope("reduce"):
             dtype = self.at_use.reduce_dtype or wide(how.dtype)
             of_x, total = how.backward(x, whole, gradient, shards, dtype, sent)
-            return of_x, total.astype(self.summed)
+            return of_x, (total.astype(self.summed), None)
+
+
+class Kept(NamedTuple):
+    """What the gradient of a parameter is computed from."""
+
+    x: Any  # what it is multiplied with, and the parameter in full; ``None`` without a product
+    whole: Any
+    held: Any  # what is held back of its gradient so far; ``None`` if all of it is sent
+    shared: Any  # see ``Leaf``
+    before: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _use(
-    way: Way, how: Product | None, x: Any, value: Any, slot: Any, shared: Any, before: Any
-) -> jax.Array:
-    """The parameter in full, or its product with ``x``; its gradient is what ``slot`` gets."""
-    return _use_forward(way, how, x, value, slot, shared, before)[0]
+def _use(way: Way, how: Product | None, value: Any, slot: Any, kept: Kept) -> jax.Array:
+    """The parameter in full, or its product with ``kept.x``; its gradient is what ``slot`` gets."""
+    return _use_forward(way, how, value, slot, kept)[0]
 
 
 def _use_forward(
-    way: Way, how: Product | None, x: Any, value: Any, slot: Any, shared: Any, before: Any
-) -> tuple[jax.Array, Any]:
+    way: Way, how: Product | None, value: Any, slot: Any, kept: Kept
+) -> tuple[jax.Array, Kept]:
     del slot
     if how is None:
-        return way.forward(value), (x, None, shared, before)
-    product, whole = way.multiplied(how, x, value)
-    return product, (x, whole, shared, before)
+        return way.forward(value), kept
+    product, whole = way.multiplied(how, kept.x, value)
+    return product, kept._replace(whole=whole)
 
 
-def _use_backward(way: Way, how: Product | None, kept: Any, gradient: Any) -> tuple[Any, ...]:
+def _use_backward(way: Way, how: Product | None, kept: Kept, gradient: Any) -> tuple[Any, ...]:
+    of_x = None
     if how is None:
-        return None, None, way.backward(gradient, *kept[2:]), None, None
-    of_x, of_slot = way.backward_of_product(how, kept, gradient)
-    return of_x, None, of_slot, None, None
+        of_slot, held = way.backward(gradient, kept)
+    else:
+        of_x, (of_slot, held) = way.backward_of_product(how, kept, gradient)
+    return None, of_slot, Kept(of_x, None, held, None, None)
 
 
 _use.defvjp(_use_forward, _use_backward)
@@ -478,7 +527,7 @@ class Leaf(Deferred):
             return self.way.forward(value)
         if not (self.way.at_use.params_sharded or self.of_row):
             return value
-        return _use(self.way, None, None, value, slot, self.shared, self.arrays.get("before"))
+        return _use(self.way, None, value, slot, self._kept(None))
 
     def multiplied(self, x: jax.Array, how: Mapping[str, Any]) -> tuple[Self, jax.Array] | None:
         """The product with it, if its slices can go round beside it."""
@@ -490,8 +539,10 @@ class Leaf(Deferred):
         used = dataclasses.replace(self, in_ring=True)
         if slot is None:
             return used, self.way.multiplied(product, x, value)[0]
-        before = self.arrays.get("before")
-        return used, _use(self.way, product, x, value, slot, self.shared, before)
+        return used, _use(self.way, product, value, slot, self._kept(x))
+
+    def _kept(self, x: Any) -> Kept:
+        return Kept(x, None, self.arrays["held"], self.shared, self.arrays.get("before"))
 
     def in_dtype(self, dtype: Any) -> Self | None:
         """The same in a dtype with as many bits, or fewer; one that is sent is converted once."""

@@ -33,6 +33,9 @@ class LocalResult(NamedTuple):
     # For each leaf of the gradient whether the backward pass has summed it over the shards; empty
     # if none is. See ``Gradients``.
     early: tuple[bool, ...] = ()
+    # For each leaf what the backward pass held back of its gradient, which it sent in few bits;
+    # ``None`` if it sent none.
+    held: Any = None
     # What else the aggregate is to sum, by name; ``None`` for what the loss makes of the others.
     sums: dict[str, Any] | None = None
     # Whether loss, values, weight and sums are weighed partial sums over virtual shards,

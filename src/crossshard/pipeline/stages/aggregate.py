@@ -242,6 +242,14 @@ class FewBitsState(NamedTuple):
     count: PyTree = ()
 
 
+def _with_held(x: jax.Array, held: jax.Array | None) -> jax.Array:
+    """A gradient with what was not sent of those before it."""
+    if held is None:
+        return x
+    # A flipped bit may make it NaN, and each later gradient would be so, too.
+    return widen(x) + jnp.where(jnp.isfinite(held), held, 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class FewBits(BySlices):
     """The sum of gradients that are sent in few bits."""
@@ -255,7 +263,8 @@ class FewBits(BySlices):
         return [wire for _, wire in self.wires if isinstance(wire, Quantized)]
 
     @property
-    def _is_random(self) -> bool:
+    def is_random(self) -> bool:
+        """Whether a wire rounds at random."""
         return any(wire.is_random for wire in self._quantized)
 
     @property
@@ -268,21 +277,27 @@ class FewBits(BySlices):
         zeros = lambda x: jnp.zeros(jnp.shape(x), wide(jnp.result_type(x))) if is_held(x) else None
         return FewBitsState(
             jax.tree.map(zeros, params) if self._feeds_back else (),
-            jnp.int32(0) if self._is_random else (),
+            jnp.int32(0) if self.is_random else (),
         )
 
     def reduce(
         self, gradients: PyTree, sent: Sequence[Sent], state: FewBitsState, context: StageContext
     ) -> tuple[list[jax.Array], FewBitsState]:
         """The slices of the sums, and what was not sent."""
-        shards = context.shards
-        with_held = context.arrays.to_owners(self._with_held(gradients, state))
-        leaves, tree = jax.tree.flatten(with_held)
+        shards, (own, tree) = context.shards, jax.tree.flatten(gradients)
+        before = self.held(state) or [None] * len(own)
+        # The backward pass may have summed some, and stored what it held back of them.
+        places = {x.place for x in sent}
+        added = [
+            _with_held(x, held) if place in places else x
+            for place, (x, held) in enumerate(zip(own, before, strict=True))
+        ]
+        leaves = jax.tree.leaves(context.arrays.to_owners(tree.unflatten(added)))
         every = [x if x.place is None else x._replace(array=leaves[x.place]) for x in sent]
         is_few = [x.place is not None and takes_few_bits(x.array, shards) for x in every]
         few = list(itertools.compress(every, is_few))
         key = None
-        if self._is_random:
+        if self.is_random:
             # All runs draw the same numbers.
             key = jax.random.fold_in(jax.random.key(0), state.count)
         given = [x.array for x in few], [x.partition for x in few], shards, key
@@ -296,24 +311,38 @@ class FewBits(BySlices):
             held[each.place] = x
         residual = state.residual
         if self._feeds_back:
-            keep = lambda old, x: None if old is None else x
-            new = context.arrays.from_owners(tree.unflatten(held))
-            residual = jax.tree.map(keep, residual, new, is_leaf=lambda x: x is None)
-        count = optax.safe_increment(state.count) if self._is_random else ()
+            new = jax.tree.leaves(context.arrays.from_owners(tree.unflatten(held)))
+            after = [
+                x if place in places and old is not None else old
+                for place, (x, old) in enumerate(zip(new, before, strict=True))
+            ]
+            residual = tree.unflatten(after)
+        count = optax.safe_increment(state.count) if self.is_random else ()
         return [next(sums[each]) for each in is_few], FewBitsState(residual, count)
+
+    def held(self, state: FewBitsState) -> list[Any] | None:
+        """What is held back of each gradient; ``None`` without error feedback."""
+        is_leaf = lambda x: x is None
+        return jax.tree.leaves(state.residual, is_leaf=is_leaf) if self._feeds_back else None
+
+    def with_held(self, state: FewBitsState, held: Sequence[Any]) -> FewBitsState:
+        """The state with what is held back now."""
+        tree = jax.tree.structure(state.residual, is_leaf=lambda x: x is None)
+        return state._replace(residual=tree.unflatten(held))
+
+    def sum_one(
+        self, x: jax.Array, held: jax.Array | None, partition: Partition, shards: Shards
+    ) -> tuple[jax.Array, jax.Array]:
+        """This shard's slice of the sum of one gradient, and what is held back of it then."""
+        x = _with_held(x, held)
+        if not takes_few_bits(x, shards):
+            return bucketed_sum([x], [partition], shards)[0], jnp.zeros_like(x)
+        (total,), (lost,) = sum_in_few_bits([x], [partition], shards, None, self._tiers(shards))
+        return total, lost
 
     def change_held(self, state: FewBitsState, change: Callable[[PyTree], PyTree]) -> FewBitsState:
         """The state with other residuals."""
         return state._replace(residual=change(state.residual)) if self._feeds_back else state
-
-    def _with_held(self, values: PyTree, state: FewBitsState) -> PyTree:
-        """The values with what was not sent of those before them."""
-        if not self._feeds_back:
-            return values
-        # A flipped bit may make it NaN, and each later gradient would be so, too.
-        known = lambda held: jnp.where(jnp.isfinite(held), held, 0)
-        add = lambda held, x: x if held is None else widen(x) + known(held)
-        return jax.tree.map(add, state.residual, values, is_leaf=lambda x: x is None)
 
     def check_axes(self, axes: Sequence[str], groups: GroupAssignment | None) -> None:
         """Raise unless the shards have these axes, over all of which they sum."""
