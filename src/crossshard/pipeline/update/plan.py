@@ -55,7 +55,7 @@ class WeightUpdate(enum.StrEnum):
 
 
 def check_weight_update(weight_update: object) -> WeightUpdate:
-    """The checked value, or an ArgumentError that lists the values."""
+    """Return the checked value, or raise an ArgumentError that lists the values."""
     return _check.choice("weight_update", weight_update, WeightUpdate)
 
 
@@ -101,7 +101,7 @@ class Planner:
     virtual_shards: int | None = None
 
     def __post_init__(self) -> None:
-        # JAX 0.12 warns of a type of 64 bits, where it would narrow an array without a word.
+        # JAX 0.12 warns of a 64-bit type, but would narrow an array silently.
         dtype = lambda x: jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
         abstract = lambda x: jax.ShapeDtypeStruct(x.shape, dtype(x))
         self.params = jax.tree.map(abstract, self.params)
@@ -122,7 +122,7 @@ class Planner:
             self._unread = find_unread(self._update, self.params, self._state, _LOSS)
 
     def plan(self) -> tuple[Arrays, str]:
-        """How the arrays are split, and the reason, in a few words.
+        """Plan how the arrays are split; return the plan, and the reason in a few words.
 
         Raises:
           WeightUpdateError: only slices are possible and the optimizer is not elementwise, or the
@@ -166,7 +166,7 @@ class Planner:
                 f"elementwise: {obstacle}. Pass weight_update='replicated', or use make_train_step "
                 f"without groups."
             )
-        # For equal bits, an update that one shard compiles as one program stays one everywhere.
+        # For equal bits, an update that one shard compiles as one program must be one everywhere.
         may_have_owners = self._apart is not None or not same_bits
         if may_have_owners and not (only_parts or any(self.other_axes)):
             # A gradient that nothing reads is not sent, so its leaf has no owner.
@@ -314,7 +314,7 @@ class Planner:
         return split_one(whole.shape, self.shards.size, self._tile, whole.other_axes)
 
     def _cut(self, split_one: Callable[..., Partition]) -> Partitions:
-        """The partitions of parameters in slices; parameters that stay unchanged are not split."""
+        """Return the partitions of parameters in slices; unchanged parameters are not split."""
         params, _ = self._partitions
         stays = [False] * len(params) if self.params_sharded else self._unread.still
         pairs = zip(params, stays, strict=True)
@@ -351,13 +351,13 @@ def _whole(tree: Any, other_axes: Sequence[PartitionSpec]) -> Partitions:
 
 
 def _split_alike(state: Sequence[Partition], params: Sequence[Partition]) -> list[Partition]:
-    """Split arrays of the state that have the shape of a parameter as this one is split."""
+    """Split arrays of the state that have the shape of a parameter like that parameter."""
     alike = {(each.shape, each.other_axes): each for each in params if each.number > 1}
     return [alike.get((each.shape, each.other_axes), each) for each in state]
 
 
 def _within_layers(partition: Partition) -> Partition:
-    """The partition; one within each layer, if the layers do not divide evenly."""
+    """Return the partition, or one within each layer if the layers do not divide evenly."""
     shape, number = partition.shape, partition.number
     if partition.axis or len(shape) < 3 or shape[0] % number == 0:
         return partition
@@ -370,7 +370,7 @@ def _has_layers(partition: Partition) -> bool:
 
 
 def as_function(find: Callable[..., Any]) -> Callable[..., Any]:
-    """An update ``as_updates`` as ``(params, state, gradients, loss) -> (params, state)``."""
+    """Return ``(params, state, gradients, loss) -> (params, state)``, from ``as_updates``."""
 
     def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
         updates, after = find(params, state, gradients, loss)
@@ -380,7 +380,7 @@ def as_function(find: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
-    """An optimizer as ``(params, state, gradients, loss) -> (updates, state)``, to be traced."""
+    """Return an optimizer as ``(params, state, gradients, loss) -> (updates, state)``, to trace."""
 
     def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
         extra_args = {"value": loss} if takes(optimizer) else {}
@@ -393,7 +393,7 @@ def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[...
 def whole_and_slices(
     params: Any, state: Any, of_params: Sequence[Partition], of_state: Sequence[Partition]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The argument types of an update ``as_function``: of full arrays, and of a shard's slices."""
+    """Return argument types of an update ``as_function``: full arrays, and a shard's slices."""
     local = lambda partition, x: jax.ShapeDtypeStruct(partition.local_shape, x.dtype)
     slices = map_partitions(local, of_params, params)
     of_slices = map_partitions(local, of_state, state)
@@ -449,6 +449,6 @@ def check_blocks(
 
 
 def _half(shape: tuple[int, ...]) -> Partition:
-    """A partition in two, along an axis if one divides; a single element is not split."""
+    """Return a partition in two, along an axis if one divides; a single element is not split."""
     axis = next((axis for axis, size in enumerate(shape) if size % 2 == 0), None)
     return Partition(shape, 2, axis) if math.prod(shape) > 1 else Partition(shape)
