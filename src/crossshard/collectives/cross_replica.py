@@ -12,7 +12,12 @@ from jax.typing import ArrayLike
 
 from crossshard import _check
 from crossshard._annotations import Groups
-from crossshard.collectives.sums import check_bound, gather_over_shards, of_group, sum_over_shards
+from crossshard.collectives.sums import (
+    check_bound,
+    gather_over_group,
+    gather_over_shards,
+    sum_over_shards,
+)
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.axes import (
     GroupAssignment,
@@ -121,7 +126,7 @@ def all_to_all(
                 axis_index_groups=shards.members,
                 tiled=True,
             )
-        gathered = of_group(x, shards)
+        gathered = gather_over_group(x, shards)
         blocks = jnp.stack(jnp.split(gathered, split_count, axis=split + 1))
         return jnp.concatenate(list(blocks[shards.position()]), axis=concat)
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, UInt8
 from crossshard import _check
 from crossshard.collectives.sums import (
     exchange,
-    gather_parts,
+    gather_slices,
     on_blocks,
     send_gathered,
     send_scattered,
@@ -283,11 +283,11 @@ def sum_in_few_bits(
     sums, lost = list(map(jnp.asarray, xs)), list(map(jnp.asarray, xs))
     for nth, places in enumerate(buckets.values()):
         own = None if key is None else jax.random.fold_in(key, nth)
-        way = _Way(tiers, shards, own)
-        total, missing = way.scatter(jnp.concatenate([rows[at] for at in places], 1))
+        tiered = _TieredSum(tiers, shards, own)
+        total, missing = tiered.scatter(jnp.concatenate([rows[at] for at in places], 1))
         whole = partitions[places[0]].number == 1
         if whole:
-            total, kept = way.gather(total)
+            total, kept = tiered.gather(total)
             missing = missing.at[shards.position()].add(kept)
         ends = list(itertools.accumulate(rows[at].shape[1] for at in places))[:-1]
         for at, of_sum, of_lost in zip(
@@ -316,12 +316,12 @@ def gather_in_few_bits(
         of_block = lambda xs, blocks, device: [gather_in_few_bits(xs[0], blocks[0], codec, device)]
         return jnp.asarray(on_blocks(of_block, [part], [partition], shards)[0])
     row = _in_lanes(part[None])
-    found = codec.decode(gather_parts(codec.encode(row), 0, shards), row.shape[1])
+    found = codec.decode(gather_slices(codec.encode(row), 0, shards), row.shape[1])
     return _from_rows(found.astype(part.dtype), partition, partition.shape)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way:
+class _TieredSum:
     """A sum of ``[shards, rows, 128]``, with rows for each shard, tier by tier."""
 
     tiers: Sequence[Tier]
@@ -386,7 +386,7 @@ class _Way:
                 read = functools.partial(codec.decode, rows=x.shape[-2])
                 missing = x - read(coded).astype(x.dtype)
                 kept += self._own_rows(missing, ways[nth + 1 :]) if wire.error_feedback else 0
-                x = read(gather_parts(coded[None], 0, own)).astype(x.dtype)
+                x = read(gather_slices(coded[None], 0, own)).astype(x.dtype)
             # The axes of the outer tiers are the major ones.
             x = jnp.moveaxis(x, 0, -3)
         return x.reshape(-1, *part.shape), kept

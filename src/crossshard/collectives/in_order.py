@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard.collectives.sums import Bucket, by_bucket, exchange, gather_parts, split_bucket
+from crossshard.collectives.sums import Bucket, by_bucket, exchange, gather_slices, split_bucket
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
 
@@ -32,7 +32,7 @@ def nodes_within(count: int) -> int:
     return count >> levels_within(count)
 
 
-def no_sums(types: Sequence[Any], count: int) -> list[jax.Array]:
+def empty_sums(types: Sequence[Any], count: int) -> list[jax.Array]:
     """Return the sums before the first of ``count`` summands.
 
     Each is ``[levels + nodes, …]``: at each level the last sum that waits for its neighbour, and
@@ -42,7 +42,7 @@ def no_sums(types: Sequence[Any], count: int) -> list[jax.Array]:
     return [jnp.zeros((length, *x.shape), x.dtype) for x in types]
 
 
-def with_summand(
+def add_summand(
     sums: Sequence[jax.Array], summand: Sequence[jax.Array], index: jax.Array, levels: jax.Array
 ) -> list[jax.Array]:
     """Return the sums with one more summand.
@@ -51,7 +51,7 @@ def with_summand(
     kernel with the sum would not be rounded before it is added.
 
     Args:
-      sums: the sums before it; see ``no_sums``.
+      sums: the sums before it; see ``empty_sums``.
       summand: the summand.
       index: int32[], how many summands came before it on this shard.
       levels: int32[], how many levels are added here. It must not be a constant that XLA knows,
@@ -122,7 +122,7 @@ def sum_in_order(
         received = exchange(columns, 1, shards).reshape(shards.number * nodes, width)
         total = sum_of_nodes(received)
         if not split:
-            total = gather_parts(total, 0, shards)
+            total = gather_slices(total, 0, shards)
         return split_bucket(total, bucket)
 
     return by_bucket(xs, partitions, shards, move)

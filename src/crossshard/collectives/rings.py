@@ -43,8 +43,8 @@ class Product:
         slices: list[_Piece] = []
         for ring in reversed(_rings(shards)):
             size = part.shape[self.axis]
-            arrived = [(place * size, w) for place, w in _around(part, ring)]
-            part = _filled(arrived, ring.size * size, self.axis)
+            arrived = [(place * size, w) for place, w in _ring_gather(part, ring)]
+            part = _assembled(arrived, ring.size * size, self.axis)
             # The slices before make up this shard's own slice, which comes first.
             start, own = arrived[0]
             before = [(start + place, w) for place, w in slices]
@@ -59,7 +59,7 @@ class Product:
             )
             return functools.reduce(jnp.add, summands).astype(self.dtype), whole
         products = ((place, self._dot(x, w, self.dtype)) for place, w in slices)
-        return _filled(
+        return _assembled(
             products, whole.shape[self.axis], self._axis_of_out(x.ndim, self.axis)
         ), whole
 
@@ -102,19 +102,19 @@ class Product:
         def piece(place: jax.Array) -> jax.Array:
             rows, columns = x, gradient
             if self.axis == self.of_w:
-                rows = _nth(x, place, ring.size, self.of_x)
+                rows = _slice(x, place, ring.size, self.of_x)
             else:
-                columns = _nth(gradient, place, ring.size, self._axis_of_out(x.ndim, self.axis))
+                columns = _slice(gradient, place, ring.size, self._axis_of_out(x.ndim, self.axis))
             found = self.gradient_of_w(rows, columns, wide(self.dtype))
-            return sent(found, lambda y: _nth(y, place, ring.size, self.axis)).astype(dtype)
+            return sent(found, lambda y: _slice(y, place, ring.size, self.axis)).astype(dtype)
 
-        total = _summed(piece, ring)
+        total = _ring_sum(piece, ring)
         # This product alone hides what the other rings still send.
         total, gradient = lax.optimization_barrier((total, gradient))
         of_x = self.gradient_of_x(gradient, whole, x.dtype)
         for each in inner:
-            rest = total.astype(dtype)
-            total = _summed(functools.partial(_nth, rest, number=each.size, axis=self.axis), each)
+            part = functools.partial(_slice, total.astype(dtype), number=each.size, axis=self.axis)
+            total = _ring_sum(part, each)
         return of_x, total
 
     def gradient_of_x(self, gradient: jax.Array, whole: jax.Array, dtype: Any) -> jax.Array:
@@ -182,7 +182,7 @@ def _rings(shards: Shards) -> list[_Ring]:
     return [_Ring(name, members or everyone) for name, members in shards.scatter_schedule()]
 
 
-def _around(x: jax.Array, ring: _Ring) -> Iterator[_Piece]:
+def _ring_gather(x: jax.Array, ring: _Ring) -> Iterator[_Piece]:
     """Yield the position and the ``x`` of every shard of a ring as it arrives: nearest first."""
     position = ring.position()
     yield position, x
@@ -195,7 +195,7 @@ def _around(x: jax.Array, ring: _Ring) -> Iterator[_Piece]:
             yield ring.after(position, steps), from_right
 
 
-def _summed(piece: Callable[[jax.Array], jax.Array], ring: _Ring) -> jax.Array:
+def _ring_sum(piece: Callable[[jax.Array], jax.Array], ring: _Ring) -> jax.Array:
     """Return the sum over a ring of every shard's ``piece(position)`` at this shard's position.
 
     Pieces of 16 bits are sent in 16 bits, and added in float32.
@@ -215,7 +215,7 @@ def _summed(piece: Callable[[jax.Array], jax.Array], ring: _Ring) -> jax.Array:
     return total
 
 
-def _filled(pieces: Iterable[_Piece], length: int, axis: int) -> jax.Array:
+def _assembled(pieces: Iterable[_Piece], length: int, axis: int) -> jax.Array:
     """Put pieces into an array, each at its place along an axis of this length."""
     whole: Any = None
     for place, x in pieces:
@@ -225,7 +225,7 @@ def _filled(pieces: Iterable[_Piece], length: int, axis: int) -> jax.Array:
     return whole
 
 
-def _nth(x: jax.Array, place: jax.Array, number: int, axis: int) -> jax.Array:
+def _slice(x: jax.Array, place: jax.Array, number: int, axis: int) -> jax.Array:
     """Return the slice at a place among ``number`` slices along an axis."""
     size = x.shape[axis] // number
     return _at(x, place * size, size, axis)

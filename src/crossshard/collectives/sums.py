@@ -1,7 +1,7 @@
 """Sums, gathers and exchanges over the shards, or over groups, under shard_map, pmap and vmap.
 
-``sum_over_shards``, ``scatter_sum``, ``gather_parts`` and ``exchange`` send arrays as they are. The
-four ``send_…`` send 16-bit arrays in 16 bits, and add them in float32.
+``sum_over_shards``, ``scatter_sum``, ``gather_slices`` and ``exchange`` send arrays as they are.
+The four ``send_…`` send 16-bit arrays in 16 bits, and add them in float32.
 """
 
 import dataclasses
@@ -100,13 +100,13 @@ def _reduce_scatter(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
     return x
 
 
-def gather_parts(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
+def gather_slices(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
     """Concatenate the slices of all shards, or of the group, along ``axis``.
 
     The result is invariant unless there are groups.
     """
     if shards.groups is not None and not shards.manual:
-        return jnp.concatenate(list(of_group(x, shards)), axis)
+        return jnp.concatenate(list(gather_over_group(x, shards)), axis)
     stages = shards.scatter_schedule()
     for name, members in stages if shards.is_inner_first else reversed(stages):
         if members is None:
@@ -118,7 +118,7 @@ def gather_parts(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
 
 def _gather_sums(x: jax.Array, shards: Shards) -> jax.Array:
     """Gather what ``scatter_sum`` returned along axis 0, so that both can be differentiated."""
-    gather = lambda x: gather_parts(x, 0, shards)
+    gather = lambda x: gather_slices(x, 0, shards)
     if not _jax.has_coordinator():
         return gather(x)
     # The derivative of an all-gather is a reduce-scatter, and that of an exchange an exchange.
@@ -133,7 +133,7 @@ def exchange(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
     """
     parts = jnp.stack(jnp.split(x, shards.size, axis))
     if shards.groups is not None and not shards.manual:
-        return of_group(parts, shards)[:, shards.position()]
+        return gather_over_group(parts, shards)[:, shards.position()]
     return lax.all_to_all(
         shards.as_varying(parts),
         shards.axes,
@@ -144,7 +144,7 @@ def exchange(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
     )
 
 
-def turn(x: jax.Array, split: int, join: int, shards: Shards) -> jax.Array:
+def resplit(x: jax.Array, split: int, join: int, shards: Shards) -> jax.Array:
     """Turn slices along the axis ``join`` into slices along ``split``, by an all-to-all."""
     return lax.all_to_all(
         shards.as_varying(x), shards.axes, split_axis=split, concat_axis=join, tiled=True
@@ -160,7 +160,7 @@ def gather_over_shards(x: Any, shards: Shards) -> jax.Array:
     return x.reshape(math.prod(x.shape[:depth]), *x.shape[depth:])
 
 
-def of_group(x: jax.Array, shards: Shards) -> jax.Array:
+def gather_over_group(x: jax.Array, shards: Shards) -> jax.Array:
     """Return the ``x`` of each shard of this group, ``[size, …]``, under vmap, too."""
     of_all = gather_over_shards(x, shards)
     if shards.groups is None:
@@ -211,7 +211,7 @@ def send_sum(x: jax.Array, shards: Shards) -> jax.Array:
     def by_exchange(x: jax.Array) -> jax.Array:
         flat = jnp.pad(x.ravel(), (0, -x.size % shards.size))
         part = _sum_of_exchanged(flat, 0, shards).astype(x.dtype)
-        whole = lax.bitcast_convert_type(gather_parts(_as_bits(part), 0, shards), x.dtype)
+        whole = lax.bitcast_convert_type(gather_slices(_as_bits(part), 0, shards), x.dtype)
         return whole[: x.size].reshape(x.shape)
 
     total = shards.by_platform(x, cpu=by_exchange, default=lambda x: sum_over_shards(x, shards))
@@ -220,7 +220,7 @@ def send_sum(x: jax.Array, shards: Shards) -> jax.Array:
 
 def send_gathered(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
     """Concatenate the slices of all shards, or of the group, along ``axis``."""
-    return _in_bits(x, lambda x: gather_parts(x, axis, shards), shards)
+    return _in_bits(x, lambda x: gather_slices(x, axis, shards), shards)
 
 
 def send_exchanged(x: jax.Array, shards: Shards) -> jax.Array:

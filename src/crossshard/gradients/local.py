@@ -34,9 +34,9 @@ from crossshard.jaxprs.walk import (
 )
 from crossshard.shards.axes import (
     Shards,
+    check_axes_unambiguous,
     check_axis_name,
-    check_no_further,
-    check_one_way,
+    check_varies_over_shards_only,
     get_shard_context,
     shards_of_gradient,
 )
@@ -115,7 +115,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_local_grad(*args: Any, **kwargs: Any) -> Any:
-        numbers = _in_order(chosen, len(args))
+        numbers = _resolve_argnums(chosen, len(args))
         params = list(_arrays(args[number] for number in numbers))
         shards = shards_of_gradient(names, params)
 
@@ -129,8 +129,8 @@ def value_and_grad(
                         "crossshard.value_and_grad(loss, optimizer=opt)."
                     )
                 loss, _ = part_of_shard(loss, of_mean())
-            check_one_way(loss, shards, names)
-            check_no_further(loss, shards, params)
+            check_axes_unambiguous(loss, shards, names)
+            check_varies_over_shards_only(loss, shards, params)
             # An invariant loss is cast to varying: each shard differentiates its own copy.
             return shards.as_varying(scaled(loss, scale)), (loss, aux)
 
@@ -194,7 +194,7 @@ def _check_argnums(argnums: Any) -> int | tuple[int, ...]:
     return _check.whole_number("argnums", argnums, least=None, hint="It may be a tuple of ints.")
 
 
-def _in_order(chosen: int | tuple[int, ...], number: int) -> tuple[int, ...]:
+def _resolve_argnums(chosen: int | tuple[int, ...], number: int) -> tuple[int, ...]:
     """Return the places of the arguments to differentiate, among ``number`` of them."""
     numbers = (chosen,) if isinstance(chosen, int) else chosen
     for n in numbers:
@@ -387,8 +387,8 @@ def check_sums(trace: Callable[[], Any], axis_name: tuple[str, ...]) -> None:
     if not further:
         return
     jaxpr, sums = trace(), _Sums(named, tuple(bound), tuple(further))
-    (found,) = follow(sums, [jaxpr], [_Of.PARAMETERS] * len(jaxpr.in_avals))
-    if found is None or isinstance(found, _Of):
+    (found,) = follow(sums, [jaxpr], [_Source.PARAMETERS] * len(jaxpr.in_avals))
+    if found is None or isinstance(found, _Source):
         return
     over, line = sums.axes_of(found), _jax.source_of(found)
     number = math.prod(further[axis] for axis in over)
@@ -405,7 +405,7 @@ def check_sums(trace: Callable[[], Any], axis_name: tuple[str, ...]) -> None:
     )
 
 
-class _Of(enum.Enum):
+class _Source(enum.Enum):
     """What a value is computed from; a value from literals alone has none of these."""
 
     DATA = 1
@@ -438,13 +438,13 @@ class _Sums(Analysis[Any]):
             return ()
         return tuple(axis for axis in self._further if axis in summed)
 
-    def constant(self, values: Sequence[Any]) -> _Of | None:
-        return _Of.DATA if any(np.ndim(value) for value in values) else None
+    def constant(self, values: Sequence[Any]) -> _Source | None:
+        return _Source.DATA if any(np.ndim(value) for value in values) else None
 
     def join(self, facts: Sequence[Any]) -> Any:
-        some = {fact for fact in facts if isinstance(fact, _Of)}
-        summed = (fact for fact in facts if fact is not None and not isinstance(fact, _Of))
-        alone = some.pop() if len(some) == 1 else (_Of.BOTH if some else None)
+        some = {fact for fact in facts if isinstance(fact, _Source)}
+        summed = (fact for fact in facts if fact is not None and not isinstance(fact, _Source))
+        alone = some.pop() if len(some) == 1 else (_Source.BOTH if some else None)
         return next(summed, alone)
 
     def control(self, equations: Equations, decides: Any) -> None:
@@ -458,12 +458,12 @@ class _Sums(Analysis[Any]):
     def transfer(self, equations: Equations, inputs: Sequence[Any]) -> Sequence[Any]:
         (equation,) = equations
         fact = self.join(inputs)
-        if fact in (_Of.PARAMETERS, _Of.BOTH) and self.enters(equations, inputs):
+        if fact in (_Source.PARAMETERS, _Source.BOTH) and self.enters(equations, inputs):
             # A gather of parameters alone puts together what each shard with its own rows needs.
-            names = ("psum",) if fact is _Of.PARAMETERS else ("psum", "all_gather")
+            names = ("psum",) if fact is _Source.PARAMETERS else ("psum", "all_gather")
             run = (equation, *equations_within(equation))
             fact = next((each for each in run if self.axes_of(each, names)), fact)
-        still = None if fact in (None, _Of.PARAMETERS) else _Of.DATA
+        still = None if fact in (None, _Source.PARAMETERS) else _Source.DATA
         stops = equation.primitive.name == "stop_gradient"
         floating = [jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in equation.outvars]
         return [fact if each and not stops else still for each in floating]

@@ -53,9 +53,9 @@ from crossshard.pipeline.stages.nonfinite import (
     Nonfinite,
     ReportNonfinite,
     as_counted,
+    as_one_report,
     if_not_finite,
     is_sound,
-    of_no_shard,
     with_finite,
 )
 from crossshard.pipeline.stages.preprocess import Preprocess
@@ -518,7 +518,7 @@ class Pipeline:
                 reduced, after = done
                 report = after_arrival(gradients.replace(values=own)).sums[REPORTED]
                 found = sum_over_shards(report, context.shards)
-                found = of_no_shard(found) if context.over_batch else found
+                found = as_one_report(found) if context.over_batch else found
                 return (reduced.replace(sums={**reduced.sums, REPORTED: found}), after), own
 
             function = without_bad if self.excludes_shards else with_report

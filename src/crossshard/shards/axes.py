@@ -380,7 +380,7 @@ def shards_of_gradient(axis_name: tuple[str, ...] = (), params: Iterable[Any] = 
     return Shards(math.prod(bound[axis] for axis in tracked), tracked, True, bool(tracked))
 
 
-def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None:
+def check_axes_unambiguous(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None:
     """Raise if the axes of the batch are ambiguous."""
     reduced = shards.invariant_axes(loss)
     rest = tuple(axis for axis in shards.axes if axis not in reduced)
@@ -394,7 +394,7 @@ def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None
     )
 
 
-def check_no_further(loss: Any, shards: Shards, params: Iterable[Any]) -> None:
+def check_varies_over_shards_only(loss: Any, shards: Shards, params: Iterable[Any]) -> None:
     """Raise if a loss varies over an axis that is not a shard axis: autodiff would sum over it.
 
     An axis over which all parameters vary, too, is allowed: autodiff sums nothing over it.

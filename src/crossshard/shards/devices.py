@@ -180,7 +180,7 @@ def warn_of_deadlock(mesh: Mesh) -> None:
         )
 
 
-def axes_in_sight(arrays: Any, number: int) -> tuple[str, ...]:
+def infer_axes(arrays: Any, number: int) -> tuple[str, ...]:
     """Return the axes that count ``number`` shards, where none is named.
 
     ``"shards"``, unless the arrays are on a mesh without it, or ``jax.set_mesh`` has set one.
@@ -225,7 +225,7 @@ def mesh_and_axes(
     count = None if num_shards is None else check_num_shards(num_shards)
     mesh = mesh_in_force(count, named) if mesh is None else mesh
     if mesh is None and count is None and jax.device_count() == 1:
-        _say_that_it_is_one_shard()
+        _log_one_shard()
     found = mesh_for(count or jax.device_count() if mesh is None else 1, mesh)
     missing = [axis for axis in named if axis not in found.axis_names]
     if missing:
@@ -252,7 +252,7 @@ def mesh_and_axes(
 
 
 @functools.cache
-def _say_that_it_is_one_shard() -> None:
+def _log_one_shard() -> None:
     """Log a line, once in a process: one shard is not wrong, but may not be intended."""
     (device,) = jax.devices()
     on_cpu = (
@@ -323,7 +323,7 @@ def put_whole_unless_on(x: Any, sharding: NamedSharding) -> jax.Array:
     return x if on_mesh else put_whole(x, sharding)
 
 
-def own_parts(sharding: NamedSharding, number: int) -> int:
+def count_own_shards(sharding: NamedSharding, number: int) -> int:
     """Return the number of shards, of ``number``, whose rows this process passes.
 
     A mesh of absent devices, for which a step is only compiled, counts as this process's.

@@ -279,7 +279,7 @@ class FewBits(BySlices):
     ) -> tuple[list[jax.Array], FewBitsState]:
         """Return the slices of the sums, and the state with what was not sent."""
         shards = context.shards
-        with_held = context.arrays.to_owners(self._with_held(gradients, state))
+        with_held = context.arrays.to_owners(self._add_residuals(gradients, state))
         leaves, tree = jax.tree.flatten(with_held)
         every = [x if x.place is None else x._replace(array=leaves[x.place]) for x in sent]
         is_few = [x.place is not None and takes_few_bits(x.array, shards) for x in every]
@@ -305,11 +305,13 @@ class FewBits(BySlices):
         count = optax.safe_increment(state.count) if self._is_random else ()
         return [next(sums[each]) for each in is_few], FewBitsState(residual, count)
 
-    def change_held(self, state: FewBitsState, change: Callable[[PyTree], PyTree]) -> FewBitsState:
+    def map_residuals(
+        self, state: FewBitsState, change: Callable[[PyTree], PyTree]
+    ) -> FewBitsState:
         """Return the state with ``change`` applied to the residuals."""
         return state._replace(residual=change(state.residual)) if self._feeds_back else state
 
-    def _with_held(self, values: PyTree, state: FewBitsState) -> PyTree:
+    def _add_residuals(self, values: PyTree, state: FewBitsState) -> PyTree:
         """Return the values plus what was not sent of the values before them."""
         if not self._feeds_back:
             return values
@@ -616,7 +618,7 @@ class Aggregate(Stage):
             check_shapes(gradients.values, context.params)
         divisor = context.divisor
         if self.aggregator.divides_before:
-            gradients, divisor = _divided(gradients, context), 1
+            gradients, divisor = _divide(gradients, context), 1
         values = self.aggregator.each(context.arrays.to_owners)(gradients.values)
         leaves, tree = jax.tree.flatten((dict(gradients.extra), values))
         # A gradient that nothing reads counts as reduced: it is zero.
@@ -666,7 +668,7 @@ class Aggregate(Stage):
         ), state
 
 
-def _divided(gradients: Gradients, context: StageContext) -> Gradients:
+def _divide(gradients: Gradients, context: StageContext) -> Gradients:
     """Divide gradients by the number of shards, with at least 32 bits: their sum is the mean.
 
     Raises:

@@ -193,10 +193,10 @@ class LocalSGD(Stage):
             return arrays.gather(mean(aggregator.sum(moved, (), across)[0])), state
         # What a worker holds back is the sum of what its shards keep, so that the sum over all
         # shards is that over the workers, whatever their number.
-        take = functools.partial(_of_worker, arrays, groups.size)
-        keep = functools.partial(_of_shard, arrays, groups.size)
-        total, after = aggregator.sum(mean(moved), aggregator.change_held(state, take), across)
-        return arrays.gather(total), aggregator.change_held(after, keep)
+        take = functools.partial(_residuals_of_worker, arrays, groups.size)
+        keep = functools.partial(_residuals_of_shard, arrays, groups.size)
+        total, after = aggregator.sum(mean(moved), aggregator.map_residuals(state, take), across)
+        return arrays.gather(total), aggregator.map_residuals(after, keep)
 
     # One piece in each step.
 
@@ -280,7 +280,7 @@ class LocalSGD(Stage):
             )
 
 
-def _of_worker(arrays: Arrays, size: int, held: PyTree) -> PyTree:
+def _residuals_of_worker(arrays: Arrays, size: int, held: PyTree) -> PyTree:
     """Return what a worker's shards hold back together; of split arrays, this shard's slice."""
     if not isinstance(arrays, Sharded):
         return jax.tree.map(lambda x: x * size, held)
@@ -291,7 +291,7 @@ def _of_worker(arrays: Arrays, size: int, held: PyTree) -> PyTree:
     return tree.unflatten([None if x is None else next(sums) for x in leaves])
 
 
-def _of_shard(arrays: Arrays, size: int, held: PyTree) -> PyTree:
+def _residuals_of_shard(arrays: Arrays, size: int, held: PyTree) -> PyTree:
     """Return what this shard holds back, in full: its slices, and its share of arrays not split."""
     if not isinstance(arrays, Sharded):
         return jax.tree.map(lambda x: x * (1 / size), held)

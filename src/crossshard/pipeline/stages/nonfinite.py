@@ -62,14 +62,14 @@ class NonfiniteState(NamedTuple):
 
     def describe(self, params: PyTree, model_state: PyTree = ()) -> str:
         """Describe what was found, given the parameters, and the model state if there is one."""
-        number = _value(self.shards)
+        number = _as_int(self.shards)
         if number:
-            what = f"{_named(_value(self.leaf), params, model_state)} is not finite"
-            if _value(self.shard) < 0:
+            what = f"{_name_of_leaf(_as_int(self.leaf), params, model_state)} is not finite"
+            if _as_int(self.shard) < 0:
                 return what
             others = f", and on {number - 1} more" if number > 1 else ""
-            return f"{what} on shard {_value(self.shard)}{others}"
-        if _value(self.overflow):
+            return f"{what} on shard {_as_int(self.shard)}{others}"
+        if _as_int(self.overflow):
             return "every shard's gradient is finite, and their reduction is not: it overflows"
         return "all gradients are finite"
 
@@ -152,7 +152,7 @@ class Nonfinite(Stage):
         assert finite is not None
         if context.shards.groups is not None:
             own = reported[context.shards.index()]
-            reported = sum_over_shards(_at_own_place(own, context), context.shards.all)
+            reported = sum_over_shards(_at_own_index(own, context), context.shards.all)
         bad = reported > 0
         some = bad.any()
         shard = jnp.argmax(bad).astype(jnp.int32)
@@ -198,7 +198,7 @@ class ReportNonfinite(Stage):
         # A shard of weight 0 may hold NaN.
         counts = True if weight is None else (weight != 0).any()
         own = jnp.where(flags.any() & counts, jnp.argmax(flags) + 1, 0)
-        reported = _at_own_place(own.astype(jnp.float32), context)
+        reported = _at_own_index(own.astype(jnp.float32), context)
         gradients = gradients.replace(sums={**gradients.sums, REPORTED: reported})
         if self.excludes_shards:
             gradients = gradients.replace(weight=jnp.where(flags.any(), 0, as_counted(weight)))
@@ -216,7 +216,7 @@ RARE = "if_not_finite"
 REPORTED = "nonfinite"
 
 
-def of_no_shard(reported: Float[Array, " shards"]) -> Float[Array, " shards"]:
+def as_one_report(reported: Float[Array, " shards"]) -> Float[Array, " shards"]:
     """Return reports on slices of one gradient as one report, of the first leaf."""
     leaf = jnp.where(reported > 0, reported, jnp.inf).min()
     first = jnp.where(jnp.isfinite(leaf), leaf, 0)
@@ -249,7 +249,7 @@ def is_sound(gradients: Gradients) -> Bool[Array, ""]:
     return sound if gradients.weight is None else sound | (gradients.weight == 0).all()
 
 
-def _named(leaf: int, params: PyTree, model_state: PyTree) -> str:
+def _name_of_leaf(leaf: int, params: PyTree, model_state: PyTree) -> str:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     of_state = [path for path, _ in jax.tree_util.tree_leaves_with_path(model_state)]
     if leaf < len(paths):
@@ -266,7 +266,7 @@ def _flags_beside(gradients: Gradients) -> list[Any]:
     return [jnp.isnan(loss).any(), *jax.tree.leaves(gradients.beside)]
 
 
-def _at_own_place(own: Float[Array, ""], context: StageContext) -> Float[Array, " shards"]:
+def _at_own_index(own: Float[Array, ""], context: StageContext) -> Float[Array, " shards"]:
     """Return zeros, with this shard's value at its index."""
     shards = context.shards
     return jnp.where(jnp.arange(shards.number) == shards.index(), own, 0)
@@ -282,7 +282,7 @@ def with_finite(
     # CPU devices share their cores, so each checks another part of what all of them have.
     shares = shards.platform == "cpu" and not shards.other_axes
     parts = [
-        _part(x, shards) if shares and each.number == 1 else x
+        _own_part(x, shards) if shares and each.number == 1 else x
         for x, each in zip(totals, partitions, strict=True)
     ]
     means = jax.tree.leaves(gradients.replace(values=tree.unflatten(parts)).settled().values)
@@ -292,7 +292,7 @@ def with_finite(
     return gradients.replace(finite=context.on_all_shards(finite, differs=True))
 
 
-def _part(x: Any, shards: Shards) -> Any:
+def _own_part(x: Any, shards: Shards) -> Any:
     """Return a part of an array; each shard of a group takes another part."""
     if not jnp.shape(x):
         return x
@@ -336,7 +336,7 @@ def if_not_finite(
         return lax.while_loop(lambda carry: carry[0], turn, (~finite, done, own))[1]
 
 
-def _value(x: Any) -> int:
+def _as_int(x: Any) -> int:
     """Return a number of the state; if each shard has a copy, all copies are equal."""
     local = x.addressable_data(0) if isinstance(x, jax.Array) else x
     return int(np.ravel(jax.device_get(local))[0])

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from crossshard._check import is_inexact
 from crossshard.collectives.in_order import sum_of_nodes
-from crossshard.collectives.sums import bucketed_gather, bucketed_sum, turn, widen
+from crossshard.collectives.sums import bucketed_gather, bucketed_sum, resplit, widen
 from crossshard.jaxprs.leafwise import Leafwise
 from crossshard.jaxprs.rewrite import Pieces, in_loop
 from crossshard.pipeline.update.arrays import Arrays, Update, squared_norm_of_slices
@@ -252,7 +252,7 @@ def _slices_to_owners(
     """Send this shard's slices; return a function that returns an owner's whole blocks on it."""
     given = {block: take(slices, block) for block in blocks.shapes}
     sent = [blocks.row(owner, given).ravel() for owner in range(shards.number)]
-    received = turn(jnp.stack(sent), 0, 0, shards)
+    received = resplit(jnp.stack(sent), 0, 0, shards)
 
     def at_owner(owner: int) -> dict[Block, jax.Array]:
         of_shards = [blocks.within(owner, row) for row in received]
@@ -282,7 +282,7 @@ def _by_owner(
 
 def _slices_from_owners(blocks: Blocks, sent: jax.Array, shards: Shards) -> dict[int, jax.Array]:
     """Return this shard's slices of all arrays, from what each owner sends."""
-    received = turn(sent, 0, 0, shards)
+    received = resplit(sent, 0, 0, shards)
     found: dict[Block, jax.Array] = {}
     for owner in range(shards.number):
         found |= blocks.within(owner, received[owner])
@@ -335,7 +335,7 @@ class Owners(Arrays):
             for shard in range(self.shards.number)
         )
 
-    def turned(self, leaf: int) -> int:
+    def resplit_axis(self, leaf: int) -> int:
         """Return the axis along which slices of a leaf arrive that are updated along axis 0; or 0.
 
         Gradients of stacked layers are summed layer by layer, and updated layer by layer.
@@ -550,8 +550,8 @@ class _Run:
         """Take arrays like the parameters as inputs: slices of leaves, and the blocks of owners."""
         plan = self._plan
         for i in self._common:
-            x, axis = arrays[i], plan.turned(i)
-            x = turn(x, 0, axis, self._shards) if axis else x
+            x, axis = arrays[i], plan.resplit_axis(i)
+            x = resplit(x, 0, axis, self._shards) if axis else x
             self._inputs[start + i] = self._typed(start + i, x)
         own: Callable[[int], Mapping[Block, Any]]
         for blocks in plan.blocks:
@@ -579,8 +579,8 @@ class _Run:
         updates, after = list(self._params), list(self._state)
         found = self._of_common()
         for i in self._common:
-            axis = self._plan.turned(i)
-            updates[i] = turn(found[i], axis, 0, self._shards) if axis else found[i]
+            axis = self._plan.resplit_axis(i)
+            updates[i] = resplit(found[i], axis, 0, self._shards) if axis else found[i]
         for j in self._common_state:
             after[j] = found[self._of_state + j]
         return self._of_owned(updates, after) if self._plan.owned else (updates, after)
