@@ -37,9 +37,9 @@ _TOP, _TINY, _FRACTION = 448.0, 2.0**-9, 3
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """Writes numbers in blocks of 128, or 64, each with a scale of 16 bits, and reads them.
+    """Encodes numbers in blocks of 128, or 64, each with a scale of 16 bits, and decodes them.
 
-    A number that is read is exactly a product of two short ones, so that what was lost of it,
+    A decoded number is exactly a product of two short ones, so that what was lost of it,
     ``x - decode(encode(x))``, is exact in float32 if it was rounded to the nearest.
 
     >>> codec, x = Codec("int8"), jnp.linspace(0, 127, 256).reshape(2, 128)
@@ -48,8 +48,8 @@ class Codec:
     """
 
     dtype: str  # ``"int8"``, ``"int4"`` or ``"float8_e4m3fn"``
-    # Whether a number is rounded up with the probability that keeps its mean, rather than to the
-    # nearest.
+    # Whether a number is rounded up with the probability that keeps its mean; if not, it is rounded
+    # to the nearest.
     stochastic: bool = False
 
     def __str__(self) -> str:

@@ -44,7 +44,7 @@ def check_bound(shards: Shards, done: str) -> None:
         )
 
 
-# Arrays as they are.
+# Arrays are sent as they are.
 
 
 def sum_over_shards(x: Any, shards: Shards) -> Any:

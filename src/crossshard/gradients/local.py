@@ -379,7 +379,7 @@ def check_sums(trace: Callable[[], Any], axis_name: tuple[str, ...]) -> None:
       axis_name: the shard axes; empty if they are not named.
     """
     bound, context = _jax.bound_axes(), get_shard_context()
-    # A single axis is known to count the shards.
+    # If only one axis is bound, it counts the shards.
     only = tuple(bound) if len(bound) == 1 else ()
     named = axis_name or (context.axis_name if context else ()) or only
     untyped = (axis for axis in bound if axis not in named and not _jax.has_vma(axis))
@@ -424,7 +424,7 @@ class _Sums(Analysis[Any]):
     ) -> None:
         self._named = named  # the axes of the shards; empty if none is named
         self._bound = bound  # all axes
-        self._further = further  # of the others, those without types
+        self._further = further  # the other axes without types
 
     def axes_of(
         self, equation: Any, names: tuple[str, ...] = ("psum", "all_gather")

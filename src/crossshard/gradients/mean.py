@@ -60,7 +60,7 @@ class Term:
 class Mean:
     """Divides a sum over rows by their count, both summed over the whole batch first.
 
-    What a loss returns in place of a number: the loss of the batch is the sum of the totals of all
+    A loss returns it in place of a number. The loss of the batch is the sum of the totals of all
     rows, divided by the sum of their counts, whatever shard or microbatch has them. Means add up
     and scale, and a number that is a mean over rows, or the same for any rows, may be added:
     ``Mean(ce, tokens) + 0.01 * Mean(balance, rows) + 1e-4 * l2(params)``.

@@ -111,7 +111,7 @@ class Transformation:
                 "'skip' or 'quarantine', and read state.nonfinite after the step."
             )
         with jax.named_scope(self.name):
-            # Under plain jit a type may say that the devices have yet to sum what they have.
+            # Under plain jit a type may say that the devices have yet to sum their values.
             of_types = updates, params, dict(extra_args)
             updates, params, extra_args = jax.tree.map(_jax.summed_by_type, of_types)
             shards = self.pipeline.shards()

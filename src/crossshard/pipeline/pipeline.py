@@ -85,7 +85,7 @@ class Options(TypedDict, total=False):
     Keys:
       accumulate_steps: the number of microbatches whose mean gradient is reduced once, for one
         update. In ``make_train_step`` each shard's rows are split into them and computed one after
-        the other, with random keys and statistics as in as many small steps. In an optimizer they
+        the other, with random keys and statistics as in separate small steps. In an optimizer they
         are calls of ``update``; all but the last of them send only a count, and return zeros.
       metrics: names of further metrics of each update: ``"grad_norm"``, ``"local_grad_norm"``,
         ``"update_norm"``, ``"param_norm"``, ``"learning_rate"``, ``"noise_scale"``,
@@ -247,7 +247,7 @@ class Pipeline:
         """Return one shard's state of every stage before the first step."""
         made = {name: stage.init(params) for name, stage in self._stateful.items()}
         for name, state in made.items():
-            # JAX keeps numbers from one step to the next, and nothing else.
+            # JAX keeps arrays from one step to the next, and nothing else.
             _check.arrays(f"The state of {name}", state, or_types=True)
         return CrossShardState().with_states(**made)
 

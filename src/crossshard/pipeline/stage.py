@@ -289,7 +289,7 @@ class Stage(abc.ABC):
         return spread
 
     def exported(self, state: PyTree, params: PyTree) -> PyTree:
-        """Return the parameters that ``model(state)`` returns: these, or those in this state."""
+        """Return what ``model(state)`` exports: ``params``, or the parameters in this state."""
         del state
         return params
 

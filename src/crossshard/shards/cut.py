@@ -74,8 +74,8 @@ def tile_for(mesh: Mesh, params_sharded: bool) -> TileShape:
 class Partition:
     """How an array is split into one slice per shard.
 
-    Either along an axis, or flattened and padded with zeros. A slice has as many dimensions as the
-    array, because some optimizers check the rank.
+    It is split along an axis, or flattened and padded with zeros. A slice has as many dimensions as
+    the array, because some optimizers check the rank.
     """
 
     shape: tuple[int, ...]  # the shape of the array
@@ -267,7 +267,7 @@ def map_partitions(
     return structure.unflatten([function(*pair) for pair in zip(partitions, leaves, strict=True)])
 
 
-# ---- How one array lies on the mesh.
+# ---- How one array is placed on the mesh.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ AXIS = "shards"
 # XLA's in-process collectives block threads of one pool, and deadlock when queued steps fill it.
 # Two threads per device sufficed in measurements; idle ones are free.
 _THREADS_PER_DEVICE = 4
-# The chips of the largest slice of v5e in which every chip can reach every other one.
+# The number of chips of the largest v5e slice in which every chip can reach every other one.
 _V5E_WITHOUT_LIMITS = 16
 
 
@@ -113,7 +113,7 @@ def mesh_for(num_shards: int, mesh: Any) -> Mesh:
 
 
 def check_number_of_devices(num_shards: int, mesh: Mesh) -> None:
-    """Raise unless the mesh has as many devices as there are to be shards."""
+    """Raise unless the mesh has ``num_shards`` devices."""
     if num_shards != mesh.size:
         raise ArgumentError(
             f"num_shards is {num_shards} and the mesh has {mesh.size} devices; pass one of them."

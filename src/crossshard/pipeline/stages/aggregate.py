@@ -189,7 +189,6 @@ class BySlices(Aggregator):
     """An aggregator of crossshard's own, whose ``sum`` is a ``reduce`` of unsplit arrays."""
 
     def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
-        """Return the sums over the peers, in full, and the next state."""
         leaves, tree = jax.tree.flatten(values)
         sent = [Sent(x, _unsplit(x), place) for place, x in enumerate(leaves)]
         sums, after = self.reduce(values, sent, state, StageContext(peers.shards))
@@ -249,8 +248,8 @@ class FewBitsState(NamedTuple):
 class FewBits(BySlices):
     """The sum of gradients that are sent in few bits."""
 
-    # How gradients are sent along each axis: a ``Quantized``, a dtype, or ``None`` for float32. The
-    # axis is ``None`` if it is one for all axes.
+    # How gradients are sent along each axis, or along all if the axis is ``None``: a ``Quantized``, a
+    # dtype, or ``None`` for float32.
     wires: tuple[tuple[str | None, Any], ...]
 
     @property

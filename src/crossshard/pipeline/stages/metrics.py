@@ -38,7 +38,7 @@ def need_local(names: Iterable[str]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class LocalNorms(Stage):
-    """Measures each shard's gradient for those ``Metrics`` that need it."""
+    """Measures each shard's gradient for the metrics that need it."""
 
     phase = Phase.LOCAL
     scope = "metrics"
@@ -155,7 +155,7 @@ def learning_rate(state: Any) -> Any:
     Raises:
       ArgumentError: the state has none, or several.
     """
-    # Beside a schedule's value inject_hyperparams keeps the schedule's state by the same name.
+    # inject_hyperparams keeps a schedule's value and the schedule's state by the same name.
     found = optax.tree.get_all_with_path(state, "learning_rate")
     told = [value for _, value in found if jax.tree_util.all_leaves([value])]
     if len(told) == 1:

@@ -41,12 +41,13 @@ class NonfiniteState(NamedTuple):
     Attributes:
       shard: int32[], the first shard whose gradient was not finite; -1 if all were, or if the loss
         is over the batch, so that no shard has a gradient of its own.
-      leaf: int32[], the first such leaf of its gradient; the next number for a NaN in its loss, and
-        those after that for one in the arrays of its model state; -1 if there was nothing.
+      leaf: int32[], the index of the first such leaf of its gradient; the number after the leaves
+        for a NaN in its loss, and the numbers after that for one in the arrays of its model state;
+        -1 if nothing was found.
       shards: int32[], the number of shards whose gradients were not finite; 1 with a loss over the
         batch.
-      overflow: bool[], whether the reduced gradient was not finite although those that it was
-        computed from were.
+      overflow: bool[], whether the reduced gradient was not finite although the gradients that it
+        was computed from were.
       in_a_row: int32[], the number of updates in a row at which something was not finite.
 
     >>> found = NonfiniteState(shard=3, leaf=1, shards=1, overflow=False, in_a_row=2)
@@ -211,8 +212,8 @@ class ReportNonfinite(Stage):
 
 # The scope of what runs only in steps in which a gradient is not finite.
 RARE = "if_not_finite"
-# The name of what shards report, among the sums: for each of them one more than the index of the
-# first leaf that is not finite; 0 if all are.
+# The name of the reports among the sums: for each shard, one more than the index of the first leaf
+# that is not finite; 0 if all are.
 REPORTED = "nonfinite"
 
 

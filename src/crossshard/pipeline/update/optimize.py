@@ -184,7 +184,7 @@ class Unread:
     gradients: tuple[bool, ...]
     # For each parameter, whether its gradient is not read and the update returns it unchanged, so
     # that it need not be gathered.
-    still: tuple[bool, ...]
+    unchanged: tuple[bool, ...]
     # For each array of the optimizer's state, whether it belongs to such an unchanged parameter.
     state: tuple[bool, ...]
 

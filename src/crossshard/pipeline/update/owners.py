@@ -196,7 +196,9 @@ def unpack(every: Iterable[Blocks], arrays: Sequence[Any]) -> list[Any]:
     return found
 
 
-def packed(every: Iterable[Blocks], partitions: Sequence[Partition]) -> tuple[Partition, ...]:
+def packed_partitions(
+    every: Iterable[Blocks], partitions: Sequence[Partition]
+) -> tuple[Partition, ...]:
     """Return the partitions of what ``pack`` returns."""
     found = list(partitions)
     for each in every:
@@ -369,7 +371,7 @@ class Owners(Arrays):
     def partitions_of(self, gradients: Any) -> Sequence[Partition]:
         """Return the partitions of the slices and rows."""
         del gradients
-        return packed(self.blocks, self.params)
+        return packed_partitions(self.blocks, self.params)
 
     def squared_norm(self, tree: Any) -> Float[Array, ""]:
         """Return the squared norm of the arrays of which this shard has slices and rows."""
@@ -396,7 +398,7 @@ class Owners(Arrays):
         return structure.unflatten(pack_own(self.blocks, slices, index))
 
     def gather(self, tree: Any) -> Any:
-        """Gather full arrays from the slices and rows of all shards; sharded parameters stay so."""
+        """Gather full arrays from all shards' slices and rows; sharded parameters stay split."""
         if self.params_sharded:
             return tree
         parts, structure = jax.tree.flatten(tree)
@@ -410,7 +412,7 @@ class Owners(Arrays):
         del update
         (reduced, tree), (arrays, structure) = map(jax.tree.flatten, (gradients, state))
         own = jax.tree.leaves(params)
-        updates, after = _Run(self, reduced, arrays, own, loss, opaque_false).found()
+        updates, after = _Run(self, reduced, arrays, own, loss, opaque_false).compute()
         return tree.unflatten(updates), structure.unflatten(after)
 
     # The state.
@@ -437,7 +439,7 @@ class Owners(Arrays):
     def state(self) -> tuple[Partition, ...]:  # type: ignore[override]
         """The partition of each array of the state, as it is kept."""
         whole = [Partition(x.shape) for x in self.types[1]]
-        return packed(self.state_blocks, self._of_state(whole))
+        return packed_partitions(self.state_blocks, self._of_state(whole))
 
     @functools.cached_property
     def state_in_slices(self) -> tuple[Partition, ...]:
@@ -572,7 +574,7 @@ class _Run:
     def _typed(self, place: int, x: Any) -> jax.Array:
         return jnp.asarray(x, self._jaxpr.in_avals[place].dtype)
 
-    def found(self) -> tuple[list[Any], list[Any]]:
+    def compute(self) -> tuple[list[Any], list[Any]]:
         """Return the updates, and the next state."""
         for level in sorted({each.level for each in self._leafwise.scalars}):
             self._sum_scalars(level)
@@ -622,7 +624,7 @@ class _Run:
     def _of_owned(
         self, updates: Sequence[Any], after: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Return the updates and the state, with those that owners compute."""
+        """Return the updates and the state, with what owners compute filled in."""
         plan, types = self._plan, self._jaxpr.out_avals
         slices = plan.in_slices(types)
 

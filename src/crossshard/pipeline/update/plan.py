@@ -108,13 +108,13 @@ class Planner:
         with inside_optimizer():
             self._state = jax.eval_shape(self.optimizer.init, self.params)
         # JAX runs Python once for arguments of the same types.
-        self._find = jax.jit(as_updates(self.optimizer))
-        self._update = as_function(self._find)
+        self._find_updates = jax.jit(as_updates(self.optimizer))
+        self._update = as_function(self._find_updates)
         self._check_state_stays()
         axes = self.other_axes or [WHOLE] * len(jax.tree.leaves(self.params))
         of_state = other_axes_like(self._state, self.params, axes)
         # Partitions that split nothing over the shards: of the parameters, and of the state.
-        self._partitions = _whole(self.params, axes), _whole(self._state, of_state)
+        self._partitions = _unsplit(self.params, axes), _unsplit(self._state, of_state)
         self._tile = ANY if self.mesh is None else tile_for(self.mesh, self.params_sharded)
         none, of_none = ((False,) * len(each) for each in self._partitions)
         self._unread = Unread(none, none, of_none)
@@ -129,19 +129,19 @@ class Planner:
             same bits are wanted and it does not run leaf by leaf either.
         """
         if self.wanted is WeightUpdate.REPLICATED:
-            return self._whole, "as requested"
+            return self._replicated, "as requested"
         if self.shards.size == 1:
-            return self._whole, "there is one shard"
+            return self._replicated, "there is one shard"
         # Sharded parameters keep their shapes, so that they are split along an axis.
         params = self._cut(partition_along_axis if self.params_sharded else partition_for)
         pairs = zip(jax.tree.leaves(self.params), params, strict=True)
         size = sum(bytes_of_type(leaf) for leaf, partition in pairs if partition.number > 1)
         if not size:
             # ``params_sharded`` is kept: frozen arrays may be large enough to be sharded.
-            whole = dataclasses.replace(self._whole, params_sharded=self.params_sharded)
+            whole = dataclasses.replace(self._replicated, params_sharded=self.params_sharded)
             return whole, "every parameter is tiny"
         if self.wanted is WeightUpdate.AUTO and size < _WORTH_BYTES:
-            return self._whole, "the parameters are too small to gain from it"
+            return self._replicated, "the parameters are too small to gain from it"
         _, whole_state = self._partitions
         # The state of a parameter that stays unchanged is not split.
         stays = [False] * len(whole_state) if self.params_sharded else self._unread.state
@@ -156,9 +156,9 @@ class Planner:
     def _if_not_elementwise(self, params: Partitions, arguments: Any) -> tuple[Arrays, str]:
         """Plan the update leaf by leaf if possible, else replicated, or on global arrays."""
         auto, same_bits = self.wanted is WeightUpdate.AUTO, self.virtual_shards is not None
-        only_parts = self.mesh is None or self.shards.groups is not None
+        only_slices = self.mesh is None or self.shards.groups is not None
         not_leafwise = ""
-        if only_parts and not auto:
+        if only_slices and not auto:
             obstacle = why_not_elementwise(self._update, *arguments)
             raise WeightUpdateError(
                 f"The weight update cannot be sharded here: with groups, or inside your own "
@@ -168,7 +168,7 @@ class Planner:
             )
         # For equal bits, an update that one shard compiles as one program must be one everywhere.
         may_have_owners = self._apart is not None or not same_bits
-        if may_have_owners and not (only_parts or any(self.other_axes)):
+        if may_have_owners and not (only_slices or any(self.other_axes)):
             # A gradient that nothing reads is not sent, so its leaf has no owner.
             pairs = zip(params, self._unread.gradients, strict=True)
             read = [Partition(each.shape) if unread else each for each, unread in pairs]
@@ -178,7 +178,7 @@ class Planner:
                 not_leafwise = str(reason)
             else:
                 if auto and same_bits and found.exchanged:
-                    return self._whole, "gradients would travel twice, to be updated whole"
+                    return self._replicated, "gradients would travel twice, to be updated whole"
                 return found, "each leaf is updated from its own arrays, and from scalars"
         obstacle = why_not_elementwise(self._update, *arguments)
         if not_leafwise not in ("", obstacle):
@@ -192,7 +192,7 @@ class Planner:
             )
         why = f"the update is not elementwise: {obstacle}"
         if self.mesh is None or auto:
-            return self._whole, why
+            return self._replicated, why
         along_axis = functools.partial(self._slices, partition_along_axis)
         params = self._cut(partition_along_axis)
         state = tuple(map(along_axis, self._partitions[1]))
@@ -217,7 +217,7 @@ class Planner:
                 if partitions[i].number > 1:
                     partitions[i] = dataclasses.replace(piece, number=number, tile=tile)
         split = {i: each for i, each in enumerate(partitions) if each.number > 1}
-        # Leaves whose layers may have owners, or that divide evenly: how many layers each has.
+        # The number of layers of each leaf whose layers may have owners, or divide evenly.
         layers = {
             i: each.shape[0]
             for i, each in split.items()
@@ -236,7 +236,7 @@ class Planner:
             layers_at_once = {i: 1 for i, each in enumerate(partitions) if _has_layers(each)}
         stay = [] if virtual is None else [i for i in slices if i not in cut]
         found = find_leafwise(
-            self._find,
+            self._find_updates,
             self.params,
             self._state,
             [_LOSS],
@@ -288,7 +288,7 @@ class Planner:
         return dataclasses.replace(planned, params=tuple(chosen))
 
     @property
-    def _whole(self) -> Replicated:
+    def _replicated(self) -> Replicated:
         """Every array replicated."""
         return Replicated(
             *self._partitions, self._unread.gradients, shards=self.shards, apart=self._apart
@@ -300,7 +300,7 @@ class Planner:
         if self.virtual_shards is None:
             return None
         params, state = self._partitions
-        # For any number of shards.
+        # Halves stand for the slices of any number of shards.
         halves = [partition_for(each.shape, 2) for each in params]
         of_halves = halves, _split_alike(state, halves)
         given = whole_and_slices(self.params, self._state, *of_halves)
@@ -316,7 +316,7 @@ class Planner:
     def _cut(self, split_one: Callable[..., Partition]) -> Partitions:
         """Return the partitions of parameters in slices; unchanged parameters are not split."""
         params, _ = self._partitions
-        stays = [False] * len(params) if self.params_sharded else self._unread.still
+        stays = [False] * len(params) if self.params_sharded else self._unread.unchanged
         pairs = zip(params, stays, strict=True)
         return tuple(each if still else self._slices(split_one, each) for each, still in pairs)
 
@@ -345,7 +345,7 @@ class Planner:
             )
 
 
-def _whole(tree: Any, other_axes: Sequence[PartitionSpec]) -> Partitions:
+def _unsplit(tree: Any, other_axes: Sequence[PartitionSpec]) -> Partitions:
     pairs = zip(jax.tree.leaves(tree), other_axes, strict=True)
     return tuple(Partition(leaf.shape, other_axes=own) for leaf, own in pairs)
 
@@ -369,11 +369,11 @@ def _has_layers(partition: Partition) -> bool:
     return len(partition.shape) > 2 and partition.shape[0] > 1
 
 
-def as_function(find: Callable[..., Any]) -> Callable[..., Any]:
+def as_function(find_updates: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``(params, state, gradients, loss) -> (params, state)``, from ``as_updates``."""
 
     def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
-        updates, after = find(params, state, gradients, loss)
+        updates, after = find_updates(params, state, gradients, loss)
         return optax.apply_updates(params, updates), after
 
     return update
