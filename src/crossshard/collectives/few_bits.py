@@ -373,7 +373,7 @@ class _TieredSum:
         return total.astype(x.dtype), x - read(coded).astype(x.dtype)
 
     def gather(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Gather the rows of all shards, ``[shards, rows, 128]``; return also what was not sent."""
+        """Gather the rows of all shards, ``[shards, rows, 128]``; also return what was not sent."""
         x, ways, kept = part, self._of_tiers, jnp.zeros_like(part)
         for nth, (wire, own) in reversed(list(enumerate(ways))):
             if not isinstance(wire, Quantized):

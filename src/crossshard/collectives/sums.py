@@ -177,11 +177,8 @@ def _reordered(x: jax.Array, axis: int, sizes: list[int]) -> jax.Array:
     """Split an axis into axes of these sizes, reverse the order of these, and merge them."""
     blocks = x.reshape(*x.shape[:axis], *sizes, -1, *x.shape[axis + 1 :])
     count = len(sizes)
-    order = [
-        *range(axis),
-        *range(axis + count - 1, axis - 1, -1),
-        *range(axis + count, blocks.ndim),
-    ]
+    order = [*range(blocks.ndim)]
+    order[axis : axis + count] = reversed(order[axis : axis + count])
     return blocks.transpose(order).reshape(x.shape)
 
 

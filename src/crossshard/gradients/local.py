@@ -53,7 +53,7 @@ def value_and_grad(
     loss_scale: PyTree = None,
     optimizer: object = None,
 ) -> Callable[..., PyTree]:
-    """Differentiate a loss as ``jax.value_and_grad`` does; the gradient is local to the shard.
+    """Return a function as ``jax.value_and_grad`` does, whose gradient is local to the shard.
 
     Under ``shard_map(check_vma=True)``, ``jax.grad`` sums the gradient of a replicated parameter
     over the shards; in all other modes it does not. This function never does, so that a
@@ -154,9 +154,7 @@ def grad(
     axis_name: str | tuple[str, ...] | None = None,
     optimizer: object = None,
 ) -> Callable[..., PyTree]:
-    """Differentiate a loss as ``jax.grad`` does; the gradient is local to the shard.
-
-    See ``value_and_grad``.
+    """Return a function as ``jax.grad`` does, with a local gradient; see ``value_and_grad``.
 
     >>> import jax, jax.numpy as jnp
     >>> step = lambda x: grad(lambda w: w * x)(jnp.float32(2))
@@ -414,10 +412,7 @@ class _Source(enum.Enum):
 
 
 class _Sums(Analysis[Any]):
-    """Finds an equation that sums a value with a derivative.
-
-    A fact is ``None`` for literals, a ``_Source``, or such an equation.
-    """
+    """Finds an equation that sums what has a derivative; other facts are a ``_Source`` or none."""
 
     def __init__(
         self, named: tuple[str, ...], bound: tuple[str, ...], further: tuple[str, ...]

@@ -45,8 +45,7 @@ def check_reduction(reduction: object) -> Reduction:
     if accepted is None:
         raise ArgumentError(
             f"reduction must be Reduction.SUM ('weighted_sum', or 'sum') or Reduction.MEAN "
-            f"('weighted_mean', or 'mean'); received "
-            f"{_check.shown(reduction, 80)}."
+            f"('weighted_mean', or 'mean'); received {_check.shown(reduction, 80)}."
         )
     return accepted
 

@@ -290,7 +290,7 @@ class Pipeline:
             )
 
     def exported(self, state: CrossShardState, params: Any) -> Any:
-        """Return the parameters that ``model(state)`` returns, from those of all groups."""
+        """Return the parameters of ``model(state)``, given those of the groups, ``[shards, …]``."""
         for name, stage in self._stateful.items():
             params = stage.exported(state.of(name), params)
         return params

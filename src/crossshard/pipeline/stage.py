@@ -298,7 +298,7 @@ class Stage(abc.ABC):
         return {self.options[0]: self} if self.options else {}
 
     def describe(self) -> str:
-        """Describe the stage in short: its class's name, or nothing for a stage without a state."""
+        """Describe the stage in short: its class's name, or an empty text if it has no state."""
         return type(self).__name__ if self.state_field else ""
 
 

@@ -262,7 +262,7 @@ class Shards:
         return lax.platform_dependent(x, cpu=cpu, default=default)
 
     def scatter_schedule(self) -> list[tuple[Any, list[list[int]] | None]]:
-        """Return the stages of a reduce-scatter: an axis, and its groups if it is factored.
+        """Return the stages of a reduce-scatter: each an axis, and its groups if it is factored.
 
         Scattering in this order leaves the slices in the order of the shards. Groups have one
         stage, over all axes.

@@ -87,7 +87,7 @@ class BatchAxes:
         return [x.shape[axis] for x, axis in pairs]
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """Split a batch into arrays with rows, and whole arrays; ``None`` is where others are."""
+        """Split a batch into arrays with rows, and whole arrays; ``None`` stands for the others."""
         axes = self.of(batch)
         if None not in axes:
             return batch, None

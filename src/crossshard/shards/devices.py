@@ -154,7 +154,7 @@ def slices_in_order(mesh: Mesh) -> int:
 
 
 def sends_beside_products(mesh: Mesh) -> bool:
-    """Return whether neighbours send each other arrays while they compute.
+    """Return whether neighbours can send each other arrays while they compute.
 
     XLA for TPUs schedules a permute beside other work, except on v5e with more than 16 chips:
     "cannot be made async on platform with ICI routing limitations". Seen in the compiled programs

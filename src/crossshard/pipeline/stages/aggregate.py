@@ -248,8 +248,8 @@ class FewBitsState(NamedTuple):
 class FewBits(BySlices):
     """The sum of gradients that are sent in few bits."""
 
-    # How gradients are sent along each axis, or along all if the axis is ``None``: a ``Quantized``, a
-    # dtype, or ``None`` for float32.
+    # How gradients are sent along an axis, or along all for ``None``: a ``Quantized``, a dtype, or
+    # ``None`` for float32.
     wires: tuple[tuple[str | None, Any], ...]
 
     @property

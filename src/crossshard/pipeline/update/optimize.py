@@ -6,6 +6,7 @@ Also ``find_unread``: which gradients an optimizer does not read.
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
@@ -199,16 +200,11 @@ def find_unread(update: Callable[..., Any], params: Any, state: Any, loss: Any) 
     number, arrays = map(len, shapes)
     read = sources(update, params, state, params, loss)
     # Bits of the inputs: parameters, state, gradients.
-    live = 0
-    for bits in read[:number]:
-        live |= bits
-    while True:
-        more = live
-        for place, bits in enumerate(read[number:]):
-            more |= bits if live >> number + place & 1 else 0
-        if more == live:
-            break
-        live = more
+    before, live = 0, functools.reduce(operator.or_, read[:number], 0)
+    while live != before:
+        before = live
+        for place, bits in enumerate(read[number:], number):
+            live |= bits if live >> place & 1 else 0
     unread = tuple(not live >> number + arrays + place & 1 for place in range(number))
     if not any(unread):
         return Unread(unread, unread, (False,) * arrays)

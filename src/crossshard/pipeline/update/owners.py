@@ -360,7 +360,7 @@ class Owners(Arrays):
         return frozenset(leaf for leaf in self.owned if self.params[leaf].number > 1)
 
     def in_slices(self, like: Sequence[Any], *, of_state: bool = False) -> tuple[Blocks, ...]:
-        """Return the blocks that a shard sends of slices like these: a row to each owner."""
+        """Return the blocks in which a shard sends slices of arrays like these: a row per owner."""
         partitions = self.state_in_slices if of_state else self.params
         owners = self.owners_of_state if of_state else self.owners
         # Of the state also arrays that are not cut, which each shard then has in full.
