@@ -67,8 +67,8 @@ def value_and_grad(
       has_aux: whether ``fun`` returns ``(loss, aux)``.
       holomorphic: as for ``jax.grad``.
       allow_int: as for ``jax.grad``.
-      axis_name: the axes over which the gradient stays local. If ``None``, the only bound axis;
-        of several, those over which no parameter is split by its type. Without such types
+      axis_name: the axes over which the gradient stays local. If ``None``, the only bound axis; if
+        several are bound, those over which no parameter is split by its type. Without such types
         (``check_vma=False``), a ``psum`` over another axis, or an ``all_gather`` of more than
         parameters, is refused, since JAX's own gradient through it is too large by the size of that
         axis, unless it stands in a ``jax.custom_vjp``.

@@ -164,8 +164,8 @@ class LocalSGD(Stage):
             # What every worker began with, which may have fewer bits than the anchor.
             rounded = jax.tree.map(lambda x, p: x.astype(p.dtype), state.anchor, updated.result)
             start = context.arrays.split(rounded)
-            # Not from the updated parameters, which are rounded: right after a synchronisation the
-            # difference is the update itself.
+            # Not from the updated parameters, which are rounded: in the first step after a
+            # synchronisation this is the update itself.
             one = lambda start, before, update: -((widen(before) - widen(start)) + widen(update))
             moved = jax.tree.map(one, start, updated.params, updated.updates)
             mean, aggregate = self._mean(moved, context.arrays, state.aggregate, context)
