@@ -100,10 +100,7 @@ class Transformation:
         weight: jax.typing.ArrayLike | None,
         extra_args: Mapping[str, Any],
     ) -> tuple[optax.Updates, CrossShardState, Gradients]:
-        """Run ``update`` on a state without the axis of the shards.
-
-        Returns the reduced gradients, too.
-        """
+        """Run ``update`` on a state without the axis of shards; return its gradients, too."""
         nonfinite = self.pipeline.nonfinite
         if nonfinite is not None and nonfinite.action is OnNonfinite.RAISE:
             raise ArgumentError(
