@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from crossshard.collectives.sums import bucketed_gather, bucketed_sum, gather_parts, scatter_sum
+from crossshard.collectives.sums import bucketed_gather, bucketed_sum, gather_slices, scatter_sum
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import ANY, TPU, TileShape, partition_for
 
@@ -58,7 +58,7 @@ def test_each_shard_has_the_slice_at_its_index(shards: Shards, axis: int):
     @jax.shard_map(mesh=mesh, in_specs=P(shards.axes), out_specs=(split, P()), check_vma=False)
     def found(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         part = scatter_sum(x[0], axis, shards)
-        return part, gather_parts(part, axis, shards)
+        return part, gather_slices(part, axis, shards)
 
     for got in found(each):
         np.testing.assert_array_equal(got, each.sum(0))

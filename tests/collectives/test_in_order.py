@@ -23,10 +23,10 @@ def tree_sum(leaves: list[Any]) -> Any:
 def nodes(leaves: jax.Array) -> jax.Array:
     """What a shard with these summands sends."""
     count = len(leaves)
-    sums = in_order.no_sums([jax.ShapeDtypeStruct(leaves.shape[1:], jnp.float32)], count)
+    sums = in_order.empty_sums([jax.ShapeDtypeStruct(leaves.shape[1:], jnp.float32)], count)
     for index, leaf in enumerate(leaves):
         levels = jnp.int32(in_order.levels_within(count))
-        sums = in_order.with_summand(sums, [leaf], jnp.int32(index), levels)
+        sums = in_order.add_summand(sums, [leaf], jnp.int32(index), levels)
     (found,) = in_order.nodes_of(sums, count)
     return found
 

@@ -40,7 +40,7 @@ def test_every_block_is_in_one_row_which_is_that_of_its_owner(tile: module.TileS
     # XLA for TPUs scatters nothing else.
     assert all(each.partition.local_shape[1] == 128 for each in found if tile is TPU)
     packed = module.pack(found, ARRAYS)
-    partitions = module.packed(found, [Partition(shape) for shape in SHAPES])
+    partitions = module.packed_partitions(found, [Partition(shape) for shape in SHAPES])
     assert [x.shape for x in packed] == [each.shape for each in partitions]
     assert packed[5] is ARRAYS[5]
     jax.tree.map(np.testing.assert_array_equal, module.unpack(found, packed), ARRAYS)

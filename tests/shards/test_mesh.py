@@ -46,7 +46,7 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
         monkeypatch.setattr(jax, "devices", lambda *_: found[:number])
         monkeypatch.setattr(jax, "device_count", lambda *_: number)
         devices.shard_mesh.cache_clear()
-        devices._say_that_it_is_one_shard.cache_clear()
+        devices._log_one_shard.cache_clear()
         caplog.clear()
         crossshard.make_train_step(lambda w, x: (x @ w).mean(), optax.sgd(0.1), **options)
         return caplog.text
@@ -71,8 +71,8 @@ def test_beside_a_gpu_nothing_is_said_of_virtual_devices(
     class Gpu:
         platform, device_kind = "gpu", "NVIDIA H100 80GB HBM3"
 
-    devices._say_that_it_is_one_shard.cache_clear()
+    devices._log_one_shard.cache_clear()
     monkeypatch.setattr(jax, "devices", lambda: [Gpu])
-    devices._say_that_it_is_one_shard()
+    devices._log_one_shard()
     assert "(NVIDIA H100 80GB HBM3). For more: crossshard.distributed.initialize()" in caplog.text
     assert "cpu_devices" not in caplog.text

@@ -1,4 +1,4 @@
-"""Guards beside sums in loops: nothing more is sent, and what is not finite is left out and named."""
+"""Guards beside sums in loops: no more is sent, and what is not finite is left out and named."""
 
 from typing import Any
 
@@ -57,7 +57,8 @@ def test_the_others_train_as_one_device_on_their_rows(mode: str, value: float, s
     state, after = step(state, BATCHES[1])
     found = metrics["nonfinite"]
     assert (int(found.shard), int(found.shards)) == (min(shards), len(shards))
-    assert "embed" in found.describe(PARAMS) and not bool(metrics["skipped"])
+    assert "embed" in found.describe(PARAMS)
+    assert not bool(metrics["skipped"])
     assert int(after["nonfinite"].shard) == -1
     want, losses = on_one_device(REMAT, SGD, PARAMS, [of_others(bad, *shards), BATCHES[1]])
     assert_close(state.params, want)
@@ -145,7 +146,8 @@ def test_a_mean_is_counted_without_the_shard(mode: str):
 def test_all_shards_that_are_not_finite_skip_the_step():
     step = step_of("parts", scan_loss, SGD, nonfinite="quarantine")
     state, metrics = step(step.init(PARAMS), poisoned(0, 1, 2, 3))
-    assert bool(metrics["skipped"]) and int(metrics["nonfinite"].shards) == SHARDS
+    assert bool(metrics["skipped"])
+    assert int(metrics["nonfinite"].shards) == SHARDS
     assert_close(state.params, PARAMS, 0)
 
 
@@ -162,4 +164,6 @@ def test_a_sum_that_overflows_is_told_from_summands_that_do():
     step = step_of("sharded", loss, SGD, nonfinite="quarantine")
     _, metrics = step(step.init(params), BATCHES[0])
     found = metrics["nonfinite"]
-    assert bool(found.overflow) and int(found.shard) == -1 and bool(metrics["skipped"])
+    assert bool(found.overflow)
+    assert int(found.shard) == -1
+    assert bool(metrics["skipped"])

@@ -12,7 +12,12 @@ from jax.typing import ArrayLike
 
 from crossshard import _check
 from crossshard._annotations import Groups
-from crossshard.collectives.sums import check_bound, gather_over_shards, of_group, sum_over_shards
+from crossshard.collectives.sums import (
+    check_bound,
+    gather_over_group,
+    gather_over_shards,
+    sum_over_shards,
+)
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.axes import (
     GroupAssignment,
@@ -30,7 +35,7 @@ def cross_replica_sum(
     *,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
-    """The sum of ``x`` over all shards, or over this shard's group.
+    """Sum ``x`` over all shards, or over this shard's group.
 
     Its gradient is the ``cross_replica_sum`` of the incoming gradient over the same groups, in
     every mode. The result is therefore varying under ``check_vma=True``; use ``jax.lax.psum`` if
@@ -121,7 +126,7 @@ def all_to_all(
                 axis_index_groups=shards.members,
                 tiled=True,
             )
-        gathered = of_group(x, shards)
+        gathered = gather_over_group(x, shards)
         blocks = jnp.stack(jnp.split(gathered, split_count, axis=split + 1))
         return jnp.concatenate(list(blocks[shards.position()]), axis=concat)
 
@@ -210,7 +215,7 @@ def _shards(function: str, axis_name: Any, groups: GroupAssignment | None = None
 
 
 def _numeric(x: Any, function: str) -> jax.Array:
-    """``x`` as a numeric array, or an error that names ``function``."""
+    """Return ``x`` as a numeric array, or raise an error that names ``function``."""
     array = _check.as_array(f"The array of {function}", x)
     if not jnp.issubdtype(array.dtype, jnp.number):
         raise ArgumentTypeError(f"{function} takes an array of numbers; got one of {array.dtype}.")
@@ -218,5 +223,5 @@ def _numeric(x: Any, function: str) -> jax.Array:
 
 
 def _scope(name: str | None, function: str) -> AbstractContextManager[object]:
-    """The scope of a collective in profiles and HLO, under its own name if none is given."""
+    """Return the scope of a collective in profiles and HLO, under its own name if none is given."""
     return jax.named_scope(function if name is None else _check.word("name", name))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, UInt8
 from crossshard import _check
 from crossshard.collectives.sums import (
     exchange,
-    gather_parts,
+    gather_slices,
     on_blocks,
     send_gathered,
     send_scattered,
@@ -28,8 +28,8 @@ from crossshard.shards.cut import Partition
 # For each dtype its bits, and how many elements share a scale.
 _KINDS = {"int8": (8, 128), "int4": (4, 64), "float8_e4m3fn": (8, 128)}
 DTYPES = tuple(_KINDS)
-# Numbers lie in rows of as many, the lanes of a TPU: it has no fast way, and its compiler takes
-# minutes, to make one long row of a matrix.
+# Numbers lie in rows of this length, the lanes of a TPU: to make one long row of a matrix is slow
+# on a TPU, and takes its compiler minutes.
 LANES = 128
 # The largest number of float8_e4m3fn, its spacing next to zero, and its bits behind the point.
 _TOP, _TINY, _FRACTION = 448.0, 2.0**-9, 3
@@ -37,9 +37,9 @@ _TOP, _TINY, _FRACTION = 448.0, 2.0**-9, 3
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """Writes numbers in blocks of 128, or 64, each with a scale of 16 bits, and reads them.
+    """Encodes numbers in blocks of 128, or 64, each with a scale of 16 bits, and decodes them.
 
-    A number that is read is exactly a product of two short ones, so that what was lost of it,
+    A decoded number is exactly a product of two short ones, so that what was lost of it,
     ``x - decode(encode(x))``, is exact in float32 if it was rounded to the nearest.
 
     >>> codec, x = Codec("int8"), jnp.linspace(0, 127, 256).reshape(2, 128)
@@ -48,8 +48,8 @@ class Codec:
     """
 
     dtype: str  # ``"int8"``, ``"int4"`` or ``"float8_e4m3fn"``
-    # Whether a number is rounded up with the probability that keeps its mean, rather than to the
-    # nearest.
+    # Whether a number is rounded up with the probability that keeps its mean; if not, it is rounded
+    # to the nearest.
     stochastic: bool = False
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Codec:
     def encode(
         self, x: Float[Array, "*shape rows 128"], key: jax.Array | None = None
     ) -> UInt8[Array, "*shape coded 128"]:
-        """The bytes of numbers.
+        """Encode numbers as bytes.
 
         Args:
           x: the numbers, in rows.
@@ -92,7 +92,7 @@ class Codec:
     def decode(
         self, coded: UInt8[Array, "*shape coded 128"], rows: int
     ) -> Float[Array, "*shape {rows} 128"]:
-        """The numbers, float32, given the number of their rows."""
+        """Decode the numbers as float32, given the number of their rows."""
         even = rows + rows % 2
         of_numbers = even * self._bits // 8
         numbers, low, high = jnp.split(
@@ -105,30 +105,30 @@ class Codec:
         return (self._numbers_of(numbers) * of_each.astype(jnp.float32))[..., :rows, :]
 
     def _scales_of(self, x: jax.Array) -> jax.Array:
-        """bfloat16[…, rows, scales]: the scale of each block, so that its numbers fit."""
+        """Return the scale of each block, bfloat16[…, rows, scales], so that its numbers fit."""
         above, below = self._largest_of(x), self._largest_of(-x)
         larger, smaller = jnp.maximum(above, below), jnp.minimum(above, below)
         if self.dtype == "float8_e4m3fn":
             size, sign = larger / _TOP, jnp.bfloat16(1)
         else:
-            # There is one negative number more, so the larger end is written as negative, and
-            # exactly. The other one may be rounded by half a unit, as any number.
+            # There is one more negative number than positive ones, so the larger end is written as
+            # negative, and exactly. The other end may be rounded by half a unit, as any number.
             most = 1 << (self._bits - 1)
             half = 0 if self.stochastic else 0.5
             size = jnp.maximum(larger / most, smaller / (most - 1 + half))
             sign = jnp.where(above > below, -1, 1).astype(jnp.bfloat16)
-        # XLA for CPUs takes the maximum of the numbers that are left without NaN.
+        # XLA for CPUs ignores NaN in a maximum.
         finite = self._largest_of(jnp.where(jnp.isfinite(x), 0.0, 1.0)) == 0
         return sign * _up_to_16_bits(jnp.where(finite, size, jnp.nan))
 
     def _largest_of(self, x: jax.Array) -> jax.Array:
-        """``[…, rows, scales]``: the largest number of each block."""
+        """Return the largest number of each block, ``[…, rows, scales]``."""
         block = jnp.arange(LANES) * self._scales // LANES
         own = [jnp.where(block == nth, x, -jnp.inf) for nth in range(self._scales)]
         return jnp.stack([(x if self._scales == 1 else each).max(-1) for each in own], -1)
 
     def _of_each(self, scales: jax.Array) -> jax.Array:
-        """``[…, rows, 128]``: the scale of each number."""
+        """Return the scale of each number, ``[…, rows, 128]``."""
         block = jnp.arange(LANES) * self._scales // LANES
         found = jnp.broadcast_to(scales[..., :1], (*scales.shape[:-1], LANES))
         for nth in range(1, self._scales):
@@ -136,7 +136,7 @@ class Codec:
         return found
 
     def _rounded(self, ratio: jax.Array, noise: jax.Array) -> jax.Array:
-        """The ratio, rounded to one of its two neighbours."""
+        """Return the ratio, rounded to one of its two neighbours."""
         if self.dtype != "float8_e4m3fn":
             return jnp.floor(ratio + noise)
         _, exponent = jnp.frexp(ratio)
@@ -144,7 +144,7 @@ class Codec:
         return jnp.floor(ratio / step + noise) * step
 
     def _bytes_of(self, ratio: jax.Array) -> jax.Array:
-        # A quotient may be rounded up a little over the largest number.
+        # A quotient may be rounded to a little more than the largest number.
         if self.dtype == "float8_e4m3fn":
             ratio = jnp.clip(ratio, -_TOP, _TOP)
             return lax.bitcast_convert_type(ratio.astype(jnp.float8_e4m3fn), jnp.uint8)
@@ -153,7 +153,7 @@ class Codec:
         whole = lax.bitcast_convert_type(ratio.astype(jnp.int8), jnp.uint8)
         if self.dtype == "int8":
             return whole
-        # Two rows in one.
+        # Two rows share the bytes of one.
         low, high = jnp.split(whole, 2, -2)
         return (low & 15) | (high << 4)
 
@@ -162,13 +162,13 @@ class Codec:
             return lax.bitcast_convert_type(coded, jnp.float8_e4m3fn).astype(jnp.float32)
         whole = lax.bitcast_convert_type(coded, jnp.int8)
         if self.dtype == "int4":
-            # A shift of a signed number repeats its sign.
+            # A right shift of a signed number repeats its sign.
             whole = jnp.concatenate([(whole << 4) >> 4, whole >> 4], -2)
         return whole.astype(jnp.float32)
 
 
 def _up_to_16_bits(x: jax.Array) -> jax.Array:
-    """bfloat16: positive numbers, rounded up; NaN and infinity stay."""
+    """Round positive numbers up to bfloat16; NaN and infinity stay."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     up = lax.bitcast_convert_type(((bits + 0xFFFF) >> 16).astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), up, x.astype(jnp.bfloat16))
@@ -177,7 +177,7 @@ def _up_to_16_bits(x: jax.Array) -> jax.Array:
 # ---- Sums over the shards.
 
 
-# Arrays of so many rows on each shard have a collective of their own.
+# Arrays of at least this many rows on each shard have a collective of their own.
 _MANY = 512
 
 
@@ -234,17 +234,17 @@ class Quantized:
         return self.rounding == Rounding.STOCHASTIC
 
     def codec(self) -> Codec:
-        """What writes the numbers."""
+        """Return the codec that writes the numbers."""
         return Codec(self.dtype, self.is_random)
 
 
-# The axes along which shards send to each other in one way, all of them if there are none; and how:
-# quantized, in a dtype, or, if it is ``None``, as numbers are.
+# The axes along which shards send in one way, or no axes for all of them; and how they send: as a
+# ``Quantized`` says, in a dtype, or, if it is ``None``, as the numbers are.
 Tier = tuple[tuple[str, ...], Any]
 
 
 def takes_few_bits(x: Any, shards: Shards) -> bool:
-    """Whether an array fills blocks; smaller ones are sent as they are."""
+    """Return whether an array fills blocks; smaller ones are sent as they are."""
     return shards.size > 1 and jnp.isrealobj(x) and x.size >= shards.size * LANES
 
 
@@ -255,25 +255,25 @@ def sum_in_few_bits(
     key: jax.Array | None,
     tiers: Sequence[Tier],
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """This shard's slice of the sum of each array over the shards or the groups, and what is lost.
+    """Return this shard's slice of the sum of each array, and what was not sent of the array.
 
-    That is for each array what of this shard's was not sent, so that the sum over the shards of it
-    and of the sums, which are float32, is exact.
+    Sums are over the shards, or over the groups, and float32. A sum, and the sum over the shards of
+    what was not sent, add up to the exact sum.
 
-    Each shard writes what it sends once, and adds what it receives in float32. Sums that every
-    shard gets whole are written once more, by the shard that has added a slice of them.
+    Each shard encodes what it sends once, and adds what it receives in float32. Sums that every
+    shard gets in full are encoded once more, by the shard that has added a slice of them.
 
     Args:
       xs: floating arrays of this shard.
       partitions: the partition of each.
       shards: the shards; groups have one tier.
       key: a PRNG key, the same on all shards, to round stochastically; else ``None``.
-      tiers: who sends how, inner ones first.
+      tiers: how shards send along which axes, inner tiers first.
     """
     if shards.other_axes:
         run = functools.partial(sum_in_few_bits, tiers=tiers)
         both = lambda specs: (specs, specs)
-        sums, lost = on_blocks(run, xs, partitions, shards, key, each=both)
+        sums, lost = on_blocks(run, xs, partitions, shards, key, out_specs=both)
         return sums, lost
     rows = [_as_rows(x, each, shards.size) for x, each in zip(xs, partitions, strict=True)]
     buckets: dict[Any, list[int]] = {}
@@ -283,11 +283,11 @@ def sum_in_few_bits(
     sums, lost = list(map(jnp.asarray, xs)), list(map(jnp.asarray, xs))
     for nth, places in enumerate(buckets.values()):
         own = None if key is None else jax.random.fold_in(key, nth)
-        way = _Way(tiers, shards, own)
-        total, missing = way.scatter(jnp.concatenate([rows[at] for at in places], 1))
+        tiered = _TieredSum(tiers, shards, own)
+        total, missing = tiered.scatter(jnp.concatenate([rows[at] for at in places], 1))
         whole = partitions[places[0]].number == 1
         if whole:
-            total, kept = way.gather(total)
+            total, kept = tiered.gather(total)
             missing = missing.at[shards.position()].add(kept)
         ends = list(itertools.accumulate(rows[at].shape[1] for at in places))[:-1]
         for at, of_sum, of_lost in zip(
@@ -311,18 +311,18 @@ def gather_in_few_bits(
     codec: Codec,
     shards: Shards,
 ) -> jax.Array:
-    """An array in full, from the slices of all shards, or of the group, as they are read."""
+    """Gather an array in full, as it is decoded, from the slices of all shards, or of the group."""
     if shards.other_axes:
         of_block = lambda xs, blocks, device: [gather_in_few_bits(xs[0], blocks[0], codec, device)]
         return jnp.asarray(on_blocks(of_block, [part], [partition], shards)[0])
     row = _in_lanes(part[None])
-    found = codec.decode(gather_parts(codec.encode(row), 0, shards), row.shape[1])
+    found = codec.decode(gather_slices(codec.encode(row), 0, shards), row.shape[1])
     return _from_rows(found.astype(part.dtype), partition, partition.shape)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way:
-    """How ``[shards, rows, 128]``, with rows for each shard, are summed."""
+class _TieredSum:
+    """A sum of ``[shards, rows, 128]``, with rows for each shard, tier by tier."""
 
     tiers: Sequence[Tier]
     shards: Shards
@@ -347,12 +347,12 @@ class _Way:
         return found
 
     def scatter(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``[rows, 128]``: the sum of this shard's rows; and what of ``x`` was not sent."""
+        """Return the sum of this shard's rows, ``[rows, 128]``, and what was not sent of ``x``."""
         ways, lost = self._of_tiers, jnp.zeros_like(x)
         sizes = [own.size for _, own in reversed(ways)]
         x = x.reshape(*sizes, *x.shape[1:])
         for nth, (wire, own) in enumerate(ways):
-            # Those of the tiers that are left, of which this one is the last.
+            # The axes of the tiers that are left come first, that of this tier last of them.
             x = jnp.moveaxis(x, len(sizes) - 1 - nth, 0)
             x, missing = self._scattered(x, wire, own, nth)
             if missing is not None and wire.error_feedback:
@@ -362,7 +362,7 @@ class _Way:
     def _scattered(
         self, x: jax.Array, wire: Any, own: Shards, nth: int
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The sum of this shard's of ``[shards, …]`` over a tier; and what was not sent."""
+        """Return this shard's row of a tier's sum of ``[shards, …]``, and what was not sent."""
         if not isinstance(wire, Quantized):
             sent = x if wire is None else x.astype(wire)
             return send_scattered(sent, 0, own)[0].astype(x.dtype), None
@@ -373,26 +373,26 @@ class _Way:
         return total.astype(x.dtype), x - read(coded).astype(x.dtype)
 
     def gather(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``[shards, rows, 128]``: those of all shards, and what of this one's was not sent."""
+        """Gather the rows of all shards, ``[shards, rows, 128]``; also return what was not sent."""
         x, ways, kept = part, self._of_tiers, jnp.zeros_like(part)
         for nth, (wire, own) in reversed(list(enumerate(ways))):
             if not isinstance(wire, Quantized):
                 sent = (x if wire is None else x.astype(wire))[None]
                 x = send_gathered(sent, 0, own).astype(part.dtype)
             else:
-                # The others along the outer tiers have the same, and must round it alike.
+                # Other shards along the outer tiers have the same rows, and must round them alike.
                 those, codec = [each for _, each in ways[: nth + 1]], wire.codec()
                 coded = codec.encode(x, self._key_of(nth + len(ways), *those))
                 read = functools.partial(codec.decode, rows=x.shape[-2])
                 missing = x - read(coded).astype(x.dtype)
                 kept += self._own_rows(missing, ways[nth + 1 :]) if wire.error_feedback else 0
-                x = read(gather_parts(coded[None], 0, own)).astype(x.dtype)
-            # Major axes first: those of the outer tiers.
+                x = read(gather_slices(coded[None], 0, own)).astype(x.dtype)
+            # The axes of the outer tiers are the major ones.
             x = jnp.moveaxis(x, 0, -3)
         return x.reshape(-1, *part.shape), kept
 
     def _spread(self, missing: jax.Array, inner: Sequence[tuple[Any, Shards]]) -> jax.Array:
-        """``[shards, rows, 128]``: zeros, but for what this shard has added up of inner tiers."""
+        """Return ``[shards, rows, 128]``, zero but for the sums of this shard in inner tiers."""
         for _, own in reversed(inner):
             is_own = jnp.arange(own.number) == own.index()
             missing = jnp.where(is_own[:, None, None], missing[..., None, :, :], 0)
@@ -400,13 +400,13 @@ class _Way:
 
     @staticmethod
     def _own_rows(x: jax.Array, outer: Sequence[tuple[Any, Shards]]) -> jax.Array:
-        """``[rows, 128]``: this shard's of those of the outer tiers."""
+        """Return this shard's of the rows of the outer tiers, ``[rows, 128]``."""
         for _, own in reversed(outer):
             x = lax.dynamic_index_in_dim(x, own.index(), 0, keepdims=False)
         return x
 
     def _key_of(self, nth: int, *those: Shards) -> jax.Array | None:
-        """The key of what is sent, another for each place among these shards."""
+        """Return the key of what is sent, another for each place among ``those`` shards."""
         if self.key is None:
             return None
         key = jax.random.fold_in(self.key, nth)
@@ -417,7 +417,7 @@ class _Way:
 
 
 def _as_rows(x: jax.Array, partition: Partition, number: int) -> jax.Array:
-    """``[shards, rows, 128]``: the slice of each shard, or as many elements for each."""
+    """Return the slice of each shard, or an equal part for each, ``[shards, rows, 128]``."""
     if partition.number == 1:
         missing = -x.size % (number * LANES)
         filled = jnp.pad(jnp.ravel(x), (0, missing)) if missing else x
@@ -426,7 +426,7 @@ def _as_rows(x: jax.Array, partition: Partition, number: int) -> jax.Array:
 
 
 def _from_rows(rows: jax.Array, partition: Partition, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of ``_as_rows``."""
+    """Undo ``_as_rows``."""
     size = math.prod(shape)
     if partition.number == 1:
         return rows.reshape(shape) if rows.size == size else rows.ravel()[:size].reshape(shape)
@@ -434,7 +434,7 @@ def _from_rows(rows: jax.Array, partition: Partition, shape: tuple[int, ...]) ->
 
 
 def _in_lanes(x: jax.Array) -> jax.Array:
-    """``[shards, rows, 128]``: the elements of each of ``[shards, …]``, filled up."""
+    """Return the elements of each of ``[shards, …]``, filled up, as ``[shards, rows, 128]``."""
     if math.prod(x.shape[1:]) % LANES:
         x = x.reshape(len(x), -1)
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)))
@@ -442,7 +442,7 @@ def _in_lanes(x: jax.Array) -> jax.Array:
 
 
 def _from_lanes(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """``[shards, …]``: the inverse of ``_in_lanes``."""
+    """Undo ``_in_lanes``; return ``[shards, …]``."""
     size = math.prod(shape)
     if rows[0].size != size:
         rows = rows.reshape(len(rows), -1)[:, :size]

@@ -1,8 +1,8 @@
 """In order: adds the parts of virtual shards in one binary tree, whatever the number of shards.
 
 Level by level, adjacent summands are added, and an odd last one is carried to the next level.
-Each shard has as many summands in a row, of which it adds those that are a whole subtree for any
-number of shards: ``2**levels_within(count)`` of them. It keeps the others, its nodes, apart.
+Each shard has equally many adjacent summands. It adds those that form a whole subtree for any
+number of shards, ``2**levels_within(count)`` at a time, and keeps the sums, its nodes, apart.
 """
 
 import math
@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard.collectives.sums import Bucket, by_bucket, exchange, gather_parts, split_bucket
+from crossshard.collectives.sums import Bucket, by_bucket, exchange, gather_slices, split_bucket
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
 
 
 def levels_within(count: int) -> int:
-    """How many levels of the tree a shard with ``count`` summands adds by itself.
+    """Return how many levels of the tree a shard with ``count`` summands adds by itself.
 
     >>> levels_within(8), levels_within(6), levels_within(3)
     (3, 1, 0)
@@ -28,12 +28,12 @@ def levels_within(count: int) -> int:
 
 
 def nodes_within(count: int) -> int:
-    """How many nodes that leaves: 1 if ``count`` is a power of two, and else its odd part."""
+    """Return how many nodes that leaves: 1 if ``count`` is a power of two, else its odd part."""
     return count >> levels_within(count)
 
 
-def no_sums(types: Sequence[Any], count: int) -> list[jax.Array]:
-    """The sums before the first of ``count`` summands.
+def empty_sums(types: Sequence[Any], count: int) -> list[jax.Array]:
+    """Return the sums before the first of ``count`` summands.
 
     Each is ``[levels + nodes, …]``: at each level the last sum that waits for its neighbour, and
     then the nodes.
@@ -42,20 +42,20 @@ def no_sums(types: Sequence[Any], count: int) -> list[jax.Array]:
     return [jnp.zeros((length, *x.shape), x.dtype) for x in types]
 
 
-def with_summand(
+def add_summand(
     sums: Sequence[jax.Array], summand: Sequence[jax.Array], index: jax.Array, levels: jax.Array
 ) -> list[jax.Array]:
-    """The sums with one more summand.
+    """Return the sums with one more summand.
 
     It is added in a loop of its own, and so read from memory: a product that XLA computed in one
     kernel with the sum would not be rounded before it is added.
 
     Args:
-      sums: those before it; see ``no_sums``.
-      summand: it.
-      index: int32[], how many came before it on this shard.
-      levels: int32[], how many levels are added here. It must be no constant that XLA knows, or
-        the loop might be compiled differently for another number of shards.
+      sums: the sums before it; see ``empty_sums``.
+      summand: the summand.
+      index: int32[], how many summands came before it on this shard.
+      levels: int32[], how many levels are added here. It must not be a constant that XLA knows,
+        or the loop might be compiled differently for another number of shards.
     """
 
     def has_neighbour(carry: Any) -> jax.Array:
@@ -74,12 +74,12 @@ def with_summand(
 
 
 def nodes_of(sums: Sequence[jax.Array], count: int) -> list[jax.Array]:
-    """``[nodes, …]``: the nodes, once all ``count`` summands are added."""
+    """Return the nodes, ``[nodes, …]``, once all ``count`` summands are added."""
     return [x[levels_within(count) :] for x in sums]
 
 
 def sum_of_nodes(nodes: jax.Array) -> jax.Array:
-    """The sum of ``[nodes, …]`` along the first axis, by the rest of the tree.
+    """Return the sum of ``[nodes, …]`` along the first axis, by the rest of the tree.
 
     >>> sum_of_nodes(jnp.array([1.0, 2.0, 3.0]))
     Array(6., dtype=float32)
@@ -94,10 +94,10 @@ def sum_of_nodes(nodes: jax.Array) -> jax.Array:
 def sum_in_order(
     xs: Sequence[jax.Array], partitions: Sequence[Partition], shards: Shards
 ) -> list[jax.Array]:
-    """This shard's slice of the sum of each array over the nodes of all shards.
+    """Return this shard's slice of the sum of each array over the nodes of all shards.
 
-    Every shard sends each other one its slice of the nodes, which adds them in the order of the
-    shards; what is not split is then gathered.
+    Every shard sends each other shard its slice of the nodes. That shard adds what it receives in
+    the order of the shards; arrays that are not split are then gathered.
 
     Args:
       xs: ``[nodes, …]`` each.
@@ -112,7 +112,7 @@ def sum_in_order(
         packed = [_by_shard(x, each, shards.number) for x, each in bucket]
         columns = packed[0] if len(packed) == 1 else jnp.concatenate(packed, axis=2)
         nodes, _, width = columns.shape
-        if not width:  # all are empty, as those are whose rows travel in another
+        if not width:  # all arrays are empty, since their rows travel in another array
             return [jnp.zeros(x.shape[1:], x.dtype) for x, _ in bucket]
         if not split:
             padding = -width % shards.number
@@ -122,14 +122,14 @@ def sum_in_order(
         received = exchange(columns, 1, shards).reshape(shards.number * nodes, width)
         total = sum_of_nodes(received)
         if not split:
-            total = gather_parts(total, 0, shards)
+            total = gather_slices(total, 0, shards)
         return split_bucket(total, bucket)
 
     return by_bucket(xs, partitions, shards, move)
 
 
 def _by_shard(x: jax.Array, partition: Partition, number: int) -> jax.Array:
-    """``[nodes, shards, width]``: the slices of ``[nodes, …]``; of what is not split, one."""
+    """Return the slices of ``[nodes, …]`` as ``[nodes, shards, width]``; one if it is not split."""
     if partition.number == 1:
         return x.reshape(len(x), 1, math.prod(x.shape[1:]))
     packed = jax.vmap(partition.pack)(x)

@@ -17,7 +17,7 @@ from crossshard.shards.axes import Shards
 _Piece = tuple[jax.Array, jax.Array]
 # Products with fewer rows or columns leave most of a TPU's matrix unit idle.
 _LANES = 128
-# Into so many an array is cut that is gathered piece by piece.
+# The number of pieces of an array that is gathered piece by piece.
 _PIECES = 4
 
 
@@ -28,7 +28,7 @@ class Product:
     Attributes:
       of_x, of_w: the axis of each that the product sums over.
       axis: the axis of ``w`` that is split.
-      dtype: that of the product.
+      dtype: the dtype of the product.
       precision: as for ``jax.lax.dot_general``.
     """
 
@@ -39,13 +39,13 @@ class Product:
     precision: Any = None
 
     def forward(self, x: jax.Array, part: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
-        """The product, and ``w`` in full, of which each slice is multiplied as it arrives."""
+        """Return the product, and ``w`` in full; each slice is multiplied as it arrives."""
         slices: list[_Piece] = []
         for ring in reversed(_rings(shards)):
             size = part.shape[self.axis]
-            arrived = [(place * size, w) for place, w in _around(part, ring)]
-            part = _filled(arrived, ring.size * size, self.axis)
-            # Those before make up this shard's own of these, which comes first.
+            arrived = [(place * size, w) for place, w in _ring_gather(part, ring)]
+            part = _assembled(arrived, ring.size * size, self.axis)
+            # The slices before make up this shard's own slice, which comes first.
             start, own = arrived[0]
             before = [(start + place, w) for place, w in slices]
             narrow = not before or before[0][1].shape[self.axis] < _LANES
@@ -59,18 +59,18 @@ class Product:
             )
             return functools.reduce(jnp.add, summands).astype(self.dtype), whole
         products = ((place, self._dot(x, w, self.dtype)) for place, w in slices)
-        return _filled(
+        return _assembled(
             products, whole.shape[self.axis], self._axis_of_out(x.ndim, self.axis)
         ), whole
 
     def has_pieces(self, shape: Sequence[int]) -> bool:
-        """Whether ``w`` of this shape can be gathered in several pieces, for ``in_pieces``."""
+        """Return whether ``w`` of this shape can be gathered in pieces, for ``in_pieces``."""
         return len(shape) == 2 and shape[1 - self.axis] % (_PIECES * _LANES) == 0
 
     def in_pieces(
         self, x: jax.Array, part: jax.Array, gather: Callable[[jax.Array], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """As ``forward``: a piece along the axis that is not split is multiplied by itself."""
+        """Return what ``forward`` returns, from pieces along the axis that is not split."""
         axis = 1 - self.axis
         arrived = [gather(each).astype(x.dtype) for each in jnp.split(part, _PIECES, axis)]
         whole = jnp.concatenate(arrived, axis)
@@ -90,42 +90,42 @@ class Product:
         dtype: Any,
         sent: Callable[[jax.Array, Callable[[jax.Array], jax.Array]], jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
-        """The gradient of ``x``, and this shard's slice of the sum of those of ``w``.
+        """Return the gradient of ``x``, and this shard's slice of the sum of those of ``w``.
 
         Args:
-          dtype: in which gradients of ``w`` are sent, each slice as soon as it is made.
-          sent: from a slice of the gradient, and a function that takes that slice of an array of
-            the shape of ``w``, to what is to be summed.
+          dtype: the dtype in which gradients of ``w`` are sent, each slice as soon as it is made.
+          sent: returns what is to be summed, given a slice of the gradient, and a function that
+            takes the same slice of an array with the shape of ``w``.
         """
         ring, *inner = _rings(shards)
 
         def piece(place: jax.Array) -> jax.Array:
             rows, columns = x, gradient
             if self.axis == self.of_w:
-                rows = _nth(x, place, ring.size, self.of_x)
+                rows = _slice(x, place, ring.size, self.of_x)
             else:
-                columns = _nth(gradient, place, ring.size, self._axis_of_out(x.ndim, self.axis))
+                columns = _slice(gradient, place, ring.size, self._axis_of_out(x.ndim, self.axis))
             found = self.gradient_of_w(rows, columns, wide(self.dtype))
-            return sent(found, lambda y: _nth(y, place, ring.size, self.axis)).astype(dtype)
+            return sent(found, lambda y: _slice(y, place, ring.size, self.axis)).astype(dtype)
 
-        total = _summed(piece, ring)
-        # What the other rings still send is hidden by this product alone.
+        total = _ring_sum(piece, ring)
+        # This product alone hides what the other rings still send.
         total, gradient = lax.optimization_barrier((total, gradient))
         of_x = self.gradient_of_x(gradient, whole, x.dtype)
         for each in inner:
-            rest = total.astype(dtype)
-            total = _summed(functools.partial(_nth, rest, number=each.size, axis=self.axis), each)
+            part = functools.partial(_slice, total.astype(dtype), number=each.size, axis=self.axis)
+            total = _ring_sum(part, each)
         return of_x, total
 
     def gradient_of_x(self, gradient: jax.Array, whole: jax.Array, dtype: Any) -> jax.Array:
-        """The gradient of ``x``, from that of the product."""
+        """Return the gradient of ``x``, from that of the product."""
         of_w = [axis for axis in range(whole.ndim) if axis != self.of_w]
         of_gradient = [*range(gradient.ndim - len(of_w), gradient.ndim)]
         found = self._contracted(gradient, whole, of_gradient, of_w, dtype)
         return jnp.moveaxis(found, -1, self.of_x)
 
     def gradient_of_w(self, x: jax.Array, gradient: jax.Array, dtype: Any) -> jax.Array:
-        """The gradient of ``w``, from that of the product."""
+        """Return the gradient of ``w``, from that of the product."""
         free = [axis for axis in range(x.ndim) if axis != self.of_x]
         found = self._contracted(x, gradient, free, [*range(len(free))], dtype)
         return jnp.moveaxis(found, 0, self.of_w)
@@ -140,13 +140,13 @@ class Product:
         return self._contracted(x, w, [self.of_x], [self.of_w], dtype)
 
     def _axis_of_out(self, dimensions_of_x: int, axis: int) -> int:
-        """The axis of the product that is this one of ``w``, if it has it."""
+        """Return the axis of the product that is this axis of ``w``, if the product has it."""
         return dimensions_of_x - 1 + axis - (axis > self.of_w)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """Shards that send to their neighbours, in groups; both ways."""
+    """Groups of shards, in each of which shards send to their neighbours, both ways."""
 
     name: str  # the mesh axis
     members: Sequence[Sequence[int]]  # the shards of each group in order
@@ -156,18 +156,18 @@ class _Ring:
         return len(self.members[0])
 
     def position(self) -> jax.Array:
-        """int32[]: that of this shard in its group."""
+        """Return the position of this shard in its group, int32[]."""
         of = np.zeros(self.size * len(self.members), np.int32)
         for group in self.members:
             of[list(group)] = np.arange(self.size)
         return jnp.asarray(of)[lax.axis_index(self.name)]
 
     def after(self, position: jax.Array, steps: int) -> jax.Array:
-        """int32[]: the position so many steps further."""
+        """Return the position ``steps`` further, int32[]."""
         return lax.rem(position + (steps + self.size), jnp.int32(self.size))
 
     def sent(self, x: jax.Array, steps: int) -> jax.Array:
-        """What the shard sent that is so many steps before."""
+        """Return what the shard ``steps`` before this one sent."""
         pairs = [
             (group[i], group[(i + steps) % self.size])
             for group in self.members
@@ -177,13 +177,13 @@ class _Ring:
 
 
 def _rings(shards: Shards) -> list[_Ring]:
-    """The rings of a sum, in its order; a gather takes them the other way round."""
+    """Return the rings of a sum, in its order; a gather takes them the other way round."""
     everyone = [list(range(shards.number))]
     return [_Ring(name, members or everyone) for name, members in shards.scatter_schedule()]
 
 
-def _around(x: jax.Array, ring: _Ring) -> Iterator[_Piece]:
-    """The ``x`` of every shard of a ring with its position, as it arrives: nearest first."""
+def _ring_gather(x: jax.Array, ring: _Ring) -> Iterator[_Piece]:
+    """Yield the position and the ``x`` of every shard of a ring as it arrives: nearest first."""
     position = ring.position()
     yield position, x
     from_left = from_right = x
@@ -195,15 +195,15 @@ def _around(x: jax.Array, ring: _Ring) -> Iterator[_Piece]:
             yield ring.after(position, steps), from_right
 
 
-def _summed(piece: Callable[[jax.Array], jax.Array], ring: _Ring) -> jax.Array:
-    """The sum over a ring of every shard's ``piece(position)`` at this shard's position.
+def _ring_sum(piece: Callable[[jax.Array], jax.Array], ring: _Ring) -> jax.Array:
+    """Return the sum over a ring of every shard's ``piece(position)`` at this shard's position.
 
-    Pieces of 16 bits are sent so, and added in float32.
+    Pieces of 16 bits are sent in 16 bits, and added in float32.
     """
     position = ring.position()
     own = piece(position)
     total = own.astype(wide(own.dtype))
-    # A sum goes half of the way round, and grows on each shard; the other half comes to meet it.
+    # One sum goes halfway round and grows on each shard; another comes from the other side.
     for way, steps in ((1, ring.size // 2), (-1, (ring.size - 1) // 2)):
         arrived: Any = None
         for step in range(steps, 0, -1):
@@ -215,8 +215,8 @@ def _summed(piece: Callable[[jax.Array], jax.Array], ring: _Ring) -> jax.Array:
     return total
 
 
-def _filled(pieces: Iterable[_Piece], length: int, axis: int) -> jax.Array:
-    """The pieces, each from its place on along an axis of this length."""
+def _assembled(pieces: Iterable[_Piece], length: int, axis: int) -> jax.Array:
+    """Put pieces into an array, each at its place along an axis of this length."""
     whole: Any = None
     for place, x in pieces:
         if whole is None:
@@ -225,8 +225,8 @@ def _filled(pieces: Iterable[_Piece], length: int, axis: int) -> jax.Array:
     return whole
 
 
-def _nth(x: jax.Array, place: jax.Array, number: int, axis: int) -> jax.Array:
-    """The slice at a place of so many along an axis."""
+def _slice(x: jax.Array, place: jax.Array, number: int, axis: int) -> jax.Array:
+    """Return the slice at a place among ``number`` slices along an axis."""
     size = x.shape[axis] // number
     return _at(x, place * size, size, axis)
 

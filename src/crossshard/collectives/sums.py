@@ -1,7 +1,7 @@
 """Sums, gathers and exchanges over the shards, or over groups, under shard_map, pmap and vmap.
 
-``sum_over_shards``, ``scatter_sum``, ``gather_parts`` and ``exchange`` send arrays as they are. The
-four ``send_…`` send what has 16 bits in 16 bits, and add it in float32.
+``sum_over_shards``, ``scatter_sum``, ``gather_slices`` and ``exchange`` send arrays as they are.
+The four ``send_…`` send 16-bit arrays in 16 bits, and add them in float32.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ from crossshard.shards.cut import Partition
 
 
 def widen(x: Any) -> jax.Array:
-    """``x`` in the dtype in which it is summed."""
+    """Return ``x`` in the dtype in which it is summed."""
     return jnp.asarray(x, wide(jnp.result_type(x)))
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype in which one is summed: float32 for those of 16 bits, which overflow or round."""
+    """Return the dtype in which one is summed: float32 for 16-bit ones, which overflow or round."""
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
 
 
@@ -44,11 +44,11 @@ def check_bound(shards: Shards, done: str) -> None:
         )
 
 
-# Arrays as they are.
+# Arrays are sent as they are.
 
 
 def sum_over_shards(x: Any, shards: Shards) -> Any:
-    """The sum of ``x`` over the shards, or over the groups; the same shape and dtype.
+    """Return the sum of ``x`` over the shards, or over the groups, in its shape and dtype.
 
     The result is invariant unless there are several groups.
     """
@@ -79,12 +79,12 @@ def _sum_over_group(x: Any, shards: Shards) -> Any:
 
 
 def scatter_sum(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
-    """This shard's slice along ``axis`` of the sum over the shards or over its group."""
+    """Return this shard's slice along ``axis`` of the sum over the shards or over its group."""
     reduce_scatter = lambda x: _reduce_scatter(x, axis, shards)
     if not shards.manual or not _jax.has_coordinator():
         return reduce_scatter(x)
-    # XLA for CPUs sends everything through gloo then, within a process, too. Of gloo's collectives
-    # only the reduce-scatter fails if another process is half a minute late (jax#40831).
+    # With a coordinator, XLA for CPUs sends everything through gloo, even within a process. Of
+    # gloo's collectives only the reduce-scatter fails if one is half a minute late (jax#40831).
     by_exchange = lambda x: exchange(x, axis, shards).sum(0, dtype=x.dtype)
     return shards.by_platform(x, cpu=by_exchange, default=reduce_scatter)
 
@@ -100,13 +100,13 @@ def _reduce_scatter(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
     return x
 
 
-def gather_parts(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
-    """The slices of all shards, or of the group, concatenated along ``axis``.
+def gather_slices(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
+    """Concatenate the slices of all shards, or of the group, along ``axis``.
 
     The result is invariant unless there are groups.
     """
     if shards.groups is not None and not shards.manual:
-        return jnp.concatenate(list(of_group(x, shards)), axis)
+        return jnp.concatenate(list(gather_over_group(x, shards)), axis)
     stages = shards.scatter_schedule()
     for name, members in stages if shards.is_inner_first else reversed(stages):
         if members is None:
@@ -117,8 +117,8 @@ def gather_parts(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
 
 
 def _gather_sums(x: jax.Array, shards: Shards) -> jax.Array:
-    """``gather_parts`` along axis 0 of what ``scatter_sum`` returned, both to be differentiated."""
-    gather = lambda x: gather_parts(x, 0, shards)
+    """Gather what ``scatter_sum`` returned along axis 0, so that both can be differentiated."""
+    gather = lambda x: gather_slices(x, 0, shards)
     if not _jax.has_coordinator():
         return gather(x)
     # The derivative of an all-gather is a reduce-scatter, and that of an exchange an exchange.
@@ -127,13 +127,13 @@ def _gather_sums(x: jax.Array, shards: Shards) -> jax.Array:
 
 
 def exchange(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
-    """``[shards, …]``: this shard's slice along ``axis`` of the ``x`` of every shard, in order.
+    """Return this shard's slice along ``axis`` of every shard's ``x``, ``[shards, …]``, in order.
 
     Their sum is the result of a reduce-scatter, and this sends as many bytes.
     """
     parts = jnp.stack(jnp.split(x, shards.size, axis))
     if shards.groups is not None and not shards.manual:
-        return of_group(parts, shards)[:, shards.position()]
+        return gather_over_group(parts, shards)[:, shards.position()]
     return lax.all_to_all(
         shards.as_varying(parts),
         shards.axes,
@@ -144,7 +144,7 @@ def exchange(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
     )
 
 
-def turn(x: jax.Array, split: int, join: int, shards: Shards) -> jax.Array:
+def resplit(x: jax.Array, split: int, join: int, shards: Shards) -> jax.Array:
     """Turn slices along the axis ``join`` into slices along ``split``, by an all-to-all."""
     return lax.all_to_all(
         shards.as_varying(x), shards.axes, split_axis=split, concat_axis=join, tiled=True
@@ -152,7 +152,7 @@ def turn(x: jax.Array, split: int, join: int, shards: Shards) -> jax.Array:
 
 
 def gather_over_shards(x: Any, shards: Shards) -> jax.Array:
-    """``[shards, …]``: the ``x`` of every shard, in order."""
+    """Return the ``x`` of every shard, ``[shards, …]``, in order."""
     # One axis at a time: under vmap, all_gather does not accept a tuple of axes.
     for axis in reversed(shards.axes):
         x = lax.all_gather(x, axis)
@@ -160,8 +160,8 @@ def gather_over_shards(x: Any, shards: Shards) -> jax.Array:
     return x.reshape(math.prod(x.shape[:depth]), *x.shape[depth:])
 
 
-def of_group(x: jax.Array, shards: Shards) -> jax.Array:
-    """``[size, …]``: the ``x`` of each shard of this group, under vmap, too."""
+def gather_over_group(x: jax.Array, shards: Shards) -> jax.Array:
+    """Return the ``x`` of each shard of this group, ``[size, …]``, under vmap, too."""
     of_all = gather_over_shards(x, shards)
     if shards.groups is None:
         return of_all
@@ -177,19 +177,16 @@ def _reordered(x: jax.Array, axis: int, sizes: list[int]) -> jax.Array:
     """Split an axis into axes of these sizes, reverse the order of these, and merge them."""
     blocks = x.reshape(*x.shape[:axis], *sizes, -1, *x.shape[axis + 1 :])
     count = len(sizes)
-    order = [
-        *range(axis),
-        *range(axis + count - 1, axis - 1, -1),
-        *range(axis + count, blocks.ndim),
-    ]
+    order = [*range(blocks.ndim)]
+    order[axis : axis + count] = reversed(order[axis : axis + count])
     return blocks.transpose(order).reshape(x.shape)
 
 
-# What has 16 bits is sent in 16 bits.
+# 16-bit arrays are sent in 16 bits.
 
 
 def send_scattered(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
-    """This shard's slice along ``axis`` of the sum."""
+    """Return this shard's slice along ``axis`` of the sum."""
     if not _is_narrow(x):
         return scatter_sum(x, axis, shards)
     if not shards.manual:
@@ -202,7 +199,7 @@ def send_scattered(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
 
 
 def send_sum(x: jax.Array, shards: Shards) -> jax.Array:
-    """The sum; one of 16-bit arrays is rounded to 16 bits, and returned as float32."""
+    """Return the sum; that of 16-bit arrays is rounded to 16 bits, and returned as float32."""
     if not _is_narrow(x):
         return sum_over_shards(x, shards)
     if not shards.manual or shards.number == 1:
@@ -211,7 +208,7 @@ def send_sum(x: jax.Array, shards: Shards) -> jax.Array:
     def by_exchange(x: jax.Array) -> jax.Array:
         flat = jnp.pad(x.ravel(), (0, -x.size % shards.size))
         part = _sum_of_exchanged(flat, 0, shards).astype(x.dtype)
-        whole = lax.bitcast_convert_type(gather_parts(_as_bits(part), 0, shards), x.dtype)
+        whole = lax.bitcast_convert_type(gather_slices(_as_bits(part), 0, shards), x.dtype)
         return whole[: x.size].reshape(x.shape)
 
     total = shards.by_platform(x, cpu=by_exchange, default=lambda x: sum_over_shards(x, shards))
@@ -219,22 +216,22 @@ def send_sum(x: jax.Array, shards: Shards) -> jax.Array:
 
 
 def send_gathered(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
-    """The slices of all shards, or of the group, concatenated along ``axis``."""
-    return _in_bits(x, lambda x: gather_parts(x, axis, shards), shards)
+    """Concatenate the slices of all shards, or of the group, along ``axis``."""
+    return _in_bits(x, lambda x: gather_slices(x, axis, shards), shards)
 
 
 def send_exchanged(x: jax.Array, shards: Shards) -> jax.Array:
-    """``[shards, …]``: what every shard has for this one, from the same of all of them."""
+    """Send row ``i`` of ``x`` to shard ``i``; return the rows received, in order of the shards."""
     return _in_bits(x, lambda x: exchange(x, 0, shards)[:, 0], shards)
 
 
 def _is_narrow(x: Any) -> bool:
-    """Whether an array has fewer bits than those in which it is to be added."""
+    """Return whether an array has fewer bits than the dtype in which it is added."""
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
 
 
 def _in_bits(x: jax.Array, move: Callable[[jax.Array], jax.Array], shards: Shards) -> jax.Array:
-    """``move(x)``; of 16 bits as integers on CPUs, where XLA would send floats in 32 bits."""
+    """Return ``move(x)``; on CPUs 16-bit floats move as integers, since XLA would send 32 bits."""
     if not _is_narrow(x):
         return move(x)
     by_bits = lambda x: lax.bitcast_convert_type(move(_as_bits(x)), x.dtype)
@@ -242,9 +239,9 @@ def _in_bits(x: jax.Array, move: Callable[[jax.Array], jax.Array], shards: Shard
 
 
 def _sum_of_exchanged(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
-    """float32: the sum of the slices that the other shards send to this one.
+    """Return the sum of the slices that the shards send to this one, float32.
 
-    XLA for CPUs adds in float32 and sends what it adds; bits that it does not add stay 16.
+    XLA for CPUs adds, and sends what it adds, in float32; what it only moves keeps its 16 bits.
     """
     received = exchange(_as_bits(x), axis, shards)
     return lax.bitcast_convert_type(received, x.dtype).astype(jnp.float32).sum(0)
@@ -269,7 +266,7 @@ def bucketed_sum(
     partitions: Sequence[Partition],
     shards: Shards,
 ) -> list[jax.Array]:
-    """This shard's slice of the sum of each array over the shards, or the groups.
+    """Return this shard's slice of the sum of each array over the shards, or the groups.
 
     Arrays of 16 bits are sent in 16 bits, and their sums are float32.
     """
@@ -301,7 +298,7 @@ def bucketed_gather(
     partitions: Sequence[Partition],
     shards: Shards,
 ) -> list[jax.Array]:
-    """Each array in full, all-gathered from its slices; replicated arrays are unchanged."""
+    """Gather each array in full from its slices; replicated arrays are unchanged."""
     if shards.other_axes:
         return list(on_blocks(bucketed_gather, parts, partitions, shards))
     gather = functools.partial(send_gathered, shards=shards)
@@ -326,7 +323,7 @@ def bucketed_gather(
 
 
 def _not_fused(x: jax.Array) -> jax.Array:
-    """``x``; if it is a scalar, behind a barrier, so that the bucket's kernel does not compute it.
+    """Return ``x``; a scalar behind a barrier, so that the bucket's kernel does not compute it.
 
     Otherwise a loss would be computed when the last gradient of its bucket is, and the activations
     that it reads, such as a language model's logits, would be kept until then.
@@ -340,11 +337,11 @@ def on_blocks(
     partitions: Sequence[Partition],
     shards: Shards,
     *replicated: Any,
-    each: Callable[[Any], Any] = lambda specs: specs,
+    out_specs: Callable[[Any], Any] = lambda specs: specs,
 ) -> Any:
-    """``move`` applied to each device's blocks of arrays that are split over other axes.
+    """Apply ``move`` to each device's blocks of arrays that are split over other axes.
 
-    Left to XLA, it would gather the blocks before a reduce-scatter.
+    XLA itself would gather the blocks before a reduce-scatter.
 
     Args:
       move: a function of the arrays, their partitions, the shards and what is ``replicated``.
@@ -352,7 +349,7 @@ def on_blocks(
       partitions: the partition of each.
       shards: the shards.
       *replicated: arrays that every device has in full.
-      each: makes the specs of what it returns from those of the arrays.
+      out_specs: returns the specs of what ``move`` returns, given those of the arrays.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     blocks = [partition.of_block(sizes) for partition in partitions]
@@ -362,7 +359,7 @@ def on_blocks(
         lambda xs, *replicated: move(xs, blocks, of_device, *replicated),
         axis_names=frozenset(shards.other_axes),
         in_specs=(specs, *[PartitionSpec()] * len(replicated)),
-        out_specs=each(specs),
+        out_specs=out_specs(specs),
     )
     return run(list(xs), *replicated)
 
@@ -397,7 +394,7 @@ def by_bucket(
 
 
 def _bucket_size(number: int) -> int:
-    """How many of ``number`` arrays of one shape share a bucket, such that few are left over."""
+    """Return how many of ``number`` arrays of one shape share a bucket, so that few are left."""
     if number < max(_OF_ONE_SHAPE):
         return max(_OF_ONE_SHAPE)
     return min(_OF_ONE_SHAPE, key=lambda size: (number % size, -size))
@@ -409,21 +406,21 @@ def _alone(
     shape: tuple[int, ...],
     move: Callable[[jax.Array, int], jax.Array],
 ) -> jax.Array:
-    """``move`` applied to one array; in rows, if its flattened elements are split."""
+    """Apply ``move`` to one array; in rows, if its flattened elements are split."""
     if partition.axis is None:
         return move(x.reshape(-1, partition.tile.lanes), 0).reshape(shape)
     return move(x, partition.axis)
 
 
 def split_bucket(flat: jax.Array, bucket: Bucket) -> list[jax.Array]:
-    """The arrays of a reduced or gathered bucket."""
+    """Split a reduced or gathered bucket into its arrays."""
     shapes = [partition.local_shape for _, partition in bucket]
     pieces = zip(_spans(map(math.prod, shapes)), shapes, strict=True)
     return [flat[start:end].reshape(shape) for (start, end), shape in pieces]
 
 
 def _spans(widths: Iterable[int]) -> Iterable[tuple[int, int]]:
-    """The start and the end of each of adjacent pieces of these widths."""
+    """Return the start and the end of each of adjacent pieces of these widths."""
     return itertools.pairwise(itertools.accumulate(widths, initial=0))
 
 
@@ -431,7 +428,7 @@ def _spans(widths: Iterable[int]) -> Iterable[tuple[int, int]]:
 
 
 def to_average(x: Any, weight: Float[Array, ""] | None) -> Inexact[Array, "..."]:
-    """This shard's summand of a mean: times its weight, and zero if that is zero, even for NaN."""
+    """Return this shard's summand of a mean: ``x`` times its weight, 0 for weight 0 even if NaN."""
     wide = widen(x)
     if weight is None:
         return wide
@@ -439,7 +436,7 @@ def to_average(x: Any, weight: Float[Array, ""] | None) -> Inexact[Array, "..."]
 
 
 def to_sum(x: Any, weight: Float[Array, ""] | None) -> Shaped[Array, "..."]:
-    """This shard's summand of a sum: zero if its weight is zero."""
+    """Return this shard's summand of a sum: zero if its weight is zero."""
     wide = widen(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else jnp.asarray(x)
     return wide if weight is None else jnp.where(weight != 0, wide, 0)
 
@@ -447,7 +444,7 @@ def to_sum(x: Any, weight: Float[Array, ""] | None) -> Shaped[Array, "..."]:
 def average(
     total: Inexact[Array, "*shape"], weight: Float[Array, ""] | None, number: int = 1
 ) -> Inexact[Array, "*shape"]:
-    """The mean, from the sum of all summands and weights; zero if nothing has weight.
+    """Return the mean, from the sum of all summands and weights; zero if nothing has weight.
 
     Args:
       total: the sum of ``to_average`` over the shards.

@@ -1,6 +1,6 @@
 """Local gradients: ``grad`` and ``value_and_grad`` that never sum over the shards.
 
-A loss is checked, scaled, and refused where its gradient would be another.
+A loss is checked and scaled, and refused if its gradient would be wrong.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from crossshard.jaxprs.walk import (
 )
 from crossshard.shards.axes import (
     Shards,
+    check_axes_unambiguous,
     check_axis_name,
-    check_no_further,
-    check_one_way,
+    check_varies_over_shards_only,
     get_shard_context,
     shards_of_gradient,
 )
@@ -53,7 +53,7 @@ def value_and_grad(
     loss_scale: PyTree = None,
     optimizer: object = None,
 ) -> Callable[..., PyTree]:
-    """Like ``jax.value_and_grad``, but the gradient is always local to the shard.
+    """Return a function as ``jax.value_and_grad`` does, whose gradient is local to the shard.
 
     Under ``shard_map(check_vma=True)``, ``jax.grad`` sums the gradient of a replicated parameter
     over the shards; in all other modes it does not. This function never does, so that a
@@ -67,8 +67,8 @@ def value_and_grad(
       has_aux: whether ``fun`` returns ``(loss, aux)``.
       holomorphic: as for ``jax.grad``.
       allow_int: as for ``jax.grad``.
-      axis_name: the axes over which the gradient stays local. If ``None``, the only bound axis;
-        of several, those over which no parameter is split by its type. Without such types
+      axis_name: the axes over which the gradient stays local. If ``None``, the only bound axis; if
+        several are bound, those over which no parameter is split by its type. Without such types
         (``check_vma=False``), a ``psum`` over another axis, or an ``all_gather`` of more than
         parameters, is refused, since JAX's own gradient through it is too large by the size of that
         axis, unless it stands in a ``jax.custom_vjp``.
@@ -115,7 +115,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_local_grad(*args: Any, **kwargs: Any) -> Any:
-        numbers = _in_order(chosen, len(args))
+        numbers = _resolve_argnums(chosen, len(args))
         params = list(_arrays(args[number] for number in numbers))
         shards = shards_of_gradient(names, params)
 
@@ -129,8 +129,8 @@ def value_and_grad(
                         "crossshard.value_and_grad(loss, optimizer=opt)."
                     )
                 loss, _ = part_of_shard(loss, of_mean())
-            check_one_way(loss, shards, names)
-            check_no_further(loss, shards, params)
+            check_axes_unambiguous(loss, shards, names)
+            check_varies_over_shards_only(loss, shards, params)
             # An invariant loss is cast to varying: each shard differentiates its own copy.
             return shards.as_varying(scaled(loss, scale)), (loss, aux)
 
@@ -154,7 +154,7 @@ def grad(
     axis_name: str | tuple[str, ...] | None = None,
     optimizer: object = None,
 ) -> Callable[..., PyTree]:
-    """Like ``jax.grad``, but the gradient is always local to the shard; see ``value_and_grad``.
+    """Return a function as ``jax.grad`` does, with a local gradient; see ``value_and_grad``.
 
     >>> import jax, jax.numpy as jnp
     >>> step = lambda x: grad(lambda w: w * x)(jnp.float32(2))
@@ -192,8 +192,8 @@ def _check_argnums(argnums: Any) -> int | tuple[int, ...]:
     return _check.whole_number("argnums", argnums, least=None, hint="It may be a tuple of ints.")
 
 
-def _in_order(chosen: int | tuple[int, ...], number: int) -> tuple[int, ...]:
-    """The places of the arguments to differentiate, of so many."""
+def _resolve_argnums(chosen: int | tuple[int, ...], number: int) -> tuple[int, ...]:
+    """Return the places of the arguments to differentiate, among ``number`` of them."""
     numbers = (chosen,) if isinstance(chosen, int) else chosen
     for n in numbers:
         if not -number <= n < number:
@@ -208,14 +208,14 @@ def _is_nnx(tree: Any) -> bool:
 
 
 def _arrays(args: Iterable[Any]) -> Iterator[Any]:
-    """The arrays of some arguments."""
+    """Yield the arrays of some arguments."""
     for arg in args:
         values = [v.get_raw_value() for v in _variables(arg)] if _is_nnx(arg) else arg
         yield from (leaf for leaf in jax.tree.leaves(values) if hasattr(leaf, "dtype"))
 
 
 def _variables(node: Any) -> list[AnyVariable]:
-    """The variables below a node of NNX's graph, each once."""
+    """Return the variables below a node of NNX's graph, each once."""
     return [leaf for _, leaf in nnx.iter_graph(node) if isinstance(leaf, nnx.Variable)]
 
 
@@ -242,7 +242,7 @@ def _nnx_grad(
 def _jaxpr_of_parameters(
     loss: Callable[..., Any], numbers: tuple[int, ...], args: list[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """The jaxpr of the loss as a function of what ``nnx.grad`` differentiates."""
+    """Return the jaxpr of the loss as a function of what ``nnx.grad`` differentiates."""
     is_parameter = lambda path, leaf: path[0] in numbers and isinstance(leaf, nnx.Param)
     split: Any = nnx.split(tuple(args), is_parameter, ...)
     graph, parameters, others = split
@@ -284,13 +284,13 @@ def _jax_grad(
 
 
 def _with(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """The leaves, with these values at their places."""
+    """Return the leaves, with these values at their places."""
     found = dict(zip(places, values, strict=True))
     return [found.get(place, leaf) for place, leaf in enumerate(leaves)]
 
 
 def _differentiable(number: int, arg: Any, allow_int: bool) -> list[bool]:
-    """Which leaves to differentiate: all if ``jax.grad`` takes them, otherwise floating arrays."""
+    """Return which leaves to differentiate: all if ``jax.grad`` takes them, or floating arrays."""
     leaves = jax.tree.leaves(arg)
     if all(is_number(leaf) and (allow_int or is_inexact(leaf)) for leaf in leaves):
         return [True] * len(leaves)
@@ -302,13 +302,13 @@ def _differentiable(number: int, arg: Any, allow_int: bool) -> list[bool]:
     return [hasattr(leaf, "dtype") and is_inexact(leaf) for leaf in leaves]
 
 
-# ---- The loss, and where its gradient would be another.
+# ---- The loss, and what would make its gradient wrong.
 
 
 def split_loss(
     out: Any, has_aux: bool, kinds: tuple[Any, ...] = (jnp.floating,)
 ) -> tuple[Any, Any]:
-    """The loss, a ``Mean`` or a scalar of one of these kinds, and ``aux``, of what it returned."""
+    """Split what a function returned into the loss, a ``Mean`` or a scalar, and ``aux``."""
     is_pair = isinstance(out, tuple | list) and len(out) == 2
     if has_aux and not is_pair:
         raise ArgumentTypeError(
@@ -325,12 +325,12 @@ def split_loss(
 
 
 def scaled(loss: Any, scale: Any) -> Any:
-    """``loss * scale`` in the dtype of the loss; the loss itself if ``scale`` is ``None``."""
+    """Return ``loss * scale`` in the dtype of the loss; the loss if ``scale`` is ``None``."""
     return loss if scale is None else loss * scale.astype(loss.dtype)
 
 
 def unscale(gradients: Any, scale: Any) -> Any:
-    """The gradients of a loss, with at least 32 bits, from those of ``scaled(loss, scale)``."""
+    """Return the gradients of a loss, 32 bits or wider, from those of ``scaled(loss, scale)``."""
     if scale is None:
         return gradients
 
@@ -345,7 +345,7 @@ def unscale(gradients: Any, scale: Any) -> Any:
 
 @contextmanager
 def explained_types(shards: Shards) -> Iterator[None]:
-    """Trace a loss; where JAX compares types in vain, say how to make them equal."""
+    """Trace a loss in this context; if JAX finds unequal types, say how to make them equal."""
     try:
         yield
     except TypeError as error:
@@ -367,16 +367,17 @@ def check_sums(trace: Callable[[], Any], axis_name: tuple[str, ...]) -> None:
 
     Without types, autodiff turns a ``psum`` into a ``psum``, and an ``all_gather`` into a scatter
     that sums. That is right over shards, whose losses are added, and wrong over an axis along which
-    all compute the same loss. The loss is traced only where an axis without types is bound besides
-    the shard axes. Refused is such a ``psum``, or such an ``all_gather`` of more than parameters,
-    on the way from the parameters to the loss, outside of a function with a derivative of its own.
+    all devices compute the same loss. The loss is traced only if an axis without types is bound
+    besides the shard axes. Such a ``psum`` is refused on the way from the parameters to the loss,
+    and so is such an ``all_gather`` of more than parameters, unless they are in a function with a
+    derivative of its own.
 
     Args:
       trace: returns the jaxpr of the loss as a function of what is differentiated.
       axis_name: the shard axes; empty if they are not named.
     """
     bound, context = _jax.bound_axes(), get_shard_context()
-    # A single axis is known to count the shards.
+    # If only one axis is bound, it counts the shards.
     only = tuple(bound) if len(bound) == 1 else ()
     named = axis_name or (context.axis_name if context else ()) or only
     untyped = (axis for axis in bound if axis not in named and not _jax.has_vma(axis))
@@ -384,8 +385,8 @@ def check_sums(trace: Callable[[], Any], axis_name: tuple[str, ...]) -> None:
     if not further:
         return
     jaxpr, sums = trace(), _Sums(named, tuple(bound), tuple(further))
-    (found,) = follow(sums, [jaxpr], [_Of.PARAMETERS] * len(jaxpr.in_avals))
-    if found is None or isinstance(found, _Of):
+    (found,) = follow(sums, [jaxpr], [_Source.PARAMETERS] * len(jaxpr.in_avals))
+    if found is None or isinstance(found, _Source):
         return
     over, line = sums.axes_of(found), _jax.source_of(found)
     number = math.prod(further[axis] for axis in over)
@@ -402,8 +403,8 @@ def check_sums(trace: Callable[[], Any], axis_name: tuple[str, ...]) -> None:
     )
 
 
-class _Of(enum.Enum):
-    """What a value is computed from; nothing but literals if it is none of these."""
+class _Source(enum.Enum):
+    """What a value is computed from; a value from literals alone has none of these."""
 
     DATA = 1
     PARAMETERS = 2
@@ -411,38 +412,38 @@ class _Of(enum.Enum):
 
 
 class _Sums(Analysis[Any]):
-    """``None``, an ``_Of``, or the equation that sums what has a derivative."""
+    """Finds an equation that sums what has a derivative; other facts are a ``_Source`` or none."""
 
     def __init__(
         self, named: tuple[str, ...], bound: tuple[str, ...], further: tuple[str, ...]
     ) -> None:
         self._named = named  # the axes of the shards; empty if none is named
         self._bound = bound  # all axes
-        self._further = further  # of the others, those without types
+        self._further = further  # the other axes without types
 
     def axes_of(
         self, equation: Any, names: tuple[str, ...] = ("psum", "all_gather")
     ) -> tuple[str, ...]:
-        """The axes of a collective that count no shards, or that nobody has named."""
+        """Return the axes of a collective that are not shard axes, or not named as such."""
         if equation.primitive.name not in names or equation.params.get("axis_index_groups"):
             return ()
         summed = named_axes(equation)
-        # All of several may be shard axes.
+        # If it sums over all bound axes, all of them may be shard axes.
         if not self._named and summed.issuperset(self._bound):
             return ()
         return tuple(axis for axis in self._further if axis in summed)
 
-    def constant(self, values: Sequence[Any]) -> _Of | None:
-        return _Of.DATA if any(np.ndim(value) for value in values) else None
+    def constant(self, values: Sequence[Any]) -> _Source | None:
+        return _Source.DATA if any(np.ndim(value) for value in values) else None
 
     def join(self, facts: Sequence[Any]) -> Any:
-        some = {fact for fact in facts if isinstance(fact, _Of)}
-        summed = (fact for fact in facts if fact is not None and not isinstance(fact, _Of))
-        alone = some.pop() if len(some) == 1 else (_Of.BOTH if some else None)
+        some = {fact for fact in facts if isinstance(fact, _Source)}
+        summed = (fact for fact in facts if fact is not None and not isinstance(fact, _Source))
+        alone = some.pop() if len(some) == 1 else (_Source.BOTH if some else None)
         return next(summed, alone)
 
     def control(self, equations: Equations, decides: Any) -> None:
-        """Nothing: a choice has no derivative."""
+        """Return ``None``: a choice has no derivative."""
         del equations, decides
 
     def enters(self, equations: Equations, inputs: Sequence[Any]) -> bool:
@@ -452,12 +453,12 @@ class _Sums(Analysis[Any]):
     def transfer(self, equations: Equations, inputs: Sequence[Any]) -> Sequence[Any]:
         (equation,) = equations
         fact = self.join(inputs)
-        if fact in (_Of.PARAMETERS, _Of.BOTH) and self.enters(equations, inputs):
+        if fact in (_Source.PARAMETERS, _Source.BOTH) and self.enters(equations, inputs):
             # A gather of parameters alone puts together what each shard with its own rows needs.
-            names = ("psum",) if fact is _Of.PARAMETERS else ("psum", "all_gather")
+            names = ("psum",) if fact is _Source.PARAMETERS else ("psum", "all_gather")
             run = (equation, *equations_within(equation))
             fact = next((each for each in run if self.axes_of(each, names)), fact)
-        still = None if fact in (None, _Of.PARAMETERS) else _Of.DATA
+        still = None if fact in (None, _Source.PARAMETERS) else _Source.DATA
         stops = equation.primitive.name == "stop_gradient"
         floating = [jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in equation.outvars]
         return [fact if each and not stops else still for each in floating]

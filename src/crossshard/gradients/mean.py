@@ -20,15 +20,15 @@ from crossshard.shards.axes import Shards
 
 
 class Moved(NamedTuple):
-    """What a loss does to a sum over all rows before it divides by it."""
+    """What a loss does to a sum over all rows before it divides by that sum."""
 
     # "max": at least the bound; "plus": the bound is added; "guard": the bound in the place of 0.
     how: str = ""
     bound: float = 0.0
-    of_mean: bool = False  # to the mean of what the parts have, rather than to their sum
+    of_mean: bool = False  # whether it is done to the mean over the parts, rather than to their sum
 
     def __call__(self, count: Any, parts: Any = 1) -> Any:
-        """What divides, given the sum over so many parts."""
+        """Return the divisor, given the sum over so many parts."""
         bound = self.bound * parts if self.of_mean else self.bound
         if self.how == "max":
             return jnp.maximum(count, bound)
@@ -53,14 +53,14 @@ class Term:
     count: Any  # how many count, which divides it
     scale: Any = 1.0  # what multiplies the quotient
     name: str = ""  # in ``metrics``; empty without one
-    is_fixed: bool = False  # whether the count is a number that is no array, and not 0
+    is_fixed: bool = False  # whether the count is a number, and not an array of JAX, and not 0
     moved: Moved = _UNMOVED  # what is done to the count of the batch before it divides
 
 
 class Mean:
     """Divides a sum over rows by their count, both summed over the whole batch first.
 
-    What a loss returns in place of a number: the loss of the batch is the sum of the totals of all
+    A loss returns it in place of a number. The loss of the batch is the sum of the totals of all
     rows, divided by the sum of their counts, whatever shard or microbatch has them. Means add up
     and scale, and a number that is a mean over rows, or the same for any rows, may be added:
     ``Mean(ce, tokens) + 0.01 * Mean(balance, rows) + 1e-4 * l2(params)``.
@@ -87,7 +87,7 @@ class Mean:
     (1.0, 2.0)
     """
 
-    # A number of numpy's leaves arithmetic to this class.
+    # A NumPy number leaves arithmetic to this class.
     __array_ufunc__ = None
 
     def __init__(self, total: ArrayLike, count: ArrayLike, name: str | None = None):
@@ -100,7 +100,7 @@ class Mean:
         self.rest: Any = 0.0
 
     def value(self) -> Float[Array, ""]:
-        """The loss of the rows that are given alone, as on one device: 0 where nothing counts.
+        """Return the loss of the given rows alone, as on one device: 0 where nothing counts.
 
         >>> float((Mean(6.0, 3) + 0.5 * Mean(4.0, 2)).value())
         3.0
@@ -161,12 +161,12 @@ jax.tree_util.register_pytree_node(
 
 
 def with_moved(mean: Mean, moved: Moved) -> Mean:
-    """The same, with something done to the counts of the batch before they divide."""
+    """Return the mean with ``moved`` applied to the counts of the batch before they divide."""
     return _mean(tuple(dataclasses.replace(each, moved=moved) for each in mean.terms), mean.rest)
 
 
 def _factor(x: Any, what: str) -> Any:
-    """A number that a ``Mean`` is combined with."""
+    """Return a number that a ``Mean`` is combined with, if it is one."""
     if isinstance(x, Mean) or not is_number(x):
         raise ArgumentTypeError(
             f"A Mean was {what} {type(x).__name__}. Means add up; a number may multiply or divide "
@@ -187,10 +187,10 @@ class MeanSums:
     totals: tuple[Any, ...]
     counts: tuple[Any, ...]
     names: tuple[str, ...]
-    is_never_empty: bool  # since some count is fixed
+    is_never_empty: bool  # whether some count is fixed, so that some row always counts
 
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """The mean and the count of each term, of sums over all rows."""
+        """Return the mean and the count of each term, of sums over all rows."""
         pairs = zip(self.totals, self.counts, strict=True)
         means = [jnp.where(count != 0, total / _or_one(count), 0) for total, count in pairs]
         return {
@@ -199,14 +199,14 @@ class MeanSums:
         }
 
     def are_empty(self) -> Any:
-        """Whether no row counts in any term; ``None`` if some always does."""
+        """Return whether no row counts in any term; ``None`` if some row always does."""
         if self.is_never_empty:
             return None
         return functools.reduce(jnp.logical_and, [count == 0 for count in self.counts])
 
 
 def sums_of(mean: Mean) -> MeanSums:
-    """The sums and counts of a ``Mean``, whose terms must have different names."""
+    """Return the sums and counts of a ``Mean``, whose terms must have different names."""
     names = tuple(each.name or f"term_{place}" for place, each in enumerate(mean.terms))
     twice = [name for name in names if names.count(name) > 1]
     if twice:
@@ -220,7 +220,7 @@ def sums_of(mean: Mean) -> MeanSums:
 
 
 def counts_of(mean: Mean) -> tuple[Any, ...]:
-    """float[] of each term: its count, which raises when a gradient would flow through it."""
+    """Return the count of each term, float[], which raises if a gradient would flow through it."""
     return tuple(
         _counted(jnp.asarray(each.count, float), f"the Mean {each.name or place + 1!s}")
         for place, each in enumerate(mean.terms)
@@ -249,11 +249,11 @@ def _counted(count: Any, name: str) -> Any:
 
 
 def part_of_mean(mean: Mean, counts: tuple[Any, ...], parts: Any) -> Float[Array, ""]:
-    """The loss of a part of the batch, so that the mean of the parts' losses is that of the batch.
+    """Return the loss of a part of the batch; the mean of all parts' losses is that of the batch.
 
     Args:
-      mean: what the loss returned of the rows of this part.
-      counts: of each term, that of the batch.
+      mean: what the loss returned for the rows of this part.
+      counts: for each term, the count of the batch.
       parts: how many parts the batch has.
     """
     found = []
@@ -264,9 +264,9 @@ def part_of_mean(mean: Mean, counts: tuple[Any, ...], parts: Any) -> Float[Array
 
 
 def part_of_shard(mean: Mean, shards: Shards) -> tuple[Float[Array, ""], Bool[Array, ""] | None]:
-    """The loss of a shard, so that the mean over the shards, or the group, is that of the batch.
+    """Return the loss of a shard; the mean over the shards, or the group, is that of the batch.
 
-    The second result is whether no row of them counts; ``None`` if some always do.
+    The second result is whether no row of any of them counts; ``None`` if some row always does.
     """
     own = jax.lax.stop_gradient(shards.as_varying(jnp.stack(counts_of(mean))))
     counts = tuple(sum_over_shards(own, shards))
@@ -275,7 +275,7 @@ def part_of_shard(mean: Mean, shards: Shards) -> tuple[Float[Array, ""], Bool[Ar
 
 
 def _wide(x: Any) -> Any:
-    """In at least 32 bits, in which totals are divided."""
+    """Return ``x`` in at least 32 bits, in which totals are divided."""
     x = jnp.asarray(x)
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(float)
     return x.astype(jnp.promote_types(dtype, jnp.float32))

@@ -35,14 +35,14 @@ def refuse_nesting() -> None:
 
 
 @contextmanager
-def watching_constants(told: Callable[[AnyVariable], None]) -> Iterator[None]:
-    """Call ``told``, which is to raise, when a trace reads a variable from outside of traces."""
+def watching_constants(on_read: Callable[[AnyVariable], None]) -> Iterator[None]:
+    """Call ``on_read``, which should raise, if a trace reads a variable from outside of traces."""
     if not _flax.is_loaded():
         yield
         return
     with _jax.outside_of_traces():
         outermost = _flax.current_trace()
-    with _flax.watching_reads(told, outermost):
+    with _flax.watching_reads(on_read, outermost):
         yield
 
 

@@ -40,13 +40,12 @@ _ACCEPTED = {
 
 
 def check_reduction(reduction: object) -> Reduction:
-    """SUM or MEAN, or an ArgumentError that names both and what was received."""
+    """Return SUM or MEAN, or raise an ArgumentError that names both and what was received."""
     accepted = _ACCEPTED.get(reduction) if isinstance(reduction, str) else None
     if accepted is None:
         raise ArgumentError(
             f"reduction must be Reduction.SUM ('weighted_sum', or 'sum') or Reduction.MEAN "
-            f"('weighted_mean', or 'mean'); received "
-            f"{_check.shown(reduction, 80)}."
+            f"('weighted_mean', or 'mean'); received {_check.shown(reduction, 80)}."
         )
     return accepted
 
@@ -71,7 +70,7 @@ Statuses = tuple[GradientStatus | None, ...]
 
 
 def check_incoming(incoming: object) -> GradientStatus | None:
-    """The checked status, or ``None`` if none is declared."""
+    """Return the checked status, or ``None`` if none is declared."""
     if incoming is None:
         return None
     return _check.choice("incoming", incoming, GradientStatus, "Or leave it out.")
@@ -85,7 +84,7 @@ def statuses_of(
     reduction: Reduction,
     grouped: bool,
 ) -> Statuses:
-    """The status of each gradient, from the declaration or its type.
+    """Return the status of each gradient, from the declaration or its type.
 
     Raises:
       ArgumentTypeError: one is sparse, or neither real nor complex.
@@ -96,8 +95,9 @@ def statuses_of(
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients, is_leaf=is_sparse):
         name = leaf_name(path)
         check_gradient_dtype(name, leaf)
-        is_none = jnp.result_type(leaf) == jax.dtypes.float0
-        found.append(None if is_none else _status(name, leaf, shards, declared, reduction, grouped))
+        is_float0 = jnp.result_type(leaf) == jax.dtypes.float0
+        known = None if is_float0 else _status(name, leaf, shards, declared, reduction, grouped)
+        found.append(known)
     return tuple(found)
 
 
@@ -148,7 +148,7 @@ def _status(
 
 
 def _type(x: Any) -> str:
-    """The type of an array as in ``f32[3,4]``, with the axes it is varying over."""
+    """Return the type of an array as in ``f32[3,4]``, with the axes it is varying over."""
     return str(jax.typeof(x).str_short(short_dtypes=True))
 
 
@@ -157,12 +157,12 @@ def _axes(names: tuple[str, ...]) -> str:
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """The path of a leaf, as in ``layers/0/kernel``."""
+    """Return the path of a leaf, as in ``layers/0/kernel``."""
     return f"`{jax.tree_util.keystr(path, simple=True, separator='/') or 'gradient'}`"
 
 
 def is_sparse(leaf: Any) -> bool:
-    """Whether a leaf is one of JAX's sparse arrays."""
+    """Return whether a leaf is one of JAX's sparse arrays."""
     # A sparse array implies that this is imported already; importing it here would import SciPy.
     sparse = sys.modules.get("jax.experimental.sparse")
     return sparse is not None and isinstance(leaf, sparse.JAXSparse)
@@ -191,7 +191,7 @@ def check_gradient_dtype(name: str, gradient: Any) -> None:
 def check_shapes(gradients: Any, like: Any, what: str = "its parameter") -> None:
     """Raise unless gradients have the shapes of their parameters, or of their updates.
 
-    Per-example gradients have others.
+    Per-example gradients have other shapes.
     """
     given, expected = (
         jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse) for tree in (gradients, like)

@@ -56,7 +56,7 @@ from crossshard.pipeline.update.arrays import Sharded
 from crossshard.pipeline.update.optimize import takes
 from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
 from crossshard.shards.axes import Shards, check_axis_name, check_group_assignment, check_num_shards
-from crossshard.shards.devices import axes_in_sight
+from crossshard.shards.devices import infer_axes
 
 GradientsAndVariables: TypeAlias = "Iterable[tuple[jax.Array | None, AnyVariable]]"
 VariableList: TypeAlias = "nnx.Pytree | AnyVariable | Sequence[nnx.Pytree | AnyVariable]"
@@ -255,7 +255,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         """
         number = check_num_shards(num_shards)
         named = check_axis_name(axis_name) or self._pipeline.axis_name
-        return self._transformation.specs(params, number, named or axes_in_sight(params, number))
+        return self._transformation.specs(params, number, named or infer_axes(params, number))
 
     def describe(self) -> str:
         """The stages of the pipeline in one line.

@@ -36,8 +36,8 @@ class Transformation:
 
     pipeline: Pipeline
     weight_update: WeightUpdate  # whether each shard updates all weights, or its slice of them
-    name: str  # of its scope in profiles and HLO
-    inner: optax.GradientTransformation  # what was wrapped
+    name: str  # the name of its scope in profiles and HLO
+    inner: optax.GradientTransformation  # the wrapped optimizer
 
     def __repr__(self) -> str:
         groups = self.pipeline.groups
@@ -49,18 +49,18 @@ class Transformation:
 
     @property
     def of_optax(self) -> str:
-        """What was wrapped, by the name of the function that makes it."""
+        """The wrapped optimizer, by the name of the function that makes it."""
         return f"optax {maker_of(self.inner)}"
 
     @property
     def transformations(self) -> list[optax.GradientTransformationExtraArgs]:
-        """Those of Optax that it runs: the inner optimizer, and ``preprocess`` if it is one."""
+        """The Optax transformations: the inner optimizer, and ``preprocess`` if it is one."""
         preprocess = self.pipeline.preprocess
         before = [preprocess.transformation] if isinstance(preprocess, Preprocess) else []
         return [self.pipeline.optimizer, *before]
 
     def init(self, params: optax.Params) -> CrossShardState:
-        """This shard's state before the first step."""
+        """Return this shard's state before the first step."""
         refuse_nesting()
         state = self.pipeline.init(params)
         if self.weight_update is WeightUpdate.SHARDED:
@@ -81,7 +81,7 @@ class Transformation:
         weight: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, CrossShardState]:
-        """The updates, equal on all shards of a group, and the next state of this shard."""
+        """Return the updates, equal on all shards of a group, and the next state of this shard."""
         if not isinstance(state, CrossShardState):
             raise ArgumentTypeError(
                 f"The state must be the CrossShardState that init returned; got "
@@ -100,7 +100,7 @@ class Transformation:
         weight: jax.typing.ArrayLike | None,
         extra_args: Mapping[str, Any],
     ) -> tuple[optax.Updates, CrossShardState, Gradients]:
-        """``update`` on a state without the axis of the shards; also the reduced gradients."""
+        """Run ``update`` on a state without the axis of shards; return its gradients, too."""
         nonfinite = self.pipeline.nonfinite
         if nonfinite is not None and nonfinite.action is OnNonfinite.RAISE:
             raise ArgumentError(
@@ -108,7 +108,7 @@ class Transformation:
                 "'skip' or 'quarantine', and read state.nonfinite after the step."
             )
         with jax.named_scope(self.name):
-            # Under plain jit a type may say that the devices have yet to sum what they have.
+            # Under plain jit a type may say that the devices have yet to sum their values.
             of_types = updates, params, dict(extra_args)
             updates, params, extra_args = jax.tree.map(_jax.summed_by_type, of_types)
             shards = self.pipeline.shards()
@@ -141,7 +141,7 @@ class Transformation:
             return reduced.updated.result, after, reduced
 
     def specs(self, params: Any, number_of_shards: int, axes: tuple[str, ...]) -> CrossShardState:
-        """The specs of the state on a mesh whose ``axes`` count shards.
+        """Return the specs of the state on a mesh whose ``axes`` count shards.
 
         A parameter that is split over other axes of the mesh stays split, and so does its state.
         """
@@ -169,7 +169,7 @@ class Transformation:
         return jax.tree.map(lambda placement: placement.spec(axes), placements)
 
     def _plan(self, params: Any, shards: Shards) -> Arrays:
-        """How arrays are split, where each shard can update nothing but its slices."""
+        """Plan how arrays are split, where each shard can update nothing but its slices."""
         pipeline, wanted = self.pipeline, self.weight_update
         planner = Planner(pipeline.optimizer, params, shards, wanted=wanted)
         return planner.plan()[0]
@@ -200,13 +200,13 @@ class Transformation:
     def _map_stages(
         self, function: Callable[[Placement, Any], Any], state: CrossShardState
     ) -> CrossShardState:
-        """A state with ``function(placement, array)`` for the arrays of all stages."""
+        """Return a state with ``function(placement, array)`` for the arrays of all stages."""
         stages = state._replace(inner_state=())
         mapped = jax.tree.map(function, self.pipeline.placements(stages), stages)
         return mapped._replace(inner_state=state.inner_state)
 
     def _on_each_shard(self, placement: Placement, x: Any) -> Any:
-        """An array that is equal on all shards so far, as it is stored."""
+        """Return an array that is equal on all shards so far, in the form in which it is stored."""
         if not placement.per_shard:
             return x
         shards = self.pipeline.shards(warn=False)
@@ -221,7 +221,7 @@ class Transformation:
 
 
 def _local(placement: Placement, x: Any) -> Any:
-    """One shard's array, if it has the leading axis of one shard."""
+    """Return one shard's array, if it has the leading axis of one shard."""
     if placement.per_shard and jnp.shape(x)[:1] != (1,):
         raise ArgumentError(
             f"The state of preprocess and of error feedback is [1, …] on each shard; this one has "
@@ -232,7 +232,7 @@ def _local(placement: Placement, x: Any) -> Any:
 
 
 def _other_axes(param: Any, axes: tuple[str, ...]) -> PartitionSpec:
-    """A parameter's spec on the other mesh axes."""
+    """Return a parameter's spec on the other mesh axes."""
     spec = getattr(getattr(param, "sharding", None), "spec", PartitionSpec())
     if only(spec, axes):
         raise ArgumentError(
@@ -245,7 +245,7 @@ def _other_axes(param: Any, axes: tuple[str, ...]) -> PartitionSpec:
 def _check_functions(given: Mapping[str, Any], params: Any, shards: Shards) -> None:
     """Raise for a function that the inner optimizer would call on this shard's rows alone.
 
-    One whose type says that it reduces its value itself may be called.
+    A function whose type says that it reduces its value itself may be called.
     """
 
     def look(function: Callable[..., Any], params: Any) -> None:
@@ -257,7 +257,7 @@ def _check_functions(given: Mapping[str, Any], params: Any, shards: Shards) -> N
             continue
         reduces: list[bool] = []
         if shards.has_vma:
-            with contextlib.suppress(Exception):  # of other arguments, or of no single value
+            with contextlib.suppress(Exception):  # other arguments, or several values
                 jax.eval_shape(functools.partial(look, function), params)
         if reduces != [True]:
             raise ArgumentError(
@@ -268,8 +268,8 @@ def _check_functions(given: Mapping[str, Any], params: Any, shards: Shards) -> N
 
 
 def transformation_of(optimizer: Any) -> Transformation:
-    """What an optimizer does; of one of Optax's, what it does when it is wrapped."""
-    # A CrossShardOptimizer is a pair of methods of one.
+    """Return an optimizer's ``Transformation``; one of Optax's is wrapped first."""
+    # A CrossShardOptimizer is a pair of methods of a ``Transformation``.
     found = getattr(getattr(optimizer, "update", None), "__self__", None)
     if isinstance(found, Transformation):
         return found
@@ -279,11 +279,11 @@ def transformation_of(optimizer: Any) -> Transformation:
 
 
 def pipeline_of(optimizer: Transformation, options: Mapping[str, Any]) -> Pipeline:
-    """The pipeline of an optimizer, with further options."""
+    """Return the pipeline of an optimizer, with further options."""
     pipeline = optimizer.pipeline
     if not options:
         return pipeline
-    # Which checks them first.
+    # Making the pipeline checks the options first.
     given = dataclasses.replace(pipeline, options=options).options
     asked = {name: value for name, value in given.items() if _is_asked(value)}
     sums = ("reduce_dtype", "aggregator")

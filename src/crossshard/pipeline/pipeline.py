@@ -55,9 +55,9 @@ from crossshard.pipeline.stages.nonfinite import (
     ReportNonfinite,
     Rerun,
     as_counted,
+    as_one_report,
     if_not_finite,
     is_sound,
-    of_no_shard,
     rerun_if_not_finite,
     with_finite,
 )
@@ -88,8 +88,8 @@ class Options(TypedDict, total=False):
     Keys:
       accumulate_steps: the number of microbatches whose mean gradient is reduced once, for one
         update. In ``make_train_step`` each shard's rows are split into them and computed one after
-        the other, with random keys and statistics as in as many small steps. In an optimizer they
-        are calls of ``update``, of which all but the last send a count alone, and return zeros.
+        the other, with random keys and statistics as in separate small steps. In an optimizer they
+        are calls of ``update``; all but the last of them send only a count, and return zeros.
       metrics: names of further metrics of each update: ``"grad_norm"``, ``"local_grad_norm"``,
         ``"update_norm"``, ``"param_norm"``, ``"learning_rate"``, ``"noise_scale"``,
         ``"noise_variance"``, ``"noise_signal"``. A step returns them; an optimizer's state holds
@@ -99,13 +99,14 @@ class Options(TypedDict, total=False):
         ``Quantized`` for other ways. They are added in float32. With several shard axes it may be
         a dict from axis to dtype, ``{"host": "int8"}``: the sum is taken along the last axis
         first, and axes that are left out have float32.
-      aggregator: what sums the gradients over the shards, in place of XLA: an ``Aggregator`` of
-        your own.
+      aggregator: an ``Aggregator`` of your own, which sums the gradients over the shards in place
+        of XLA.
       loss_scale: ``"dynamic"``, or a ``DynamicLossScale``: updates that are not finite are skipped.
         ``make_train_step`` and ``compute_gradients`` scale the loss themselves; for ``update``
         pass ``loss_scale=state.loss_scale`` to ``crossshard.value_and_grad``.
-      master_dtype: ``float32``: the state holds the parameters in this dtype too, and those of 16
-        bits are rounded from them; a parameter that is set in between becomes its master.
+      master_dtype: ``float32``: the state also holds the parameters in this dtype, and 16-bit
+        parameters are rounded from these masters. A parameter that you set between two updates
+        becomes its master.
       ema: the decay of a moving average of the parameters, such as 0.999, or a schedule, a
         function of the number of updates so far. ``step.model(state, ema=True)``, or
         ``optax.tree.get(state, "ema")``.
@@ -143,7 +144,7 @@ class Pipeline:
     axis_name: tuple[str, ...] = ()
     # The status of incoming gradients; ``None`` to read it from their types.
     incoming: GradientStatus | None = None
-    # The options from which the stages make themselves, by name, as the user passed them. One may
+    # The options from which the stages are made, by name, as the user passed them. An option may
     # have no hash, such as a dict of dtypes.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
@@ -152,14 +153,14 @@ class Pipeline:
         again = lambda x: tuple(x) if isinstance(x, Iterator) else x
         options = {name: again(value) for name, value in self.options.items()}
         object.__setattr__(self, "options", options)
-        _ = self.stages  # which checks the options
+        _ = self.stages  # making them checks the options
 
     @functools.cached_property
     def _made(self) -> dict[type[Stage], Stage]:
         """The stages by class; ``Preprocess.from_options`` returns the user's own stage."""
         names = "inner", "reduction", "groups", "axis_name"
         options = {**{name: getattr(self, name) for name in names}, **self.options}
-        # A stage that nothing asks for is not made.
+        # A stage that no option asks for is not made.
         by = {k: k.options if k.asked_by is None else k.asked_by for k in STAGES}
         asked = [k for k in STAGES if not by[k] or not options.keys().isdisjoint(by[k])]
         made = {kind: kind.from_options(options) for kind in asked}
@@ -171,16 +172,16 @@ class Pipeline:
         return tuple(self._made.values())
 
     def with_workers(self, number: int) -> Self:
-        """The same pipeline, with each of so many shards as a group if there are no groups."""
+        """Return the pipeline with each of ``number`` shards as a group, if it has no groups."""
         alone = GroupAssignment(tuple((shard,) for shard in range(number)))
         return dataclasses.replace(self, groups=self.groups or alone)
 
     def with_options(self, **options: Any) -> Self:
-        """The same pipeline with other values of these options."""
+        """Return the pipeline with other values of these options."""
         return dataclasses.replace(self, options={**self.options, **options})
 
     def without(self, is_dropped: Callable[[type[Stage]], bool]) -> Self:
-        """The same pipeline without some kinds of stages."""
+        """Return the pipeline without the kinds of stages for which ``is_dropped`` is true."""
         dropped = {name for kind in STAGES if is_dropped(kind) for name in kind.options}
         kept = {name: value for name, value in self.options.items() if name not in dropped}
         return dataclasses.replace(self, options=kept)
@@ -204,12 +205,12 @@ class Pipeline:
 
     @property
     def nonfinite(self) -> Nonfinite | None:
-        """The stage that keeps out what is not finite; ``None`` without one."""
+        """The stage that keeps out gradients that are not finite; ``None`` without one."""
         return cast(Nonfinite | None, self._made.get(Nonfinite))
 
     @property
     def optimize(self) -> Optimize:
-        """The stage that updates."""
+        """The stage that runs the optimizer."""
         return cast(Optimize, self._made[Optimize])
 
     @property
@@ -225,7 +226,7 @@ class Pipeline:
 
     @property
     def aggregator(self) -> Aggregator:
-        """What sums the gradients."""
+        """The aggregator, which sums the gradients."""
         return cast(Aggregate, self._made[Aggregate]).aggregator
 
     @property
@@ -235,10 +236,10 @@ class Pipeline:
 
     @property
     def joins_groups(self) -> bool:
-        """Whether a stage makes the parameters of all groups, which are workers, one again."""
+        """Whether a stage synchronises the parameters of all groups, which are workers."""
         return any(stage.joins_groups for stage in self.stages)
 
-    # Their states.
+    # The states of the stages.
 
     @functools.cached_property
     def _stateful(self) -> dict[str, Stage]:
@@ -246,43 +247,43 @@ class Pipeline:
         return {stage.state_field: stage for stage in self.stages if stage.state_field}
 
     def init(self, params: Any) -> CrossShardState:
-        """One shard's state of every stage before the first step."""
+        """Return one shard's state of every stage before the first step."""
         made = {name: stage.init(params) for name, stage in self._stateful.items()}
         for name, state in made.items():
-            # JAX keeps numbers from one step to the next, and nothing else.
+            # JAX keeps arrays from one step to the next, and nothing else.
             _check.arrays(f"The state of {name}", state, or_types=True)
         return CrossShardState().with_states(**made)
 
     def may_differ(self, path: Any) -> bool:
-        """Whether the state at a path may differ between shards with equal parameters."""
+        """Return whether the state at a path may differ between shards with equal parameters."""
         first, *rest = path
         name = rest[0].key if first.name == "others" else first.name
         stage = self._stateful.get(name)
         return stage is not None and stage.placement.per_shard
 
     def placements(self, state: CrossShardState, inner: Any = ()) -> CrossShardState:
-        """The placement of each array of a state, given those of the inner optimizer."""
+        """Return the placement of each array of a state, given those of the inner optimizer."""
         found = {name: s.placements(state.of(name)) for name, s in self._stateful.items()}
         return CrossShardState().with_states(**{**found, "inner_state": inner})
 
     def moved_to(
         self, state: CrossShardState, spread: CrossShardState, number: int
     ) -> CrossShardState:
-        """The states on another number of shards; see ``Stage.moved_to``."""
+        """Return the states on another number of shards; see ``Stage.moved_to``."""
         moved = {}
         for name, stage in self._stateful.items():
             moved[name] = stage.moved_to(state.of(name), spread.of(name), number)
             if stage.phase is Phase.REDUCTION and self.joins_groups:
-                # What a worker has not sent yet belongs to its own mean, which is gone now.
+                # What a worker has not sent yet belongs to the mean of its group, which is gone.
                 drop = lambda x: x * 0 if jnp.issubdtype(x.dtype, jnp.inexact) else x
                 moved[name] = jax.tree.map(drop, moved[name])
         return spread.with_states(**moved)
 
     def check_shapes(self, state: CrossShardState, types: CrossShardState) -> None:
-        """Raise unless stages can go on from these states, given the types of one shard's."""
+        """Raise unless the stages can go on from this state, given the types of one shard's."""
         state, types = (each._replace(inner_state=()) for each in (state, types))
         leaves = zip(*map(jax.tree.leaves, (self.placements(state), state, types)), strict=True)
-        # What has yet to be made has no shape.
+        # An array that is yet to be made has no shape.
         known = ((x, own.per_shard, like) for own, x, like in leaves if hasattr(x, "shape"))
         if any(x.shape[per_shard:] != like.shape for x, per_shard, like in known):
             raise ArgumentError(
@@ -292,13 +293,13 @@ class Pipeline:
             )
 
     def exported(self, state: CrossShardState, params: Any) -> Any:
-        """The parameters that ``model(state)`` returns, from the groups' own ``[shards, …]``."""
+        """Return the parameters of ``model(state)``, given those of the groups, ``[shards, …]``."""
         for name, stage in self._stateful.items():
             params = stage.exported(state.of(name), params)
         return params
 
     def written(self) -> dict[str, Given]:
-        """The options, by name, that a checkpoint stores; ``None`` for those that are off."""
+        """Return the options that a checkpoint stores, by name; ``None`` for those that are off."""
         compared = [kind for kind in STAGES if kind.is_compared]
         found = dict.fromkeys(name for kind in compared for name in kind.options)
         for kind in compared:
@@ -316,13 +317,13 @@ class Pipeline:
         of_loss: str = "",
         microbatches: int = 1,
     ) -> str:
-        """The stages in the order in which they run, in one line.
+        """Describe the stages in one line, in the order in which they run.
 
         Args:
           steps: the update and what follows it.
           weighted: whether shards have weights.
           params_sharded: whether the parameters are sharded.
-          of_loss: the gradient in words, if it is of a loss of which no shard has its own.
+          of_loss: the gradient in words, if no shard has a loss of its own; else empty.
           microbatches: the number of microbatches in one program.
         """
         update, *gather = steps
@@ -342,7 +343,7 @@ class Pipeline:
         # Two stages may print the same skip; print it once.
         return " → ".join(dict.fromkeys(filter(None, texts)))
 
-    # Running it.
+    # Running the stages.
 
     def arrive(
         self,
@@ -411,7 +412,7 @@ class Pipeline:
         )
 
     def update(self, gradients: Gradients, state: CrossShardState, context: StageContext) -> Staged:
-        """All stages: the reduced gradients with the update, and the next state.
+        """Run all stages; return the reduced gradients with the update, and the next state.
 
         The gradients of a call that only accumulates have no values, and their step is skipped.
         """
@@ -444,7 +445,7 @@ class Pipeline:
     def _as_varying(
         self, result: Any, state: CrossShardState, skip: Any, context: StageContext
     ) -> tuple[Any, CrossShardState, Any]:
-        """The results of a branch; what may differ between groups as varying in both branches."""
+        """Return the results of a branch, with what may differ between groups cast to varying."""
         if self.over_all_shards:
             return result, state, skip
         parts = result, state.inner_state, state.metrics, skip
@@ -463,7 +464,7 @@ class Pipeline:
         """Run the stages from ``ARRIVAL`` to the reduction.
 
         Args:
-          gradients: those of each shard.
+          gradients: the gradients of each shard.
           before: the state before these stages.
           context: the context.
           others: returns further arrays to sum, by name, given the weight of the shard.
@@ -490,7 +491,7 @@ class Pipeline:
             # With preprocess a gradient may be finite that was not.
             return after_reduction(*after_local(after_arrival(gradients)))
 
-        # Only a reduced gradient that is not finite says that a shard's own may not be.
+        # If the reduced gradient is finite, so is each shard's own, which need not be checked.
         gradients = as_local(gradients, context, ReportNonfinite.needs_local)
         if self.excludes_shards:
             gradients = gradients.replace(weight=as_counted(gradients.weight))
@@ -518,7 +519,7 @@ class Pipeline:
             # Find which shards are not finite.
             def found_in(arrived: Gradients) -> jax.Array:
                 found = sum_over_shards(arrived.sums[REPORTED], context.shards)
-                return of_no_shard(found) if context.over_batch else found
+                return as_one_report(found) if context.over_batch else found
 
             # Keep what was reduced, and say so.
             def with_report(done: Staged, own: Any) -> tuple[Staged, Any]:
@@ -541,7 +542,7 @@ class Pipeline:
                 found = after_arrival(gradients.replace(values=values, extra=extra))
                 report = jnp.where(first, found.sums[REPORTED], report)
                 if weight is not None and self.excludes_shards:
-                    weight = jnp.where(first, found.weight, weight)
+                    weight = jnp.where(first, as_counted(found.weight), weight)
                 found = found.replace(weight=weight, sums={**found.sums, REPORTED: report})
                 return reduced_again(found, state)[1], weight, report
 
@@ -602,7 +603,7 @@ class Pipeline:
                 state = state.with_states(**{stage.state_field: after})
         return gradients, state
 
-    # Queries of the callers before they call it.
+    # What callers ask before they run it.
 
     @property
     def needs_own_gradient(self) -> bool:
@@ -623,7 +624,7 @@ class Pipeline:
         return self.nonfinite is not None and self.nonfinite.excludes_shards
 
     def shards(self, *, warn: bool = True) -> Shards:
-        """The current shards; checks the groups against their number."""
+        """Return the current shards; check the groups against their number."""
         return current_shards(self.axis_name, self.groups, warn=warn)
 
     @property
@@ -632,12 +633,12 @@ class Pipeline:
         return self.groups is None or len(self.groups.groups) == 1
 
     def divisor(self, number: int) -> int:
-        """The divisor of the sum over so many shards: 1 under SUM."""
+        """Return the divisor of the sum over ``number`` shards: 1 under SUM."""
         return 1 if self.reduction is Reduction.SUM else number
 
 
 def check_returned(returned: Any, gradients: Gradients, state: PyTree, name: str) -> Staged:
-    """What ``update`` of a user's own stage has returned, if the next stage can take it.
+    """Return what ``update`` of a user's own stage returned, if the next stage can take it.
 
     Raises:
       ArgumentError: the gradients or the state have another structure.
@@ -656,7 +657,10 @@ def check_returned(returned: Any, gradients: Gradients, state: PyTree, name: str
 
 
 def names_of_options() -> set[str]:
-    """The names of the options of stages that a step passes on: it accumulates in its own way."""
+    """Return the names of the options of stages that a step passes on.
+
+    A step has no ``preprocess``, and it accumulates in its own way.
+    """
     return {
         name for kind in STAGES for name in kind.options if kind not in (Preprocess, Accumulate)
     }
@@ -668,10 +672,10 @@ def check_names(
     """Raise unless each option is one that a ``TypedDict`` or a stage declares.
 
     Args:
-      function: what takes the options.
+      function: the function that takes the options.
       options: the options, by name.
       declared: the ``TypedDict``.
-      of_steps: whether it makes whole steps.
+      of_steps: whether the function makes whole steps.
     """
     others = {name for kind in STAGES if kind.of_steps for name in kind.options}
     of_stages = names_of_options() - (set() if of_steps else others)

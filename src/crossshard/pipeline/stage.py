@@ -53,25 +53,25 @@ class Gradients:
     """The gradients of one step, as a stage takes and returns them.
 
     Attributes:
-      values: a pytree of arrays: this shard's own before the aggregate; after it their sums, of
-        which ``settled`` makes the reduced ones.
+      values: a pytree of arrays: this shard's own gradients before the aggregate; after it their
+        sums, from which ``settled`` computes the reduced gradients.
       extra: values reduced with them, by the argument name of the optimizer: ``"value"``, the
         loss, and ``"grad"``.
       weight: float[], the weight of this shard in the mean, after the aggregate the total weight;
         ``None`` if all weights are equal.
-      sums: arrays by name, that the aggregate only sums over the shards, or the group.
+      sums: further arrays, by name, which the aggregate sums over the shards, or the group.
       skip: bool[], after the aggregate: whether the step leaves everything unchanged; ``None`` for
         never.
       finite: bool[], after the aggregate: whether the reduced gradients are finite on all shards;
         ``None`` if no stage asks for it.
-      updated: an ``Updated``, after the optimizer; else ``None``.
+      updated: after the optimizer, an ``Updated``; before it, ``None``.
       beside: before the aggregate: for each array of this shard's model state, bool[], whether it
         has a NaN that was not there before.
       status: for each leaf of ``values`` how far it was reduced before the aggregate; ``None`` for
         float0.
       extra_status: the same for ``extra``.
-      early: for each leaf of ``values`` whether the backward pass has weighed and summed it, and
-        left this shard's slice; empty if none is. Such a leaf is ``SUMMED``.
+      early: for each leaf of ``values`` whether the backward pass has weighed and summed it, so
+        that it is this shard's slice of the sum; empty if no leaf is. Such a leaf is ``SUMMED``.
       weighed: before the aggregate: whether ``values``, ``extra`` and ``sums`` have been multiplied
         by the weight.
       dtypes: the dtypes that the reduced ``extra`` and ``values`` are to have, leaf by leaf; stages
@@ -99,7 +99,7 @@ class Gradients:
     divisor: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def replace(self, **changes: PyTree) -> Self:
-        """A copy with these fields changed.
+        """Return a copy with these fields changed.
 
         Raises:
           ArgumentTypeError: there is no such field.
@@ -112,11 +112,11 @@ class Gradients:
         return dataclasses.replace(self, **changes)
 
     def skipped_if(self, flag: Bool[Array, ""]) -> Self:
-        """The same gradients, whose step leaves everything unchanged if the flag is set."""
+        """Return the gradients of a step that leaves everything unchanged if the flag is set."""
         return self.replace(skip=flag if self.skip is None else self.skip | flag)
 
     def settled(self) -> Self:
-        """After the aggregate: the same with the reduced gradients in place of their sums.
+        """Return a copy with the reduced gradients in place of their sums, after the aggregate.
 
         Code that reads them in a loop should call this in the loop: XLA recomputes a mean in each
         kernel that reads it, but writes one that enters a loop to memory.
@@ -152,15 +152,15 @@ class StageContext:
       divisor: the divisor of a mean over the shards, or the group; 1 under SUM.
       unread: for each gradient, whether the optimizer does not read it; then it is zero, and not
         sent. Empty if it reads all.
-      examples: the number of examples that a weight of one stands for, as every shard's does if
-        there are no weights; 1 if it is not known.
+      examples: the number of examples that a weight of 1 stands for; without weights, the number
+        on each shard; 1 if it is not known.
       opaque_false: bool[], a ``False`` that XLA cannot fold: with it the update runs in a loop,
         which XLA does not fuse with the code around it, so that its bits do not depend on that
         code. ``None`` to let XLA fuse.
       skips_by_loop: whether an update that may be skipped runs in a while loop, once or not at all.
       apply_updates: whether the update returns updated parameters, rather than updates.
-      over_batch: whether the gradient is of one loss of the whole batch, of which no shard has one
-        of its own.
+      over_batch: whether there is one loss of the whole batch, so that no shard has a loss, or a
+        gradient, of its own.
 
     >>> from crossshard.shards.axes import current_shards
     >>> import jax, jax.numpy as jnp
@@ -182,25 +182,25 @@ class StageContext:
     over_batch: bool = False
 
     def on_all_shards(self, flag: Bool[Array, ""], *, differs: bool = False) -> Bool[Array, ""]:
-        """Whether a flag is set on all shards, of all groups.
+        """Return whether a flag is set on all shards, of all groups.
 
-        ``differs`` says that it may differ within a group.
+        ``differs`` says that the flag may differ within a group.
         """
         if self.shards.groups is None and not differs:
             return flag
         return sum_over_shards(jnp.float32(~flag), self.shards.all) == 0
 
     def agreed(self, count: Int[Array, ""]) -> Int[Array, ""]:
-        """The count of most shards.
+        """Return the count that most shards have.
 
-        Each has a copy. If a bit of one flips, and the copy decides when its shard communicates,
-        the others wait for it without end.
+        Each shard has a copy. If a bit of one copy flips, and the copy decides when its shard
+        communicates, the other shards wait for that shard forever.
         """
         number = self.shards.number
         if number == 1:
             return count
         own = jnp.where(jnp.arange(number) == self.shards.index(), count, 0)
-        # The median, which is what more than half of them have.
+        # The median is what more than half of the shards have.
         return jnp.sort(sum_over_shards(own, self.shards.all))[number // 2]
 
 
@@ -214,15 +214,15 @@ class Stage(abc.ABC):
       phase: when it runs; by default when ``preprocess`` does.
       scope: its name in profiles.
       state_field: the name of its state in ``CrossShardState``; empty without one.
-      needs_local: before the reduction, what it does to each shard's local gradient, as an error
-        says; empty if it takes gradients that are already summed.
-      options: the names of the options that it declares, of which one asks for it.
-      asked_by: the options of which one asks for it, if not its own; empty if it is always there.
-      of_steps: whether they are for whole steps alone.
-      is_compared: whether a restore compares them: not if they change nothing of what a state
-        becomes.
-      joins_groups: whether it makes the parameters of all groups one again, so that groups may
-        change, and a state has parameters of all.
+      needs_local: for a stage before the reduction, what it does to each shard's local gradient,
+        in the words of an error; empty if it takes gradients that are already summed.
+      options: the names of its options. Any one of them asks for the stage.
+      asked_by: the options that ask for it, if not its own; empty if it is always there.
+      of_steps: whether these options are only for whole steps.
+      is_compared: whether a restore compares these options. It need not if they do not change what
+        a state becomes.
+      joins_groups: whether it synchronises the parameters of all groups, so that groups may change,
+        and a state has one set of parameters for all.
       sends_beside: whether it communicates while the loss is computed.
 
     >>> import jax, jax.numpy as jnp, optax
@@ -255,7 +255,7 @@ class Stage(abc.ABC):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> "Stage | None":
-        """The stage that options ask for; ``None`` if they turn it off. Checks its options.
+        """Check the options, and return the stage that they ask for; ``None`` if they turn it off.
 
         Args:
           options: what the user has passed, by name; and of the pipeline ``"inner"``, the
@@ -265,47 +265,47 @@ class Stage(abc.ABC):
         return None
 
     def init(self, params: PyTree) -> PyTree:
-        """The state before the first step; one shard's, if the state is per shard."""
+        """Return the state before the first step; one shard's, if the state is per shard."""
         del params
         return ()
 
     def placements(self, state: PyTree) -> PyTree:
-        """The placement of each array of the state."""
+        """Return the placement of each array of the state."""
         return jax.tree.map(lambda _: self.placement, state)
 
     @abc.abstractmethod
     def update(self, gradients: Gradients, state: PyTree, context: StageContext) -> Staged:
-        """The gradients for the next stage, and this stage's next state."""
+        """Return the gradients for the next stage, and this stage's next state."""
 
     def moved_to(self, state: PyTree, spread: PyTree, number: int) -> PyTree:
-        """The state on another number of shards.
+        """Return the state on another number of shards.
 
         Args:
-          state: the state that the others had, ``[shards, …]`` where each has its own.
-          spread: the same, of which each of the new shards has what the others had on average.
-          number: the number of the new shards.
+          state: the state on the old shards, ``[shards, …]`` where each has its own.
+          spread: the state on the new shards, each of which has the mean of the old ones.
+          number: the number of new shards.
         """
         del state, number
         return spread
 
     def exported(self, state: PyTree, params: PyTree) -> PyTree:
-        """The parameters that ``model(state)`` returns: ``params``, or those in this state."""
+        """Return what ``model(state)`` exports: ``params``, or the parameters in this state."""
         del state
         return params
 
     def written(self) -> dict[str, Given]:
-        """The values of its options, by name, that a checkpoint stores and a restore compares."""
+        """Return its options by name, as a checkpoint stores and a restore compares them."""
         return {self.options[0]: self} if self.options else {}
 
     def describe(self) -> str:
-        """A short description: the class's name, or empty for a stage without a state."""
+        """Describe the stage in short: its class's name, or an empty text if it has no state."""
         return type(self).__name__ if self.state_field else ""
 
 
 def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradients:
-    """Undo the division of ``SCALED`` gradients: each shard gets those of its own loss.
+    """Undo the division of ``SCALED`` gradients, so that each shard has those of its own loss.
 
-    Those of a loss over the batch stay as they are. ``what`` begins the error message, as in
+    Gradients of a loss over the batch stay as they are. ``what`` begins the error message, as in
     ``"weight multiplies"``.
 
     Raises:
@@ -331,9 +331,9 @@ def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradient
     return gradients.replace(values=tree.unflatten(local), status=status)
 
 
-# Already summed over the shards.
+# The statuses of gradients that are already summed over the shards.
 _SUMMED = (GradientStatus.SUMMED, GradientStatus.REDUCED)
-# ``settled`` divides their sums; ``SCALED`` ones were divided before, and ``REDUCED`` are final.
+# ``settled`` divides the sums of these. ``SCALED`` ones were divided before; ``REDUCED`` are final.
 _TO_DIVIDE = (GradientStatus.LOCAL, GradientStatus.SUMMED)
 
 
@@ -341,7 +341,7 @@ _TO_DIVIDE = (GradientStatus.LOCAL, GradientStatus.SUMMED)
 
 
 class CrossShardState(NamedTuple):
-    """The state of a CrossShardOptimizer, the same with and without stages.
+    """The state of a CrossShardOptimizer, whose fields are the same with and without stages.
 
     The state of a stage that is off is ``()``.
 
@@ -353,7 +353,7 @@ class CrossShardState(NamedTuple):
       loss_scale: a ``LossScaleState``.
       nonfinite: a ``NonfiniteState``: what was not finite at the last update.
       metrics: the requested metrics of the last update, by name, float32[].
-      outer: the state that workers share, which synchronise rarely.
+      outer: the state that workers share, if they synchronise rarely.
       others: the states of other stages, by their names; ``()`` without any.
       inner_state: the state of the inner optimizer.
 
@@ -375,15 +375,15 @@ class CrossShardState(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names under which ``of`` knows states, except the optimizer's."""
+        """The names of the states that ``of`` returns, except the optimizer's."""
         return [*self._fields[:-2], *dict(self.others)]
 
     def of(self, name: str) -> PyTree:
-        """The state of a stage, by its name."""
+        """Return the state of a stage, by its name."""
         return getattr(self, name) if name in self._fields else dict(self.others).get(name, ())
 
     def with_states(self, **states: PyTree) -> Self:
-        """The same with other states of these stages."""
+        """Return a copy with other states of these stages."""
         fields = {name: state for name, state in states.items() if name in self._fields}
         new = {name: state for name, state in states.items() if name not in self._fields}
         others = {"others": {**dict(self.others), **new}} if new else {}

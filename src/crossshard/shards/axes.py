@@ -42,12 +42,12 @@ class ShardContext:
 
 
 def check_num_shards(num_shards: object) -> int:
-    """``num_shards`` as an int of at least 1, or an error."""
+    """Return ``num_shards`` as an int of at least 1, or raise an error."""
     return _check.whole_number("num_shards", num_shards, hint="Pass at least 1.")
 
 
 def check_axis_name(axis_name: object) -> tuple[str, ...]:
-    """``axis_name`` as a tuple of distinct names; empty for ``None``."""
+    """Return ``axis_name`` as a tuple of distinct names; empty for ``None``."""
     names = () if axis_name is None else axis_name
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, tuple | list) or not all(isinstance(n, str) for n in names):
@@ -98,7 +98,7 @@ def shard_context(
 
 
 def get_shard_context() -> ShardContext | None:
-    """The current shard context of this thread, or ``None``.
+    """Return the current shard context of this thread, or ``None``.
 
     >>> get_shard_context() is None
     True
@@ -154,7 +154,7 @@ class GroupAssignment:
 
 
 def check_group_assignment(group_assignment: Any) -> GroupAssignment | None:
-    """The checked assignment; ``None`` if all shards are one group, as for ``[]``.
+    """Return the checked assignment; ``None`` if all shards are one group, as for ``[]``.
 
     Args:
       group_assignment: a list of lists of shard ids, as TensorFlow's; no tuples and no array.
@@ -255,14 +255,14 @@ class Shards:
         return self.groups is None and (len(self.axes) > 1 or self.slices > 1)
 
     def by_platform(self, x: Any, cpu: Callable[[Any], Any], default: Callable[[Any], Any]) -> Any:
-        """``cpu(x)`` on CPUs, and else ``default(x)``."""
+        """Return ``cpu(x)`` on CPUs, and else ``default(x)``."""
         if self.platform:
             # Under jax.checkpoint, lax.platform_dependent would choose at run time.
             return cpu(x) if self.platform == "cpu" else default(x)
         return lax.platform_dependent(x, cpu=cpu, default=default)
 
     def scatter_schedule(self) -> list[tuple[Any, list[list[int]] | None]]:
-        """The stages of a reduce-scatter: an axis, and its groups if it is factored.
+        """Return the stages of a reduce-scatter: each an axis, and its groups if it is factored.
 
         Scattering in this order leaves the slices in the order of the shards. Groups have one
         stage, over all axes.
@@ -278,24 +278,24 @@ class Shards:
         ]
 
     def index(self) -> jax.Array:
-        """int32[]: the index of this shard."""
+        """Return the index of this shard, int32[]."""
         return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
 
     def position(self) -> jax.Array:
-        """int32[]: the index of this shard in its group: which slice of an array is its own."""
+        """Return the index of this shard in its group, int32[], which is that of its slices."""
         index = self.index()
         return index if self.groups is None else jnp.asarray(self.groups.position_of)[index]
 
     def as_varying(self, x: Any) -> Any:
-        """``x`` cast to varying."""
+        """Return ``x`` cast to varying."""
         return _jax.as_varying(x, self.axes) if self.has_vma else x
 
     def is_varying(self, x: Any) -> bool:
-        """Whether ``x`` is varying or unreduced, from its type."""
+        """Return whether ``x`` is varying or unreduced, from its type."""
         return bool((_jax.varying_axes(x) | _jax.unreduced_axes(x)) & frozenset(self.axes))
 
     def invariant_axes(self, x: Any) -> tuple[str, ...]:
-        """The axes over which ``x`` is invariant, from its type."""
+        """Return the axes over which ``x`` is invariant, from its type."""
         known = _jax.varying_axes(x) | _jax.unreduced_axes(x)
         return tuple(axis for axis in self.axes if self.has_vma and axis not in known)
 
@@ -307,10 +307,10 @@ def current_shards(
     warn: bool = True,
     what: str = "CrossShardOptimizer",
 ) -> Shards:
-    """The current shards: over the named axes, else the context's, else the only bound axis.
+    """Return the current shards: over the named axes, the context's, or the only bound axis.
 
     Without bound axes, the number comes from the shard context; without that it is 1, with a
-    ``ShardContextWarning`` of ``what`` if ``warn`` and nothing is traced.
+    ``ShardContextWarning`` that names ``what``, if ``warn`` and nothing is traced.
 
     Raises:
       AxisError: a named axis is not bound but others are, or several are bound and none is named.
@@ -356,7 +356,7 @@ def _current_shards(axis_name: tuple[str, ...], warn: bool, what: str) -> Shards
 
 
 def shards_of_gradient(axis_name: tuple[str, ...] = (), params: Iterable[Any] = ()) -> Shards:
-    """The shards over which a gradient stays local.
+    """Return the shards over which a gradient stays local.
 
     Their axes are the named ones, else the context's, else the only bound axis, else every bound
     axis over which no parameter varies. Axes without ``check_vma=True`` are left out:
@@ -380,7 +380,7 @@ def shards_of_gradient(axis_name: tuple[str, ...] = (), params: Iterable[Any] = 
     return Shards(math.prod(bound[axis] for axis in tracked), tracked, True, bool(tracked))
 
 
-def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None:
+def check_axes_unambiguous(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None:
     """Raise if the axes of the batch are ambiguous."""
     reduced = shards.invariant_axes(loss)
     rest = tuple(axis for axis in shards.axes if axis not in reduced)
@@ -394,7 +394,7 @@ def check_one_way(loss: Any, shards: Shards, axis_name: tuple[str, ...]) -> None
     )
 
 
-def check_no_further(loss: Any, shards: Shards, params: Iterable[Any]) -> None:
+def check_varies_over_shards_only(loss: Any, shards: Shards, params: Iterable[Any]) -> None:
     """Raise if a loss varies over an axis that is not a shard axis: autodiff would sum over it.
 
     An axis over which all parameters vary, too, is allowed: autodiff sums nothing over it.

@@ -27,10 +27,10 @@ class BatchAxes:
     whole: tuple[str, ...] = ()  # the names of entries of a dict batch that are whole beside these
 
     def of(self, batch: Any, name: str = "batch") -> list[int | None]:
-        """The axis of each array of a batch, counted from the first; ``None`` if it is whole.
+        """Return the axis of each array of a batch, counted from the first; ``None`` if whole.
 
         Args:
-          batch: a pytree of arrays or types; what is none, or has no axis at all, is not looked at.
+          batch: a pytree of arrays or types; leaves of other kinds, or without axes, always pass.
           name: what an error calls it.
 
         Raises:
@@ -55,7 +55,7 @@ class BatchAxes:
         ]
 
     def _parts(self, batch: Any, name: str) -> list[Any]:
-        """The part of a batch that each axis is of."""
+        """Return the part of a batch to which each axis applies."""
         if self.whole and not (isinstance(batch, dict) and set(self.whole) <= set(batch)):
             known = list(batch) if isinstance(batch, dict) else type(batch).__name__
             raise ArgumentError(
@@ -74,20 +74,20 @@ class BatchAxes:
         return parts
 
     def of_rows(self, rows: Any) -> list[int]:
-        """The axis of each array of a batch without its whole arrays."""
+        """Return the axis of each array of a batch without its whole arrays."""
         return [axis for axis in self.of(rows) if axis is not None]
 
     def tree_of(self, batch: Any) -> Any:
-        """``of`` in the structure of the batch."""
+        """Return ``of`` in the structure of the batch."""
         return jax.tree.structure(batch).unflatten(self.of(batch))
 
     def lengths(self, rows: Any) -> list[int]:
-        """The number of rows of each array of a batch without its whole arrays."""
+        """Return the number of rows of each array of a batch without its whole arrays."""
         pairs = zip(jax.tree.leaves(rows), self.of_rows(rows), strict=True)
         return [x.shape[axis] for x, axis in pairs]
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """A batch without its whole arrays, and with these alone: ``None`` is where others are."""
+        """Split a batch into arrays with rows, and whole arrays; ``None`` stands for the others."""
         axes = self.of(batch)
         if None not in axes:
             return batch, None
@@ -97,7 +97,7 @@ class BatchAxes:
         return tree.unflatten(rows), tree.unflatten([x if a is None else None for x, a in pairs])
 
     def specs(self, batch: Any, names: tuple[str, ...]) -> Any:
-        """The spec of each array of a batch whose rows are split over these axes of a mesh."""
+        """Return the spec of each array of a batch whose rows are split over these mesh axes."""
         leaves = [spec_along(axis, names) for axis in self.of(batch)]
         return jax.tree.structure(batch).unflatten(leaves)
 
@@ -107,32 +107,32 @@ FIRST = BatchAxes((0,), jax.tree.structure(0))
 
 
 def join(rows: Any, whole: Any) -> Any:
-    """The inverse of ``BatchAxes.split``."""
+    """Undo ``BatchAxes.split``."""
     if whole is None:
         return rows
     return jax.tree.map(lambda x, y: y if x is None else x, rows, whole, is_leaf=_is_none)
 
 
 def spec_along(axis: int | None, names: tuple[str, ...]) -> PartitionSpec:
-    """The spec of an array that is split along an axis; of a whole one if it is ``None``."""
+    """Return the spec of an array that is split along an axis; of a whole one if it is ``None``."""
     return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, names)
 
 
 def resized(shape: Sequence[int], axis: int | None, rows: int) -> tuple[int, ...]:
-    """A shape with so many rows along an axis; the same without one."""
+    """Return a shape with ``rows`` rows along an axis; the same shape without an axis."""
     return tuple(shape) if axis is None else (*shape[:axis], rows, *shape[axis + 1 :])
 
 
 def take_rows(x: Any, axis: int, rows: Any) -> Any:
-    """These rows of an array along an axis: a slice, or their indices."""
+    """Return these rows of an array along an axis, given as a slice, or as their indices."""
     return x[(slice(None),) * axis + (rows,)]
 
 
 def axes_of(prefix: Any) -> BatchAxes:
-    """The axes of a pytree prefix of a batch.
+    """Return the axes of a pytree prefix of a batch.
 
     Raises:
-      ArgumentTypeError: an axis is no int.
+      ArgumentTypeError: an axis is not an int.
     """
     axes, tree = jax.tree.flatten(prefix, is_leaf=_is_none)
     for axis in axes:
@@ -146,7 +146,7 @@ def axes_of(prefix: Any) -> BatchAxes:
 
 
 def check_batch_axis(batch_axis: Any, whole: Sequence[str] = ()) -> BatchAxes:
-    """The checked ``batch_axis`` argument, with the names of ``replicated_entries``."""
+    """Return the checked ``batch_axis`` argument, with the names of ``replicated_entries``."""
     found = axes_of(batch_axis)
     if all(map(_is_none, found.axes)):
         raise ArgumentError(

@@ -21,9 +21,9 @@ _FEW = 1024
 _SMALL = 1 << 15
 # A slice is padded to whole tiles if that adds at most 1 / _LITTLE of its size.
 _LITTLE = 16
-# The same between processes on CPUs, where starting a collective takes milliseconds.
+# The same as ``_SMALL`` between processes on CPUs, where starting a collective takes milliseconds.
 _SMALL_BETWEEN_CPUS = 1 << 20
-# A first axis that is longer is not taken for one of stacked layers.
+# A longer first axis is not taken for the axis of stacked layers.
 _LAYERS = 256
 # The spec of an array that is replicated, or not split over the axes in question.
 WHOLE = PartitionSpec()
@@ -45,7 +45,7 @@ class TileShape:
         return self.rows * self.lanes
 
     def padding(self, width: int) -> int:
-        """The zeros after a slice of ``width`` elements, to fill a tile, or a row if that is much.
+        """Return how many zeros follow ``width`` elements to fill a tile, or a row if that is much.
 
         With too few rows XLA emits an all-reduce, but only in the last of several stages, of small
         arrays. Whole tiles for 4,096 chips would be 34 MB.
@@ -64,7 +64,7 @@ _IN_RINGS = dataclasses.replace(TPU, by_columns=True)
 
 
 def tile_for(mesh: Mesh, params_sharded: bool) -> TileShape:
-    """The tile of a mesh's platform, for sharded parameters, or replicated ones."""
+    """Return the tile of a mesh's platform, for sharded parameters, or replicated ones."""
     if mesh.devices.flat[0].platform != "tpu":
         return ANY
     return _IN_RINGS if params_sharded and sends_beside_products(mesh) else TPU
@@ -74,8 +74,8 @@ def tile_for(mesh: Mesh, params_sharded: bool) -> TileShape:
 class Partition:
     """How an array is split into one slice per shard.
 
-    Either along an axis, or flattened and padded with zeros. A slice has as many dimensions as the
-    array, because some optimizers check the rank.
+    It is split along an axis, or flattened and padded with zeros. A slice has as many dimensions as
+    the array, because some optimizers check the rank.
     """
 
     shape: tuple[int, ...]  # the shape of the array
@@ -152,7 +152,7 @@ class Partition:
         return (self.number * self.local_shape[0], *self.local_shape[1:])
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """The ``PartitionSpec`` of the packed array, given the shard axes."""
+        """Return the ``PartitionSpec`` of the packed array, given the shard axes."""
         if self.number == 1:
             return self.other_axes
         axis = self.axis or 0
@@ -160,7 +160,7 @@ class Partition:
         return PartitionSpec(*before, *[None] * (axis - len(before)), axes, *after)
 
     def of_block(self, sizes: Mapping[str, int]) -> "Partition":
-        """The partition of one device's block over the other axes, given the sizes of these."""
+        """Return the partition of one device's block over the other axes, given their sizes."""
         shape = list(self.shape)
         for dimension, names in enumerate(self.other_axes):
             for name in (names,) if isinstance(names, str) else names or ():
@@ -168,7 +168,7 @@ class Partition:
         return dataclasses.replace(self, shape=tuple(shape), other_axes=WHOLE)
 
     def pack(self, array: Any) -> jax.Array:
-        """The slices of an array, concatenated and padded."""
+        """Return the slices of an array, concatenated and padded."""
         if self.number == 1 or self.axis is not None:
             return jnp.asarray(array)
         flat = jnp.ravel(array)
@@ -176,26 +176,26 @@ class Partition:
         return padded.reshape(self.packed_shape)
 
     def unpack(self, packed: Any) -> jax.Array:
-        """The inverse of ``pack``."""
+        """Undo ``pack``."""
         if self.number == 1 or self.axis is not None:
             return jnp.asarray(packed)
         return jnp.ravel(packed)[: math.prod(self.shape)].reshape(self.shape)
 
     def slices(self, array: Any) -> jax.Array:
-        """``[number, …]``: the slices of an array that is split."""
+        """Return the slices of an array that is split, ``[number, …]``."""
         packed = self.pack(array)
         if self.axis:
             return jnp.stack(jnp.split(packed, self.number, self.axis))
         return packed.reshape(self.number, *self.local_shape)
 
     def joined(self, slices: jax.Array) -> jax.Array:
-        """The inverse of ``slices``."""
+        """Undo ``slices``."""
         if self.axis:
             return jnp.concatenate(list(slices), self.axis)
         return self.unpack(slices.reshape(-1, *self.local_shape[1:]))
 
     def local_slice(self, array: Any, index: jax.Array) -> jax.Array:
-        """The slice at ``index`` of a full array."""
+        """Return the slice at ``index`` of a full array."""
         if self.number == 1:
             return jnp.asarray(array)
         axis = self.axis or 0
@@ -206,7 +206,7 @@ class Partition:
 
 
 def _is_few(shape: Sequence[int]) -> bool:
-    """Whether starting a collective costs more than to copy such an array."""
+    """Return whether starting a collective costs more than copying such an array."""
     return math.prod(shape) < (_SMALL_BETWEEN_CPUS if between_cpus() else _SMALL)
 
 
@@ -216,7 +216,7 @@ def partition_for(
     tile: TileShape = ANY,
     other_axes: PartitionSpec = WHOLE,
 ) -> Partition:
-    """A partition that keeps the order of elements; tiny arrays stay replicated.
+    """Return a partition that keeps the order of elements; tiny arrays stay replicated.
 
     Arrays that look like stacked layers are split within each layer. Arrays that are already split
     over other mesh axes are split along a free axis.
@@ -239,7 +239,7 @@ def partition_along_axis(
     tile: TileShape = ANY,
     other_axes: PartitionSpec = WHOLE,
 ) -> Partition:
-    """A partition along an axis that is free and divides by ``number``; replicated without one."""
+    """Return a partition along a free axis that divides by ``number``, or a replicated one."""
     shape = tuple(shape)
     taken = {axis for axis, names in enumerate(other_axes) if names is not None}
     axes = [axis for axis, size in enumerate(shape) if size % number == 0 and axis not in taken]
@@ -255,19 +255,19 @@ def partition_along_axis(
 
 
 def _may_be_layers(shape: Sequence[int]) -> bool:
-    """Whether an array may be that of several layers, which a loop over them takes one by one."""
+    """Return whether an array may be one of stacked layers, which a loop takes one by one."""
     return len(shape) > 2 and shape[0] <= _LAYERS and not _is_few(shape[1:])
 
 
 def map_partitions(
     function: Callable[[Partition, Any], Any], partitions: Sequence[Partition], tree: Any
 ) -> Any:
-    """A pytree of ``function(partition, leaf)`` for each leaf."""
+    """Return a pytree of ``function(partition, leaf)`` for each leaf."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten([function(*pair) for pair in zip(partitions, leaves, strict=True)])
 
 
-# ---- How one array lies on the mesh.
+# ---- How one array is placed on the mesh.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,35 +299,35 @@ class Placement:
         return self.partition is not None and self.partition.number > 1
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """The ``PartitionSpec`` of the stored array, given the shard axes."""
+        """Return the ``PartitionSpec`` of the stored array, given the shard axes."""
         if self.per_shard:
             return PartitionSpec(axes, *self.other_axes)
         return WHOLE if self.partition is None else self.partition.spec(axes)
 
     def beside(self, shape: tuple[int, ...], other_axes: PartitionSpec) -> "Placement":
-        """The same placement, for an array of this shape that is also split over other axes."""
+        """Return this placement for an array of this shape that is also split over other axes."""
         partition = self.partition or Partition(tuple(shape))
         return dataclasses.replace(
             self, partition=dataclasses.replace(partition, other_axes=other_axes)
         )
 
     def local(self, stored: jax.Array) -> jax.Array:
-        """One shard's array, from its block of the stored array."""
+        """Return one shard's array, from its block of the stored array."""
         return stored[0] if self.per_shard else stored
 
     def stored(self, local: jax.Array) -> jax.Array:
-        """The inverse of ``local``."""
+        """Undo ``local``."""
         return local[None] if self.per_shard else local
 
     def stored_shape(self, shape: tuple[int, ...], number_of_shards: int) -> tuple[int, ...]:
-        """The shape of the stored array, given the shape of the array."""
+        """Return the shape of the stored array, given the shape of the array."""
         if not self.per_shard:
             return self.partition.packed_shape if self.partition is not None else shape
         local = self.partition.local_shape if self.partition is not None else shape
         return (number_of_shards, *local)
 
     def pack(self, array: jax.Array) -> jax.Array:
-        """The stored array, from the array, or from ``[shards, …]`` if there is one per shard."""
+        """Return the stored array, from the array, or from ``[shards, …]`` if it is per shard."""
         if self.partition is None or not self.is_split:
             return jnp.asarray(array)
         if self.groups is None:
@@ -336,7 +336,7 @@ class Placement:
         return parts[np.arange(len(array)), self.groups.position_of]
 
     def unpack(self, stored: jax.Array) -> jax.Array:
-        """The inverse of ``pack``."""
+        """Undo ``pack``."""
         if self.partition is None or not self.is_split:
             return jnp.asarray(stored)
         if self.groups is None:
@@ -345,7 +345,7 @@ class Placement:
 
 
 def stored_shapes(placements: Any, tree: Any, number_of_shards: int) -> list[tuple[int, ...]]:
-    """The shapes of arrays as they are stored, given these arrays, or as each shard has them."""
+    """Return the shapes of stored arrays, given the arrays; per-shard ones are ``[shards, …]``."""
     pairs = zip(*map(jax.tree.leaves, (placements, tree)), strict=True)
     return [own.stored_shape(x.shape[own.per_shard :], number_of_shards) for own, x in pairs]
 
@@ -361,7 +361,7 @@ PER_SHARD = Placement(per_shard=True)
 
 
 def only(spec: Iterable[Any], axes: Iterable[str]) -> PartitionSpec:
-    """The spec of these axes alone, without trailing ``None``s."""
+    """Return the spec of these axes alone, without trailing ``None``s."""
     kept = [tuple(name for name in _names(entry) if name in axes) or None for entry in spec]
     while kept and not kept[-1]:
         kept.pop()
@@ -371,7 +371,7 @@ def only(spec: Iterable[Any], axes: Iterable[str]) -> PartitionSpec:
 def other_axes_of(
     tree: Any, mesh: Mesh, axes: Sequence[str], *, params_sharded: bool = False
 ) -> tuple[PartitionSpec, ...]:
-    """For each array of a pytree its spec on the other axes of the mesh.
+    """Return for each array of a pytree its spec on the other axes of the mesh.
 
     Args:
       tree: arrays, or types with shardings.
@@ -431,7 +431,7 @@ def _other_axes_of(
 def other_axes_like(
     state: Any, params: Any, other_axes: Sequence[PartitionSpec]
 ) -> tuple[PartitionSpec, ...]:
-    """For each array of an optimizer's state the entry of its parameter, if it has its shape.
+    """Return for each array of an optimizer's state the entry of its parameter, if shapes agree.
 
     An array belongs to the parameter whose path ends its own, as in ``mu['layer']['kernel']``.
     """
@@ -478,7 +478,7 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 
 def of_all(x: jax.Array) -> jax.Array:
-    """One value for all shards: the mean of floating values, else the first shard's."""
+    """Return one value for all shards: the mean of floating values, else the first shard's."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x[0]
     # The mean of equal values would round.

@@ -29,7 +29,7 @@ AXIS = "shards"
 # XLA's in-process collectives block threads of one pool, and deadlock when queued steps fill it.
 # Two threads per device sufficed in measurements; idle ones are free.
 _THREADS_PER_DEVICE = 4
-# The chips of the largest slice of v5e in which every chip can reach every other one.
+# The number of chips of the largest v5e slice in which every chip can reach every other one.
 _V5E_WITHOUT_LIMITS = 16
 
 
@@ -73,7 +73,7 @@ def _threads() -> int:
 
 @functools.lru_cache
 def shard_mesh(num_shards: int) -> Mesh:
-    """A mesh of one axis over the first ``num_shards`` devices.
+    """Return a mesh of one axis over the first ``num_shards`` devices.
 
     Raises:
       ArgumentError: there are fewer devices.
@@ -96,7 +96,7 @@ def shard_mesh(num_shards: int) -> Mesh:
 
 
 def mesh_for(num_shards: int, mesh: Any) -> Mesh:
-    """The given mesh, all axes of which are shard axes, or a mesh of ``num_shards`` devices.
+    """Return the given mesh, whose axes are all shard axes, or one of ``num_shards`` devices.
 
     Raises:
       ArgumentError: the mesh has another number of devices; there are fewer devices.
@@ -113,7 +113,7 @@ def mesh_for(num_shards: int, mesh: Any) -> Mesh:
 
 
 def check_number_of_devices(num_shards: int, mesh: Mesh) -> None:
-    """Raise unless the mesh has as many devices as there are to be shards."""
+    """Raise unless the mesh has ``num_shards`` devices."""
     if num_shards != mesh.size:
         raise ArgumentError(
             f"num_shards is {num_shards} and the mesh has {mesh.size} devices; pass one of them."
@@ -121,18 +121,18 @@ def check_number_of_devices(num_shards: int, mesh: Mesh) -> None:
 
 
 def are_of_all_processes(mesh: Mesh) -> bool:
-    """Whether there are several processes, and every one of them has devices of this mesh."""
+    """Return whether there are several processes, all of which have devices of this mesh."""
     number = jax.process_count()
     return number > 1 and len({device.process_index for device in mesh.devices.flat}) == number
 
 
 def between_cpus() -> bool:
-    """Whether shards are on CPUs of several processes, which talk over sockets."""
+    """Return whether shards are on CPUs of several processes, which talk over sockets."""
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def torus_factors(mesh: Mesh) -> tuple[int, ...]:
-    """Factors of a one-axis TPU mesh, for multi-stage collectives on its torus.
+    """Return factors of a one-axis TPU mesh, for multi-stage collectives on its torus.
 
     XLA for TPUs compiles a reduce-scatter over all chips to an all-reduce and a slice, but keeps
     reduce-scatters over the factors: seen in the compiled programs of v5e, v6e and v5p.
@@ -147,14 +147,14 @@ def torus_factors(mesh: Mesh) -> tuple[int, ...]:
 
 
 def slices_in_order(mesh: Mesh) -> int:
-    """The number of slices of a TPU that a mesh has, one after the other; 1 if they are mixed."""
+    """Return how many TPU slices a mesh has, one after the other; 1 if they are mixed."""
     places = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
     number = len(set(places))
     return number if places == sorted(places) and mesh.size % number == 0 else 1
 
 
 def sends_beside_products(mesh: Mesh) -> bool:
-    """Whether neighbours send each other arrays while they compute.
+    """Return whether neighbours can send each other arrays while they compute.
 
     XLA for TPUs schedules a permute beside other work, except on v5e with more than 16 chips:
     "cannot be made async on platform with ICI routing limitations". Seen in the compiled programs
@@ -180,8 +180,8 @@ def warn_of_deadlock(mesh: Mesh) -> None:
         )
 
 
-def axes_in_sight(arrays: Any, number: int) -> tuple[str, ...]:
-    """The axes that count ``number`` shards, where none is named.
+def infer_axes(arrays: Any, number: int) -> tuple[str, ...]:
+    """Return the axes that count ``number`` shards, where none is named.
 
     ``"shards"``, unless the arrays are on a mesh without it, or ``jax.set_mesh`` has set one.
 
@@ -207,7 +207,7 @@ def axes_in_sight(arrays: Any, number: int) -> tuple[str, ...]:
 def mesh_and_axes(
     num_shards: int | None, mesh: Any, axis_name: Any, of_optimizer: tuple[str, ...]
 ) -> tuple[Mesh, tuple[str, ...]]:
-    """The mesh, and the shard axes.
+    """Return the mesh, and the shard axes.
 
     Args:
       num_shards: their number; any if ``None``.
@@ -225,7 +225,7 @@ def mesh_and_axes(
     count = None if num_shards is None else check_num_shards(num_shards)
     mesh = mesh_in_force(count, named) if mesh is None else mesh
     if mesh is None and count is None and jax.device_count() == 1:
-        _say_that_it_is_one_shard()
+        _log_one_shard()
     found = mesh_for(count or jax.device_count() if mesh is None else 1, mesh)
     missing = [axis for axis in named if axis not in found.axis_names]
     if missing:
@@ -252,8 +252,8 @@ def mesh_and_axes(
 
 
 @functools.cache
-def _say_that_it_is_one_shard() -> None:
-    """Log a line, once in a process: nothing is wrong, but it may not be what is meant."""
+def _log_one_shard() -> None:
+    """Log a line, once in a process: one shard is not wrong, but may not be intended."""
     (device,) = jax.devices()
     on_cpu = (
         "crossshard.cpu_devices(8) first, JAX for your GPUs or TPUs (see crossshard doctor), or "
@@ -266,7 +266,7 @@ def _say_that_it_is_one_shard() -> None:
 
 
 def mesh_in_force(num_shards: Any, axes: tuple[str, ...] = ()) -> Mesh | None:
-    """The mesh that ``jax.set_mesh`` has set, if these axes of it, or all, count so many shards.
+    """Return the mesh that ``jax.set_mesh`` has set, if these axes, or all, count so many shards.
 
     Beside a mesh with explicit axes JAX takes no array that lies on another one.
     """
@@ -278,7 +278,7 @@ def mesh_in_force(num_shards: Any, axes: tuple[str, ...] = ()) -> Mesh | None:
 
 
 def shards_on(mesh: Mesh, axes: tuple[str, ...], groups: GroupAssignment | None) -> Shards:
-    """The shards on these axes of a mesh, inside ``shard_map``."""
+    """Return the shards on these axes of a mesh, inside ``shard_map``."""
     return Shards(
         number_of_shards(mesh, axes),
         axes,
@@ -293,7 +293,7 @@ def shards_on(mesh: Mesh, axes: tuple[str, ...], groups: GroupAssignment | None)
 
 
 def number_of_shards(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """The number of shards that these axes of a mesh count."""
+    """Return the number of shards that these axes of a mesh count."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
@@ -306,7 +306,7 @@ def put_whole(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def put(x: Any, sharding: NamedSharding, *, whole: bool = False) -> jax.Array:
-    """Put an array on the devices of a mesh; each process passes its own part, or the whole."""
+    """Put an array on the devices of a mesh; each process passes its own rows, or the whole."""
     if jax.process_count() == 1 or not getattr(x, "is_fully_addressable", True):
         return jax.device_put(x, sharding)
     x = x if hasattr(x, "dtype") else np.asarray(x, jnp.result_type(x))
@@ -318,15 +318,15 @@ def put(x: Any, sharding: NamedSharding, *, whole: bool = False) -> jax.Array:
 
 
 def put_whole_unless_on(x: Any, sharding: NamedSharding) -> jax.Array:
-    """``put_whole``, but what is on the mesh already may be split over it, and stays."""
+    """Put an array on the devices of a mesh; one that is there already stays, even if split."""
     on_mesh = getattr(getattr(x, "sharding", None), "mesh", None) == sharding.mesh
     return x if on_mesh else put_whole(x, sharding)
 
 
-def own_parts(sharding: NamedSharding, number: int) -> int:
-    """The number of shards, of ``number``, whose rows this process passes.
+def count_own_shards(sharding: NamedSharding, number: int) -> int:
+    """Return the number of shards, of ``number``, whose rows this process passes.
 
-    A mesh without its devices, to compile for, counts as this process's.
+    A mesh of absent devices, for which a step is only compiled, counts as this process's.
     """
     if jax.process_count() == 1:
         return number
@@ -336,7 +336,7 @@ def own_parts(sharding: NamedSharding, number: int) -> int:
 
 
 def on_every_device(x: jax.Array) -> jax.Array:
-    """An array of several processes, whole on each device; all of them must call it."""
+    """Replicate an array of several processes on each device; all of them must call it."""
     sharding = x.sharding
     if x.is_fully_addressable or not isinstance(sharding, NamedSharding):
         return x
@@ -344,7 +344,7 @@ def on_every_device(x: jax.Array) -> jax.Array:
 
 
 def types_on(mesh: Mesh, tree: Any, specs_of_first: Sequence[PartitionSpec]) -> Any:
-    """The types of arrays on a mesh: the first leaves by their specs, others whole everywhere."""
+    """Return the types of arrays on a mesh: the first by their specs, the others replicated."""
     leaves, structure = jax.tree.flatten(tree)
     specs = [*specs_of_first, *[PartitionSpec()] * (len(leaves) - len(specs_of_first))]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def own_stream(key: jax.Array, shard: jax.Array) -> jax.Array:
-    """A shard's own keys, of any shape, typed or raw, derived from the shared ones.
+    """Return a shard's own keys, of any shape, typed or raw, derived from the shared ones.
 
     >>> own_stream(jax.random.PRNGKey(0), 3) == jax.random.fold_in(jax.random.PRNGKey(0), 3)
     Array([ True,  True], dtype=bool)
@@ -24,7 +24,7 @@ def own_stream(key: jax.Array, shard: jax.Array) -> jax.Array:
 
 
 def keys_of_rows(key: jax.Array, places: jax.Array) -> jax.Array:
-    """A key for each row, folded from its place in the global batch.
+    """Return a key for each row, folded from its place in the global batch.
 
     >>> keys_of_rows(jax.random.key(0), jnp.arange(4, 8)).shape
     (4,)
@@ -33,12 +33,12 @@ def keys_of_rows(key: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def is_key(x: Any) -> bool:
-    """Whether an array holds typed keys."""
+    """Return whether an array holds typed keys."""
     return bool(jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key))
 
 
 def may_be_raw_key(x: Any) -> bool:
-    """Whether an array may be the data of keys: as uint32, as ``PRNGKey`` and Keras hold them.
+    """Return whether an array may be the data of keys: uint32, as ``PRNGKey`` and Keras hold them.
 
     >>> may_be_raw_key(jax.random.PRNGKey(0)), may_be_raw_key(jnp.zeros(2, jnp.int32))
     (True, False)
@@ -48,7 +48,7 @@ def may_be_raw_key(x: Any) -> bool:
 
 
 def quiet_keys(shape: tuple[int, ...]) -> jax.Array:
-    """Keys whose random bits are all the same, in the middle of their range.
+    """Return keys whose random bits are all the same, in the middle of their range.
 
     Uniform numbers are 1/2 then, normal ones 0, and dropout that keeps more than a half keeps all.
 

@@ -23,7 +23,7 @@ from crossshard.shards.batch_axes import (
     spec_along,
     take_rows,
 )
-from crossshard.shards.devices import number_of_shards, own_parts, put
+from crossshard.shards.devices import count_own_shards, number_of_shards, put
 from crossshard.step.losses.rows import StepLoss
 from crossshard.step.microbatches import SumOf, Weight, weight_of
 
@@ -79,7 +79,7 @@ class BatchPlacer:
     def __init__(self, mesh: Mesh, axes: tuple[str, ...], loss: StepLoss):
         self.mesh, self.axes, self.of_batch = mesh, axes, loss.batch_axes
         self.number: int = number_of_shards(mesh, axes)
-        self.parts: int = own_parts(NamedSharding(mesh, PartitionSpec(axes)), self.number)
+        self.parts: int = count_own_shards(NamedSharding(mesh, PartitionSpec(axes)), self.number)
         # Rows are split over the shards, and a shard's rows into microbatches.
         self._multiple = self.parts * loss.pieces(self.number)
         self._loss, self._weight = loss, loss.weight

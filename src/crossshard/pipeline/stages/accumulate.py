@@ -23,7 +23,7 @@ class AccumulateState(NamedTuple):
 
     count: Any  # int32[], the number of microbatches
     values: Any  # the sum of the shard's gradients times their weights, with at least 32 bits
-    value: Any  # float[], the same of the loss, if the caller passes it
+    value: Any  # float[], the same sum of the loss, if the caller passes it
     weight: Any  # float[], the sum of the weights; the number of microbatches if all count the same
 
 
@@ -38,12 +38,12 @@ class Accumulate(Stage):
     scope = state_field = "accumulate"
     needs_local = "accumulate_steps adds up"
     options = ("accumulate_steps",)
-    # Of a step the loss tells it.
+    # In a step, the options of its loss have it.
     is_compared = False
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self | None:
-        """The stage of a number of calls; ``None`` for one."""
+        """Return the stage for ``accumulate_steps`` calls; ``None`` for one call."""
         steps = _check.whole_number("accumulate_steps", options.get("accumulate_steps", 1))
         return cls(steps) if steps > 1 else None
 
@@ -51,11 +51,11 @@ class Accumulate(Stage):
         return AccumulateState(jnp.int32(0), *zeros(params))
 
     def placements(self, state: AccumulateState) -> AccumulateState:
-        """The count is the same on all shards, and each shard has its own sums."""
+        """Return the placements: all shards have the same count, and each has its own sums."""
         return super().placements(state)._replace(count=REPLICATED)
 
     def update(self, gradients: Gradients, state: AccumulateState, context: StageContext) -> Staged:
-        """The mean gradient of the microbatches so far, and the sums with this one."""
+        """Return the mean gradient of the microbatches so far, and the sums with this one."""
         if "grad" in gradients.extra:
             raise ArgumentError(
                 "accumulate_steps does not accumulate the extra argument grad, which a line search "
@@ -72,14 +72,14 @@ class Accumulate(Stage):
         return gradients, AccumulateState(count, *sums)
 
     def is_last(self, state: AccumulateState) -> Bool[Array, ""]:
-        """Whether this call is the last, given the state with it."""
+        """Return whether this call is the last, given the state with it."""
         return state.count >= self.steps
 
     def describe(self) -> str:
         return f"accumulate {self.steps} calls"
 
 
-# Of gradients, losses and weights.
+# The sums of gradients, losses and weights.
 Sums = tuple[Any, Any, Any]
 
 
@@ -90,7 +90,7 @@ def add(
     weight: jax.Array | None,
     early: tuple[bool, ...] = (),
 ) -> Sums:
-    """The sums with one more microbatch; gradients that are ``early`` are weighed already."""
+    """Return the sums with one more microbatch; ``early`` gradients are already weighed."""
 
     def one(x: Any, new: Any, weight: Any = weight) -> Any:
         if not is_inexact(new):
@@ -105,7 +105,7 @@ def add(
 
 
 def mean(sums: Sums, early: tuple[bool, ...] = (), *, weighted: bool = False) -> tuple[Any, Any]:
-    """The mean gradient and loss; zeros if all weights are zero.
+    """Return the mean gradient and loss; zeros if all weights are zero.
 
     With weights, gradients that are ``early`` stay sums: their weights are those of all shards.
     """
@@ -117,7 +117,7 @@ def mean(sums: Sums, early: tuple[bool, ...] = (), *, weighted: bool = False) ->
 
 
 def _map_leaves(function: Callable[..., Any], flags: Sequence[bool], *trees: Any) -> Any:
-    """``function(*leaves, flag)`` for each leaf; no flags are all unset."""
+    """Apply ``function(*leaves, flag)`` to each leaf; without flags, all are unset."""
     leaves, structure = jax.tree.flatten(trees[0])
     others = (jax.tree.leaves(tree) for tree in trees[1:])
     every = zip(leaves, *others, flags or [False] * len(leaves), strict=True)
@@ -125,7 +125,7 @@ def _map_leaves(function: Callable[..., Any], flags: Sequence[bool], *trees: Any
 
 
 def zeros(params: Any) -> Sums:
-    """The sums before the first microbatch, given the gradients, or their types."""
+    """Return the sums before the first microbatch, given the gradients, or their types."""
 
     def one(leaf: Any) -> jax.Array:
         dtype = jnp.result_type(leaf)

@@ -1,6 +1,6 @@
 """Aggregate: the mean or the sum of the shards' gradients, their weights, and what sums them.
 
-XLA sums them, in 32 bits or sent in 16; or they are sent in few bits; or a user says how.
+XLA sums them, sent in 32 or 16 bits; or they are sent in few bits; or a user's aggregator does it.
 """
 
 import abc
@@ -61,20 +61,23 @@ class Peers:
         return self.shards.size
 
     def index(self) -> jax.Array:
-        """int32[]: the position of this shard among them."""
+        """Return the position of this shard among them, int32[]."""
         return self.shards.position()
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """The sum of ``x`` over them; the same shape and dtype."""
+        """Return the sum of ``x`` over them, in its shape and dtype."""
         return jnp.asarray(sum_over_shards(x, self.shards))
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """``[number, …]``: the ``x`` of each of them, in order, the same on all."""
+        """Return the ``x`` of each of them, ``[number, …]``, in order; the same on all."""
         own = jnp.asarray(x)[None]
         return own if self.number == 1 else send_gathered(own, 0, self.shards)
 
     def exchange(self, x: jax.Array) -> jax.Array:
-        """``[number, …]``: send row ``i`` of ``x`` to peer ``i``; row ``j`` is from peer ``j``."""
+        """Send row ``i`` of ``x`` to peer ``i``; row ``j`` of the result is from peer ``j``.
+
+        Both are ``[number, …]``.
+        """
         return x if self.number == 1 else send_exchanged(x, self.shards)
 
 
@@ -112,13 +115,13 @@ class Aggregator(abc.ABC):
     divides_before = True
 
     def init(self, params: PyTree) -> PyTree:
-        """The state of one shard before the first step."""
+        """Return the state of one shard before the first step."""
         del params
         return ()
 
     @abc.abstractmethod
     def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
-        """The sums over the peers, in full, and the next state.
+        """Return the sums over the peers, in full, and the next state.
 
         Args:
           values: a pytree like the parameters, of this shard's values with at least 32 bits.
@@ -131,14 +134,14 @@ class Aggregator(abc.ABC):
         return function
 
     def one(self, x: jax.Array) -> jax.Array:
-        """One of the summands of a shard, for a gradient that is already the same on all."""
+        """Return one of the summands of a shard, given a gradient that is the same on all."""
         return x
 
     def on_other_shards(self, state: PyTree, number: int) -> PyTree:
-        """The state of each of another number of shards, from that of all, ``[shards, …]``.
+        """Return the state on ``number`` shards, given that on the old shards, ``[shards, …]``.
 
-        By default the sum over the shards stays as it is, as it should for what was held back;
-        what is not floating is taken from the first shard.
+        By default the sum over the shards stays the same, as it should for what was held back;
+        arrays that are not floating are taken from the first shard.
         """
 
         def one(x: jax.Array) -> jax.Array:
@@ -148,18 +151,18 @@ class Aggregator(abc.ABC):
         return jax.tree.map(one, state)
 
     def describe(self) -> str:
-        """What it does besides summing, for ``describe``: by default its name."""
+        """Describe what it does besides summing: by default, its name."""
         return f"by {type(self).__name__}"
 
     def reduce(
         self, gradients: PyTree, sent: Sequence[Sent], state: PyTree, context: StageContext
     ) -> tuple[list[jax.Array], PyTree]:
-        """This shard's slice of the sum of each of the arrays, and the next state.
+        """Return this shard's slice of the sum of each of the arrays, and the next state.
 
         Args:
-          gradients: this shard's, in the shapes of the parameters and in the dtypes in which they
-            are added.
-          sent: the arrays, those of the gradients that are to be summed among them.
+          gradients: this shard's gradients, in the shapes of the parameters and in the dtypes in
+            which they are added.
+          sent: the arrays, among them the gradients that are to be summed.
           state: the state of this shard.
           context: the context.
         """
@@ -175,18 +178,17 @@ class Aggregator(abc.ABC):
 
 
 def _sum(sent: Sequence[Sent], shards: Shards) -> Iterator[jax.Array]:
-    """The slices of the sums, by XLA; small arrays share a collective."""
+    """Return the slices of the sums, by XLA; small arrays share a collective."""
     return iter(bucketed_sum([x.array for x in sent], [x.partition for x in sent], shards))
 
 
-# ---- As XLA adds it, in 32 bits or sent in 16.
+# ---- Sums by XLA, sent in 32 or 16 bits.
 
 
 class BySlices(Aggregator):
     """An aggregator of crossshard's own, whose ``sum`` is a ``reduce`` of unsplit arrays."""
 
     def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
-        """The sums over the peers, in full, and the next state."""
         leaves, tree = jax.tree.flatten(values)
         sent = [Sent(x, _unsplit(x), place) for place, x in enumerate(leaves)]
         sums, after = self.reduce(values, sent, state, StageContext(peers.shards))
@@ -204,7 +206,7 @@ class Plain(BySlices):
     def reduce(
         self, gradients: PyTree, sent: Sequence[Sent], state: PyTree, context: StageContext
     ) -> tuple[list[jax.Array], PyTree]:
-        """The slices of the sums; small arrays share a collective with the loss."""
+        """Return the slices of the sums; small arrays share a collective with the loss."""
         own = lambda x: x if x.place is None else x._replace(array=as_sent(x.array, self.dtype))
         return list(_sum(list(map(own, sent)), context.shards)), state
 
@@ -213,21 +215,21 @@ class Plain(BySlices):
 
 
 def as_sent(gradient: Any, dtype: Any) -> jax.Array:
-    """A gradient in the dtype in which it is sent: this one, or its own with at least 32 bits."""
+    """Return a gradient in the dtype in which it is sent: this one, or its own, if wide enough."""
     wide = widen(gradient)
     return wide if dtype is None or jnp.iscomplexobj(wide) else wide.astype(dtype)
 
 
-# ---- In few bits; what that loses is added to the next gradients.
+# ---- Sums in few bits; what is lost is added to the next gradients.
 
 
 class FewBitsState(NamedTuple):
     """What one shard keeps.
 
     Attributes:
-      residual: for each gradient what was not sent of it yet; ``()`` without error feedback. Its
-        sum over the shards is what the mean, or the sum, still lacks. What is not finite in it,
-        as after a flipped bit, counts as 0.
+      residual: for each gradient, what has not been sent of it yet; ``()`` without error feedback.
+        Its sum over the shards is what the mean, or the sum, still lacks. Elements that are not
+        finite, as after a flipped bit, count as 0.
       count: int32[], the number of sums so far; ``()`` unless it rounds at random.
 
     >>> import jax.numpy as jnp, optax
@@ -242,11 +244,11 @@ class FewBitsState(NamedTuple):
     count: PyTree = ()
 
 
-def _with_held(x: jax.Array, held: jax.Array | None) -> jax.Array:
-    """A gradient with what was not sent of those before it."""
+def _add_residual(x: jax.Array, held: jax.Array | None) -> jax.Array:
+    """Return a gradient plus what was not sent of those before it."""
     if held is None:
         return x
-    # A flipped bit may make it NaN, and each later gradient would be so, too.
+    # A flipped bit may make a residual NaN, and with it every later gradient.
     return widen(x) + jnp.where(jnp.isfinite(held), held, 0)
 
 
@@ -254,8 +256,8 @@ def _with_held(x: jax.Array, held: jax.Array | None) -> jax.Array:
 class FewBits(BySlices):
     """The sum of gradients that are sent in few bits."""
 
-    # How they are sent along each axis, the last one first: a ``Quantized``, a dtype, or ``None``
-    # for float32. One without an axis is for all of them.
+    # How gradients are sent along an axis, or along all for ``None``: a ``Quantized``, a dtype, or
+    # ``None`` for float32.
     wires: tuple[tuple[str | None, Any], ...]
 
     @property
@@ -272,7 +274,7 @@ class FewBits(BySlices):
         return any(wire.error_feedback for wire in self._quantized)
 
     def init(self, params: PyTree) -> FewBitsState:
-        """Nothing is held back yet."""
+        """Return the state before the first step: nothing is held back yet."""
         is_held = lambda x: is_inexact(x) and not jnp.iscomplexobj(x)
         zeros = lambda x: jnp.zeros(jnp.shape(x), wide(jnp.result_type(x))) if is_held(x) else None
         return FewBitsState(
@@ -283,13 +285,13 @@ class FewBits(BySlices):
     def reduce(
         self, gradients: PyTree, sent: Sequence[Sent], state: FewBitsState, context: StageContext
     ) -> tuple[list[jax.Array], FewBitsState]:
-        """The slices of the sums, and what was not sent."""
+        """Return the slices of the sums, and the state with what was not sent."""
         shards, (own, tree) = context.shards, jax.tree.flatten(gradients)
         before = self.held(state) or [None] * len(own)
         # The backward pass may have summed some, and stored what it held back of them.
         places = {x.place for x in sent}
         added = [
-            _with_held(x, held) if place in places else x
+            _add_residual(x, held) if place in places else x
             for place, (x, held) in enumerate(zip(own, before, strict=True))
         ]
         leaves = jax.tree.leaves(context.arrays.to_owners(tree.unflatten(added)))
@@ -298,7 +300,7 @@ class FewBits(BySlices):
         few = list(itertools.compress(every, is_few))
         key = None
         if self.is_random:
-            # All runs draw the same numbers.
+            # Every run draws the same numbers.
             key = jax.random.fold_in(jax.random.key(0), state.count)
         given = [x.array for x in few], [x.partition for x in few], shards, key
         of_few, lost = sum_in_few_bits(*given, self._tiers(shards))
@@ -321,31 +323,33 @@ class FewBits(BySlices):
         return [next(sums[each]) for each in is_few], FewBitsState(residual, count)
 
     def held(self, state: FewBitsState) -> list[Any] | None:
-        """What is held back of each gradient; ``None`` without error feedback."""
+        """Return the residual of each gradient; ``None`` without error feedback."""
         is_leaf = lambda x: x is None
         return jax.tree.leaves(state.residual, is_leaf=is_leaf) if self._feeds_back else None
 
     def with_held(self, state: FewBitsState, held: Sequence[Any]) -> FewBitsState:
-        """The state with what is held back now."""
+        """Return the state with other residuals, leaf by leaf."""
         tree = jax.tree.structure(state.residual, is_leaf=lambda x: x is None)
         return state._replace(residual=tree.unflatten(held))
 
     def sum_one(
         self, x: jax.Array, held: jax.Array | None, partition: Partition, shards: Shards
     ) -> tuple[jax.Array, jax.Array]:
-        """This shard's slice of the sum of one gradient, and what is held back of it then."""
-        x = _with_held(x, held)
+        """Return this shard's slice of the sum of one gradient, and its next residual."""
+        x = _add_residual(x, held)
         if not takes_few_bits(x, shards):
             return bucketed_sum([x], [partition], shards)[0], jnp.zeros_like(x)
         (total,), (lost,) = sum_in_few_bits([x], [partition], shards, None, self._tiers(shards))
         return total, lost
 
-    def change_held(self, state: FewBitsState, change: Callable[[PyTree], PyTree]) -> FewBitsState:
-        """The state with other residuals."""
+    def map_residuals(
+        self, state: FewBitsState, change: Callable[[PyTree], PyTree]
+    ) -> FewBitsState:
+        """Return the state with ``change`` applied to the residuals."""
         return state._replace(residual=change(state.residual)) if self._feeds_back else state
 
     def check_axes(self, axes: Sequence[str], groups: GroupAssignment | None) -> None:
-        """Raise unless the shards have these axes, over all of which they sum."""
+        """Raise unless the shards have the axes that ``wires`` names, and sum over all of them."""
         named = [axis for axis, _ in self.wires if axis is not None]
         unknown = [axis for axis in named if axis not in axes]
         if unknown and axes:
@@ -360,7 +364,7 @@ class FewBits(BySlices):
             )
 
     def _tiers(self, shards: Shards) -> list[Tier]:
-        """Who sends how, inner ones first; neighbours that send alike are one tier."""
+        """Return the tiers, inner ones first; adjacent axes that send in one way are one tier."""
         self.check_axes(shards.axes, shards.groups)
         wires = dict(self.wires)
         if None in wires:
@@ -379,10 +383,10 @@ class FewBits(BySlices):
         )
 
 
-# ---- The options of what is sent.
+# ---- The options that are dtypes.
 
 
-# The dtypes that an option takes, and in words.
+# The dtypes that an option takes, and the words for them in an error.
 _DTYPES = {
     "gather_dtype": (
         ("bfloat16", "float16", "float32", "float64"),
@@ -402,7 +406,7 @@ _DTYPES = {
 
 
 def check_dtype(name: str, given: Any) -> Any:
-    """The dtype that an option gives; ``None`` without one."""
+    """Return the dtype that an option gives; ``None`` without one."""
     among, words = _DTYPES[name.removeprefix("outer_")]
     if given is None or _name_of(given) in among:
         return None if given is None else jnp.dtype(given)
@@ -412,15 +416,15 @@ def check_dtype(name: str, given: Any) -> Any:
 def check_reduce_dtype(
     given: Any, name: str = "reduce_dtype", *, by_axis: bool = True
 ) -> Plain | FewBits:
-    """What sums gradients that are sent so.
+    """Return the aggregator that sums gradients as ``reduce_dtype`` says.
 
     Args:
       given: the argument.
-      name: its name.
-      by_axis: whether each axis may have one of its own.
+      name: the name of the argument.
+      by_axis: whether each axis may have a dtype of its own.
 
     Raises:
-      ArgumentError: it is none.
+      ArgumentError: it is not such a dtype.
     """
     if not isinstance(given, Mapping):
         wire = _wire_of(given, name)
@@ -443,20 +447,20 @@ def _wire_of(given: Any, name: str) -> Any:
 
 
 def _name_of(dtype: Any) -> str | None:
-    # Nothing else that has a dtype: the array may have been meant for something else.
+    # Not an array, which has a dtype but was probably meant for something else.
     if not isinstance(dtype, str | type | np.dtype):
         return None
     try:
         return str(jnp.dtype(dtype).name)
-    except (TypeError, ValueError):  # of a word that is none, or that cannot be encoded
+    except (TypeError, ValueError):  # a word that is not a dtype, or cannot be encoded
         return None
 
 
 def check_gather_dtype(given: Any) -> Any:
-    """The dtype in which parameters are sent, or the codec; ``None`` for their own.
+    """Return the dtype in which parameters are sent, or the codec; ``None`` for their own.
 
     Raises:
-      ArgumentError: it is none.
+      ArgumentError: it is not such a dtype.
     """
     name = _name_of(given)
     return Codec(name) if name in DTYPES else check_dtype("gather_dtype", given)
@@ -466,11 +470,11 @@ def check_gather_dtype(given: Any) -> Any:
 
 
 def check_pair(returned: Any, name: str, form: str, state: PyTree) -> tuple[Any, PyTree]:
-    """A pair whose second is the next state, of the structure and shapes that it had.
+    """Return a pair whose second is the next state, if that has its old structure and shapes.
 
     Raises:
-      ArgumentError: the state has others.
-      ArgumentTypeError: it is no pair.
+      ArgumentError: the state has another structure, or other shapes.
+      ArgumentTypeError: it is not a pair.
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         got = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
@@ -481,7 +485,7 @@ def check_pair(returned: Any, name: str, form: str, state: PyTree) -> tuple[Any,
 
 
 def check_like(given: PyTree, like: PyTree, what: str, *, shapes: bool = True) -> None:
-    """Raise unless a tree has arrays, of the structure of another one, and of its shapes."""
+    """Raise unless a tree has arrays, with the structure of ``like``, and with its shapes."""
     structures = jax.tree.structure(given), jax.tree.structure(like)
     if structures[0] != structures[1]:
         raise ArgumentError(
@@ -500,7 +504,7 @@ def check_like(given: PyTree, like: PyTree, what: str, *, shapes: bool = True) -
 
 
 def check_weighable(reduction: Reduction) -> None:
-    """Raise ArgumentError if shards cannot have weights: under SUM."""
+    """Raise ArgumentError under SUM, where shards cannot have weights."""
     if reduction is Reduction.SUM:
         raise ArgumentError(
             "weight is a shard's weight in a mean, but the optimizer's reduction is SUM. Use MEAN, "
@@ -509,7 +513,7 @@ def check_weighable(reduction: Reduction) -> None:
 
 
 def as_weight(given: Any, what: str = "got") -> Float[Array, ""]:
-    """The weight of a shard in the mean, in JAX's default precision.
+    """Return the weight of a shard in the mean, in JAX's default precision.
 
     Raises:
       ArgumentError: the weight is not a scalar.
@@ -552,7 +556,7 @@ class Weigh(Stage):
         return cls()
 
     def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
-        """The gradients, and the values reduced with them, times the weight."""
+        """Return the gradients, and the values reduced with them, times the weight."""
         weight = gradients.weight
         if weight is None or gradients.weighed:
             return gradients, state
@@ -589,7 +593,7 @@ class Aggregate(Stage):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
-        """The stage.
+        """Return the stage.
 
         Raises:
           ArgumentError: no such dtype, or two ways to sum.
@@ -615,7 +619,7 @@ class Aggregate(Stage):
         return self.aggregator.init(params)
 
     def moved_to(self, state: PyTree, spread: PyTree, number: int) -> PyTree:
-        """The aggregator's state, as it says."""
+        """Return the aggregator's state on another number of shards."""
         del spread
         return self.aggregator.on_other_shards(state, number)
 
@@ -625,7 +629,7 @@ class Aggregate(Stage):
         return {"aggregator": self.aggregator}
 
     def describe(self) -> str:
-        """``mean over all shards``, with the axes and the dtype if they are given."""
+        """Describe it, as ``mean over all shards``, with the axes and the dtype if given."""
         if self.groups is not None and self.groups.size == 1:
             return "each shard its own"
         word = "sum" if self.reduction is Reduction.SUM else "mean"
@@ -634,15 +638,15 @@ class Aggregate(Stage):
         return f"{word} over {over}{axes} {self.aggregator.describe()}".rstrip()
 
     def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
-        """The sums of gradients: in full, or this shard's slice of each if arrays are split."""
-        # Sharded parameters have other shapes than whole gradients.
+        """Return the sums of gradients: in full, or this shard's slices if arrays are split."""
+        # Sharded parameters have other shapes than full gradients.
         params_sharded = any(gradients.early) or context.arrays.params_sharded
-        # A single shard reduces nothing; so it is under the user's own jit, on global arrays.
+        # A single shard reduces nothing; nor does the user's own jit, on global arrays.
         if context.params is not None and not params_sharded and context.shards.number > 1:
             check_shapes(gradients.values, context.params)
         divisor = context.divisor
         if self.aggregator.divides_before:
-            gradients, divisor = _divided(gradients, context), 1
+            gradients, divisor = _divide(gradients, context), 1
         values = self.aggregator.each(context.arrays.to_owners)(gradients.values)
         leaves, tree = jax.tree.flatten((dict(gradients.extra), values))
         # A gradient that nothing reads counts as reduced: it is zero.
@@ -692,7 +696,7 @@ class Aggregate(Stage):
         ), state
 
 
-def _divided(gradients: Gradients, context: StageContext) -> Gradients:
+def _divide(gradients: Gradients, context: StageContext) -> Gradients:
     """Divide gradients by the number of shards, with at least 32 bits: their sum is the mean.
 
     Raises:
@@ -715,7 +719,7 @@ _TO_SUM = (GradientStatus.LOCAL, GradientStatus.SCALED)
 
 
 def _partitions(gradients: Gradients, context: StageContext) -> list[Partition]:
-    """The partition of each reduced leaf: gradients as the parameters, a loss replicated."""
+    """Return the partition of each reduced leaf: as the parameter has it; a loss is replicated."""
     extra, of_gradients = gradients.extra, context.arrays.partitions_of
     found = [
         of_gradients(extra[name]) if name == "grad" else [_unsplit(extra[name])]

@@ -1,8 +1,8 @@
-"""Local SGD: workers that train alone for some steps, and then become one again.
+"""Local SGD: workers that train alone for some steps, and then synchronise.
 
-By the mean of their parameters (local SGD, Stich 2019, arXiv 1805.09767); by an outer optimizer
-(DiLoCo, Douillard et al. 2023, arXiv 2311.08105); or a piece in every step (Streaming DiLoCo,
-Douillard et al. 2025, arXiv 2501.18512).
+They take the mean of their parameters (local SGD, Stich 2019, arXiv 1805.09767); or an outer
+optimizer updates these (DiLoCo, Douillard et al. 2023, arXiv 2311.08105); or each step synchronises
+one piece of them (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512).
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from crossshard.shards.cut import PER_SHARD, REPLICATED, Partition, partition_fo
 
 
 class LocalSGDState(NamedTuple):
-    """What all workers have in common."""
+    """The state of the synchronisation, which all workers share except for ``aggregate``."""
 
     anchor: PyTree  # the parameters after the last synchronisation, with at least 32 bits
     inner_state: PyTree  # the state of the outer optimizer
@@ -48,10 +48,10 @@ class LocalSGD(Stage):
     the anchor with the mean over the workers, and all go on from there.
 
     With ``streaming`` each step synchronises one piece of every array, and each piece once in a
-    round. The pseudogradient is of the parameters before the step, and what comes of it is used
-    after the step, so that neither waits for the other. What the worker's step does to the piece
-    meanwhile is added to the piece of the anchor. The states of the outer optimizer and of the sum
-    are ``[pieces, …]``.
+    round. The pseudogradient is that of the parameters before the step, and the result is used
+    after the step, so that the step and the sum do not wait for each other. The change that the
+    worker's step makes to the piece is added to the piece of the anchor. The states of the outer
+    optimizer and of the sum are ``[pieces, …]``.
     """
 
     every: int  # the number of steps from one synchronisation to the next
@@ -72,11 +72,11 @@ class LocalSGD(Stage):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self | None:
-        """The stage of these options; ``None`` without ``sync_every``.
+        """Return the stage of these options; ``None`` without ``sync_every``.
 
         Raises:
-          ArgumentError: not a positive number, a dtype that is none, or the others without it.
-          ArgumentTypeError: not a whole number, no Optax optimizer, or no bool.
+          ArgumentError: not a positive number, not a dtype, or another option without it.
+          ArgumentTypeError: not a whole number, not an Optax optimizer, or not a bool.
         """
         streaming = _check.flag("sync_streaming", options.get("sync_streaming", False))
         given = {name: options.get(name) for name in cls.options[1:3]}
@@ -89,7 +89,7 @@ class LocalSGD(Stage):
                     )
             return None
         every = _check.whole_number("sync_every", options["sync_every"], hint="It counts steps.")
-        # The mean of the parameters is that of a rate of 1.
+        # SGD with a rate of 1 results in the mean of the parameters.
         found = optax.sgd(1.0) if given["outer_optimizer"] is None else given["outer_optimizer"]
         if isinstance(getattr(found, "reduction", None), Reduction):
             raise ArgumentTypeError(
@@ -101,7 +101,7 @@ class LocalSGD(Stage):
         return cls(every, found, wire, streaming)
 
     def init(self, params: PyTree) -> LocalSGDState:
-        """The state before the first step, of which the anchor is the parameters."""
+        """Return the state before the first step, whose anchor is the parameters."""
         # Copied, since two arrays of a donated state must not share a buffer.
         copy = lambda p: jnp.array(p, wide(jnp.result_type(p)), copy=True)
         anchor = jax.tree.map(copy, params)
@@ -117,22 +117,22 @@ class LocalSGD(Stage):
         return LocalSGDState(anchor, inner_state, jnp.int32(0), aggregate)
 
     def placements(self, state: LocalSGDState) -> LocalSGDState:
-        """All shards have the same, but for what the sum keeps."""
+        """Return the placements: what the sum keeps is per shard, all else replicated."""
         of_all = jax.tree.map(lambda _: REPLICATED, state)
         own = jax.tree.map(lambda _: PER_SHARD, state.aggregate)
         return of_all._replace(aggregate=own)
 
     def moved_to(self, state: LocalSGDState, spread: PyTree, number: int) -> LocalSGDState:
-        """What the sum keeps is shared out; the new workers have all else in common, too."""
+        """Return the state on other shards: they share out what the sum keeps; all else stays."""
         sums = self.aggregator.on_other_shards(state.aggregate, number)
         return state._replace(aggregate=sums)
 
     def exported(self, state: LocalSGDState, params: PyTree) -> PyTree:
-        """The parameters after the last synchronisation, in their own dtypes."""
+        """Return the parameters after the last synchronisation, in their own dtypes."""
         return jax.tree.map(lambda x, p: x.astype(p.dtype), state.anchor, params)
 
     def written(self) -> dict[str, Given]:
-        """Of ``sync_streaming``, what the state is cut into."""
+        """Return the options, with the number of pieces of the state for ``sync_streaming``."""
         return {
             "sync_every": self.every,
             "outer_optimizer": self.optimizer,
@@ -141,7 +141,7 @@ class LocalSGD(Stage):
         }
 
     def describe(self) -> str:
-        """How often, and how it is sent."""
+        """Describe how often workers synchronise, and how they send."""
         sent = self.aggregator.describe()
         mean = f"mean over the workers{f' {sent}' * bool(sent)}"
         if self.streaming:
@@ -151,7 +151,7 @@ class LocalSGD(Stage):
         return f"{often} the {mean}, and the outer update"
 
     def update(self, gradients: Gradients, state: LocalSGDState, context: StageContext) -> Staged:
-        """The updated parameters, synchronised if it is time, and the next state."""
+        """Return the updated parameters, synchronised if it is time, and the next state."""
         assert gradients.updated is not None
         synchronise = self._piece_synchronised if self.streaming else self._synchronised
         result, after = synchronise(gradients.updated, state, context)
@@ -161,11 +161,11 @@ class LocalSGD(Stage):
         state = state._replace(count=optax.safe_increment(context.agreed(state.count)))
 
         def synchronise(_: PyTree, state: LocalSGDState) -> tuple[PyTree, LocalSGDState]:
-            # Of what every worker began with, which may have fewer bits than the anchor.
+            # What every worker began with, which may have fewer bits than the anchor.
             rounded = jax.tree.map(lambda x, p: x.astype(p.dtype), state.anchor, updated.result)
             start = context.arrays.split(rounded)
-            # Not of the updated parameters, which are rounded: right after a synchronisation it is
-            # the update itself.
+            # Not from the updated parameters, which are rounded: in the first step after a
+            # synchronisation this is the update itself.
             one = lambda start, before, update: -((widen(before) - widen(start)) + widen(update))
             moved = jax.tree.map(one, start, updated.params, updated.updates)
             mean, aggregate = self._mean(moved, context.arrays, state.aggregate, context)
@@ -182,21 +182,21 @@ class LocalSGD(Stage):
     def _mean(
         self, moved: PyTree, arrays: Arrays, state: PyTree, context: StageContext
     ) -> tuple[PyTree, PyTree]:
-        """The mean over the workers, in full, and the next state of the aggregator."""
+        """Return the mean over the workers, in full, and the next state of the aggregator."""
         groups, across = context.shards.groups, Peers(context.shards.across)
         if groups is None:
             return arrays.gather(moved), state
         mean = lambda tree: jax.tree.map(lambda x: x / len(groups.groups), tree)
         aggregator = self.aggregator
-        # Of slices, which the shards of a worker have, each sums its own.
+        # If the shards of a worker have slices, each sums its own.
         if isinstance(aggregator, Plain):
             return arrays.gather(mean(aggregator.sum(moved, (), across)[0])), state
         # What a worker holds back is the sum of what its shards keep, so that the sum over all
         # shards is that over the workers, whatever their number.
-        take = functools.partial(_of_worker, arrays, groups.size)
-        keep = functools.partial(_of_shard, arrays, groups.size)
-        total, after = aggregator.sum(mean(moved), aggregator.change_held(state, take), across)
-        return arrays.gather(total), aggregator.change_held(after, keep)
+        take = functools.partial(_residuals_of_worker, arrays, groups.size)
+        keep = functools.partial(_residuals_of_shard, arrays, groups.size)
+        total, after = aggregator.sum(mean(moved), aggregator.map_residuals(state, take), across)
+        return arrays.gather(total), aggregator.map_residuals(after, keep)
 
     # One piece in each step.
 
@@ -212,7 +212,7 @@ class LocalSGD(Stage):
         keep = lambda x, own: lax.dynamic_update_index_in_dim(x, own, at, 0)
 
         def moved(x: jax.Array, start: jax.Array, now: jax.Array) -> jax.Array:
-            # Of what the worker began with, which may have fewer bits than the anchor.
+            # From what the worker began with, which may have fewer bits than the anchor.
             return self._piece_of(x).own(widen(start.astype(now.dtype)) - widen(now), at)
 
         before, anchor = context.params, cut(state.anchor)
@@ -235,7 +235,7 @@ class LocalSGD(Stage):
             return jax.tree.map(add, updated, back), (updates, after)
 
         on_cpus = context.shards.platform == "cpu"
-        # XLA is to write over the parameters, and not to compute them where they are read.
+        # So that XLA overwrites the parameters, and does not compute them where they are read.
         result, (updates, inner_state) = (
             in_loop(synchronised, updated.result, skip=opaque_false(count))
             if on_cpus
@@ -253,7 +253,7 @@ class LocalSGD(Stage):
         return _Pieces(jnp.shape(x), self.every)
 
     def _check_elementwise(self, anchor: PyTree) -> None:
-        """Raise unless the outer optimizer updates a piece as it would update the whole."""
+        """Raise unless the outer optimizer updates a piece as it would update the whole array."""
 
         def update(params: PyTree, state: PyTree, gradients: PyTree) -> tuple[PyTree, PyTree]:
             with inside_optimizer():
@@ -262,7 +262,7 @@ class LocalSGD(Stage):
 
         def whole(x: jax.Array) -> jax.ShapeDtypeStruct:
             piece = self._piece_of(x).shape
-            # A number cannot be cut, and is none of the others' pieces.
+            # A scalar cannot be cut, and must not look like a piece of another array.
             longer = (*piece[:-1], 2) if piece == x.shape else x.shape
             return jax.ShapeDtypeStruct(longer, x.dtype)
 
@@ -280,8 +280,8 @@ class LocalSGD(Stage):
             )
 
 
-def _of_worker(arrays: Arrays, size: int, held: PyTree) -> PyTree:
-    """What the shards of a worker hold back together: of what they split, this shard's slices."""
+def _residuals_of_worker(arrays: Arrays, size: int, held: PyTree) -> PyTree:
+    """Return what a worker's shards hold back together; of split arrays, this shard's slice."""
     if not isinstance(arrays, Sharded):
         return jax.tree.map(lambda x: x * size, held)
     leaves, tree = jax.tree.flatten(held, is_leaf=lambda x: x is None)
@@ -291,8 +291,8 @@ def _of_worker(arrays: Arrays, size: int, held: PyTree) -> PyTree:
     return tree.unflatten([None if x is None else next(sums) for x in leaves])
 
 
-def _of_shard(arrays: Arrays, size: int, held: PyTree) -> PyTree:
-    """What this shard holds back, in full: its slices, and its part of what is not split."""
+def _residuals_of_shard(arrays: Arrays, size: int, held: PyTree) -> PyTree:
+    """Return what this shard holds back, in full: its slices, and its share of arrays not split."""
     if not isinstance(arrays, Sharded):
         return jax.tree.map(lambda x: x * (1 / size), held)
     index = arrays.shards.position()
@@ -311,10 +311,10 @@ def _of_shard(arrays: Arrays, size: int, held: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
-    """How an array is cut: into rows where it has many of them, else between any two numbers.
+    """How an array is cut into pieces: by rows if it has many of them, else by elements.
 
     All pieces have one shape, with as many dimensions as the array. The last row of a piece may
-    be the next one's first.
+    be the first row of the next piece.
     """
 
     array: tuple[int, ...]  # the shape of the array
@@ -323,7 +323,7 @@ class _Pieces:
     @property
     def _view(self) -> tuple[int, ...]:
         rows = math.prod(self.array[:-1])
-        # The last row of a piece, which is sent for nothing, is then a small part of it.
+        # The last row of a piece may be sent needlessly, and is then a small part of the piece.
         in_rows = len(self.array) > 1 and rows >= _MANY * self.number
         return (rows, self.array[-1]) if in_rows else (math.prod(self.array),)
 
@@ -343,12 +343,12 @@ class _Pieces:
         return at * each + at * rest // self.number
 
     def cut(self, x: jax.Array, at: Any) -> jax.Array:
-        """The piece with this index."""
+        """Return the piece with this index."""
         view = jnp.reshape(x, self._view)
         return lax.dynamic_slice_in_dim(view, self._start(at), self._rows).reshape(self.shape)
 
     def own(self, piece: jax.Array, at: Any) -> jax.Array:
-        """The piece, with zeros in its last row if that is the next one's."""
+        """Return the piece, with zeros in its last row if that is the next piece's."""
         if self._view[0] % self.number == 0:
             return piece
         view = piece.reshape(self._rows, *self._view[1:])
@@ -357,10 +357,11 @@ class _Pieces:
         return jnp.where(is_own, piece, 0)
 
     def add(self, x: jax.Array, piece: jax.Array, at: Any) -> jax.Array:
-        """The array with this added to the piece."""
+        """Return the array with ``piece`` added to the piece with this index."""
         new = (widen(self.cut(x, at)) + piece).astype(x.dtype)
         view, rows = jnp.reshape(x, self._view), new.reshape(self._rows, *self._view[1:])
         return lax.dynamic_update_slice_in_dim(view, rows, self._start(at), 0).reshape(self.array)
 
 
+# An array is cut by rows if it has at least this many rows for each piece.
 _MANY = 16

@@ -69,7 +69,7 @@ class DynamicLossScale(Stage):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> "DynamicLossScale | None":
-        """The stage of ``loss_scale``; ``None`` without one.
+        """Return the stage of ``loss_scale``; ``None`` without one.
 
         Raises:
           ArgumentTypeError: neither ``"dynamic"`` nor a ``DynamicLossScale``.
@@ -90,7 +90,7 @@ class DynamicLossScale(Stage):
         return LossScaleState(jnp.float32(self.initial), jnp.int32(0))
 
     def update(self, gradients: Gradients, state: LossScaleState, context: StageContext) -> Staged:
-        """The same reduced gradients, skipped if they are not finite; and the next scale."""
+        """Return the reduced gradients, skipped if they are not finite, and the next scale."""
         finite = gradients.finite
         assert finite is not None
         grows = state.good_steps + 1 >= self.growth_interval

@@ -32,13 +32,13 @@ _OF_LOCAL = _OF_NOISE | {"local_grad_norm"}
 
 
 def need_local(names: Iterable[str]) -> bool:
-    """Whether metrics need the gradient of each shard."""
+    """Return whether metrics need the gradient of each shard."""
     return not _OF_LOCAL.isdisjoint(names)
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalNorms(Stage):
-    """Measures each shard's gradient for those ``Metrics`` that need it."""
+    """Measures each shard's gradient for the metrics that need it."""
 
     phase = Phase.LOCAL
     scope = "metrics"
@@ -49,11 +49,11 @@ class LocalNorms(Stage):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self | None:
-        """The stage, if a metric needs it."""
+        """Return the stage if a metric needs it, else ``None``."""
         return cls() if need_local(check_metrics(options.get("metrics", ()))) else None
 
     def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
-        """The same gradients, with what the aggregate is to sum."""
+        """Return the same gradients, with further values that the aggregate is to sum."""
         del context
         squared, weight = squared_norm(gradients.values), gradients.weight
         sums = {**gradients.sums, "squared_norm": to_average(squared, weight)}
@@ -76,7 +76,7 @@ class Metrics(Stage):
     phase = Phase.UPDATE
     scope = state_field = "metrics"
     options = ("metrics",)
-    # They only look.
+    # Metrics do not change what a step computes.
     is_compared = False
 
     @classmethod
@@ -91,17 +91,17 @@ class Metrics(Stage):
         return cls(names, optimize.optimizer, placement)
 
     def init(self, params: Any) -> Any:
-        """Zeros, before the first update.
+        """Return zeros, before the first update.
 
         Raises:
-          ArgumentError: ``learning_rate``, of an optimizer whose state does not tell it.
+          ArgumentError: ``learning_rate`` is asked for, and is not in the optimizer's state.
         """
         if "learning_rate" in self.names:
             learning_rate(jax.eval_shape(self.optimizer.init, params))
         return {name: jnp.float32(0) for name in self.names}
 
     def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
-        """The same gradients, and the metrics of the update."""
+        """Return the same gradients, and the metrics of the update."""
         del state
         updated = gradients.updated
         assert updated is not None
@@ -150,12 +150,12 @@ def _of_noise(gradients: Gradients, context: StageContext) -> Mapping[str, Any]:
 
 
 def learning_rate(state: Any) -> Any:
-    """float[]: the learning rate of an update, from the optimizer's state after it.
+    """Return the learning rate of an update, float[], from the optimizer's state after it.
 
     Raises:
-      ArgumentError: the state does not tell it.
+      ArgumentError: the state has none, or several.
     """
-    # Beside a schedule's value inject_hyperparams keeps the schedule's state by the same name.
+    # inject_hyperparams keeps a schedule's value and the schedule's state by the same name.
     found = optax.tree.get_all_with_path(state, "learning_rate")
     told = [value for _, value in found if jax.tree_util.all_leaves([value])]
     if len(told) == 1:
@@ -169,7 +169,7 @@ def learning_rate(state: Any) -> Any:
 
 
 def check_metrics(metrics: Any) -> tuple[str, ...]:
-    """The checked names of metrics."""
+    """Return the checked names of metrics."""
     names = (metrics,) if isinstance(metrics, str) else metrics
     names = [None] if hasattr(names, "dtype") or not isinstance(names, Iterable) else list(names)
     if not all(isinstance(name, str) for name in names):

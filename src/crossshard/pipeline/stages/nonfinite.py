@@ -41,12 +41,13 @@ class NonfiniteState(NamedTuple):
     Attributes:
       shard: int32[], the first shard whose gradient was not finite; -1 if all were, or if the loss
         is over the batch, so that no shard has a gradient of its own.
-      leaf: int32[], the first such leaf of its gradient; the next number for a NaN in its loss, and
-        those after that for one in the arrays of its model state; -1 if there was nothing.
+      leaf: int32[], the index of the first such leaf of its gradient; the number after the leaves
+        for a NaN in its loss, and the numbers after that for one in the arrays of its model state;
+        -1 if nothing was found.
       shards: int32[], the number of shards whose gradients were not finite; 1 with a loss over the
         batch.
-      overflow: bool[], whether the reduced gradient was not finite although those that it was
-        computed from were.
+      overflow: bool[], whether the reduced gradient was not finite although the gradients that it
+        was computed from were.
       in_a_row: int32[], the number of updates in a row at which something was not finite.
 
     >>> found = NonfiniteState(shard=3, leaf=1, shards=1, overflow=False, in_a_row=2)
@@ -61,15 +62,15 @@ class NonfiniteState(NamedTuple):
     in_a_row: Int[Array, ""]
 
     def describe(self, params: PyTree, model_state: PyTree = ()) -> str:
-        """What was found, in words, given the parameters, and the model state if there is one."""
-        number = _value(self.shards)
+        """Describe what was found, given the parameters, and the model state if there is one."""
+        number = _as_int(self.shards)
         if number:
-            what = f"{_named(_value(self.leaf), params, model_state)} is not finite"
-            if _value(self.shard) < 0:
+            what = f"{_name_of_leaf(_as_int(self.leaf), params, model_state)} is not finite"
+            if _as_int(self.shard) < 0:
                 return what
             others = f", and on {number - 1} more" if number > 1 else ""
-            return f"{what} on shard {_value(self.shard)}{others}"
-        if _value(self.overflow):
+            return f"{what} on shard {_as_int(self.shard)}{others}"
+        if _as_int(self.overflow):
             return "every shard's gradient is finite, and their reduction is not: it overflows"
         return "all gradients are finite"
 
@@ -107,7 +108,7 @@ class Nonfinite(Stage):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> "Nonfinite | None":
-        """The stage of ``nonfinite``; ``None`` without one.
+        """Return the stage of ``nonfinite``; ``None`` without one.
 
         Raises:
           ArgumentError: an unknown word, or what contradicts other options.
@@ -141,18 +142,18 @@ class Nonfinite(Stage):
         return self.action is OnNonfinite.QUARANTINE
 
     def init(self, params: PyTree) -> NonfiniteState:
-        """Nothing was found yet."""
+        """Return the state before the first update: nothing was found yet."""
         del params
         none = jnp.int32(-1)
         return NonfiniteState(none, none, jnp.int32(0), jnp.bool_(False), jnp.int32(0))
 
     def update(self, gradients: Gradients, state: NonfiniteState, context: StageContext) -> Staged:
-        """The same reduced gradients, skipped if they must not be applied; and what was found."""
+        """Return the reduced gradients, skipped if they must not be applied, and what was found."""
         reported, finite = gradients.sums[REPORTED], gradients.finite
         assert finite is not None
         if context.shards.groups is not None:
             own = reported[context.shards.index()]
-            reported = sum_over_shards(_at_own_place(own, context), context.shards.all)
+            reported = sum_over_shards(_at_own_index(own, context), context.shards.all)
         bad = reported > 0
         some = bad.any()
         shard = jnp.argmax(bad).astype(jnp.int32)
@@ -185,27 +186,27 @@ class ReportNonfinite(Stage):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self | None:
-        """The half of ``Nonfinite`` on each shard's gradient."""
+        """Return the half of ``Nonfinite`` that checks each shard's gradient."""
         stage = Nonfinite.from_options(options)
         return None if stage is None else cls(stage.excludes_shards)
 
     def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
-        """The local gradients, with what this shard reports, and its weight in the mean."""
+        """Return the local gradients, with this shard's report, and its weight in the mean."""
         leaves, weight = jax.tree.leaves(gradients.values), gradients.weight
         is_bad = lambda x: ~jnp.isfinite(x).all() if is_inexact(x) else jnp.bool_(False)
-        # Then the loss, and what the shard keeps besides.
+        # Then the loss, and the model state.
         flags = jnp.stack([*map(is_bad, leaves), *_flags_beside(gradients)])
         # A shard of weight 0 may hold NaN.
         counts = True if weight is None else (weight != 0).any()
         own = jnp.where(flags.any() & counts, jnp.argmax(flags) + 1, 0)
-        reported = _at_own_place(own.astype(jnp.float32), context)
+        reported = _at_own_index(own.astype(jnp.float32), context)
         gradients = gradients.replace(sums={**gradients.sums, REPORTED: reported})
         if self.excludes_shards:
             gradients = gradients.replace(weight=jnp.where(flags.any(), 0, as_counted(weight)))
         return gradients, state
 
     def describe(self) -> str:
-        """``quarantine``, if shards are left out."""
+        """Return ``quarantine``, if shards are left out."""
         return "quarantine" if self.excludes_shards else ""
 
 
@@ -224,30 +225,30 @@ class Rerun(NamedTuple):
 
 # The scope of what runs only in steps in which a gradient is not finite.
 RARE = "if_not_finite"
-# The name of what shards report, among the sums: for each of them one more than the index of the
-# first leaf that is not finite; 0 if all are.
+# The name of the reports among the sums: for each shard, one more than the index of the first leaf
+# that is not finite; 0 if all are.
 REPORTED = "nonfinite"
 
 
-def of_no_shard(reported: Float[Array, " shards"]) -> Float[Array, " shards"]:
-    """What shards report of slices of one gradient, as one report: of the first leaf."""
+def as_one_report(reported: Float[Array, " shards"]) -> Float[Array, " shards"]:
+    """Return reports on slices of one gradient as one report, of the first leaf."""
     leaf = jnp.where(reported > 0, reported, jnp.inf).min()
     first = jnp.where(jnp.isfinite(leaf), leaf, 0)
     return jnp.where(jnp.arange(len(reported)) == 0, first, 0)
 
 
 def as_counted(weight: jax.Array | None) -> Float[Array, ""]:
-    """The weight of a shard where some are left out: 1 if the others count the same."""
+    """Return the weight of a shard where some are left out: 1 if the others count the same."""
     return jnp.ones((), float) if weight is None else weight
 
 
 def own_weight(gradients: Gradients, weight: jax.Array | None, context: StageContext) -> jax.Array:
-    """What this shard counted in the reduced gradients, given its weight: 0 if it was left out."""
+    """Return this shard's weight in the reduced gradients: 0 if it was left out."""
     return jnp.where(gradients.sums[REPORTED][context.shards.index()] > 0, 0, as_counted(weight))
 
 
 def new_nans(after: PyTree, before: PyTree) -> PyTree:
-    """For each array whether there is a NaN in it that was not there; infinities may be meant."""
+    """Return for each array whether it has a NaN that was not there; infinities may be intended."""
 
     def one(new: Any, old: Any) -> Any:
         return (jnp.isnan(new) & ~jnp.isnan(old)).any() if is_inexact(new) else jnp.bool_(False)
@@ -256,13 +257,13 @@ def new_nans(after: PyTree, before: PyTree) -> PyTree:
 
 
 def is_sound(gradients: Gradients) -> Bool[Array, ""]:
-    """Whether this shard's loss and what it keeps have no new NaN, if the shard counts."""
+    """Return whether this shard's loss and model state have no new NaN, if the shard counts."""
     sound = ~jnp.stack(_flags_beside(gradients)).any()
     # A shard of weight 0 may hold NaN. Virtual shards have a weight each.
     return sound if gradients.weight is None else sound | (gradients.weight == 0).all()
 
 
-def _named(leaf: int, params: PyTree, model_state: PyTree) -> str:
+def _name_of_leaf(leaf: int, params: PyTree, model_state: PyTree) -> str:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     of_state = [path for path, _ in jax.tree_util.tree_leaves_with_path(model_state)]
     if leaf < len(paths):
@@ -279,8 +280,8 @@ def _flags_beside(gradients: Gradients) -> list[Any]:
     return [jnp.isnan(loss).any(), *jax.tree.leaves(gradients.beside)]
 
 
-def _at_own_place(own: Float[Array, ""], context: StageContext) -> Float[Array, " shards"]:
-    """Zeros, but for this shard's value."""
+def _at_own_index(own: Float[Array, ""], context: StageContext) -> Float[Array, " shards"]:
+    """Return zeros, with this shard's value at its index."""
     shards = context.shards
     return jnp.where(jnp.arange(shards.number) == shards.index(), own, 0)
 
@@ -288,30 +289,30 @@ def _at_own_place(own: Float[Array, ""], context: StageContext) -> Float[Array, 
 def with_finite(
     gradients: Gradients, context: StageContext, sound: Bool[Array, ""] | bool = True
 ) -> Gradients:
-    """The reduced gradients, with whether they are finite, and all shards ``sound``, on all."""
+    """Return the reduced gradients, with whether all are finite, and all shards ``sound``."""
     shards = context.shards
     totals, tree = jax.tree.flatten(gradients.values)
     partitions = context.arrays.partitions_of(gradients.values)
-    # Devices of CPUs share their cores, so each looks through a part of what all of them have.
+    # CPU devices share their cores, so each checks another part of what all of them have.
     shares = shards.platform == "cpu" and not shards.other_axes
     parts = [
-        _part(x, shards) if shares and each.number == 1 else x
+        _own_part(x, shards) if shares and each.number == 1 else x
         for x, each in zip(totals, partitions, strict=True)
     ]
     means = jax.tree.leaves(gradients.replace(values=tree.unflatten(parts)).settled().values)
     leaves = [jnp.isfinite(mean).all() for mean in means if is_inexact(mean)]
     finite = functools.reduce(jnp.logical_and, [*leaves, jnp.bool_(sound)])
-    # Agreed on, though one shard's copy be damaged: who examines meets the others in collectives.
+    # All shards must agree, even if the copy of one is damaged: what follows communicates.
     return gradients.replace(finite=context.on_all_shards(finite, differs=True))
 
 
-def _part(x: Any, shards: Shards) -> Any:
-    """A part of an array, of which each shard of a group takes another."""
+def _own_part(x: Any, shards: Shards) -> Any:
+    """Return a part of an array; each shard of a group takes another part."""
     if not jnp.shape(x):
         return x
     axis = int(np.argmax(x.shape))
     length = -(-x.shape[axis] // shards.size)
-    # The last ones may overlap: the start of a slice is moved until it fits.
+    # The last parts may overlap: the start of a slice is moved back until it fits.
     return lax.dynamic_slice_in_dim(x, shards.position() * length, length, axis)
 
 
@@ -321,11 +322,10 @@ def if_not_finite(
     function: Callable[[Staged, Any], tuple[Staged, Any]],
     context: StageContext,
 ) -> Staged:
-    """What has been reduced, or ``function(done, own)`` if the gradients are not finite.
+    """Return what has been reduced, or ``function(done, own)`` if it is not finite.
 
     Args:
-      done: the reduced gradients, of which it is known whether they are finite, and the state of
-        the aggregator.
+      done: the reduced gradients, with ``finite``, and the state of the aggregator.
       own: the gradients of this shard.
       function: also returns what may take the place of ``own`` in memory. It may communicate, since
         all shards agree.
@@ -334,18 +334,18 @@ def if_not_finite(
     finite = done[0].finite
     assert finite is not None
     if not context.apply_updates:
-        # A loop has no derivative in reverse, which who calls an optimizer may want to take.
+        # A while loop has no reverse-mode derivative, which callers of an optimizer may want.
         with jax.named_scope(RARE):
             call = lambda done, own: function(done, own)[0]
             return lax.cond(finite, lambda done, _: done, call, done, own)
 
     def turn(carry: tuple[Any, Staged, Any]) -> tuple[Any, Staged, Any]:
         turns, done, own = carry
-        # What does not change in a loop XLA may compute before it, in every step.
+        # XLA may compute what does not change in a loop before it, and so in every step.
         _, own = lax.optimization_barrier((turns, own))
         return jnp.bool_(False), *function(done, own)
 
-    # What it computes takes the place of what it gets, which XLA may copy in a conditional.
+    # The results of a loop overwrite its inputs, which XLA may copy in a conditional.
     with jax.named_scope(RARE):
         return lax.while_loop(lambda carry: carry[0], turn, (~finite, done, own))[1]
 
@@ -379,7 +379,7 @@ def rerun_if_not_finite(
         return lax.while_loop(lambda indexed: indexed[0] < number, one, (jnp.int32(0), carry))[1]
 
 
-def _value(x: Any) -> int:
-    """A number of the state, also if the array has one for each shard, of which all are equal."""
+def _as_int(x: Any) -> int:
+    """Return a number of the state, of an array that may repeat it for each shard."""
     local = x.addressable_data(0) if isinstance(x, jax.Array) else x
     return int(np.ravel(jax.device_get(local))[0])

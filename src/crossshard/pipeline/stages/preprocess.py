@@ -16,7 +16,7 @@ from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Sta
 from crossshard.shards.cut import PER_SHARD, REPLICATED
 from crossshard.shards.random_streams import own_stream
 
-# What the attributes of a user's own stage may be, and in words.
+# The values that attributes of a user's own stage may have, and the words for them in an error.
 _OF_STAGES: dict[str, tuple[tuple[Any, ...], str]] = {
     "placement": ((REPLICATED, PER_SHARD), "pipeline.REPLICATED or pipeline.PER_SHARD"),
     "phase": ((Phase.LOCAL, Phase.ARRIVAL), "Phase.LOCAL or Phase.ARRIVAL, before the sum"),
@@ -35,10 +35,10 @@ class Preprocess(Stage):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Stage | None:
-        """The transformation as a stage, or the user's own stage; ``None`` without one.
+        """Return the transformation as a stage, or the user's own stage; ``None`` without one.
 
         Raises:
-          ArgumentError: a stage with attributes that a stage there cannot have.
+          ArgumentError: the stage has attributes that a user's own stage cannot have.
           ArgumentTypeError: neither an Optax transformation nor a stage.
         """
         preprocess = options.get("preprocess")
@@ -61,7 +61,7 @@ class Preprocess(Stage):
             return self.transformation.init(params)
 
     def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
-        """The transformed gradients."""
+        """Return the transformed gradients, and the transformation's next state."""
         shards = context.shards
 
         def own(x: Any) -> Any:
@@ -77,7 +77,7 @@ class Preprocess(Stage):
                 gradients.values, state, params, **context.extra_args
             )
         if jax.tree.structure(after) == jax.tree.structure(state):
-            # Of wider gradients Optax makes a wider state.
+            # Given wider gradients, Optax returns a wider state.
             one = lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype)
             after = jax.tree.map(one, after, state)
         return gradients.replace(values=values), after
@@ -87,7 +87,7 @@ class Preprocess(Stage):
 
 
 def maker_of(transformation: optax.GradientTransformation) -> str:
-    """The name of the function that makes a transformation."""
+    """Return the name of the function that makes a transformation."""
     name = getattr(transformation.update, "__qualname__", type(transformation).__name__)
     return name.split(".")[0]
 
@@ -98,12 +98,12 @@ _ROOTS_OF_OTHERS = {
     "tensorflow": "TensorFlow",
     "torch": "PyTorch",
 }
-# Where an optimizer of theirs has another name in Optax.
+# Optimizers of these libraries that have another name in Optax.
 _EQUIVALENTS = {"gradientdescent": "sgd", "momentum": "sgd(lr, momentum)"}
 
 
 def check_transformation(opt: Any, what: str = "The optimizer") -> optax.GradientTransformation:
-    """``opt`` if it is an Optax transformation, else an error that names what to write.
+    """Return ``opt`` if it is an Optax transformation, else raise an error that says what to write.
 
     Raises:
       ArgumentTypeError: not a transformation; names the missing method, or the Optax equivalent.

@@ -44,12 +44,12 @@ class Arrays(abc.ABC):
         """Gather what the optimizer returned; sharded parameters stay split."""
 
     def partitions_of(self, gradients: Any) -> Sequence[Partition]:
-        """The partition of each gradient, as it is reduced."""
+        """Return the partition of each gradient, as it is reduced."""
         del gradients
         return self.params
 
     def squared_norm(self, tree: Any) -> Float[Array, ""]:
-        """The squared norm of arrays that are split as the optimizer takes them."""
+        """Return the squared norm of arrays that are split as the optimizer takes them."""
         return squared_norm(tree)
 
     def to_owners(self, gradients: Any) -> Any:
@@ -57,13 +57,13 @@ class Arrays(abc.ABC):
         return gradients
 
     def from_owners(self, gradients: Any) -> Any:
-        """The inverse of ``to_owners``."""
+        """Undo ``to_owners``."""
         return gradients
 
     def run(
         self, update: Update, gradients: Any, state: Any, params: Any, loss: Any, opaque_false: Any
     ) -> tuple[Any, Any]:
-        """The optimizer's updates, and its next state.
+        """Return the optimizer's updates, and its next state.
 
         Args:
           update: the optimizer's own.
@@ -71,7 +71,7 @@ class Arrays(abc.ABC):
           state: the optimizer's state.
           params: the parameters, as ``split`` returns them.
           loss: float[], the loss; only updates that run leaf by leaf read it.
-          opaque_false: ``StageContext.opaque_false``; only these read it, too.
+          opaque_false: ``StageContext.opaque_false``; only such updates read it, too.
         """
         del loss, opaque_false
         with inside_optimizer():
@@ -95,7 +95,7 @@ class Replicated(Arrays):
     steps = ("update on every shard",)
 
     def partitions_of(self, gradients: Any) -> Sequence[Partition]:
-        """Partitions that split nothing, made from the gradients' shapes if none are known."""
+        """Return partitions that split nothing, from the gradients if none are known."""
         shapes = map(jnp.shape, jax.tree.leaves(gradients))
         return self.params or [Partition(shape) for shape in shapes]
 
@@ -103,7 +103,7 @@ class Replicated(Arrays):
         return tree
 
     def gather(self, tree: Any) -> Any:
-        """The arrays themselves, split over the other axes of the mesh as they were."""
+        """Return the arrays, split over the other axes of the mesh as they were."""
         if self.params_sharded or self.shards is None or not self.shards.other_axes:
             return tree
         leaves, structure = jax.tree.flatten(tree)
@@ -127,7 +127,7 @@ class Sharded(Arrays):
     steps = ("sharded update", "gather")
 
     def squared_norm(self, tree: Any) -> Float[Array, ""]:
-        """The squared norm of the arrays of which this shard has slices."""
+        """Return the squared norm of the arrays of which this shard has slices."""
         return squared_norm_of_slices(tree, self.params, self.shards)
 
     def split(self, tree: Any) -> Any:
@@ -161,11 +161,11 @@ class Global(Arrays):
     steps = ("update on sharded global arrays", "gather")
 
     def split(self, tree: Any) -> Any:
-        """The same arrays, sharded over the mesh."""
+        """Shard the arrays over the mesh."""
         return self._constrain(self.params, tree)
 
     def gather(self, tree: Any) -> Any:
-        """The same arrays, replicated on every device, unless they are kept sharded."""
+        """Replicate the arrays on every device, unless they are kept sharded."""
         split = self.split(tree)
         if self.params_sharded:
             return split
@@ -182,7 +182,7 @@ class Global(Arrays):
         return structure.unflatten(gather(parts))
 
     def run(self, update: Update, gradients: Any, *args: Any) -> tuple[Any, Any]:
-        """The optimizer's updates, and its next state, sharded over the mesh."""
+        """Return the optimizer's updates, and its next state, sharded over the mesh."""
         updates, state = super().run(update, self.split(gradients), *args)
         return updates, self._constrain(self.state, state)
 
@@ -195,7 +195,7 @@ class Global(Arrays):
 
 
 def squared_norm(tree: Any) -> Float[Array, ""]:
-    """The sum of the squares of the elements of all floating arrays."""
+    """Return the sum of the squares of the elements of all floating arrays."""
     total = jnp.float32(0)
     for leaf in filter(is_inexact, jax.tree.leaves(tree)):
         total += jnp.sum(jnp.square(jnp.abs(widen(leaf))))
@@ -205,7 +205,7 @@ def squared_norm(tree: Any) -> Float[Array, ""]:
 def squared_norm_of_slices(
     tree: Any, partitions: Sequence[Partition], shards: Shards
 ) -> Float[Array, ""]:
-    """The squared norm of arrays of which each shard, or each of a group, has its slices."""
+    """Return the squared norm of arrays of which each shard, or each of a group, has its slices."""
     pairs = list(zip(jax.tree.leaves(tree), partitions, strict=True))
     own = squared_norm([leaf for leaf, partition in pairs if partition.number > 1])
     whole = squared_norm([leaf for leaf, partition in pairs if partition.number == 1])

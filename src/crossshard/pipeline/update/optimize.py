@@ -6,6 +6,7 @@ Also ``find_unread``: which gradients an optimizer does not read.
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
@@ -45,10 +46,10 @@ class Optimize(Stage):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
-        """The stage.
+        """Return the stage.
 
         Raises:
-          ArgumentError, ArgumentTypeError: no such dtype, or no such decay.
+          ArgumentError, ArgumentTypeError: ``master_dtype`` or ``ema`` is not one.
         """
         dtype = check_dtype("master_dtype", options.get("master_dtype"))
         return cls(options["inner"], dtype, check_ema(options.get("ema")))
@@ -67,7 +68,7 @@ class Optimize(Stage):
         return optimizer
 
     def init(self, params: Any) -> Any:
-        """The optimizer's own state.
+        """Return the optimizer's own state.
 
         Raises:
           ArgumentError: ``inject_hyperparams`` has called a mask as a schedule.
@@ -87,14 +88,14 @@ class Optimize(Stage):
         return state
 
     def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
-        """The reduced gradients with the update, and the optimizer's next state."""
+        """Return the reduced gradients with the update, and the optimizer's next state."""
         arrays, skip, applies = context.arrays, gradients.skip, context.apply_updates
         # The loss is passed on only if the optimizer accepts it; explicit arguments always are.
         given, takes_loss, params = context.extra_args, takes(self.optimizer), context.params
         extra = {k: x for k, x in gradients.extra.items() if k in given or takes_loss}
         extra_args = {**given, **extra}
         if context.shards.is_grouped:
-            # As the results will be varying, cast now: a cond in the optimizer needs equal types.
+            # The results will be varying, so cast now: a cond in the optimizer needs equal types.
             typed = lambda x: context.shards.as_varying(x) if jnp.shape(x) else x
             state, params = jax.tree.map(typed, (state, params))
         params = None if params is None else arrays.split(params)
@@ -133,10 +134,10 @@ class Optimize(Stage):
         return gradients.replace(updated=Updated(result, updates, params, after)), after
 
     def describe(self, update: str = "update") -> str:
-        """How it updates, and what the optimizer keeps besides its own state."""
+        """Describe the update, and what the optimizer keeps besides its own state."""
         kept = [] if self.master_dtype is None else [f"{self.master_dtype} masters"]
         if self.ema is not None:
-            # The same words in every process.
+            # The text must be the same in every process.
             name = getattr(self.ema, "__qualname__", type(self.ema).__name__)
             kept.append(f"moving average {f'by {name}' if callable(self.ema) else self.ema}")
         return f"{update} ({', '.join(kept)})" if kept else update
@@ -157,7 +158,7 @@ def _select(new: tuple[_Kept, Any], before: _Kept, skip: jax.Array) -> tuple[_Ke
 def _in_loop(
     update: Callable[..., tuple[_Kept, Any]], before: _Kept, *given: Any, skip: jax.Array
 ) -> tuple[_Kept, Any]:
-    """Do the same as ``_select``, but in a loop that runs the update once or not at all."""
+    """Return the results of ``_select``, from a loop that runs the update once or not at all."""
     types_of = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     kept, updates = jax.eval_shape(update, before, *given)
     if types_of(kept) != types_of(before):
@@ -170,7 +171,7 @@ def _in_loop(
 
 
 def takes(optimizer: optax.GradientTransformation, name: str = "value") -> bool:
-    """Whether an optimizer's update accepts an extra argument of this name, such as the loss."""
+    """Return whether an optimizer's update accepts an extra argument of this name, as the loss."""
     kinds = {p.name: p.kind for p in inspect.signature(optimizer.update).parameters.values()}
     return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
@@ -182,9 +183,9 @@ class Unread:
     # For each parameter, whether no parameter ever depends on its gradient, now or through the
     # optimizer's state.
     gradients: tuple[bool, ...]
-    # For each of these, whether the update also returns the parameter unchanged, so that it need
-    # not be gathered.
-    still: tuple[bool, ...]
+    # For each parameter, whether its gradient is not read and the update returns it unchanged, so
+    # that it need not be gathered.
+    unchanged: tuple[bool, ...]
     # For each array of the optimizer's state, whether it belongs to such an unchanged parameter.
     state: tuple[bool, ...]
 
@@ -199,16 +200,11 @@ def find_unread(update: Callable[..., Any], params: Any, state: Any, loss: Any) 
     number, arrays = map(len, shapes)
     read = sources(update, params, state, params, loss)
     # Bits of the inputs: parameters, state, gradients.
-    live = 0
-    for bits in read[:number]:
-        live |= bits
-    while True:
-        more = live
-        for place, bits in enumerate(read[number:]):
-            more |= bits if live >> number + place & 1 else 0
-        if more == live:
-            break
-        live = more
+    before, live = 0, functools.reduce(operator.or_, read[:number], 0)
+    while live != before:
+        before = live
+        for place, bits in enumerate(read[number:], number):
+            live |= bits if live >> place & 1 else 0
     unread = tuple(not live >> number + arrays + place & 1 for place in range(number))
     if not any(unread):
         return Unread(unread, unread, (False,) * arrays)
@@ -224,7 +220,7 @@ def find_unread(update: Callable[..., Any], params: Any, state: Any, loss: Any) 
     return Unread(unread, still, of_still)
 
 
-# ---- An optimizer that also keeps its parameters averaged over the steps, or wider.
+# ---- An optimizer that also keeps a moving average of its parameters, or wider masters.
 
 
 class MovingAverageState(NamedTuple):
@@ -245,7 +241,7 @@ class MastersState(NamedTuple):
 def with_moving_average(
     inner: optax.GradientTransformationExtraArgs, decay: Decay
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps ``ema = decay * ema + (1 - decay) * params`` after each update of an optimizer."""
+    """Keep ``ema = decay * ema + (1 - decay) * params`` after each update of an optimizer."""
 
     def init(params: Any) -> MovingAverageState:
         count = jnp.int32(0) if callable(decay) else ()
@@ -276,7 +272,7 @@ def with_moving_average(
 def with_masters(
     inner: optax.GradientTransformationExtraArgs, dtype: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps wider master weights, which round to the parameters (arXiv 1710.03740).
+    """Keep wider master weights, which round to the parameters (arXiv 1710.03740).
 
     The updates are the differences between the rounded masters and the parameters. A parameter that
     is not its rounded master was set since the last update, and becomes the master.
@@ -313,7 +309,7 @@ def _needed(params: Any, option: str) -> Any:
 
 
 def _copied(params: Any, dtype: Any) -> Any:
-    """The parameters in this dtype, or in their own if it is wider."""
+    """Copy the parameters in this dtype, or in their own if it is wider."""
 
     def one(x: Any) -> jax.Array:
         own = jnp.result_type(x)
@@ -325,7 +321,7 @@ def _copied(params: Any, dtype: Any) -> Any:
 
 
 def _unless_set(master: Any, param: Any) -> jax.Array:
-    """The master; where the parameter is not the rounded master, the parameter in its place."""
+    """Return the master, or the parameter where that is not the rounded master."""
     wide, narrow = master.dtype, jnp.result_type(param)
     if wide == narrow:
         return jnp.where(param == master, master, param)
@@ -333,7 +329,7 @@ def _unless_set(master: Any, param: Any) -> jax.Array:
     def is_param(rounded: jax.Array) -> jax.Array:
         if narrow.itemsize > 2:
             return param == rounded
-        # By their bits: XLA may leave out the rounding of a number that it compares as a wide one.
+        # Compare bits: XLA may compare numbers in the wide dtype, without rounding them.
         pair = (param, rounded)
         bits, others = (lax.bitcast_convert_type(x, f"uint{8 * narrow.itemsize}") for x in pair)
         # Zeros of both signs are equal.
@@ -346,11 +342,11 @@ def _unless_set(master: Any, param: Any) -> jax.Array:
 
 
 def check_ema(decay: Any) -> Decay | None:
-    """The decay of the moving average; ``None`` without one.
+    """Return the checked decay of the moving average; ``None`` without one.
 
     Raises:
       ArgumentError: not between 0 and 1.
-      ArgumentTypeError: not a number, and no function that returns one.
+      ArgumentTypeError: neither a number nor a function that returns one.
     """
     if decay is None:
         return None

@@ -1,8 +1,8 @@
 """Owners: an update leaf by leaf, in which one shard owns each leaf that cannot be cut.
 
-A leaf that is updated element by element is cut into slices. Any other one, such as a matrix of
-Muon's, is a block, or each of its layers is one, and the shard that updates a block is its owner.
-The state of a block is kept by its owner alone. Gradients travel to the owners, and new values
+A leaf that is updated element by element is cut into slices. Any other leaf, such as a matrix that
+Muon updates, is a block, or each of its layers is one. The shard that updates a block is its owner,
+and only the owner keeps the state of the block. Gradients travel to the owners, and new values
 back, in one of two ways: all shards sum a whole gradient into the row of its owner, and gather
 all rows; or each shard sends its slice of the gradient, and gets its slice of the new value.
 """
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from crossshard._check import is_inexact
 from crossshard.collectives.in_order import sum_of_nodes
-from crossshard.collectives.sums import bucketed_gather, bucketed_sum, turn, widen
+from crossshard.collectives.sums import bucketed_gather, bucketed_sum, resplit, widen
 from crossshard.jaxprs.leafwise import Leafwise
 from crossshard.jaxprs.rewrite import Pieces, in_loop
 from crossshard.pipeline.update.arrays import Arrays, Update, squared_norm_of_slices
@@ -44,7 +44,7 @@ _PLAIN = TileShape()
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks of one dtype in a matrix, of which each shard has the row with those that it owns."""
+    """Blocks of one dtype in a matrix; each shard has the row with the blocks that it owns."""
 
     dtype: Any  # their dtype
     shapes: Mapping[Block, tuple[int, ...]]  # the shape of each block
@@ -53,7 +53,7 @@ class Blocks:
 
     @functools.cached_property
     def places(self) -> tuple[int, ...]:
-        """The places of the arrays in a list; at the first of them stands the matrix."""
+        """The places of the arrays in a list; the matrix is at the first of them."""
         return tuple(sorted({place for place, _ in self.shapes}))
 
     @functools.cached_property
@@ -65,20 +65,20 @@ class Blocks:
     @property
     def partition(self) -> Partition:
         """How the matrix is split into the rows."""
-        # XLA for TPUs scatters only what has many short rows.
+        # XLA for TPUs scatters a matrix only if it has many short rows.
         lanes = self.tile.lanes if self.tile.size > 1 else self.width
         number = len(self.of_shard)
         return Partition((number * (self.width // lanes), lanes), number, 0, self.tile)
 
     def row(self, shard: int, blocks: Mapping[Block, Any], dtype: Any = None) -> jax.Array:
-        """The row of a shard, from its blocks; of another dtype, if all have it."""
+        """Return the row of a shard from its blocks; in ``dtype``, if all of them have it."""
         parts = [jnp.ravel(blocks[block]) for block in self.of_shard[shard]]
         padding = self.width - sum(part.size for part in parts)
         flat = jnp.concatenate([*parts, jnp.zeros(padding, dtype or self.dtype)])
         return flat.reshape(self.partition.local_shape)
 
     def within(self, shard: int, row: jax.Array) -> dict[Block, jax.Array]:
-        """The blocks of a shard, from its row."""
+        """Return the blocks of a shard from its row."""
         found, start, flat = {}, 0, row.ravel()
         for block in self.of_shard[shard]:
             end = start + math.prod(self.shapes[block])
@@ -87,7 +87,7 @@ class Blocks:
         return found
 
     def put(self, arrays: Sequence[Any], matrix: Any) -> list[Any]:
-        """A list with the matrix, or a row of it, in the place of the arrays; empty ones follow."""
+        """Return a list with the matrix, or a row of it, in place of its arrays, and empty ones."""
         found = list(arrays)
         for place in self.places:
             found[place] = jnp.zeros(0, matrix.dtype)
@@ -102,7 +102,7 @@ def blocks_of(
     tile: TileShape,
     most: float = math.inf,
 ) -> tuple[Blocks, ...]:
-    """Blocks of these types with their owners among ``number`` shards, one matrix for each dtype.
+    """Return blocks of these types with their owners among ``number`` shards, a matrix per dtype.
 
     A row of more than ``most`` bytes begins another matrix.
     """
@@ -128,7 +128,7 @@ def blocks_of(
 
 
 def owners_of(costs: Mapping[Block, float], number: int) -> dict[Block, int]:
-    """Deals blocks to ``number`` shards: by falling cost, each to the least loaded shard.
+    """Deal blocks to ``number`` shards: by falling cost, each to the least loaded shard.
 
     >>> owners_of({(0, None): 5, (1, 0): 3, (1, 1): 3, (2, None): 1}, 2)
     {(0, None): 0, (1, 0): 1, (1, 1): 1, (2, None): 0}
@@ -141,18 +141,18 @@ def owners_of(costs: Mapping[Block, float], number: int) -> dict[Block, int]:
 
 
 def take(arrays: Sequence[Any] | Mapping[int, Any], block: Block) -> Any:
-    """A block of these arrays."""
+    """Return a block of these arrays."""
     place, layer = block
     return arrays[place] if layer is None else arrays[place][layer : layer + 1]
 
 
 def bytes_of_type(x: Any) -> int:
-    """The bytes of an array, from its type."""
+    """Return the number of bytes of an array, from its type."""
     return math.prod(x.shape) * int(x.dtype.itemsize)
 
 
 def pack(every: Iterable[Blocks], arrays: Sequence[Any]) -> list[Any]:
-    """A list of whole arrays, with each matrix in the place of the first of its arrays."""
+    """Return a list of whole arrays, with each matrix in the place of the first of its arrays."""
     found = list(arrays)
     for each in every:
         given = {block: take(arrays, block) for block in each.shapes}
@@ -163,7 +163,7 @@ def pack(every: Iterable[Blocks], arrays: Sequence[Any]) -> list[Any]:
 
 
 def pack_own(every: Iterable[Blocks], arrays: Sequence[Any], index: jax.Array) -> list[Any]:
-    """As ``pack``, with the row of the shard at ``index`` alone."""
+    """Return the list of ``pack`` with only the row of the shard at ``index`` of each matrix."""
     found = list(arrays)
     for each in every:
         most = max(map(len, each.of_shard))
@@ -185,7 +185,7 @@ def pack_own(every: Iterable[Blocks], arrays: Sequence[Any], index: jax.Array) -
 
 
 def unpack(every: Iterable[Blocks], arrays: Sequence[Any]) -> list[Any]:
-    """The inverse of ``pack``."""
+    """Undo ``pack``."""
     found = list(arrays)
     for each in every:
         blocks: dict[Block, Any] = {}
@@ -196,8 +196,10 @@ def unpack(every: Iterable[Blocks], arrays: Sequence[Any]) -> list[Any]:
     return found
 
 
-def packed(every: Iterable[Blocks], partitions: Sequence[Partition]) -> tuple[Partition, ...]:
-    """The partitions of what ``pack`` returns."""
+def packed_partitions(
+    every: Iterable[Blocks], partitions: Sequence[Partition]
+) -> tuple[Partition, ...]:
+    """Return the partitions of what ``pack`` returns."""
     found = list(partitions)
     for each in every:
         for place in each.places:
@@ -207,7 +209,7 @@ def packed(every: Iterable[Blocks], partitions: Sequence[Partition]) -> tuple[Pa
 
 
 def _joined(blocks: Mapping[Block, Any]) -> dict[int, Any]:
-    """The arrays of which all blocks are given."""
+    """Join blocks into the arrays of which all blocks are given."""
     found = {}
     for place, own in itertools.groupby(sorted(blocks), lambda block: block[0]):
         parts = [blocks[block] for block in own]
@@ -216,7 +218,7 @@ def _joined(blocks: Mapping[Block, Any]) -> dict[int, Any]:
 
 
 def _of_block(partitions: Sequence[Partition], block: Block) -> Partition:
-    """The partition of a block, whose array is split along another axis than the first."""
+    """Return the partition of a block, whose array is split along another axis than the first."""
     place, layer = block
     whole = partitions[place]
     return whole if layer is None else dataclasses.replace(whole, shape=(1, *whole.shape[1:]))
@@ -225,18 +227,18 @@ def _of_block(partitions: Sequence[Partition], block: Block) -> Partition:
 def _types_of(
     blocks: Iterable[Block], partitions: Sequence[Partition], like: Sequence[Any]
 ) -> dict[Block, jax.ShapeDtypeStruct]:
-    """The types of blocks of arrays that are partitioned so, with the dtypes of those like them."""
+    """Return the types of blocks of arrays with these partitions, and the dtypes of ``like``."""
     shape = lambda block: _of_block(partitions, block).local_shape
     return {block: jax.ShapeDtypeStruct(shape(block), like[block[0]].dtype) for block in blocks}
 
 
 def _places_of(of_shard: Sequence[Sequence[Block]]) -> list[tuple[int, ...]]:
-    """The arrays of which each shard owns blocks."""
+    """Return for each shard the arrays of which it owns blocks."""
     return [tuple(place for place, _ in own) for own in of_shard]
 
 
 def _on_owner(kinds: Sequence[Hashable], index: jax.Array, function: Callable[[int], Any]) -> Any:
-    """``function(index)`` of a shard, compiled once for all shards of a kind."""
+    """Return ``function(index)`` of a shard, compiled once for all shards of a kind."""
     first = {kind: shard for shard, kind in reversed(list(enumerate(kinds)))}
     branches = [functools.partial(function, shard) for shard in first.values()]
     branch_of = [list(first).index(kind) for kind in kinds]
@@ -249,10 +251,10 @@ def _on_owner(kinds: Sequence[Hashable], index: jax.Array, function: Callable[[i
 def _slices_to_owners(
     blocks: Blocks, partitions: Sequence[Partition], slices: Values, shards: Shards
 ) -> Callable[[int], dict[Block, jax.Array]]:
-    """Sends this shard's slices; returns what finds the whole blocks of an owner on that shard."""
+    """Send this shard's slices; return a function that returns an owner's whole blocks on it."""
     given = {block: take(slices, block) for block in blocks.shapes}
     sent = [blocks.row(owner, given).ravel() for owner in range(shards.number)]
-    received = turn(jnp.stack(sent), 0, 0, shards)
+    received = resplit(jnp.stack(sent), 0, 0, shards)
 
     def at_owner(owner: int) -> dict[Block, jax.Array]:
         of_shards = [blocks.within(owner, row) for row in received]
@@ -270,7 +272,7 @@ def _slices_to_owners(
 def _by_owner(
     blocks: Blocks, partitions: Sequence[Partition], owner: int, whole: Mapping[Block, Any]
 ) -> jax.Array:
-    """``[shards, width]``: what an owner sends: to each shard its slices of the blocks here."""
+    """Return what an owner sends to each shard: its slices of the blocks, ``[shards, width]``."""
     number, split = len(blocks.of_shard), {}
     for block in blocks.of_shard[owner]:
         own = _of_block(partitions, block)
@@ -281,15 +283,15 @@ def _by_owner(
 
 
 def _slices_from_owners(blocks: Blocks, sent: jax.Array, shards: Shards) -> dict[int, jax.Array]:
-    """This shard's slices of all arrays, from what each owner sends."""
-    received = turn(sent, 0, 0, shards)
+    """Return this shard's slices of all arrays, from what each owner sends."""
+    received = resplit(sent, 0, 0, shards)
     found: dict[Block, jax.Array] = {}
     for owner in range(shards.number):
         found |= blocks.within(owner, received[owner])
     return _joined(found)
 
 
-# ---- Who owns what.
+# ---- The plan of an update, which says which shard owns which block.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -335,8 +337,8 @@ class Owners(Arrays):
             for shard in range(self.shards.number)
         )
 
-    def turned(self, leaf: int) -> int:
-        """The axis along which the slices of a leaf arrive that are updated along the first; or 0.
+    def resplit_axis(self, leaf: int) -> int:
+        """Return the axis along which slices of a leaf arrive that are updated along axis 0; or 0.
 
         Gradients of stacked layers are summed layer by layer, and updated layer by layer.
         """
@@ -358,35 +360,35 @@ class Owners(Arrays):
         return frozenset(leaf for leaf in self.owned if self.params[leaf].number > 1)
 
     def in_slices(self, like: Sequence[Any], *, of_state: bool = False) -> tuple[Blocks, ...]:
-        """What a shard sends of its slices of arrays like these: a row to each owner."""
+        """Return the blocks in which a shard sends slices of arrays like these: a row per owner."""
         partitions = self.state_in_slices if of_state else self.params
         owners = self.owners_of_state if of_state else self.owners
-        # Of the state also what is not cut, which each shard then has.
+        # Of the state also arrays that are not cut, which each shard then has in full.
         sent = [each for each in owners if of_state or partitions[each[0]].number > 1]
         types = _types_of(sent, partitions, like)
         return blocks_of(types, owners, self.shards.number, _PLAIN)
 
     def partitions_of(self, gradients: Any) -> Sequence[Partition]:
-        """Those of the slices and rows."""
+        """Return the partitions of the slices and rows."""
         del gradients
-        return packed(self.blocks, self.params)
+        return packed_partitions(self.blocks, self.params)
 
     def squared_norm(self, tree: Any) -> Float[Array, ""]:
-        """The squared norm of the arrays of which this shard has slices and rows."""
+        """Return the squared norm of the arrays of which this shard has slices and rows."""
         return squared_norm_of_slices(tree, self.partitions_of(tree), self.shards)
 
     def to_owners(self, gradients: Any) -> Any:
-        """The gradients, with those that travel whole in the rows of their owners."""
+        """Put the gradients that travel whole into the rows of their owners."""
         leaves, tree = jax.tree.flatten(gradients)
         return tree.unflatten(pack(self.blocks, leaves))
 
     def from_owners(self, gradients: Any) -> Any:
-        """The gradients in their own shapes."""
+        """Return the gradients in their own shapes."""
         leaves, tree = jax.tree.flatten(gradients)
         return tree.unflatten(unpack(self.blocks, leaves))
 
     def split(self, tree: Any) -> Any:
-        """This shard's slices, and its rows."""
+        """Return this shard's slices, and its rows."""
         if self.params_sharded:
             return tree
         leaves, structure = jax.tree.flatten(tree)
@@ -396,7 +398,7 @@ class Owners(Arrays):
         return structure.unflatten(pack_own(self.blocks, slices, index))
 
     def gather(self, tree: Any) -> Any:
-        """Full arrays from the slices and rows of all shards, unless they are kept so."""
+        """Gather full arrays from all shards' slices and rows; sharded parameters stay split."""
         if self.params_sharded:
             return tree
         parts, structure = jax.tree.flatten(tree)
@@ -406,11 +408,11 @@ class Owners(Arrays):
     def run(
         self, update: Update, gradients: Any, state: Any, params: Any, loss: Any, opaque_false: Any
     ) -> tuple[Any, Any]:
-        """The optimizer's updates, leaf by leaf, and its next state."""
+        """Return the optimizer's updates, computed leaf by leaf, and its next state."""
         del update
         (reduced, tree), (arrays, structure) = map(jax.tree.flatten, (gradients, state))
         own = jax.tree.leaves(params)
-        updates, after = _Run(self, reduced, arrays, own, loss, opaque_false).found()
+        updates, after = _Run(self, reduced, arrays, own, loss, opaque_false).compute()
         return tree.unflatten(updates), structure.unflatten(after)
 
     # The state.
@@ -437,7 +439,7 @@ class Owners(Arrays):
     def state(self) -> tuple[Partition, ...]:  # type: ignore[override]
         """The partition of each array of the state, as it is kept."""
         whole = [Partition(x.shape) for x in self.types[1]]
-        return packed(self.state_blocks, self._of_state(whole))
+        return packed_partitions(self.state_blocks, self._of_state(whole))
 
     @functools.cached_property
     def state_in_slices(self) -> tuple[Partition, ...]:
@@ -459,7 +461,7 @@ class Owners(Arrays):
         return tuple(one(*each) for each in enumerate(self.leafwise.of_state))
 
     def state_from_owners(self, state: Sequence[jax.Array]) -> list[jax.Array]:
-        """This shard's slices of the arrays of a state, from what owners keep."""
+        """Return this shard's slices of the arrays of a state, from what owners keep."""
         slices = self.in_slices(self.types[1], of_state=True)
 
         def own(shard: int) -> list[jax.Array]:
@@ -475,7 +477,7 @@ class Owners(Arrays):
         return found
 
     def state_to_owners(self, state: Sequence[jax.Array]) -> list[jax.Array]:
-        """The inverse of ``state_from_owners``."""
+        """Undo ``state_from_owners``."""
         slices = self.in_slices(self.types[1], of_state=True)
         given = self.state_in_slices, dict(enumerate(state)), self.shards
         received = [_slices_to_owners(each, *given) for each in slices]
@@ -493,7 +495,7 @@ class Owners(Arrays):
 
 
 def cost_of(shape: Sequence[int]) -> float:
-    """The work on a leaf: products of a matrix with itself, or reading it."""
+    """Estimate the work on a leaf: products of a matrix with itself, or reading it."""
     long = sorted(shape, reverse=True)
     return math.prod(shape) * (long[1] if len(long) > 1 else 1)
 
@@ -523,8 +525,8 @@ class _Run:
         self._common_state = [
             j for j, leaf in enumerate(self._leafwise.of_state) if leaf not in plan.owned
         ]
-        # What every shard has; and what owners have, as functions of a shard, with the leaf of each
-        # array and the place of the first.
+        # The inputs that every shard has; and those that owners have, as functions of a shard, with
+        # the leaf of each array, and the place of the first array.
         self._inputs: dict[int, Any] = {}
         self._of_owners: list[
             tuple[Callable[[int], Mapping[Block, Any]], Sequence[int | None], int]
@@ -538,7 +540,7 @@ class _Run:
             self._of_owners.append((own, self._leafwise.of_state, self._of_state))
         place = self._after + len(params)
         self._inputs[place] = self._typed(place, loss)
-        # What tells the elements of this shard's slices from their padding.
+        # Masks that tell the elements of this shard's slices from their padding.
         masks = self._leafwise.masks
         for place, leaf in enumerate(masks, len(self._jaxpr.in_avals) - len(masks)):
             shape, partition = self._jaxpr.in_avals[place].shape, plan.params[leaf]
@@ -547,17 +549,17 @@ class _Run:
             self._inputs[place] = (jnp.arange(size) < left).reshape(shape)
 
     def _take(self, arrays: Sequence[Any], start: int) -> None:
-        """Take arrays like the parameters: of leaves that are cut, and the blocks of owners."""
+        """Take arrays like the parameters as inputs: slices of leaves, and the blocks of owners."""
         plan = self._plan
         for i in self._common:
-            x, axis = arrays[i], plan.turned(i)
-            x = turn(x, 0, axis, self._shards) if axis else x
+            x, axis = arrays[i], plan.resplit_axis(i)
+            x = resplit(x, 0, axis, self._shards) if axis else x
             self._inputs[start + i] = self._typed(start + i, x)
         own: Callable[[int], Mapping[Block, Any]]
         for blocks in plan.blocks:
             own = functools.partial(blocks.within, row=arrays[blocks.places[0]])
             self._of_owners.append((own, range(len(arrays)), start))
-        # Unless the updates of leaves that travel in slices do not read these.
+        # Leaves that travel in slices are sent only if their updates read these arrays.
         outputs = [place for leaf in plan.exchanged for place in self._outputs_of(leaf)]
         scalars = enumerate(self._leafwise.scalars, self._after)
         outputs += [place for place, each in scalars if each.leaf in plan.exchanged]
@@ -572,21 +574,21 @@ class _Run:
     def _typed(self, place: int, x: Any) -> jax.Array:
         return jnp.asarray(x, self._jaxpr.in_avals[place].dtype)
 
-    def found(self) -> tuple[list[Any], list[Any]]:
-        """The updates, and the next state."""
+    def compute(self) -> tuple[list[Any], list[Any]]:
+        """Return the updates, and the next state."""
         for level in sorted({each.level for each in self._leafwise.scalars}):
             self._sum_scalars(level)
         updates, after = list(self._params), list(self._state)
         found = self._of_common()
         for i in self._common:
-            axis = self._plan.turned(i)
-            updates[i] = turn(found[i], axis, 0, self._shards) if axis else found[i]
+            axis = self._plan.resplit_axis(i)
+            updates[i] = resplit(found[i], axis, 0, self._shards) if axis else found[i]
         for j in self._common_state:
             after[j] = found[self._of_state + j]
         return self._of_owned(updates, after) if self._plan.owned else (updates, after)
 
     def _of_common(self) -> dict[int, Any]:
-        """What shards compute of leaves that have no owner: all at once, or leaf by leaf."""
+        """Compute the leaves that have no owner: all at once, or leaf by leaf."""
         if self._opaque_false is None:
             every = [*self._common, *(self._of_state + j for j in self._common_state)]
             return self._computed(every, self._inputs)
@@ -604,7 +606,7 @@ class _Run:
         return found
 
     def _in_pieces(self, leaf: int, outputs: Sequence[int]) -> dict[int, Any]:
-        """``[pieces, …]``: as ``_computed``, of each piece that this shard has of a leaf."""
+        """Compute outputs of each piece that this shard has of a leaf, ``[pieces, …]``."""
         axis, length = self._plan.pieces[leaf]
 
         def cut(x: jax.Array) -> jax.Array:
@@ -622,7 +624,7 @@ class _Run:
     def _of_owned(
         self, updates: Sequence[Any], after: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """The updates and the state with those that owners compute."""
+        """Return the updates and the state, with what owners compute filled in."""
         plan, types = self._plan, self._jaxpr.out_avals
         slices = plan.in_slices(types)
 
@@ -652,12 +654,12 @@ class _Run:
         return updates, after
 
     def _outputs_of(self, leaf: int) -> list[int]:
-        """The places of a leaf's update, and of its state."""
+        """Return the places of a leaf's update, and of its state."""
         of_state = [j for j, own in enumerate(self._leafwise.of_state) if own == leaf]
         return [leaf, *(self._of_state + j for j in of_state)]
 
     def _kind(self, shard: int, slices: Sequence[Blocks]) -> Hashable:
-        """A key, equal for owners that can share one program."""
+        """Return a key that is equal for owners that can share one program."""
         own, leaf_of = self._plan.of_shard[shard], self._leafwise.of_state
         number = {block: nth for nth, block in enumerate(own)}
 
@@ -684,7 +686,7 @@ class _Run:
         return tuple(map(computed, own)), str(of_params), tuple(of_state)
 
     def _owned_by(self, shard: int) -> dict[Block, dict[int, Any]]:
-        """All inputs for each block that a shard owns."""
+        """Return all inputs for each block that a shard owns."""
         found = {block: dict(self._inputs) for block in self._plan.of_shard[shard]}
         for blocks_at, leaf_of, start in self._of_owners:
             for (place, layer), x in blocks_at(shard).items():
@@ -726,20 +728,20 @@ class _Run:
         sums = bucketed_sum(summands, [Partition(x.shape) for x in summands], self._shards)
         whole |= dict(zip([*summed, *of_owners], sums, strict=True))
         for k, total in whole.items():
-            # One after the other, whatever shards they come from.
+            # In the order of one tree, whatever shards the parts come from.
             total = total if self._opaque_false is None else sum_of_nodes(total)
             is_and = scalars[k].reduced == "reduce_and"
             self._inputs[first + k] = total == 0 if is_and else total.astype(types[k].dtype)
 
     def _no_parts(self, scalar: int, like: Any) -> jax.Array:
-        """Zero; or ``[layers]``, or ``[1]``, for what each layer gives to the scalar."""
+        """Return zero; or ``[layers]``, or ``[1]``, for what each layer gives to the scalar."""
         leaf = self._leafwise.scalars[scalar].leaf
         layers = self._plan.types[0][leaf].shape[0] if leaf in self._leafwise.stacked else 1
         shape = like.shape if self._opaque_false is None else (layers, *like.shape)
         return jnp.zeros(shape, like.dtype)
 
     def _parts_of_all(self, scalars: Sequence[int]) -> dict[int, Any]:
-        """``[pieces, …]``: what each piece of leaves that have no owner gives to each scalar."""
+        """Return what each piece of leaves without owners gives to each scalar, ``[pieces, …]``."""
         found: dict[int, Any] = {}
         for leaf in self._common:
             mine = [k for k in scalars if self._leafwise.scalars[k].leaf == leaf]
@@ -761,21 +763,21 @@ class _Run:
         return dict(zip(found, whole, strict=True))
 
     def _computed(self, outputs: Sequence[int], inputs: Values) -> dict[int, Any]:
-        """Some outputs of the update, by their places."""
+        """Compute some outputs of the update, by their places."""
         if not outputs:
             return {}
         piece = self._pieces.of(outputs)
         given = [inputs[i] for i in piece.taken]
         if self._opaque_false is None:
             return dict(zip(outputs, piece.run(*given), strict=True))
-        # The same bits, whatever else is computed.
+        # In a loop, for the same bits whatever else is computed.
         apart = lambda _, given: ((), piece.run(*given))
         _, found = in_loop(apart, (), given, skip=self._opaque_false)
         return dict(zip(outputs, found, strict=True))
 
 
 def _summand(x: jax.Array, reduced: str = "") -> jax.Array:
-    """A scalar as it is summed; of flags that all must hold, those that do not."""
+    """Return a scalar as it is summed; of a flag that must hold on all, whether it does not."""
     if is_inexact(x):
         return widen(x)
     x = ~x if reduced == "reduce_and" else x

@@ -55,7 +55,7 @@ class WeightUpdate(enum.StrEnum):
 
 
 def check_weight_update(weight_update: object) -> WeightUpdate:
-    """The checked value, or an ArgumentError that lists the values."""
+    """Return the checked value, or raise an ArgumentError that lists the values."""
     return _check.choice("weight_update", weight_update, WeightUpdate)
 
 
@@ -101,20 +101,20 @@ class Planner:
     virtual_shards: int | None = None
 
     def __post_init__(self) -> None:
-        # JAX 0.12 warns of a type of 64 bits, where it would narrow an array without a word.
+        # JAX 0.12 warns of a 64-bit type, but would narrow an array silently.
         dtype = lambda x: jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
         abstract = lambda x: jax.ShapeDtypeStruct(x.shape, dtype(x))
         self.params = jax.tree.map(abstract, self.params)
         with inside_optimizer():
             self._state = jax.eval_shape(self.optimizer.init, self.params)
         # JAX runs Python once for arguments of the same types.
-        self._find = jax.jit(as_updates(self.optimizer))
-        self._update = as_function(self._find)
+        self._find_updates = jax.jit(as_updates(self.optimizer))
+        self._update = as_function(self._find_updates)
         self._check_state_stays()
         axes = self.other_axes or [WHOLE] * len(jax.tree.leaves(self.params))
         of_state = other_axes_like(self._state, self.params, axes)
         # Partitions that split nothing over the shards: of the parameters, and of the state.
-        self._partitions = _whole(self.params, axes), _whole(self._state, of_state)
+        self._partitions = _unsplit(self.params, axes), _unsplit(self._state, of_state)
         self._tile = ANY if self.mesh is None else tile_for(self.mesh, self.params_sharded)
         none, of_none = ((False,) * len(each) for each in self._partitions)
         self._unread = Unread(none, none, of_none)
@@ -122,26 +122,26 @@ class Planner:
             self._unread = find_unread(self._update, self.params, self._state, _LOSS)
 
     def plan(self) -> tuple[Arrays, str]:
-        """How the arrays are split, and the reason, in a few words.
+        """Plan how the arrays are split; return the plan, and the reason in a few words.
 
         Raises:
           WeightUpdateError: only slices are possible and the optimizer is not elementwise, or the
             same bits are wanted and it does not run leaf by leaf either.
         """
         if self.wanted is WeightUpdate.REPLICATED:
-            return self._whole, "as requested"
+            return self._replicated, "as requested"
         if self.shards.size == 1:
-            return self._whole, "there is one shard"
+            return self._replicated, "there is one shard"
         # Sharded parameters keep their shapes, so that they are split along an axis.
         params = self._cut(partition_along_axis if self.params_sharded else partition_for)
         pairs = zip(jax.tree.leaves(self.params), params, strict=True)
         size = sum(bytes_of_type(leaf) for leaf, partition in pairs if partition.number > 1)
         if not size:
             # ``params_sharded`` is kept: frozen arrays may be large enough to be sharded.
-            whole = dataclasses.replace(self._whole, params_sharded=self.params_sharded)
+            whole = dataclasses.replace(self._replicated, params_sharded=self.params_sharded)
             return whole, "every parameter is tiny"
         if self.wanted is WeightUpdate.AUTO and size < _WORTH_BYTES:
-            return self._whole, "the parameters are too small to gain from it"
+            return self._replicated, "the parameters are too small to gain from it"
         _, whole_state = self._partitions
         # The state of a parameter that stays unchanged is not split.
         stays = [False] * len(whole_state) if self.params_sharded else self._unread.state
@@ -156,9 +156,9 @@ class Planner:
     def _if_not_elementwise(self, params: Partitions, arguments: Any) -> tuple[Arrays, str]:
         """Plan the update leaf by leaf if possible, else replicated, or on global arrays."""
         auto, same_bits = self.wanted is WeightUpdate.AUTO, self.virtual_shards is not None
-        only_parts = self.mesh is None or self.shards.groups is not None
+        only_slices = self.mesh is None or self.shards.groups is not None
         not_leafwise = ""
-        if only_parts and not auto:
+        if only_slices and not auto:
             obstacle = why_not_elementwise(self._update, *arguments)
             raise WeightUpdateError(
                 f"The weight update cannot be sharded here: with groups, or inside your own "
@@ -166,9 +166,9 @@ class Planner:
                 f"elementwise: {obstacle}. Pass weight_update='replicated', or use make_train_step "
                 f"without groups."
             )
-        # For equal bits, an update that one shard compiles as one program stays one everywhere.
+        # For equal bits, an update that one shard compiles as one program must be one everywhere.
         may_have_owners = self._apart is not None or not same_bits
-        if may_have_owners and not (only_parts or any(self.other_axes)):
+        if may_have_owners and not (only_slices or any(self.other_axes)):
             # A gradient that nothing reads is not sent, so its leaf has no owner.
             pairs = zip(params, self._unread.gradients, strict=True)
             read = [Partition(each.shape) if unread else each for each, unread in pairs]
@@ -178,7 +178,7 @@ class Planner:
                 not_leafwise = str(reason)
             else:
                 if auto and same_bits and found.exchanged:
-                    return self._whole, "gradients would travel twice, to be updated whole"
+                    return self._replicated, "gradients would travel twice, to be updated whole"
                 return found, "each leaf is updated from its own arrays, and from scalars"
         obstacle = why_not_elementwise(self._update, *arguments)
         if not_leafwise not in ("", obstacle):
@@ -192,7 +192,7 @@ class Planner:
             )
         why = f"the update is not elementwise: {obstacle}"
         if self.mesh is None or auto:
-            return self._whole, why
+            return self._replicated, why
         along_axis = functools.partial(self._slices, partition_along_axis)
         params = self._cut(partition_along_axis)
         state = tuple(map(along_axis, self._partitions[1]))
@@ -217,7 +217,7 @@ class Planner:
                 if partitions[i].number > 1:
                     partitions[i] = dataclasses.replace(piece, number=number, tile=tile)
         split = {i: each for i, each in enumerate(partitions) if each.number > 1}
-        # Leaves whose layers may have owners, or that divide evenly: how many layers each has.
+        # The number of layers of each leaf whose layers may have owners, or divide evenly.
         layers = {
             i: each.shape[0]
             for i, each in split.items()
@@ -236,7 +236,7 @@ class Planner:
             layers_at_once = {i: 1 for i, each in enumerate(partitions) if _has_layers(each)}
         stay = [] if virtual is None else [i for i in slices if i not in cut]
         found = find_leafwise(
-            self._find,
+            self._find_updates,
             self.params,
             self._state,
             [_LOSS],
@@ -288,7 +288,7 @@ class Planner:
         return dataclasses.replace(planned, params=tuple(chosen))
 
     @property
-    def _whole(self) -> Replicated:
+    def _replicated(self) -> Replicated:
         """Every array replicated."""
         return Replicated(
             *self._partitions, self._unread.gradients, shards=self.shards, apart=self._apart
@@ -300,7 +300,7 @@ class Planner:
         if self.virtual_shards is None:
             return None
         params, state = self._partitions
-        # For any number of shards.
+        # Halves stand for the slices of any number of shards.
         halves = [partition_for(each.shape, 2) for each in params]
         of_halves = halves, _split_alike(state, halves)
         given = whole_and_slices(self.params, self._state, *of_halves)
@@ -314,9 +314,9 @@ class Planner:
         return split_one(whole.shape, self.shards.size, self._tile, whole.other_axes)
 
     def _cut(self, split_one: Callable[..., Partition]) -> Partitions:
-        """The partitions of parameters in slices; parameters that stay unchanged are not split."""
+        """Return the partitions of parameters in slices; unchanged parameters are not split."""
         params, _ = self._partitions
-        stays = [False] * len(params) if self.params_sharded else self._unread.still
+        stays = [False] * len(params) if self.params_sharded else self._unread.unchanged
         pairs = zip(params, stays, strict=True)
         return tuple(each if still else self._slices(split_one, each) for each, still in pairs)
 
@@ -345,19 +345,19 @@ class Planner:
             )
 
 
-def _whole(tree: Any, other_axes: Sequence[PartitionSpec]) -> Partitions:
+def _unsplit(tree: Any, other_axes: Sequence[PartitionSpec]) -> Partitions:
     pairs = zip(jax.tree.leaves(tree), other_axes, strict=True)
     return tuple(Partition(leaf.shape, other_axes=own) for leaf, own in pairs)
 
 
 def _split_alike(state: Sequence[Partition], params: Sequence[Partition]) -> list[Partition]:
-    """Split arrays of the state that have the shape of a parameter as this one is split."""
+    """Split arrays of the state that have the shape of a parameter like that parameter."""
     alike = {(each.shape, each.other_axes): each for each in params if each.number > 1}
     return [alike.get((each.shape, each.other_axes), each) for each in state]
 
 
 def _within_layers(partition: Partition) -> Partition:
-    """The partition; one within each layer, if the layers do not divide evenly."""
+    """Return the partition, or one within each layer if the layers do not divide evenly."""
     shape, number = partition.shape, partition.number
     if partition.axis or len(shape) < 3 or shape[0] % number == 0:
         return partition
@@ -369,18 +369,18 @@ def _has_layers(partition: Partition) -> bool:
     return len(partition.shape) > 2 and partition.shape[0] > 1
 
 
-def as_function(find: Callable[..., Any]) -> Callable[..., Any]:
-    """An update ``as_updates`` as ``(params, state, gradients, loss) -> (params, state)``."""
+def as_function(find_updates: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``(params, state, gradients, loss) -> (params, state)``, from ``as_updates``."""
 
     def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
-        updates, after = find(params, state, gradients, loss)
+        updates, after = find_updates(params, state, gradients, loss)
         return optax.apply_updates(params, updates), after
 
     return update
 
 
 def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
-    """An optimizer as ``(params, state, gradients, loss) -> (updates, state)``, to be traced."""
+    """Return an optimizer as ``(params, state, gradients, loss) -> (updates, state)``, to trace."""
 
     def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
         extra_args = {"value": loss} if takes(optimizer) else {}
@@ -393,7 +393,7 @@ def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[...
 def whole_and_slices(
     params: Any, state: Any, of_params: Sequence[Partition], of_state: Sequence[Partition]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The argument types of an update ``as_function``: of full arrays, and of a shard's slices."""
+    """Return argument types of an update ``as_function``: full arrays, and a shard's slices."""
     local = lambda partition, x: jax.ShapeDtypeStruct(partition.local_shape, x.dtype)
     slices = map_partitions(local, of_params, params)
     of_slices = map_partitions(local, of_state, state)
@@ -449,6 +449,6 @@ def check_blocks(
 
 
 def _half(shape: tuple[int, ...]) -> Partition:
-    """A partition in two, along an axis if one divides; a single element is not split."""
+    """Return a partition in two, along an axis if one divides; a single element is not split."""
     axis = next((axis for axis, size in enumerate(shape) if size % 2 == 0), None)
     return Partition(shape, 2, axis) if math.prod(shape) > 1 else Partition(shape)

@@ -16,13 +16,13 @@ from jax.extend.core import jaxpr_as_fun
 from crossshard import _jax
 from crossshard._annotations import PyTree
 from crossshard.collectives.in_order import (
+    add_summand,
+    empty_sums,
     levels_within,
-    no_sums,
     nodes_of,
     nodes_within,
     sum_in_order,
     sum_of_nodes,
-    with_summand,
 )
 from crossshard.collectives.sums import to_average
 from crossshard.errors import ArgumentError, AxisError
@@ -118,11 +118,11 @@ class VirtualLoss(StepLoss):
             summands, model_state, aux = tree.unflatten(run(*jax.tree.leaves((index, rows, own))))
             put = lambda x, new: lax.dynamic_update_index_in_dim(x, new, index, 0)
             every = jax.tree.map(put, every, aux)
-            sums = with_summand(sums, jax.tree.leaves(summands), index, levels)
+            sums = add_summand(sums, jax.tree.leaves(summands), index, levels)
             return index + 1, sums, model_state, every
 
         every = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), types[2])
-        start = first, no_sums(to_sum, count), state.model_state, every
+        start = first, empty_sums(to_sum, count), state.model_state, every
         is_left = lambda carry: carry[0] < count + opaque_zero
         _, sums, model_state, aux = lax.while_loop(is_left, turn, start)
         read, loss, weight, others = of_sums.unflatten(nodes_of(sums, count))
