@@ -1,4 +1,7 @@
-"""Whether traces with different numbers of rows are one program, but for repeating a single row."""
+"""Checks whether traces with different numbers of rows are the same program.
+
+With a single row, JAX leaves out operations that would repeat it; these do not count.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,11 +16,11 @@ from crossshard import _jax
 from crossshard.jaxprs.row_facts import is_inexact, shape_of
 from crossshard.jaxprs.walk import constants, has_own_derivative, jaxprs_within, opened
 
-# What only gives an array another shape, which JAX leaves out if it has that already.
+# Operations that only give an array another shape; JAX leaves them out if it has that already.
 _SHAPES = frozenset("broadcast_in_dim reshape squeeze".split())
-# Parameters that say how long axes are, which the shapes tell; and what a derivative is made by,
-# whose rule is compared in its place.
-_TOLD = frozenset(
+# Parameters that need no comparison: lengths of axes, which are compared with the shapes; and the
+# functions that make a derivative, whose jaxpr is compared instead.
+_COMPARED_ELSEWHERE = frozenset(
     "bwd bwd_batches call_jaxpr_thunk fwd_jaxpr_thunk jvp_jaxpr_fun jvp_jaxpr_thunk limit_indices "
     "new_sizes num_consts out_sharding out_trees reps shape sharding sizes slice_sizes "
     "update_jaxpr".split()
@@ -25,10 +28,11 @@ _TOLD = frozenset(
 
 
 def is_same_program(jaxprs: Sequence[Any], rows: Sequence[int]) -> bool:
-    """Whether three traces do the same, with these three numbers of rows.
+    """Return whether three traces do the same, with these three numbers of rows.
 
-    They have the same equations, but for those that only give an array another shape. What these
-    take are the same values, whose shapes and literals are fixed, or grow with the rows alike.
+    They must have the same equations, apart from those that only give an array another shape. The
+    equations must take the same values, with shapes and literals that are fixed or grow with the
+    rows.
 
     >>> import jax
     >>> trace = lambda f: [jax.make_jaxpr(f)(jnp.ones((n, 3))) for n in (1, 2, 4)]
@@ -44,7 +48,7 @@ def is_same_program(jaxprs: Sequence[Any], rows: Sequence[int]) -> bool:
 
 
 def do_the_same(one: Any, other: Any) -> bool:
-    """Whether two equations of equal shapes do the same, with what they run inside."""
+    """Return whether two equations of equal shapes do the same, including the jaxprs they run."""
     try:
         return one.params.keys() == other.params.keys() and all(
             _are_equal(value, other.params[key]) for key, value in one.params.items()
@@ -59,7 +63,7 @@ def _are_equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if _is_jaxpr(one) and not isinstance(one, tuple | list):
-        # Of as many rows, so that nothing may grow.
+        # Both have the same number of rows, so nothing may grow.
         return _same((one, other, other), (1, 2, 4))
     if isinstance(one, tuple | list):
         return len(one) == len(other) and all(map(_are_equal, one, other))
@@ -70,7 +74,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def scales(one: Any, other: Any, times: int, power: int) -> bool:
-    """Whether numbers are ``times ** power`` times other ones, but for rounding."""
+    """Return whether ``other`` is ``times ** power`` times ``one``, but for rounding."""
     one, other = np.asarray(one), np.asarray(other)
     if one.dtype.kind == "b" or one.shape != other.shape:
         return False
@@ -86,10 +90,9 @@ def scales(one: Any, other: Any, times: int, power: int) -> bool:
 
 
 def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -> bool:
-    """Whether jaxprs do the same; ``derives`` is whether own derivatives are compared, too.
+    """Return whether jaxprs do the same; if ``derives``, custom derivatives are compared, too.
 
-    A derivative may call the function that it is of, as that of ``logaddexp`` does, so that those
-    within one are not.
+    Not within such a derivative, which may call its own function, as that of ``logaddexp`` does.
     """
     traces = [_Trace(each) for each in jaxprs]
     bodies = [each.jaxpr for each in traces]
@@ -139,16 +142,16 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
 
 
 def takes_cotangents(equation: Any) -> bool:
-    """Whether the derivative that a function has of its own is one backwards."""
+    """Return whether the custom derivative of a function is a backward pass."""
     return equation.primitive.name.startswith("custom_vjp")
 
 
 def rule_of_derivative(equation: Any) -> Any:
-    """The jaxpr of the derivative that a called function has of its own, by what is inexact.
+    """Trace the custom derivative of a called function, by its inexact inputs.
 
-    After the inputs it takes the cotangents of the outputs, and returns those of the inputs; or the
-    tangents of the inputs, and returns those of the outputs. Then come the outputs themselves,
-    which such a function may compute in another way.
+    After the inputs, the jaxpr takes the cotangents of the outputs, and returns those of the
+    inputs; or it takes the tangents of the inputs, and returns those of the outputs. It also
+    returns the outputs, which such a function may compute in another way than without a derivative.
     """
     backward = takes_cotangents(equation)
     type_of = lambda atom: jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
@@ -175,14 +178,14 @@ def rule_of_derivative(equation: Any) -> Any:
     return jax.make_jaxpr(rule)(*map(type_of, atoms))
 
 
-# For each input and output the axis of the rows, if the first trace leaves it out.
+# For each input and output: the axis of the rows, if the first trace leaves that axis out.
 _Places = list[int | None]
 
 
 def _of_gather(equations: Sequence[Any]) -> _Places | None:
-    """Of an operand with one row, JAX takes all along the axis of the rows.
+    """Return the axes that a gather from an operand with one row leaves out; ``None`` if none.
 
-    In place of one element by each row of the indices, which is the same.
+    JAX takes the whole axis of the rows then, not one element for each row of the indices.
     """
     few, more, also = (each.params["dimension_numbers"] for each in equations)
     axes = [axis for axis in more.operand_batching_dims if axis not in few.operand_batching_dims]
@@ -232,11 +235,11 @@ _LEFT_OUT: dict[str, Any] = {"dot_general": _of_product, "gather": _of_gather}
 
 
 class _Trace:
-    """A jaxpr, in which a value keeps its name when it only gets another shape."""
+    """A jaxpr, in which a value keeps its name if it only gets another shape."""
 
     def __init__(self, jaxpr: Any):
         self.jaxpr = opened(jaxpr)
-        self.kept: list[Any] = []  # the equations that do more
+        self.kept: list[Any] = []  # the equations that do more than that
         self._values: dict[Any, Any] = {}
         for kind in ("invars", "constvars"):
             variables = getattr(self.jaxpr, kind)
@@ -250,12 +253,12 @@ class _Trace:
             self.kept.append(equation)
 
     def value(self, atom: Any) -> Any:
-        """The name of a value, or the literal that it is."""
+        """Return the name of a value, or the literal that it is."""
         return atom if isinstance(atom, Literal) else self._values[atom]
 
 
 def _fit(shapes: Sequence[Any], rows: Sequence[int]) -> bool:
-    """Whether each axis has a fixed length, or one that grows with the rows."""
+    """Return whether each axis has a fixed length, or one that grows with the rows."""
     if len(set(map(len, shapes))) > 1:
         return False
     (one, some, many) = rows
@@ -265,7 +268,7 @@ def _fit(shapes: Sequence[Any], rows: Sequence[int]) -> bool:
 
 
 def _is_alike(values: Sequence[Any], rows: Sequence[int]) -> bool:
-    """Whether values are equal, or grow with the same power of the number of rows."""
+    """Return whether values are equal, or grow with the same power of the number of rows."""
     if values[0] is values[1] is values[2]:
         return True
     one, some, many = map(np.asarray, values)
@@ -279,7 +282,7 @@ def _is_alike(values: Sequence[Any], rows: Sequence[int]) -> bool:
 
 
 def _are_alike(params: Sequence[dict[str, Any]], rows: Sequence[int]) -> bool:
-    """Whether equations do the same, but for what shapes and inner jaxprs tell."""
+    """Return whether parameters are equal, but for those that shapes or inner jaxprs show."""
     first, *others = params
     if any(each.keys() != first.keys() for each in others):
         return False
@@ -287,7 +290,7 @@ def _are_alike(params: Sequence[dict[str, Any]], rows: Sequence[int]) -> bool:
         each = [value, *(other[key] for other in others)]
         if key == "length" and _fit([(x,) for x in each], rows):
             continue
-        if key in _TOLD or all(map(_is_jaxpr, each)):
+        if key in _COMPARED_ELSEWHERE or all(map(_is_jaxpr, each)):
             continue
         if not all(other is value or bool(other == value) for other in each[1:]):
             return False
@@ -295,6 +298,6 @@ def _are_alike(params: Sequence[dict[str, Any]], rows: Sequence[int]) -> bool:
 
 
 def _is_jaxpr(value: Any) -> bool:
-    """Whether a parameter is a jaxpr, or several."""
+    """Return whether a parameter is a jaxpr, or several."""
     each = value if isinstance(value, tuple | list) else [value]
     return bool(each) and all(hasattr(opened(x), "eqns") for x in each)
