@@ -309,8 +309,8 @@ class _Walk:
         self._finder, self._whole, self._part = finder, whole, part
         self._analysis = finder.analysis
         self._known: dict[tuple[Any, Any], _Value] = {}
-        # By the variable of a scalar, the input that stands for it; and the same of only those that
-        # every reader takes as an input.
+        # Inputs that stand for scalars, by the scalar's variable; and those among them that all
+        # equations read in place of the variable.
         self._given: dict[Any, Any] = {}
         self._sums: dict[Any, Any] = {}
         self._equations: list[Any] = []

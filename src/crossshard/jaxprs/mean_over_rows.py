@@ -351,12 +351,12 @@ class _OverRows(Analysis[Fact]):
         return len({each.steps for each in loops}) < 2 and not in_chunks
 
     def element(self, equations: Equations, fact: Fact) -> Fact:
-        return self._beside(equations, fact, -1)
+        return self._with_axes(equations, fact, -1)
 
     def stacked(self, equations: Equations, fact: Fact) -> Fact:
-        return self._beside(equations, fact, 1)
+        return self._with_axes(equations, fact, 1)
 
-    def _beside(self, equations: Equations, fact: Fact, axes: int) -> Fact:
+    def _with_axes(self, equations: Equations, fact: Fact, axes: int) -> Fact:
         """Return the fact of an array with one axis more in front; one less if ``axes`` is -1."""
         match fact:
             case Rows(0) | Index(0) if axes < 0:
@@ -368,7 +368,7 @@ class _OverRows(Analysis[Fact]):
             case Total():
                 return replace(fact, single=False, of=None)
             case Divided(inner):
-                return fact.with_fact(self._beside(equations, inner, axes))
+                return fact.with_fact(self._with_axes(equations, inner, axes))
         return fact
 
     def returned(
@@ -500,7 +500,7 @@ class _OverRows(Analysis[Fact]):
             return pair.undecided(f"{pair.name} of chunks of rows")
         if Divided in kinds and pair.name not in DEFINED_BY_JAXPR:
             return rules.of_divided(pair, inputs, self._transferred)
-        found = rules.batches_of(pair, inputs) or of_kernel(self, pair, inputs, self.assumed)
+        found = rules.sliced_batches(pair, inputs) or of_kernel(self, pair, inputs, self.assumed)
         if found is not None:
             return found
         if not pair.is_alike():
@@ -578,7 +578,7 @@ class _OverRows(Analysis[Fact]):
             case [Index(axis, None), other] if pair.name == "lt" and is_zero(other):
                 return [Rows(axis, constant=True, zero=True)]
         if pair.name == "random_fold_in":
-            return rules.of_own_numbers(pair, inputs)
+            return rules.keys_of_rows(pair, inputs)
         if pair.name == "gather" or pair.name.startswith("scatter"):
             of = [fact for fact in inputs if not isinstance(fact, Index)]
             power = power_of(pair, [of[0], Free(), *of[1:]])

@@ -119,7 +119,7 @@ def without_repeats(jaxpr: Any) -> Any:
     known: dict[Hashable, list[Any]] = {}
 
     def once(equation: Any) -> list[Any]:
-        key = None if equation.effects else _key(equation)
+        key = None if equation.effects else _equation_key(equation)
         if key is not None and key in known:
             return known[key]
         if control_flow(equation) is not None:
@@ -167,13 +167,13 @@ def _broadcast(atom: Any, shape: tuple[int, ...], like: Any) -> Any:
     return found.replace(invars=[atom], source_info=like.source_info)
 
 
-def _key(equation: Any) -> Hashable | None:
+def _equation_key(equation: Any) -> Hashable | None:
     """Return a key that is equal for equations that compute the same; ``None`` if unknown."""
     if jaxprs_within(equation):
         return None
     key = (
         equation.primitive,
-        tuple(map(_of_atom, equation.invars)),
+        tuple(map(_atom_key, equation.invars)),
         tuple(sorted(equation.params.items())),
     )
     try:
@@ -183,7 +183,7 @@ def _key(equation: Any) -> Hashable | None:
     return key
 
 
-def _of_atom(atom: Any) -> Hashable:
+def _atom_key(atom: Any) -> Hashable:
     if not isinstance(atom, Literal):
         return atom
     value = np.asarray(atom.val)

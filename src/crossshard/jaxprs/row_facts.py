@@ -41,7 +41,7 @@ class Free:
     own: bool = False  # whether it differs from shard to shard
     # The number that all its elements are, if known; in the trace with fewer rows.
     number: float | None = None
-    # How many times too large it is, because the shards were added up in what is no sum over rows.
+    # How many times too large it is, if it is no sum over rows and was summed over the shards.
     times: int = 1
 
 
@@ -50,7 +50,7 @@ class Rows:
     """An array with rows along an axis, each computed from one row of the batch."""
 
     axis: int  # the axis, which reshapes to ``(outer, rows, inner)``
-    outer: int = 1  # the length of what is before the rows along the axis
+    outer: int = 1  # how many blocks of all rows follow each other along the axis
     inner: int = 1  # how many neighbouring slices along the axis belong to one row
     power: int = 0  # the power of the number of rows that it grows with
     # Whether all slices along the axis are equal, so that any ``outer`` and ``inner`` fit.

@@ -93,7 +93,7 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
     ]
 
 
-def batches_of(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | None:
+def sliced_batches(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | None:
     """Return the facts if a slice or split takes some of several batches along an axis.
 
     ``None`` if it takes anything else.
@@ -252,7 +252,7 @@ def _added_up(pair: Pair, inputs: Sequence[Fact], power: int) -> list[Total] | O
 # Gathers and scatters, whose indices may be rows, too.
 
 
-class _Numbers(NamedTuple):
+class _DimensionNumbers(NamedTuple):
     """The dimension numbers of a gather, or of a scatter.
 
     The updates of a scatter have the axes that the output of a gather has.
@@ -288,10 +288,10 @@ class _Numbers(NamedTuple):
         return self.of_indices(indices.axis) if rows.is_plain else None
 
 
-def _numbers(of: Any, operand: Any, out: Any, names: Sequence[str]) -> _Numbers:
+def _dimension_numbers(of: Any, operand: Any, out: Any, names: Sequence[str]) -> _DimensionNumbers:
     windows, gone, to_operand, batched = (getattr(of, name) for name in names)
     paired = dict(zip(of.operand_batching_dims, batched, strict=True))
-    return _Numbers(
+    return _DimensionNumbers(
         windows,
         [axis for axis in range(out.ndim) if axis not in windows],
         gone,
@@ -313,7 +313,9 @@ def gathered(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     """Return the facts of a gather from an operand, by indices."""
     (operand, indices), params = inputs, pair.one.params
     shapes = [atom.aval for atom in pair.one.invars]
-    of = _numbers(params["dimension_numbers"], shapes[0], pair.one.outvars[0].aval, _OF_GATHER)
+    of = _dimension_numbers(
+        params["dimension_numbers"], shapes[0], pair.one.outvars[0].aval, _OF_GATHER
+    )
     found: Fact | None = operand
     axis: int | None = None
     if isinstance(operand, Rows):
@@ -334,7 +336,7 @@ def scattered(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     """Return the facts of a scatter of updates to an operand, both of which have rows."""
     operand, indices, update = inputs
     shapes = [atom.aval for atom in pair.one.invars]
-    of = _numbers(pair.one.params["dimension_numbers"], shapes[0], shapes[2], _OF_SCATTER)
+    of = _dimension_numbers(pair.one.params["dimension_numbers"], shapes[0], shapes[2], _OF_SCATTER)
     mixed = pair.compared(f"{pair.name} to other rows")
     if not (isinstance(operand, Rows) and isinstance(update, Rows)):
         return mixed
@@ -380,7 +382,7 @@ def of_index(pair: Pair, inputs: Sequence[Fact]) -> Fact | None:
     return None
 
 
-def of_own_numbers(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
+def keys_of_rows(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     """Return the facts of keys that are made from one key and each row's number."""
     match inputs:
         case [Free(own=True), Index(axis, None)]:
@@ -480,8 +482,8 @@ def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
         if any(not isinstance(fact, Free) or fact.power for fact in chooses):
             return mixed
         filled = pair.one.params.get("fill_value") is not None
-        return pair.undecided(f"{name} that fills") if filled else _all(pair, rest)
-    return _all(pair, inputs) if name in LINEAR else mixed
+        return pair.undecided(f"{name} that fills") if filled else _combined(pair, rest)
+    return _combined(pair, inputs) if name in LINEAR else mixed
 
 
 def _mixed(pair: Pair, inputs: Sequence[Fact], reason: str) -> Obstacle:
@@ -601,7 +603,7 @@ def _guarded(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     return mixed
 
 
-def _all(pair: Pair, facts: Sequence[Fact]) -> Fact:
+def _combined(pair: Pair, facts: Sequence[Fact]) -> Fact:
     """Return the fact of an output whose elements are copied or added up from all inputs."""
     found = facts[0]
     for fact in facts[1:]:

@@ -51,13 +51,13 @@ def do_the_same(one: Any, other: Any) -> bool:
     """Return whether two equations of equal shapes do the same, including the jaxprs they run."""
     try:
         return one.params.keys() == other.params.keys() and all(
-            _are_equal(value, other.params[key]) for key, value in one.params.items()
+            _equal_parameters(value, other.params[key]) for key, value in one.params.items()
         )
     except (AttributeError, KeyError, TypeError, ValueError):  # parameters of any kind
         return False
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _equal_parameters(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if type(one) is not type(other):
@@ -66,10 +66,10 @@ def _are_equal(one: Any, other: Any) -> bool:
         # Both have the same number of rows, so nothing may grow.
         return _same((one, other, other), (1, 2, 4))
     if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
+        return len(one) == len(other) and all(map(_equal_parameters, one, other))
     if dataclasses.is_dataclass(one):
         fields = [field.name for field in dataclasses.fields(one)]
-        return all(_are_equal(getattr(one, x), getattr(other, x)) for x in fields)
+        return all(_equal_parameters(getattr(one, x), getattr(other, x)) for x in fields)
     return bool(one == other)
 
 
@@ -99,7 +99,7 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
     if len({(len(x.jaxpr.invars), len(x.jaxpr.constvars), len(x.kept)) for x in traces}) > 1:
         return False
     own = zip(*map(constants, jaxprs if hasattr(jaxprs[0], "consts") else ()), strict=True)
-    if not all(_is_alike(each, rows) for each in own):
+    if not all(_values_match(each, rows) for each in own):
         return False
 
     def fits(atoms: Sequence[Any], left_out: int | None) -> bool:
@@ -108,12 +108,12 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
             shapes[0].insert(left_out, 1)
         return _fit(shapes, rows)
 
-    def of_atoms(atoms: Sequence[Any], left_out: int | None = None) -> bool:
+    def atoms_match(atoms: Sequence[Any], left_out: int | None = None) -> bool:
         if not fits(atoms, left_out):
             return False
         values = [of.value(atom) for of, atom in zip(traces, atoms, strict=True)]
         if all(isinstance(value, Literal) for value in values):
-            return _is_alike([value.val for value in values], rows)
+            return _values_match([value.val for value in values], rows)
         return not any(value != values[0] for value in values)
 
     for equations in zip(*(each.kept for each in traces), strict=True):
@@ -123,12 +123,12 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
         if len({len(each.invars) for each in equations}) > 1:
             return False
         left_out = _LEFT_OUT.get(one.primitive.name, lambda _: None)(equations)
-        if left_out is None and not _are_alike([each.params for each in equations], rows):
+        if left_out is None and not _parameters_match([each.params for each in equations], rows):
             return False
         inputs = list(zip(*(each.invars for each in equations), strict=True))
         outputs = list(zip(*(each.outvars for each in equations), strict=True))
         places = left_out or [None] * len(inputs + outputs)
-        if not all(map(of_atoms, inputs, places)):
+        if not all(map(atoms_match, inputs, places)):
             return False
         if not all(map(fits, outputs, places[len(inputs) :])):
             return False
@@ -138,7 +138,7 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
         own_rule = derives and has_own_derivative(one)
         if own_rule and not _same(list(map(rule_of_derivative, equations)), rows, derives=False):
             return False
-    return all(map(of_atoms, zip(*(each.outvars for each in bodies), strict=True)))
+    return all(map(atoms_match, zip(*(each.outvars for each in bodies), strict=True)))
 
 
 def takes_cotangents(equation: Any) -> bool:
@@ -182,7 +182,7 @@ def rule_of_derivative(equation: Any) -> Any:
 _Places = list[int | None]
 
 
-def _of_gather(equations: Sequence[Any]) -> _Places | None:
+def _left_out_by_gather(equations: Sequence[Any]) -> _Places | None:
     """Return the axes that a gather from an operand with one row leaves out; ``None`` if none.
 
     JAX takes the whole axis of the rows then, not one element for each row of the indices.
@@ -207,11 +207,11 @@ def _of_gather(equations: Sequence[Any]) -> _Places | None:
         and given
         == list(zip(few.operand_batching_dims, few.start_indices_batching_dims, strict=True))
     )
-    return [None, place, None] if same and _alike_but_for_numbers(equations) else None
+    return [None, place, None] if same and _match_but_for_dimension_numbers(equations) else None
 
 
-def _of_product(equations: Sequence[Any]) -> _Places | None:
-    """Of matrices of one row, JAX makes a product without the axis of the rows."""
+def _left_out_by_product(equations: Sequence[Any]) -> _Places | None:
+    """Return the axes that a batched product with one row leaves out; ``None`` if none."""
     few, more, also = (each.params["dimension_numbers"] for each in equations)
     (left, right), (lefts, rights) = more
     if more != also or len(few[1][0]) != len(lefts) - 1:
@@ -222,16 +222,16 @@ def _of_product(equations: Sequence[Any]) -> _Places | None:
             for axes, gone in ((left, one), (right, other), (lefts, one), (rights, other))
         ]
         if [tuple(x) for both in few for x in both] == without:
-            return [one, other, at] if _alike_but_for_numbers(equations) else None
+            return [one, other, at] if _match_but_for_dimension_numbers(equations) else None
     return None
 
 
-def _alike_but_for_numbers(equations: Sequence[Any]) -> bool:
+def _match_but_for_dimension_numbers(equations: Sequence[Any]) -> bool:
     each = [{**equation.params, "dimension_numbers": None} for equation in equations]
-    return _are_alike(each, (1, 2, 4))
+    return _parameters_match(each, (1, 2, 4))
 
 
-_LEFT_OUT: dict[str, Any] = {"dot_general": _of_product, "gather": _of_gather}
+_LEFT_OUT: dict[str, Any] = {"dot_general": _left_out_by_product, "gather": _left_out_by_gather}
 
 
 class _Trace:
@@ -267,7 +267,7 @@ def _fit(shapes: Sequence[Any], rows: Sequence[int]) -> bool:
     )
 
 
-def _is_alike(values: Sequence[Any], rows: Sequence[int]) -> bool:
+def _values_match(values: Sequence[Any], rows: Sequence[int]) -> bool:
     """Return whether values are equal, or grow with the same power of the number of rows."""
     if values[0] is values[1] is values[2]:
         return True
@@ -281,7 +281,7 @@ def _is_alike(values: Sequence[Any], rows: Sequence[int]) -> bool:
     )
 
 
-def _are_alike(params: Sequence[dict[str, Any]], rows: Sequence[int]) -> bool:
+def _parameters_match(params: Sequence[dict[str, Any]], rows: Sequence[int]) -> bool:
     """Return whether parameters are equal, but for those that shapes or inner jaxprs show."""
     first, *others = params
     if any(each.keys() != first.keys() for each in others):

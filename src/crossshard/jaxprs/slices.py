@@ -172,7 +172,7 @@ class Slices(Analysis[Kind]):
         if any(isinstance(kind, Along) for kind in inputs):
             return self._along(whole, part, inputs)
         if set(inputs) <= {Slicing.SAME}:
-            return [self._of_same(whole, part)] * count
+            return [self._kind_of_same(whole, part)] * count
         given, out = list(zip(whole.invars, inputs, strict=True)), whole.outvars[0].aval
         is_computed = name in ELEMENTWISE and same_but_for_shapes(whole, part)
         if Slicing.SLICE not in inputs:
@@ -180,7 +180,7 @@ class Slices(Analysis[Kind]):
             if is_computed and all(alone):
                 return [Slicing.UNIFORM] * count
             if name != "broadcast_in_dim" and _shapes(whole) == _shapes(part):
-                return [self._of_same(whole, part)] * count
+                return [self._kind_of_same(whole, part)] * count
         elif self._of_leaves and name == "reshape" and out.ndim == 1 and _keeps_order(whole):
             # All arrays of a leaf are split alike, so their elements keep the same positions.
             return [Slicing.SLICE]
@@ -192,7 +192,7 @@ class Slices(Analysis[Kind]):
             return [Slicing.SLICE if Slicing.SLICE in inputs else Slicing.UNIFORM] * count
         return [Mixed(f"{name} over a full parameter", _jax.source_of(whole))] * count
 
-    def _of_same(self, whole: Any, part: Any) -> Kind:
+    def _kind_of_same(self, whole: Any, part: Any) -> Kind:
         """Return the kind of the output if all inputs are the same on all shards."""
         if has_effect(whole):
             reason = f"{whole.primitive.name}, which has an effect"
@@ -265,13 +265,13 @@ def axes_after(whole: Any, part: Any, inputs: Sequence[Kind]) -> Sequence[int] |
     """Return the axis of the slices in each output; ``None`` if the equation mixes slices."""
     name, outs = whole.primitive.name, len(whole.outvars)
     if name == "dot_general":
-        return _of_product(whole, inputs) if same_but_for_shapes(whole, part) else None
+        return _axis_of_product(whole, inputs) if same_but_for_shapes(whole, part) else None
     given = [(atom.aval, kind) for atom, kind in zip(whole.invars, inputs, strict=True)]
     along = [(x.shape, kind.axis) for x, kind in given if isinstance(kind, Along)]
     if len({axis for _, axis in along}) != 1:
         return None
     shape, axis = along[0]
-    if not _alike(whole, part, axis):
+    if not _parameters_match(whole, part, axis):
         return None
     others = [
         x
@@ -343,7 +343,7 @@ def _reshaped(out: Sequence[int], axis: int, shape: Sequence[int]) -> int | None
     return None
 
 
-def _alike(whole: Any, part: Any, axis: int) -> bool:
+def _parameters_match(whole: Any, part: Any, axis: int) -> bool:
     """Return whether the parameters of two equations are equal, but for lengths along an axis."""
 
     def same(key: str, one: Any, other: Any) -> bool:
@@ -360,7 +360,7 @@ _LENGTHS = frozenset({"limit_indices", "slice_sizes"})
 _OF_OUTPUT = frozenset({"new_sizes", "shape", "sharding", "out_sharding"})
 
 
-def _of_product(whole: Any, inputs: Sequence[Kind]) -> Sequence[int] | None:
+def _axis_of_product(whole: Any, inputs: Sequence[Kind]) -> Sequence[int] | None:
     contracted, batched = whole.params["dimension_numbers"]
     (left, right), free = inputs, len(batched[0])
     if isinstance(left, Along) and isinstance(right, Along):

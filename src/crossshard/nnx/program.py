@@ -86,7 +86,7 @@ class Given:
 
     def __init__(self, values: Any, shards: int | None = None):
         found = jax.tree.leaves(values, is_leaf=is_stateful)
-        self.roots = _once(filter(is_stateful, found))
+        self.roots = list({id(each): each for each in found if is_stateful(each)}.values())
         leaves, nodes, self._tree = _flatten(self.roots)
         self.optimizers = [node for node in nodes if isinstance(node, HasSlots)]
         self.modules = [node for node in nodes if not isinstance(node, HasSlots)]
@@ -146,10 +146,6 @@ class Given:
             # These gradients belong to the trace.
             for optimizer in self.optimizers:
                 optimizer.computed.clear()
-
-
-def _once(values: Iterable[Any]) -> list[Any]:
-    return list({id(value): value for value in values}.values())
 
 
 def _flatten(roots: list[Any]) -> tuple[list[Any], list[Any], Any]:

@@ -165,7 +165,7 @@ class Diagnosis:
         rows = {
             "versions": ", ".join(pairs(self.versions, " ")),
             "devices": str(self.devices or ""),
-            "processes": _of_job(self.job),
+            "processes": _describe_job(self.job),
             "mesh": ", ".join(pairs(self.mesh, " = ")),
             "settings": " ".join(pairs(self.settings, "=")),
         }
@@ -194,7 +194,7 @@ def _row(test: CollectiveTest) -> tuple[str, ...]:
     return (test.kind, *sizes, rate, "right" if test.right else "WRONG")
 
 
-def _of_job(job: Mapping[str, Any]) -> str:
+def _describe_job(job: Mapping[str, Any]) -> str:
     number = job.get("num_processes", 1)
     if number == 1:
         return "1"
@@ -249,16 +249,16 @@ def diagnose(
             raise ArgumentError(f"{name} must be above 0; got {given}.")
     timeout = min(float(timeout), threading.TIMEOUT_MAX)
     settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_SETTINGS)}
-    job, found = _find(timeout, meet=as_command)
+    job, found = _find_job(timeout, meet=as_command)
     platforms = os.environ.get("JAX_PLATFORMS")
     start = f"The start of JAX{f' with JAX_PLATFORMS={platforms}' if platforms else ''}"
-    devices: Devices | None = _tried(found, "start", start, timeout, _look)
+    devices: Devices | None = _try(found, "start", start, timeout, _find_devices)
     mesh, tests = None, list[CollectiveTest]()
     if devices is not None:
         mesh, of_threads = _mesh(devices.number)
         found += of_threads
         for size in sizes if self_test and devices.number > 1 else ():
-            test = _test(found, mesh, size, timeout)
+            test = _test_all_reduce(found, mesh, size, timeout)
             if test is None:
                 break
             tests.append(test)
@@ -291,7 +291,7 @@ def _installed() -> dict[str, str]:
     return found | {"jax": jax.__version__}
 
 
-def _look() -> Devices:
+def _find_devices() -> Devices:
     everyone, own = jax.devices(), jax.local_devices()
     of_device = lambda: (own[0].memory_stats() or {}).get("bytes_limit")
     of_machine = lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -320,7 +320,7 @@ def _mesh(number: int) -> tuple[Mesh, list[Finding]]:
 # The processes of the job.
 
 
-def _find(timeout: float, *, meet: bool) -> tuple[Job, list[Finding]]:
+def _find_job(timeout: float, *, meet: bool) -> tuple[Job, list[Finding]]:
     """Return the job that the environment describes, and findings about it.
 
     The job is not read if this process has already met the others.
@@ -356,7 +356,7 @@ def _find(timeout: float, *, meet: bool) -> tuple[Job, list[Finding]]:
     return job, [Finding(kind, sentence)]
 
 
-def _tried(
+def _try(
     found: list[Finding], kind: str, what: str, seconds: float, function: Callable[[], Any]
 ) -> Any:
     """Run a function in a thread; return ``None``, and add a finding, if it raises or hangs.
@@ -386,7 +386,7 @@ def _tried(
         threading.Thread(target=run, daemon=True).start()
         concurrent.futures.wait([ended], seconds)
     if not ended.done():
-        who = _late(number, processes)
+        who = _describe_missing(number, processes)
         found.append(Finding("stuck", f"{what} has not ended in {seconds:g} seconds{who}."))
     elif error := ended.exception():
         found.append(Finding(kind, f"{what} failed: {_first_line(error)}."))
@@ -395,7 +395,7 @@ def _tried(
     return None
 
 
-def _late(number: int, processes: int) -> str:
+def _describe_missing(number: int, processes: int) -> str:
     """Describe which processes have not entered the call that has not ended."""
     if processes == 1:
         return ""
@@ -413,14 +413,16 @@ def _late(number: int, processes: int) -> str:
 # The sum over all devices.
 
 
-def _test(found: list[Finding], mesh: Mesh, size: int, timeout: float) -> CollectiveTest | None:
+def _test_all_reduce(
+    found: list[Finding], mesh: Mesh, size: int, timeout: float
+) -> CollectiveTest | None:
     """Sum an array of this size on each device over a mesh of one axis; ``None`` if this fails."""
     what, length = f"The all-reduce of {_text.size(size)}", max(size // 4, 1)
-    summed = _tried(found, "failed", what, timeout, lambda: _all_reduce(mesh, length))
+    summed = _try(found, "failed", what, timeout, lambda: _all_reduce(mesh, length))
     if summed is None:
         return None
     seconds, result = summed
-    numbers, marks = _values(length, mesh.size)
+    numbers, marks = _test_values(length, mesh.size)
     right = (mesh.size * numbers + marks.sum()).astype(np.float32)
     wrong: list[Finding] = []
     for each in result.addressable_shards:
@@ -441,7 +443,7 @@ def _test(found: list[Finding], mesh: Mesh, size: int, timeout: float) -> Collec
 
 def _all_reduce(mesh: Mesh, length: int) -> tuple[float, jax.Array]:
     """Return the seconds of a sum, the median of several, and its result."""
-    numbers, marks = _values(length, mesh.size)
+    numbers, marks = _test_values(length, mesh.size)
     spec = PartitionSpec(*mesh.axis_names)
     summed = lambda x: lax.psum(x, mesh.axis_names[0])
     mapped = jax.shard_map(summed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
@@ -458,7 +460,7 @@ def _all_reduce(mesh: Mesh, length: int) -> tuple[float, jax.Array]:
     return float(np.median(seconds)), result
 
 
-def _values(length: int, shards: int) -> tuple[Any, Any]:
+def _test_values(length: int, shards: int) -> tuple[Any, Any]:
     """Return numbers that are the same on all shards, and a mark of each shard to add to them.
 
     They show a shard that is left out, counted twice or taken for another one, and a sum that was

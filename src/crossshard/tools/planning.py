@@ -44,14 +44,14 @@ TPUS = {
 }
 # The compilers for TPUs and for GPUs: the modules of which one must be installed, their name in
 # errors, the extra that installs them, and the environment variables that they read when loaded.
-_OF_LIBTPU = {
+_LIBTPU_SETTINGS = {
     # There is no TPU here, nor a server that could tell which one.
     "TPU_SKIP_MDS_QUERY": "1",
     # Nothing is run, so two processes may compile at once.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_LOG_DIR": "disabled",
 }
-_FOR_TPUS = (("libtpu",), "libtpu, which compiles for TPUs", "tpu", _OF_LIBTPU)
+_FOR_TPUS = (("libtpu",), "libtpu, which compiles for TPUs", "tpu", _LIBTPU_SETTINGS)
 _FOR_GPUS = (
     ("jax_cuda12_plugin", "jax_cuda13_plugin"),
     *("JAX for CUDA, which compiles for GPUs", "cuda12"),
@@ -60,7 +60,7 @@ _FOR_GPUS = (
 )
 
 # A GPU for the compiler: a ``GpuTargetConfigProto`` of XLA, as text.
-_TARGET = """
+_GPU_TARGET = """
 gpu_device_info {{
   name: "{name}"
   device_vendor: "NVIDIA Corporation"
@@ -95,7 +95,7 @@ platform_name: "CUDA"
 dnn_version_info {{ major: {dnn[0]} minor: {dnn[1]} }}
 device_description_str: "{name}"
 """
-_OF_GPU = (
+_GPU_FIELDS = (
     *("name", "memory", "capability", "cores", "fpus", "clock", "shared", "block", "cache"),
     *("bandwidth", "dnn"),
 )
@@ -126,7 +126,7 @@ def target(kind: str) -> str:
     >>> "core_count: 132" in target("h100")
     True
     """
-    return _TARGET.format(**dict(zip(_OF_GPU, GPUS[kind], strict=True)))
+    return _GPU_TARGET.format(**dict(zip(_GPU_FIELDS, GPUS[kind], strict=True)))
 
 
 # The names of topologies, in words.
@@ -135,7 +135,7 @@ KNOWN = (
     + ", ".join(f"{name}:4x8" for name in GPUS)
     + " (hosts x GPUs), cpu:8; in these forms with other numbers"
 )
-_MOST = 2**17
+_MOST_DEVICES = 2**17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ def topology(name: str) -> Topology:
     found = re.fullmatch(r"([a-z]\w*):(\d{1,6}(?:x\d{1,6})*)", given)
     kind, sizes = (found[1], [int(n) for n in found[2].split("x")]) if found else ("", [0])
     is_tpu = kind in TPUS
-    if not (is_tpu or kind in GPUS or kind == "cpu") or not 0 < math.prod(sizes) <= _MOST:
+    if not (is_tpu or kind in GPUS or kind == "cpu") or not 0 < math.prod(sizes) <= _MOST_DEVICES:
         raise ArgumentError(f"There is no topology {_check.shown(name)}. Known are {KNOWN}.")
     numbers = TPUS[kind][1] if is_tpu else 2 if kind in GPUS else 1
     if len(sizes) != numbers:
@@ -224,7 +224,7 @@ def topology(name: str) -> Topology:
         raise ArgumentError(
             f"There is no topology {name!r}: {first:.200}. Known are {KNOWN}."
         ) from error
-    memory = TPUS[kind][0] if is_tpu else GPUS[kind][_OF_GPU.index("memory")]
+    memory = TPUS[kind][0] if is_tpu else GPUS[kind][_GPU_FIELDS.index("memory")]
     return Topology(name, memory, devices)
 
 
@@ -476,7 +476,7 @@ def plan(
             params=placement,
             **{name: each for name, each in options.items() if name not in left_out},
         )
-        found.append(_lowered((weight_update, placement), where, step, model, rows))
+        found.append(_lower((weight_update, placement), where, step, model, rows))
     with quiet(), concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
         candidates = list(pool.map(lambda each: each(), found))
     parameters = number_of_parameters(model, options.get("wrt"))
@@ -492,7 +492,7 @@ def _ways(optimizer: Any, devices: int) -> list[tuple[str, str]]:
     return ways[:1] if devices == 1 else ways[: 2 if grouped else 3]
 
 
-def _lowered(
+def _lower(
     way: tuple[str, str], topology: Topology, step: TrainStep, model: Any, batch: Any
 ) -> Callable[[], Candidate]:
     """Lower a step; return a function that compiles it, and reads what it needs and sends.
@@ -517,7 +517,7 @@ def _lowered(
                 compiled = lowered.compile()
                 links = _links(compiled, list(step.mesh.devices.flat))
             except jax.errors.JaxRuntimeError as error:
-                refused_for = None if compiled else _needed(str(error), given)
+                refused_for = None if compiled else _bytes_when_refused(str(error), given)
                 if refused_for is None:
                     what = f"{'read' if compiled else 'compiled'} for {topology.name}"
                     first = (str(error).splitlines() or ["no reason"])[0]
@@ -548,7 +548,7 @@ def _lowered(
     return candidate
 
 
-def _needed(message: str, arguments: int) -> int | None:
+def _bytes_when_refused(message: str, arguments: int) -> int | None:
     """Return the bytes that a program needs, if its compiler refused it for its size."""
     for pattern, more in ((_USED, 0), (_TEMPORARIES, arguments)):
         if found := pattern.search(message):

@@ -368,12 +368,14 @@ def collectives(module: Module) -> tuple[Collective, ...]:
     """Return the collectives of a program, in order of execution."""
     overlaps = _Overlaps(module)
     runs = list(_runs_of_collectives(module))
-    found = [(run, _read(run, kind, module, overlaps.of(run))) for run, kind in runs]
-    counted = {id(each) for _, each in _most((run, x) for run, x in found if not run.rare)}
+    found = [(run, _collective_of(run, kind, module, overlaps.of(run))) for run, kind in runs]
+    counted = {
+        id(each) for _, each in _in_largest_branches((run, x) for run, x in found if not run.rare)
+    }
     return tuple(dataclasses.replace(each, counted=id(each) in counted) for _, each in found)
 
 
-def _most(
+def _in_largest_branches(
     found: Iterable[tuple[Execution, Collective]], depth: int = 0
 ) -> list[tuple[Execution, Collective]]:
     """Return the collectives that run if every conditional takes the branch that sends most.
@@ -393,7 +395,7 @@ def _most(
         sum(each.scalar_bytes_sent for _, each in branch),
     )
     for branches in conditionals.values():
-        kept += max((_most(each, depth + 1) for each in branches.values()), key=sent)
+        kept += max((_in_largest_branches(each, depth + 1) for each in branches.values()), key=sent)
     return kept
 
 
@@ -442,7 +444,9 @@ def _is_fused_scatter(run: Execution) -> bool:
     return False
 
 
-def _read(run: Execution, kind: str, module: Module, beside: tuple[int, int] | None) -> Collective:
+def _collective_of(
+    run: Execution, kind: str, module: Module, beside: tuple[int, int] | None
+) -> Collective:
     instruction, (products, kernels) = run.instruction, beside or (0, 0)
     shapes = [run.computation.instructions[name].shape for name in instruction.operands]
     # The other operands are the output buffer, offsets and sizes; or a token.

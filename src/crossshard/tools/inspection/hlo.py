@@ -184,7 +184,9 @@ class Module:
     def slices(self) -> int:
         """The number of slices of a TPU that run it, each with all partitions."""
         each = (x for one in self.computations.values() for x in one.instructions.values())
-        groups = (group for x in each if x.sent_as is not None for group in _sent_to(x))
+        groups = (
+            group for x in each if x.sent_as is not None for group in _groups_between_slices(x)
+        )
         return max((slice_ for group in groups for slice_, _ in group), default=1)
 
     @property
@@ -403,7 +405,7 @@ def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
     """Return the groups of a collective as device indices; of a permute, (source, target) pairs."""
     size, attributes = module.partitions, collective.attributes
     if collective.sent_as is not None:
-        sent = _sent_to(collective)
+        sent = _groups_between_slices(collective)
         return tuple(tuple((at - 1) * size + x for at, x in group) for group in sent)
     if kind == "collective-permute":
         given = parse_groups(attributes.get("source_target_pairs", "{}"))
@@ -419,19 +421,19 @@ def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
     return tuple(tuple(first + x for x in group) for first in firsts for group in given)
 
 
-def _sent_to(send: Instruction) -> list[list[tuple[int, int]]]:
+def _groups_between_slices(send: Instruction) -> list[list[tuple[int, int]]]:
     """Return the groups between slices; each device is its slice, from 1, and its place there."""
     found = _SLICES.search(send.attributes.get("frontend_attributes", ""))
     text = found[1] if found else ""
     if text.startswith('"'):
         # The same devices of several slices: {1,2}x{0:3}.
-        slices, places = (_in_ranges(part) for part in text.strip('"').split("x"))
+        slices, places = (_parse_ranges(part) for part in text.strip('"').split("x"))
         return [[(place, at) for place in slices] for at in places]
     groups = re.findall(r"\{([\d,>-]+)\}", text)
     return [[divmod(int(n), _IDS_PER_SLICE) for n in re.findall(r"\d+", group)] for group in groups]
 
 
-def _in_ranges(text: str) -> list[int]:
+def _parse_ranges(text: str) -> list[int]:
     """Return the numbers of ``{1,2}`` or ``{0:3}``; the end of a range is included."""
     found: list[int] = []
     for part in text.strip("{}").split(","):

@@ -506,12 +506,12 @@ def inspect(
     inputs = _inputs(compiled)
     axes = _mesh_axes(inputs)
     states = [each for each in inputs if isinstance(each, TrainState)]
-    of_data = _axes_of_data(axis_name, axes, inputs if states else ())
+    data_axes = _data_axes(axis_name, axes, inputs if states else ())
     found: Mapping[str, int] = {}
     if parameters is not None:
-        found = named_bytes(parameters, of_data)
+        found = named_bytes(parameters, data_axes)
     elif states:
-        found = _counted(states[0].params, of_data)
+        found = _bytes_by_dtype(states[0].params, data_axes)
         if states[0].grouped:
             # Each shard has parameters of its own.
             shards = jax.tree.leaves(states[0].params)[0].shape[0]
@@ -519,7 +519,7 @@ def inspect(
     stats = compiled.memory_analysis()
     kinds = ("argument_size", "output_size", "temp_size", "alias_size", "peak_memory")
     memory = stats and Memory(*(getattr(stats, f"{kind}_in_bytes") for kind in kinds))
-    return report_on(parse(text), found, memory, axes, of_data)
+    return report_on(parse(text), found, memory, axes, data_axes)
 
 
 def report_on(
@@ -527,7 +527,7 @@ def report_on(
     parameters: Mapping[str, int] | None = None,
     memory: Memory | None = None,
     axes: Axes = (),
-    of_data: Collection[str] = (),
+    data_axes: Collection[str] = (),
 ) -> Communication:
     """Return the report on a parsed program.
 
@@ -536,20 +536,20 @@ def report_on(
       parameters: the bytes of one shard's copy of the parameters by dtype.
       memory: the compiler's memory analysis.
       axes: the axes of its mesh; empty if unknown.
-      of_data: the axes that split the batch; all if empty.
+      data_axes: the axes that split the batch; all if empty.
     """
     if math.prod(size for _, size in axes) != module.devices:
         axes = ()
     found = []
     for each in collectives(module):
         along = _axes_of(each.groups, axes)
-        within = bool(along and of_data) and not {*along} & {*of_data}
+        within = bool(along and data_axes) and not {*along} & {*data_axes}
         found.append(dataclasses.replace(each, axes=along, within_shard=within))
     sending = {each.groups for each in found if each.bytes_sent}
     return Communication(
         collectives=tuple(found),
         devices=module.devices,
-        shards=joined_shards(sending, module.devices, axes, of_data),
+        shards=joined_shards(sending, module.devices, axes, data_axes),
         parameters=dict(parameters or {}),
         memory=memory,
     )
@@ -572,7 +572,7 @@ def _axes_of(groups: Groups, axes: Axes) -> tuple[str, ...]:
 
 
 def joined_shards(
-    joining: Iterable[Groups], devices: int, axes: Axes, of_data: Collection[str]
+    joining: Iterable[Groups], devices: int, axes: Axes, data_axes: Collection[str]
 ) -> int:
     """Return the largest number of shards that groups connect, directly or through others.
 
@@ -580,7 +580,7 @@ def joined_shards(
       joining: the groups of some collectives.
       devices: the number of devices.
       axes: the axes of the mesh; empty if unknown.
-      of_data: the axes that split the batch; all if empty. Devices that differ only along other
+      data_axes: the axes that split the batch; all if empty. Devices that differ only along other
         axes are one shard.
 
     >>> joined_shards([((0, 1), (2, 3)), ((0, 2), (1, 3))], 8, (), ())
@@ -589,7 +589,7 @@ def joined_shards(
     2
     """
     sizes = [size for _, size in axes] or [devices]
-    kept = [not of_data or name in of_data for name, _ in axes] or [True]
+    kept = [not data_axes or name in data_axes for name, _ in axes] or [True]
     places = np.indices(sizes).reshape(len(sizes), -1)[kept]
     shard = np.unique(places, axis=1, return_inverse=True)[1].ravel()
     leader = np.arange(shard.max() + 1)
@@ -600,18 +600,18 @@ def joined_shards(
     return max(Counter(leader.tolist()).values())
 
 
-def named_bytes(parameters: Any, of_data: Collection[str] = ()) -> Mapping[str, int]:
+def named_bytes(parameters: Any, data_axes: Collection[str] = ()) -> Mapping[str, int]:
     """Return the bytes of one shard's copy of the given parameters, by dtype.
 
     The parameters are a number of bytes, or a pytree of arrays or ``jax.ShapeDtypeStruct``. Scalars
-    are not counted, like their collectives. The axes ``of_data`` split the batch; all if empty.
+    are not counted, like their collectives. The axes ``data_axes`` split the batch; all if empty.
 
     >>> import numpy as np
     >>> dict(named_bytes({"w": np.zeros((3, 4), np.float32), "scale": np.zeros((), np.float32)}))
     {'f32': 48}
     """
     is_number = isinstance(parameters, numbers.Integral) and not isinstance(parameters, bool)
-    found = {UNKNOWN: int(parameters)} if is_number else _counted(parameters, of_data)
+    found = {UNKNOWN: int(parameters)} if is_number else _bytes_by_dtype(parameters, data_axes)
     total = sum(found.values())
     if total <= 0:
         raise ArgumentError(
@@ -686,7 +686,7 @@ def _mesh_axes(inputs: Sequence[Any]) -> Axes:
     return tuple(found.shape.items()) if slices == sorted(slices) else ()
 
 
-def _axes_of_data(given: Any, axes: Axes, inputs: Sequence[Any]) -> tuple[str, ...]:
+def _data_axes(given: Any, axes: Axes, inputs: Sequence[Any]) -> tuple[str, ...]:
     """Return the mesh axes that split the batch: those given, else those of a step, else all."""
     names = tuple(name for name, _ in axes)
     if given is None:
@@ -707,7 +707,7 @@ def _axes_of_data(given: Any, axes: Axes, inputs: Sequence[Any]) -> tuple[str, .
     return tuple(named)
 
 
-def _counted(parameters: Any, of_data: Collection[str]) -> Counter[str]:
+def _bytes_by_dtype(parameters: Any, data_axes: Collection[str]) -> Counter[str]:
     """Return the bytes of one shard's copy of arrays, by dtype."""
     found: Counter[str] = Counter()
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
@@ -718,7 +718,7 @@ def _counted(parameters: Any, of_data: Collection[str]) -> Counter[str]:
                 f"{jax.tree_util.keystr(path) or 'its root'}."
             )
         size, split = math.prod(leaf.shape), _split_over(leaf).items()
-        pieces = math.prod(number for name, number in split if of_data and name not in of_data)
+        pieces = math.prod(number for name, number in split if data_axes and name not in data_axes)
         if size > 1:
             found[_xla_name(leaf.dtype.name)] += size * leaf.dtype.itemsize // pieces
     return found

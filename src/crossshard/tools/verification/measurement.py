@@ -25,11 +25,11 @@ _OWN_SAMPLES = 16
 # The relative difference that is taken for rounding, unless a dtype is coarser.
 _ROUNDING = 1e-4
 # The factor between updates and parameters above which SGD gets another learning rate.
-_FAR = 16.0
+_FAR_RATE = 16.0
 # How much the order of a sum may change each number of an update, relative to the largest leaf.
-_OF_ORDER = 1e-6
+_ORDER_ERROR = 1e-6
 # The relative difference above which two updates are not equal up to rounding.
-_OTHER = 1e-3
+_NOT_EQUAL = 1e-3
 # The number of standard errors above which a difference is not chance.
 _ERRORS = 4.0
 # A relative difference larger than the rounding of 16 bits.
@@ -220,9 +220,9 @@ class Measurement:
         first = next(self._alone.runs(self._rows_of(groups[0]), key))
         # The rate is a power of 2, so multiplying by it rounds nothing.
         self._rate, self._calls = _good_rate(first), first.calls
-        self._of_many = self._run(self._together, batch)
-        self._of_one = [self._run(self._alone, self._rows_of(each)) for each in groups]
-        self._many, self._one = next(self._of_many), list(map(next, self._of_one))
+        self._many_runs = self._run(self._together, batch)
+        self._one_runs = [self._run(self._alone, self._rows_of(each)) for each in groups]
+        self._many, self._one = next(self._many_runs), list(map(next, self._one_runs))
         one = self._one[0]
         names = list(dict.fromkeys(name for run in self._one for name in run.parameters()))
         self.shapes = {name: one.start[name].values.shape[1:] for name in names}
@@ -257,7 +257,7 @@ class Measurement:
     def take_samples(self, samples: int) -> None:
         """Run until the means are those of ``samples`` runs."""
         while self.samples < samples:
-            self._take(next(self._of_many), list(map(next, self._of_one)))
+            self._take(next(self._many_runs), list(map(next, self._one_runs)))
         # What each shard computes alone only matters where something differs.
         each = itertools.chain.from_iterable(self._compared.values())
         if self._own and not all(of_group.is_fine() for of_group in each):
@@ -272,11 +272,11 @@ class Measurement:
         """Return whether the step draws random numbers, in its jaxpr or anywhere else."""
         rows = self._rows_of(self._groups[0])
         again = self._run(self._alone, rows)
-        if self._most_apart(self._one[0], next(again)) > _OTHER:
+        if self._most_apart(self._one[0], next(again)) > _NOT_EQUAL:
             return True  # keys on the host, which a trace would leave in a wrong state
         draws = self._alone.draws(rows, self._key)
         # The next step would have other keys.
-        return self._most_apart(self._one[0], next(again)) > _OTHER if draws is None else draws
+        return self._most_apart(self._one[0], next(again)) > _NOT_EQUAL if draws is None else draws
 
     def keys_are_equal(self) -> bool:
         """Return whether the step stays the same if shards swap rows, at the same random keys."""
@@ -292,7 +292,7 @@ class Measurement:
             return False
         # On one device only noise that is independent of rows, such as noise on weights, stays.
         alone = next(self._run(self._alone, self._taken(swapped[list(self._groups[0])])))
-        return self._most_apart(self._one[0], alone) > _OTHER
+        return self._most_apart(self._one[0], alone) > _NOT_EQUAL
 
     # Runs.
 
@@ -319,7 +319,7 @@ class Measurement:
                 continue
             rounding = 1e-7 + 4 * of.rounding
             if what == UPDATE:
-                by_order = _OF_ORDER * self._largest * np.sqrt(alone.shape[-1])
+                by_order = _ORDER_ERROR * self._largest * np.sqrt(alone.shape[-1])
                 rounding = float(np.hypot(2 * of.rounding / self._rate, by_order))
             for each, of_group in zip(groups, self._wanted(what) * alone, strict=True):
                 each.is_stacked = there.values.shape[1:] != shape
@@ -384,6 +384,6 @@ def _good_rate(run: Run) -> float:
     sizes = {x: norm(run.start[x].values[0].astype(np.float64)) for x in run.parameters()}
     ratios = [size / norm(run.seen[UPDATE][x].values[0]) for x, size in sizes.items() if size]
     wanted = float(np.median(ratios)) if ratios else 1.0
-    if not np.isfinite(wanted) or 1 / _FAR <= wanted <= _FAR:
+    if not np.isfinite(wanted) or 1 / _FAR_RATE <= wanted <= _FAR_RATE:
         return 1.0
     return float(2.0 ** np.clip(np.round(np.log2(wanted)), -60, 60))

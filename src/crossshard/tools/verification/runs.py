@@ -28,7 +28,7 @@ UPDATE, STATISTICS, METRIC = "update", "statistics", "metric"
 # Marks an idle step in place of the learning rate's bits. No learning rate has these bits, and no
 # counter of a step has this value.
 _IDLE = -1_234_567_891
-# A step that has not moved a parameter after so many calls never will.
+# A step that has moved no parameter after this many calls never will.
 _MOST_CALLS = 64
 
 

@@ -210,8 +210,8 @@ def verify(
                     f"A TrainStep has its own batch_axis; leave "
                     f"batch_axis={_check.shown(batch_axis)} out."
                 )
-            measurement = _of_train_step(step, batch, num_shards, key, groups)
-            found = _found(measurement, lambda found: _with_those_of_others(found, step.mesh))
+            measurement = _measure_train_step(step, batch, num_shards, key, groups)
+            found = _compare(measurement, lambda found: _with_faults_of_others(found, step.mesh))
             of_loss = loss_over_rows_of(step)
             few = "it was verified in float32: it sends {}, which no single step is exact in"
             sent = of_few_bits(step)
@@ -235,10 +235,10 @@ def verify(
         several = isinstance(batch_axis, list | tuple)
         axes = axes_of(tuple(batch_axis)) if several else check_batch_axis(batch_axis)
         measurement = Measurement(step, batch, axes.of(batch), key, members)
-        return _found(measurement, lambda found: found)
+        return _compare(measurement, lambda found: found)
 
 
-def _found(
+def _compare(
     measurement: Measurement, agreed: Callable[[Verification], Verification]
 ) -> Verification:
     """Return what differs; of a random step, what differs between its means."""
@@ -249,7 +249,7 @@ def _found(
     return agreed(_conclude(measurement))
 
 
-def _of_train_step(
+def _measure_train_step(
     step: TrainStep, given: Sequence[Any], num_shards: Any, key: Any, groups: Any
 ) -> Measurement:
     if num_shards is not None or groups is not None:
@@ -284,7 +284,7 @@ def _of_train_step(
     return Measurement(make, (batch,), axes, None, shards, factor)
 
 
-def _with_those_of_others(found: Verification, mesh: Mesh) -> Verification:
+def _with_faults_of_others(found: Verification, mesh: Mesh) -> Verification:
     """Add the faults that other processes found, since each compares only its own devices."""
     own = json.dumps([dataclasses.asdict(fault) for fault in found.faults])
     of_each = [list(map(_fault, json.loads(text))) for text in exchange("verify", own, mesh)]
@@ -319,15 +319,15 @@ def _conclude(measured: Measurement) -> Verification:
     notes, is_random = list(measured.notes), measured.samples > 1
     updates, statistics = measured.of(UPDATE), measured.of(STATISTICS)
     largest = max(rms(np.stack([case.one for case in groups])) for groups in updates.values())
-    verdicts = {name: _of_parameter(groups, largest) for name, groups in updates.items()}
-    if _are_of_rows(statistics, updates) and (excused := _of_own_statistics(verdicts)):
+    verdicts = {name: _verdict_on_parameter(groups, largest) for name, groups in updates.items()}
+    if _are_of_rows(statistics, updates) and (excused := _with_own_statistics(verdicts)):
         verdicts |= {name: verdicts[name]._replace(kind=_FINE) for name in excused}
         notes.append(_OWN_STATISTICS)
     faults = _faults(verdicts)
     for what, compared in ((STATISTICS, statistics), (METRIC, measured.of(METRIC))):
         # If there are several groups, each has statistics and metrics of its own.
         of_all = {name: each[0] for name, each in compared.items() if len(each) == 1}
-        beside = {name: _beside(what, name, case) for name, case in of_all.items()}
+        beside = {name: _verdict_on_other(what, name, case) for name, case in of_all.items()}
         faults += _faults(beside)
         notes += dict.fromkeys(each.words for each in beside.values() if each.kind == _NOTED)
     if is_random and measured.keys_are_equal():
@@ -336,7 +336,7 @@ def _conclude(measured: Measurement) -> Verification:
         faults = [x for x in faults if x.kind != UPDATE or x.factor]
         faults.insert(0, Fault("keys", words))
     if is_random:
-        notes.append(_of_noise(measured, updates, verdicts))
+        notes.append(_note_on_noise(measured, updates, verdicts))
     leaves = tuple(
         LeafReport(
             name=name,
@@ -351,7 +351,7 @@ def _conclude(measured: Measurement) -> Verification:
     return Verification(measured.number, measured.rows, tuple(faults), leaves, tuple(notes))
 
 
-def _of_parameter(groups: Sequence[Comparison], largest: float) -> Verdict:
+def _verdict_on_parameter(groups: Sequence[Comparison], largest: float) -> Verdict:
     off = next((case for case in groups if not case.is_fine()), None)
     if off is None:
         hidden = any(each.is_hidden for each in groups)
@@ -361,7 +361,7 @@ def _of_parameter(groups: Sequence[Comparison], largest: float) -> Verdict:
         return Verdict("copies", off, "differs between the shards")
     if len(groups[0].many) == 1 and max(norm(groups[0].update), norm(groups[0].one)) <= floor:
         return Verdict(_TOO_SMALL, off)
-    return Verdict(UPDATE, off, factor=_factor(off))
+    return Verdict(UPDATE, off, factor=_name_of_factor(off))
 
 
 def _faults(verdicts: Mapping[str, Verdict]) -> list[Fault]:
@@ -378,12 +378,12 @@ def _faults(verdicts: Mapping[str, Verdict]) -> list[Fault]:
         which = f"all {len(verdicts)} parameters" if every else listed(names, 4)
         which = f"metric {which}" if kind == METRIC else which
         ratio = cases[0].ratio if kind == UPDATE else None
-        sentence = f"{which}: {words or _times(factor, cases)}"
+        sentence = f"{which}: {words or _describe_ratio(factor, cases)}"
         faults.append(Fault(kind, sentence, tuple(names), ratio, factor, shards))
     return faults
 
 
-def _factor(case: Comparison) -> str:
+def _name_of_factor(case: Comparison) -> str:
     """Return the name of the ratio of two updates; empty if it has none."""
     ratio, size = case.ratio, norm(case.update)
     if not size or (ratio is not None and abs(ratio) * 1e6 < 1 and case.residual < case.tolerance):
@@ -395,13 +395,13 @@ def _factor(case: Comparison) -> str:
     within = COARSE if case.residual > 1e-4 else _NEAR
     if case.runs > 1:
         within = min(0.3, _NEAR + case.noise / size)
-    apart = {name: abs(math.log(ratio / known)) for name, known in _known(case)}
+    apart = {name: abs(math.log(ratio / known)) for name, known in _named_factors(case)}
     name = min(apart, key=lambda name: apart[name])
     is_near = apart[name] <= math.log1p(within) and abs(math.log(ratio)) > math.log1p(_NEAR)
     return name if is_near else ""
 
 
-def _known(case: Comparison) -> list[tuple[str, float]]:
+def _named_factors(case: Comparison) -> list[tuple[str, float]]:
     """Return the factors that have a name; n is the size of a group."""
     n, all_ = len(case.members), case.of_all
     sizes: list[tuple[str, str, float]] = [("N", "1/N", all_), ("√N", "1/√N", all_**0.5)]
@@ -425,7 +425,7 @@ def _are_of_rows(
     return any(x.size > 1 and not any(along(x, y) for y in ones[1]) for x in ones[0])
 
 
-def _of_own_statistics(verdicts: Mapping[str, Verdict]) -> list[str]:
+def _with_own_statistics(verdicts: Mapping[str, Verdict]) -> list[str]:
     """Return the parameters that differ only because each shard normalises its own rows."""
     excused: list[str] = []
     for members in {each.case.members for each in verdicts.values()}:
@@ -449,7 +449,7 @@ def _of_own_statistics(verdicts: Mapping[str, Verdict]) -> list[str]:
     return excused
 
 
-def _times(factor: str, cases: list[Comparison]) -> str:
+def _describe_ratio(factor: str, cases: list[Comparison]) -> str:
     """Describe by how much updates differ."""
     ratios = sorted(case.ratio for case in cases if case.ratio is not None)
     if not ratios:
@@ -464,7 +464,7 @@ def _times(factor: str, cases: list[Comparison]) -> str:
     return f"{words}, and {'up to ' * (len(cases) > 1)}{100 * rest:.2g}% of it in another direction"
 
 
-def _beside(what: str, name: str, case: Comparison) -> Verdict:
+def _verdict_on_other(what: str, name: str, case: Comparison) -> Verdict:
     """Return the verdict on a statistic or a metric."""
     many, one, own, chance = case.many, case.one, case.own, case.chance
     of_own = case.noise_of_own * chance
@@ -497,7 +497,7 @@ def _beside(what: str, name: str, case: Comparison) -> Verdict:
     return fine if what == METRIC else Verdict(_NOTED, case, f"{name} {_NEITHER}")
 
 
-def _of_noise(
+def _note_on_noise(
     measured: Measurement, cases: Mapping[str, list[Comparison]], verdicts: Mapping[str, Verdict]
 ) -> str:
     """Describe how exactly a random step was compared, and which arrays were not."""
