@@ -101,7 +101,7 @@ def test_what_does_not_end_or_fails_is_named(plain: pytest.MonkeyPatch):
     plain.setattr(diagnosis, "_all_reduce", fails)
     sentence = "The all-reduce of 4.00 kB failed: UNAVAILABLE: no route."
     assert said(crossshard.doctor(sizes=[4_000])) == [("failed", sentence)]
-    plain.setattr(diagnosis, "_look", fails)
+    plain.setattr(diagnosis, "_find_devices", fails)
     for platforms, named in (("cuda", " with JAX_PLATFORMS=cuda"), ("", "")):
         plain.setenv("JAX_PLATFORMS", platforms)
         found = crossshard.doctor()
