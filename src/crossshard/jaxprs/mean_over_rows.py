@@ -116,7 +116,7 @@ class Proof(NamedTuple):
         is wrong.
         """
         if finding.kind in (OverRows.COMPARED, OverRows.UNDECIDED) and self.assumed.names():
-            # These may be no rows if one of the operations does not compute each row alone.
+            # The reason may not hold if one of the operations does not compute each row alone.
             finding = replace(finding, kind=OverRows.UNDECIDED)
         else:
             finding = replace(finding, assumes=self.assumed.names())
