@@ -1,4 +1,4 @@
-"""Tools: inspect, plan, verify, doctor and the command; ``crossshard`` loads them on first use."""
+"""Tools: inspect, plan, verify, doctor and the command; ``crossshard`` loads them when asked."""
 
 from crossshard.tools.diagnosis import (
     CollectiveTest,
