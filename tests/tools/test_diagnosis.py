@@ -77,7 +77,7 @@ def test_wrong_values_are_named(monkeypatch: pytest.MonkeyPatch):
 
 def test_float32_has_room_for_the_sums_on_every_number_of_shards():
     for shards in (1, 2, 8, 1000, 4096, 60_000):
-        numbers, marks = diagnosis._values(100_000, shards)
+        numbers, marks = diagnosis._test_values(100_000, shards)
         total = shards * numbers + marks.sum()
         assert total.max() <= 2**24
         assert np.array_equal(total.astype(np.float32), total)
@@ -101,7 +101,7 @@ def test_what_does_not_end_or_fails_is_named(plain: pytest.MonkeyPatch):
     plain.setattr(diagnosis, "_all_reduce", fails)
     sentence = "The all-reduce of 4.00 kB failed: UNAVAILABLE: no route."
     assert said(crossshard.doctor(sizes=[4_000])) == [("failed", sentence)]
-    plain.setattr(diagnosis, "_look", fails)
+    plain.setattr(diagnosis, "_find_devices", fails)
     for platforms, named in (("cuda", " with JAX_PLATFORMS=cuda"), ("", "")):
         plain.setenv("JAX_PLATFORMS", platforms)
         found = crossshard.doctor()
@@ -110,12 +110,12 @@ def test_what_does_not_end_or_fails_is_named(plain: pytest.MonkeyPatch):
         assert said(found) == [("start", sentence)]
     # A coordinator that is gone.
     plain.setattr(diagnosis._jax, "told_below", fails)
-    assert diagnosis._late(3, processes=1) == ""
-    assert diagnosis._late(3, processes=2) == ", and the coordinator does not answer"
+    assert diagnosis._describe_missing(3, processes=1) == ""
+    assert diagnosis._describe_missing(3, processes=2) == ", and the coordinator does not answer"
 
 
 def test_refusals_and_no_self_test_at_all(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(diagnosis, "_test", None)
+    monkeypatch.setattr(diagnosis, "_test_all_reduce", None)
     for options, error, words in (
         ({"sizes": 4_000}, ArgumentTypeError, "sizes must be a sequence of bytes"),
         ({"sizes": ("4 MB",)}, ArgumentTypeError, "sizes must be a number; got '4 MB'"),
@@ -168,7 +168,7 @@ def test_a_cluster_whose_own_service_fails(plain: pytest.MonkeyPatch):
         raise RuntimeError("403 Forbidden\nfor this account")
 
     plain.setattr(diagnosis, "find_job", refuse)
-    job, (finding,) = diagnosis._find(5, meet=False)
+    job, (finding,) = diagnosis._find_job(5, meet=False)
     assert (job.num_processes, finding.kind) == (1, "job")
     assert finding.sentence == (
         "JAX cannot tell the job: 403 Forbidden. Set JAX_COORDINATOR_ADDRESS, "

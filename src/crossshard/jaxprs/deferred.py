@@ -1,4 +1,4 @@
-"""Deferred: evaluates a jaxpr, some of whose inputs become arrays only where they are used."""
+"""Evaluates a jaxpr some of whose inputs become arrays only where the jaxpr uses them."""
 
 import abc
 import collections
@@ -19,9 +19,9 @@ from crossshard.jaxprs.walk import CHECKPOINTS, Call, Scan, control_flow
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """What an equation stands inside of."""
+    """The loops and checkpoints around an equation."""
 
-    turns: int = 1  # how often it runs: the product of the lengths of the scans around it
+    turns: int = 1  # how often the equation runs: the product of the lengths of the scans around it
     loops: int = 0  # the number of these scans
     # Whether a ``jax.checkpoint`` is around it, so that it may run again in the backward pass.
     checkpointed: bool = False
@@ -30,74 +30,80 @@ class Inside:
 class Deferred(abc.ABC):
     """An input of a jaxpr that becomes an array where the jaxpr uses it."""
 
-    name: Any  # which it is, for those who want to know where it is used
+    name: Any  # identifies the input in reports of where it is used
     arrays: Any  # a pytree of the arrays that it is made of
 
     @property
     @abc.abstractmethod
     def kind(self) -> Hashable:
-        """What it is but for its arrays and its name; equal for those that may share a trace."""
+        """Everything but the arrays and the name; equal for inputs that may share a trace."""
 
     @abc.abstractmethod
     def of(self, arrays: Any) -> Self:
-        """The same, made of other arrays of these shapes."""
+        """Return this input made of other arrays of the same shapes."""
 
     @abc.abstractmethod
     def used(self) -> jax.Array:
-        """The array, where it is used."""
+        """Return the array, at the place where it is used."""
 
     def multiplied(self, x: jax.Array, how: Mapping[str, Any]) -> tuple[Self, jax.Array] | None:
-        """How it was used in a product, and that; ``None`` if it must be used for it.
+        """Multiply an array by this input without making the whole array, if that is possible.
 
         Args:
-          x: what it is multiplied with, which stands before it.
+          x: the left operand; this input is the right one.
           how: the parameters of ``dot_general``.
+
+        Returns:
+          The input as it was used, and the product; ``None`` if it must become an array first.
         """
         del x, how
         return None
 
     @abc.abstractmethod
     def in_dtype(self, dtype: Any) -> Self | None:
-        """The same in another dtype; ``None`` if it must be used to be converted."""
+        """Return this input in another dtype; ``None`` if it must become an array first."""
 
     @abc.abstractmethod
     def row(self) -> Self | None:
-        """What a turn of a scan gets of it, to be made of slices of its arrays along axis 0.
+        """Return what one iteration of a scan over this input gets; ``None`` if it cannot wait.
 
-        ``None`` if it must be used before the scan.
+        Its arrays are to be slices of this input's arrays along axis 0.
         """
 
     @abc.abstractmethod
     def rows(self, number: int) -> Self:
-        """So many rows of it, where it has a ``row``; to be made of slices of its arrays."""
+        """Return ``number`` rows of this input, if it has a ``row``.
+
+        Their arrays are to be slices of this input's arrays along axis 0.
+        """
 
 
-# Is told of each use: the name, what was used, and what the use stands inside of.
+# Called at each use with the name, the input that was used, and the loops around the use.
 Note = Callable[[Any, Deferred, Inside], None]
 
 
 def evaluate(
     jaxpr: Any, inputs: Sequence[Any], note: Note = lambda name, used, inside: None
 ) -> list[Any]:
-    """The outputs of a closed jaxpr, for inputs that are arrays or ``Deferred``.
+    """Return the outputs of a closed jaxpr, for inputs that are arrays or ``Deferred``.
 
-    What is used once is used in the place where it is: in the body of a scan that runs over it,
-    inside of a ``jax.checkpoint``, in a function that is called, and after it was converted; and
-    each row of what is only sliced, no row twice, in its own place. What is used more often, or in
-    another way, becomes an array before its first use.
+    A deferred input with a single use becomes an array at that use: in the body of a scan over it,
+    inside a ``jax.checkpoint`` or a function that is called, or after a conversion. If an input is
+    only sliced into rows, and no row is taken twice, each row becomes an array where it is used.
+    All other deferred inputs become arrays before their first use.
     """
-    return _Evaluation(note).of(jaxpr, inputs, Inside())
+    return _Evaluation(note).run(jaxpr, inputs, Inside())
 
 
 class _Waiting:
     """A variable that is deferred until something uses it."""
 
     def __init__(self, deferred: Deferred, readers: Sequence[Any], inside: Inside, note: Note):
-        taken = [None if each is None else _rows(each) for each in readers]
-        rows = sorted(each for each in taken if each is not None)
-        apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(rows))
-        # Whether one equation reads it, once, or each of several takes other rows of it.
-        self.may_wait = len(readers) == 1 or (len(rows) == len(readers) and apart)
+        slices = [None if each is None else _rows(each) for each in readers]
+        rows = sorted(each for each in slices if each is not None)
+        disjoint = all(end <= start for (_, end), (start, _) in itertools.pairwise(rows))
+        # Whether it is read only once, or each reader takes other rows of it.
+        self.may_wait = len(readers) == 1 or (len(rows) == len(readers) and disjoint)
         dtypes = {
             None
             if each is None or each.primitive.name != "convert_element_type"
@@ -106,43 +112,43 @@ class _Waiting:
         }
         common = dtypes.pop() if len(readers) > 1 and len(dtypes) == 1 else None
         narrow = None if common is None else deferred.in_dtype(common)
-        # Whether all of several readers convert it to one dtype, which it has already.
+        # Whether there are several readers, and all convert it to the dtype that it now has.
         self.is_converted = narrow is not None
         self._deferred, self._inside, self._note = narrow or deferred, inside, note
         self._array: Any = None
 
     def read(self) -> Any:
-        """The array, or what is deferred if that may still wait."""
-        return self._deferred if self.may_wait else self.whole()
+        """Return the deferred input if it may still wait, and the array if not."""
+        return self._deferred if self.may_wait else self.array()
 
-    def whole(self) -> Any:
-        """The array, which it is from now on."""
+    def array(self) -> Any:
+        """Return the array, which is made only once."""
         if self._array is None:
             self._note(self._deferred.name, self._deferred, self._inside)
             self._array = self._deferred.used()
         return self._array
 
 
-def _whole(x: Any) -> Any:
-    return x.whole() if isinstance(x, _Waiting) else x
+def _array(x: Any) -> Any:
+    return x.array() if isinstance(x, _Waiting) else x
 
 
 @dataclasses.dataclass(frozen=True)
 class _Evaluation:
-    """One evaluation of a jaxpr, with all that it calls."""
+    """One evaluation of a jaxpr and of all that it calls."""
 
-    note: Note  # is told of each use
+    note: Note  # called at each use
     # The functions under ``jax.checkpoint``, each with the types of its inputs and the uses in it.
-    # Equal layers share one, as they do without us.
+    # Equal layers share one function, as they do in JAX.
     checkpoints: dict[Any, tuple[Callable[..., Any], Sequence[Any], list[Any]]] = dataclasses.field(
         default_factory=dict
     )
-    # Whether it is of what is under a ``jax.checkpoint`` with a policy, which chooses products to
-    # be stored.
-    of_policy: bool = False
+    # Whether a ``jax.checkpoint`` with a policy is around it. The policy chooses products to store,
+    # so these have to stay as they are.
+    has_policy: bool = False
 
-    def of(self, jaxpr: Any, inputs: Sequence[Any], inside: Inside) -> list[Any]:
-        """The outputs of a closed jaxpr."""
+    def run(self, jaxpr: Any, inputs: Sequence[Any], inside: Inside) -> list[Any]:
+        """Return the outputs of a closed jaxpr."""
         readers: dict[Any, list[Any]] = collections.defaultdict(list)
         ends = [(None, jaxpr.jaxpr.outvars)]
         for reader, atoms in [(each, each.invars) for each in jaxpr.jaxpr.eqns] + ends:
@@ -154,34 +160,34 @@ class _Evaluation:
             is_deferred = isinstance(x, Deferred)
             return _Waiting(x, readers[variable], inside, self.note) if is_deferred else x
 
-        def on(equation: Any, given: list[Any]) -> list[Any]:
+        def apply(equation: Any, given: list[Any]) -> list[Any]:
             if any(isinstance(x, _Waiting) and x.is_converted for x in given[:1]):
-                return [_whole(given[0])]
+                return [_array(given[0])]
             read = [x.read() if isinstance(x, _Waiting) else x for x in given]
             found: Sequence[Any] | None = None
             if any(isinstance(x, Deferred) for x in read):
                 with _jax.at_source_of(equation), equation.ctx.manager:
                     found = self._with_deferred(equation, read, inside)
             if found is None:
-                found = _jax.bound(equation, list(map(_whole, given)))
+                found = _jax.bound(equation, list(map(_array, given)))
             return list(map(waiting, equation.outvars, found))
 
         inputs = list(map(waiting, jaxpr.jaxpr.invars, inputs))
-        return list(map(_whole, rewrite.evaluate(jaxpr, inputs, on)))
+        return list(map(_array, rewrite.evaluate(jaxpr, inputs, apply)))
 
     def _with_deferred(
         self, equation: Any, given: Sequence[Any], inside: Inside
     ) -> Sequence[Any] | None:
-        """The outputs of an equation that hands a deferred input on; ``None`` if it uses it."""
+        """Return the outputs of an equation that takes a deferred input; ``None`` if it cannot."""
         name, params = equation.primitive.name, equation.params
-        of_first = {"convert_element_type": _converted, "slice": _sliced, "squeeze": _squeezed}
-        if name in of_first:
-            deferred = of_first[name](equation, given[0])
+        unary = {"convert_element_type": _converted, "slice": _sliced, "squeeze": _squeezed}
+        if name in unary:
+            deferred = unary[name](equation, given[0])
             return None if deferred is None else [deferred]
         if name == "dot_general":
             x, w = given
             found = None
-            if not (self.of_policy or isinstance(x, Deferred)):
+            if not (self.has_policy or isinstance(x, Deferred)):
                 found = w.multiplied(x, params)
             if found is None:
                 return None
@@ -194,19 +200,19 @@ class _Evaluation:
         if isinstance(flow, Scan):
             return self._scanned(equation, flow, given, inside)
         if isinstance(flow, Call) and name in ("jit", "pjit"):
-            placed = [*params["in_shardings"], *params["out_shardings"]]
-            if all(type(each).__name__ == "UnspecifiedValue" for each in placed):
-                return self.of(flow.jaxpr, given, inside)
+            shardings = [*params["in_shardings"], *params["out_shardings"]]
+            if all(type(each).__name__ == "UnspecifiedValue" for each in shardings):
+                return self.run(flow.jaxpr, given, inside)
         return None
 
     def _checkpointed(self, equation: Any, given: Sequence[Any], inside: Inside) -> Sequence[Any]:
         jaxpr, params = equation.params["jaxpr"], equation.params
         kinds = tuple(x.kind if isinstance(x, Deferred) else None for x in given)
-        # Several inputs may be rows of one.
+        # Several inputs may be rows of the same array.
         names = [x.name for x in given if isinstance(x, Deferred)]
         together = tuple(map(names.index, names))
         kept = {name: params[name] for name in ("policy", "prevent_cse")}
-        # JAX traces a function once for all policies.
+        # The policy is a part of the key: JAX would trace one function once for all policies.
         key = jaxpr, kinds, together, inside, *kept.values()
         if key not in self.checkpoints:
             uses: list[Any] = []
@@ -216,12 +222,12 @@ class _Evaluation:
             def note(name: Any, used: Deferred, where: Inside) -> None:
                 uses.append((name, _typed(used), where))
 
-            of_policy = self.of_policy or params["policy"] is not None
-            alone = dataclasses.replace(self, note=note, of_policy=of_policy)
+            has_policy = self.has_policy or params["policy"] is not None
+            nested = dataclasses.replace(self, note=note, has_policy=has_policy)
 
             def run(*arrays: Any) -> list[Any]:
                 uses.clear()
-                return alone.of(_jax.closed(jaxpr), _made_of(like, arrays), within)
+                return nested.run(_jax.closed(jaxpr), _with_arrays(like, arrays), within)
 
             self.checkpoints[key] = jax.checkpoint(run, **kept), like, uses
         function, first, uses = self.checkpoints[key]
@@ -253,12 +259,12 @@ class _Evaluation:
         constants, carry = before[: scan.constants], before[scan.constants :]
 
         def turn(carry: Any, arrays: Any) -> tuple[Any, Any]:
-            out = self.of(scan.body, [*constants, *carry, *_made_of(rows, arrays)], within)
+            out = self.run(scan.body, [*constants, *carry, *_with_arrays(rows, arrays)], within)
             return out[: scan.carried], out[scan.carried :]
 
         names = ("unroll", "_split_transpose")
-        how = {name: equation.params[name] for name in names if name in equation.params}
-        carry, stacked = lax.scan(turn, carry, over, length, reverse=reverse, **how)
+        options = {name: equation.params[name] for name in names if name in equation.params}
+        carry, stacked = lax.scan(turn, carry, over, length, reverse=reverse, **options)
         return [*carry, *stacked]
 
 
@@ -279,7 +285,7 @@ def _sliced(equation: Any, given: Deferred) -> Deferred | None:
 
 
 def _rows(equation: Any) -> tuple[int, int] | None:
-    """The first row that a slice takes, and the one after the last; ``None`` if it takes less."""
+    """Return the range of rows that a slice takes; ``None`` if it does not take whole rows."""
     params = equation.params
     if equation.primitive.name != "slice" or any(step != 1 for step in params["strides"] or ()):
         return None
@@ -298,11 +304,11 @@ def _arrays(x: Any) -> Any:
 
 
 def _typed(x: Deferred) -> Deferred:
-    """The same of types, since its arrays are of one trace alone."""
+    """Replace the arrays, which belong to one trace, by their types."""
     return x.of(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x.arrays))
 
 
-def _made_of(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """The arrays, of which those in the place of a ``Deferred`` make one."""
+def _with_arrays(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """Return the arrays, with a ``Deferred`` made of them wherever ``like`` has one."""
     pairs = zip(like, arrays, strict=True)
     return [x.of(own) if isinstance(x, Deferred) else own for x, own in pairs]

@@ -1,7 +1,8 @@
-"""Kernels: what an operation whose code cannot be walked says of rows, and what is assumed of it.
+"""Whether operations whose code cannot be walked, such as kernels, compute each row alone.
 
-A kernel that says that each row is computed alone is believed: by its grid, its sharding rule, or
-by name. Of others it is assumed, and written down, so that numbers can try the operation alone.
+It is taken as proven where the grid of a kernel, its sharding rule or its name says so. Of all
+other kernels it is assumed, and the assumption is recorded: ``step/by_numbers.py`` can then test
+that operation by itself with numbers.
 """
 
 import itertools
@@ -36,29 +37,33 @@ from crossshard.jaxprs.walk import (
 )
 
 _ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
-# Whose jaxpr says what they compute, whatever runs in its place.
-SAID_BY_JAXPR = {"composite": "jaxpr", "custom_vmap_call": "call"}
-# How a function is named of which the user says that it computes each row alone.
+# Primitives whose jaxpr defines what they compute, whatever runs in its place; and the parameter
+# that holds it.
+DEFINED_BY_JAXPR = {"composite": "jaxpr", "custom_vmap_call": "call"}
+# How the name of a function begins that the user has marked with ``crossshard.rowwise``.
 ROWWISE = "crossshard_rowwise"
 
 
 def is_rowwise(equation: Any) -> bool:
-    """Whether an equation calls a function of which ``crossshard.rowwise`` was said."""
+    """Return whether an equation calls a function marked with ``crossshard.rowwise``."""
     return str(equation.params.get("name", "")).startswith(ROWWISE)
 
 
 def _is_kernel(equation: Any) -> bool:
-    """Whether the code of an equation cannot be walked: a kernel, a callback, a user's own."""
+    """Return whether an equation's code cannot be walked, as that of a kernel or a callback."""
     return equation.primitive.name not in KNOWN or is_rowwise(equation)
 
 
-def says(equation: Any) -> str:
-    """All that the parameters of an equation say, but for the values of constants."""
+def text_of(equation: Any) -> str:
+    """Return the primitive and parameters of an equation as text, to compare two equations.
+
+    Constants are compared by identity, not by value.
+    """
     grid = equation.params.get("grid_mapping")
-    blocks = () if grid is None else grid.block_mappings
-    told = [str((each.block_shape, each.index_map_jaxpr)) for each in blocks]
+    mappings = () if grid is None else grid.block_mappings
+    blocks = [str((each.block_shape, each.index_map_jaxpr)) for each in mappings]
     consts = [list(map(id, getattr(x, "consts", ()))) for x in jaxprs_within(equation)]
-    return f"{equation.primitive.name} {equation.params} {told} {consts}"
+    return f"{equation.primitive.name} {equation.params} {blocks} {consts}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +72,8 @@ class Operation:
 
     pair: Pair  # its equations, with some rows and with more
     inputs: tuple[Fact, ...]  # what is known of its inputs: rows, or free of the batch
-    # Where the rows are in its outputs, or that they are sums over them; with powers of their
-    # number in its inputs, it is also assumed to multiply its outputs as these are.
+    # Where its outputs have rows, or that they are sums over rows. If inputs grow with a power of
+    # the number of rows, the outputs are also assumed to grow so, linearly in these inputs.
     outputs: tuple[Rows | Total, ...]
 
     def __str__(self) -> str:
@@ -77,26 +82,26 @@ class Operation:
 
 
 def _name_of(equation: Any) -> str:
-    """What an equation runs, with the name of the kernel if it has one."""
+    """Return the name of the primitive, with that of the kernel if it has one."""
     name, params = equation.primitive.name, equation.params
-    own = params.get("name") or params.get("target_name")
+    kernel = params.get("name") or params.get("target_name")
     if is_rowwise(equation):
-        return f"rowwise({str(own).removeprefix(ROWWISE).strip('_')})"
-    return f"{name} {own}" if own else str(name)
+        return f"rowwise({str(kernel).removeprefix(ROWWISE).strip('_')})"
+    return f"{name} {kernel}" if kernel else str(name)
 
 
 @dataclass
 class Assumptions:
     """The operations that a walk assumes to compute each row alone."""
 
-    # These, by the number of the second of their equations.
+    # The operations, by the ``id`` of the second of their equations.
     operations: dict[int, list[Operation]] = field(default_factory=dict)
-    # The jaxprs of derivatives, with more rows, and what is known of the slopes that they take, by
-    # the number of the calls' equations.
+    # By the ``id`` of a call's equation: the jaxpr of its derivative, with more rows, and the facts
+    # of the tangents or cotangents that this takes.
     rules: dict[int, tuple[Any, Sequence[Fact]]] = field(default_factory=dict)
 
     def add(self, operation: Operation) -> None:
-        """Write an operation down."""
+        """Record an operation."""
         known = self.operations.setdefault(id(operation.pair.other), [])
         if all(each.inputs != operation.inputs for each in known):
             known.append(operation)
@@ -105,18 +110,18 @@ class Assumptions:
         return (each for known in self.operations.values() for each in known)
 
     def names(self) -> tuple[str, ...]:
-        """What and where the operations are."""
+        """Return the names of the operations, with their source lines."""
         return tuple(dict.fromkeys(map(str, self)))
 
     def are_in(self, equation: Any) -> bool:
-        """Whether any is what an equation runs, or what a derivative of it runs."""
+        """Return whether an equation, or a derivative of it, runs any of the operations."""
         return any(
             id(each) in self.operations or self.are_in_rule(each)
             for each in (equation, *equations_within(equation))
         )
 
     def are_in_rule(self, equation: Any) -> bool:
-        """Whether any is what the derivative of an equation runs."""
+        """Return whether the derivative of an equation runs any of the operations."""
         rule = self.rules.get(id(equation))
         return rule is not None and any(map(self.are_in, opened(rule[0]).eqns))
 
@@ -124,22 +129,22 @@ class Assumptions:
 def of_kernel(
     analysis: Analysis[Fact], pair: Pair, inputs: Sequence[Fact], assumed: Assumptions
 ) -> Sequence[Fact] | Obstacle | None:
-    """The facts of the outputs of a kernel; ``None`` for what is none."""
+    """Return the facts of the outputs of a kernel; ``None`` if the equation is not a kernel."""
     if not _is_kernel(pair.one):
         return None
-    if pair.name in SAID_BY_JAXPR:
-        within = [each.params[SAID_BY_JAXPR[pair.name]] for each in (pair.one, pair.other)]
+    if pair.name in DEFINED_BY_JAXPR:
+        within = [each.params[DEFINED_BY_JAXPR[pair.name]] for each in (pair.one, pair.other)]
         return follow(analysis, within, inputs)
     unknown = pair.undecided(f"{_name_of(pair.one)} of what is no row")
     powers = any(getattr(fact, "power", 0) for fact in inputs)
     if not all(isinstance(fact, Free | Rows) for fact in inputs):
         one_row = all(isinstance(fact, Free | OneRow) for fact in inputs) and not powers
-        alike = one_row and says(pair.one) == says(pair.other)
+        alike = one_row and text_of(pair.one) == text_of(pair.other)
         return [OneRow()] * len(pair.one.outvars) if alike else unknown
     rows = [fact for fact in inputs if isinstance(fact, Rows)]
     if not rows:
         same = [shape_of(x) for x in pair.one.outvars] == [shape_of(x) for x in pair.other.outvars]
-        alike = same and says(pair.one) == says(pair.other)
+        alike = same and text_of(pair.one) == text_of(pair.other)
         own = any(fact.own for fact in inputs if isinstance(fact, Free))
         return [Free(own=own)] * len(pair.one.outvars) if alike and not powers else unknown
     outputs = _outputs(pair, inputs)
@@ -151,9 +156,10 @@ def of_kernel(
 
 
 def _outputs(pair: Pair, inputs: Sequence[Fact]) -> list[Rows | Total] | None:
-    """Where the rows are in the outputs, if they are along the axis that grows in each.
+    """Return where the outputs have rows: along the one axis that grows in each.
 
-    In a gradient, an output that does not grow is that of a parameter, a sum over the rows.
+    In a gradient, an output that does not grow is taken for that of a parameter, which is a sum
+    over the rows. ``None`` if an output fits neither.
     """
     rows = [fact for fact in inputs if isinstance(fact, Rows)]
     powers = {fact.power for fact in inputs if isinstance(fact, Free | Rows)} - {0}
@@ -181,11 +187,11 @@ def _outputs(pair: Pair, inputs: Sequence[Fact]) -> list[Rows | Total] | None:
 
 
 def _is_proven(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Rows | Total]) -> bool:
-    """Whether a kernel says that it computes each row alone."""
+    """Return whether what is known of a kernel proves that it computes each row alone."""
     facts = [*inputs, *outputs]
     if pair.name.startswith("dot_product_attention"):
         return pair.name in _ATTENTION and _is_attention(pair, facts)
-    # Nothing says that it is linear.
+    # If inputs grow with the number of rows, the kernel has to be linear, which nothing proves.
     if outputs[0].power or any(fact.power for fact in inputs if isinstance(fact, Free)):
         return False
     if pair.name == "custom_partitioning":
@@ -194,24 +200,30 @@ def _is_proven(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Rows | Tota
 
 
 def _is_attention(pair: Pair, facts: Sequence[Fact]) -> bool:
-    """cuDNN's attention: axis 0 of all is the batch; backwards it is linear in its last input."""
+    """Return whether cuDNN's attention is proven to compute each row alone.
+
+    Axis 0 of all arrays is the batch. The backward pass is linear in its last input.
+    """
     number = len(pair.one.invars)
     powers = [getattr(fact, "power", 0) for fact in facts[:number]]
     linear = powers[:-1] if pair.name == _ATTENTION[1] else powers
-    # Those of packed rows and of pages, which are not axes of a batch.
+    # Of sequences that are packed or in pages, axis 0 is not the batch.
     packed = any(0 not in shape_of(x) for x in pair.one.invars[6:10])
     rows = [fact for fact in facts if isinstance(fact, Rows)]
     return (
         not (any(linear) or packed or pair.one.params["dropout_rate"])
         and pair.is_alike()
         and all((fact.axis, fact.outer) == (0, 1) for fact in rows)
-        # But for the gradient of a bias.
+        # All outputs but the gradient of a bias.
         and all(isinstance(fact, Rows) for fact in facts[number : number + 3])
     )
 
 
 def _is_in_rule(pair: Pair, facts: Sequence[Fact]) -> bool:
-    """A sharding rule that passes one factor through, which is the rows of all arrays."""
+    """Return whether a sharding rule has one factor that is the rows of all arrays.
+
+    No operation of the rule works along that factor.
+    """
     rule, atoms = pair.one.params["sharding_rule"], [*pair.one.invars, *pair.one.outvars]
     if not hasattr(rule, "operand_mappings") or layout(facts) is None:
         return False
@@ -219,7 +231,7 @@ def _is_in_rule(pair: Pair, facts: Sequence[Fact]) -> bool:
     for fact, mapping, atom in zip(facts, mappings, atoms, strict=True):
         names = list(mapping)
         if names and isinstance(names[0], str) and names[0].startswith("…"):
-            # Any number of axes in front.
+            # An ellipsis stands for any number of axes in front.
             several = range(len(shape_of(atom)) - len(names) + 1)
             names[:1] = [f"{names[0]}{place}" for place in several]
         if isinstance(fact, Rows):
@@ -230,23 +242,23 @@ def _is_in_rule(pair: Pair, facts: Sequence[Fact]) -> bool:
 
 
 def _is_in_grid(pair: Pair, facts: Sequence[Fact]) -> bool:
-    """A grid, of which one dimension walks over the rows, and over nothing else.
+    """Return whether one dimension of a kernel's grid runs over the rows, and over nothing else.
 
-    Its blocks are slices of one row, and nothing is kept from one step of it to the next.
+    The blocks along it must be slices of one row, and nothing may be kept from step to step.
     """
     try:
         one, other = map(_grid_of, pair[:2])
-    except (AttributeError, KeyError):  # another grid than is known here
+    except (AttributeError, KeyError):  # a grid of another kind
         return False
     if one is None or other is None or one.code != other.code:
         return False
     both = list(zip(one.lengths, other.lengths, strict=True))
     grown = [place for place, lengths in enumerate(both) if lengths[0] != lengths[1]]
-    chooses, blocked = facts[: one.before], facts[one.before :]
-    if len(grown) != 1 or not all(isinstance(fact, Free) for fact in chooses):
+    indices, blocked = facts[: one.indices], facts[one.indices :]
+    if len(grown) != 1 or not all(isinstance(fact, Free) for fact in indices):
         return False
     (at,), (steps, more) = grown, both[grown[0]]
-    if more != pair.times * steps or at not in one.alone:
+    if more != pair.times * steps or at not in one.independent:
         return False
     of_a_row = set()
     for fact, block, same in zip(blocked, one.blocks, other.blocks, strict=True):
@@ -268,7 +280,7 @@ class _Block(NamedTuple):
 
     # How many slices a block has along each axis; ``None`` if that is not fixed.
     sizes: tuple[int | None, ...]
-    # Of an axis whose block is that of a step's own number, the dimension of the grid.
+    # For each axis whose block has the number of the grid's step: the dimension of the grid.
     walks: dict[int, int]
     # For each axis, the dimensions of the grid that choose the block.
     depends: tuple[frozenset[int], ...]
@@ -278,11 +290,11 @@ class _Grid(NamedTuple):
     """The grid of a ``pallas_call``."""
 
     lengths: tuple[Any, ...]  # of its dimensions
-    before: int  # how many inputs choose blocks, and have none
+    indices: int  # how many inputs come first that only choose blocks, and have no blocks
     blocks: tuple[_Block, ...]  # of the other inputs, and of the outputs
-    # The dimensions whose steps are programs of their own, so that nothing is kept between them,
-    # and which do not read their number, either.
-    alone: frozenset[int]
+    # The dimensions whose steps are independent: nothing is kept between them, and none reads its
+    # number.
+    independent: frozenset[int]
     code: str  # what a step runs, as text
 
 
@@ -296,16 +308,18 @@ def _grid_of(equation: Any) -> _Grid | None:
     keeps = bool(grid.scratch_avals or params["input_output_aliases"])
     asks = ("program_id", "num_programs")
     reads = {x.params["axis"] for x in equations_of(body) if x.primitive.name in asks}
-    # By number or by name; what vmap adds has neither, and is no step that anything sees.
-    said = dict(zip(own, map(str, parallel), strict=False))
-    alone = {
+    # Dimensions that vmap adds have no semantics, and the kernel cannot see them.
+    semantics = dict(zip(own, map(str, parallel), strict=False))
+    independent = {
         place
         for number, place in enumerate(own)
-        if number not in reads and (not keeps or "parallel" in said.get(place, "").lower())
+        if number not in reads and (not keeps or "parallel" in semantics.get(place, "").lower())
     }
     code = str((body, params["compiler_params"], grid.scratch_avals, grid.num_index_operands))
     blocks = tuple(map(_block, grid.block_mappings))
-    return _Grid(lengths, grid.num_index_operands, blocks, frozenset({*alone, *vmapped}), code)
+    return _Grid(
+        lengths, grid.num_index_operands, blocks, frozenset({*independent, *vmapped}), code
+    )
 
 
 def _block(block: Any) -> _Block:

@@ -1,8 +1,9 @@
-"""Checks whether an update computes each leaf from its own arrays and scalars, leaf by leaf.
+"""Checks whether an update computes each leaf from its own arrays and from shared scalars.
 
-Such an update can be dealt out: each leaf is updated by one shard, or cut where it is elementwise,
-as if it were alone. What leaves have in common are scalars, such as a global norm: these are cut
-out of the update, computed where their leaf is, and given to all.
+Such an update can be divided among the shards, as if each leaf were alone: one shard updates a
+leaf, or each shard a slice of it where the update is elementwise. Leaves share only scalars, such
+as a global norm: these become outputs of the update, are computed where their leaf is, and go to
+all shards.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
 from crossshard import _jax
-from crossshard.jaxprs.rewrite import Written, flat
+from crossshard.jaxprs.rewrite import Writer, inlined
 from crossshard.jaxprs.slices import (
     DIFFERS,
     FAILS,
@@ -39,8 +40,8 @@ class Scalar(NamedTuple):
 
     leaf: int  # the leaf
     level: int  # how many rounds of scalars come before it
-    # By what the parts of all shards become the scalar, if the leaf is cut: ``reduce_sum``,
-    # ``reduce_and`` or ``reduce_or``; else empty.
+    # If the leaf is cut, what reduces the values of all shards to the scalar: ``reduce_sum``,
+    # ``reduce_and`` or ``reduce_or``. Otherwise empty.
     reduced: str = ""
 
 
@@ -51,10 +52,10 @@ class Leafwise:
     # From ``(params, state, gradients, *extra, *scalars, *masks)`` to ``(updates, state,
     # *scalars)``, on slices of those leaves that are cut.
     jaxpr: Any
-    # For each array of the state its leaf; ``None`` if it is of none.
+    # For each array of the state, the leaf that it belongs to; ``None`` if there is none.
     of_state: tuple[int | None, ...]
     scalars: tuple[Scalar, ...]  # the scalars that leaves have in common
-    # The leaf of each mask, bool[…], which tells a slice's elements from its padding.
+    # The leaf of each mask, bool[…], which is true where a slice has elements, not padding.
     masks: tuple[int, ...]
     whole: Mapping[int, str]  # the leaves that are not cut, and why
     # The leaves that are cut along their first axis; all others are elementwise.
@@ -71,21 +72,21 @@ def find_leafwise(
     padded: Collection[int] = (),
     stay: Mapping[int, str] | None = None,
 ) -> Leafwise:
-    """How an update runs leaf by leaf.
+    """Find how an update can run leaf by leaf.
 
     Args:
       update: from ``(params, state, gradients, *extra)`` to ``(updates, state)``.
       params: its parameters, a pytree with shapes and dtypes.
       state: its state.
       extra: further arguments, which belong to no leaf.
-      slices: the shape of one shard's slice of each leaf that may be split; others are updated by
-        every shard.
-      stacks: for some of these the shape of a slice along the first axis.
-      padded: those whose slices end with padding, on some shards.
-      stay: those that are not cut, whatever the update does, and why.
+      slices: the shape of one shard's slice of each leaf that may be split; every shard updates
+        the other leaves.
+      stacks: for some of these leaves, the shape of a slice along the first axis.
+      padded: the leaves whose slices end with padding on some shards.
+      stay: the leaves that are not cut, whatever the update does, and why.
 
     Raises:
-      NotLeafwise: it does not.
+      NotLeafwise: the update cannot run leaf by leaf.
     """
     return _Finder(update, params, state, extra, slices, stacks, padded).find(stay or {})
 
@@ -93,10 +94,10 @@ def find_leafwise(
 class _Value(NamedTuple):
     """What is known of a value."""
 
-    # The leaf from which it is computed; ``None`` if every shard has it, and ``_OF_ALL`` if it is
-    # of leaves that every shard updates.
+    # The leaf from which it is computed; ``None`` if every shard has the value, and ``_OF_ALL`` if
+    # it is computed from leaves that every shard updates.
     leaf: int | None
-    kind: Kind  # how it stands to the value on full arrays
+    kind: Kind  # how it relates to the value on full arrays
     level: int = 0  # how many rounds of scalars come before it
     fixed: int | None = None  # the array of the state that it is, if that is never updated
 
@@ -106,7 +107,7 @@ _OF_ALL = -1
 
 
 class _Finder:
-    """Finds how an update runs leaf by leaf, from fewer and fewer assumptions."""
+    """Finds how an update runs leaf by leaf, dropping each assumption that turns out wrong."""
 
     def __init__(
         self,
@@ -122,13 +123,13 @@ class _Finder:
         self._params, self._params_tree = jax.tree.flatten(params)
         self._state, self._state_tree = jax.tree.flatten(state)
         self._slices, self._stacks, self._padded = slices, stacks, padded
-        # Over all walks, in each of which most equations stand as they did.
+        # Shared by all walks, since most equations are the same in each.
         self.analysis, self._read_by = Slices(of_leaves=True), dict[int, Any]()
         self.analysis.memory = {}
         self._whole: dict[int, str] = {}
         self._stacked: set[int] = set()
         self._of_state: list[int | None] = [None] * len(self._state)
-        # The walks on full arrays that found nothing to correct, by what they assumed.
+        # The walks on full arrays that corrected nothing, by their assumptions.
         self._known: dict[Any, _Walk] = {}
         self._jaxpr = self._trace(lambda leaf, x: x.shape)
         effects = [str(each) for each in self._jaxpr.effects]
@@ -141,14 +142,14 @@ class _Finder:
         self._fixed = [before is after for before, after in list(unchanged)[:number]]
 
     def find(self, stay: Mapping[int, str]) -> Leafwise:
-        """What has been found once nothing is assumed that does not hold."""
+        """Correct the assumptions until all of them hold, and return what follows."""
         self._whole = dict.fromkeys(self._slices, "")
-        # First of which leaf each array of the state is; all leaves are whole.
-        self._settled()
+        # First, with all leaves whole: which leaf each array of the state belongs to.
+        self._settle()
         self._whole = dict(stay)
         self._check_state_is_cut()
-        self._settled()
-        # Then the same on slices. What is not elementwise may be a stack.
+        self._settle()
+        # Then on slices. A leaf whose update is not elementwise may be a stack.
         self._stacked = {leaf for leaf in self._whole if leaf in self._stacks}
         refused = {leaf: self._whole.pop(leaf) for leaf in self._stacked}
         while True:
@@ -167,15 +168,13 @@ class _Finder:
                     frozenset(self._stacked),
                 )
 
-    def _settled(self) -> None:
-        """Correct what is assumed until it holds for full arrays."""
-        while True:
-            walk = self._walk(self._jaxpr)
-            if walk is not None:
-                return
+    def _settle(self) -> None:
+        """Correct the assumptions until they hold for full arrays."""
+        while self._walk(self._jaxpr) is None:
+            pass
 
     def _on_slices(self) -> "_Walk | None":
-        """The walk on slices; ``None`` if something had to be corrected."""
+        """Return the walk on slices; ``None`` if an assumption had to be corrected."""
         if not any(map(self.is_cut, self._slices)):
             return self._walk(self._jaxpr)
         try:
@@ -189,9 +188,10 @@ class _Finder:
         return self._walk(part)
 
     def _walk(self, part: Any) -> "_Walk | None":
-        """The walk over the update and what it is on slices; ``None`` if something was corrected.
+        """Return the walk over the update on full arrays and on ``part``.
 
-        What a walk finds while it still has to learn whose the state is does not count.
+        ``None`` if it corrected an assumption. If it learns which leaf an array of the state
+        belongs to, its other findings do not count.
         """
         before = list(self._of_state)
         key = frozenset(self._whole), frozenset(self._stacked), tuple(before), id(part)
@@ -211,7 +211,7 @@ class _Finder:
         return walk
 
     def _check_state_is_cut(self) -> None:
-        """Leaves whose state is not split as they are stay whole."""
+        """Keep leaves whole whose state cannot be split as they are."""
         for x, leaf in zip(self._state, self._of_state, strict=True):
             if leaf is None or leaf in self._whole:
                 continue
@@ -222,17 +222,17 @@ class _Finder:
                 self._stacked.discard(leaf)
 
     def is_cut(self, leaf: int) -> bool:
-        """Whether each shard has a slice of a leaf."""
+        """Return whether each shard has a slice of a leaf."""
         return leaf in self._slices and leaf not in self._whole
 
     def kind(self, leaf: int) -> Kind:
-        """How a shard's array of a leaf stands to the full one."""
+        """Return how a shard's array of a leaf relates to the full one."""
         if not self.is_cut(leaf):
             return Slicing.SAME
         return Along(0) if leaf in self._stacked else Slicing.SLICE
 
     def is_padded(self, leaf: int) -> bool:
-        """Whether a slice of a leaf may end with padding."""
+        """Return whether a slice of a leaf may end with padding."""
         return leaf in self._padded and leaf not in self._stacked
 
     def _shape(self, leaf: int, x: Any) -> Shape:
@@ -243,7 +243,7 @@ class _Finder:
         return self._slices[leaf]
 
     def _trace(self, shape: Callable[[int, Any], Shape]) -> Any:
-        """The jaxpr on arrays whose shapes depend on their leaf."""
+        """Trace the update on arrays whose shapes depend on their leaf."""
 
         def typed(leaf: int | None, x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape if leaf is None else shape(leaf, x), x.dtype)
@@ -251,16 +251,16 @@ class _Finder:
         params = self._params_tree.unflatten([typed(i, x) for i, x in enumerate(self._params)])
         of_state = zip(self._of_state, self._state, strict=True)
         state = self._state_tree.unflatten([typed(leaf, x) for leaf, x in of_state])
-        return flat(jax.make_jaxpr(self._update)(params, state, params, *self._extra))
+        return inlined(jax.make_jaxpr(self._update)(params, state, params, *self._extra))
 
     def inputs_read(self, equation: Any) -> list[list[int]]:
-        """For each output of an equation of the update the places of the inputs that it reads."""
+        """Return, for each output of an equation, the places of the inputs that it reads."""
         if id(equation) not in self._read_by:
             self._read_by[id(equation)] = inputs_read(equation)
         return self._read_by[id(equation)]
 
     def inputs(self) -> list[_Value]:
-        """What is known of the inputs."""
+        """Return what is known of the update's inputs."""
         of_params = [self._input(leaf, x) for leaf, x in enumerate(self._params)]
         of_state = [
             _Value(None, Slicing.SAME, fixed=place if self._fixed[place] and x.size > 1 else None)
@@ -274,19 +274,19 @@ class _Finder:
     def _input(self, leaf: int, x: Any) -> _Value:
         return _Value(leaf if leaf in self._slices else _OF_ALL, self.kind(leaf))
 
-    def belongs(self, place: int, leaf: int) -> None:
-        """An array of the state that is never updated is of the leaf that it is used with."""
+    def assign(self, place: int, leaf: int) -> None:
+        """Assign an array of the state that is never updated to the leaf that it is used with."""
         if self._state[place].shape == self._params[leaf].shape:
             self._of_state[place] = leaf
 
     def of_output(self, place: int) -> int | None:
-        """The leaf to which a new array belongs; ``None`` if every shard has it."""
+        """Return the leaf to which a new array belongs; ``None`` if every shard has it."""
         number = len(self._params)
         leaf = place if place < number else self._of_state[place - number]
         return leaf if leaf in self._slices else None
 
     def check_output(self, place: int, value: _Value, walk: "_Walk") -> None:
-        """That a new array is of the leaf that it belongs to, and split as it is."""
+        """Check that a new array is computed from its own leaf, and split like it."""
         own, in_state = self.of_output(place), place >= len(self._params)
         of_leaf = value.leaf not in (None, _OF_ALL, own)
         if of_leaf and own is None and in_state:
@@ -303,25 +303,26 @@ _SEVERAL = "a leaf is computed from the arrays of another one"
 
 
 class _Walk:
-    """One pass over the equations of the update on full arrays and on slices."""
+    """One pass over the equations of the update, on full arrays and on slices."""
 
     def __init__(self, finder: _Finder, whole: Any, part: Any):
         self._finder, self._whole, self._part = finder, whole, part
         self._analysis = finder.analysis
         self._known: dict[tuple[Any, Any], _Value] = {}
-        # The inputs that stand for scalars, and those of them that everybody reads.
+        # Inputs that stand for scalars, by the scalar's variable; and those among them that all
+        # equations read in place of the variable.
         self._given: dict[Any, Any] = {}
         self._sums: dict[Any, Any] = {}
         self._equations: list[Any] = []
         self._outputs: list[Any] = []
         self.scalars: list[Scalar] = []  # what leaves have in common
-        # The inputs that tell elements from padding, by their leaf and shape.
+        # The inputs that mask padding, by their leaf and shape.
         self.masks: dict[tuple[int, Shape], Any] = {}
         self.refused: dict[int, str] = {}  # the leaves that cannot be cut as assumed, and why
         self.failed = ""  # why the update does not run leaf by leaf
 
     def run(self) -> None:
-        """Follow every equation, and check what comes out."""
+        """Follow every equation, and check the outputs."""
         whole, part = self._whole.jaxpr, self._part.jaxpr
         for constants in zip(
             zip(whole.constvars, part.constvars, strict=False),
@@ -346,22 +347,22 @@ class _Walk:
             self._finder.check_output(place, value, self)
 
     def is_alike(self, kind: Kind, leaf: int | None) -> bool:
-        """Whether a value is split as its leaf is."""
+        """Return whether a value is split as its leaf is."""
         return kind is Slicing.UNIFORM or leaf is None or kind == self._finder.kind(leaf)
 
     def refuse(self, leaf: int | None, why: str) -> None:
-        """A leaf cannot be cut as assumed."""
+        """Record that a leaf cannot be cut as assumed."""
         if leaf is None or not self._finder.is_cut(leaf):
             self.fail(why)
         else:
             self.refused.setdefault(leaf, why)
 
     def fail(self, why: str) -> None:
-        """The update does not run leaf by leaf."""
+        """Record that the update does not run leaf by leaf."""
         self.failed = self.failed or why
 
     def jaxpr(self) -> Any:
-        """The update on slices, whose scalars are inputs and outputs."""
+        """Return the update on slices, with the scalars as inputs and outputs."""
         part = self._part
         inputs = [*part.jaxpr.invars, *self._given.values(), *self.masks.values()]
         constants = dict(zip(part.jaxpr.constvars, part.consts, strict=True))
@@ -381,7 +382,7 @@ class _Walk:
         return self._known[pair]
 
     def _follow(self, whole: Any, part: Any) -> bool:
-        """Follow two equations that should correspond; whether they do."""
+        """Follow two equations that should correspond; return whether they do."""
         pairs = list(zip(whole.invars, part.invars, strict=False))
         values = [self._read(pair, whole) for pair in pairs]
         if whole.primitive is not part.primitive or len(whole.invars) != len(part.invars):
@@ -403,7 +404,7 @@ class _Walk:
         for one, other, kind, leaf, read in found:
             if isinstance(kind, Mixed) and leaf is not None and self._finder.is_cut(leaf):
                 self.refused.setdefault(leaf, str(kind))
-                kind = Slicing.SAME  # as it is on the whole leaf
+                kind = Slicing.SAME  # as on the whole leaf
             level = max((values[place].level for place in read), default=0)
             self._known[one, other] = _Value(leaf, kind, level)
         self._equations.append(part.replace(invars=inputs))
@@ -417,14 +418,15 @@ class _Walk:
                 for each in (whole, part)
             ]
             if shapes[0] == shapes[1]:
-                # Rows of what is one number everywhere need not be stacked to such an array.
+                # ``UNIFORM`` is also the same on all shards here, since all shapes are equal; and
+                # stacked rows of one number each need not be uniform.
                 kinds = [Slicing.SAME] * len(kinds)
         return through(self._analysis, (whole, part), kinds)
 
     def _leaf_of(
         self, equation: Any, read: Mapping[int, _Value]
     ) -> tuple[int | None, Sequence[int]]:
-        """The leaf of what is computed from these inputs, and which of them are given out."""
+        """Return the leaf of what is computed from these inputs, and which inputs are given out."""
         of_all = [place for place, value in read.items() if value.leaf == _OF_ALL]
         leaves = {value.leaf for value in read.values()} - {None, _OF_ALL}
         is_array = lambda place: equation.invars[place].aval.size > 1
@@ -433,7 +435,7 @@ class _Walk:
             self.fail(self.failed or str(Mixed(_SEVERAL, _jax.source_of(equation))))
             arrays = set(list(arrays)[:1])
         shared = max((each.level for each in read.values() if each.leaf is None), default=0)
-        # It joins what other leaves have given already, as a term of a sum does.
+        # Whether it joins scalars that other leaves have given out already, as a term of a sum.
         joins = all(each.level < shared for each in read.values() if each.leaf in leaves)
         if not leaves:
             own = _OF_ALL if of_all else None
@@ -443,11 +445,11 @@ class _Walk:
             own = _OF_ALL if any(map(is_array, of_all)) else None
         for value in read.values():
             if own is not None and own in leaves and value.fixed is not None:
-                self._finder.belongs(value.fixed, own)
+                self._finder.assign(value.fixed, own)
         return own, [place for place in read if read[place].leaf in leaves - {own}]
 
     def _reduces_slices(self, whole: Any, part: Any, values: Sequence[_Value]) -> bool:
-        """Whether an equation reduces all of a leaf that is cut, to a scalar that is given out."""
+        """Return whether an equation reduces a cut leaf to a scalar; if so, give the scalar out."""
         leaf, kind = values[0][:2] if values else (None, None)
         if leaf is None or not self._finder.is_cut(leaf) or leaf in self.refused:
             return False
@@ -479,17 +481,17 @@ class _Walk:
         return True
 
     def _masked(self, leaf: int, x: Any, fill: bool) -> Any:
-        """Zero, or true, in place of the padding of a slice."""
+        """Write zero, or true, in place of the padding of a slice."""
         types = (jax.ShapeDtypeStruct(x.aval.shape, t) for t in (bool, x.aval.dtype))
         select = jax.make_jaxpr(lambda mask, x: jnp.where(mask, x, jnp.full_like(x, fill)))(*types)
         mask = self.masks.setdefault((leaf, x.aval.shape), select.jaxpr.invars[0])
-        written = Written()
-        (found,) = written.of(select, [mask, x])
-        self._equations += written.equations
+        writer = Writer()
+        (found,) = writer.write(select, [mask, x])
+        self._equations += writer.equations
         return found
 
     def _give_out(self, variable: Any, value: _Value) -> Any:
-        """The input that stands for a scalar of a leaf."""
+        """Return the input that stands for a scalar of a leaf."""
         if variable not in self._given:
             assert value.leaf is not None
             self._given[variable] = Var(variable.aval)

@@ -1,8 +1,8 @@
-"""Whether a loss is a mean over the rows of its batch.
+"""Proves that a loss is a mean over the rows of its batch, or finds why it is not.
 
 The loss is traced twice, the second time with several times as many rows, and the jaxprs are walked
-side by side. What differs between them shows where rows are: an array whose shape grows along an
-axis has rows there, and a literal that grows as much counts them.
+side by side. The differences show where rows are: an array whose shape grows along an axis has rows
+there, and a literal that grows by the same factor counts them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import numpy as np
 
 from crossshard import _jax
 from crossshard.jaxprs import row_rules as rules
-from crossshard.jaxprs.kernels import SAID_BY_JAXPR, Assumptions, is_rowwise, of_kernel
+from crossshard.jaxprs.kernels import DEFINED_BY_JAXPR, Assumptions, is_rowwise, of_kernel
 from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
 from crossshard.jaxprs.row_facts import (
     ADDS_SHARDS,
@@ -28,6 +28,7 @@ from crossshard.jaxprs.row_facts import (
     Fact,
     Free,
     Index,
+    NonZero,
     Obstacle,
     OneRow,
     OverRows,
@@ -35,7 +36,6 @@ from crossshard.jaxprs.row_facts import (
     Rows,
     Shape,
     SoFar,
-    Some,
     Total,
     are_counts,
     cotangent,
@@ -76,25 +76,25 @@ from crossshard.shards.batch_axes import resized
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a loss is in the rows of its batch, and why."""
+    """How a loss depends on the rows of its batch, and why."""
 
     kind: OverRows  # what it is
     reason: str = ""  # the operation that decides; empty for a mean
     source: str = ""  # its source line; empty if unknown
-    # Of a ratio, the place among the leaves of the batch of the one whose sum divides; ``None`` if
-    # it is none of them.
+    # The following describe the divisor of a ratio, which is a sum over rows.
+    # If it is the sum of a leaf of the batch: the place of that leaf.
     entry: int | None = None
-    power: int = 1  # of a ratio, of the number of rows, which the sum that divides grows with
-    # Of a ratio, what was done to the sum that divides: ``"max"`` with a bound, ``"plus"``
-    # something small, or ``"guard"``, another value where it is 0; empty if nothing was.
+    power: int = 1  # the power of the number of rows that it grows with
+    # What was done to it: ``"max"`` with a bound, ``"plus"`` something small, or ``"guard"``,
+    # another value where it is 0; empty if nothing was.
     moved: str = ""
     bound: float = 0.0  # that bound, what was added, or that value
-    counts: bool = False  # of a ratio, whether the sum that divides is known to be one of integers
-    code: str = ""  # of a ratio, the line that divides; empty if unknown
-    # Of a ratio, which sum divides; see ``Total.of``.
-    by: Any = dataclasses.field(default=None, compare=False, repr=False)
-    assumes: tuple[str, ...] = ()  # the operations that it is assumed of to compute each row alone
-    of: str = ""  # what part of a ``Mean`` it is of; empty for a number
+    counts: bool = False  # whether it is known to be a sum of integers
+    code: str = ""  # the line of code that divides; empty if unknown
+    by: Any = dataclasses.field(default=None, compare=False, repr=False)  # see ``Total.of``
+    # These describe every finding.
+    assumes: tuple[str, ...] = ()  # the operations that are assumed to compute each row alone
+    of: str = ""  # the part of a ``Mean`` that it describes; empty for a number
 
     def __str__(self) -> str:
         reason = f": {self.reason}" if self.reason else ""
@@ -105,22 +105,23 @@ class Finding:
 class Proof(NamedTuple):
     """What is known of the outputs of a function."""
 
-    facts: tuple[Fact, ...]  # what each is in the rows of its batch
-    jaxpr: Any  # the one whose variables they name
+    facts: tuple[Fact, ...]  # how each output depends on the rows of the batch
+    jaxpr: Any  # the jaxpr whose variables the facts name
     assumed: Assumptions  # what is assumed of operations
 
     def concluded(self, finding: Finding) -> Finding:
-        """What a loss is of which these facts tell so much, with what that assumes.
+        """Return a finding about these outputs with what it assumes.
 
-        One that sums over the shards by itself is said to, unless something else is wrong.
+        A loss that sums over the shards itself gets the kind ``OVER_SHARDS``, unless something else
+        is wrong.
         """
         if finding.kind in (OverRows.COMPARED, OverRows.UNDECIDED) and self.assumed.names():
-            # Of rows only if these operations compute each row alone.
+            # The reason may not hold if one of the operations does not compute each row alone.
             finding = replace(finding, kind=OverRows.UNDECIDED)
         else:
             finding = replace(finding, assumes=self.assumed.names())
-        of_program = finding.reason in (_FAILS, _DIFFERS, _OF_FEW)
-        if finding.kind in (OverRows.MEAN, OverRows.UNDECIDED) and not of_program:
+        traces_differ = finding.reason in (_FAILS, _DIFFERS, _OF_FEW)
+        if finding.kind in (OverRows.MEAN, OverRows.UNDECIDED) and not traces_differ:
             for each in equations_of(self.jaxpr):
                 if each.primitive.name != "axis_index" and named_axes(each):
                     name = str(each.primitive.name)
@@ -135,34 +136,34 @@ def prove(
     times: int = 2,
     shards: Sequence[str] | None = None,
 ) -> Proof | None:
-    """What each output of a function is in the rows of its batch; ``None`` asks for a trace more.
+    """Return how each output of a function depends on rows; ``None`` to ask for a third trace.
 
-    The first two traces have the numbers of rows that it is proven for, those of one piece and of
-    ``times`` pieces. So what it asks Python for the number of rows is answered as in the step. With
-    few rows a third, with twice as many again, may have to show what they do.
+    The first two traces have the numbers of rows of the proof: those of one piece, and of all
+    ``times`` pieces. So Python code that asks for the number of rows gets the numbers of the step.
+    If a piece has few rows, a third trace may be needed, with twice as many rows as the second.
 
     Args:
-      traces: the jaxprs of the function; in place of a later one the error that it raised.
+      traces: the jaxprs of the function; in place of the second or third, the error it raised.
       inputs: what is known of its inputs; see ``facts_of_inputs``.
-      rows: how many a piece has.
-      times: of how many pieces the whole is, at least 2.
-      shards: the mesh axes of the shards; all that are named if ``None``.
+      rows: the number of rows of a piece.
+      times: the number of pieces, at least 2.
+      shards: the mesh axes of the shards; all named axes if ``None``.
     """
     (first, whole, *more), assumed = traces, Assumptions()
     if isinstance(whole, Exception):
         fails = Obstacle(OverRows.UNDECIDED, _FAILS, source=_jax.source_of_error(whole))
         return Proof((fails,) * len(first.out_avals), first, assumed)
-    facts = followed((first, whole), inputs, rows, times, shards, assumed)
+    facts = facts_of_outputs((first, whole), inputs, rows, times, shards, assumed)
     if rows >= _MANY or not any(isinstance(fact, Obstacle) for fact in facts):
         return Proof(facts, first, assumed)
-    # With one row JAX leaves out what would repeat it: a program of more rows is looked at, and
-    # whether that of one is the same.
+    # With one row JAX leaves out operations that would repeat it. So the program with more rows is
+    # analysed, and compared with the one of a single row.
     if not more:
         return None
     (larger,) = more
     if isinstance(larger, Exception):
         return Proof(facts, first, assumed)
-    general = followed((whole, larger), inputs, times * rows, 2, shards, assumed)
+    general = facts_of_outputs((whole, larger), inputs, times * rows, 2, shards, assumed)
     if all(isinstance(fact, Obstacle) for fact in general):
         return Proof(facts, first, assumed)
     same = is_same_program((first, whole, larger), (rows, times * rows, 2 * times * rows))
@@ -177,9 +178,9 @@ def prove(
 
 
 def types_with(batch: Any, axes: Sequence[int], rows: int) -> Any:
-    """The types of a batch with so many rows, which are along these axes of its arrays."""
+    """Return the types of a batch with ``rows`` rows along these axes of its arrays."""
     leaves, tree = jax.tree.flatten(batch)
-    # Of another mesh, jnp.where would place them anew, which the first trace does not.
+    # Keeps the mesh in the type: without it jnp.where would reshard, unlike in the first trace.
     of = lambda x, axis: jax.typeof(x).update(shape=resized(x.shape, axis, rows))
     return tree.unflatten(list(map(of, leaves, axes)))
 
@@ -187,13 +188,13 @@ def types_with(batch: Any, axes: Sequence[int], rows: int) -> Any:
 def facts_of_inputs(
     leaves: Sequence[Any], axes: Sequence[int], others: Any, own: Any
 ) -> list[Fact]:
-    """The facts of the inputs of a function.
+    """Return the facts of the inputs of a function.
 
     Args:
       leaves: the arrays of the batch, which come first.
       axes: the axis of the rows of each.
-      others: what has no rows.
-      own: what has none either, and differs from piece to piece, such as PRNG keys.
+      others: inputs without rows.
+      own: inputs without rows that differ from piece to piece, such as PRNG keys.
     """
     inputs: list[Fact] = [
         Rows(axis, entry=place, counts=not is_inexact_type(x.dtype))
@@ -203,7 +204,7 @@ def facts_of_inputs(
     return [*inputs, *[Free(own=True)] * len(jax.tree.leaves(own))]
 
 
-def followed(
+def facts_of_outputs(
     traces: Sequence[Any],
     inputs: Sequence[Fact],
     rows: int,
@@ -211,9 +212,9 @@ def followed(
     shards: Sequence[str] | None,
     assumed: Assumptions,
 ) -> tuple[Fact, ...]:
-    """The facts of the outputs of jaxprs with some rows and with ``times`` as many.
+    """Return the facts of the outputs of two jaxprs, the second with ``times`` as many rows.
 
-    What it assumes of operations is written down in ``assumed``.
+    What this assumes of operations is added to ``assumed``.
     """
     try:
         return tuple(follow(_OverRows(rows, times, shards, assumed), traces, inputs))
@@ -222,7 +223,7 @@ def followed(
         return (differs,) * len(traces[0].out_avals)
 
 
-# From so many rows on, none of JAX's functions leaves out anything for their number.
+# With this many rows or more, none of JAX's functions leaves out operations.
 _MANY = 4
 _NOT_LINEAR = "something of a sum over rows that is not linear"
 _FAILS = "it cannot be traced with more rows"
@@ -232,12 +233,12 @@ _OF_FEW = "it computes something different with this number of rows"
 
 
 def is_mean(fact: Fact) -> bool:
-    """Whether the mean of the pieces' values is that of the whole."""
+    """Return whether the mean of the pieces' values is the value of the whole."""
     return isinstance(fact, Free | Total) and found(fact).kind is OverRows.MEAN
 
 
 def is_sum(fact: Fact) -> bool:
-    """Whether the sum of the pieces' values is that of the whole."""
+    """Return whether the sum of the pieces' values is the value of the whole."""
     match fact:
         case Total(power=1, moved="") | Free(power=1):
             return True
@@ -245,12 +246,12 @@ def is_sum(fact: Fact) -> bool:
 
 
 def is_free(fact: Fact) -> bool:
-    """Whether a value is the same for each piece and for the whole."""
+    """Return whether a value is the same for each piece and for the whole."""
     return isinstance(fact, Free) and not (fact.power or fact.own)
 
 
 def found(fact: Fact) -> Finding:
-    """What a loss is, of which this is known."""
+    """Return the finding about a loss, given its fact."""
     match fact:
         case Obstacle(kind, reason, equation, source):
             return Finding(
@@ -276,7 +277,7 @@ def found(fact: Fact) -> Finding:
             return Finding(OverRows.SUM)
         case Total(moved=str(moved)) if moved:
             return Finding(OverRows.COMPARED, _NOT_LINEAR)
-        case Divided(Free()) | Some():
+        case Divided(Free()) | NonZero():
             return Finding(OverRows.COMPARED, _NOT_LINEAR)
         case _:
             return Finding(OverRows.UNDECIDED, "it grows with the number of rows")
@@ -287,17 +288,17 @@ class _OverRows(Analysis[Fact]):
     """The facts of two traces, the second with several times as many rows as the first."""
 
     rows: int  # the number of rows of the first
-    times: int  # how many times as many the second has
+    times: int  # how many times as many rows the second has
     shards: Sequence[str] | None = None  # the mesh axes of the shards; ``None`` for all
     assumed: Assumptions = dataclasses.field(default_factory=Assumptions)
-    # Whether derivatives of functions that have their own are looked at; not within one.
+    # Whether custom derivatives are analysed, too; not within one.
     derives: bool = True
 
     def __post_init__(self) -> None:
         self.memory = {}
 
     def constant(self, values: Sequence[Any]) -> Fact:
-        # What is being traced around the loss is another value on each shard.
+        # A value that is traced outside of the loss may differ from shard to shard.
         if any(isinstance(value, jax.core.Tracer) for value in values):
             same = values[0] is values[1]
             return Free(own=True) if same else Obstacle(OverRows.UNDECIDED, _DIFFERS)
@@ -334,7 +335,7 @@ class _OverRows(Analysis[Fact]):
         match decides:
             case Free(power=0):
                 return None
-            case Obstacle() | OneRow(0) | Some():
+            case Obstacle() | OneRow(0) | NonZero():
                 return decides
             case Total() | Divided(Total() | Free()):
                 return pair.compared(f"a sum over rows decides a {name}")
@@ -350,13 +351,13 @@ class _OverRows(Analysis[Fact]):
         return len({each.steps for each in loops}) < 2 and not in_chunks
 
     def element(self, equations: Equations, fact: Fact) -> Fact:
-        return self._beside(equations, fact, -1)
+        return self._with_axes(equations, fact, -1)
 
     def stacked(self, equations: Equations, fact: Fact) -> Fact:
-        return self._beside(equations, fact, 1)
+        return self._with_axes(equations, fact, 1)
 
-    def _beside(self, equations: Equations, fact: Fact, axes: int) -> Fact:
-        """The fact of an array with an axis less or more in front."""
+    def _with_axes(self, equations: Equations, fact: Fact, axes: int) -> Fact:
+        """Return the fact of an array with one axis more in front; one less if ``axes`` is -1."""
         match fact:
             case Rows(0) | Index(0) if axes < 0:
                 return self._pair(equations).undecided("a scan over the rows")
@@ -367,7 +368,7 @@ class _OverRows(Analysis[Fact]):
             case Total():
                 return replace(fact, single=False, of=None)
             case Divided(inner):
-                return fact.with_fact(self._beside(equations, inner, axes))
+                return fact.with_fact(self._with_axes(equations, inner, axes))
         return fact
 
     def returned(
@@ -381,7 +382,7 @@ class _OverRows(Analysis[Fact]):
         outputs = [
             fact if fact in inputs else outside(fact, equations[0].outvars[0]) for fact in outputs
         ]
-        # A value without a source line, as in a jit that JAX has traced before, takes the call's.
+        # A function that JAX has traced before has no source lines, and takes the call's.
         return [
             replace(fact, equation=equations[0])
             if isinstance(fact, Obstacle | Divided) and not _jax.has_source(fact.equation)
@@ -396,7 +397,7 @@ class _OverRows(Analysis[Fact]):
         if pair.name in PASSES and len(inputs) == number:
             return inputs
         if pair.name == "select_n" and is_zero(inputs[0]):
-            # As where an index is negative, which the number of a row is not.
+            # Such as a wrap-around of negative indices, which no row's number needs.
             return [inputs[1]]
         if has_ref(pair.one):
             return [pair.undecided("a value that is written in place")] * number
@@ -410,26 +411,26 @@ class _OverRows(Analysis[Fact]):
         if obstacle is not None:
             return [obstacle] * number
         if pair.name == "scan":
-            return self._of_shapes_of(pair, self._scan_over_rows(pair, inputs))
+            return self._checked(pair, self._scan_over_rows(pair, inputs))
         if pair.name == "custom_linear_solve":
             return self._solved(pair, inputs)
         outputs = self._transferred(pair, inputs)
         if isinstance(outputs, Obstacle):
             return [outputs] * number
-        return self._of_shapes_of(pair, outputs)
+        return self._checked(pair, outputs)
 
-    def _of_shapes_of(self, pair: Pair, outputs: Sequence[Fact]) -> list[Fact]:
+    def _checked(self, pair: Pair, outputs: Sequence[Fact]) -> list[Fact]:
         return [
-            self._of_shape(pair, fact, *both)
+            self._checked_output(pair, fact, *both)
             for fact, *both in zip(outputs, pair.one.outvars, pair.other.outvars, strict=True)
         ]
 
     def _over_shards(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
-        """Of a collective that the loss makes itself.
+        """Return the facts of a collective in the loss.
 
-        A sum over the shards of a sum over their rows is the same on all of them, and grows with
-        the rows of a shard as that does. What brings rows of other shards compares all that it
-        means to.
+        A sum over rows that is also summed over the shards is the same on all of them, and grows
+        with the rows of a shard as before. A collective that brings rows of other shards shows that
+        the user means to compare these.
         """
         names = named_axes(pair.one)
         elsewhere = self.shards is not None and not names & set(self.shards)
@@ -445,7 +446,7 @@ class _OverRows(Analysis[Fact]):
         def of(fact: Fact) -> Fact:
             match fact:
                 case Rows() if elsewhere:
-                    # Of the same rows, as on a mesh with axes of the model.
+                    # Devices along the other axes have the same rows, as with model parallelism.
                     return replace(fact, entry=None, counts=False)
                 case Total(power, moved="") if elsewhere and adds:
                     return Total(power)
@@ -465,10 +466,10 @@ class _OverRows(Analysis[Fact]):
         one, other = equations
         return Pair(one, other, self.rows, self.times, str(one.primitive.name))
 
-    def _of_shape(self, pair: Pair, fact: Fact, one: Any, other: Any) -> Fact:
-        """The fact of an output, given its shapes."""
+    def _checked_output(self, pair: Pair, fact: Fact, one: Any, other: Any) -> Fact:
+        """Return the fact of an output, or an obstacle if its shapes do not fit the fact."""
         if isinstance(fact, Divided):
-            return fact.with_fact(self._of_shape(pair, fact.fact, one, other))
+            return fact.with_fact(self._checked_output(pair, fact.fact, one, other))
         if not self._fits(fact, one, other):
             return pair.undecided(f"{pair.name} of rows")
         if isinstance(fact, Total) and math.prod(shape_of(one)) == 1:
@@ -476,7 +477,7 @@ class _OverRows(Analysis[Fact]):
         return fact
 
     def _fits(self, fact: Fact, one: Any, other: Any) -> bool:
-        """Whether the shape of a value grows only along the axis of its rows."""
+        """Return whether the shape of a value grows only along the axis of its rows."""
         shapes = shape_of(one), shape_of(other)
         if isinstance(fact, Chunks):
             fits = shapes[0][0] == fact.number and shapes[0][fact.axis] == fact.size
@@ -495,11 +496,11 @@ class _OverRows(Analysis[Fact]):
     def _transferred(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         kinds = set(map(type, inputs))
         if Chunks in kinds:
-            # Outside of a loop over them. All have to be treated alike.
+            # All chunks have to be treated alike, as in a loop over them.
             return pair.undecided(f"{pair.name} of chunks of rows")
-        if Divided in kinds and pair.name not in SAID_BY_JAXPR:
+        if Divided in kinds and pair.name not in DEFINED_BY_JAXPR:
             return rules.of_divided(pair, inputs, self._transferred)
-        found = rules.batches_of(pair, inputs) or of_kernel(self, pair, inputs, self.assumed)
+        found = rules.sliced_batches(pair, inputs) or of_kernel(self, pair, inputs, self.assumed)
         if found is not None:
             return found
         if not pair.is_alike():
@@ -508,7 +509,7 @@ class _OverRows(Analysis[Fact]):
             return [self._of_shapes(pair, inputs)]
         if kinds & {OneRow, SoFar}:
             return self._of_one_row(pair, inputs)
-        if kinds & {Total, Some}:
+        if kinds & {Total, NonZero}:
             return [rules.of_sums(pair, inputs)] * len(pair.one.outvars)
         if Index in kinds:
             return self._of_index(pair, inputs)
@@ -517,7 +518,7 @@ class _OverRows(Analysis[Fact]):
         return self._of_free(pair, inputs)
 
     def _of_unlike(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-        """Of a kernel, or another program, that is made anew in each trace."""
+        """Return the facts of a kernel, or another program, that each trace creates anew."""
         free = [fact for fact in inputs if isinstance(fact, Free) and not fact.power]
         atoms = [(*each.invars, *each.outvars) for each in pair[:2]]
         same = all(map(_same_shape, *atoms)) and pair.name not in KEYS
@@ -525,7 +526,7 @@ class _OverRows(Analysis[Fact]):
             return pair.undecided(_DIFFERS)
         return [Free(own=any(fact.own for fact in free))] * len(pair.one.outvars)
 
-    # Free of the batch.
+    # Inputs that are free of the batch.
 
     def _of_free(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         name, number = pair.name, len(pair.one.outvars)
@@ -570,14 +571,14 @@ class _OverRows(Analysis[Fact]):
                 return inputs[0]
         return pair.undecided(_COUNTS)
 
-    # Numbers of rows.
+    # Inputs that hold the numbers of rows.
 
     def _of_index(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         match inputs:
             case [Index(axis, None), other] if pair.name == "lt" and is_zero(other):
                 return [Rows(axis, constant=True, zero=True)]
         if pair.name == "random_fold_in":
-            return rules.of_own_numbers(pair, inputs)
+            return rules.keys_of_rows(pair, inputs)
         if pair.name == "gather" or pair.name.startswith("scatter"):
             of = [fact for fact in inputs if not isinstance(fact, Index)]
             power = power_of(pair, [of[0], Free(), *of[1:]])
@@ -592,7 +593,7 @@ class _OverRows(Analysis[Fact]):
         known = pair.name in ELEMENTWISE or by_noise
         return (pair.compared if known else pair.undecided)("the position of a row")
 
-    # One row after the other.
+    # Loops over the rows.
 
     def _of_one_row(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         number, sums = len(pair.one.outvars), [x for x in inputs if isinstance(x, SoFar)]
@@ -614,9 +615,9 @@ class _OverRows(Analysis[Fact]):
         return [OneRow(power)] * number
 
     def _scan_over_rows(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
-        """A loop over the rows, as ``lax.map`` makes, or over chunks of them.
+        """Return the facts of a loop over the rows, as ``lax.map`` makes, or over chunks of them.
 
-        Each turn reads its own row, or chunk, alone, and does the same with it.
+        Each iteration must read only its own row, or chunk, and do the same with it.
         """
         loops: Any = [control_flow(each) for each in (pair.one, pair.other)]
         constants, carried = loops[0].constants, loops[0].carried
@@ -642,7 +643,7 @@ class _OverRows(Analysis[Fact]):
                     rows.append(Free(power) if constant else OneRow(power))
                 case _:
                     return unknown
-        # What is carried is passed on, or a sum of rows.
+        # What is carried must stay as it is, or be a sum of rows.
         before: Any = inputs[constants:first]
         body = opened(loops[0].body)
         given = body.invars[constants:first]
@@ -699,7 +700,7 @@ class _OverRows(Analysis[Fact]):
         return found
 
     def _solved(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
-        """A linear system, which the user says how to solve, forwards and in the gradient."""
+        """Return the facts of ``custom_linear_solve``, if all its solvers treat rows alike."""
         first, *rest = [
             follow(self, [jaxpr for jaxpr, _ in both], [inputs[place] for place in both[0][1]])
             for both in zip(*map(_solvers_of, pair[:2]), strict=True)
@@ -708,12 +709,12 @@ class _OverRows(Analysis[Fact]):
             return first
         return [worst(first) or pair.undecided("a linear system")] * len(first)
 
-    # Functions with a derivative of their own: the gradient is what is trained on.
+    # Custom derivatives: the gradient, not the value, is what the model is trained on.
 
     def _of_derivative(
         self, equations: Equations, inputs: Sequence[Fact], outputs: Sequence[Fact]
     ) -> Obstacle | None:
-        """Why the gradient would not be that of a mean over rows."""
+        """Return why a custom gradient would not be that of a mean over rows, or ``None``."""
         pair, one = self._pair(equations), equations[0]
         given = [fact for fact, x in zip(inputs, one.invars, strict=True) if is_inexact(x)]
         returned = [fact for fact, x in zip(outputs, one.outvars, strict=True) if is_inexact(x)]
@@ -746,7 +747,7 @@ class _OverRows(Analysis[Fact]):
 
 
 def _solvers_of(equation: Any) -> list[tuple[Any, list[int]]]:
-    """The jaxprs of a ``custom_linear_solve`` that multiply and solve, and their inputs."""
+    """Return the jaxprs of a ``custom_linear_solve``, each with the places of its inputs."""
     lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
     found, first, right = [], 0, range(sum(lengths), len(equation.invars))
     for jaxpr, length in zip(jaxprs, lengths, strict=True):
@@ -757,12 +758,12 @@ def _solvers_of(equation: Any) -> list[tuple[Any, list[int]]]:
 
 
 def _is_key(dtype: Any) -> bool:
-    """Whether a dtype is that of PRNG keys, or of those of old."""
+    """Return whether a dtype is one of PRNG keys, typed or legacy."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32)
 
 
 def _times(name: str, facts: Sequence[Free]) -> int:
-    """How many times too large an output is, of inputs that are; see ``Free.times``."""
+    """Return how many times too large an output is, given its inputs; see ``Free.times``."""
     times = [fact.times for fact in facts]
     if max(times, default=1) == 1:
         return 1
@@ -770,15 +771,15 @@ def _times(name: str, facts: Sequence[Free]) -> int:
         return max(times)
     if name in ("mul", "div") and len(facts) == 2:
         one, other = facts if times[0] > 1 else facts[::-1]
-        # As pmean divides by the number of shards, and as one sum over them by another.
+        # pmean divides by the number of shards, and a ratio of two sums over shards by the other.
         by = one.times if name == "div" else 1 / one.times
         return 1 if other.number == by or (name == "div" and times[1] > 1) else one.times
     return 1
 
 
 def _number(value: np.ndarray[Any, Any]) -> float | None:
-    """The number that all of an array is, if it is a scalar or 0."""
-    # The kind of bfloat16 is not that of floats.
+    """Return the number that all elements of an array are, if it is a scalar or all are 0."""
+    # bfloat16 has another dtype kind than NumPy's floats.
     is_real = value.dtype.kind in "biu" or jnp.issubdtype(value.dtype, jnp.floating)
     if not is_real or not value.size or (value.ndim and np.any(value)):
         return None
@@ -790,7 +791,7 @@ def _same_shape(one: Any, other: Any) -> bool:
 
 
 def _is_never(name: str, one: Free, other: Free) -> bool:
-    """Whether two numbers are known, and a comparison of them is false with any number of rows."""
+    """Return whether a comparison of two numbers is known to be false with any number of rows."""
     if one.number is None or other.number is None:
         return False
     if name == "eq":

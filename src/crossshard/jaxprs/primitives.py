@@ -1,7 +1,7 @@
-"""Primitives: what is known of each of JAX's primitives, told once for all analyses of jaxprs.
+"""Tables of JAX's primitives, shared by all analyses of jaxprs.
 
-What stands in no table here is unknown to each analysis: it has no rule there. A test lists those
-of the installed JAX that are unknown, each of which a person has read.
+A primitive that is in no table here is unknown: no analysis has a rule for it. A test lists the
+unknown primitives of the installed JAX; a person has looked at each.
 """
 
 
@@ -25,23 +25,23 @@ _MOVES = _names("""
     broadcast_in_dim concatenate pad reshape rev slice split squeeze stack tile transpose
     unstack
 """)
-# What comes in goes out.
+# The outputs are the inputs.
 PASSES = _names("""
     device_put layout_constraint mesh_cast name optimization_barrier pcast pvary reshard
     sharding_constraint
 """)
-# What makes of keys, or of what keys are made of, keys and random numbers.
+# They make keys and random numbers, from keys or from what keys are made of.
 _RANDOM = _names("""
     prng_join prng_random_bits prng_seed prng_split random_bits random_clone random_fold_in
     random_gamma random_seed random_split random_unwrap random_wrap rng_bit_generator
     rng_uniform threefry2x32 threefry4x32
 """)
-# Of matrices in the last two axes.
+# They work on matrices in the last two axes.
 OF_MATRICES = _names(
     "cholesky eigh geqrf householder_product lu lu_pivots_to_permutation qr svd triangular_solve"
 )
-# All that may have a rule: also what reduces, contracts, chooses elements by inputs, makes
-# something of nothing, or puts together what other devices have.
+# All others that may have a rule: they reduce, contract, choose elements by inputs, create arrays,
+# or communicate.
 _OTHERS = _names("""
     dynamic_slice dynamic_update_slice gather scatter scatter-add scatter-max scatter-min
     scatter-mul scatter-sub scatter_add argmax argmin cumlogsumexp cummax cummin cumprod cumsum
@@ -55,15 +55,15 @@ _OTHERS = _names("""
 """)
 KNOWN = ELEMENTWISE | _MOVES | PASSES | _RANDOM | OF_MATRICES | _OTHERS
 
-# What keeps a sum a sum, if all else that it takes is free of the batch.
+# A sum over rows stays one, if all other inputs are free of the batch.
 LINEAR = _MOVES | _names(
     "conj convert_element_type copy copy_p cumsum imag neg real reduce_precision reduce_sum "
     "stop_gradient"
 )
 ADDS = _names("add add_any sub")
-# What changes no element.
+# They change no element.
 MOVES = _names("broadcast_in_dim convert_element_type copy copy_p reshape stop_gradient")
-# Inputs that choose elements; all others are copied, or added up.
+# The inputs that choose elements; the elements of all others are copied, or added up.
 CHOOSES: dict[str, slice] = {
     "dynamic_slice": slice(1, None),
     "dynamic_update_slice": slice(2, None),
@@ -73,7 +73,7 @@ CHOOSES: dict[str, slice] = {
     "scatter_add": slice(1, 2),
     "select_n": slice(0, 1),
 }
-# Whose outcome is multiplied by what all that they take is multiplied by.
+# Scaling all inputs by a number scales the output by the same number.
 HOMOGENEOUS = (
     LINEAR
     | ADDS
@@ -81,29 +81,29 @@ HOMOGENEOUS = (
     | _names("abs cummax cummin max min reduce_max reduce_min sort")
     | _names("reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add")
 )
-# Which make integers of integers.
+# They make integers from integers.
 OF_COUNTS = (
     LINEAR
     | ADDS
     | set(CHOOSES)
     | _names("abs dot_general max min mul reduce_max reduce_min sign square")
 )
-# Whose outcome is the same for any positive multiple of what they take.
+# Scaling all inputs by a positive number changes nothing.
 OF_SIGN = _names("argmax argmin eq ge gt is_finite le lt ne sign")
-# Of zeros alone they make zeros.
+# If all inputs are zeros, so is the output.
 OF_ZEROS = _names(
     "add add_any broadcast_in_dim concatenate convert_element_type mul neg reshape squeeze sub "
     "transpose"
 )
-# Of two inputs, of which JAX repeats a number as often as the other has elements.
+# They take two inputs; JAX broadcasts one that is a number to the shape of the other.
 BINARY = _names(
     "add add_any sub mul div rem pow max min atan2 nextafter and or xor eq ne lt le gt ge"
 )
-# Whose parameter ``axes`` says along which axes they work.
+# Their parameter ``axes`` has the axes along which they work.
 REDUCTIONS = _names(
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
 )
-# Along one axis, which is this parameter.
+# They work along one axis, which is this parameter.
 ALONG_ONE = {
     "concatenate": "dimension",
     "cumlogsumexp": "axis",
@@ -113,18 +113,18 @@ ALONG_ONE = {
     "cumsum": "axis",
     "sort": "dimension",
 }
-# What lets slices along an axis meet, where it works along that.
+# They combine slices along the axis that they work along.
 MIXES = _names(
     "argmax argmin cumlogsumexp cummax cummin cumprod cumsum dot_general fft reduce_max reduce_min "
     "reduce_prod reduce_xor rev top_k"
 )
-# The collectives that add up, or compare, over the shards.
+# Collectives that add up, or compare, over the shards.
 OVER_SHARDS = _names("pmax pmin psum psum2 psum_invariant")
-# Those whose output is equal on all devices along their axes.
+# Collectives whose output is equal on all devices along their axes.
 EQUALIZES = _names("psum pmax pmin all_gather")
-# What makes numbers, and not only keys.
+# They make random numbers, and not only keys.
 DRAWS = _names("random_bits random_gamma rng_bit_generator rng_uniform threefry2x32")
-# Which input is the key, or what a key is made of; None where no rule says what is drawn of rows.
+# Which input is the key, or what a key is made of; None where there is no rule for rows.
 KEYS: dict[str, int | None] = dict.fromkeys(_RANDOM) | dict.fromkeys(
     "random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap "
     "random_wrap".split(),

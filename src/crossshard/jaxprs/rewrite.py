@@ -1,7 +1,8 @@
-"""Rewrites of jaxprs: one evaluator, what it makes of a jaxpr, and fences for XLA.
+"""Rewrites of jaxprs, the evaluator that they share, and fences that XLA does not optimize across.
 
-A rewriting evaluates a jaxpr on values or on variables, and says of each equation what becomes of
-it: the equations of a call in its place, none that was there before, some outputs alone.
+A rewrite evaluates a jaxpr on values or on variables, and decides what becomes of each equation: it
+replaces a call by the equations of what is called, drops repeated equations, or keeps only what
+some outputs need.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -21,17 +22,17 @@ from crossshard.jaxprs.walk import CHECKPOINTS, Call, constants, control_flow, j
 def evaluate(
     jaxpr: Any,
     inputs: Sequence[Any],
-    on: Callable[[Any, list[Any]], Sequence[Any]],
+    apply: Callable[[Any, list[Any]], Sequence[Any]],
     *,
     consts: Sequence[Any] | None = None,
     literal: Callable[[Any], Any] = lambda atom: atom.val,
 ) -> list[Any]:
-    """The outputs of a jaxpr.
+    """Evaluate a jaxpr, and return its outputs.
 
     Args:
       jaxpr: the jaxpr, closed or open.
       inputs: values of its inputs, of any kind.
-      on: returns the outputs of an equation, given its inputs.
+      apply: returns the outputs of an equation, given its inputs.
       consts: values of its constants, if these are of another kind.
       literal: returns the value of a literal.
     """
@@ -41,57 +42,57 @@ def evaluate(
     values |= dict(zip(body.constvars, consts, strict=True))
     read = lambda atom: literal(atom) if isinstance(atom, Literal) else values[atom]
     for equation in body.eqns:
-        found = on(equation, list(map(read, equation.invars)))
+        found = apply(equation, list(map(read, equation.invars)))
         values |= dict(zip(equation.outvars, found, strict=True))
     return list(map(read, body.outvars))
 
 
-class Written:
-    """Equations that are written down, with those of a call in place of it."""
+class Writer:
+    """Writes a list of equations, in which each call is replaced by the equations it runs."""
 
     def __init__(
         self,
         emit: Callable[[Any], list[Any]] | None = None,
         keep: frozenset[str] = frozenset(),
     ):
-        """Nothing is written down yet.
+        """Start with no equations.
 
         Args:
-          emit: writes an equation down in its own way, and returns its outputs.
+          emit: writes an equation in its own way, and returns its outputs.
           keep: the primitives whose calls stay as they are.
         """
         self.equations: list[Any] = []
-        self.constants: dict[Any, Any] = {}  # the values of those that they read
+        self.constants: dict[Any, Any] = {}  # the values of the constants that they read
         self._emit, self._keep = emit or self.add, keep
 
     def add(self, equation: Any) -> list[Any]:
-        """Write an equation down; returns its outputs, which are new."""
+        """Write an equation; return its outputs, which are new variables."""
         outputs = [Var(out.aval) for out in equation.outvars]
         self.equations.append(equation.replace(outvars=outputs))
         return outputs
 
-    def of(self, jaxpr: Any, inputs: Sequence[Any], caller: Any = None) -> list[Any]:
-        """Write down a closed jaxpr on these inputs; returns its outputs."""
+    def write(self, jaxpr: Any, inputs: Sequence[Any], caller: Any = None) -> list[Any]:
+        """Write a closed jaxpr on these inputs; return its outputs."""
 
-        def on(equation: Any, given: list[Any]) -> list[Any]:
+        def apply(equation: Any, given: list[Any]) -> list[Any]:
             source = equation.source_info
-            # What JAX has traced before has no source, and takes its caller's.
+            # A function that JAX has traced before has no source lines, and takes its caller's.
             if source.traceback is None and caller is not None:
                 source = caller.source_info
             call = None if equation.primitive.name in self._keep else control_flow(equation)
             if isinstance(call, Call):
                 called = equation.replace(source_info=source)
-                return self.of(_jax.closed(call.jaxpr), given, called)
+                return self.write(_jax.closed(call.jaxpr), given, called)
             return self._emit(equation.replace(invars=given, source_info=source))
 
         pairs = zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)
         own = [self._constant(*pair, is_new=caller is not None) for pair in pairs]
-        return evaluate(jaxpr, inputs, on, consts=own, literal=lambda atom: atom)
+        return evaluate(jaxpr, inputs, apply, consts=own, literal=lambda atom: atom)
 
     def closed(self, jaxpr: Any) -> Any:
-        """Write down a closed jaxpr on its own inputs; returns all as such a jaxpr."""
+        """Write a closed jaxpr on its own inputs; return all equations as a closed jaxpr."""
         inputs = jaxpr.jaxpr.invars
-        outputs = self.of(jaxpr, inputs)
+        outputs = self.write(jaxpr, inputs)
         return _jax.with_equations(jaxpr, self.constants, inputs, outputs, self.equations)
 
     def _constant(self, variable: Any, value: Any, *, is_new: bool) -> Any:
@@ -103,33 +104,33 @@ class Written:
         return own
 
 
-def flat(jaxpr: Any) -> Any:
-    """A closed jaxpr with what it calls written out; branches and loops stay as they are."""
-    return Written().closed(jaxpr)
+def inlined(jaxpr: Any) -> Any:
+    """Inline all calls of a closed jaxpr; branches and loops stay as they are."""
+    return Writer().closed(jaxpr)
 
 
 def without_repeats(jaxpr: Any) -> Any:
-    """A closed jaxpr that computes equal equations once, with what it calls written out.
+    """Compute equal equations of a closed jaxpr once, and inline its calls.
 
-    XLA merges them too, but before or after it has simplified them, as the number of devices is
-    one or several, and may then simplify them differently. What ``jax.checkpoint`` computes again
-    is left as it is.
+    XLA merges equal equations too, but on several devices in another order relative to its other
+    simplifications than on one, and may then simplify them differently. What ``jax.checkpoint``
+    computes again is left as it is.
     """
     known: dict[Hashable, list[Any]] = {}
 
     def once(equation: Any) -> list[Any]:
-        key = None if equation.effects else _key(equation)
+        key = None if equation.effects else _equation_key(equation)
         if key is not None and key in known:
             return known[key]
         if control_flow(equation) is not None:
             equation = _with_jaxprs(equation, without_repeats)
-        outputs = written.add(equation)
+        outputs = writer.add(equation)
         if key is not None:
             known[key] = outputs
         return outputs
 
     def emit(equation: Any) -> list[Any]:
-        """Once, with operands of its own shape, whose broadcasts are equations too."""
+        """Write an equation once, with its operands broadcast to its shape by equations."""
         if equation.primitive.name not in BINARY:
             return once(equation)
         shape = equation.outvars[0].aval.shape
@@ -139,12 +140,12 @@ def without_repeats(jaxpr: Any) -> Any:
         ]
         return once(equation.replace(invars=given))
 
-    written = Written(emit, CHECKPOINTS)
-    return written.closed(jaxpr)
+    writer = Writer(emit, CHECKPOINTS)
+    return writer.closed(jaxpr)
 
 
 def _with_jaxprs(equation: Any, change: Callable[[Any], Any]) -> Any:
-    """An equation in whose parameters each closed jaxpr is changed."""
+    """Return an equation with each closed jaxpr among its parameters changed."""
 
     def one(value: Any) -> Any:
         if type(value) in (tuple, list):
@@ -159,20 +160,20 @@ def _with_jaxprs(equation: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _broadcast(atom: Any, shape: tuple[int, ...], like: Any) -> Any:
-    """An equation that broadcasts an atom to a shape, from where another equation is."""
+    """Return an equation that broadcasts an atom to a shape, at the source line of ``like``."""
     axes = range(len(shape) - atom.aval.ndim, len(shape))
     typed = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
     (found,) = jax.make_jaxpr(lambda x: lax.broadcast_in_dim(x, shape, axes))(typed).eqns
     return found.replace(invars=[atom], source_info=like.source_info)
 
 
-def _key(equation: Any) -> Hashable | None:
-    """The same for equations that compute the same; ``None`` if that is not known."""
+def _equation_key(equation: Any) -> Hashable | None:
+    """Return a key that is equal for equations that compute the same; ``None`` if unknown."""
     if jaxprs_within(equation):
         return None
     key = (
         equation.primitive,
-        tuple(map(_of_atom, equation.invars)),
+        tuple(map(_atom_key, equation.invars)),
         tuple(sorted(equation.params.items())),
     )
     try:
@@ -182,7 +183,7 @@ def _key(equation: Any) -> Hashable | None:
     return key
 
 
-def _of_atom(atom: Any) -> Hashable:
+def _atom_key(atom: Any) -> Hashable:
     if not isinstance(atom, Literal):
         return atom
     value = np.asarray(atom.val)
@@ -190,22 +191,22 @@ def _of_atom(atom: Any) -> Hashable:
 
 
 def computed_once(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns, which computes nothing twice."""
+    """Call a function so that it computes nothing twice, and return what it returns."""
     jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)
     found = jaxpr_as_fun(without_repeats(_jax.without_unread(jaxpr)))(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(out), found)
 
 
 class Piece(NamedTuple):
-    """A function of some inputs of a jaxpr."""
+    """A function that computes some outputs of a jaxpr from some of its inputs."""
 
     run: Callable[..., list[Any]]  # the function
-    taken: tuple[int, ...]  # the places of its inputs
-    text: str  # the same for functions that compute the same from other inputs
+    taken: tuple[int, ...]  # the places of its inputs in the jaxpr
+    text: str  # equal for functions that do the same with other inputs
 
 
 class Pieces:
-    """The pieces of a closed jaxpr; each is found in the time that it takes to compute it."""
+    """The pieces of a closed jaxpr; finding one takes time in proportion to its equations."""
 
     def __init__(self, jaxpr: Any):
         self._jaxpr = jaxpr
@@ -217,7 +218,7 @@ class Pieces:
         self._known: dict[tuple[int, ...], Piece] = {}
 
     def of(self, outputs: Sequence[int]) -> Piece:
-        """What computes the outputs at these places, in their order."""
+        """Return the piece that computes the outputs at these places, in this order."""
         key = tuple(outputs)
         if key not in self._known:
             self._known[key] = self._found(key)
@@ -240,28 +241,28 @@ class Pieces:
         return Piece(jaxpr_as_fun(pruned), kept, str(pruned.jaxpr))
 
 
-# Fences for XLA: a loop of one turn, and a false that XLA cannot fold.
+# Fences for XLA: a loop with one iteration, and a ``False`` that XLA cannot fold.
 
 
 def opaque_false(count: jax.Array) -> jax.Array:
-    """bool[]: a ``False`` that XLA cannot fold, from a count, which is never negative."""
+    """Return a ``False``, bool[], that XLA cannot fold, from a count, which is never negative."""
     return count < 0
 
 
 def in_loop(
     function: Callable[..., tuple[Any, Any]], carry: Any, *given: Any, skip: Any
 ) -> tuple[Any, Any]:
-    """``function(carry, *given)`` in a while loop with one turn, or none if ``skip`` is set.
+    """Run ``function(carry, *given)`` in a while loop with one iteration; none if ``skip`` is set.
 
-    XLA updates the arrays of the carry in place, where for CPUs it copies those that a select or a
-    conditional may keep. It hoists nothing that is computed of what is given, and compiles the
-    body apart from all else, so that its bits do not depend on that.
+    XLA updates the arrays of the carry in place; on CPUs it copies arrays that a select or a
+    conditional may keep. It hoists nothing that depends on ``given`` out of the loop, and compiles
+    the body apart from all else, so that its bits do not depend on the code around it.
 
     Args:
-      function: returns the carry as it is afterwards, with the same types, and other arrays.
+      function: returns the new carry, with the same types, and other arrays.
       carry: arrays that the function reads and replaces.
       given: what it only reads.
-      skip: bool[]. XLA leaves the loop out if it can tell that it runs; see ``opaque_false``.
+      skip: bool[]. XLA removes the loop if it can tell that it runs; see ``opaque_false``.
 
     Returns:
       What the function returns; if it is skipped, the carry as it was, and zeros.
@@ -272,7 +273,7 @@ def in_loop(
         done, carry, _ = before
         if not given:
             return jnp.bool_(True), *function(carry)
-        # Or XLA would compute before the loop what is the same in all turns.
+        # Without this, XLA would hoist what is the same in all iterations.
         _, own = lax.optimization_barrier((done, given))
         return jnp.bool_(True), *computed_once(function, carry, *own)
 
@@ -281,5 +282,5 @@ def in_loop(
 
 
 def zeros(types: Any) -> Any:
-    """Zeros of these types."""
+    """Return zeros of these types."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), types)

@@ -1,4 +1,4 @@
-"""Facts: what a value of a loss is in the rows of its batch, and what two paths have in common."""
+"""Facts: how a value in a loss depends on the rows of the batch, and how facts join."""
 
 import enum
 import math
@@ -14,7 +14,7 @@ from crossshard.jaxprs.walk import are_alike
 
 
 class OverRows(enum.Enum):
-    """What a loss is in the rows of its batch."""
+    """How a loss depends on the rows of its batch."""
 
     MEAN = "a mean over the rows"
     SUM = "a sum over the rows"
@@ -25,23 +25,23 @@ class OverRows(enum.Enum):
     UNDECIDED = "not decided"
 
 
-# Reasons that the messages of a step tell apart.
+# Reasons for which a step has messages of their own.
 ADDS_SHARDS = "the shards' means are added up"
 ADDS_UNLIKE = "terms that depend differently on the number of rows"
 MEETS_EARLIER = "a row meets those before it"
 SAME_NOISE = "noise from a key that is the same on every shard"
 
 
-# Facts of two kinds are never equal, as tuples could be.
+# Dataclasses, since tuples of two kinds could be equal.
 @dataclass(frozen=True)
 class Free:
     """A value that does not depend on the batch."""
 
-    power: int = 0  # of the number of rows, which it grows with
+    power: int = 0  # the power of the number of rows that it grows with
     own: bool = False  # whether it differs from shard to shard
-    # What all of it is, if that is known; with the rows of the first trace.
+    # The number that all its elements are, if known; in the trace with fewer rows.
     number: float | None = None
-    # How many times too large it is, as the shards have added up what is no sum over rows.
+    # How many times too large it is, if it is no sum over rows and was summed over the shards.
     times: int = 1
 
 
@@ -49,21 +49,20 @@ class Free:
 class Rows:
     """An array with rows along an axis, each computed from one row of the batch."""
 
-    axis: int  # the axis; its length is ``outer`` · rows · ``inner``, in this order
-    # How many slices along the axis are before a row's, and of it.
-    outer: int = 1
-    inner: int = 1
-    power: int = 0  # of the number of rows, which it grows with
-    # Whether all slices along the axis are equal, so that it has any such order.
+    axis: int  # the axis, which reshapes to ``(outer, rows, inner)``
+    outer: int = 1  # how many blocks of all rows follow each other along the axis
+    inner: int = 1  # how many neighbouring slices along the axis belong to one row
+    power: int = 0  # the power of the number of rows that it grows with
+    # Whether all slices along the axis are equal, so that any ``outer`` and ``inner`` fit.
     constant: bool = False
-    zero: bool = False  # whether all of it is 0
-    # The place of the batch's leaf that it is, but for its shape and dtype.
+    zero: bool = False  # whether all elements are 0
+    # If it is a leaf of the batch, but for shape and dtype: the place of that leaf.
     entry: int | None = None
-    counts: bool = False  # whether all of it is known to be integers, of any dtype
+    counts: bool = False  # whether all elements are known to be integers, of any dtype
 
     @property
     def is_plain(self) -> bool:
-        """Whether each slice along the axis is a row's."""
+        """Whether each slice along the axis is one row."""
         return (self.outer, self.inner) == (1, 1)
 
 
@@ -71,46 +70,46 @@ class Rows:
 class Chunks:
     """Rows in a fixed number of chunks along axis 0, for a loop over them.
 
-    Which rows are in the first chunk depends on their number, so that all chunks have to be treated
-    alike.
+    Which rows are in the first chunk depends on the number of rows, so all chunks have to be
+    treated alike.
     """
 
     number: int  # how many chunks there are
-    size: int  # how many slices along the axis one has
+    size: int  # how many slices of rows a chunk has
     axis: int  # the axis of these slices
-    power: int = 0  # of the number of rows, which it grows with
-    counts: bool = False  # as of ``Rows``
+    power: int = 0  # the power of the number of rows that it grows with
+    counts: bool = False  # as in ``Rows``
 
 
 @dataclass(frozen=True)
 class Index:
-    """Indices, of which each row has its own number: in a column of the last axis, or in all."""
+    """Indices that hold the number of each row: in one column of the last axis, or in all."""
 
     axis: int
-    column: int | None = None
+    column: int | None = None  # ``None`` for all
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A vector of integers, with the number of rows among them, as Keras multiplies them."""
+    """A vector of integers, among them the number of rows: Keras multiplies such shapes."""
 
-    # In each of the two traces.
+    # Its values in each of the two traces.
     one: tuple[int, ...]
     other: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class OneRow:
-    """A value of one row, in a scan over the rows; ``power`` is as of ``Rows``."""
+    """A value of one row, in a scan over the rows; ``power`` is as in ``Rows``."""
 
     power: int = 0
 
 
 @dataclass(frozen=True)
 class SoFar:
-    """A sum over the rows before, in a scan over the rows or over chunks of them."""
+    """A sum over the rows so far, in a scan over the rows or over chunks of them."""
 
-    power: int | None = None  # of what is added of each row; ``None`` if nothing is yet
+    power: int | None = None  # of what each row adds; ``None`` if nothing was added yet
     counts: bool = True  # whether all that is added is known to be integers
 
 
@@ -118,104 +117,103 @@ class SoFar:
 class Total:
     """A sum over rows."""
 
-    power: int  # of the number of rows, which it grows with: 1 for a sum, 0 for a mean
-    # Which sum it is: the place of the batch's leaf of which it is the sum, or what tells it from
-    # others; ``None`` if unknown.
+    power: int  # the power of the number of rows that it grows with: 1 for a sum, 0 for a mean
+    # Which sum it is: the place of the batch's leaf that is summed, or a key that no other sum has;
+    # ``None`` if unknown.
     of: Any = None
-    # What was done to it, so that it may only divide: ``"max"`` with a bound, ``"plus"`` something
-    # small, or ``"guard"``, another value where it is 0; empty if nothing was.
+    # What was done to it since, after which it may only divide: ``"max"`` with a bound, ``"plus"``
+    # something small, or ``"guard"``, another value where it is 0; empty if nothing was.
     moved: str = ""
-    # That bound, what was added, or that value; without any of these, what each row has more than
-    # what is summed, infinite if unknown.
+    # That bound, what was added, or that value. If ``moved`` is empty: how much more each row
+    # counts than what is summed, infinite if unknown.
     bound: float = 0.0
-    counts: bool = False  # whether it is known to be a sum of integers, before it was moved
+    counts: bool = False  # whether it was a sum of integers before it was moved
     single: bool = False  # whether it is one number
 
     def is_same(self, other: "Total") -> bool:
-        """Whether it is known to be the same value."""
+        """Return whether it is known to be the same value as another sum."""
         same = (self.of, self.moved, self.bound) == (other.of, other.moved, other.bound)
         return same and self.of is not None
 
 
 @dataclass(frozen=True)
 class Divided:
-    """A value that is divided by a sum over rows, which is one number."""
+    """A value divided by a sum over rows, which is one number."""
 
-    fact: Free | Rows | Total  # what it is without that
-    by: Total  # the sum that divides
-    equation: Any = field(compare=False)  # the one that divides
+    fact: Free | Rows | Total  # the dividend
+    by: Total  # the divisor
+    equation: Any = field(compare=False)  # the equation that divides
 
     def with_fact(self, fact: "Fact") -> "Fact":
-        """Another value that is divided so; an obstacle stays one."""
+        """Divide another value by the same sum; an obstacle stays one."""
         return replace(self, fact=fact) if isinstance(fact, Free | Rows | Total) else fact
 
 
 @dataclass(frozen=True)
-class Some:
-    """Whether a sum over rows is more than 0, as a guard of what it divides asks."""
+class NonZero:
+    """A bool: whether a sum over rows is more than 0. It guards a division by that sum."""
 
-    of: Any  # which sum, as of ``Total``
-    isnt: bool = False  # whether it is 0
-    equation: Any = None  # the one that asks
+    of: Any  # which sum, as in ``Total``
+    negated: bool = False  # whether it is true where the sum is 0
+    equation: Any = None  # the equation that compares
 
-    def asks(self, total: Total) -> bool:
-        """Whether it is known to ask this sum."""
+    def tests(self, total: Total) -> bool:
+        """Return whether it is known to be about this sum."""
         return self.of is not None and self.of == total.of
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A value that is none of these, because of an equation, or of what a source line does."""
+    """A value that is none of the above, because of an equation or a source line."""
 
     kind: OverRows  # what it is
     reason: str  # why
-    equation: Any = None  # the one that makes it so; ``None`` if unknown
-    source: str = ""  # the line, if it is known without an equation
-    # Whether rows of other shards come to it, so that comparisons with them are meant.
+    equation: Any = None  # the equation that makes it so; ``None`` if unknown
+    source: str = ""  # the source line, if it is known without an equation
+    # Whether it has rows of other shards, so that the user means rows to be compared.
     brings: bool = False
 
 
-Fact = Free | Rows | Chunks | Index | Shape | OneRow | SoFar | Total | Divided | Some | Obstacle
+Fact = Free | Rows | Chunks | Index | Shape | OneRow | SoFar | Total | Divided | NonZero | Obstacle
 
 
 class Pair(NamedTuple):
-    """An equation of the one trace, and that of the other."""
+    """Corresponding equations of the two traces."""
 
-    # The equations.
-    one: Any
-    other: Any
-    rows: int  # the number of rows of the one
-    times: int  # how many times as many the other has
-    name: str  # that of the primitive
+    one: Any  # the equation of the trace with fewer rows
+    other: Any  # the one of the trace with more rows
+    rows: int  # the number of rows of the first trace
+    times: int  # how many times as many rows the second trace has
+    name: str  # the name of the primitive
 
     def compared(self, reason: str) -> Obstacle:
-        """That it lets rows meet."""
+        """Return the obstacle that the equation compares rows."""
         return Obstacle(OverRows.COMPARED, reason, self.one)
 
     def undecided(self, reason: str) -> Obstacle:
-        """That nothing is known of it."""
+        """Return the obstacle that nothing is known of the equation."""
         return Obstacle(OverRows.UNDECIDED, reason, self.one)
 
     def is_alike(self) -> bool:
-        """Whether the parameters are equal, but for lengths, which the shapes tell."""
+        """Return whether the parameters are equal, but for lengths, which the shapes have too."""
         return are_alike(self.one, self.other, _OF_SHAPE)
 
     def converts(self) -> bool:
-        """Whether it makes another number of a number, as from float to integer."""
+        """Return whether it changes numbers by their type, as from float to integer."""
         out = self.one.outvars[0].aval.dtype
         if self.name == "convert_element_type":
             return out == np.bool_ or (is_inexact(self.one.invars[0]) and not is_inexact_type(out))
         return self.name == "div" and not is_inexact_type(out)
 
 
-# What says how long axes are; and what a scatter does, which its name says.
+# Parameters that hold the lengths of axes; and the function of a scatter, which its name implies.
 _OF_SHAPE = frozenset(
     "limit_indices new_sizes out_sharding reps shape sharding slice_sizes update_jaxpr".split()
 )
 
 
 def are_counts(pair: Pair, facts: Sequence[Fact]) -> bool:
-    """Whether an output is integers, of any dtype."""
+    """Return whether the output is known to be integers, of any dtype."""
     if _is_count(pair.one.outvars[0]):
         return True
     return pair.name in OF_COUNTS and all(map(_counts, facts, pair.one.invars))
@@ -239,36 +237,36 @@ def _counts(fact: Fact, atom: Any) -> bool:
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:
-    """The shape of a variable; empty if it has none."""
+    """Return the shape of a variable; empty if it has none."""
     return tuple(getattr(atom.aval, "shape", ()))
 
 
 def is_inexact(atom: Any) -> bool:
-    """Whether a variable is of floats or complex numbers."""
+    """Return whether a variable has floats or complex numbers."""
     return is_inexact_type(atom.aval.dtype)
 
 
 def is_inexact_type(dtype: Any) -> bool:
-    """Whether a dtype is of floats or complex numbers."""
+    """Return whether a dtype is one of floats or complex numbers."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def worst(facts: Sequence[Fact]) -> Obstacle | None:
-    """The obstacle among facts that says most."""
+    """Return the obstacle among facts that explains most; ``None`` if there is none."""
     order = OverRows.COMPARED, OverRows.OVER_SHARDS, OverRows.UNDECIDED
     found = [fact for fact in facts if type(fact) is Obstacle]
     return min(found, key=lambda x: (not x.brings, order.index(x.kind)), default=None)
 
 
 def layout(facts: Sequence[Fact]) -> Rows | None:
-    """How the rows lie in all of them; ``None`` if they lie in another way in some."""
+    """Return a fact with the order of rows that all facts share; ``None`` if they share none."""
     rows = [fact for fact in facts if isinstance(fact, Rows)]
     varying = [fact for fact in rows if not fact.constant] or rows[:1]
     return varying[0] if len({(fact.outer, fact.inner) for fact in varying}) == 1 else None
 
 
 def joined(one: Fact, other: Fact) -> Fact:
-    """What is true of a value that is the one or the other."""
+    """Return what is true of a value that has the one fact or the other."""
     if one == other:
         return one
     obstacle = worst([one, other])
@@ -285,13 +283,13 @@ def joined(one: Fact, other: Fact) -> Fact:
             return Total(power, bound=math.inf)
         case Free(power), Divided(Total(by)) if power == by:
             return other
-        case Free(0), Some():
+        case Free(0), NonZero():
             return other
-        case (Some() as some, Divided(Total(), by) as ratio) | (
+        case (NonZero() as guard, Divided(Total(), by) as ratio) | (
             Divided(Total(), by) as ratio,
-            Some() as some,
-        ) if some.asks(by):
-            # A shard of whose rows none counts has no weight, whatever its loss is.
+            NonZero() as guard,
+        ) if guard.tests(by):
+            # A shard whose sum is 0 has no weight, whatever its loss is.
             return ratio
         case Free(power), OneRow(by) if power == by:
             return other
@@ -306,20 +304,23 @@ def joined(one: Fact, other: Fact) -> Fact:
                 constant = one.constant and other.constant
                 return Rows(one.axis, found.outer, found.inner, power, constant)
     for fact in (one, other):
-        if isinstance(fact, Some):
+        if isinstance(fact, NonZero):
             return Obstacle(OverRows.COMPARED, "a sum over rows decides", fact.equation)
     return Obstacle(OverRows.UNDECIDED, "one path treats rows in another way than the next")
 
 
 def outside(fact: Fact, place: Any = None) -> Fact:
-    """A fact behind a call, a branch or a loop, of whose inner variables there may be several.
+    """Return a fact from within a call, a branch or a loop as it is outside.
+
+    A variable within may have several values, one for each call or iteration, so a sum that is
+    identified by one needs a new key.
 
     Args:
       fact: the fact within.
-      place: what tells the values of a call from those of others; ``None`` if nothing does.
+      place: tells the values of this call from those of others; ``None`` if nothing does.
     """
     match fact:
-        case Total(of=of) | Some(of=of):
+        case Total(of=of) | NonZero(of=of):
             return replace(fact, of=_outside(of, place))
         case Divided(inner, by):
             own = replace(fact, by=replace(by, of=_outside(by.of, place)))
@@ -334,14 +335,14 @@ def _outside(of: Any, place: Any) -> Any:
 
 
 def chosen(name: str, facts: Sequence[Fact]) -> tuple[Sequence[Fact], Sequence[Fact]]:
-    """The facts of the inputs that choose elements, and those of the rest."""
+    """Return the facts of the inputs that choose elements, and those of the rest."""
     where = range(len(facts))[CHOOSES.get(name, slice(0))]
     rest = [fact for place, fact in enumerate(facts) if place not in where]
     return [facts[place] for place in where], rest
 
 
 def power_of(pair: Pair, facts: Sequence[Fact]) -> int | None:
-    """The power of the number of rows that an output grows with; ``None`` if unknown."""
+    """Return the power of the number of rows that the output grows with; ``None`` if unknown."""
     name, powers = pair.name, list(map(_power, facts))
     if not any(powers):
         return 0
@@ -371,17 +372,17 @@ def _power(fact: Fact) -> int:
 
 
 def is_zero(fact: Fact) -> bool:
-    """Whether a value is 0 everywhere."""
+    """Return whether a value is known to be 0 everywhere."""
     return (isinstance(fact, Free) and fact.number == 0) or (isinstance(fact, Rows) and fact.zero)
 
 
-# What the derivatives of a mean over rows are, to which a function's own derivative is held.
+# The derivatives of a mean over rows, with which a function's own derivative is compared.
 
 _NO_SLOPE = Obstacle(OverRows.UNDECIDED, "a derivative by what is no row and no sum")
 
 
 def tangent(fact: Fact) -> Fact:
-    """What a small change of a value is."""
+    """Return the fact of a value's tangent."""
     match fact:
         case Free(power, own):
             return Free(power, own)
@@ -395,7 +396,7 @@ def tangent(fact: Fact) -> Fact:
 
 
 def cotangent(fact: Fact) -> Fact:
-    """What the derivative of a mean over rows by a value is."""
+    """Return the fact of a value's cotangent: the derivative of a mean over rows by the value."""
     match fact:
         case Free(power):
             return Total(-power)
@@ -409,7 +410,7 @@ def cotangent(fact: Fact) -> Fact:
 
 
 def is_slope(fact: Fact, expected: Fact) -> bool:
-    """Whether a fact is the expected one, where 0 is as good."""
+    """Return whether a fact is the expected one, or that of zeros."""
     if is_zero(fact):
         return True
     match fact, expected:

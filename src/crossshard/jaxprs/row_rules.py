@@ -1,7 +1,7 @@
-"""What becomes of rows, of sums over them, and of what these divide: the rules of equations.
+"""Rules: what an equation makes of rows, of sums over rows, and of what such sums divide.
 
-Rows: where they are after an equation, and whether each is still its own. Sums: whether one is
-still linear in the rows, and what it divides.
+For rows: where they are after the equation, and whether each is still computed alone. For sums:
+whether they are still linear in the rows, and what they divide.
 """
 
 import itertools
@@ -22,11 +22,11 @@ from crossshard.jaxprs.row_facts import (
     Fact,
     Free,
     Index,
+    NonZero,
     Obstacle,
     Pair,
     Rows,
     SoFar,
-    Some,
     Total,
     are_counts,
     chosen,
@@ -38,18 +38,19 @@ from crossshard.jaxprs.row_facts import (
 )
 from crossshard.jaxprs.slices import Along, Slicing, axes_after
 
-# What may be added to a sum, which then divides; a sum and more than that are two terms of a loss.
+# The largest number that may be added to a sum before it divides. A sum plus more than that is
+# taken for two terms of a loss.
 _SMALL = 1.0
-# What makes more of a key than there was: a number, or keys.
+# They draw numbers or further keys from a key.
 _DRAWS = frozenset({"random_bits", "random_gamma", "random_split"})
-# What is not linear, and known to be none of a sum that is done in another way.
+# Operations whose output is known: if it is not linear in a sum over rows, the rows are compared.
 _KNOWN = (
     ELEMENTWISE | set(CHOOSES) | LINEAR | set("dot_general reduce_max reduce_min top_k".split())
 )
 
 
 def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
-    """The facts of the outputs, of inputs that are rows or free of the batch."""
+    """Return the facts of the outputs, for inputs that are rows or free of the batch."""
     name = pair.name
     rows = [fact for fact in inputs if isinstance(fact, Rows)]
     if name in KEYS:
@@ -92,8 +93,11 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
     ]
 
 
-def batches_of(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | None:
-    """Of several batches behind each other, some of them; ``None`` if it takes anything else."""
+def sliced_batches(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | None:
+    """Return the facts if a slice or split takes some of several batches along an axis.
+
+    ``None`` if it takes anything else.
+    """
     rows = inputs[0] if pair.name in ("slice", "split") else None
     if not isinstance(rows, Rows):
         return None
@@ -122,7 +126,7 @@ def batches_of(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | None:
 
 
 def _concatenated(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
-    """Several batches behind each other, or what is computed along another axis."""
+    """Join several batches along the axis of their rows, or arrays along another axis."""
     rows = [fact for fact in inputs if isinstance(fact, Rows)]
     axis = pair.one.params["dimension"]
     if any(fact.axis != axis for fact in rows):
@@ -133,7 +137,7 @@ def _concatenated(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
 
 
 def _moved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
-    """What is computed along other axes, or of elements in one place."""
+    """Return the facts after an equation that works along other axes, or element by element."""
     name, found = pair.name, layout(inputs)
     if found is None:
         return pair.compared(f"{name} of rows and other rows")
@@ -143,7 +147,8 @@ def _moved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     except (KeyError, TypeError, ValueError):
         axes = None
     if axes is None:
-        # A sort may be undone; by random numbers, which numbers cannot tell, it is a permutation.
+        # A sort may be undone later. One by random numbers is a permutation of the rows, which a
+        # test with numbers cannot find.
         by_noise = name == "sort" and pair.one.invars[0].aval.dtype == np.uint32
         known = name in ELEMENTWISE or name in MIXES or by_noise
         return (pair.compared if known else pair.undecided)(f"{name} over the rows")
@@ -152,7 +157,7 @@ def _moved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
 
 
 def _contracted(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle | None:
-    """A product that adds up rows; ``None`` if it does not."""
+    """Return the facts of a product that adds up rows; ``None`` if it does not."""
     (left, right), power = inputs, power_of(pair, inputs)
     pairs = list(zip(*pair.one.params["dimension_numbers"][0], strict=True))
     if not (isinstance(left, Rows) and isinstance(right, Rows)):
@@ -197,7 +202,7 @@ def _convolved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     if isinstance(left, Rows) and isinstance(right, Free):
         same = left.axis == numbers.lhs_spec[0] and params["batch_group_count"] == 1
         return [replace(left, axis=numbers.out_spec[0])] if same else mixed
-    # As of kernels that are made of rows.
+    # Such as a kernel that is made of rows.
     return pair.undecided(mixed.reason)
 
 
@@ -216,7 +221,7 @@ def _in_windows(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
 
 
 def _updated(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
-    """A slice of each row is written, in the same place."""
+    """Write a slice of each row, at the same place in all rows."""
     mixed, (operand, update, *starts) = pair.compared("dynamic_update_slice of the rows"), inputs
     if not (isinstance(operand, Rows) and isinstance(update, Rows)):
         return mixed
@@ -229,7 +234,7 @@ def _updated(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
 
 
 def _added_up(pair: Pair, inputs: Sequence[Fact], power: int) -> list[Total] | Obstacle:
-    """A sum of rows, each of which says where it is added."""
+    """Sum rows, each at the place that its own index gives."""
     operand, indices, update = inputs
     mixed = pair.compared("scatter-add of rows to other rows")
     if not (isinstance(indices, Rows) and isinstance(update, Rows)):
@@ -244,46 +249,49 @@ def _added_up(pair: Pair, inputs: Sequence[Fact], power: int) -> list[Total] | O
     return [Total(power + 1, counts=are_counts(pair, inputs))]
 
 
-# What is looked up or written by indices, and rows as indices.
+# Gathers and scatters, whose indices may be rows, too.
 
 
-class _Numbers(NamedTuple):
-    """The dimension numbers of a gather, or a scatter, whose updates are what a gather returns."""
+class _DimensionNumbers(NamedTuple):
+    """The dimension numbers of a gather, or of a scatter.
+
+    The updates of a scatter have the axes that the output of a gather has.
+    """
 
     windows: Sequence[int]  # the axes of the output, or updates, that are axes of the operand
-    batch: Sequence[int]  # its other axes, which are those of the indices but the last
-    gone: Sequence[int]  # the axes of the operand that indices choose one of
-    to_operand: Sequence[int]  # the axis of the operand that each column of the indices counts
-    paired: dict[int, int]  # the axes of the operand that go with axes of the indices, and these
+    batch: Sequence[int]  # its other axes, which are all axes of the indices but the last
+    gone: Sequence[int]  # the axes of the operand along which an index chooses one element
+    to_operand: Sequence[int]  # for each column of the indices, the axis of the operand it indexes
+    paired: dict[int, int]  # batching axes: from those of the operand to those of the indices
     kept: Sequence[int]  # the other axes of the operand
 
     def of_rows(self, rows: Rows, size: int, full: int) -> int | None:
-        """Where rows of the operand are, if indices choose the same in all of them."""
+        """Return the axis of the operand's rows, if the indices choose the same in all rows."""
         if rows.axis not in self.kept or size != full:
             return None
         return self.windows[self.kept.index(rows.axis)]
 
     def of_indices(self, axis: int) -> int | None:
-        """Where an axis of the indices is."""
+        """Return where an axis of the indices is in the output; ``None`` if it is the last."""
         return self.batch[axis] if axis < len(self.batch) else None
 
     def of_both(self, rows: Rows, indices: Rows | Index, columns: int) -> int | None:
-        """Where rows are, each with the indices of its own."""
+        """Return the axis of the operand's rows, if each row is indexed by its own indices."""
         if isinstance(indices, Rows):
             paired = self.paired.get(rows.axis) == indices.axis
             alike = layout([rows, indices]) is not None
             return self.of_indices(indices.axis) if paired and alike else None
-        # A number of a row chooses that row, and nothing else.
+        # A row's number has to choose that row, and nothing else.
         column = 0 if columns == 1 else indices.column
         if column is None or self.to_operand[column] != rows.axis or rows.axis not in self.gone:
             return None
         return self.of_indices(indices.axis) if rows.is_plain else None
 
 
-def _numbers(of: Any, operand: Any, out: Any, names: Sequence[str]) -> _Numbers:
+def _dimension_numbers(of: Any, operand: Any, out: Any, names: Sequence[str]) -> _DimensionNumbers:
     windows, gone, to_operand, batched = (getattr(of, name) for name in names)
     paired = dict(zip(of.operand_batching_dims, batched, strict=True))
-    return _Numbers(
+    return _DimensionNumbers(
         windows,
         [axis for axis in range(out.ndim) if axis not in windows],
         gone,
@@ -293,7 +301,7 @@ def _numbers(of: Any, operand: Any, out: Any, names: Sequence[str]) -> _Numbers:
     )
 
 
-# The names of these dimension numbers in JAX, in the order of the fields.
+# JAX's names of the dimension numbers, in the order of the arguments below.
 _OF_GATHER = "offset_dims collapsed_slice_dims start_index_map start_indices_batching_dims".split()
 _OF_SCATTER = (
     "update_window_dims inserted_window_dims scatter_dims_to_operand_dims "
@@ -302,10 +310,12 @@ _OF_SCATTER = (
 
 
 def gathered(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
-    """A gather from an operand, by indices."""
+    """Return the facts of a gather from an operand, by indices."""
     (operand, indices), params = inputs, pair.one.params
     shapes = [atom.aval for atom in pair.one.invars]
-    of = _numbers(params["dimension_numbers"], shapes[0], pair.one.outvars[0].aval, _OF_GATHER)
+    of = _dimension_numbers(
+        params["dimension_numbers"], shapes[0], pair.one.outvars[0].aval, _OF_GATHER
+    )
     found: Fact | None = operand
     axis: int | None = None
     if isinstance(operand, Rows):
@@ -323,10 +333,10 @@ def gathered(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
 
 
 def scattered(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
-    """A scatter of updates to an operand, each of which has rows, by indices."""
+    """Return the facts of a scatter of updates to an operand, both of which have rows."""
     operand, indices, update = inputs
     shapes = [atom.aval for atom in pair.one.invars]
-    of = _numbers(pair.one.params["dimension_numbers"], shapes[0], shapes[2], _OF_SCATTER)
+    of = _dimension_numbers(pair.one.params["dimension_numbers"], shapes[0], shapes[2], _OF_SCATTER)
     mixed = pair.compared(f"{pair.name} to other rows")
     if not (isinstance(operand, Rows) and isinstance(update, Rows)):
         return mixed
@@ -344,10 +354,10 @@ def scattered(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
 
 
 def of_index(pair: Pair, inputs: Sequence[Fact]) -> Fact | None:
-    """What is still the number of a row; ``None`` if nothing is."""
+    """Return the fact of an output that still holds the number of each row; ``None`` if not."""
     name, out = pair.name, pair.one.outvars[0].aval
     if name == "concatenate":
-        # Beside what else is an index of the row's.
+        # Joined along the last axis with other indices of each row.
         places = [place for place, fact in enumerate(inputs) if isinstance(fact, Index)]
         axes = {fact.axis if isinstance(fact, Index | Rows) else None for fact in inputs}
         if len(places) != 1 or len(axes) != 1 or pair.one.params["dimension"] != out.ndim - 1:
@@ -372,8 +382,8 @@ def of_index(pair: Pair, inputs: Sequence[Fact]) -> Fact | None:
     return None
 
 
-def of_own_numbers(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
-    """Keys that are made of one key and of each row's number."""
+def keys_of_rows(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
+    """Return the facts of keys that are made from one key and each row's number."""
     match inputs:
         case [Free(own=True), Index(axis, None)]:
             return [Rows(axis)]
@@ -382,15 +392,15 @@ def of_own_numbers(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     return pair.undecided("keys of the position of a row")
 
 
-# What is drawn: each row needs a key of its own.
+# Random numbers: each row needs a key of its own.
 
 
 def drawn(pair: Pair, inputs: Sequence[Fact], axis: int | None = None) -> list[Fact] | Obstacle:
-    """The facts of the outputs.
+    """Return the facts of the outputs of a primitive that is random.
 
     Args:
-      pair: the equations, of a primitive that is random.
-      inputs: the facts of what they take, rows or free of the batch.
+      pair: the equations.
+      inputs: the facts of their inputs, rows or free of the batch.
       axis: the axis along which the outputs grow, if no input has rows.
     """
     number, place = len(pair.one.outvars), KEYS.get(pair.name)
@@ -406,7 +416,7 @@ def drawn(pair: Pair, inputs: Sequence[Fact], axis: int | None = None) -> list[F
     key = inputs[place]
     if isinstance(key, Free) and pair.name in _DRAWS and not key.own:
         return pair.compared(SAME_NOISE)
-    # One key draws another number for each row; keys of rows that are equal draw the same.
+    # One key draws different numbers for the rows; equal keys of the rows draw the same.
     constant = bool(rows) and all(fact.constant for fact in rows)
     constant = constant and (isinstance(key, Rows) or pair.name not in _DRAWS)
     return [Rows(axis, constant=constant)] * number
@@ -427,11 +437,11 @@ _SPECIAL: dict[str, Callable[[Pair, Sequence[Fact]], list[Rows] | Chunks | Obsta
 }
 
 
-# What becomes of sums over rows, of their ratios, and of what divides by them.
+# Sums over rows, their ratios, and other values that such sums divide.
 
 
 def of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
-    """The fact of an output, of inputs among which are sums over rows."""
+    """Return the fact of the output, if some of the inputs are sums over rows."""
     found = _of_sums(pair, inputs)
     if isinstance(found, Total) and pair.name not in MOVES and not found.moved:
         found = replace(found, single=False, of=None, counts=are_counts(pair, inputs))
@@ -443,16 +453,16 @@ def of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
 def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     name, sums = pair.name, [fact for fact in inputs if not isinstance(fact, Free)]
     mixed = _mixed(pair, inputs, f"{name} of a sum over rows")
-    if any(isinstance(fact, Some) for fact in inputs):
+    if any(isinstance(fact, NonZero) for fact in inputs):
         return _guarded(pair, inputs)
     if not all(isinstance(fact, Free | Total) for fact in inputs):
         return _of_rows_and_sums(pair, inputs)
     match inputs:
-        # Of a sum with something behind it, too: a guard of that does nothing, or the same.
+        # A sum that was moved is accepted, too: a guard of it does nothing, or the same.
         case [Total(of=of, single=True), Free(number=0)] if name in ("gt", "ne", "eq"):
-            return Some(of, name == "eq", pair.one)
+            return NonZero(of, name == "eq", pair.one)
         case [Free(number=0), Total(of=of, single=True)] if name in ("lt", "ne", "eq"):
-            return Some(of, name == "eq", pair.one)
+            return NonZero(of, name == "eq", pair.one)
     if pair.converts():
         return mixed
     if name == "div":
@@ -472,12 +482,15 @@ def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
         if any(not isinstance(fact, Free) or fact.power for fact in chooses):
             return mixed
         filled = pair.one.params.get("fill_value") is not None
-        return pair.undecided(f"{name} that fills") if filled else _all(pair, rest)
-    return _all(pair, inputs) if name in LINEAR else mixed
+        return pair.undecided(f"{name} that fills") if filled else _combined(pair, rest)
+    return _combined(pair, inputs) if name in LINEAR else mixed
 
 
 def _mixed(pair: Pair, inputs: Sequence[Fact], reason: str) -> Obstacle:
-    """That rows meet, if the operation is known; several counts may only say where rows go."""
+    """Return the obstacle that rows are compared, or that nothing is known of the operation.
+
+    Counts in an array may only determine where rows go, so nothing is known of them, either.
+    """
     counts = any(
         isinstance(fact, Total) and not fact.single and not is_inexact(atom)
         for fact, atom in zip(inputs, pair.one.invars, strict=True)
@@ -494,7 +507,7 @@ def _of_rows_and_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
             return Divided(rows, total, pair.one)
         case [Rows(), Total()] if pair.name == "div":
             return pair.undecided(reason)
-    # In a mean over rows, what is added to each row is still added to the mean.
+    # If the result is averaged over the rows, what is added to each row is added to the mean.
     return (
         pair.undecided(reason) if pair.name in ("add", "add_any") else _mixed(pair, inputs, reason)
     )
@@ -505,14 +518,14 @@ def of_divided(
     inputs: Sequence[Fact],
     transferred: Callable[[Pair, Sequence[Fact]], Sequence[Fact] | Obstacle],
 ) -> Sequence[Fact] | Obstacle:
-    """The facts of the outputs, of inputs among which some are divided by a sum over rows.
+    """Return the facts of the outputs, if some of the inputs are divided by a sum over rows.
 
-    What is linear in them is divided by the same sum.
+    An output that is linear in these inputs is divided by the same sum.
 
     Args:
       pair: the equations.
-      inputs: the facts of what they take.
-      transferred: returns the facts of the outputs, of inputs of which none is divided.
+      inputs: the facts of their inputs.
+      transferred: returns the facts of the outputs, for inputs that are not divided.
     """
     name, divided = pair.name, [fact for fact in inputs if isinstance(fact, Divided)]
     within = [fact.fact if isinstance(fact, Divided) else fact for fact in inputs]
@@ -520,7 +533,7 @@ def of_divided(
     by, was_ratio = first.by, any(isinstance(fact.fact, Total) for fact in divided)
     if SoFar in kinds:
         return pair.compared(MEETS_EARLIER)
-    if Some in kinds and Rows not in kinds:
+    if NonZero in kinds and Rows not in kinds:
         return [_guarded(pair, inputs)]
     if name in ADDS and Rows not in kinds:
         others = [type(fact) for fact in inputs if not isinstance(fact, Divided)]
@@ -569,29 +582,29 @@ def of_divided(
 
 
 def _guarded(pair: Pair, inputs: Sequence[Fact]) -> Fact:
-    """Of what is something else where a sum over rows is 0."""
+    """Return the fact of a value that is replaced where a sum over rows is 0."""
     name, reason = pair.name, "a sum over rows decides"
-    # The sum that is asked may be the one that divides, computed once more.
+    # The sum that is compared with 0 may be the one that divides, computed once more.
     again = any(isinstance(fact, Total | Divided) for fact in inputs)
     mixed = (pair.undecided if again else pair.compared)(reason)
     if name in MOVES and len(inputs) == 1:
         return inputs[0]
-    some, *cases = inputs
-    if name == "select_n" and isinstance(some, Some):
-        match cases[::-1] if some.isnt else cases:
-            case [Free(0, number=number), Total(single=True) as total] if some.asks(total):
+    guard, *cases = inputs
+    if name == "select_n" and isinstance(guard, NonZero):
+        match cases[::-1] if guard.negated else cases:
+            case [Free(0, number=number), Total(single=True) as total] if guard.tests(total):
                 if total.moved:
                     return total
                 return replace(total, moved="guard", bound=number or 0.0)
-            case [Free(0), Divided(Total(), by) as ratio] if some.asks(by):
+            case [Free(0), Divided(Total(), by) as ratio] if guard.tests(by):
                 return ratio
-            case [Free(number=0), Divided(Free(), by) as inverse] if some.asks(by):
+            case [Free(number=0), Divided(Free(), by) as inverse] if guard.tests(by):
                 return inverse
     return mixed
 
 
-def _all(pair: Pair, facts: Sequence[Fact]) -> Fact:
-    """Of values whose elements are copied or added up."""
+def _combined(pair: Pair, facts: Sequence[Fact]) -> Fact:
+    """Return the fact of an output whose elements are copied or added up from all inputs."""
     found = facts[0]
     for fact in facts[1:]:
         found = joined(found, fact)
@@ -610,7 +623,7 @@ def _divided(pair: Pair, inputs: Sequence[Fact], mixed: Obstacle) -> Fact:
             return Divided(Total(power - by), divisor, pair.one)
         case [Free(power), Total(by) as divisor]:
             return Divided(Free(power - by), divisor, pair.one)
-        # Such as Dice's: a sum and a number, of which each shard would add its own.
+        # As in the Dice loss: a sum plus a number, which each shard would add once more.
         case [Total(moved="plus"), _]:
             return pair.compared(ADDS_UNLIKE)
     return mixed
@@ -625,7 +638,7 @@ def _at_least(inputs: Sequence[Fact], mixed: Obstacle) -> Fact:
 
 
 def added(facts: Sequence[Fact], mixed: Obstacle) -> Fact:
-    """A sum, or a difference, of two facts."""
+    """Return the fact of a sum, or a difference, of two values."""
     one, other = facts
     if isinstance(one, Free):
         one, other = other, one

@@ -1,4 +1,7 @@
-"""Whether traces with different numbers of rows are one program, but for repeating a single row."""
+"""Checks whether traces with different numbers of rows are the same program.
+
+With a single row, JAX leaves out operations that would repeat it; these do not count.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,11 +16,11 @@ from crossshard import _jax
 from crossshard.jaxprs.row_facts import is_inexact, shape_of
 from crossshard.jaxprs.walk import constants, has_own_derivative, jaxprs_within, opened
 
-# What only gives an array another shape, which JAX leaves out if it has that already.
+# Operations that only give an array another shape; JAX leaves them out if it has that already.
 _SHAPES = frozenset("broadcast_in_dim reshape squeeze".split())
-# Parameters that say how long axes are, which the shapes tell; and what a derivative is made by,
-# whose rule is compared in its place.
-_TOLD = frozenset(
+# Parameters that need no comparison: lengths of axes, which are compared with the shapes; and the
+# functions that make a derivative, whose jaxpr is compared instead.
+_COMPARED_ELSEWHERE = frozenset(
     "bwd bwd_batches call_jaxpr_thunk fwd_jaxpr_thunk jvp_jaxpr_fun jvp_jaxpr_thunk limit_indices "
     "new_sizes num_consts out_sharding out_trees reps shape sharding sizes slice_sizes "
     "update_jaxpr".split()
@@ -25,10 +28,11 @@ _TOLD = frozenset(
 
 
 def is_same_program(jaxprs: Sequence[Any], rows: Sequence[int]) -> bool:
-    """Whether three traces do the same, with these three numbers of rows.
+    """Return whether three traces do the same, with these three numbers of rows.
 
-    They have the same equations, but for those that only give an array another shape. What these
-    take are the same values, whose shapes and literals are fixed, or grow with the rows alike.
+    They must have the same equations, apart from those that only give an array another shape. The
+    equations must take the same values, with shapes and literals that are fixed or grow with the
+    rows.
 
     >>> import jax
     >>> trace = lambda f: [jax.make_jaxpr(f)(jnp.ones((n, 3))) for n in (1, 2, 4)]
@@ -44,33 +48,33 @@ def is_same_program(jaxprs: Sequence[Any], rows: Sequence[int]) -> bool:
 
 
 def do_the_same(one: Any, other: Any) -> bool:
-    """Whether two equations of equal shapes do the same, with what they run inside."""
+    """Return whether two equations of equal shapes do the same, including the jaxprs they run."""
     try:
         return one.params.keys() == other.params.keys() and all(
-            _are_equal(value, other.params[key]) for key, value in one.params.items()
+            _equal_parameters(value, other.params[key]) for key, value in one.params.items()
         )
     except (AttributeError, KeyError, TypeError, ValueError):  # parameters of any kind
         return False
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _equal_parameters(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if _is_jaxpr(one) and not isinstance(one, tuple | list):
-        # Of as many rows, so that nothing may grow.
+        # Both have the same number of rows, so nothing may grow.
         return _same((one, other, other), (1, 2, 4))
     if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
+        return len(one) == len(other) and all(map(_equal_parameters, one, other))
     if dataclasses.is_dataclass(one):
         fields = [field.name for field in dataclasses.fields(one)]
-        return all(_are_equal(getattr(one, x), getattr(other, x)) for x in fields)
+        return all(_equal_parameters(getattr(one, x), getattr(other, x)) for x in fields)
     return bool(one == other)
 
 
 def scales(one: Any, other: Any, times: int, power: int) -> bool:
-    """Whether numbers are ``times ** power`` times other ones, but for rounding."""
+    """Return whether ``other`` is ``times ** power`` times ``one``, but for rounding."""
     one, other = np.asarray(one), np.asarray(other)
     if one.dtype.kind == "b" or one.shape != other.shape:
         return False
@@ -86,17 +90,16 @@ def scales(one: Any, other: Any, times: int, power: int) -> bool:
 
 
 def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -> bool:
-    """Whether jaxprs do the same; ``derives`` is whether own derivatives are compared, too.
+    """Return whether jaxprs do the same; if ``derives``, custom derivatives are compared, too.
 
-    A derivative may call the function that it is of, as that of ``logaddexp`` does, so that those
-    within one are not.
+    Not within such a derivative, which may call its own function, as that of ``logaddexp`` does.
     """
     traces = [_Trace(each) for each in jaxprs]
     bodies = [each.jaxpr for each in traces]
     if len({(len(x.jaxpr.invars), len(x.jaxpr.constvars), len(x.kept)) for x in traces}) > 1:
         return False
     own = zip(*map(constants, jaxprs if hasattr(jaxprs[0], "consts") else ()), strict=True)
-    if not all(_is_alike(each, rows) for each in own):
+    if not all(_values_match(each, rows) for each in own):
         return False
 
     def fits(atoms: Sequence[Any], left_out: int | None) -> bool:
@@ -105,12 +108,12 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
             shapes[0].insert(left_out, 1)
         return _fit(shapes, rows)
 
-    def of_atoms(atoms: Sequence[Any], left_out: int | None = None) -> bool:
+    def atoms_match(atoms: Sequence[Any], left_out: int | None = None) -> bool:
         if not fits(atoms, left_out):
             return False
         values = [of.value(atom) for of, atom in zip(traces, atoms, strict=True)]
         if all(isinstance(value, Literal) for value in values):
-            return _is_alike([value.val for value in values], rows)
+            return _values_match([value.val for value in values], rows)
         return not any(value != values[0] for value in values)
 
     for equations in zip(*(each.kept for each in traces), strict=True):
@@ -120,12 +123,12 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
         if len({len(each.invars) for each in equations}) > 1:
             return False
         left_out = _LEFT_OUT.get(one.primitive.name, lambda _: None)(equations)
-        if left_out is None and not _are_alike([each.params for each in equations], rows):
+        if left_out is None and not _parameters_match([each.params for each in equations], rows):
             return False
         inputs = list(zip(*(each.invars for each in equations), strict=True))
         outputs = list(zip(*(each.outvars for each in equations), strict=True))
         places = left_out or [None] * len(inputs + outputs)
-        if not all(map(of_atoms, inputs, places)):
+        if not all(map(atoms_match, inputs, places)):
             return False
         if not all(map(fits, outputs, places[len(inputs) :])):
             return False
@@ -135,20 +138,20 @@ def _same(jaxprs: Sequence[Any], rows: Sequence[int], *, derives: bool = True) -
         own_rule = derives and has_own_derivative(one)
         if own_rule and not _same(list(map(rule_of_derivative, equations)), rows, derives=False):
             return False
-    return all(map(of_atoms, zip(*(each.outvars for each in bodies), strict=True)))
+    return all(map(atoms_match, zip(*(each.outvars for each in bodies), strict=True)))
 
 
 def takes_cotangents(equation: Any) -> bool:
-    """Whether the derivative that a function has of its own is one backwards."""
+    """Return whether the custom derivative of a function is a backward pass."""
     return equation.primitive.name.startswith("custom_vjp")
 
 
 def rule_of_derivative(equation: Any) -> Any:
-    """The jaxpr of the derivative that a called function has of its own, by what is inexact.
+    """Trace the custom derivative of a called function, by its inexact inputs.
 
-    After the inputs it takes the cotangents of the outputs, and returns those of the inputs; or the
-    tangents of the inputs, and returns those of the outputs. Then come the outputs themselves,
-    which such a function may compute in another way.
+    After the inputs, the jaxpr takes the cotangents of the outputs, and returns those of the
+    inputs; or it takes the tangents of the inputs, and returns those of the outputs. It also
+    returns the outputs, which such a function may compute in another way than without a derivative.
     """
     backward = takes_cotangents(equation)
     type_of = lambda atom: jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
@@ -175,14 +178,14 @@ def rule_of_derivative(equation: Any) -> Any:
     return jax.make_jaxpr(rule)(*map(type_of, atoms))
 
 
-# For each input and output the axis of the rows, if the first trace leaves it out.
+# For each input and output: the axis of the rows, if the first trace leaves that axis out.
 _Places = list[int | None]
 
 
-def _of_gather(equations: Sequence[Any]) -> _Places | None:
-    """Of an operand with one row, JAX takes all along the axis of the rows.
+def _left_out_by_gather(equations: Sequence[Any]) -> _Places | None:
+    """Return the axes that a gather from an operand with one row leaves out; ``None`` if none.
 
-    In place of one element by each row of the indices, which is the same.
+    JAX takes the whole axis of the rows then, not one element for each row of the indices.
     """
     few, more, also = (each.params["dimension_numbers"] for each in equations)
     axes = [axis for axis in more.operand_batching_dims if axis not in few.operand_batching_dims]
@@ -204,11 +207,11 @@ def _of_gather(equations: Sequence[Any]) -> _Places | None:
         and given
         == list(zip(few.operand_batching_dims, few.start_indices_batching_dims, strict=True))
     )
-    return [None, place, None] if same and _alike_but_for_numbers(equations) else None
+    return [None, place, None] if same and _match_but_for_dimension_numbers(equations) else None
 
 
-def _of_product(equations: Sequence[Any]) -> _Places | None:
-    """Of matrices of one row, JAX makes a product without the axis of the rows."""
+def _left_out_by_product(equations: Sequence[Any]) -> _Places | None:
+    """Return the axes that a batched product with one row leaves out; ``None`` if none."""
     few, more, also = (each.params["dimension_numbers"] for each in equations)
     (left, right), (lefts, rights) = more
     if more != also or len(few[1][0]) != len(lefts) - 1:
@@ -219,24 +222,24 @@ def _of_product(equations: Sequence[Any]) -> _Places | None:
             for axes, gone in ((left, one), (right, other), (lefts, one), (rights, other))
         ]
         if [tuple(x) for both in few for x in both] == without:
-            return [one, other, at] if _alike_but_for_numbers(equations) else None
+            return [one, other, at] if _match_but_for_dimension_numbers(equations) else None
     return None
 
 
-def _alike_but_for_numbers(equations: Sequence[Any]) -> bool:
+def _match_but_for_dimension_numbers(equations: Sequence[Any]) -> bool:
     each = [{**equation.params, "dimension_numbers": None} for equation in equations]
-    return _are_alike(each, (1, 2, 4))
+    return _parameters_match(each, (1, 2, 4))
 
 
-_LEFT_OUT: dict[str, Any] = {"dot_general": _of_product, "gather": _of_gather}
+_LEFT_OUT: dict[str, Any] = {"dot_general": _left_out_by_product, "gather": _left_out_by_gather}
 
 
 class _Trace:
-    """A jaxpr, in which a value keeps its name when it only gets another shape."""
+    """A jaxpr, in which a value keeps its name if it only gets another shape."""
 
     def __init__(self, jaxpr: Any):
         self.jaxpr = opened(jaxpr)
-        self.kept: list[Any] = []  # the equations that do more
+        self.kept: list[Any] = []  # the equations that do more than that
         self._values: dict[Any, Any] = {}
         for kind in ("invars", "constvars"):
             variables = getattr(self.jaxpr, kind)
@@ -250,12 +253,12 @@ class _Trace:
             self.kept.append(equation)
 
     def value(self, atom: Any) -> Any:
-        """The name of a value, or the literal that it is."""
+        """Return the name of a value, or the literal that it is."""
         return atom if isinstance(atom, Literal) else self._values[atom]
 
 
 def _fit(shapes: Sequence[Any], rows: Sequence[int]) -> bool:
-    """Whether each axis has a fixed length, or one that grows with the rows."""
+    """Return whether each axis has a fixed length, or one that grows with the rows."""
     if len(set(map(len, shapes))) > 1:
         return False
     (one, some, many) = rows
@@ -264,8 +267,8 @@ def _fit(shapes: Sequence[Any], rows: Sequence[int]) -> bool:
     )
 
 
-def _is_alike(values: Sequence[Any], rows: Sequence[int]) -> bool:
-    """Whether values are equal, or grow with the same power of the number of rows."""
+def _values_match(values: Sequence[Any], rows: Sequence[int]) -> bool:
+    """Return whether values are equal, or grow with the same power of the number of rows."""
     if values[0] is values[1] is values[2]:
         return True
     one, some, many = map(np.asarray, values)
@@ -278,8 +281,8 @@ def _is_alike(values: Sequence[Any], rows: Sequence[int]) -> bool:
     )
 
 
-def _are_alike(params: Sequence[dict[str, Any]], rows: Sequence[int]) -> bool:
-    """Whether equations do the same, but for what shapes and inner jaxprs tell."""
+def _parameters_match(params: Sequence[dict[str, Any]], rows: Sequence[int]) -> bool:
+    """Return whether parameters are equal, but for those that shapes or inner jaxprs show."""
     first, *others = params
     if any(each.keys() != first.keys() for each in others):
         return False
@@ -287,7 +290,7 @@ def _are_alike(params: Sequence[dict[str, Any]], rows: Sequence[int]) -> bool:
         each = [value, *(other[key] for other in others)]
         if key == "length" and _fit([(x,) for x in each], rows):
             continue
-        if key in _TOLD or all(map(_is_jaxpr, each)):
+        if key in _COMPARED_ELSEWHERE or all(map(_is_jaxpr, each)):
             continue
         if not all(other is value or bool(other == value) for other in each[1:]):
             return False
@@ -295,6 +298,6 @@ def _are_alike(params: Sequence[dict[str, Any]], rows: Sequence[int]) -> bool:
 
 
 def _is_jaxpr(value: Any) -> bool:
-    """Whether a parameter is a jaxpr, or several."""
+    """Return whether a parameter is a jaxpr, or several."""
     each = value if isinstance(value, tuple | list) else [value]
     return bool(each) and all(hasattr(opened(x), "eqns") for x in each)

@@ -1,9 +1,9 @@
-"""Slices: which values of an update are sliced on each shard as its arguments are.
+"""Which values of an update each shard can compute from slices of the update's arguments.
 
-The update is traced on full arrays and on one shard's slices, and the two jaxprs are compared. It
-is elementwise if they match, and if every output element depends only on input elements at the
-same position and on replicated values. One that treats each matrix of a stack alone computes the
-same on some of them: an operation along other axes keeps slices along an axis.
+The update is traced on full arrays and on one shard's slices, and the two jaxprs are compared. The
+update is elementwise if they match, and if every output element depends only on input elements at
+the same position and on replicated values. An update may also treat each matrix of a stack alone:
+then it can run on slices along the axis of the stack, if all operations are along other axes.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, are_alike, fol
 
 
 class Slicing(enum.Enum):
-    """How a value on slices stands to the one on full arrays."""
+    """How a value on slices relates to the value on full arrays."""
 
     SAME = "the same on all shards"
     UNIFORM = "one number at every position"
@@ -51,9 +51,9 @@ Kind = Slicing | Along | Mixed
 def is_elementwise(
     update: Callable[..., tuple[Any, Any]], wholes: tuple[Any, ...], slices: tuple[Any, ...]
 ) -> bool:
-    """Whether ``why_not_elementwise`` finds nothing, in less time if it finds something."""
+    """Return whether ``why_not_elementwise`` finds no reason, in less time if there is one."""
     whole, expected = jax.make_jaxpr(update)(*wholes), jax.tree.leaves(wholes[:2])
-    # What mixes elements on full arrays mixes them on slices, on which it need not be traced then.
+    # An update that mixes elements of full arrays mixes those of slices: no second trace is needed.
     if _obstacle(whole, whole, expected, _kinds(wholes, slices)) is not None:
         return False
     return why_not_elementwise(update, wholes, slices) is None
@@ -62,7 +62,7 @@ def is_elementwise(
 def why_not_elementwise(
     update: Callable[..., tuple[Any, Any]], wholes: tuple[Any, ...], slices: tuple[Any, ...]
 ) -> str | None:
-    """The reason why an update cannot run on slices of its arrays, or ``None``.
+    """Return the reason why an update cannot run on slices of its arrays, or ``None``.
 
     Args:
       update: from ``(params, state, …)`` to the new ``(params, state)``.
@@ -131,7 +131,7 @@ class Slices(Analysis[Kind]):
 
     def join(self, facts: Sequence[Kind]) -> Kind:
         mixed: list[Kind] = [kind for kind in facts if isinstance(kind, Mixed)]
-        # One number at every position is a slice of any kind.
+        # An array of one number is a slice of any kind.
         kinds = [kind for kind in facts if kind is not Slicing.UNIFORM]
         if mixed or len(set(kinds)) < 2:
             return [*mixed, *kinds, Slicing.UNIFORM][0]
@@ -153,7 +153,7 @@ class Slices(Analysis[Kind]):
     def returned(
         self, equations: Equations, inputs: Sequence[Kind], outputs: Sequence[Kind]
     ) -> Sequence[Kind]:
-        # A value without a source line, as in a jit that JAX has traced before, takes the call's.
+        # A function that JAX has traced before has no source lines, and takes the call's.
         return [
             Mixed(fact.reason, _jax.source_of(equations[0]))
             if isinstance(fact, Mixed) and not fact.source
@@ -172,7 +172,7 @@ class Slices(Analysis[Kind]):
         if any(isinstance(kind, Along) for kind in inputs):
             return self._along(whole, part, inputs)
         if set(inputs) <= {Slicing.SAME}:
-            return [self._of_same(whole, part)] * count
+            return [self._kind_of_same(whole, part)] * count
         given, out = list(zip(whole.invars, inputs, strict=True)), whole.outvars[0].aval
         is_computed = name in ELEMENTWISE and same_but_for_shapes(whole, part)
         if Slicing.SLICE not in inputs:
@@ -180,9 +180,9 @@ class Slices(Analysis[Kind]):
             if is_computed and all(alone):
                 return [Slicing.UNIFORM] * count
             if name != "broadcast_in_dim" and _shapes(whole) == _shapes(part):
-                return [self._of_same(whole, part)] * count
+                return [self._kind_of_same(whole, part)] * count
         elif self._of_leaves and name == "reshape" and out.ndim == 1 and _keeps_order(whole):
-            # In one order for all arrays of a leaf, which are split alike.
+            # All arrays of a leaf are split alike, so their elements keep the same positions.
             return [Slicing.SLICE]
         in_place = all(
             atom.aval.shape == out.shape or (kind is Slicing.SAME and atom.aval.shape == ())
@@ -192,8 +192,8 @@ class Slices(Analysis[Kind]):
             return [Slicing.SLICE if Slicing.SLICE in inputs else Slicing.UNIFORM] * count
         return [Mixed(f"{name} over a full parameter", _jax.source_of(whole))] * count
 
-    def _of_same(self, whole: Any, part: Any) -> Kind:
-        """Of values that are the same on all shards."""
+    def _kind_of_same(self, whole: Any, part: Any) -> Kind:
+        """Return the kind of the output if all inputs are the same on all shards."""
         if has_effect(whole):
             reason = f"{whole.primitive.name}, which has an effect"
             return Mixed(reason, _jax.source_of(whole))
@@ -238,23 +238,23 @@ def _shapes(equation: Any) -> list[tuple[int, ...]]:
     return [atom.aval.shape for atom in (*equation.invars, *equation.outvars)]
 
 
-# What is about the shape or sharding of an array, not about the computation.
+# Parameters about the shape or sharding of an array, not about the computation.
 _OF_SHAPE = frozenset({"shape", "sharding", "broadcast_dimensions", "out_sharding"})
 
 
 def same_but_for_shapes(one: Any, other: Any) -> bool:
-    """Whether two equations of one primitive are equal except for the shapes of arrays."""
+    """Return whether two equations of one primitive are equal except for the shapes of arrays."""
     return are_alike(one, other, _OF_SHAPE)
 
 
 def _keeps_order(equation: Any) -> bool:
-    """Whether an equation only reshapes or broadcasts, and keeps the order of elements."""
+    """Return whether an equation only reshapes or broadcasts, and keeps the order of elements."""
     reshapes = equation.primitive.name in ("broadcast_in_dim", "reshape")
     return reshapes and equation.params.get("dimensions") is None
 
 
 def axis_of_slices(whole: Sequence[int], part: Sequence[int]) -> int | None:
-    """The one axis in which two shapes differ."""
+    """Return the axis in which two shapes differ; ``None`` unless it is the only one."""
     if len(whole) != len(part):
         return None
     differ = [axis for axis, pair in enumerate(zip(whole, part, strict=True)) if len(set(pair)) > 1]
@@ -262,16 +262,16 @@ def axis_of_slices(whole: Sequence[int], part: Sequence[int]) -> int | None:
 
 
 def axes_after(whole: Any, part: Any, inputs: Sequence[Kind]) -> Sequence[int] | None:
-    """The axis of the slices of each output; ``None`` if the equation mixes them."""
+    """Return the axis of the slices in each output; ``None`` if the equation mixes slices."""
     name, outs = whole.primitive.name, len(whole.outvars)
     if name == "dot_general":
-        return _of_product(whole, inputs) if same_but_for_shapes(whole, part) else None
+        return _axis_of_product(whole, inputs) if same_but_for_shapes(whole, part) else None
     given = [(atom.aval, kind) for atom, kind in zip(whole.invars, inputs, strict=True)]
     along = [(x.shape, kind.axis) for x, kind in given if isinstance(kind, Along)]
     if len({axis for _, axis in along}) != 1:
         return None
     shape, axis = along[0]
-    if not _alike(whole, part, axis):
+    if not _parameters_match(whole, part, axis):
         return None
     others = [
         x
@@ -279,7 +279,7 @@ def axes_after(whole: Any, part: Any, inputs: Sequence[Kind]) -> Sequence[int] |
         if not (isinstance(kind, Along) or kind is Slicing.UNIFORM or x.size == 1)
     ]
     if name in ELEMENTWISE:
-        # What is not a slice is the same at every position along the axis.
+        # An input that is no slice must be the same at every position along the axis.
         alike = all(x.ndim == len(shape) and x.shape[axis] == 1 for x in others)
         return [axis] if alike else None
     after = None if others else _axis_after(whole, axis, shape)
@@ -287,7 +287,10 @@ def axes_after(whole: Any, part: Any, inputs: Sequence[Kind]) -> Sequence[int] |
 
 
 def _axis_after(whole: Any, axis: int, shape: Sequence[int]) -> int | None:
-    """Where the axis of slices is, if nothing but slices of this shape meets, and none mix."""
+    """Return the axis of slices after an equation whose inputs are all slices of this shape.
+
+    ``None`` if the equation mixes them.
+    """
     name, params, out = whole.primitive.name, whole.params, whole.outvars[0].aval
     stays: bool
     match name:
@@ -333,15 +336,15 @@ def _axis_after(whole: Any, axis: int, shape: Sequence[int]) -> int | None:
 def _reshaped(out: Sequence[int], axis: int, shape: Sequence[int]) -> int | None:
     before = math.prod(shape[:axis])
     for place, size in enumerate(out):
-        # The same axis; or, if nothing is before it, one that it begins or is split into.
+        # The same axis; or, if nothing is before it, an axis that it is merged or split into.
         starts = math.prod(out[:place]) == before
         if starts and size > 1 and (size == shape[axis] or before == 1):
             return place
     return None
 
 
-def _alike(whole: Any, part: Any, axis: int) -> bool:
-    """Whether the parameters of two equations are equal, but for lengths along an axis."""
+def _parameters_match(whole: Any, part: Any, axis: int) -> bool:
+    """Return whether the parameters of two equations are equal, but for lengths along an axis."""
 
     def same(key: str, one: Any, other: Any) -> bool:
         if key in _LENGTHS and len(one) == len(other):
@@ -351,12 +354,13 @@ def _alike(whole: Any, part: Any, axis: int) -> bool:
     return all(same(key, whole.params[key], part.params[key]) for key in whole.params)
 
 
-# They say how long the axes of an input are; those of an output are compared.
+# Parameters with lengths along the axes of an input, and those with lengths of the output, whose
+# shape is compared in any case.
 _LENGTHS = frozenset({"limit_indices", "slice_sizes"})
 _OF_OUTPUT = frozenset({"new_sizes", "shape", "sharding", "out_sharding"})
 
 
-def _of_product(whole: Any, inputs: Sequence[Kind]) -> Sequence[int] | None:
+def _axis_of_product(whole: Any, inputs: Sequence[Kind]) -> Sequence[int] | None:
     contracted, batched = whole.params["dimension_numbers"]
     (left, right), free = inputs, len(batched[0])
     if isinstance(left, Along) and isinstance(right, Along):

@@ -1,8 +1,9 @@
 """Abstract interpretation of jaxprs, through calls, branches and loops, to a fixed point.
 
 An analysis defines the facts, how an equation transforms them, and how they join where paths meet.
-Several jaxprs that should match, such as two traces of one function, are walked side by side. The
-small analyses are here: which inputs the outputs depend on, or are, and along which axes they vary.
+Several jaxprs that should match, such as two traces of one function, are walked side by side. Three
+small analyses are here: which inputs an output depends on, which input it equals, and along which
+mesh axes it varies.
 """
 
 import abc
@@ -22,62 +23,62 @@ Fact = TypeVar("Fact")
 Equations = tuple[Any, ...]
 
 
-# What jaxprs are made of.
+# The parts of a jaxpr.
 
 
 def opened(jaxpr: Any) -> Any:
-    """The open jaxpr of an open or closed jaxpr."""
+    """Return the open jaxpr of an open or closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def constants(jaxpr: Any) -> list[Any]:
-    """The constants of a closed jaxpr; unique placeholders for those of an open one."""
+    """Return the constants of a closed jaxpr; unique placeholders for those of an open one."""
     return list(getattr(jaxpr, "consts", ())) or [object() for _ in opened(jaxpr).constvars]
 
 
 def jaxprs_within(equation: Any) -> list[Any]:
-    """The jaxprs among the parameters of an equation: of a call, branches, a loop's body."""
+    """Return the jaxprs among the parameters of an equation: of a call, branches, a loop's body."""
     values = equation.params.values()
     each = [x for value in values for x in (value if isinstance(value, tuple | list) else [value])]
     return [x for x in each if hasattr(opened(x), "eqns")]
 
 
 def equations_of(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr, however deep."""
+    """Yield every equation of a jaxpr, however deep."""
     for each in opened(jaxpr).eqns:
         yield each
         yield from equations_within(each)
 
 
 def equations_within(equation: Any) -> Iterator[Any]:
-    """Every equation that an equation of any kind runs, however deep; not itself."""
+    """Yield every equation that an equation runs, however deep, but not the equation itself."""
     for jaxpr in jaxprs_within(equation):
         yield from equations_of(jaxpr)
 
 
 def has_ref(equation: Any) -> bool:
-    """Whether an equation takes or makes a mutable array."""
+    """Return whether an equation takes or makes a mutable array."""
     return any("Ref" in type(x.aval).__name__ for x in (*equation.invars, *equation.outvars))
 
 
 def has_effect(equation: Any) -> bool:
-    """Whether outputs may depend on more than inputs and named axes: on a Ref, on a callback."""
+    """Return whether outputs may depend on more than inputs and named axes: a Ref or a callback."""
     effects = (type(each).__name__ for each in equation.effects)
     return has_ref(equation) or any(name != "NamedAxisEffect" for name in effects)
 
 
 def has_own_derivative(equation: Any) -> bool:
-    """Whether autodiff takes the user's rule for an equation, not what its jaxpr says."""
+    """Return whether autodiff takes a rule of the user's for an equation, and not its jaxpr."""
     return equation.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
 
 
 def named_axes(equation: Any) -> frozenset[str]:
-    """The named axes of a collective; those of vmap, which are positions, are none."""
+    """Return the named axes of a collective, without those of vmap, which are positions."""
     return _names_in((equation.params.get("axes", ()), equation.params.get("axis_name", ())))
 
 
 def are_alike(one: Any, other: Any, but: Container[str] = ()) -> bool:
-    """Whether two equations of one primitive, of one function, have equal parameters but these."""
+    """Return whether two equations of one primitive have equal parameters, but for those named."""
     left, right = one.params, other.params
     return all(
         key in but or value is right[key] or bool(value == right[key])
@@ -128,7 +129,7 @@ _CALLS = CHECKPOINTS | frozenset(
 
 
 def control_flow(equation: Any) -> Call | Cond | While | Scan | None:
-    """The jaxprs that an equation runs, and how; ``None`` if it has none or is unknown."""
+    """Return the jaxprs that an equation runs, and how; ``None`` if it has none or is unknown."""
     name, params = equation.primitive.name, equation.params
     if name == "cond":
         return Cond(params["branches"])
@@ -156,57 +157,62 @@ class Mismatch(Exception):
 
     def __init__(self, equation: Any = None):
         super().__init__(equation)
-        self.equation = equation  # the first that differs; ``None`` if unknown
+        self.equation = equation  # the first equation that differs; ``None`` if unknown
 
 
 class Analysis(abc.ABC, Generic[Fact]):
     """The facts of an analysis, a join-semilattice of finite height, and their transfer."""
 
-    # What calls, branches and loops were found to return, if each is to be walked once.
+    # What calls, branches and loops return, if each is to be walked only once.
     memory: dict[Any, Any] | None = None
 
     @abc.abstractmethod
     def constant(self, values: Sequence[Any]) -> Fact:
-        """The fact of a constant, given its value in each jaxpr."""
+        """Return the fact of a constant, given its value in each jaxpr."""
 
     def literal(self, values: Sequence[Any], equation: Any) -> Fact:
-        """The fact of a literal in an equation, or in an output if ``equation`` is ``None``."""
+        """Return the fact of a literal in an equation, or in an output if that is ``None``."""
         del equation
         return self.constant(values)
 
     @abc.abstractmethod
     def transfer(self, equations: Equations, inputs: Sequence[Fact]) -> Sequence[Fact]:
-        """The facts of the outputs of an equation that is neither a call nor control flow."""
+        """Return the facts of the outputs of an equation that is no call and no control flow."""
 
     @abc.abstractmethod
     def join(self, facts: Sequence[Fact]) -> Fact:
-        """The fact of a value that may come from any of several paths.
+        """Return the fact of a value that may come from any of several paths.
 
-        What a branch or a loop adds to its outputs is the first of them.
+        If a branch or a loop adds a fact to its outputs, that is the first of them.
         """
 
     @abc.abstractmethod
     def control(self, equations: Equations, decides: Fact) -> Fact | None:
-        """The fact that a branch or loop adds to its outputs, given that of what decides on it."""
+        """Return the fact that a branch or loop adds to its outputs.
+
+        Args:
+          equations: the branch or loop, in each jaxpr.
+          decides: the fact of what chooses the branch, or ends the loop.
+        """
 
     def enters(self, equations: Equations, inputs: Sequence[Fact]) -> bool:
-        """Whether to walk what a call, branch or loop runs, rather than to transfer it whole."""
+        """Return whether to walk into a call, branch or loop, rather than ``transfer`` it."""
         del equations, inputs
         return True
 
     def element(self, equations: Equations, fact: Fact) -> Fact:
-        """The fact of one slice of an array that a scan iterates over."""
+        """Return the fact of one slice of an array that a scan iterates over."""
         del equations
         return fact
 
     def stacked(self, equations: Equations, fact: Fact) -> Fact:
-        """The fact of an array that a scan stacks of such slices."""
+        """Return the fact of an array that a scan stacks from such slices."""
         return self.element(equations, fact)
 
     def returned(
         self, equations: Equations, inputs: Sequence[Fact], outputs: Sequence[Fact]
     ) -> Sequence[Fact]:
-        """The facts of the outputs of a call, given those of what it calls."""
+        """Return the facts of the outputs of a call, given those of what it calls."""
         del equations, inputs
         return outputs
 
@@ -214,7 +220,7 @@ class Analysis(abc.ABC, Generic[Fact]):
 def follow(
     analysis: Analysis[Fact], jaxprs: Sequence[Any], inputs: Sequence[Fact]
 ) -> Sequence[Fact]:
-    """The facts of the outputs of corresponding jaxprs, given those of their inputs.
+    """Return the facts of the outputs of corresponding jaxprs, given those of their inputs.
 
     Raises:
       Mismatch: the jaxprs do not match.
@@ -253,7 +259,7 @@ def _aligned(sequences: Iterable[Sequence[Any]]) -> list[tuple[Any, ...]]:
 def through(
     analysis: Analysis[Fact], equations: Equations, inputs: Sequence[Fact]
 ) -> Sequence[Fact]:
-    """The facts of the outputs of an equation of any kind."""
+    """Return the facts of the outputs of an equation of any kind."""
     kinds: Any = [control_flow(each) for each in equations]
     if None in kinds or not analysis.enters(equations, inputs):
         return analysis.transfer(equations, inputs)
@@ -265,7 +271,7 @@ def through(
         same = [each.jaxpr for each in kinds] if is_call else equations
         key = *map(id, same), *inputs
         if key not in analysis.memory:
-            # With the jaxprs, since another one may get the number of one that is gone.
+            # Keeps the jaxprs, so that no other object gets their ``id``.
             analysis.memory[key] = same, _entered(analysis, equations, kinds, inputs)
         outputs = analysis.memory[key][1]
     return analysis.returned(equations, inputs, outputs) if is_call else outputs
@@ -277,7 +283,7 @@ def _entered(
     first = kinds[0]
 
     def joined(alternatives: Sequence[Sequence[Fact]], added: Fact | None) -> list[Fact]:
-        """For each value, the join over the alternatives and what the control flow adds."""
+        """Join each value over the alternatives, and with what the control flow adds."""
         more = [] if added is None else [added]
         return [analysis.join([*more, *facts]) for facts in zip(*alternatives, strict=True)]
 
@@ -318,7 +324,7 @@ def _entered(
 
 
 def depends(function: Callable[..., Any], read: Any, *others: Any) -> bool:
-    """Whether any output of ``function(read, *others)`` depends on a value in ``read``.
+    """Return whether any output of ``function(read, *others)`` depends on a value in ``read``.
 
     Shapes and dtypes are not values. An output read through a Ref counts as dependent.
 
@@ -331,7 +337,7 @@ def depends(function: Callable[..., Any], read: Any, *others: Any) -> bool:
 
 
 def sources(function: Callable[..., Any], *args: Any) -> list[int]:
-    """For each output of ``function(*args)`` the inputs on which it depends, one bit for each.
+    """Return, for each output of ``function(*args)``, the inputs on which it depends, as bits.
 
     >>> import jax.numpy as jnp
     >>> sources(lambda x, y, z: (x + z, jnp.zeros_like(y)), 1.0, 2.0, 3.0)
@@ -342,7 +348,7 @@ def sources(function: Callable[..., Any], *args: Any) -> list[int]:
 
 
 def inputs_read(equation: Any) -> list[list[int]]:
-    """For each output of an equation the places of the inputs on which it depends."""
+    """Return, for each output of an equation, the places of the inputs on which it depends."""
     places = range(len(equation.invars))
     if len(equation.outvars) == 1 or control_flow(equation) is None:
         return [list(places)] * len(equation.outvars)
@@ -375,7 +381,7 @@ class _Reads(Analysis[int]):
 
 
 def returned_inputs(function: Callable[..., Any], *args: Any) -> list[int | None]:
-    """For each output of ``function(*args)`` the index of the input that it equals, or ``None``.
+    """Return, for each output of ``function(*args)``, the input that it equals, or ``None``.
 
     >>> import jax.numpy as jnp
     >>> returned_inputs(lambda x, y: (y, x + jnp.zeros_like(x), x + y), 1.0, 2.0)
@@ -392,13 +398,13 @@ def returned_inputs(function: Callable[..., Any], *args: Any) -> list[int | None
     return list(map(input_of, facts, jaxpr.out_avals))
 
 
-def hands_on(function: Callable[[Any], Any], given: Any) -> bool:
-    """Whether ``function(given)`` returns ``given`` unchanged, through calls and loops.
+def is_identity(function: Callable[[Any], Any], given: Any) -> bool:
+    """Return whether ``function(given)`` returns ``given`` unchanged, through calls and loops.
 
     >>> import jax, jax.numpy as jnp
-    >>> hands_on(jax.checkpoint(lambda xs: xs), [jnp.ones(2), jnp.ones(2)])
+    >>> is_identity(jax.checkpoint(lambda xs: xs), [jnp.ones(2), jnp.ones(2)])
     True
-    >>> hands_on(lambda xs: xs[::-1], [jnp.ones(2), jnp.ones(2)])
+    >>> is_identity(lambda xs: xs[::-1], [jnp.ones(2), jnp.ones(2)])
     False
     """
     return returned_inputs(function, given) == list(range(len(jax.tree.leaves(given))))
@@ -421,7 +427,7 @@ class _Origin(Analysis[int | None]):
         return facts[0] if all(fact == facts[0] for fact in facts) else None
 
     def control(self, equations: Equations, decides: int | None) -> None:
-        """Nothing: both branches may return the same input."""
+        """Add nothing: both branches may return the same input."""
         del equations, decides
 
     def transfer(self, equations: Equations, inputs: Sequence[int | None]) -> Sequence[int | None]:
@@ -441,17 +447,17 @@ def _alike(one: Any, other: Any) -> bool:
     return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
-# Along which axes of a mesh a value may vary.
+# Along which mesh axes a value may vary.
 
 Axes = frozenset[str]
 
 
 def varying_axes_of_outputs(sharded: ClosedJaxpr) -> Sequence[Axes]:
-    """For each output of a traced ``shard_map``, the mesh axes over which it may vary.
+    """Return, for each output of a traced ``shard_map``, the mesh axes over which it may vary.
 
     JAX's types (``check_vma=True``) also show them, but reject correct steps: a loop whose carry
-    starts invariant and ends varying, a sum over groups. Here a step is traced without types, and
-    the axes over which a value may vary are propagated from the inputs to the outputs.
+    starts invariant and ends varying, a sum over groups. Here a step is traced without these types,
+    and the axes over which a value may vary are propagated from the inputs to the outputs.
 
     Args:
       sharded: the jaxpr of a function that is a single ``shard_map``.
@@ -494,7 +500,7 @@ class Variance(Analysis[Axes]):
 
 
 def _names_in(names: Any) -> Axes:
-    """The axis names in a nested spec or parameter; positions are not names."""
+    """Return the axis names in a nested spec or parameter; positions are not names."""
     if isinstance(names, str):
         return frozenset([names])
     within = names if isinstance(names, Iterable) else ()

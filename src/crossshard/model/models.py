@@ -17,7 +17,7 @@ from crossshard._check import is_inexact
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.gradients.nesting import inside_optimizer
-from crossshard.jaxprs.walk import depends, hands_on
+from crossshard.jaxprs.walk import depends, is_identity
 from crossshard.model.model_state import OVERWRITTEN
 from crossshard.pipeline.update.optimize import takes
 
@@ -204,7 +204,7 @@ def check_not_written(after: Any, params: Any, run: Callable[[Any], Any]) -> Non
     if all(a is b for a, b in zip(*map(jax.tree.leaves, (after, params)), strict=True)):
         return
     # nnx.remat, nnx.jit and similar write every variable back, with its old value.
-    if not hands_on(run, params):
+    if not is_identity(run, params):
         raise VariableError(
             "The loss wrote to an nnx.Param of its module, which only the optimizer updates: the "
             "value would be lost. Write it in the optimizer, with optax.keep_params_nonnegative "

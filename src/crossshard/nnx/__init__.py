@@ -1,10 +1,10 @@
 """The stateful idiom: an optimizer that writes variables, and the runners of a step.
 
-From ``minimize`` to new values: ``optimizer`` has the methods and this shard's gradients, ``slots``
-finds what is trained, by name, and is the optimizer's state over these variables as an Optax state,
-and ``optimizer/transformation`` updates both, as in the Optax idiom. Around it, ``runners`` splits
-the arrays, ``program`` finds what a step was given, traces it once per shard, compiles it and joins
-its outputs, and ``per_shard`` is what differs between shards.
+``optimizer`` has the methods, such as ``minimize``, and computes the gradients of one shard.
+``slots`` names the variables that are trained, and keeps the optimizer's state over them as an
+Optax state. ``optimizer/transformation`` updates both, as in the Optax idiom. ``runners`` splits
+the arrays of a call. ``program`` finds the variables that a step was given, traces and compiles it,
+and joins its outputs. ``per_shard`` holds values that differ between shards.
 """
 
 from crossshard.nnx.per_shard import (

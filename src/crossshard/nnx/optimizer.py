@@ -67,15 +67,15 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
     """An optimizer that averages gradients across shards.
 
     It is an Optax transformation (``init``, ``update``), for ``optax.chain``, ``nnx.Optimizer``,
-    Equinox or your own loop inside ``shard_map``, ``pmap`` or ``vmap(axis_name=…)``. It also
-    updates NNX variables in place inside a runner, like ``tf.compat.v1.tpu.CrossShardOptimizer``.
-    Both give the same parameters.
+    Equinox or your own loop inside ``shard_map``, ``pmap`` or ``vmap(axis_name=…)``. Inside a
+    runner, it also updates NNX variables in place, like
+    ``tf.compat.v1.tpu.CrossShardOptimizer``. Both ways give the same parameters.
 
     ``update`` takes local gradients unless ``incoming`` declares otherwise: ``"summed"`` (over all
     shards, by autodiff), ``"reduced"`` (already reduced), ``"scaled"`` (divided by the number of
-    shards, not summed). Under ``shard_map(check_vma=True)`` the types show it, and a gradient that
-    autodiff has summed raises unless declared. The extra argument ``value``, this shard's loss, is
-    reduced like the gradients.
+    shards, not summed). Under ``shard_map(check_vma=True)`` JAX's types show whether a gradient is
+    summed; one that autodiff has summed raises unless declared. The extra argument ``value``, this
+    shard's loss, is reduced like the gradients.
 
     Args:
       opt: an Optax transformation.
@@ -85,7 +85,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         shards if ``None``. The parameters of different groups diverge.
       preprocess: an Optax transformation, or a ``Stage``, that is applied to each shard's local
         gradient before it is reduced, such as ``optax.clip_by_global_norm(1.0)`` for clipping per
-        shard. Its state is one per shard; ``state_specs`` returns its specs.
+        shard. It has a state per shard; ``state_specs`` returns the specs.
       axis_name: the mesh axes of the shards; inferred from the bound axes if ``None``.
       incoming: the default of ``update``'s ``incoming``.
       weight_update: ``"replicated"``, or ``"sharded"``: each shard updates its slice of the
@@ -155,14 +155,14 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             )
         transformation = Transformation(pipeline, where, _check.word("name", name), inner)
         made_in = None
-        if "flax" in sys.modules:  # it learns that this is a node before it can meet one
+        if "flax" in sys.modules:  # Flax must know this class as a node before it sees an instance
             _flax.load()
             made_in = _flax.current_trace()
-        return cls._made(transformation, SlotStore(), made_in)
+        return cls._create(transformation, SlotStore(), made_in)
 
     @classmethod
-    def _made(cls, transformation: Transformation, slots: SlotStore, made_in: Any = None) -> Self:
-        """An optimizer; ``made_in`` is ``None`` if it is rebuilt from parts, or precedes Flax."""
+    def _create(cls, transformation: Transformation, slots: SlotStore, made_in: Any = None) -> Self:
+        """Create an optimizer; ``made_in`` is ``None`` if it is rebuilt, or Flax is not loaded."""
         self = super().__new__(cls, transformation.init, transformation.update)
         self._transformation = transformation
         self._made_in = made_in
@@ -177,14 +177,14 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             "1e-3)); what is to happen to each shard's own is preprocess=."
         )
 
-    # Not those of a tuple, which Optax's transformations are.
+    # By identity, not as a tuple, which Optax's transformations are.
     __eq__, __hash__ = object.__eq__, object.__hash__
 
     def __repr__(self) -> str:
         return repr(self._transformation)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # With other slots, and no variables until it meets theirs.
+        # A copy has slots of its own, and binds its own variables on first use.
         memo[id(self)] = new = jax.tree.map(lambda x: x, self)
         return new
 
@@ -204,7 +204,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         return self._transformation.inner
 
     def get_name(self) -> str:
-        """The name given at construction."""
+        """Return the name given at construction."""
         return self._transformation.name
 
     @property
@@ -224,26 +224,25 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     @property
     def weight_update(self) -> str:
-        """``"replicated"`` or ``"sharded"``: each shard updates all weights, or its slice."""
+        """``"replicated"``, each shard updates all parameters, or ``"sharded"``, only its slice."""
         return self._transformation.weight_update
 
     def state_specs(
         self, params: PyTree, num_shards: int, axis_name: str | tuple[str, ...] | None = None
     ) -> CrossShardState:
-        """The specs of the state, for ``in_specs`` and ``out_specs`` of ``jax.shard_map``.
+        """Return the specs of the state, for ``in_specs`` and ``out_specs`` of ``jax.shard_map``.
 
         Args:
           params: the parameters, or their shapes and dtypes.
           num_shards: the number of shards.
-          axis_name: the shard axes. If ``None``, those of the optimizer; else
-            ``"shards"``, or all axes of the mesh that ``params`` lie on, or that
-            ``jax.set_mesh`` has set.
+          axis_name: the shard axes. If ``None``, those of the optimizer. If it has none either,
+            ``"shards"``, or all axes of the mesh of ``params`` or of ``jax.set_mesh``.
 
         Returns:
           A ``PartitionSpec`` per array of the state.
 
         Raises:
-          AxisError: that mesh has no axis ``"shards"``, and its axes do not count ``num_shards``.
+          AxisError: the mesh has no axis ``"shards"``, and not ``num_shards`` devices.
           WeightUpdateError: ``weight_update="sharded"`` with an optimizer that is not elementwise.
 
         >>> import jax.numpy as jnp, optax
@@ -258,7 +257,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         return self._transformation.specs(params, number, named or infer_axes(params, number))
 
     def describe(self) -> str:
-        """The stages of the pipeline in one line.
+        """Return the stages of the pipeline in one line.
 
         >>> import optax
         >>> CrossShardOptimizer(optax.sgd(0.1), "sum").describe()
@@ -278,15 +277,15 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         colocate_gradients_with_ops: bool = False,
         grad_loss: ArrayLike | None = None,
     ) -> list[tuple[jax.Array | None, AnyVariable]]:
-        """The gradients of a loss with respect to variables, before any reduction.
+        """Return the gradients of a loss with respect to variables, before any reduction.
 
         Under MEAN the loss is divided by the number of shards that reduce together. Gradients of
         16-bit variables have 32 bits if they are divided.
 
         Args:
-          loss: a function without arguments that returns a floating scalar. What it writes to
-            besides, such as batch statistics, was given to the step, or is below ``var_list``, and
-            stays written.
+          loss: a function without arguments that returns a floating scalar. It may also write to
+            other variables, such as batch statistics, if they were given to the step, or are below
+            ``var_list``.
           var_list: an NNX module, or a list of variables; every ``nnx.Param`` that was given to
             the step if ``None``.
           gate_gradients: 0, 1 or 2; this argument and the next two are TensorFlow's, and have no
@@ -304,10 +303,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             or there are no variables.
           VariableError: a variable that is not floating, or a duplicate; or the loss writes to one
             that was not given.
-          VariableTypeError: an item of ``var_list`` is no variable.
+          VariableTypeError: an item of ``var_list`` is not a variable.
         """
         del aggregation_method, colocate_gradients_with_ops
-        # A bool is none, and to compare with an array gives another one.
+        # The type comes first: a bool is refused, and an array would be compared elementwise.
         if type(gate_gradients) is not int or gate_gradients not in (0, 1, 2):
             raise ArgumentError(
                 f"gate_gradients must be one of CrossShardOptimizer.GATE_NONE (0), GATE_OP (1) and "
@@ -353,7 +352,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             return divided, (value, kept, empty)
 
         values = [variable.get_raw_value() for variable in variables]
-        # Divided in 16 bits, a small gradient could underflow before it is summed.
+        # In 16 bits, a small gradient that is divided could underflow before it is summed.
         divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
         names, scale = self._pipeline.axis_name or None, self._loss_scale()
         of_shard = value_and_grad(of_values, has_aux=True, axis_name=names, loss_scale=scale)
@@ -401,13 +400,13 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         Raises:
           ArgumentError, ArgumentTypeError: no pairs, no gradients, or an item that is not a pair;
             an optimizer whose state cannot be slots; a keyword that the optimizer does not read.
-          VariableError: a duplicate variable, one of another shape than its gradient, or one that
-            was not given to the step.
+          VariableError: a duplicate variable, a variable with another shape than its gradient, or
+            one that was not given to the step.
           IncomingError: under MEAN, gradients that ``compute_gradients`` did not return in this
             step, without ``incoming``.
           ShardContextError: gradients that were computed with another number of shards.
         """
-        self._check_whole()
+        self._check_replicated()
         pairs = check_pairs(grads_and_vars)
         check_global_step(global_step)
         scope = (
@@ -424,10 +423,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         keyed = self._keyed(variables, [variable for _, variable in pairs])
         run = self._transformation.transformations
         is_read = lambda name: _may_read(run, as_params(keyed), name, extra_args)
-        # Optax's names for the loss and its gradient: optimizers that do not use them ignore them.
-        unread = [name for name in extra_args if name not in ("value", "grad")]
+        # By convention, optimizers ignore Optax's names for the loss and its gradient if unused.
+        others = [name for name in extra_args if name not in ("value", "grad")]
         if isinstance(self._pipeline.preprocess, Preprocess | None):  # else a stage may read them
-            for name in itertools.filterfalse(is_read, unread):
+            for name in itertools.filterfalse(is_read, others):
                 raise ArgumentTypeError(
                     f"apply_gradients was given {name!r}, which neither it nor the inner optimizer "
                     f"takes. Keep hyperparameters in its state, with optax.inject_hyperparams."
@@ -470,7 +469,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         grad_loss: ArrayLike | None = None,
         **extra_args: PyTree,
     ) -> jax.Array:
-        """``compute_gradients`` and ``apply_gradients``; returns this shard's loss, unscaled.
+        """Call ``compute_gradients`` and ``apply_gradients``; return this shard's unscaled loss.
 
         The loss is also passed to inner optimizers that read ``value=``. For arguments and errors
         see the two methods.
@@ -480,7 +479,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         value = self.computed.value
         variables = [variable for _, variable in pairs]
         params = as_params(self._keyed(variables, variables))
-        # A loss that is not read would still be summed over the shards.
+        # Passed only if it is read, since it would be summed over the shards in any case.
         with_loss = {"value": value, **extra_args}
         if _may_read(self._transformation.transformations, params, "value", with_loss):
             extra_args = with_loss
@@ -497,22 +496,22 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
           ArgumentError: the inner optimizer's state cannot be slots.
           VariableError, VariableTypeError: see ``compute_gradients``.
         """
-        self._check_whole()
+        self._check_replicated()
         found = named_variables(var_list, roots_of_step())
         variables = [variable for variable, _ in found.values()]
         self._make_slots(self.slots.keyed(variables, found))
 
     def get_slot(self, var: AnyVariable | str, name: str) -> AnyVariable | None:
-        """The slot of a variable, as a variable; ``None`` if there is no such slot.
+        """Return the slot of a variable, as a variable; ``None`` if there is no such slot.
 
         ``var`` is the variable, or its name in ``state``: its path in the module, as in
         ``get_slot("dense/kernel", "m")``.
 
-        Names are those of the fields of the Optax state (``mu``, ``nu``, ``trace``,
-        ``sum_of_squares`` …) or TensorFlow's (``m``, ``v``, ``momentum``, ``accumulator`` …).
+        ``name`` is a field of the Optax state (``mu``, ``nu``, ``trace``, ``sum_of_squares`` …) or
+        TensorFlow's name (``m``, ``v``, ``momentum``, ``accumulator`` …).
 
         Raises:
-          ArgumentTypeError: ``var`` is no variable and no name, or ``name`` is none.
+          ArgumentTypeError: ``var`` is not a variable or a name, or ``name`` is not a name.
         """
         if not isinstance(var, str | nnx.Variable):
             raise ArgumentTypeError(
@@ -521,22 +520,22 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         return self.slots.find(var, _check.word("name", name, "It is that of a slot, such as 'm'."))
 
     def get_slot_names(self) -> list[str]:
-        """The names of the slots, as Optax names them; empty before the first step."""
+        """Return Optax's names of the slots; empty before the first step."""
         return list(self.slots.named())
 
     def variables(self) -> list[AnyVariable]:
-        """Every variable of the state: slots and shared ones, such as a step count."""
+        """Return every variable of the state: slots and shared ones, such as a step count."""
         return self.slots.all()
 
     @property
     def state(self) -> CrossShardState | None:
         """A copy of the Optax state, a pytree of arrays; ``None`` before the first step.
 
-        Hyperparameters raise an ArgumentTypeError if they are written to, which would change
-        nothing.
+        Writing to the copy changes nothing; to write to its hyperparameters raises an
+        ArgumentTypeError.
 
-        Assign a pytree of the same structure to restore it, after ``build`` or a first step, or to
-        change it: ``opt.state = optax.tree.set(opt.state, learning_rate=jnp.float32(0.01))``.
+        To change or restore the state, assign a pytree of the same structure, after ``build`` or a
+        first step: ``opt.state = optax.tree.set(opt.state, learning_rate=jnp.float32(0.01))``.
         """
         copied: CrossShardState | None = self.slots.copy()
         return copied
@@ -545,10 +544,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
     def state(self, state: CrossShardState) -> None:
         self.slots.restore(state, self._pipeline.may_differ)
 
-    # What the methods share.
+    # Shared by the methods.
 
-    def _check_whole(self) -> None:
-        """Raise WeightUpdateError if each shard updates its slice: slots are whole."""
+    def _check_replicated(self) -> None:
+        """Raise WeightUpdateError if each shard updates its slice, since slots are not sharded."""
         if self._transformation.weight_update is WeightUpdate.SHARDED:
             raise WeightUpdateError(
                 "weight_update='sharded' is for the Optax idiom and make_train_step: a slot has "
@@ -556,7 +555,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             )
 
     def _shards_of_mean(self) -> Shards:
-        """The shards over which a ``Mean`` is counted; raises if this optimizer takes none."""
+        """Return the shards over which a ``Mean`` is counted; raise if no ``Mean`` is taken."""
         pipeline = self._pipeline
         if pipeline.reduction is Reduction.SUM:
             why = "its reduction is SUM, which adds up the losses of shards. Use MEAN."
@@ -573,21 +572,21 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         )
 
     def _loss_scale(self) -> jax.Array | None:
-        """The current scale of the loss; ``None`` without one."""
+        """Return the current scale of the loss; ``None`` if there is none."""
         stage, state = self._pipeline.loss_scale, self.slots.tree
         if stage is None:
             return None
         return stage.init(None).scale if state is None else state.loss_scale.scale.get_value()
 
     def _keyed(self, variables: Sequence[AnyVariable], among: Any) -> dict[str, AnyVariable]:
-        """Variables by their keys; one without a name is called by its place among others."""
+        """Return variables by key; one without a name is named by its place in ``among``."""
         by_place = {id(v): (v, f"#{place}") for place, v in enumerate(among)}
         named = known_names(variables, roots_of_step())
         return self.slots.keyed(variables, by_place | named | self.computed.names)
 
     @contextlib.contextmanager
     def _explained(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Say what parameters are here if the optimizer fails on a dict of them."""
+        """Explain, if the optimizer fails, that its parameters are a dict here."""
         try:
             yield
         except CrossshardError:
@@ -600,7 +599,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             ) from error
 
     def _make_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
-        """Make the slots of those variables that have none, where they last."""
+        """Make the slots of those variables that have none; raise where they would be lost."""
         missing = self.slots.bind(keyed)
         if not missing:
             return
@@ -610,8 +609,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 self.slots.make(self._pipeline.init, missing)
 
         around, made_in = bound(), self._made_in
-        all_of_them: list[AnyVariable | HasSlots] = [*missing.values(), self]
-        given = [around is not None and around.has(each) for each in all_of_them]
+        needed: list[AnyVariable | HasSlots] = [*missing.values(), self]
+        given = [around is not None and around.has(each) for each in needed]
         if around is not None and all(given):
             raise MissingSlots(make)
         if any(given):
@@ -639,10 +638,10 @@ def _flatten(optimizer: CrossShardOptimizer) -> tuple[Any, Any]:
 
 def _unflatten(static: Any, children: Any) -> CrossShardOptimizer:
     transformation, keys = static
-    return CrossShardOptimizer._made(transformation, SlotStore(dict.fromkeys(keys), *children))
+    return CrossShardOptimizer._create(transformation, SlotStore(dict.fromkeys(keys), *children))
 
 
-# Its children are its slots, for JAX's trees and for NNX's graphs, as nnx.Optimizer's are.
+# As with nnx.Optimizer, its children in JAX's trees and NNX's graphs are its slots.
 jax.tree_util.register_pytree_with_keys(CrossShardOptimizer, _flatten, _unflatten)
 _flax.when_loaded(lambda: nnx.register_data_type(CrossShardOptimizer))
 
@@ -653,7 +652,7 @@ def _may_read(
     name: str,
     given: Mapping[str, Any],
 ) -> bool:
-    """Whether an update depends on a keyword, as one may that cannot be traced alone."""
+    """Return whether an update depends on a keyword; also if it cannot be traced alone."""
     for transformation in transformations:
 
         def update(value: Any, params: Any, gradients: Any, run: Any = transformation) -> Any:
@@ -663,20 +662,20 @@ def _may_read(
         try:
             if takes(transformation, name) and depends(update, given[name], params, params):
                 return True
-        except Exception:  # with a function as the value, for example: the step itself will tell
+        except Exception:  # for example if the value is a function; the step itself will show it
             return True
     return False
 
 
 def _mark(value: jax.Array, place: int, reached: set[int]) -> jax.Array:
-    """The identity, which adds ``place`` to ``reached`` when a gradient flows back."""
+    """Return the value; when a gradient flows back, ``place`` is added to ``reached``."""
 
     @jax.custom_vjp
     def identity(x: jax.Array) -> jax.Array:
         return x
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        # Autodiff calls this only if the loss depends on the value; else zeros stay symbolic.
+        # Autodiff only calls this if the loss depends on the value.
         reached.add(place)
         return (gradient,)
 

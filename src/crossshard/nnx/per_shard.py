@@ -23,9 +23,9 @@ _Node = TypeVar("_Node")
 class PerShardArray:
     """The values of all shards, held by a variable that differs between them.
 
-    It is not an array: a model that took the axis of the shards for the features of a batch would
-    compute nonsense, so arithmetic on it raises. ``merge_shards`` returns a model to compute with;
-    ``variable[...].array`` is the values, and so is ``np.asarray(variable[...])``.
+    It is not an array, and arithmetic on it raises: a model that took the axis of the shards for
+    another axis would compute nonsense. ``merge_shards`` returns a model to compute with.
+    ``variable[...].array`` and ``np.asarray(variable[...])`` are the values.
 
     In a checkpoint its path ends with ``per_shard``. To restore one, first call ``build`` of the
     step with the new model and optimizer, so that they have the same structure.
@@ -70,7 +70,7 @@ class PerShardArray:
         return self if index is ... else self._refuse()
 
     def __setitem__(self, index: object, value: npt.ArrayLike) -> None:
-        """``variable[...] = value`` writes one value to every shard, or to each shard its row."""
+        """Write one value to all shards, or to each shard its row: ``variable[...] = value``."""
         value = jnp.asarray(value, self.dtype) if index is ... else self._refuse()
         if value.shape not in (self.shape, self.shape[1:]):
             raise VariableError(
@@ -111,15 +111,15 @@ _flax.serialize_as(
 
 
 def is_per_shard_array(leaf: Any) -> bool:
-    """Whether a leaf holds one array per shard."""
+    """Return whether a leaf holds one array per shard."""
     return isinstance(leaf, PerShardArray)
 
 
 def is_per_shard(variable: AnyVariable) -> bool:
-    """Whether a variable differs between shards, and holds a ``PerShardArray``.
+    """Return whether a variable differs between shards, and so holds a ``PerShardArray``.
 
-    Runners store variables so that differ between shards after a step: parameters with groups,
-    batch statistics.
+    After a step, runners store variables in this way if they differ between shards: parameters with
+    groups, batch statistics.
 
     >>> from flax import nnx
     >>> is_per_shard(nnx.Param(0.0))
@@ -129,9 +129,9 @@ def is_per_shard(variable: AnyVariable) -> bool:
 
 
 def number_of_shards(variable: AnyVariable) -> int | None:
-    """Between how many shards a variable differs; ``None`` if it does not."""
+    """Return the number of shards between which a variable differs; ``None`` if it does not."""
     value = variable.get_raw_value()
-    if isinstance(value, jax.Array):  # as nearly all are, and this is asked at every step
+    if isinstance(value, jax.Array):  # the common case, fast since this runs at every step
         return None
     leaves = jax.tree.leaves(value, is_leaf=is_per_shard_array)
     sizes = (leaf.shape[0] for leaf in leaves if is_per_shard_array(leaf))
@@ -139,7 +139,7 @@ def number_of_shards(variable: AnyVariable) -> int | None:
 
 
 def stacked(value: Any) -> Any:
-    """What a variable holds, with ``[shards, …]`` arrays where it differs between shards."""
+    """Replace each ``PerShardArray`` in a variable's value by its array ``[shards, …]``."""
     if isinstance(value, jax.Array):
         return value
     unwrap = lambda leaf: leaf.array if is_per_shard_array(leaf) else leaf
@@ -147,7 +147,7 @@ def stacked(value: Any) -> Any:
 
 
 def per_shard(value: Any) -> Any:
-    """The inverse of ``stacked``, for a value of ``[shards, …]`` arrays."""
+    """Wrap arrays ``[shards, …]`` as ``PerShardArray``; the inverse of ``stacked``."""
     return jax.tree.map(PerShardArray, value)
 
 
@@ -194,15 +194,15 @@ def set_per_shard(variable: AnyVariable, values: npt.ArrayLike) -> None:
 
 
 def merge_shards(node: _Node, shard: int | None = None) -> _Node:
-    """A copy in which every variable has one value for all shards, to evaluate or to export.
+    """Return a copy in which every variable has one value for all shards, to evaluate or export.
 
     Variables that differ between shards after a step, such as batch statistics, hold a
     ``PerShardArray``, which a model cannot use outside of a step.
 
     Args:
       node: an NNX module, an optimizer, ``nnx.metrics``, or a pytree of these.
-      shard: the shard whose values to take. If ``None``, the mean of floating values, and the first
-        shard's of others.
+      shard: the shard whose values to take. If ``None``, floating values are averaged over the
+        shards, and others are those of the first shard.
 
     Returns:
       The copy; ``node`` does not change. If there are several processes, all must call it.
@@ -239,7 +239,10 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
 
 
 def by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
-    """A function of arrays ``[shards, …]``, of which a row has no type on explicit axes."""
+    """Apply a function to arrays ``[shards, …]``, with automatic mesh axes while it runs.
+
+    JAX cannot type one row of such an array on explicit axes.
+    """
 
     def one(x: jax.Array) -> jax.Array:
         own = getattr(x.sharding, "mesh", None)

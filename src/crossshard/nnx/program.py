@@ -1,8 +1,8 @@
-"""A step traced and compiled for the mesh, with its variables as inputs and outputs.
+"""A step that is traced and compiled for the mesh, with its variables as inputs and outputs.
 
-Flax's transforms hand a function copies, fold no shard into random streams, and want to know before
-the trace which variables differ between shards. Here a step sees the objects that it was given:
-while it is traced they hold what its trace computes with, and the trace says which will differ.
+Flax's transforms pass copies to a function, give all shards the same random streams, and need to
+know before the trace which variables differ between shards. Here a step sees the very objects that
+it was given, which hold tracers meanwhile, and the trace shows which variables will differ.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
 from crossshard.shards.devices import put_whole
 from crossshard.shards.random_streams import own_stream
 
-# What a step is given.
+# The arguments of a step.
 
 _thread = threading.local()
 
@@ -52,17 +52,17 @@ class MissingSlots(BaseException):
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether a runner binds this object to the step rather than splitting it over the shards."""
+    """Return whether a runner binds an object to the step instead of splitting it."""
     return isinstance(value, nnx.Pytree | nnx.Variable | HasSlots)
 
 
 def is_numeric(leaf: Any) -> bool:
-    """Whether a leaf is split over the shards: a Python bool is a setting."""
+    """Return whether a leaf is an array or number to be split; a Python bool is a setting."""
     return is_number(leaf) and not isinstance(leaf, bool)
 
 
-def is_whole(value: Any) -> bool:
-    """Whether an argument is passed to every shard unchanged, rather than split."""
+def is_unsplit(value: Any) -> bool:
+    """Return whether an argument is passed to every shard unchanged, instead of split."""
     leaves = jax.tree.leaves(value, is_leaf=is_stateful)
     stateful = [leaf for leaf in leaves if is_stateful(leaf)]
     arrays = [leaf for leaf in leaves if not is_stateful(leaf) and is_numeric(leaf)]
@@ -75,10 +75,10 @@ def is_whole(value: Any) -> bool:
 
 
 class Given:
-    """The modules, variables and optimizers in some values, and what is below them.
+    """The modules, variables and optimizers in some values, and all that are below them.
 
     Attributes:
-      roots: these themselves, each once.
+      roots: the modules, variables and optimizers themselves, each once.
       variables: every variable below them that holds arrays, in a fixed order.
       optimizers: every optimizer below them.
       modules: every NNX module below them.
@@ -86,23 +86,23 @@ class Given:
 
     def __init__(self, values: Any, shards: int | None = None):
         found = jax.tree.leaves(values, is_leaf=is_stateful)
-        self.roots = _once(filter(is_stateful, found))
+        self.roots = list({id(each): each for each in found if is_stateful(each)}.values())
         leaves, nodes, self._tree = _flatten(self.roots)
         self.optimizers = [node for node in nodes if isinstance(node, HasSlots)]
         self.modules = [node for node in nodes if not isinstance(node, HasSlots)]
-        # Where each leaf is first; that of a module that is met again has its number, negative.
+        # The place where each leaf is first; for a module that occurs again, its negative number.
         first = {id(node): -place for place, node in enumerate(nodes, 1)}
         self._places = tuple(first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves))
         each_once = [leaf for n, leaf in enumerate(leaves) if self._places[n] == n]
         self.variables: list[AnyVariable] = [x for x in each_once if _has_arrays(x, shards)]
-        # Arrays that are attributes themselves, and variables that hold none.
+        # Arrays that are attributes themselves, and variables without arrays.
         known = set(map(id, self.variables))
         self._constants = [x for x in each_once if id(x) not in known]
 
     def key(self, *, lasting: bool = False) -> Any:
-        """What a program is compiled for; if it is ``lasting``, no later write changes it."""
+        """Return the key of a program; if it is ``lasting``, no later write changes it."""
         places = {id(variable): place for place, variable in enumerate(self.variables)}
-        # An optimizer's slots belong to certain variables, perhaps those of another model.
+        # The slots of an optimizer may belong to variables of another model.
         owners = (v for optimizer in self.optimizers for v in optimizer.slots.variables.values())
         types = tuple(_type_of(variable.get_raw_value()) for variable in self.variables)
         of_slots = tuple(places.get(id(owner)) for owner in owners)
@@ -110,7 +110,7 @@ class Given:
         return tree, self._places, types, of_slots, tuple(map(as_key, self._constants))
 
     def _lasting(self) -> Any:
-        """The structure, with copies of attributes that can be written to, such as lists."""
+        """Return the structure, with copies of attributes that are mutable, such as lists."""
         roots = self._tree.unflatten([object() for _ in self._places])
         for node in _flatten(roots)[1]:
             for name, value in {} if isinstance(node, HasSlots) else {**vars(node)}.items():
@@ -121,11 +121,11 @@ class Given:
         return _flatten(roots)[2]
 
     def has(self, given: AnyVariable | HasSlots) -> bool:
-        """Whether a variable or an optimizer was given to the step."""
+        """Return whether a variable or an optimizer was given to the step."""
         return any(given is each for each in (*self.variables, *self.optimizers))
 
     def check_nothing_new(self) -> None:
-        """Raise if there is a further variable in the modules now, which would be lost."""
+        """Raise if the modules have a new variable, which would be lost."""
         known = set(map(id, self.variables))
         for variable in Given(self.roots).variables:
             if id(variable) not in known:
@@ -136,29 +136,25 @@ class Given:
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
-        """Trace a step that was given these; what it reads besides is refused."""
+        """Trace a step that was given these objects; raise if it reads any other variable."""
         _thread.bound = self
         try:
             with watching_constants(_refuse):
                 yield
         finally:
             _thread.bound = None
-            # What belongs to the trace ends with it.
+            # These gradients belong to the trace.
             for optimizer in self.optimizers:
                 optimizer.computed.clear()
 
 
-def _once(values: Iterable[Any]) -> list[Any]:
-    return list({id(value): value for value in values}.values())
-
-
 def _flatten(roots: list[Any]) -> tuple[list[Any], list[Any], Any]:
-    """The leaves of modules and optimizers, these themselves, each once, and their structure."""
+    """Return the leaves of modules and optimizers, the objects themselves, and the structure."""
     nodes: dict[int, Any] = {}
 
     def is_leaf(node: Any) -> bool:
         if isinstance(node, nnx.Pytree | HasSlots):
-            # One that is met again is shared, or holds itself.
+            # An object that occurs again is shared, or contains itself.
             is_known = id(node) in nodes
             nodes[id(node)] = node
             return is_known
@@ -181,23 +177,23 @@ class _Constant:
         if not isinstance(other, _Constant) or hash(self) != hash(other):
             return False
         ours, theirs = self._array, other._array
-        # Of an array of several processes others have the rest.
+        # An array of several processes is only compared by identity: others have parts of it.
         return ours is theirs or (ours.is_fully_addressable and bool((ours == theirs).all()))
 
 
 def as_key(value: Any) -> Any:
-    """What is no variable's array as a cache key."""
+    """Return the cache key of a value that is a constant of the program."""
     if isinstance(value, nnx.Variable):
         value = value.get_raw_value()
     if isinstance(value, jax.Array):
         return _Constant(value)
-    if isinstance(value, np.ndarray):  # which can be written to
+    if isinstance(value, np.ndarray):  # NumPy arrays are mutable
         return value.shape, value.dtype, value.tobytes()
     return type(value), value
 
 
 def _has_arrays(variable: Any, shards: int | None) -> bool:
-    """Whether it is a variable that has arrays, which are not those of other numbers of shards."""
+    """Return whether this is a variable with arrays; raise if it is of another number of shards."""
     if not isinstance(variable, nnx.Variable):
         return False
     value = variable.get_raw_value()
@@ -221,7 +217,7 @@ def _type_of(value: Any) -> Any:
 
 
 def same_arrays(a: Any, b: Any) -> bool:
-    """Whether two values consist of identical array objects."""
+    """Return whether two values consist of identical array objects."""
     return a is b or (
         jax.tree.structure(a) == jax.tree.structure(b)
         and all(map(operator.is_, jax.tree.leaves(a), jax.tree.leaves(b)))
@@ -229,12 +225,12 @@ def same_arrays(a: Any, b: Any) -> bool:
 
 
 def bound() -> Given | None:
-    """What the step that is traced was given; ``None`` outside of a runner."""
+    """Return what the traced step was given; ``None`` outside of a runner."""
     return getattr(_thread, "bound", None)
 
 
 def roots_of_step() -> list[Any]:
-    """The modules, variables and optimizers that the step was given; none outside of a runner."""
+    """Return the modules, variables and optimizers of the step; empty outside of a runner."""
     around = bound()
     return [] if around is None else around.roots
 
@@ -248,7 +244,7 @@ def _refuse(variable: AnyVariable) -> None:
 
 @contextlib.contextmanager
 def explaining_writes() -> Iterator[None]:
-    """Say what to write where NNX refuses a write in another trace than the variable's own."""
+    """Explain what to write where NNX refuses a write in another trace than the variable's own."""
     from flax.errors import TraceContextError
 
     try:
@@ -271,32 +267,32 @@ class Call:
 
     leaves: tuple[jax.Array, ...]
     specs: tuple[PartitionSpec, ...]
-    whole: dict[int, Any]  # by its place among all leaves: a module, an optimizer, a Python value
+    unsplit: dict[int, Any]  # modules, optimizers and Python values, by place among all leaves
     tree: Any  # the structure of the positional and the keyword arguments
     given: Given
 
     def key(self, *, lasting: bool = False) -> Any:
-        """The cache key of a call with these arguments."""
+        """Return the cache key of a call with these arguments."""
         first: dict[int, int] = {}
-        whole = tuple(
-            # Of a module, which of the modules it is: one may be given twice.
+        unsplit = tuple(
+            # For a module, the place where it occurs first, since it may be given twice.
             (place, first.setdefault(id(x), place) if is_stateful(x) else as_key(x))
-            for place, x in self.whole.items()
+            for place, x in self.unsplit.items()
         )
         types = tuple((leaf.shape, leaf.dtype) for leaf in self.leaves)
-        return self.given.key(lasting=lasting), self.tree, whole, self.specs, types
+        return self.given.key(lasting=lasting), self.tree, unsplit, self.specs, types
 
     def arguments(self, leaves: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments, with these arrays."""
+        """Return the positional and keyword arguments, with these arrays."""
         arrays = iter(leaves)
         places = range(self.tree.num_leaves)
         args, kwargs = self.tree.unflatten(
-            [self.whole[place] if place in self.whole else next(arrays) for place in places]
+            [self.unsplit[place] if place in self.unsplit else next(arrays) for place in places]
         )
         return args, kwargs
 
     def own_rows(self) -> str:
-        """The types of what this process has of the arrays that are split, for the others."""
+        """Return, as text, the types of this process's parts of the arrays that are split."""
         words = []
         for leaf, spec in zip(self.leaves, self.specs, strict=True):
             if spec != PartitionSpec():
@@ -310,14 +306,15 @@ class Call:
 class Outputs:
     """How the outputs of the shards are joined."""
 
-    # For each output whether to join all shards' or take the first's; one value for all.
+    # Whether to join an output over all shards, or take the first shard's: one value for all
+    # outputs, or one for each.
     from_all: tuple[bool, ...] = (True,)
     axes: tuple[int, ...] | None = None  # for each output; axis 0 of all if None
 
     def lay_out(
         self, out: Any, names: tuple[str, ...]
     ) -> list[tuple[jax.Array, PartitionSpec, bool]]:
-        """The arrays of one shard's outputs, the specs of the joined ones, and which are joined."""
+        """Return, for each array of one shard's outputs: it, its spec, and whether it is joined."""
         several = isinstance(out, list | tuple) and not hasattr(out, "_fields")
         tops = list(out) if several else [out]
         flags = self.from_all * len(tops) if len(self.from_all) == 1 else self.from_all
@@ -343,7 +340,7 @@ class Outputs:
 
 
 def as_output(value: Any) -> Any:
-    """A computation's outputs as arrays; a variable becomes its value."""
+    """Return the outputs of a computation as arrays; a variable becomes its value."""
 
     def one(leaf: Any) -> Any:
         leaf = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
@@ -360,23 +357,23 @@ def as_output(value: Any) -> Any:
 class Program:
     """One compiled step.
 
-    It is traced first to find the slots that are missing, and the variables that are equal on all
-    shards after the step (see ``varying_axes_of_outputs``): these are replicated, the others stored
-    as ``[shards, …]``.
+    A first trace finds slots that are missing, and the variables that are equal on all shards after
+    the step (see ``varying_axes_of_outputs``). These stay replicated; all others are stored as
+    ``[shards, …]``.
 
     Raises:
-      MissingSlots: an optimizer has none yet.
+      MissingSlots: an optimizer has no slots yet for some variables.
     """
 
     def __init__(self, computation: Callable[..., Any], mesh: Mesh, outputs: Outputs, call: Call):
         self._computation = computation
-        # It computes with automatic axes, and arrays lie on the mesh as the user made it.
+        # The step computes with automatic axes; arrays are placed on the user's own mesh.
         self._mesh = _mesh.with_automatic_axes(mesh)
         self._names = mesh.axis_names
         self._outputs = outputs
         self._has_processes = len(processes_of(mesh)) > 1
         self._is_compared = False
-        # What it is traced for; set while it runs, and dropped after, since it holds the model.
+        # The call that it is traced for, only while it runs, since it keeps the model alive.
         self._call: Call | None = None
         variables = call.given.variables
         self._entering = [PER_SHARD if is_per_shard(v) else REPLICATED for v in variables]
@@ -384,20 +381,20 @@ class Program:
         differs = self._differing(call)
         of_changed = itertools.compress(differs, self._changed)
         self._leaving = [PER_SHARD if own else REPLICATED for own in of_changed]
-        # Which variables are to be stored as ``[shards, …]`` before it can run.
+        # Which variables have to be stored as ``[shards, …]`` before it can run.
         each = zip(self._entering, self._changed, differs, strict=True)
         self._to_spread = [new and own and not was.per_shard for was, new, own in each]
         self._compiled = jax.jit(_mesh.under_automatic_axes(self._run, mesh, self._specs))
 
     def spread(self, call: Call) -> bool:
-        """Store those that will differ as ``[shards, …]``; returns whether there were any."""
+        """Store variables that will differ as ``[shards, …]``; return whether there were any."""
         on_each = lambda x: jnp.broadcast_to(x, (self._mesh.size, *jnp.shape(x)))
         for variable in itertools.compress(call.given.variables, self._to_spread):
             variable.set_raw_value(per_shard(jax.tree.map(on_each, variable.get_raw_value())))
         return any(self._to_spread)
 
     def __call__(self, call: Call) -> Any:
-        """Run the step on these arrays and write its variables."""
+        """Run the step on the arrays of a call, and write its variables."""
         variables, values = call.given.variables, self._placed(call)
         self._call = call
         try:
@@ -413,7 +410,7 @@ class Program:
         return self._tree.unflatten(outputs)
 
     def _placed(self, call: Call) -> list[Any]:
-        """The variables' values, on the devices."""
+        """Put the values of the variables on the devices."""
         lies = lambda x, where: getattr(x, "sharding", None) == where
 
         def one(value: Any, where: NamedSharding) -> Any:
@@ -425,9 +422,9 @@ class Program:
         return list(map(one, values, self._shardings))
 
     def _compare(self, values: Sequence[Any], call: Call) -> None:
-        """Raise unless every process brings the same new variables, whole inputs and program.
+        """Raise unless every process has the same new variables, unsplit inputs and program.
 
-        What is on the mesh already comes from a step, and is not compared again.
+        Arrays that are on the mesh already come from a step, and are not compared again.
         """
         variables = call.given.variables
         given: dict[str, Any] = {}
@@ -441,8 +438,8 @@ class Program:
                     new.append((variable, per_shard(value) if is_own else value))
         if not self._is_compared:
             pairs = zip(call.leaves, call.specs, strict=True)
-            whole = [x for x, spec in pairs if spec == PartitionSpec()]
-            given |= {f"whole input {place}": x for place, x in enumerate(whole)}
+            unsplit = [x for x, spec in pairs if spec == PartitionSpec()]
+            given |= {f"whole input {place}": x for place, x in enumerate(unsplit)}
         if given:
             check_agreement(
                 "step",
@@ -458,8 +455,7 @@ class Program:
             self._is_compared = True
 
     def _differing(self, call: Call) -> list[bool]:
-        """Trace the step; returns which variables may differ after it."""
-
+        """Trace the step; return which variables may differ between shards after it."""
         stored = lambda _, after: jax.tree.map(lambda x: x[None], after)
         run = self._over_mesh(call, stored, PartitionSpec(self._names))
         on_mesh = lambda x: _mesh.on_mesh(x, self._mesh)
@@ -470,14 +466,14 @@ class Program:
         return [any(jax.tree.leaves(value)) for value in axes]
 
     def _local(self, variable: AnyVariable, placement: Placement, value: Any) -> Any:
-        """One shard's part of the input value; random streams become distinct."""
+        """Return one shard's part of a variable's value; random streams become distinct."""
         several = math.prod(map(lax.axis_size, self._names)) > 1
         if isinstance(variable, nnx.RngKey) and not placement.per_shard and several:
             return own_stream(value, lax.axis_index(self._names))
         return jax.tree.map(placement.local, value)
 
     def _step(self, call: Call, values: Any, leaves: Any) -> tuple[list[jax.Array], list[Any]]:
-        """One shard's step; returns its outputs and its variables after it, and notes the rest."""
+        """Run one shard's step; return its outputs and variables, and record how to join them."""
         given = call.given
         variables = given.variables
         before = list(map(self._local, variables, self._entering, values))
@@ -496,7 +492,7 @@ class Program:
         return [x for x, _, _ in out], after
 
     def _run(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
-        """The whole step: its outputs, and the variables that it writes."""
+        """Run the step on all shards; return its outputs, and the variables that it writes."""
         assert self._call is not None
         call = self._call
 
@@ -508,13 +504,13 @@ class Program:
         run = self._over_mesh(call, stored, (self._specs_of_outputs, specs))
         outputs, after = run(values, leaves)
         whole = NamedSharding(self._mesh, PartitionSpec())
-        # The first shard's output, which each of several processes can read.
+        # Every process has to be able to read the first shard's output.
         readable = lambda x: lax.with_sharding_constraint(x, whole) if self._has_processes else x
         pairs = zip(outputs, self._from_all, strict=True)
         return [x if from_all else readable(x[0]) for x, from_all in pairs], after
 
     def _specs(self, found: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-        """How the outputs and the variables lie on the mesh."""
+        """Return the specs of the outputs and of the written variables."""
         pairs = zip(self._specs_of_outputs, self._from_all, strict=True)
         of_outputs = [spec if from_all else PartitionSpec() for spec, from_all in pairs]
         each = zip(self._leaving, found[1], strict=True)
@@ -522,9 +518,9 @@ class Program:
         return of_outputs, [spread(placement.spec(self._names), value) for placement, value in each]
 
     def _over_mesh(self, call: Call, stored: Callable[..., Any], out_specs: Any) -> Any:
-        """The step on every shard, whose outputs and variables ``stored`` turns to stored ones."""
+        """Return the step mapped over the mesh; ``stored`` makes its results arrays to store."""
         variables = [placement.spec(self._names) for placement in self._entering]
-        # Read from the jaxpr which variables differ: JAX's types reject some correct steps.
+        # Without JAX's types, which reject some correct steps: the jaxpr shows what differs.
         return _jax.shard_map(
             lambda values, leaves: stored(*self._step(call, values, leaves)),
             mesh=self._mesh,

@@ -31,7 +31,7 @@ from crossshard.nnx.program import (
     as_output,
     is_numeric,
     is_stateful,
-    is_whole,
+    is_unsplit,
 )
 from crossshard.shards.axes import check_num_shards, get_shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, axes_of, check_batch_axis, spec_along
@@ -49,14 +49,14 @@ _TRACING = threading.RLock()
 
 
 class InputAxes(NamedTuple):
-    """Along which axes the inputs of a runner are split."""
+    """The axes along which the inputs of a runner are split."""
 
-    axes: BatchAxes | tuple[BatchAxes, ...] = FIRST  # of every input, or of each positional one
-    name: str = "batch_axis"  # the argument that says so
+    axes: BatchAxes | tuple[BatchAxes, ...] = FIRST  # one for all inputs, or for each positional
+    name: str = "batch_axis"  # the name of the argument that gave them
 
     @classmethod
     def checked(cls, input_shard_axes: Any, batch_axis: Any) -> Self:
-        """The checked arguments of a runner."""
+        """Check the arguments of a runner about its inputs."""
         if input_shard_axes is None:
             axes = check_batch_axis(batch_axis)
             is_list = isinstance(batch_axis, list | tuple)
@@ -75,7 +75,7 @@ class InputAxes(NamedTuple):
         return cls(tuple(map(axes_of, input_shard_axes)), "input_shard_axes")
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchAxes]:
-        """The axes of each argument, of those by keyword in the order of their names."""
+        """Return the axes of each argument; keyword arguments in the order of their names."""
         if isinstance(self.axes, BatchAxes):
             return [self.axes] * (len(args) + len(kwargs))
         if len(self.axes) != len(args):
@@ -84,7 +84,7 @@ class InputAxes(NamedTuple):
                 f"input."
             )
         for key, value in kwargs.items():
-            if not is_whole(value):
+            if not is_unsplit(value):
                 raise ArgumentError(
                     f"{self.name} has an entry for each input that is passed by position, and none "
                     f"for input {key!r}. Pass it by position."
@@ -93,7 +93,7 @@ class InputAxes(NamedTuple):
 
 
 def check_outputs(outputs_from_all_shards: Any, output_shard_axes: Any) -> Outputs:
-    """The checked arguments of a runner."""
+    """Check the arguments of a runner about its outputs."""
     given = outputs_from_all_shards
     flags = tuple(given) if isinstance(given, list | tuple) else (given,)
     if not all(isinstance(flag, bool) for flag in flags):
@@ -116,18 +116,18 @@ def split_arguments(
     """Put the arrays of a call on the mesh; each of several processes passes its own part."""
     leaves: list[jax.Array] = []
     specs: list[PartitionSpec] = []
-    whole: dict[int, Any] = {}
-    # In the order of the leaves, which is that of the names of the keyword arguments.
+    unsplit: dict[int, Any] = {}
+    # JAX orders the leaves of keyword arguments by name.
     named = [(f"input {place}", value) for place, value in enumerate(args)]
     named += [(f"input {name!r}", value) for name, value in sorted(kwargs.items())]
     lengths: dict[str, int] = {}
     for (name, value), of_value in zip(named, axes.of(args, kwargs), strict=True):
-        if is_whole(value):
+        if is_unsplit(value):
             for leaf in jax.tree.leaves(value, is_leaf=is_stateful):
-                whole[len(leaves) + len(whole)] = leaf
+                unsplit[len(leaves) + len(unsplit)] = leaf
             continue
         if axes.name == "input_shard_axes":
-            # Each input has an axis that the caller chose, so another one may be shorter.
+            # The caller chose an axis for each input, so inputs may differ in length.
             lengths = {}
         paths = jax.tree_util.tree_leaves_with_path(value)
         for (path, leaf), axis in zip(paths, of_value.of(value, name), strict=True):
@@ -146,7 +146,8 @@ def split_arguments(
                         f"array that every shard gets whole."
                     )
     tree = jax.tree.structure((args, kwargs), is_leaf=is_stateful)
-    return Call(tuple(leaves), tuple(specs), whole, tree, Given(list(whole.values()), mesh.size))
+    given = Given(list(unsplit.values()), mesh.size)
+    return Call(tuple(leaves), tuple(specs), unsplit, tree, given)
 
 
 def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> PartitionSpec:
@@ -176,9 +177,9 @@ def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> P
 
 
 class ShardedFunction:
-    """A step function that runs on each shard, as ``shard`` and ``batch_parallel`` return it.
+    """A step function that runs on each shard; ``shard`` and ``batch_parallel`` return it.
 
-    Like ``jax.jit``, it compiles once per structure of the variables and shapes of the arrays;
+    Like ``jax.jit``, it compiles once for each structure of the variables and shapes of the arrays;
     other Python values that the function reads are constants.
 
     >>> import jax.numpy as jnp
@@ -221,11 +222,11 @@ class ShardedFunction:
             return program(call)
 
     def build(self, *args: PyTree, **kwargs: PyTree) -> None:
-        """Prepare the variables for a call with these arguments, and do not run it.
+        """Prepare the variables for a call with these arguments, without running the step.
 
-        It creates the slots of optimizers, and stores the variables that will differ between the
-        shards as ``[shards, …]``, so that a checkpoint that was saved after a step can be restored
-        into new models and optimizers.
+        It creates the slots of optimizers, and stores variables that will differ between the shards
+        as ``[shards, …]``. New models and optimizers then have the structure of a checkpoint that
+        was saved after a step.
 
         Raises: as for a call.
 
@@ -245,7 +246,7 @@ class ShardedFunction:
             here._program(args, kwargs)
 
     def _on_mesh_in_force(self) -> "ShardedFunction":
-        """The same on the mesh that ``jax.set_mesh`` has set, unless it was given one."""
+        """Return the runner on the mesh of ``jax.set_mesh``, unless this one was given a mesh."""
         found = mesh_in_force(self._mesh.size) if self._follows else None
         if found is None or found == self._mesh:
             return self
@@ -253,7 +254,7 @@ class ShardedFunction:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Raise inside another step or where there are no shards; then keep others out."""
+        """Raise inside another step or where there are no shards; then keep other threads out."""
         outer = get_shard_context()
         if outer is not None:
             raise NestedContextError(
@@ -271,12 +272,12 @@ class ShardedFunction:
                 f"nnx.jit or the like, and writes variables: call it outside; or call the function "
                 f"itself."
             )
-        # While one thread traces, the variables hold values of its trace.
+        # While one thread traces, the variables hold tracers.
         with _TRACING, _mesh.in_place_of_the_users_mesh(self._mesh):
             yield
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Call]:
-        """The program for these arguments, and the arguments on the mesh."""
+        """Return the program for these arguments, and the arguments on the mesh."""
         while True:
             call = split_arguments(args, kwargs, self._axes, self._mesh)
             try:
@@ -298,7 +299,7 @@ class ShardedFunction:
                 return program, call
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
-        """As a method, its first input is the instance."""
+        """Bind the step to an instance, which becomes its first input, as methods do."""
         return self if instance is None else types.MethodType(self, instance)
 
 
@@ -315,30 +316,30 @@ def shard(
 ) -> PyTree:
     """Run a computation on each shard, on its slice of the inputs, inside a shard context.
 
-    With a computation, runs it now on ``inputs``, like ``tf.compat.v1.tpu.shard``. Without one,
-    returns a decorator; the decorated function takes the inputs as arguments. NNX modules,
-    variables and optimizers among them are passed to every shard and updated afterwards: replicated
-    if they are equal on all shards after the step, otherwise as ``[shards, …]`` (see
-    ``is_per_shard``). A step reads and writes no others.
+    With a computation, it is run now on ``inputs``, like ``tf.compat.v1.tpu.shard``. Without one,
+    ``shard`` returns a decorator, and the decorated function takes the inputs as arguments. NNX
+    modules, variables and optimizers among the inputs are passed to every shard and updated
+    afterwards: replicated if they are equal on all shards after the step, otherwise as
+    ``[shards, …]`` (see ``is_per_shard``). A step cannot read or write any other variables.
 
     Args:
       computation: the function of one shard.
       inputs: a list of its arguments. Arrays and pytrees of arrays are split; modules, variables,
         optimizers and other values are passed to every shard. If there are several processes, each
-        passes its own part of the arrays, and the same of all else.
+        passes its own part of the arrays, and all pass the same other values.
       num_shards: the number of shards, one per device.
       input_shard_axes: for each positional input the axis to split, or ``None`` to pass the full
-        array; one may be longer than another.
+        array. The axes may differ in length.
       outputs_from_all_shards: whether each output is joined over the shards, or taken from the
         first; one bool or one per output.
       output_shard_axes: for each output the axis to join along; axis 0 by default. Scalars are
         stacked.
-      batch_axis: the axis of the rows in all arrays, which have as many; or a list with one entry
-        per positional input: an axis, ``None`` to pass it in full, or a pytree prefix of the input
-        with these.
+      batch_axis: the axis of the rows in all arrays, which have equally many rows; or a list with
+        one entry per positional input: an axis, ``None`` to pass it in full, or a pytree prefix of
+        the input with these.
       mesh: the mesh; all its axes count as shards, and its size is the number of shards. If
-        ``None``, the one that ``jax.set_mesh`` has set at a call, if it has as many devices, or
-        else one of an axis ``"shards"``.
+        ``None``, the mesh that ``jax.set_mesh`` has set at the time of a call if it has
+        ``num_shards`` devices, or else a new mesh with an axis ``"shards"``.
 
     Returns:
       The outputs, with the structure that the computation returned.
@@ -371,18 +372,18 @@ def shard(
     return _runner(computation, where, axes, outputs, mesh is None)(*(inputs or []))
 
 
-def _runner(computation: Any, *how: Any) -> ShardedFunction:
-    """The runner of a computation, cached per function, or calls would recompile each time."""
+def _runner(computation: Any, *options: Any) -> ShardedFunction:
+    """Return the runner of a computation, cached so that not every call compiles."""
     if not isinstance(_check_callable(computation), types.FunctionType):
-        return _remembered(computation, *how)
+        return _cached(computation, *options)
     # Cached on the function, so that the runners are freed with it.
     known: dict[Any, Any] = vars(computation).setdefault("__crossshard_runners__", {})
-    if how not in known:
-        known[how] = ShardedFunction(computation, *how)
-    return known[how]
+    if options not in known:
+        known[options] = ShardedFunction(computation, *options)
+    return known[options]
 
 
-_remembered = functools.lru_cache(maxsize=8)(ShardedFunction)
+_cached = functools.lru_cache(maxsize=8)(ShardedFunction)
 
 
 def batch_parallel(
@@ -392,7 +393,9 @@ def batch_parallel(
     *,
     mesh: jax.sharding.Mesh | None = None,
 ) -> PyTree:
-    """``shard`` that splits every input, and joins every output, along axis 0.
+    """Run a computation on each shard, with all inputs split and all outputs joined along axis 0.
+
+    See ``shard``.
 
     >>> import jax.numpy as jnp
     >>> batch_parallel(lambda x: 2 * x, [jnp.arange(3.0)], num_shards=1)
@@ -411,8 +414,8 @@ def replicate(
 
     Args:
       computation: the function of one replica.
-      inputs: one list of arguments per replica; arrays must have the same shapes in all, and other
-        values must be the same object. ``None`` means one replica without arguments.
+      inputs: one list of arguments per replica. Arrays must have the same shapes in all lists, and
+        other values must be the same object. ``None`` means one replica without arguments.
       mesh: the mesh; its size is the number of replicas.
 
     Returns:
@@ -442,19 +445,19 @@ def replicate(
         raise ArgumentError(f"The mesh has {where.size} devices for {len(lists)} replicas.")
     rows = NamedSharding(where, PartitionSpec(where.axis_names))
     stacked = [_stack(place, values, rows) for place, values in enumerate(zip(*lists, strict=True))]
-    run = _runner(_OfOneReplica(_check_callable(computation)), where, InputAxes(), Outputs())
+    run = _runner(_OnOneRow(_check_callable(computation)), where, InputAxes(), Outputs())
     joined = jax.tree.map(on_every_device, run(*stacked))
     return [by_row(operator.itemgetter(replica), joined) for replica in range(len(lists))]
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfOneReplica:
-    """The computation on one row each of stacked arrays, which returns one row of each output."""
+class _OnOneRow:
+    """Runs a computation on the single row of each array, and returns outputs with a single row."""
 
     computation: Callable[..., Any]
 
     def __call__(self, *rows: Any) -> Any:
-        own = [row if is_whole(row) else jax.tree.map(lambda x: x[0], row) for row in rows]
+        own = [row if is_unsplit(row) else jax.tree.map(lambda x: x[0], row) for row in rows]
         return jax.tree.map(lambda x: x[None], as_output(self.computation(*own)))
 
 
@@ -470,9 +473,9 @@ def rewrite(computation: Callable[..., PyTree], inputs: list[PyTree] | None = No
 
 
 def _stack(place: int, values: tuple[Any, ...], rows: NamedSharding) -> Any:
-    """The arrays of all replicas as one, which every process passes; other values as they are."""
+    """Stack the arrays of all replicas, which every process passes; keep other values."""
     first = values[0]
-    if is_whole(first):
+    if is_unsplit(first):
         if any(value is not first for value in values):
             raise ArgumentError(
                 f"Argument {place} is not an array, so it must be the same object for all replicas."

@@ -1,4 +1,4 @@
-"""The variables of an optimizer by name, their slots, and where their gradients are from."""
+"""The variables of an optimizer by name, their slots, and the origin of their gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Named: TypeAlias = "dict[int, tuple[AnyVariable, str]]"
 
 
 def is_variable(leaf: Any) -> bool:
-    """Whether it is a variable of NNX."""
+    """Return whether a leaf is an NNX variable."""
     return isinstance(leaf, nnx.Variable)
 
 
@@ -42,7 +42,7 @@ def is_variable(leaf: Any) -> bool:
 
 
 def named_variables(var_list: Any, roots: Iterable[Any]) -> Named:
-    """The variables of a module, a variable or a list of both, with a name for each, by id.
+    """Name the variables of a module, of a variable, or of a list of both; return them by id.
 
     The variables of a module are its ``nnx.Param``s, named by their paths. A variable in a list is
     named by its metadata, else by its path in a module among the roots of the step, else by
@@ -77,7 +77,7 @@ def named_variables(var_list: Any, roots: Iterable[Any]) -> Named:
 
 
 def known_names(variables: Iterable[AnyVariable], roots: Iterable[Any]) -> Named:
-    """Names of those variables that have one: their own, or a path in a module among roots."""
+    """Name those variables that have a name of their own, or a path in a module among the roots."""
     own = [(variable, variable.get_metadata("name", None)) for variable in variables]
     unnamed = {id(variable) for variable, name in own if not name}
     found: Named = {id(variable): (variable, str(name)) for variable, name in own if name}
@@ -99,7 +99,7 @@ def _paths(module: nnx.Pytree, kind: type[AnyVariable]) -> list[tuple[str, AnyVa
 
 
 def check_pairs(grads_and_vars: Any) -> list[tuple[jax.Array | None, AnyVariable]]:
-    """The pairs as a list, each checked."""
+    """Check all pairs, and return them as a list."""
     if not isinstance(grads_and_vars, Iterable) or hasattr(grads_and_vars, "dtype"):
         raise ArgumentTypeError(
             f"grads_and_vars must be a list of (gradient, variable) pairs; got "
@@ -159,10 +159,10 @@ def check_global_step(global_step: Any) -> None:
     )
 
 
-# Their slots.
+# Slots.
 
 
-# TensorFlow's names, and the fields of Optax's states that they mean.
+# TensorFlow's names of slots, and the fields of Optax's states that they stand for.
 _TENSORFLOW_NAMES = {
     "accum": "e_g",
     "accum_update": "e_x",
@@ -177,9 +177,9 @@ _TENSORFLOW_NAMES = {
 
 
 class ReadOnly(dict[Any, Any]):
-    """Hyperparameters in what ``opt.state`` returns, which is a copy: to write there is refused.
+    """Hyperparameters in the copy that ``opt.state`` returns; writing to them raises.
 
-    ``jax.tree.map`` makes a plain dict of it.
+    ``jax.tree.map`` and pickling make a plain dict of it.
     """
 
     def __reduce__(self) -> tuple[type, tuple[dict[Any, Any]]]:
@@ -203,9 +203,9 @@ _flax.serialize_as(ReadOnly, dict, lambda tree: tree)
 
 
 class _Key(str):
-    """The key of a variable: a dict of a state whose keys are such mirrors the parameters.
+    """The key of a variable. A dict in a state with such keys mirrors the parameters.
 
-    Other dicts may have equal keys, as the labels of ``optax.partition``.
+    The type tells it from other dicts with equal keys, such as the labels of ``optax.partition``.
     """
 
     __slots__ = ()
@@ -216,12 +216,12 @@ def _is_slots(node: Any) -> bool:
 
 
 def as_params(keyed: Mapping[str, AnyVariable]) -> dict[str, Any]:
-    """What an optimizer sees as parameters: a dict from names to the variables' values."""
+    """Return the parameters of an optimizer: a dict from names to the variables' values."""
     return {_Key(key): variable.get_value() for key, variable in keyed.items()}
 
 
 class _NoName:
-    """A key whose text cannot be read; JAX sorts the keys of a dict."""
+    """A dict key that raises if it is read as text, but sorts, as JAX requires."""
 
     def __init__(self, place: int):
         self._place = place
@@ -239,16 +239,16 @@ class _NoName:
 
 
 def _check_names_unread(init: Callable[[Any], Any], params: Mapping[str, Any]) -> None:
-    """Raise if an optimizer reads the names of variables, as a mask may, and one has none.
+    """Raise if an optimizer reads the names of variables, as a mask may, and one has no name.
 
-    A mask that looks for ``"bias"`` would match nothing, and nobody would see it.
+    A mask that looks for ``"bias"`` would silently match nothing.
     """
     lacking = [key for key in params if key.startswith("#")]
     nameless = {_NoName(place): x for place, x in enumerate(params.values())}
     try:
         if lacking:
             jax.eval_shape(lambda: (init(nameless), None)[1])
-    except Exception as error:  # of any kind: with the keys as text it has just worked
+    except Exception as error:  # any exception: with text as keys, ``init`` has just worked
         raise VariableError(
             f"The optimizer reads the names of its variables, as in a mask, and "
             f"{', '.join(lacking)} of the list have none. Pass the module, var_list=model; or name "
@@ -259,12 +259,12 @@ def _check_names_unread(init: Callable[[Any], Any], params: Mapping[str, Any]) -
 class SlotStore:
     """The Optax state of an optimizer over the variables that it updates, each with a key.
 
-    A dict in it that mirrors them is the slots of one name; all else is shared, as a step count.
-    A copy keeps the keys and binds its own variables on first use.
+    A dict in the state that mirrors the variables holds the slots of one name. All else is shared,
+    such as a step count. A copy keeps the keys and binds its own variables on first use.
     """
 
     def __init__(self, variables: Mapping[str, AnyVariable | None] | None = None, tree: Any = None):
-        # By their keys, in order of first use; None in a copy.
+        # The variables by key, in order of first use; None in a copy.
         self.variables: dict[str, AnyVariable | None] = dict(variables or {})
         # The state with a variable at every leaf; None before the first step.
         self.tree: Any = tree
@@ -272,8 +272,8 @@ class SlotStore:
     # Keys.
 
     def keyed(self, variables: Sequence[AnyVariable], names: Named) -> dict[str, AnyVariable]:
-        """Variables by their keys; that of a new one is its name, with a number if it is taken."""
-        # Keys without a variable are those of a copy: its variables are found by name or index.
+        """Return variables by key; a new one gets its name, with a number if that is taken."""
+        # Keys without a variable are those of a copy: its variables get them by name or index.
         taken = {key for key, variable in self.variables.items() if variable is not None}
         keyed = {}
         for variable in variables:
@@ -287,15 +287,16 @@ class SlotStore:
         return keyed
 
     def key_of(self, variable: Any) -> str | None:
-        """The key of a variable; ``None`` if it has none."""
+        """Return the key of a variable; ``None`` if it has none."""
         return next((key for key, known in self.variables.items() if known is variable), None)
 
     def bind(self, variables: Mapping[str, AnyVariable]) -> dict[str, AnyVariable]:
-        """Bind variables to the keys that have slots; returns those without slots.
+        """Bind variables to the keys that have slots; return the variables without slots.
 
         Raises:
-          VariableError: there are both, and a copy, a loop or a branch has created the variables
-            again, so that names do not match them. New slots would start the moments anew.
+          VariableError: some variables have no slots, and some slots no variable: a copy, a loop or
+            a branch has created variables again, and their names do not match. New slots would
+            start the moments anew.
         """
         missing = {key: v for key, v in variables.items() if key not in self.variables}
         self.variables.update({key: v for key, v in variables.items() if key not in missing})
@@ -312,9 +313,9 @@ class SlotStore:
     # Creating.
 
     def make(self, init: Callable[[Any], Any], missing: Mapping[str, AnyVariable]) -> None:
-        """Add the initial state of variables that had none; what is shared stays as it is.
+        """Add the initial state of variables that have none; shared state stays as it is.
 
-        It is one per shard if the variables differ between shards.
+        There is one state per shard if any of the variables differ between shards.
         """
         params = {key: stacked(value) for key, value in as_params(missing).items()}
 
@@ -342,22 +343,22 @@ class SlotStore:
         return jax.tree.map(function, self.tree, *others, is_leaf=is_leaf)
 
     def _of(self, keys: Iterable[str] | None) -> Any:
-        """The state's variables: with the slots of all variables, or of these."""
+        """Return the state as a tree of variables, with the slots of all keys or of these."""
         chosen = self.variables if keys is None else set(keys)
         some = lambda x: {k: x[k] for k in x if k in chosen} if _is_slots(x) else x
         return self._map(some)
 
     def all(self, keys: Iterable[str] | None = None) -> list[AnyVariable]:
-        """Every variable of the state, or what is shared and the slots of these variables."""
+        """Return every variable of the state, or the shared ones and the slots of these keys."""
         return list(jax.tree.leaves(self._of(keys), is_leaf=is_variable))
 
     def values(self, keys: Iterable[str] | None = None) -> Any:
-        """The arrays of ``all``, as an optimizer has its state."""
+        """Return the state that an optimizer takes: the tree of the arrays of ``all``."""
         read = lambda variable: stacked(variable.get_value())
         return jax.tree.map(read, self._of(keys), is_leaf=is_variable)
 
     def copy(self) -> Any:
-        """``values``, where hyperparameters, as of ``optax.inject_hyperparams``, are read only."""
+        """Return ``values`` with read-only hyperparameters, as of ``optax.inject_hyperparams``."""
         injects = lambda node: type(getattr(node, "hyperparams", None)) is dict
 
         def frozen(node: Any) -> Any:
@@ -369,13 +370,13 @@ class SlotStore:
         return jax.tree.map(frozen, self.values(), is_leaf=injects)
 
     def write(self, keys: Iterable[str], state: Any) -> None:
-        """Write the state after a step of these variables, as ``values`` returned it before."""
+        """Write the state after a step of these variables, with the structure of ``values``."""
         for variable, value in zip(self.all(keys), jax.tree.leaves(state), strict=True):
             if variable.get_raw_value() is not value:
                 variable.set_raw_value(value)
 
     def find(self, variable: Any, name: str) -> Any:
-        """A slot of a variable, or of the variable of a name; ``None`` if there is none."""
+        """Return a slot of a variable or of a variable's name; ``None`` if there is none."""
         key = variable if isinstance(variable, str) else self.key_of(variable)
         for field in (name, _TENSORFLOW_NAMES.get(name, name)):
             slot = self.named().get(field, {}).get(key)
@@ -384,7 +385,7 @@ class SlotStore:
         return None
 
     def named(self) -> dict[str, dict[Any, AnyVariable]]:
-        """The slots by the name of their field, of each variable the first that is not masked."""
+        """Return the slots by field name: for each variable, the first that is not masked."""
         found: dict[str, dict[Any, AnyVariable]] = {}
         leaves = jax.tree_util.tree_leaves_with_path(self.tree, is_leaf=_is_slots)
         for path, node in leaves:
@@ -398,11 +399,12 @@ class SlotStore:
         return found
 
     def restore(self, state: Any, may_differ: Callable[[Any], bool]) -> None:
-        """Write a saved state, shared or per shard as it was saved.
+        """Write a saved state; each array is shared or per shard, as it was saved.
 
         Args:
-          state: the state, of this structure.
-          may_differ: whether the state at a path may differ between shards with equal parameters.
+          state: a state with the structure of this one.
+          may_differ: returns whether the state at a path may differ between shards whose
+            parameters are equal.
         """
         have, state = self.values(), jax.tree.map(lambda x: x, state)
         if jax.tree.structure(have) != jax.tree.structure(state):
@@ -436,7 +438,7 @@ class SlotStore:
                 )
             write = set_shared if value.shape == shape else set_per_shard
             writes.append((write, variable, value.astype(variable.get_raw_value().dtype)))
-        # Every leaf is checked before the first is written.
+        # Written only now, after every leaf was checked.
         for write, variable, value in writes:
             write(variable, value)
 
@@ -451,39 +453,53 @@ class Computed:
         """Forget all of them."""
         self._trace = _flax.current_trace()
         self._names: Named = {}
-        # By the id of the variable: the number of shards, and whether it has been applied.
+        # By the id of the variable: the number of shards, and whether its gradient was applied.
         self._shards: dict[int, tuple[int, bool]] = {}
         # float[], the latest loss of this shard.
         self.value: Any = None
-        # float[], 0 if a Mean counted no row; None if some always count.
+        # float[], 0 if no row counts in a Mean; None if some row always counts.
         self.weight: jax.Array | None = None
 
     @property
     def names(self) -> Named:
-        """The names that variables were given in this trace."""
+        """The variables that were named in this trace."""
         if self._trace != _flax.current_trace():
             self.clear()
         return self._names
 
     def add(self, found: Named, number_of_shards: int, value: Any, empty: Any) -> None:
-        """Note that their gradients were returned on this many shards, and if no row counts."""
+        """Record variables whose gradients were returned.
+
+        Args:
+          found: the variables with their names.
+          number_of_shards: the number of shards of the step.
+          value: the loss of this shard.
+          empty: whether no row of this shard counts; ``None`` if some always count.
+        """
         self.names.update(found)
         self.value = value
         self.weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
         self._shards.update(dict.fromkeys(found, (number_of_shards, False)))
 
     def note_applied(self, variables: Sequence[AnyVariable]) -> None:
-        """Note that their gradients have been applied."""
+        """Record that the gradients of these variables were applied."""
         for known in {id(variable) for variable in variables} & self._shards.keys():
             self._shards[known] = self._shards[known][0], True
 
     def origin(
         self, variables: Sequence[AnyVariable], number: int, divisor: int, *, declared: bool
     ) -> GradientStatus | None:
-        """What the gradients of variables are that are applied on this many shards.
+        """Return the status of gradients that are about to be applied; ``None`` if unknown.
 
-        A mean over the shards divides by ``divisor``, which is 1 for a sum; ``declared`` is whether
-        the optimizer says what gradients from elsewhere are.
+        Args:
+          variables: the variables of the gradients.
+          number: the number of shards of this step.
+          divisor: what a mean over the shards divides by; 1 for a sum.
+          declared: whether the optimizer was given the status of gradients from elsewhere.
+
+        Raises:
+          IncomingError: gradients that were applied before, or come from elsewhere undeclared.
+          ShardContextError: gradients that were computed under another number of shards.
         """
         known = self.names and self._shards
         for variable in variables:
@@ -513,7 +529,7 @@ class Computed:
 
 
 class HasSlots:
-    """An optimizer, as the runners see it: its state, and the gradients that it has computed."""
+    """The parts of an optimizer that the runners use: its state and its computed gradients."""
 
     slots: SlotStore
     computed: Computed

@@ -23,8 +23,14 @@ from crossshard._check import is_inexact
 from crossshard.errors import LossError
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs import rewrite
-from crossshard.jaxprs.kernels import SAID_BY_JAXPR, Assumptions, Operation, is_rowwise, says
-from crossshard.jaxprs.mean_over_rows import Finding, followed
+from crossshard.jaxprs.kernels import (
+    DEFINED_BY_JAXPR,
+    Assumptions,
+    Operation,
+    is_rowwise,
+    text_of,
+)
+from crossshard.jaxprs.mean_over_rows import Finding, facts_of_outputs
 from crossshard.jaxprs.row_facts import Fact, Free, OverRows, Rows
 from crossshard.jaxprs.walk import (
     Call,
@@ -259,7 +265,7 @@ class _Check:
                 traces = [jax.make_jaxpr(of_loss, return_shape=True)(*x) for x in given]
                 jaxprs, (_, inputs) = [jaxpr for jaxpr, _ in traces], loss.facts(given[1])
                 number = loss.number_of_rows(one)
-                facts = followed(jaxprs, inputs, number, 2, shards.axes, trial.assumed)
+                facts = facts_of_outputs(jaxprs, inputs, number, 2, shards.axes, trial.assumed)
                 returned = jax.tree.unflatten(jax.tree.structure(traces[1][1]), facts)
                 if finding_of(returned).kind is OverRows.UNDECIDED:
                     raise _NotDecidedError
@@ -418,8 +424,8 @@ class Trial:
                 first = constants + carried
                 turn = [x[steps - 1 if reverse else 0] for x in given[first:]]
                 within(body, [*given[:first], *turn])
-            case None if equation.primitive.name in SAID_BY_JAXPR:
-                return within(equation.params[SAID_BY_JAXPR[equation.primitive.name]], given)
+            case None if equation.primitive.name in DEFINED_BY_JAXPR:
+                return within(equation.params[DEFINED_BY_JAXPR[equation.primitive.name]], given)
         return _jax.bound(equation, given)
 
     def _try(self, operation: Operation, given: Sequence[Any], *, differentiated: bool) -> None:
@@ -428,7 +434,7 @@ class Trial:
         self.reached.add(str(operation))
         types = [(x.shape, x.dtype) for x in given]
         # An operation of many layers is one.
-        key = str((says(pair.other), types, operation.inputs, differentiated))
+        key = str((text_of(pair.other), types, operation.inputs, differentiated))
         if key in self._seen:
             return
         self._seen.add(key)

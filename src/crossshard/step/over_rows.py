@@ -26,7 +26,7 @@ from crossshard.jaxprs.mean_over_rows import (
     is_mean,
     is_sum,
 )
-from crossshard.jaxprs.rewrite import evaluate, flat
+from crossshard.jaxprs.rewrite import evaluate, inlined
 from crossshard.jaxprs.row_facts import (
     ADDS_SHARDS,
     ADDS_UNLIKE,
@@ -373,7 +373,7 @@ def _agree(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> b
     One may be the other times a constant.
     """
     traced = [jax.make_jaxpr(each)(*types) for each in (one, other)]
-    if len({str(_jax.without_unread(flat(each))) for each in traced}) == 1:
+    if len({str(_jax.without_unread(inlined(each))) for each in traced}) == 1:
         return True
     both = jax.make_jaxpr(lambda *args: (one(*args), other(*args)))(*types)
     kept, reads = _jax.pruned(both, [True, True])

@@ -30,9 +30,10 @@ from crossshard.tools.planning import KNOWN, topology
 _REFUSED = 2
 # 128 plus the number of the signal, as in shells.
 _INTERRUPTED, _NOT_READ = 130, 141
-# The longest message of a user's code that is shown, since JAX's may fill pages.
+# The longest message of user code that is shown, since those of JAX may fill pages.
 _LONGEST = 600
-# A launcher ends all processes when one has ended, and the coordinator goes with process 0.
+# How long processes wait before they exit: a launcher ends all processes when one has ended, and
+# the coordinator ends with process 0.
 _FIRST_SECONDS, _OTHERS_SECONDS = 2.0, 1.0
 
 
@@ -156,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _share(text: str) -> tuple[str, float]:
-    """``all-reduce=0.5`` by its kind, and ``0.5`` for all of them."""
+    """Return the kind and the share of ``all-reduce=0.5``; of ``0.5``, the kind is empty."""
     kind, _, share = text.rpartition("=")
     try:
         return kind, float(share)
@@ -167,7 +168,7 @@ def _share(text: str) -> tuple[str, float]:
 
 
 def _groups(text: str) -> Any:
-    """The lists of shards that a JSON text has."""
+    """Return the lists of shards in a JSON text."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -186,7 +187,7 @@ def _make_devices(number: int | None) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-# What `--help` says of each command, after its arguments.
+# The end of each command's `--help`, after its arguments.
 
 _FACTORY = """\
 The factory is called without arguments; its own output goes to stderr. The current directory is on
@@ -265,13 +266,13 @@ def _doctor(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         if found.job["connected"]:
             time.sleep(_FIRST_SECONDS if is_first else _OTHERS_SECONDS)
-        # The runtime would wait for what does not end.
+        # A normal exit would wait for the collective that does not end.
         os._exit(code)
     return code
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    # Check only what the options forbid: a collective in a loop is not a breach here.
+    # Only what the options forbid is checked; in_loop=True allows collectives in loops.
     shares = dict(options.min_hidden)
     whole = shares.get("") if len(shares) < 2 else None
     hidden = shares if whole is None else whole
@@ -327,7 +328,7 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    # Accelerators that this machine has stay free: what is compiled for is described, not used.
+    # Leaves this machine's accelerators free: the compiler only needs a description of the target.
     jax.config.update("jax_platforms", "cpu")
     # Before the factory: JAX starts at its first array, and creates no CPU devices after that.
     topology(options.topology)
@@ -361,7 +362,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _call_factory(name: str) -> Any:
-    """What ``package.module:factory`` returns; the current directory is on the path.
+    """Call ``package.module:factory``, with the current directory on the path.
 
     Raises:
       ArgumentError: the factory does not exist, or fails.
@@ -385,7 +386,7 @@ def _call_factory(name: str) -> Any:
 
 @contextlib.contextmanager
 def _in_one_sentence(what: str) -> Iterator[None]:
-    """Run the user's code: any exception becomes an ``ArgumentError``; its output goes to stderr.
+    """Run user code: any exception becomes an ``ArgumentError``, and its output goes to stderr.
 
     Args:
       what: the start of the sentence, which names what failed.

@@ -1,7 +1,7 @@
-"""doctor: looks at this machine, at JAX and at the job, sums over all devices, says what is wrong.
+"""doctor: checks this machine, JAX and the job, sums over all devices, and says what is wrong.
 
-What may never end is run in a thread, and left there when its time is over. The processes of a job
-tell each other which sum they have entered, to name the one that is missing.
+Calls that may never end run in a thread, which is left alone once its time is over. The processes
+of a job tell each other which sum they have entered, so that a missing process can be named.
 """
 
 import concurrent.futures
@@ -41,12 +41,12 @@ from crossshard.shards.devices import shard_mesh, warn_of_deadlock
 from crossshard.tools.inspection.collectives import bytes_sent
 from crossshard.tools.quiet import quiet
 
-# Bytes on each device.
+# The sizes of the sums, in bytes on each device.
 SIZES = (4_000, 1_000_000, 32_000_000)
-# Before the 40 seconds after which XLA for CPUs aborts the process.
+# Less than the 40 seconds after which XLA for CPUs aborts the process.
 SECONDS = 30.0
 _RUNS = 5
-# float32 counts to here without a gap, so that sums are exact in any order.
+# float32 has all whole numbers up to this one, so sums below it are exact in any order.
 _EXACT = 2**24
 _SHOWN = (
     *("jax", "jaxlib", "numpy", "optax", "flax", "orbax-checkpoint", "libtpu"),
@@ -77,12 +77,12 @@ class Devices:
 
     Attributes:
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-      kind: the name of the first, such as ``"NVIDIA H100 80GB HBM3"``.
-      number: how many all processes have together.
-      local: how many this process has.
+      kind: the name of the first device, such as ``"NVIDIA H100 80GB HBM3"``.
+      number: the number of devices of all processes.
+      local: the number of devices of this process.
       processes: the number of processes.
-      process: which of them this is.
-      memory: bytes of one device; those of the machine for CPUs; ``None`` if unknown.
+      process: the index of this process.
+      memory: the bytes of one device; for CPUs, those of the machine; ``None`` if unknown.
     """
 
     platform: str
@@ -107,10 +107,10 @@ class CollectiveTest:
 
     Attributes:
       kind: ``"all-reduce"``.
-      size: bytes of the array on each device.
-      bytes_sent: that a device sends, with the optimal algorithm.
-      seconds: of one run, the median of several.
-      right: whether the devices of this process got the values that numpy has.
+      size: the bytes of the array on each device.
+      bytes_sent: the bytes that a device sends, with the optimal algorithm.
+      seconds: the time of one run, the median of several.
+      right: whether the devices of this process got the same values as numpy.
     """
 
     kind: str
@@ -121,25 +121,25 @@ class CollectiveTest:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s that a device has sent."""
+        """The bytes that a device has sent per second."""
         return self.bytes_sent / self.seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What ``crossshard.doctor`` has seen: print it, or read its attributes.
+    """What ``crossshard.doctor`` has found: print it, or read its attributes.
 
     Attributes:
-      versions: of Python, crossshard and the packages that it runs on.
-      devices: what JAX has found; ``None`` if it found nothing in time.
-      mesh: the mesh that crossshard uses if it is given none: names and sizes of the axes.
+      versions: the versions of Python, crossshard and the packages that it runs on.
+      devices: the devices that JAX has found; ``None`` if it found none in time.
+      mesh: the mesh that crossshard uses by default: the sizes of its axes by name.
       job: which processes train together: ``num_processes``, ``process_id``,
-        ``coordinator_address``, ``local_device_ids``; ``found_in`` says who told, and ``connected``
-        whether they have met.
+        ``coordinator_address``, ``local_device_ids``; ``found_in`` says where these come from, and
+        ``connected`` whether the processes have met.
       settings: the environment variables that JAX, XLA and crossshard read here.
-      tests: the collective, in each size; empty without a self-test.
-      findings: what looks wrong, in this process.
-      stuck: whether a collective, or JAX itself, has not come to an end.
+      tests: the test of the collective in each size; empty without a self-test.
+      findings: what looks wrong in this process.
+      stuck: whether a collective, or the start of JAX, did not end in time.
 
     >>> Diagnosis({}, None, {}, {}, {}, (), ()).ok
     True
@@ -160,12 +160,12 @@ class Diagnosis:
         return not self.findings
 
     def describe(self) -> str:
-        """The machine, a line for each size of the collective, and what looks wrong."""
+        """Return the machine, a line for each size of the collective, and what looks wrong."""
         pairs = lambda given, sign: [f"{name}{sign}{each}" for name, each in given.items()]
         rows = {
             "versions": ", ".join(pairs(self.versions, " ")),
             "devices": str(self.devices or ""),
-            "processes": _of_job(self.job),
+            "processes": _describe_job(self.job),
             "mesh": ", ".join(pairs(self.mesh, " = ")),
             "settings": " ".join(pairs(self.settings, "=")),
         }
@@ -184,7 +184,7 @@ class Diagnosis:
     __str__ = describe
 
     def to_json(self, **kwargs: Any) -> str:
-        """The attributes, and ``ok``, as a JSON object; the arguments are those of json.dumps."""
+        """Return the attributes and ``ok`` as JSON; the arguments are those of ``json.dumps``."""
         return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, **kwargs)
 
 
@@ -194,7 +194,7 @@ def _row(test: CollectiveTest) -> tuple[str, ...]:
     return (test.kind, *sizes, rate, "right" if test.right else "WRONG")
 
 
-def _of_job(job: Mapping[str, Any]) -> str:
+def _describe_job(job: Mapping[str, Any]) -> str:
     number = job.get("num_processes", 1)
     if number == 1:
         return "1"
@@ -209,17 +209,17 @@ def doctor(
 ) -> Diagnosis:
     """Say what looks wrong with this machine, with JAX on it and with the job, before a run.
 
-    It reads versions, devices, settings and what describes the processes of the job, and sums
-    arrays over all devices: compares the values with numpy's, and measures the speed.
+    It reads versions, devices, settings and the description of the job, and sums arrays over all
+    devices: it compares the values with numpy's, and measures the speed.
 
     In a job of several processes all call it, after ``crossshard.distributed.initialize()``.
 
     Args:
       self_test: whether to sum over all devices.
-      sizes: bytes of the arrays on each device.
-      timeout: how many seconds JAX may take to start, and a sum.
-        What takes longer is a finding, and goes on in a thread. XLA for CPUs aborts the process
-        after 40 seconds.
+      sizes: the bytes of the arrays on each device.
+      timeout: how many seconds the start of JAX, and each sum, may take. What takes longer is
+        reported as a finding, and goes on in a thread. XLA for CPUs aborts the process after 40
+        seconds.
 
     Returns:
       A Diagnosis: print it, read its attributes, or call ``to_json()``.
@@ -238,7 +238,7 @@ def doctor(
 def diagnose(
     self_test: bool, sizes: Sequence[int], timeout: float, *, as_command: bool
 ) -> Diagnosis:
-    """As ``doctor``; as a command, it also meets the other processes."""
+    """Do what ``doctor`` does; as a command, also connect to the other processes."""
     _check.flag("self_test", self_test)
     if not isinstance(sizes, Sequence) or isinstance(sizes, str):
         raise ArgumentTypeError(
@@ -249,16 +249,16 @@ def diagnose(
             raise ArgumentError(f"{name} must be above 0; got {given}.")
     timeout = min(float(timeout), threading.TIMEOUT_MAX)
     settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_SETTINGS)}
-    job, found = _find(timeout, meet=as_command)
+    job, found = _find_job(timeout, meet=as_command)
     platforms = os.environ.get("JAX_PLATFORMS")
     start = f"The start of JAX{f' with JAX_PLATFORMS={platforms}' if platforms else ''}"
-    devices: Devices | None = _tried(found, "start", start, timeout, _look)
+    devices: Devices | None = _try(found, "start", start, timeout, _find_devices)
     mesh, tests = None, list[CollectiveTest]()
     if devices is not None:
         mesh, of_threads = _mesh(devices.number)
         found += of_threads
         for size in sizes if self_test and devices.number > 1 else ():
-            test = _test(found, mesh, size, timeout)
+            test = _test_all_reduce(found, mesh, size, timeout)
             if test is None:
                 break
             tests.append(test)
@@ -282,16 +282,16 @@ def diagnose(
 
 
 def _installed() -> dict[str, str]:
-    """The versions of Python, crossshard and what it runs on."""
+    """Return the versions of Python, crossshard and the packages that it runs on."""
     found = {"crossshard": crossshard.__version__, "Python": platform.python_version()}
     for name in _SHOWN:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    # What was imported, whatever else is installed.
+    # The imported JAX, even if another version is installed.
     return found | {"jax": jax.__version__}
 
 
-def _look() -> Devices:
+def _find_devices() -> Devices:
     everyone, own = jax.devices(), jax.local_devices()
     of_device = lambda: (own[0].memory_stats() or {}).get("bytes_limit")
     of_machine = lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -307,11 +307,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def _mesh(number: int) -> tuple[Mesh, list[Finding]]:
-    """The mesh that crossshard uses if it is given none, and what it warns of."""
+    """Return the mesh that crossshard uses by default, and its warnings as findings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeadlockWarning)
         mesh = shard_mesh(number)
-        # Again, though the mesh may be there already.
+        # ``shard_mesh`` only warns when it makes a new mesh.
         warn_of_deadlock(mesh)
     sentences = {str(each.message) for each in caught if each.category is DeadlockWarning}
     return mesh, [Finding("threads", sentence) for sentence in sentences]
@@ -320,12 +320,14 @@ def _mesh(number: int) -> tuple[Mesh, list[Finding]]:
 # The processes of the job.
 
 
-def _find(timeout: float, *, meet: bool) -> tuple[Job, list[Finding]]:
-    """The job that the environment describes, unless this process has met the others, and findings.
+def _find_job(timeout: float, *, meet: bool) -> tuple[Job, list[Finding]]:
+    """Return the job that the environment describes, and findings about it.
+
+    The job is not read if this process has already met the others.
 
     Args:
       timeout: how many seconds a cluster's own service may take to answer, and the others to come.
-      meet: whether to meet the others.
+      meet: whether to connect to the other processes.
     """
     job = Job()
     try:
@@ -336,7 +338,8 @@ def _find(timeout: float, *, meet: bool) -> tuple[Job, list[Finding]]:
         split_address(str(job.coordinator_address))
         if meet:
             with quiet():
-                # What stands still is named here, before the watch of the job ends the process.
+                # Longer than ``timeout``, so that ``doctor`` can name what hangs before the watch
+                # of the job ends the process.
                 initialize(timeout=timeout, stall_timeout=max(1, 2 * timeout))
             return job, []
         kind = "alone"
@@ -353,17 +356,17 @@ def _find(timeout: float, *, meet: bool) -> tuple[Job, list[Finding]]:
     return job, [Finding(kind, sentence)]
 
 
-def _tried(
+def _try(
     found: list[Finding], kind: str, what: str, seconds: float, function: Callable[[], Any]
 ) -> Any:
-    """What a function returns in a thread; ``None``, and a finding, if it raises or does not end.
+    """Run a function in a thread; return ``None``, and add a finding, if it raises or hangs.
 
     Args:
-      found: where the finding goes.
-      kind: its kind, if the function raises.
-      what: how it names the function.
+      found: the list to which the finding is added.
+      kind: the kind of the finding, if the function raises.
+      what: the name of the function in the finding.
       seconds: how long to wait.
-      function: what all processes of the job call.
+      function: the function, which all processes of the job call.
     """
     number, (processes, own) = next(_entered), _jax.processes_of_job()
     if processes > 1:
@@ -376,13 +379,14 @@ def _tried(
         except BaseException as error:
             ended.set_exception(error)
 
-    # Gloo writes to stdout. To stderr, XLA and the watch of the job write why they end the process.
+    # Gloo writes to stdout. stderr stays: XLA and the watch of the job write there why they end the
+    # process.
     with quiet(1):
-        # Not a thread of a pool, for which Python waits at its end.
+        # Not in a pool, for whose threads Python waits when it exits.
         threading.Thread(target=run, daemon=True).start()
         concurrent.futures.wait([ended], seconds)
     if not ended.done():
-        who = _late(number, processes)
+        who = _describe_missing(number, processes)
         found.append(Finding("stuck", f"{what} has not ended in {seconds:g} seconds{who}."))
     elif error := ended.exception():
         found.append(Finding(kind, f"{what} failed: {_first_line(error)}."))
@@ -391,16 +395,16 @@ def _tried(
     return None
 
 
-def _late(number: int, processes: int) -> str:
-    """Which processes have not entered what has not ended."""
+def _describe_missing(number: int, processes: int) -> str:
+    """Describe which processes have not entered the call that has not ended."""
     if processes == 1:
         return ""
     try:
-        told = {who: int(text) for who, text in _jax.told_below(f"{_ENTERED}/").items()}
+        entered = {who: int(text) for who, text in _jax.told_below(f"{_ENTERED}/").items()}
     except Exception:  # nobody answers
         return ", and the coordinator does not answer"
-    # A process may enter what comes later, but nothing before this.
-    if behind := [str(each) for each in range(processes) if told.get(str(each), 0) < number]:
+    # A process with a larger number has entered this call, too, and gone on.
+    if behind := [str(each) for each in range(processes) if entered.get(str(each), 0) < number]:
         return f": process {_text.listed(behind, 10)} has not entered it"
     stands = "one of them stands still, or they do not reach each other"
     return f", and all processes have entered it: {stands}"
@@ -409,14 +413,16 @@ def _late(number: int, processes: int) -> str:
 # The sum over all devices.
 
 
-def _test(found: list[Finding], mesh: Mesh, size: int, timeout: float) -> CollectiveTest | None:
-    """Sum an array of this size on each device over a mesh of one axis; ``None`` if that fails."""
+def _test_all_reduce(
+    found: list[Finding], mesh: Mesh, size: int, timeout: float
+) -> CollectiveTest | None:
+    """Sum an array of this size on each device over a mesh of one axis; ``None`` if this fails."""
     what, length = f"The all-reduce of {_text.size(size)}", max(size // 4, 1)
-    summed = _tried(found, "failed", what, timeout, lambda: _all_reduce(mesh, length))
+    summed = _try(found, "failed", what, timeout, lambda: _all_reduce(mesh, length))
     if summed is None:
         return None
     seconds, result = summed
-    numbers, marks = _values(length, mesh.size)
+    numbers, marks = _test_values(length, mesh.size)
     right = (mesh.size * numbers + marks.sum()).astype(np.float32)
     wrong: list[Finding] = []
     for each in result.addressable_shards:
@@ -436,8 +442,8 @@ def _test(found: list[Finding], mesh: Mesh, size: int, timeout: float) -> Collec
 
 
 def _all_reduce(mesh: Mesh, length: int) -> tuple[float, jax.Array]:
-    """The seconds of a sum, the median of several, and what it returns."""
-    numbers, marks = _values(length, mesh.size)
+    """Return the seconds of a sum, the median of several, and its result."""
+    numbers, marks = _test_values(length, mesh.size)
     spec = PartitionSpec(*mesh.axis_names)
     summed = lambda x: lax.psum(x, mesh.axis_names[0])
     mapped = jax.shard_map(summed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
@@ -454,11 +460,11 @@ def _all_reduce(mesh: Mesh, length: int) -> tuple[float, jax.Array]:
     return float(np.median(seconds)), result
 
 
-def _values(length: int, shards: int) -> tuple[Any, Any]:
-    """Numbers, the same on all shards, and a mark of each shard, which is added to all of them.
+def _test_values(length: int, shards: int) -> tuple[Any, Any]:
+    """Return numbers that are the same on all shards, and a mark of each shard to add to them.
 
-    A shard that is left out, counted twice or taken for another one shows, and so does a sum that
-    was rounded to 16 bits.
+    They show a shard that is left out, counted twice or taken for another one, and a sum that was
+    rounded to 16 bits.
     """
     marks = np.arange(shards) ** 2 % 251
     period = max((_EXACT - int(marks.sum())) // shards, 1)

@@ -1,6 +1,6 @@
 """plan: compiles a step in several ways for a machine that is not there, and reads the programs.
 
-Its machines are topologies by name: TPU slices, GPU clusters, and the CPU devices of this one.
+Machines are topologies with a name: TPU slices, GPU clusters, and CPU devices of this machine.
 """
 
 import collections
@@ -32,26 +32,26 @@ from crossshard.tools.inspection.collectives import Collective
 from crossshard.tools.inspection.inspect import inspect
 from crossshard.tools.quiet import quiet
 
-# Topologies, and what compilers are told of them.
+# Topologies, and their descriptions for compilers.
 
 _GIB = 2**30
 
-# What libtpu's compiler lets a program have on a chip, in bytes, and the dimensions of the torus.
+# The bytes that libtpu's compiler lets a program use on a chip, and the dimensions of the torus.
 TPUS = {
     "v5e": (int(15.75 * _GIB), 2),
     "v5p": (int(95.74 * _GIB), 3),
     "v6e": (int(31.25 * _GIB), 2),
 }
-# What compiles for TPUs and for GPUs: what is imported, in words, the extra, and the settings that
-# it reads when it is loaded, unless the user has set them.
-_OF_LIBTPU = {
+# The compilers for TPUs and for GPUs: the modules of which one must be installed, their name in
+# errors, the extra that installs them, and the environment variables that they read when loaded.
+_LIBTPU_SETTINGS = {
     # There is no TPU here, nor a server that could tell which one.
     "TPU_SKIP_MDS_QUERY": "1",
     # Nothing is run, so two processes may compile at once.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_LOG_DIR": "disabled",
 }
-_FOR_TPUS = (("libtpu",), "libtpu, which compiles for TPUs", "tpu", _OF_LIBTPU)
+_FOR_TPUS = (("libtpu",), "libtpu, which compiles for TPUs", "tpu", _LIBTPU_SETTINGS)
 _FOR_GPUS = (
     ("jax_cuda12_plugin", "jax_cuda13_plugin"),
     *("JAX for CUDA, which compiles for GPUs", "cuda12"),
@@ -60,7 +60,7 @@ _FOR_GPUS = (
 )
 
 # A GPU for the compiler: a ``GpuTargetConfigProto`` of XLA, as text.
-_TARGET = """
+_GPU_TARGET = """
 gpu_device_info {{
   name: "{name}"
   device_vendor: "NVIDIA Corporation"
@@ -95,7 +95,7 @@ platform_name: "CUDA"
 dnn_version_info {{ major: {dnn[0]} minor: {dnn[1]} }}
 device_description_str: "{name}"
 """
-_OF_GPU = (
+_GPU_FIELDS = (
     *("name", "memory", "capability", "cores", "fpus", "clock", "shared", "block", "cache"),
     *("bandwidth", "dnn"),
 )
@@ -121,12 +121,12 @@ GPUS: dict[str, tuple[Any, ...]] = {
 
 
 def target(kind: str) -> str:
-    """The description of a GPU for the compiler.
+    """Return the description of a GPU for the compiler.
 
     >>> "core_count: 132" in target("h100")
     True
     """
-    return _TARGET.format(**dict(zip(_OF_GPU, GPUS[kind], strict=True)))
+    return _GPU_TARGET.format(**dict(zip(_GPU_FIELDS, GPUS[kind], strict=True)))
 
 
 # The names of topologies, in words.
@@ -135,7 +135,7 @@ KNOWN = (
     + ", ".join(f"{name}:4x8" for name in GPUS)
     + " (hosts x GPUs), cpu:8; in these forms with other numbers"
 )
-_MOST = 2**17
+_MOST_DEVICES = 2**17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +143,9 @@ class Topology:
     """The devices to compile for.
 
     Attributes:
-      name: as it was given.
-      memory: the bytes of a device that a program may use; of the CPU devices of this machine, each
-        has its part.
-      devices: in the order of the machine.
+      name: the name as it was given.
+      memory: the bytes of a device that a program may use; CPU devices share those of this machine.
+      devices: the devices, in the order of the machine.
     """
 
     name: str
@@ -160,15 +159,15 @@ class Topology:
 
     @property
     def kind(self) -> str:
-        """``"v5e"``, ``"h100"``, ``"cpu"`` …: the name of a device."""
+        """The kind of device: ``"v5e"``, ``"h100"``, ``"cpu"`` …"""
         return self.name.partition(":")[0]
 
     def mesh(self, shape: dict[str, int]) -> Mesh:
-        """A mesh with these axes, neighbours next to each other."""
+        """Return a mesh with these axes, on which devices next to each other are neighbours."""
         sizes, names = tuple(shape.values()), tuple(shape)
         types = (AxisType.Auto,) * len(names)
         if self.kind not in TPUS:
-            # GPUs of a host follow each other, and all are alike.
+            # The GPUs of a host follow each other, and all links within a host are alike.
             return Mesh(np.array(self.devices).reshape(sizes), names, axis_types=types)
         from jax.experimental import mesh_utils
 
@@ -177,10 +176,10 @@ class Topology:
 
 
 def topology(name: str) -> Topology:
-    """The topology of a name such as ``v5p:4x4x4``, ``h100:4x8`` or ``cpu:8``.
+    """Return the topology of a name such as ``v5p:4x4x4``, ``h100:4x8`` or ``cpu:8``.
 
     Raises:
-      ArgumentError: there is none of this name, or what compiles for it is not installed.
+      ArgumentError: there is none of this name, or its compiler is not installed.
 
     >>> topology("cpu:1").size
     1
@@ -189,7 +188,7 @@ def topology(name: str) -> Topology:
     found = re.fullmatch(r"([a-z]\w*):(\d{1,6}(?:x\d{1,6})*)", given)
     kind, sizes = (found[1], [int(n) for n in found[2].split("x")]) if found else ("", [0])
     is_tpu = kind in TPUS
-    if not (is_tpu or kind in GPUS or kind == "cpu") or not 0 < math.prod(sizes) <= _MOST:
+    if not (is_tpu or kind in GPUS or kind == "cpu") or not 0 < math.prod(sizes) <= _MOST_DEVICES:
         raise ArgumentError(f"There is no topology {_check.shown(name)}. Known are {KNOWN}.")
     numbers = TPUS[kind][1] if is_tpu else 2 if kind in GPUS else 1
     if len(sizes) != numbers:
@@ -207,14 +206,14 @@ def topology(name: str) -> Topology:
         raise ArgumentError(f'{name} needs {what}: pip install "crossshard[{extra}]".')
     described: dict[str, Any] = {"platform": "tpu", "topology_name": name}
     if is_tpu and math.prod(sizes) == 1:
-        # Hosts have four chips or eight, except those with a single one.
+        # The default is four or eight chips per host.
         described["chips_per_host_bounds"] = (1, 1, 1)
     elif not is_tpu:
         described = {"platform": "cuda", "topology_name": kind, "target_config": target(kind)}
         described["topology"] = f"1x{given.partition(':')[2]}"
     for setting, value in settings.items():
         os.environ.setdefault(setting, value)
-    # Here, since importing crossshard brings in nothing that JAX, Optax and Flax do not.
+    # Imported here, since `import crossshard` loads no module that JAX, Optax and Flax do not load.
     from jax.experimental import topologies
 
     try:
@@ -225,27 +224,27 @@ def topology(name: str) -> Topology:
         raise ArgumentError(
             f"There is no topology {name!r}: {first:.200}. Known are {KNOWN}."
         ) from error
-    memory = TPUS[kind][0] if is_tpu else GPUS[kind][_OF_GPU.index("memory")]
+    memory = TPUS[kind][0] if is_tpu else GPUS[kind][_GPU_FIELDS.index("memory")]
     return Topology(name, memory, devices)
 
 
-# Where a name of it is an argument.
+# For ``plan``, which has an argument of this name.
 _topology_of = topology
 
 
-# What a step needs on one of them.
+# What a step needs on a topology.
 
-_WHOLE = "replicated"
-# Chosen by the plan itself.
+_REPLICATED = "replicated"
+# Options that the plan chooses itself.
 _OURS = {"mesh", "num_shards", "axis_name", "weight_update"}
-# Options of a step with sharded parameters, and of no other.
-_OF_PARTS = {"gather_dtype"}
-# What XLA for TPUs says: "… Used 20.51G of 15.75G hbm. …"
+# Options that only a step with sharded parameters takes.
+_FOR_SHARDED = {"gather_dtype"}
+# An error of XLA for TPUs: "… Used 20.51G of 15.75G hbm. …"
 _USED = re.compile(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm")
 # Or: "… memory required for HLO temporaries (30.32G) exceeds available HBM …", without arguments.
 _TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\) exceeds")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# Programs that are compiled at once. One compilation hardly uses two cores.
+# How many programs are compiled at once. One compilation hardly uses two cores.
 _AT_ONCE = 2
 _LINKS = ("inside a host", "inside a slice", "across")
 _MEMORY_HEAD = (
@@ -260,15 +259,14 @@ class MemoryUse:
     """Bytes on each device.
 
     Attributes:
-      parameters: of the parameters, those that are not trained included.
-      optimizer_state: of the optimizer's state.
-      other: of the batch, the rest of the state, and the padding of all arguments.
+      parameters: the parameters, including those that are not trained.
+      optimizer_state: the optimizer's state.
+      other: the batch, the rest of the state, and the padding of all arguments.
       temporaries: what else the program needs while it runs: activations and gradients; ``None`` if
         the compiler refused the program before it counted them.
-      gradients: of all gradients, of which the temporaries hold those that are needed at one time.
-      needed: all of these at the fullest moment, by the compiler; at least this, if the step was
-        not compiled.
-      available: on a device.
+      gradients: all gradients; the temporaries only hold those that are needed at the same time.
+      needed: the peak of all of these, by the compiler; a lower bound if the step was not compiled.
+      available: the memory of a device.
     """
 
     parameters: int
@@ -281,7 +279,7 @@ class MemoryUse:
 
     @property
     def left(self) -> int:
-        """What is left; negative if it does not fit."""
+        """The bytes that are left; negative if it does not fit."""
         return self.available - self.needed
 
 
@@ -290,8 +288,8 @@ class LinkUse:
     """What a step sends, on each device.
 
     Attributes:
-      collectives: how many of each kind run.
-      sent: the bytes in all.
+      collectives: how many collectives of each kind run.
+      sent: the bytes over all links.
       by_link: the bytes over each kind of link: ``"inside a host"``, ``"inside a slice"`` (between
         the hosts of a TPU slice), ``"across"`` (between hosts of GPUs).
       hidden: the bytes that are sent while matrix products or other kernels are scheduled.
@@ -310,10 +308,10 @@ class Candidate:
     Attributes:
       mesh: the sizes of its axes by their names.
       weight_update: ``"replicated"`` or ``"sharded"``.
-      params: ``"replicated"``, or ``"sharded"`` if they are.
-      memory: on each device.
-      links: what is sent; ``None`` if it was not compiled, or the compiler refused it.
-      compiled: whether it was compiled, which it is not if its state alone is too large.
+      params: ``"replicated"`` or ``"sharded"``.
+      memory: the memory use of each device.
+      links: what a device sends; ``None`` if it was not compiled, or the compiler refused it.
+      compiled: whether it was compiled; it is not if its state alone is too large.
     """
 
     mesh: Mapping[str, int]
@@ -330,12 +328,12 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Such as ``data 8, sharded``, or ``data 8, params sharded``."""
-        return f"data {self.mesh['data']}, {_rest(self.weight_update, self.params)}"
+        """Its name in tables, such as ``data 8, sharded``, or ``data 8, params sharded``."""
+        return f"data {self.mesh['data']}, {_name_of_way(self.weight_update, self.params)}"
 
 
-def _rest(weight_update: str, params: str) -> str:
-    return weight_update if params == _WHOLE else "params sharded"
+def _name_of_way(weight_update: str, params: str) -> str:
+    return weight_update if params == _REPLICATED else "params sharded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,10 +341,10 @@ class Plan:
     """What a step needs on a machine, for each way to keep its parameters and its state.
 
     Attributes:
-      topology: its name.
-      devices: how many there are.
+      topology: the name of the topology.
+      devices: the number of devices.
       parameters: the number of parameters.
-      candidates: those that were compiled, or are too large to be.
+      candidates: the ways to keep them, whether compiled or too large to be.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import crossshard
@@ -363,7 +361,7 @@ class Plan:
     candidates: Sequence[Candidate]
 
     def to_json(self, indent: int | None = None) -> str:
-        """The plan as JSON.
+        """Return the plan as JSON.
 
         The keys are the attributes of this class and of its fields, and ``fits`` and ``left``.
         """
@@ -377,7 +375,7 @@ class Plan:
         return self.table()
 
     def table(self) -> str:
-        """Plain text tables of memory and of what is sent, a row for each candidate."""
+        """Return plain text tables of memory and of what is sent, with a row for each candidate."""
         parts = [
             f"{self.parameters:,} parameters on {self.topology}, {count(self.devices, 'device')}",
             table(_MEMORY_HEAD, [_memory_row(each) for each in self.candidates]),
@@ -424,14 +422,14 @@ def plan(
 ) -> Plan:
     """Compile a training step for a pod or a cluster, in several ways, and say what each needs.
 
-    Nothing is run there, and no array is allocated: a model of 70 billion parameters is a matter of
-    shapes. The step is compiled with a replicated update, a sharded update, and sharded parameters
-    (``params="sharded"``), with each device as a shard; not where the state alone is more than a
-    device has.
+    No step is run and no array is allocated, so a model may have 70 billion parameters: only its
+    shapes are needed. The step is compiled with a replicated update, a sharded update, and sharded
+    parameters (``params="sharded"``), with each device as a shard; a way whose state alone does not
+    fit on a device is not compiled.
 
     Args:
       loss_fn: as ``make_train_step`` takes it.
-      params: the model, as arrays or types, or a function without arguments that makes it, which is
+      params: the model, as arrays or types, or a function without arguments that makes it, and is
         only traced.
       batch: the global batch, as arrays or types, or a function of the number of devices that
         returns it.
@@ -468,17 +466,17 @@ def plan(
     mesh, rows = where.mesh({"data": where.size}), batch(where.size) if callable(batch) else batch
     _check.arrays("batch", rows, or_types=True)
     found = []
-    for weight_update, rest in _ways(optimizer, where.size):
-        left_out = _OF_PARTS if rest == _WHOLE else ()
+    for weight_update, placement in _ways(optimizer, where.size):
+        left_out = _FOR_SHARDED if placement == _REPLICATED else ()
         step = make_train_step(
             loss_fn,
             optimizer,
             mesh=mesh,
             weight_update=weight_update,
-            params=rest,
+            params=placement,
             **{name: each for name, each in options.items() if name not in left_out},
         )
-        found.append(_lowered((weight_update, rest), where, step, model, rows))
+        found.append(_lower((weight_update, placement), where, step, model, rows))
     with quiet(), concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
         candidates = list(pool.map(lambda each: each(), found))
     parameters = number_of_parameters(model, options.get("wrt"))
@@ -486,25 +484,25 @@ def plan(
 
 
 def _ways(optimizer: Any, devices: int) -> list[tuple[str, str]]:
-    """The ``weight_update`` and ``params`` of the steps that are compared."""
-    ways = [("replicated", _WHOLE), ("sharded", _WHOLE), ("sharded", "sharded")]
-    # Groups of shards differ in their parameters, which cannot be sharded.
+    """Return the ``weight_update`` and ``params`` of the steps that are compared."""
+    ways = [("replicated", _REPLICATED), ("sharded", _REPLICATED), ("sharded", "sharded")]
+    # Groups of shards have different parameters, which cannot be sharded over all.
     grouped = len(getattr(optimizer, "group_assignment", None) or ()) > 1
     # One shard has nothing to split.
     return ways[:1] if devices == 1 else ways[: 2 if grouped else 3]
 
 
-def _lowered(
+def _lower(
     way: tuple[str, str], topology: Topology, step: TrainStep, model: Any, batch: Any
 ) -> Callable[[], Candidate]:
-    """Lower a step; return what compiles it, and reads what the program needs and sends.
+    """Lower a step; return a function that compiles it, and reads what it needs and sends.
 
-    A step whose state is more than the memory of a device is neither lowered nor compiled, which
-    would take minutes.
+    A step whose state does not fit on a device is neither lowered nor compiled, which would take
+    minutes.
     """
     shards = topology.size
     state = step.abstract_init(model)
-    # What every shard gets whole may be a Python number.
+    # A replicated leaf of the batch may be a Python number.
     rows = sum(
         math.prod(np.shape(x)) * jnp.result_type(x).itemsize // (1 if axis is None else shards)
         for x, axis in zip(jax.tree.leaves(batch), axes_of_batch(step).of(batch), strict=True)
@@ -519,12 +517,12 @@ def _lowered(
                 compiled = lowered.compile()
                 links = _links(compiled, list(step.mesh.devices.flat))
             except jax.errors.JaxRuntimeError as error:
-                refused_for = None if compiled else _needed(str(error), given)
+                refused_for = None if compiled else _bytes_when_refused(str(error), given)
                 if refused_for is None:
                     what = f"{'read' if compiled else 'compiled'} for {topology.name}"
                     first = (str(error).splitlines() or ["no reason"])[0]
                     raise ArgumentError(
-                        f"The step of {_rest(*way)} cannot be {what}: {first:.300}"
+                        f"The step of {_name_of_way(*way)} cannot be {what}: {first:.300}"
                     ) from error
                 needed = refused_for
         parameters = bytes_on_device((state.params, state.frozen))
@@ -550,8 +548,8 @@ def _lowered(
     return candidate
 
 
-def _needed(message: str, arguments: int) -> int | None:
-    """The bytes that a program needs, if its compiler refuses it for them."""
+def _bytes_when_refused(message: str, arguments: int) -> int | None:
+    """Return the bytes that a program needs, if its compiler refused it for its size."""
     for pattern, more in ((_USED, 0), (_TEMPORARIES, arguments)):
         if found := pattern.search(message):
             return more + int(float(found[1]) * _UNITS[found[2]])
@@ -571,11 +569,12 @@ def _links(compiled: jax.stages.Compiled, devices: Sequence[Any]) -> LinkUse:
 
 
 def bytes_by_link(each: Collective, devices: Sequence[Any]) -> dict[str, float]:
-    """The bytes that a device sends over each kind of link, on average over the devices.
+    """Return the bytes that a device sends over each kind of link, averaged over the devices.
 
-    The devices of a group form a ring, host after host, so that of n neighbours as many send to
-    another host as there are hosts. In an all-to-all all send to all. GPUs of several hosts are
-    ``"across"``, as are TPUs of several slices; TPUs of several hosts are ``"inside a slice"``.
+    The devices of a group form a ring, host after host, so one device of each host sends to another
+    host. In an all-to-all, all devices send to all others. The links between GPUs of several hosts
+    are ``"across"``, as are those between TPU slices; the links between hosts of one TPU slice are
+    ``"inside a slice"``.
 
     Args:
       each: the collective.

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet(*descriptors: int) -> Iterator[None]:
-    """Keep what C++ writes to stderr off the screen; if this raises, the errors say what matters.
+    """Keep what C++ writes to stderr off the screen. What matters is in the exceptions it raises.
 
-    If the process is aborted meanwhile, what was written is lost with it.
+    If the process is aborted meanwhile, that output is lost.
 
     Args:
-      *descriptors: those that C++ writes to; 2, which is stderr, if there are none.
+      *descriptors: the file descriptors to silence; 2, which is stderr, if there are none.
 
     >>> import os
     >>> with quiet():
@@ -27,8 +27,7 @@ def quiet(*descriptors: int) -> Iterator[None]:
             try:
                 kept = os.dup(descriptor)
             except OSError:
-                # There is no such stream.
-                continue
+                continue  # it is not open
             stack.callback(os.close, kept)
             hidden = stack.enter_context(tempfile.TemporaryFile())
             os.dup2(hidden.fileno(), descriptor)

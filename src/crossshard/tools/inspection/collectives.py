@@ -19,8 +19,8 @@ from crossshard.tools.inspection.hlo import (
     source_of,
 )
 
-# The bytes that a shard in a group of n sends for an operand, with the optimal algorithm. An
-# all-gather's operand is 1/n of its output.
+# The bytes that a shard in a group of n sends for an operand, with the optimal algorithm. The
+# operand of an all-gather is 1/n of its output.
 _BYTES_SENT: dict[str, Callable[[int, float], float]] = {
     "all-reduce": lambda n, operand: 2 * (n - 1) * operand / n,
     "reduce-scatter": lambda n, operand: (n - 1) * operand / n,
@@ -45,12 +45,12 @@ _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 _LOOP = ("condition", "body")
 _ALL = (*_CALLS, *_BRANCHES, *_LOOP)
 
-# What a counter of a loop may pass through.
+# Ops that may stand between a loop's counter and its use.
 _COPIES = {"copy", "copy-start", "copy-done", "bitcast", "reshape"}
 
 _DOTS = {"dot", "ragged-dot", "scaled-dot", "convolution"}
-# What the libraries that XLA calls name theirs: __cublas$gemm, __cublas$lt$matmul,
-# __cudnn$convForward, __cudnn$fmhaSoftmax, __onednn$matmul.
+# Matrix products and convolutions of the libraries that XLA calls: __cublas$gemm,
+# __cublas$lt$matmul, __cudnn$convForward, __cudnn$fmhaSoftmax, __onednn$matmul.
 _PRODUCT_CALL = re.compile(r"gemm|matmul|fmha|\$conv", re.IGNORECASE)
 # Custom calls with which XLA for TPUs marks buffers and asynchronous collectives.
 _MARKS = {
@@ -70,7 +70,7 @@ _NOTHING, _KERNEL, _PRODUCT = range(3)
 
 
 def bytes_sent(kind: str, group_size: int, operand: float) -> float:
-    """The bytes that one of so many shards sends for a collective, given those of its operand.
+    """Return the bytes that one of ``group_size`` shards sends, given those of its operand.
 
     >>> bytes_sent("all-reduce", 8, 1024), bytes_sent("all-gather", 8, 128)
     (1792.0, 896)
@@ -91,7 +91,7 @@ class Collective:
       bytes_sent: the bytes that one shard sends for arrays, in one call of the program.
       scalar_bytes_sent: the bytes that it sends for scalars: losses and metrics.
       source: the ``file:line`` that it comes from, if known: the first in user code, else in
-        another library, never in crossshard. Of combined collectives XLA keeps the line of one.
+        another library, never in crossshard. For combined collectives XLA keeps one line.
       op_name: JAX's name of the operation.
       in_loop: whether it runs in a loop.
       in_branch: whether it runs in only one branch of a conditional, or only in steps in which a
@@ -102,13 +102,13 @@ class Collective:
       asynchronous: whether other work can run while it is under way.
       matrix_products: the number of matrix products and convolutions that are scheduled while it is
         under way; a fusion or a loop that holds one counts as one.
-      other_kernels: the number of other kernels that are.
+      other_kernels: the number of other kernels that are scheduled meanwhile.
       name: the HLO name of the instruction.
       axes: the mesh axes along which it sends; empty if the mesh is unknown.
       within_shard: whether it only sends along axes that do not split the batch: tensor
         parallelism, which the lower bound does not cover.
-      counted: whether the report's totals have it: of a conditional, the branch that sends most,
-        and not what is sent only in steps in which a gradient is not finite.
+      counted: whether it is in the report's totals. Of a conditional, only the branch that sends
+        most is; collectives that only run where a gradient is not finite are not.
 
     >>> import jax, jax.numpy as jnp
     >>> import crossshard
@@ -163,8 +163,8 @@ class Execution:
 
     instruction: Instruction
     computation: Computation
-    caller: Instruction | None = None  # what calls this computation; None in the entry
-    around: Computation | None = None  # that of the caller
+    caller: Instruction | None = None  # the instruction that calls it; None in the entry
+    around: Computation | None = None  # the computation of the caller
     in_loop: bool = False
     # The conditionals around it, outermost first, each with the number of the branch.
     branches: tuple[tuple[str, int], ...] = ()
@@ -173,7 +173,7 @@ class Execution:
 
 
 def executions(module: Module, at: Execution | None = None) -> Iterator[Execution]:
-    """All instructions that can execute, in order, including all branches of a conditional.
+    """Yield all instructions that can execute, in order, including all branches of a conditional.
 
     Args:
       module: the program.
@@ -187,7 +187,7 @@ def executions(module: Module, at: Execution | None = None) -> Iterator[Executio
         if instruction.opcode.endswith(("-update", "-done")):
             continue
         scopes = (instruction.quoted("metadata", "op_name") or "").split("/")
-        # The loop, or the conditional, itself: what runs in it names the scope too.
+        # Only the loop or the conditional itself, since all that runs in it names the scope, too.
         rare = at.rare or (RARE in scopes and instruction.opcode in ("while", "conditional"))
         inner = dataclasses.replace(run, caller=instruction, around=at.computation, rare=rare)
         for computation in called_computations(module, instruction, _CALLS):
@@ -198,7 +198,7 @@ def executions(module: Module, at: Execution | None = None) -> Iterator[Executio
             branch = dataclasses.replace(inner, computation=computation, branches=taken)
             yield from executions(module, branch)
         if instruction.opcode == "while":
-            # The rare one has one turn, or none.
+            # The loop of rare steps has one iteration, or none.
             is_rare = rare and not at.rare
             trips = 1 if is_rare else _trip_count(module, at.computation, instruction)
             times = None if trips is None or at.times is None else at.times * trips
@@ -210,13 +210,13 @@ def executions(module: Module, at: Execution | None = None) -> Iterator[Executio
 def called_computations(
     module: Module, instruction: Instruction, attributes: tuple[str, ...] = _ALL
 ) -> list[Computation]:
-    """The computations that an instruction runs, those of all branches and of loops included."""
+    """Return the computations that an instruction runs, including all branches and loops."""
     names = [name for attribute in attributes for name in instruction.called(attribute)]
     return [module.computations[name] for name in names]
 
 
 def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """The trip count of a ``while`` in this computation, or ``None`` if unknown.
+    """Return the trip count of a ``while`` in this computation, or ``None`` if unknown.
 
     XLA annotates it on CPUs and GPUs. On TPUs it is found from the counter: an element of the carry
     with a constant start, increment and limit.
@@ -237,7 +237,7 @@ def _trip_count(module: Module, computation: Computation, loop: Instruction) -> 
         return None
 
     def value(inside: Computation, name: str) -> int | None:
-        """The value of an instruction in the condition or body, if it is constant."""
+        """Return the value of an instruction in the condition or body, if it is constant."""
         element = _element(inside, name)
         if element is None:
             return _constant(inside, name)
@@ -257,7 +257,7 @@ def _trip_count(module: Module, computation: Computation, loop: Instruction) -> 
 
 
 def _unchanged(computation: Computation, name: str) -> Instruction:
-    """The instruction that a value comes from, through copies."""
+    """Return the instruction that a value comes from, through copies."""
     found = computation.instructions[name]
     while found.opcode in _COPIES:
         found = computation.instructions[found.operands[0]]
@@ -265,7 +265,7 @@ def _unchanged(computation: Computation, name: str) -> Instruction:
 
 
 def _element(computation: Computation, name: str) -> int | None:
-    """The index of a value in its computation's parameter, or ``None``."""
+    """Return the index of a value in its computation's parameter, or ``None``."""
     found = _unchanged(computation, name)
     if found.opcode != "get-tuple-element":
         return None
@@ -280,7 +280,7 @@ def _constant(computation: Computation, name: str) -> int | None:
     return int(found.argument) if is_int else None
 
 
-# What runs while a collective is under way.
+# Overlap: what runs while a collective is under way.
 
 
 class _Overlaps:
@@ -291,7 +291,7 @@ class _Overlaps:
         self._schedule = functools.cache(self._schedule_of)
 
     def of(self, run: Execution) -> tuple[int, int] | None:
-        """How many matrix products and other kernels run beside a collective.
+        """Count the matrix products and the other kernels that run during a collective.
 
         A fusion or a loop counts as one. ``None`` if the collective is synchronous.
         """
@@ -316,9 +316,9 @@ class _Overlaps:
         return meanwhile.count(_PRODUCT), meanwhile.count(_KERNEL)
 
     def _schedule_of(self, name: str) -> tuple[list[int], dict[str, int]]:
-        """What each instruction of a computation runs, and where what is asynchronous ends.
+        """Return what each instruction of a computation runs, and where asynchronous ones end.
 
-        Ends are by the name of the start, of a rendezvous, or of a chain of XLA for TPUs.
+        The ends are by the name of the start, by rendezvous, or by a chain id of XLA for TPUs.
         """
         start_of: dict[str, str] = {}
         ends: dict[str, int] = {}
@@ -357,26 +357,31 @@ class _Overlaps:
 
 
 def _is_sync(instruction: Instruction) -> bool:
-    """Whether XLA for GPUs runs a pair of start and end as one blocking call."""
+    """Return whether XLA for GPUs runs a pair of start and end as one blocking call."""
     return '"is_sync":true' in instruction.attributes.get("backend_config", "")
 
 
-# The collectives among it.
+# The collectives of a program.
 
 
 def collectives(module: Module) -> tuple[Collective, ...]:
-    """The collectives of a program, in order of execution."""
+    """Return the collectives of a program, in order of execution."""
     overlaps = _Overlaps(module)
     runs = list(_runs_of_collectives(module))
-    found = [(run, _read(run, kind, module, overlaps.of(run))) for run, kind in runs]
-    counted = {id(each) for _, each in _most((run, x) for run, x in found if not run.rare)}
+    found = [(run, _collective_of(run, kind, module, overlaps.of(run))) for run, kind in runs]
+    counted = {
+        id(each) for _, each in _in_largest_branches((run, x) for run, x in found if not run.rare)
+    }
     return tuple(dataclasses.replace(each, counted=id(each) in counted) for _, each in found)
 
 
-def _most(
+def _in_largest_branches(
     found: Iterable[tuple[Execution, Collective]], depth: int = 0
 ) -> list[tuple[Execution, Collective]]:
-    """Of a branch in so many conditionals, those that run if each one takes what sends most."""
+    """Return the collectives that run if every conditional takes the branch that sends most.
+
+    ``depth`` is the number of conditionals that are around all of them.
+    """
     kept: list[tuple[Execution, Collective]] = []
     conditionals: dict[str, dict[int, list[tuple[Execution, Collective]]]] = {}
     for run, each in found:
@@ -390,12 +395,12 @@ def _most(
         sum(each.scalar_bytes_sent for _, each in branch),
     )
     for branches in conditionals.values():
-        kept += max((_most(each, depth + 1) for each in branches.values()), key=sent)
+        kept += max((_in_largest_branches(each, depth + 1) for each in branches.values()), key=sent)
     return kept
 
 
 def _runs_of_collectives(module: Module) -> Iterator[tuple[Execution, str]]:
-    """The collective instructions with their kinds; an asynchronous one counts once."""
+    """Yield the collective instructions with their kinds; an asynchronous one only once."""
     seen: set[str] = set()
     for run in executions(module):
         kind = run.instruction.sent_as or run.instruction.opcode.removesuffix("-start")
@@ -423,7 +428,7 @@ def _starts_chain(run: Execution) -> bool:
 
 
 def _is_fused_scatter(run: Execution) -> bool:
-    """Whether this all-reduce is fused with its slice, which is a reduce-scatter on TPUs.
+    """Return whether this all-reduce is fused with its slice, which is a reduce-scatter on TPUs.
 
     Without the fusion it sends the bytes of a full all-reduce.
     """
@@ -439,7 +444,9 @@ def _is_fused_scatter(run: Execution) -> bool:
     return False
 
 
-def _read(run: Execution, kind: str, module: Module, beside: tuple[int, int] | None) -> Collective:
+def _collective_of(
+    run: Execution, kind: str, module: Module, beside: tuple[int, int] | None
+) -> Collective:
     instruction, (products, kernels) = run.instruction, beside or (0, 0)
     shapes = [run.computation.instructions[name].shape for name in instruction.operands]
     # The other operands are the output buffer, offsets and sizes; or a token.

@@ -1,4 +1,4 @@
-"""Parser for the text of optimized HLO modules, with their groups of devices and source lines.
+"""Parser for the text of optimized HLO modules: instructions, groups of devices, source lines.
 
 The text is stable across JAX versions; the objects behind it are private. Attributes are parsed
 lazily, because a pod's program has megabytes of them.
@@ -26,7 +26,7 @@ _OPCODE = re.compile(r" ([\w\-]+)\(")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _BITS = re.compile(r"[a-z]+(\d+)")
 _OURS = f"{Path(__file__).parents[2]}/"
-# The frames that call our command are not user code.
+# Frames above the crossshard command are not user code.
 _COMMAND = f"{_OURS}tools/cli.py:"
 
 # The libraries that a training script calls, and the standard library.
@@ -36,7 +36,7 @@ _LIBRARIES = re.compile(
     r"|^<frozen "
 )
 
-# What XLA calls those between slices.
+# XLA's names of the collectives between slices.
 _BETWEEN_SLICES = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
@@ -45,8 +45,8 @@ _BETWEEN_SLICES = {
     "ONE_TO_ONE": "collective-permute",
 }
 _SLICES = re.compile(r'_xla_megascale_target=("[^"]*"|\{\{.*?\}\})')
-# The first slice is 1. The ids of its devices begin here, those of the second at twice this.
-_OF_A_SLICE = 100_000
+# Slices are numbered from 1. The device ids of slice n begin at n times this number.
+_IDS_PER_SLICE = 100_000
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -56,13 +56,13 @@ _MESH_DEVICES = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
 _USED_AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")
 
-# The ids of these kinds are those of devices. Without use_global_device_ids those of others are of
-# replicas, of which there is one.
+# The groups of these kinds have ids of devices. Without use_global_device_ids, those of all others
+# have ids of replicas, and there is only one replica.
 _BY_DEVICE = {"all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast"}
 
 
 def width(dtype: str) -> int:
-    """The bits per element of an XLA dtype."""
+    """Return the bits per element of an XLA dtype."""
     bits = _BITS.match(dtype)
     # pred takes a byte; tokens and opaque values take none.
     return int(bits[1]) if bits else 8 if dtype == "pred" else 0
@@ -73,8 +73,8 @@ class Array:
     """The shape of one array on one device.
 
     Attributes:
-      dtype: its XLA name: ``f32``, ``bf16``, ``pred``, ``s4``.
-      dimensions: its shape; dynamic dimensions by their bound.
+      dtype: XLA's name of its dtype: ``f32``, ``bf16``, ``pred``, ``s4``.
+      dimensions: its shape, with the bounds of dynamic dimensions.
     """
 
     dtype: str
@@ -99,7 +99,7 @@ Shape = Array | tuple["Shape", ...]
 
 
 def leaves(shape: Shape) -> Iterator[Array]:
-    """The arrays in a shape, in order."""
+    """Yield the arrays in a shape, in order."""
     if isinstance(shape, Array):
         yield shape
     else:
@@ -131,17 +131,17 @@ class Instruction:
         return _attributes(self.rest)
 
     def quoted(self, attribute: str, key: str) -> str | None:
-        """The value of ``key="…"``, or ``"key":"…"`` in JSON, in an attribute."""
+        """Return the value of ``key="…"``, or ``"key":"…"`` in JSON, in an attribute."""
         text = self.attributes.get(attribute, "")
         found = re.search(rf'\b{key}"?[=:]"((?:[^"\\]|\\.)*)"', text)
         return _unescaped(found[1]) if found else None
 
     @functools.cached_property
     def sent_as(self) -> str | None:
-        """The kind of collective between the slices of a TPU of which this is the start, if any.
+        """The kind of collective between slices of a TPU that this instruction starts, if any.
 
-        A program for several slices is that of one, whose collectives over all of them are a `send`
-        to the network between them and a `recv`, which have a rendezvous in common.
+        Every slice runs the same program. Its collectives over all slices are a ``send`` to the
+        network between them and a ``recv``, which have the same rendezvous.
         """
         if self.opcode != "send":
             return None
@@ -150,11 +150,11 @@ class Instruction:
 
     @property
     def rendezvous(self) -> str | None:
-        """What a send and a recv have in common."""
+        """The rendezvous that a send shares with its recv."""
         return self.quoted("frontend_attributes", "_xla_host_transfer_rendezvous")
 
     def called(self, attribute: str) -> tuple[str, ...]:
-        """The names of the computations in an attribute."""
+        """Return the names of the computations in an attribute."""
         return tuple(_NAME.findall(self.attributes.get(attribute, "")))
 
 
@@ -184,7 +184,9 @@ class Module:
     def slices(self) -> int:
         """The number of slices of a TPU that run it, each with all partitions."""
         each = (x for one in self.computations.values() for x in one.instructions.values())
-        groups = (group for x in each if x.sent_as is not None for group in _sent_to(x))
+        groups = (
+            group for x in each if x.sent_as is not None for group in _groups_between_slices(x)
+        )
         return max((slice_ for group in groups for slice_, _ in group), default=1)
 
     @property
@@ -193,7 +195,7 @@ class Module:
         return self.partitions * self.slices
 
     def lines(self, instruction: Instruction) -> tuple[str, ...]:
-        """The ``file:line`` of an instruction and of its callers, innermost first.
+        """Return the ``file:line`` of an instruction and of its callers, innermost first.
 
         Empty if unknown.
         """
@@ -284,7 +286,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _tokens(text: str, start: int = 0) -> Iterator[tuple[re.Match[str], int]]:
-    """The brackets, commas and quoted texts, each with the number of brackets open after it."""
+    """Yield brackets, commas and quoted texts, each with the number of brackets open after it."""
     depth = 0
     for token in _TOKEN.finditer(text, start):
         depth += (token[0] in "({[") - (token[0] in ")}]")
@@ -292,7 +294,7 @@ def _tokens(text: str, start: int = 0) -> Iterator[tuple[re.Match[str], int]]:
 
 
 def end_of_bracket(text: str, opening: int) -> int:
-    """The index after the matching bracket."""
+    """Return the index after the matching bracket."""
     for token, depth in _tokens(text, opening):
         if depth == 0:
             return token.end()
@@ -300,7 +302,7 @@ def end_of_bracket(text: str, opening: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas outside of brackets and quotes."""
+    """Split a text at the commas outside of brackets and quotes."""
     parts, start = [], 0
     for token, depth in _tokens(text):
         if token[0] == "," and depth == 0:
@@ -329,15 +331,15 @@ def _unknown(what: str, text: str) -> str:
     return f"The program's text has an unknown {what}: {text.strip()[:80]!r}."
 
 
-# Who sends to whom: replica groups in all of XLA's notations, and between slices.
+# Groups of devices: replica groups in all of XLA's notations, and groups between slices.
 
 
 def parse_groups(text: str) -> Groups:
     """Read the value of ``replica_groups``; empty for ``{}``, which means one group of all.
 
-    It is explicit groups, ``{{0,1},{2,3}}``; the rows of a transposed iota, ``[4,2]<=[2,4]T(1,0)``;
-    or axes of a mesh, ``mesh['a'=2,'b'=4] {'b'}``, with an optional device order,
-    ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}``.
+    The value is a list of groups, ``{{0,1},{2,3}}``; the rows of a transposed iota,
+    ``[4,2]<=[2,4]T(1,0)``; or axes of a mesh, ``mesh['a'=2,'b'=4] {'b'}``, with an optional device
+    order, ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}``.
 
     >>> parse_groups("{{0,1},{2,3}}")
     ((0, 1), (2, 3))
@@ -363,14 +365,14 @@ def _numbers(text: str) -> list[int]:
 
 
 def _transposed(dimensions: str, order: str | None) -> np.ndarray:
-    """A transposed iota."""
+    """Return a transposed iota."""
     lengths = _numbers(dimensions)
     ids = np.arange(math.prod(lengths)).reshape(lengths)
     return ids.transpose(_numbers(order)) if order else ids
 
 
 def _mesh_devices(text: str | None, number: int) -> np.ndarray:
-    """The device ids of a mesh, in its order."""
+    """Return the device ids of a mesh, in its order."""
     if text is None:
         return np.arange(number)
     iota = _MESH_DEVICES.fullmatch(text)
@@ -382,7 +384,7 @@ def _rows(table: np.ndarray) -> Groups:
 
 
 def _over_axes(mesh: str, devices: str | None, used: str) -> Groups:
-    """The groups of devices that differ along some axes of a mesh only."""
+    """Return the groups of devices that differ only along the used axes of a mesh."""
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh)}
     places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
     apart = dict(zip(sizes, places, strict=True))
@@ -400,39 +402,39 @@ def _over_axes(mesh: str, devices: str | None, used: str) -> Groups:
 
 
 def groups_of(collective: Instruction, kind: str, module: Module) -> Groups:
-    """The groups of a collective, as device indices; of a permute, its (source, target) pairs."""
+    """Return the groups of a collective as device indices; of a permute, (source, target) pairs."""
     size, attributes = module.partitions, collective.attributes
     if collective.sent_as is not None:
-        sent = _sent_to(collective)
+        sent = _groups_between_slices(collective)
         return tuple(tuple((at - 1) * size + x for at, x in group) for group in sent)
     if kind == "collective-permute":
         given = parse_groups(attributes.get("source_target_pairs", "{}"))
     else:
         text = attributes.get("replica_groups", "{}")
         if text.startswith("mesh") and "device_ids" in attributes:
-            # They follow a comma, so they were parsed as another attribute.
+            # The device ids follow a comma, so they were parsed as another attribute.
             text = f"{text}, device_ids={attributes['device_ids']}"
         by_device = kind in _BY_DEVICE or attributes.get("use_global_device_ids") == "true"
         given = (parse_groups(text) if by_device else ()) or (tuple(range(size)),)
-    # Every slice runs the same.
+    # Every slice runs the same program.
     firsts = range(0, module.devices, size)
     return tuple(tuple(first + x for x in group) for first in firsts for group in given)
 
 
-def _sent_to(send: Instruction) -> list[list[tuple[int, int]]]:
-    """The groups between slices: of each device its slice, from 1, and its place in it."""
+def _groups_between_slices(send: Instruction) -> list[list[tuple[int, int]]]:
+    """Return the groups between slices; each device is its slice, from 1, and its place there."""
     found = _SLICES.search(send.attributes.get("frontend_attributes", ""))
     text = found[1] if found else ""
     if text.startswith('"'):
-        # The same devices of some slices: {1,2}x{0:3}.
-        slices, places = (_in_ranges(part) for part in text.strip('"').split("x"))
+        # The same devices of several slices: {1,2}x{0:3}.
+        slices, places = (_parse_ranges(part) for part in text.strip('"').split("x"))
         return [[(place, at) for place in slices] for at in places]
     groups = re.findall(r"\{([\d,>-]+)\}", text)
-    return [[divmod(int(n), _OF_A_SLICE) for n in re.findall(r"\d+", group)] for group in groups]
+    return [[divmod(int(n), _IDS_PER_SLICE) for n in re.findall(r"\d+", group)] for group in groups]
 
 
-def _in_ranges(text: str) -> list[int]:
-    """``{1,2}`` and ``{0:3}``, of which the last number belongs to it."""
+def _parse_ranges(text: str) -> list[int]:
+    """Return the numbers of ``{1,2}`` or ``{0:3}``; the end of a range is included."""
     found: list[int] = []
     for part in text.strip("{}").split(","):
         first, _, last = part.partition(":")
@@ -444,7 +446,9 @@ def _in_ranges(text: str) -> list[int]:
 
 
 def users_line(lines: Iterable[str]) -> str | None:
-    """The first of lines, innermost first, in user code, outside crossshard and other libraries.
+    """Return the first line in user code, outside crossshard and other libraries.
+
+    The lines are innermost first.
 
     >>> users_line(["/lib/python3.11/site-packages/flax/nnx/norm.py:9", "train.py:12", "main.py:3"])
     'train.py:12'
@@ -453,9 +457,9 @@ def users_line(lines: Iterable[str]) -> str | None:
 
 
 def source_of(lines: Iterable[str]) -> str | None:
-    """The line of user code, or if there is none, the first outside crossshard.
+    """Return the first line in user code, or if there is none, the first outside crossshard.
 
-    ``None`` for a step of crossshard's that its command has lowered.
+    ``None`` if there is neither, as in a step of crossshard that its command has lowered.
     """
     called = list(itertools.takewhile(lambda line: not line.startswith(_COMMAND), lines))
     return users_line(called) or next((line for line in called if not _is_ours(line)), None)
@@ -466,12 +470,12 @@ def _is_ours(line: str) -> bool:
 
 
 def _unescaped(text: str) -> str:
-    """A text between quotes, without the backslashes."""
+    """Return a quoted text without the backslashes."""
     return re.sub(r"\\(.)", r"\1", text)
 
 
 def _stack_frames(text: str) -> dict[int, tuple[str, int]]:
-    """The tables that newer XLA writes above a program: each frame's line, and its caller."""
+    """Read the tables that newer XLA writes above a program: each frame's line and caller."""
     names = re.finditer(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M)
     files = {m[1]: _unescaped(m[2]) for m in names}
     location = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"

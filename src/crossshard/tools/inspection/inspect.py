@@ -1,4 +1,4 @@
-"""``inspect``: a communication report on a lowered or compiled step, and contracts on it."""
+"""Reports the communication of a lowered or compiled step, and checks contracts on it."""
 
 import dataclasses
 import itertools
@@ -28,20 +28,20 @@ from crossshard.tools.inspection.collectives import (
 )
 from crossshard.tools.inspection.hlo import Groups, Module, parse, width
 
-# The dtype of parameters of which only the bytes are given.
+# The dtype of parameters whose bytes are given, but not their arrays.
 UNKNOWN = "unknown"
 
 _HEAD = ("collective", "operands", "sent per shard", "groups", "when", "source")
 
 # Allowance for padding, relative to the bytes of the parameters.
 _PADDING = 0.005
-# Allowance for losses and metrics in a bucket of gradients, in numbers of 32 bits.
+# Allowance for losses and metrics in a bucket of gradients, as a number of 32-bit values.
 _NUMBERS = 16
 _SYNCHRONOUS = (
     ". The others are synchronous: compile for the devices that train, since XLA for CPUs does not "
     "compute while it sends"
 )
-# The bits in which narrower gradients are summed.
+# Narrower gradients are summed in this many bits.
 _SUMMED_IN = 32
 
 # The properties that JSON has in addition to the attributes.
@@ -77,8 +77,8 @@ class Communication:
     """The communication of one call of a compiled program, on each of its devices.
 
     Scalar operands, such as losses and metrics, are listed but not counted in ``bytes_sent``, the
-    lower bound or the ratio. Of a conditional's branches, that which sends most is counted, so that
-    a call sends at most as much.
+    lower bound or the ratio. Of a conditional, the branch that sends most is counted, so a call
+    sends at most the given bytes.
 
     Attributes:
       collectives: in the order in which they run.
@@ -103,7 +103,7 @@ class Communication:
 
     @property
     def counted(self) -> tuple[Collective, ...]:
-        """The collectives without those in branches that send less than another, and rare ones."""
+        """The collectives that the totals count; see ``Collective.counted``."""
         return tuple(each for each in self.collectives if each.counted)
 
     @property
@@ -113,7 +113,7 @@ class Communication:
 
     @property
     def bytes_in_branches(self) -> float:
-        """Those of them that it sends only if a conditional takes the branch that sends most."""
+        """The part of ``bytes_sent`` that is sent only if conditionals take the largest branch."""
         return sum(each.bytes_sent for each in self.counted if each.in_branch)
 
     @property
@@ -125,7 +125,7 @@ class Communication:
     def bytes_by_axes(self) -> dict[str, float]:
         """The bytes that one shard sends along each mesh axis, or several, without scalars.
 
-        Those of collectives whose axes are unknown are left out.
+        Collectives whose axes are unknown are left out.
         """
         found: dict[str, float] = defaultdict(float)
         for each in self.counted:
@@ -145,12 +145,12 @@ class Communication:
 
     @property
     def bytes_behind_other_kernels(self) -> float:
-        """The bytes that it sends while only other kernels are, such as those of the update."""
+        """The bytes that a shard sends while only other kernels run, such as the update's."""
         return self._bytes_behind(KERNELS)
 
     @property
     def bytes_exposed(self) -> float:
-        """The bytes that it sends while nothing else is; all those of synchronous collectives."""
+        """The bytes that a shard sends while nothing else runs, as in synchronous collectives."""
         return self._bytes_behind(NOTHING)
 
     @property
@@ -159,7 +159,7 @@ class Communication:
         return self.hidden_share_of(*KINDS)
 
     def hidden_share_of(self, *kinds: str) -> float | None:
-        """``hidden_share`` of some kinds of collectives only; ``None`` if they send nothing.
+        """Return the ``hidden_share`` of some kinds of collectives; ``None`` if they send nothing.
 
         Gradients travel in ``"all-reduce"`` and ``"reduce-scatter"``; between CPUs of a job in
         ``"all-to-all"``, too.
@@ -184,7 +184,7 @@ class Communication:
 
     @property
     def lower_bound(self) -> float | None:
-        """2(N−1)/N · P: the least that one of N shards sends to average P bytes, once."""
+        """2(N−1)/N · P: the least that one of N shards has to send to average P bytes once."""
         total = self.parameter_bytes
         return None if total is None else bytes_sent("all-reduce", self.shards, total)
 
@@ -199,7 +199,7 @@ class Communication:
         return tuple(each for each in self.collectives if each.times is None)
 
     def to_json(self, indent: int | None = None) -> str:
-        """The report as JSON: its attributes and theirs, and the properties that are totals."""
+        """Return the report as JSON: all attributes, also of the collectives, and the totals."""
         totals = {key: getattr(self, key) for key in _TOTALS}
         return json.dumps(dataclasses.asdict(self) | totals, indent=indent)
 
@@ -207,7 +207,7 @@ class Communication:
         return self.table()
 
     def table(self) -> str:
-        """The collectives as a plain text table, and the total bytes, bound, overlap and memory."""
+        """Return a plain text table of the collectives, with the totals, bound and memory."""
         scalars, least = self.scalar_bytes_sent, ""
         if any(each.in_branch for each in self.counted):
             least = "at most "
@@ -257,12 +257,12 @@ class Communication:
 
 
 def _collective_table(collectives: Iterable[Collective]) -> str:
-    """A plain text table of collectives."""
+    """Return a plain text table of collectives."""
     return table(_HEAD, list(map(_row, collectives)))
 
 
 def _row(each: Collective) -> tuple[str, ...]:
-    """A collective as a row of the table, one text for each column."""
+    """Return a collective as a row of the table, one text for each column."""
     shown = [str(operand) for operand in each.operands[:2]]
     if (more := len(each.operands) - 2) > 0:
         shown.append(f"and {more} more")
@@ -284,10 +284,10 @@ def _row(each: Collective) -> tuple[str, ...]:
     return (each.kind, ", ".join(shown), sent, among, ", ".join(when), where)
 
 
-# Contracts: the most bytes, the kinds of collectives, and what must be hidden.
+# Contracts: limits on the bytes, on the kinds of collectives, and on what is not hidden.
 
 
-# A violation: what it is and how to mend it, and a table of who does it.
+# A violation: a sentence with what to do, and a table of the collectives that cause it.
 Breach: TypeAlias = tuple[str, str]
 
 
@@ -297,7 +297,7 @@ class Contract:
 
     Raises:
       ArgumentError: an unknown kind, a ratio that is not a number of at least 0, or a share that is
-        not one from 0 to 1.
+        not a number from 0 to 1.
       ArgumentTypeError: ``forbid`` or ``in_loop`` has an invalid type.
     """
 
@@ -336,15 +336,15 @@ class Contract:
             )
 
     def breaches(self, report: Communication) -> Iterator[Breach]:
-        """The violations of a step; scalars are not counted."""
-        # Over the axes of a model the user communicates as the model needs it.
+        """Yield the violations of a step; scalars are not counted."""
+        # Communication within a shard is up to the user's model.
         sending = [each for each in report.collectives if each.bytes_sent and not each.within_shard]
         sent = report.bytes_between_shards - _widening(sending, report)
         if found := [each for each in sending if each.kind in self.forbid]:
             named = ", ".join(kind for kind in self.forbid if kind in {each.kind for each in found})
             yield (f"The step has forbidden collectives, {named}", _collective_table(found))
         found = [each for each in sending if each.in_loop and not self.in_loop]
-        # Each turn sends another layer if all of them send the least.
+        # If all iterations together send the least, each of them sends another layer.
         if found and (report.uncounted_loops or sent > _allowed(1, report)):
             yield (
                 "The step communicates within a loop; reduce gradients once after it, or pass "
@@ -395,13 +395,13 @@ class Contract:
 
 
 def _allowed(ratio: float, report: Communication) -> float:
-    """The bytes of so many times the lower bound, with what padding and numbers add."""
+    """Return ``ratio`` times the lower bound in bytes, plus allowances for padding and metrics."""
     allowance = bytes_sent("all-reduce", report.shards, _NUMBERS * 4)
     return ratio * (report.lower_bound or 0) * (1 + _PADDING) + allowance
 
 
 def _widening(sending: list[Collective], report: Communication) -> float:
-    """The extra bytes of summing narrow gradients in 32 bits instead of the parameters' dtypes.
+    """Return the extra bytes of summing narrow gradients in 32 bits, not the parameters' dtypes.
 
     At most one reduction of each gradient counts.
     """
@@ -422,7 +422,7 @@ def _is_number(given: Any, most: float) -> bool:
 
 # From a program to its report.
 
-# The names of the axes of a program's mesh with their sizes, in the order of its devices.
+# The axes of a program's mesh: names with sizes, in the order of its devices.
 Axes: TypeAlias = tuple[tuple[str, int], ...]
 
 
@@ -430,7 +430,7 @@ class HasText(Protocol):
     """What JAX, or ``nnx.jit``, lowers or compiles."""
 
     def as_text(self) -> str | None:
-        """The program."""
+        """Return the program as text."""
 
 
 Program: TypeAlias = jax.stages.Traced | HasText
@@ -440,7 +440,7 @@ class HasLower(Protocol):
     """A function of ``jax.jit`` or ``nnx.jit``, or a ``TrainStep``."""
 
     def lower(self, *args: Any, **kwargs: Any) -> Program:
-        """The program for these arguments."""
+        """Lower the function for these arguments."""
 
 
 def inspect(
@@ -456,17 +456,18 @@ def inspect(
     gradients with an all-gather of the parameters, before or after the update. P is counted in the
     parameters' dtype, so sending a wider dtype raises the ratio.
 
-    The program of a ``TrainStep`` knows its parameters and its shard axes. Of any other, pass what
-    it trains as ``parameters``; without them there is no bound. The bound is that of one update: a
-    program of several steps sends it as often, and so does one that gathers parameters again.
+    The program of a ``TrainStep`` has its parameters and its shard axes. For any other program,
+    pass what it trains as ``parameters``; without them there is no bound. The bound is that of one
+    update: a program of several steps sends several times as much, and a program that gathers
+    parameters again sends more.
 
     N is the number of shards that the collectives connect. Devices that differ only along other
-    mesh axes than ``axis_name``, over which layers are split, are one shard; what they send to each
-    other is not compared with the bound, and of layers that are split over them one device's part
-    counts.
+    mesh axes than ``axis_name``, over which layers are split, are one shard. What they send to each
+    other is not compared with the bound, and a layer that is split over them counts with the part
+    of one device.
 
     Of a conditional, the branch that sends most counts; a loop of unknown length counts once. What
-    ``nonfinite=`` sends only where a gradient is not finite does not count.
+    ``nonfinite=`` sends only if a gradient is not finite does not count.
 
     Args:
       program: a ``jax.stages.Lowered`` or ``Traced``, which is compiled, or a ``Compiled``; also
@@ -505,20 +506,20 @@ def inspect(
     inputs = _inputs(compiled)
     axes = _mesh_axes(inputs)
     states = [each for each in inputs if isinstance(each, TrainState)]
-    of_data = _axes_of_data(axis_name, axes, inputs if states else ())
+    data_axes = _data_axes(axis_name, axes, inputs if states else ())
     found: Mapping[str, int] = {}
     if parameters is not None:
-        found = named_bytes(parameters, of_data)
+        found = named_bytes(parameters, data_axes)
     elif states:
-        found = _counted(states[0].params, of_data)
+        found = _bytes_by_dtype(states[0].params, data_axes)
         if states[0].grouped:
-            # Each shard has its own.
+            # Each shard has parameters of its own.
             shards = jax.tree.leaves(states[0].params)[0].shape[0]
             found = {dtype: total // shards for dtype, total in found.items()}
     stats = compiled.memory_analysis()
     kinds = ("argument_size", "output_size", "temp_size", "alias_size", "peak_memory")
     memory = stats and Memory(*(getattr(stats, f"{kind}_in_bytes") for kind in kinds))
-    return report_on(parse(text), found, memory, axes, of_data)
+    return report_on(parse(text), found, memory, axes, data_axes)
 
 
 def report_on(
@@ -526,31 +527,36 @@ def report_on(
     parameters: Mapping[str, int] | None = None,
     memory: Memory | None = None,
     axes: Axes = (),
-    of_data: Collection[str] = (),
+    data_axes: Collection[str] = (),
 ) -> Communication:
-    """The report on a parsed program, of whose mesh's ``axes`` those ``of_data`` split the batch.
+    """Return the report on a parsed program.
 
-    All of them do if it is empty.
+    Args:
+      module: the program.
+      parameters: the bytes of one shard's copy of the parameters by dtype.
+      memory: the compiler's memory analysis.
+      axes: the axes of its mesh; empty if unknown.
+      data_axes: the axes that split the batch; all if empty.
     """
     if math.prod(size for _, size in axes) != module.devices:
         axes = ()
     found = []
     for each in collectives(module):
         along = _axes_of(each.groups, axes)
-        within = bool(along and of_data) and not {*along} & {*of_data}
+        within = bool(along and data_axes) and not {*along} & {*data_axes}
         found.append(dataclasses.replace(each, axes=along, within_shard=within))
     sending = {each.groups for each in found if each.bytes_sent}
     return Communication(
         collectives=tuple(found),
         devices=module.devices,
-        shards=joined_shards(sending, module.devices, axes, of_data),
+        shards=joined_shards(sending, module.devices, axes, data_axes),
         parameters=dict(parameters or {}),
         memory=memory,
     )
 
 
 def _axes_of(groups: Groups, axes: Axes) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ.
+    """Return the mesh axes along which the devices of a group differ.
 
     >>> _axes_of(((0, 1), (2, 3)), (("data", 2), ("model", 2)))
     ('model',)
@@ -566,15 +572,16 @@ def _axes_of(groups: Groups, axes: Axes) -> tuple[str, ...]:
 
 
 def joined_shards(
-    joining: Iterable[Groups], devices: int, axes: Axes, of_data: Collection[str]
+    joining: Iterable[Groups], devices: int, axes: Axes, data_axes: Collection[str]
 ) -> int:
-    """The largest number of shards that groups connect, directly or through others.
+    """Return the largest number of shards that groups connect, directly or through others.
 
     Args:
       joining: the groups of some collectives.
       devices: the number of devices.
-      axes: those of the mesh; empty if unknown.
-      of_data: the axes that split the batch, all if empty: other devices are one shard.
+      axes: the axes of the mesh; empty if unknown.
+      data_axes: the axes that split the batch; all if empty. Devices that differ only along other
+        axes are one shard.
 
     >>> joined_shards([((0, 1), (2, 3)), ((0, 2), (1, 3))], 8, (), ())
     4
@@ -582,7 +589,7 @@ def joined_shards(
     2
     """
     sizes = [size for _, size in axes] or [devices]
-    kept = [not of_data or name in of_data for name, _ in axes] or [True]
+    kept = [not data_axes or name in data_axes for name, _ in axes] or [True]
     places = np.indices(sizes).reshape(len(sizes), -1)[kept]
     shard = np.unique(places, axis=1, return_inverse=True)[1].ravel()
     leader = np.arange(shard.max() + 1)
@@ -593,18 +600,18 @@ def joined_shards(
     return max(Counter(leader.tolist()).values())
 
 
-def named_bytes(parameters: Any, of_data: Collection[str] = ()) -> Mapping[str, int]:
-    """The bytes of one shard's copy of the given parameters, by dtype.
+def named_bytes(parameters: Any, data_axes: Collection[str] = ()) -> Mapping[str, int]:
+    """Return the bytes of one shard's copy of the given parameters, by dtype.
 
-    They are a number of bytes, or a pytree of arrays or ``jax.ShapeDtypeStruct``. Scalars are not
-    counted, like their collectives. The axes ``of_data`` split the batch; all do if it is empty.
+    The parameters are a number of bytes, or a pytree of arrays or ``jax.ShapeDtypeStruct``. Scalars
+    are not counted, like their collectives. The axes ``data_axes`` split the batch; all if empty.
 
     >>> import numpy as np
     >>> dict(named_bytes({"w": np.zeros((3, 4), np.float32), "scale": np.zeros((), np.float32)}))
     {'f32': 48}
     """
     is_number = isinstance(parameters, numbers.Integral) and not isinstance(parameters, bool)
-    found = {UNKNOWN: int(parameters)} if is_number else _counted(parameters, of_data)
+    found = {UNKNOWN: int(parameters)} if is_number else _bytes_by_dtype(parameters, data_axes)
     total = sum(found.values())
     if total <= 0:
         raise ArgumentError(
@@ -615,15 +622,15 @@ def named_bytes(parameters: Any, of_data: Collection[str] = ()) -> Mapping[str, 
 
 
 def is_program(step: Any) -> bool:
-    """Whether this is a traced, lowered or compiled program of JAX or Flax."""
+    """Return whether this is a traced, lowered or compiled program of JAX or Flax."""
     stages = jax.stages.Lowered | jax.stages.Compiled | jax.stages.Traced
     return isinstance(_unwrapped(step), stages)
 
 
 def program_of(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-    """A step lowered for its arguments, or a program itself, which takes none.
+    """Lower a step for its arguments; a program, which takes none, is returned as it is.
 
-    A step is a function, with ``jax.jit`` or without, or anything that has ``lower``.
+    A step is a function, with ``jax.jit`` or without, or anything with a method ``lower``.
     """
     if is_program(step):
         if args or kwargs:
@@ -644,17 +651,17 @@ def program_of(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
 
 
 def _unwrapped(program: Any) -> Any:
-    # Flax wraps what JAX lowers and compiles.
+    # Flax wraps the programs of JAX.
     return getattr(program, "compiled", getattr(program, "lowered", program))
 
 
 def _inputs(compiled: jax.stages.Compiled) -> list[Any]:
-    """The types of a program's arguments, with the shardings of those that it uses.
+    """Return the types of a program's arguments, with the shardings of those that it uses.
 
-    The state of a ``TrainStep`` is one of them.
+    The state of a ``TrainStep`` is one entry.
     """
     infos, tree = jax.tree.flatten(compiled.args_info)
-    # Those of unused arguments are None.
+    # The shardings of unused arguments are None.
     shardings = tree.flatten_up_to(compiled.input_shardings)
     types = [
         jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
@@ -665,10 +672,10 @@ def _inputs(compiled: jax.stages.Compiled) -> list[Any]:
 
 
 def _mesh_axes(inputs: Sequence[Any]) -> Axes:
-    """The axes of the mesh that a program's inputs are on; empty if unknown.
+    """Return the axes of the mesh that a program's inputs are on; empty if unknown.
 
-    The program numbers the devices of one slice of a TPU after those of the other, and a mesh in
-    another order is as good as unknown.
+    The program numbers the devices of a TPU slice by slice. A mesh in another order counts as
+    unknown.
     """
     shardings = [each.sharding for each in jax.tree.leaves(list(inputs))]
     meshes = [each.mesh for each in shardings if isinstance(each, NamedSharding)]
@@ -679,8 +686,8 @@ def _mesh_axes(inputs: Sequence[Any]) -> Axes:
     return tuple(found.shape.items()) if slices == sorted(slices) else ()
 
 
-def _axes_of_data(given: Any, axes: Axes, inputs: Sequence[Any]) -> tuple[str, ...]:
-    """The mesh axes that split the batch: those given, else those of a step, else all."""
+def _data_axes(given: Any, axes: Axes, inputs: Sequence[Any]) -> tuple[str, ...]:
+    """Return the mesh axes that split the batch: those given, else those of a step, else all."""
     names = tuple(name for name, _ in axes)
     if given is None:
         beside = [each for each in inputs if not isinstance(each, TrainState)]
@@ -700,8 +707,8 @@ def _axes_of_data(given: Any, axes: Axes, inputs: Sequence[Any]) -> tuple[str, .
     return tuple(named)
 
 
-def _counted(parameters: Any, of_data: Collection[str]) -> Counter[str]:
-    """The bytes of one shard's copy of arrays, by dtype."""
+def _bytes_by_dtype(parameters: Any, data_axes: Collection[str]) -> Counter[str]:
+    """Return the bytes of one shard's copy of arrays, by dtype."""
     found: Counter[str] = Counter()
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -711,14 +718,14 @@ def _counted(parameters: Any, of_data: Collection[str]) -> Counter[str]:
                 f"{jax.tree_util.keystr(path) or 'its root'}."
             )
         size, split = math.prod(leaf.shape), _split_over(leaf).items()
-        pieces = math.prod(number for name, number in split if of_data and name not in of_data)
+        pieces = math.prod(number for name, number in split if data_axes and name not in data_axes)
         if size > 1:
             found[_xla_name(leaf.dtype.name)] += size * leaf.dtype.itemsize // pieces
     return found
 
 
 def _split_over(array: Any) -> dict[str, int]:
-    """The mesh axes over which an array is split, with their sizes."""
+    """Return the mesh axes over which an array is split, with their sizes."""
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return {}
@@ -728,7 +735,7 @@ def _split_over(array: Any) -> dict[str, int]:
 
 
 def _xla_name(dtype: str) -> str:
-    """XLA's name of a NumPy dtype: ``f32`` for ``float32``, ``f8e4m3fn`` for ``float8_e4m3fn``."""
+    """Return XLA's name of a NumPy dtype, such as ``f32`` or ``f8e4m3fn``."""
     for numpy_name, xla_name in (("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "s")):
         dtype = dtype.replace(numpy_name, xla_name)
     return dtype.replace("_", "")

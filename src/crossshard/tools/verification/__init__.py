@@ -1,1 +1,1 @@
-"""Verification: a user's step on one and on many shards, and what is wrong with it, in words."""
+"""Verification: runs a user's step on one and on many shards, and says what is wrong with it."""

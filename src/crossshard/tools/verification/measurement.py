@@ -1,4 +1,4 @@
-"""Measurement: a step on N shards, on one device, and there with each shard's rows, compared."""
+"""Measurement: compares a step on N shards with one device, and with each shard's rows alone."""
 
 import dataclasses
 import itertools
@@ -20,34 +20,34 @@ from crossshard.tools.verification.runs import (
     rows_taken,
 )
 
-# Runs with each shard's rows, of a random step.
+# How often a random step is run with each shard's rows.
 _OWN_SAMPLES = 16
-# Relative differences that are rounding, unless a dtype is coarser.
+# The relative difference that is taken for rounding, unless a dtype is coarser.
 _ROUNDING = 1e-4
-# By which factor updates may be smaller or larger than parameters, before SGD gets another rate.
-_FAR = 16.0
-# What the order of a sum moves in each number of an update, relative to the largest leaf's.
-_OF_ORDER = 1e-6
-# Updates that are further apart are not equal, up to rounding.
-_OTHER = 1e-3
-# What is further off than so many standard errors is no chance.
+# The factor between updates and parameters above which SGD gets another learning rate.
+_FAR_RATE = 16.0
+# How much the order of a sum may change each number of an update, relative to the largest leaf.
+_ORDER_ERROR = 1e-6
+# The relative difference above which two updates are not equal up to rounding.
+_NOT_EQUAL = 1e-3
+# The number of standard errors above which a difference is not chance.
 _ERRORS = 4.0
-# What 16 bits leave of a number, and more.
+# A relative difference larger than the rounding of 16 bits.
 COARSE = 2e-2
 
 
 def norm(x: np.ndarray) -> float:
-    """The Euclidean norm."""
+    """Return the Euclidean norm."""
     return float(np.linalg.norm(x))
 
 
 def rms(x: np.ndarray) -> float:
-    """The root of the mean square."""
+    """Return the root mean square."""
     return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
 
 
 def apart(one: np.ndarray, other: np.ndarray) -> float:
-    """The relative difference of two arrays, whose shapes may be those of a broadcast."""
+    """Return the relative difference of two arrays, which are broadcast to a common shape."""
     one, other = np.broadcast_arrays(one.astype(np.float64), other.astype(np.float64))
     scale = max(norm(one), norm(other))
     return norm(one - other) / scale if scale else 0.0
@@ -57,23 +57,23 @@ def apart(one: np.ndarray, other: np.ndarray) -> float:
 class Comparison:
     """An array of a group of shards in one run, or its mean over runs with other random keys.
 
-    What N shards have is compared with what one device has in the same run, so that what differs
-    from run to run and is the same on both, such as a schedule, hides nothing.
+    N shards and one device are compared within the same run. So whatever differs from run to run
+    but is the same on both, such as a schedule, does not count as noise.
     """
 
     members: tuple[int, ...]  # the numbers of these shards
     of_all: int  # the number of shards in all groups
     tolerance: float = 0.0  # the relative difference that is rounding
-    rounding: float = 0.0  # the norm of a difference that is the rounding of what it came from
-    is_stacked: bool = False  # whether N shards have an array [shards, …] of it
+    rounding: float = 0.0  # the norm of the rounding errors of the arrays it was computed from
+    is_stacked: bool = False  # whether N shards keep it as an array [shards, …]
     runs: int = 0
-    # float64[copies, size], of N shards; one copy if all shards have the same.
+    # float64[copies, size], on N shards; one copy if all shards have the same.
     many: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1)))
-    # float64[size], of one device with all rows of the group: what is wanted.
+    # float64[size], on one device with all rows of the group: the expected value.
     one: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1))
-    # float64[shards, size], of one device with each shard's rows, if it was run.
+    # float64[shards, size], on one device with each shard's rows, if it was run.
     own: np.ndarray | None = None
-    own_runs: int = 0  # these may be fewer
+    own_runs: int = 0  # the number of runs behind ``own``, which may be smaller
     _off: np.ndarray | float = 0.0
     _square: np.ndarray | float = 0.0
 
@@ -93,7 +93,7 @@ class Comparison:
 
     @property
     def chance(self) -> float:
-        """The norm of a difference that may be chance; 0 of one run."""
+        """The norm of a difference that may be chance; 0 after a single run."""
         if self.runs < 2:
             return 0.0
         variance = self._square / self.runs - (self._off / self.runs) ** 2
@@ -107,29 +107,29 @@ class Comparison:
 
     @property
     def noise_of_own(self) -> float:
-        """By how much more noise there is in ``own``."""
+        """The factor by which the noise in ``own`` is larger."""
         return float(np.sqrt(max(1.0, self.runs / max(1, self.own_runs))))
 
     @property
     def update(self) -> np.ndarray:
-        """What N shards have, where the copies agree."""
+        """The value on N shards: the first copy."""
         return self.many[0]
 
     @property
     def ratio(self) -> float | None:
-        """What N shards have over what one device has, by least squares."""
+        """The value on N shards over that on one device, by least squares."""
         square = float(self.one @ self.one)
         return float(self.update @ self.one) / square if square else None
 
     @property
     def residual(self) -> float:
-        """What the ratio leaves, relative to what N shards have."""
+        """The norm of what the ratio leaves unexplained, relative to the value on N shards."""
         scale = norm(self.update)
         return norm(self.update - (self.ratio or 0) * self.one) / scale if scale else 0.0
 
     @property
     def is_multiple(self) -> bool:
-        """Whether the ratio leaves nothing but rounding and chance."""
+        """Whether the ratio leaves nothing unexplained but rounding and chance."""
         size = norm(self.update)
         return self.residual * size <= self.tolerance * size + self.noise
 
@@ -145,7 +145,7 @@ class Comparison:
         return any(norm(x - self.update) > 1e-5 * scale for x in self.many[1:])
 
     def is_mean_of_own(self) -> bool:
-        """Whether N shards have the mean of what each does alone."""
+        """Return whether N shards have the mean of what each computes alone."""
         if self.own is None:
             return False
         mean = self.own.mean(axis=0)
@@ -154,7 +154,7 @@ class Comparison:
         return norm(self.update - mean) <= off
 
     def is_fine(self) -> bool:
-        """Whether N shards have what one device has."""
+        """Return whether N shards have the same as one device."""
         if self.copies_differ:
             return False
         off, size = norm(self.update - self.one), norm(self.one)
@@ -162,7 +162,7 @@ class Comparison:
             return True
         if self.own is None or self.runs > 1:
             return False
-        # How far the mean of the shards' own is off tells how exactly the step computes.
+        # The error in the mean of the shards' own values shows how exactly the step computes.
         exact = norm(self.own.mean(axis=0) - self.one) / max(size, 1e-300)
         if not 0 < exact < COARSE or off > 4 * exact * size:
             return False
@@ -170,7 +170,7 @@ class Comparison:
 
 
 def is_weighted(own: np.ndarray, of: np.ndarray, within: float) -> bool:
-    """Whether an update is a sum of the shards' own, with weights of them, in just one way."""
+    """Return whether an update is a weighted sum of the shards' own, with unique weights."""
     scale = norm(own) / np.sqrt(len(own))
     if own.shape[1] <= len(own) or not scale:
         return False
@@ -180,9 +180,10 @@ def is_weighted(own: np.ndarray, of: np.ndarray, within: float) -> bool:
 
 
 class Measurement:
-    """Runs the step once in each way, and more often when it is asked to.
+    """Runs the step once in each way, and more often when asked to.
 
-    ``factor`` is that by which the update on N shards should differ, the size of a group under SUM.
+    ``factor`` is the factor by which the update on N shards should be larger: the size of a group
+    under SUM.
 
     Raises:
       ArgumentError: there is one shard, the rows do not divide over groups, or the step does not
@@ -217,11 +218,11 @@ class Measurement:
             )
         self._alone, self._together = BuiltStep(make_step, 1), BuiltStep(make_step, self.number)
         first = next(self._alone.runs(self._rows_of(groups[0]), key))
-        # A rate is a power of 2, which rounds nothing.
+        # The rate is a power of 2, so multiplying by it rounds nothing.
         self._rate, self._calls = _good_rate(first), first.calls
-        self._of_many = self._run(self._together, batch)
-        self._of_one = [self._run(self._alone, self._rows_of(each)) for each in groups]
-        self._many, self._one = next(self._of_many), list(map(next, self._of_one))
+        self._many_runs = self._run(self._together, batch)
+        self._one_runs = [self._run(self._alone, self._rows_of(each)) for each in groups]
+        self._many, self._one = next(self._many_runs), list(map(next, self._one_runs))
         one = self._one[0]
         names = list(dict.fromkeys(name for run in self._one for name in run.parameters()))
         self.shapes = {name: one.start[name].values.shape[1:] for name in names}
@@ -229,14 +230,14 @@ class Measurement:
         self._largest = max(rms(self._update(one, name)) for name in names)
         idle = one.seen[STATISTICS].items()
         statistics = sorted({name for name, x in idle if np.any(x.values)} - {*names})
-        metrics = one.seen[METRIC] if factor == 1 else ()  # they have another one under SUM
+        metrics = one.seen[METRIC] if factor == 1 else ()  # metrics have another factor
         known = ((UPDATE, names), (STATISTICS, statistics), (METRIC, metrics))
         self._compared = {
             (what, name): [Comparison(each, self.number) for each in groups]
             for what, names in known
             for name in names
         }
-        self.samples = 0  # how many runs were made, each with other random keys
+        self.samples = 0  # the number of runs, each with other random keys
         self._take(self._many, self._one)
         self._own: list[Iterator[Run]] = []
         if self._blocks is None:
@@ -248,37 +249,37 @@ class Measurement:
         self._own = [self._run(self._alone, self._rows_of([i])) for i in range(self.number)]
         try:
             self._take_own()
-        except Exception as error:  # of any kind: the step may want a fixed number of rows
+        except Exception as error:  # the step may want a fixed number of rows
             kind = type(error).__name__
             self.notes.append(f"the step on one device does not take a shard's rows alone ({kind})")
             self._own = []
 
     def take_samples(self, samples: int) -> None:
-        """Run until means are those of so many runs."""
+        """Run until the means are those of ``samples`` runs."""
         while self.samples < samples:
-            self._take(next(self._of_many), list(map(next, self._of_one)))
-        # What each shard does alone is only looked at where something differs.
+            self._take(next(self._many_runs), list(map(next, self._one_runs)))
+        # What each shard computes alone only matters where something differs.
         each = itertools.chain.from_iterable(self._compared.values())
         if self._own and not all(of_group.is_fine() for of_group in each):
             for _ in range(1, _OWN_SAMPLES):
                 self._take_own()
 
     def of(self, what: str) -> dict[str, list[Comparison]]:
-        """``UPDATE``, ``STATISTICS`` or ``METRIC`` of each array, by each group of shards."""
+        """Return the comparisons of one kind, such as ``UPDATE``: by array, one for each group."""
         return {name: each for (kind, name), each in self._compared.items() if kind == what}
 
     def is_random(self) -> bool:
-        """Whether the step draws random numbers, in what JAX traces or anywhere else."""
+        """Return whether the step draws random numbers, in its jaxpr or anywhere else."""
         rows = self._rows_of(self._groups[0])
         again = self._run(self._alone, rows)
-        if self._most_apart(self._one[0], next(again)) > _OTHER:
-            return True  # the host has keys, which a trace would lead astray
+        if self._most_apart(self._one[0], next(again)) > _NOT_EQUAL:
+            return True  # keys on the host, which a trace would leave in a wrong state
         draws = self._alone.draws(rows, self._key)
-        # Another step of its has other keys, if it has any.
-        return self._most_apart(self._one[0], next(again)) > _OTHER if draws is None else draws
+        # The next step would have other keys.
+        return self._most_apart(self._one[0], next(again)) > _NOT_EQUAL if draws is None else draws
 
     def keys_are_equal(self) -> bool:
-        """Whether shards that swap rows, at the same random keys, leave the step as it is."""
+        """Return whether the step stays the same if shards swap rows, at the same random keys."""
         if self._blocks is None:
             return False
         swapped = np.empty_like(self._blocks)
@@ -289,9 +290,9 @@ class Measurement:
         by_key = self._most_apart(self._many, other)
         if not by_key or self._most_apart(self._many, moved) >= 0.02 * by_key:
             return False
-        # Noise that has nothing to do with rows, such as that on weights, stays on one device, too.
+        # On one device only noise that is independent of rows, such as noise on weights, stays.
         alone = next(self._run(self._alone, self._taken(swapped[list(self._groups[0])])))
-        return self._most_apart(self._one[0], alone) > _OTHER
+        return self._most_apart(self._one[0], alone) > _NOT_EQUAL
 
     # Runs.
 
@@ -306,8 +307,6 @@ class Measurement:
     def _taken(self, rows: np.ndarray) -> list[Any]:
         return rows_taken(self._batch, self._axes, rows.ravel())
 
-    # What they tell.
-
     def _take(self, many: Run, one: Sequence[Run]) -> None:
         """Add a sample."""
         self.samples += 1
@@ -316,11 +315,11 @@ class Measurement:
             shape, alone = () if of is None else of.values.shape[1:], _on_one(one, what, name)
             copies = None if there is None else there.of_shape(shape, self.number)
             if of is None or there is None or alone is None or copies is None:
-                del self._compared[what, name]  # it is another array there
+                del self._compared[what, name]  # N shards have no such array
                 continue
             rounding = 1e-7 + 4 * of.rounding
             if what == UPDATE:
-                by_order = _OF_ORDER * self._largest * np.sqrt(alone.shape[-1])
+                by_order = _ORDER_ERROR * self._largest * np.sqrt(alone.shape[-1])
                 rounding = float(np.hypot(2 * of.rounding / self._rate, by_order))
             for each, of_group in zip(groups, self._wanted(what) * alone, strict=True):
                 each.is_stacked = there.values.shape[1:] != shape
@@ -330,7 +329,7 @@ class Measurement:
                 each.add(own, of_group)
 
     def _take_own(self) -> None:
-        """Add a sample of the shards' own."""
+        """Add a sample of the shards' own values."""
         runs = list(map(next, self._own))
         for (what, name), groups in self._compared.items():
             own = _on_one(runs, what, name)
@@ -342,11 +341,11 @@ class Measurement:
         return self._factor if what == UPDATE else 1.0
 
     def _most_apart(self, one: Run, other: Run) -> float:
-        """The largest relative difference of any parameter's updates."""
+        """Return the largest relative difference between two runs' updates of a parameter."""
         return max(apart(self._update(one, x), self._update(other, x)) for x in self.shapes)
 
     def _update(self, run: Run, name: str) -> np.ndarray:
-        """float64[copies, size]."""
+        """Return the update of a parameter in a run, float64[copies, size]."""
         copies = run.seen[UPDATE][name].of_shape(self.shapes[name], self.number)
         assert copies is not None
         return copies
@@ -375,16 +374,16 @@ class Measurement:
 
 
 def _on_one(runs: Sequence[Run], what: str, name: str) -> Any:
-    """float64[runs, size] of runs on one device, if all have it."""
+    """Return float64[runs, size] of runs on one device; ``None`` unless all have the array."""
     found = [x.values[0].ravel() for run in runs if (x := run.seen[what].get(name)) is not None]
     return np.stack(found) if len(found) == len(runs) else None
 
 
 def _good_rate(run: Run) -> float:
-    """A learning rate with which updates are about as large as the parameters, from a run at 1."""
+    """Return a rate that makes updates about as large as the parameters, from a run at rate 1."""
     sizes = {x: norm(run.start[x].values[0].astype(np.float64)) for x in run.parameters()}
     ratios = [size / norm(run.seen[UPDATE][x].values[0]) for x, size in sizes.items() if size]
     wanted = float(np.median(ratios)) if ratios else 1.0
-    if not np.isfinite(wanted) or 1 / _FAR <= wanted <= _FAR:
+    if not np.isfinite(wanted) or 1 / _FAR_RATE <= wanted <= _FAR_RATE:
         return 1.0
     return float(2.0 ** np.clip(np.round(np.log2(wanted)), -60, 60))

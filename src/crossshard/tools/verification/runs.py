@@ -17,30 +17,32 @@ from crossshard.shards.batch_axes import take_rows
 from crossshard.shards.random_streams import is_key, may_be_raw_key, own_stream
 from crossshard.step.rebuild import draws
 
+# Arrays by their path in a tree.
 Snapshot = dict[str, "Copies"]
 Factory = Callable[[Any, int], Any]
 
 _ARRAYS = (jax.Array, np.ndarray)
-# What is compared: the change of a parameter in the steps with a learning rate, over that rate;
-# of another real array in the idle step; and what that step returns besides.
+# What is compared: the change of a parameter in the steps with a learning rate, divided by the
+# rate; the change of any other real array in the idle step; and the metrics that this step returns.
 UPDATE, STATISTICS, METRIC = "update", "statistics", "metric"
-# In the place of a learning rate: of no float32 that is one, and of no counter that a step has.
+# Marks an idle step in place of the learning rate's bits. No learning rate has these bits, and no
+# counter of a step has this value.
 _IDLE = -1_234_567_891
-# A step that has not moved a parameter after so many calls never will.
+# A step that has moved no parameter after this many calls never will.
 _MOST_CALLS = 64
 
 
 class ProbeState(NamedTuple):
-    """The learning rate, as an integer, which no cast of a state to fewer bits changes."""
+    """The learning rate as an integer, so that no cast of the state to fewer bits changes it."""
 
-    bits: jax.Array  # int32[], those of a float32
+    bits: jax.Array  # int32[], the bits of a float32
 
 
 def probe() -> optax.GradientTransformationExtraArgs:
-    """Plain SGD, which changes nothing before its state has a learning rate.
+    """Return plain SGD that changes no parameter before its state has a learning rate.
 
-    What an idle step changes is no parameter, but statistics, counters and the like, on which the
-    next step may depend. However often a step updates, or how seldom, none of it moves parameters.
+    Such an idle step still changes statistics, counters and the like, on which the next step may
+    depend. No parameter moves, however often the step updates.
     """
 
     def init(params: optax.Params) -> ProbeState:
@@ -52,15 +54,15 @@ def probe() -> optax.GradientTransformationExtraArgs:
     ) -> tuple[optax.Updates, ProbeState]:
         del params, extra
         rate = jax.lax.bitcast_convert_type(state.bits, jnp.float32)
-        rests = state.bits == _IDLE
-        step = lambda g: jnp.where(rests, 0, -rate * g).astype(g.dtype)
+        is_idle = state.bits == _IDLE
+        step = lambda g: jnp.where(is_idle, 0, -rate * g).astype(g.dtype)
         return jax.tree.map(step, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _with_rate(x: Any, rate: float) -> Any:
-    """An array of a state, in which a positive learning rate stands where the probe rests."""
+    """Replace the idle mark of the probe in an array of the state by a positive learning rate."""
     if getattr(x, "dtype", None) != np.int32:
         return x
     where = jnp.where if isinstance(x, jax.Array) else np.where
@@ -68,16 +70,16 @@ def _with_rate(x: Any, rate: float) -> Any:
 
 
 class Run(NamedTuple):
-    """An idle step, and as many with a learning rate as it takes to change a parameter."""
+    """An idle step, and as many steps with a learning rate as it takes to change a parameter."""
 
-    start: Snapshot  # before them
-    # Of UPDATE what the latter changed, over the rate; of STATISTICS what the idle step did; of
-    # METRIC the real numbers that it returned besides. By their paths.
+    start: Snapshot  # the state before these steps
+    # UPDATE: what the steps with a learning rate changed, divided by the rate. STATISTICS: what the
+    # idle step changed. METRIC: the real numbers that the idle step returned besides its state.
     seen: dict[str, Snapshot]
-    calls: int  # after the idle one
+    calls: int  # the number of steps after the idle one
 
     def parameters(self) -> list[str]:
-        """The names of what the idle step leaves and the next ones change."""
+        """Return the names of arrays that the idle step leaves alone and later steps change."""
         idle = self.seen[STATISTICS]
         moved = [name for name, x in self.seen[UPDATE].items() if np.any(x.values)]
         return [name for name in moved if name in idle and not np.any(idle[name].values)]
@@ -103,15 +105,16 @@ class BuiltStep:
         rate: float = 1.0,
         calls: int | None = None,
     ) -> Iterator[Run]:
-        """Idle steps in a row with the same batch, from each of which others go off.
+        """Yield runs with the same batch: a chain of idle steps, each followed by steps at a rate.
 
-        So counters go on as they do in training, and each run has other random keys, whether these
-        are made from a counter, are in the state, or are the last argument, ``key``. There are
-        ``calls`` steps with the learning rate, or as many as it takes.
+        The next run continues from the idle step, so counters go on as they do in training. Each
+        run has other random keys, whether these are made from a counter, are in the state, or are
+        the last argument, ``key``. After each idle step there are ``calls`` steps with the learning
+        rate, or as many as it takes to change a parameter.
         """
         state = tuple(self._state)
         for seed in itertools.count():
-            # Arrays of statistics start anew, so that their samples are independent.
+            # Statistics start from their first values again, so that samples are independent.
             state = fresh(_with_reals_of(self._state, state), seed)
             start = snapshot(state)
             state, metrics = self._call(state, self._args(batch, key, seed))
@@ -128,14 +131,14 @@ class BuiltStep:
             yield run
 
     def draws(self, batch: Sequence[Any], key: Any = None) -> bool | None:
-        """Whether it draws random numbers in what JAX traces; ``None`` if it cannot be traced."""
+        """Return whether the step draws random numbers in its jaxpr; ``None`` if it has none."""
         state = fresh(self._state)
         graph, arrays = nnx.split(state) if holds_nnx(state) else (None, state)
         leaves, tree = jax.tree.flatten((arrays, self._args(batch, key, 0)))
 
         def of_arrays(*own: Any) -> Any:
             given = iter(own)
-            # What is no array is a constant.
+            # Leaves that are no arrays are constants of the trace.
             filled = [next(given) if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
             arrays, args = tree.unflatten(filled)
             out = self._step(*(arrays if graph is None else nnx.merge(graph, arrays)), *args)
@@ -143,7 +146,7 @@ class BuiltStep:
 
         try:
             traced = jax.make_jaxpr(of_arrays)(*(x for x in leaves if isinstance(x, _ARRAYS)))
-        except Exception:  # of any kind: not every step can be traced as a whole
+        except Exception:  # not every step can be traced as a whole
             return None
         return draws(traced)
 
@@ -164,7 +167,7 @@ class BuiltStep:
             state = tuple(each if holds_nnx(each) else next(following) for each in state)
             return state, _scalars(rest)
         if holds_nnx(state):
-            return state, _scalars(outs)  # all of it was changed in place
+            return state, _scalars(outs)  # the step changed all of it in place
         raise ArgumentError(
             "The step must return its next state first: a tuple that starts with "
             f"{'trees' if len(trees) > 1 else 'a tree'} of the same structure as the "
@@ -173,7 +176,7 @@ class BuiltStep:
 
 
 def _changes(before: Snapshot, after: Snapshot, over: float = 1.0) -> Snapshot:
-    """What a step changed of the arrays of real numbers, over a number."""
+    """Return the changes of all arrays of real numbers, divided by a number."""
     return {
         name: now.real(before[name].values, over)
         for name, now in after.items()
@@ -183,7 +186,7 @@ def _changes(before: Snapshot, after: Snapshot, over: float = 1.0) -> Snapshot:
 
 
 def rows_of(batch: Any, axes: Sequence[int | None]) -> int:
-    """The number of rows of a batch, given the axis of each of its arrays."""
+    """Return the number of rows of a batch, given the axis of each of its arrays."""
     for leaf, axis in zip(jax.tree.leaves(batch), axes, strict=True):
         if np.ndim(leaf) and axis is not None:
             return int(np.shape(leaf)[axis])
@@ -193,7 +196,7 @@ def rows_of(batch: Any, axes: Sequence[int | None]) -> int:
 
 
 def rows_taken(batch: Any, axes: Sequence[int | None], rows: np.ndarray) -> Any:
-    """These rows of a batch; what has another number of rows is kept whole."""
+    """Return these rows of a batch; arrays with another number of rows stay as they are."""
     number = rows_of(batch, axes)
     leaves, tree = jax.tree.flatten(batch)
     return tree.unflatten(
@@ -229,11 +232,11 @@ _NUMBERS = jax.Array | np.ndarray | np.generic | float | int
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """An array of a state, as its devices have it; or what a step changed of it."""
+    """An array of a state, as its devices have it; or the change of it in a step."""
 
-    values: np.ndarray  # [copies, …]; one copy if all devices have the same; data of a PRNG key
-    dtype: Any  # the array's own
-    rounding: float = 0.0  # the norm of what is rounded off of the array
+    values: np.ndarray  # [copies, …], one copy if all are equal; of a PRNG key, its data
+    dtype: Any  # the dtype of the array
+    rounding: float = 0.0  # the norm of the array's rounding errors
 
     @property
     def is_float(self) -> bool:
@@ -241,15 +244,15 @@ class Copies:
         return bool(jnp.issubdtype(self.dtype, jnp.floating))
 
     def real(self, less: np.ndarray, over: float = 1.0) -> "Copies":
-        """In float64, less another array, over a number."""
+        """Subtract an array and divide by a number, in float64."""
         values = self.values.astype(np.float64)
         rounding = float(jnp.finfo(self.dtype).eps * np.linalg.norm(values[0]))
         return Copies((values - less.astype(np.float64)) / over, self.dtype, rounding)
 
     def of_shape(self, shape: tuple[int, ...], number: int) -> np.ndarray | None:
-        """float64[copies, size] of an array that has this shape on one device, if it has.
+        """Return float64[copies, size] if the array is of this shape on one device, else ``None``.
 
-        If it is stacked, ``[shards, …]``, each shard's part is a copy.
+        If it is stacked, ``[shards, …]``, the slice of each shard is a copy.
         """
         own, values = self.values.shape[1:], self.values.astype(np.float64)
         if own == shape:
@@ -260,13 +263,13 @@ class Copies:
 
 
 def holds_nnx(tree: Any) -> bool:
-    """Whether a tree has NNX modules or optimizers, which a step may change in place."""
+    """Return whether a tree has NNX modules or optimizers, which a step may change in place."""
     leaves = jax.tree.leaves(tree, is_leaf=_is_nnx)
     return any(map(_is_nnx, leaves))
 
 
-def snapshot(state: Sequence[Any]) -> dict[str, Copies]:
-    """Every array of the arguments of a step, by its path.
+def snapshot(state: Sequence[Any]) -> Snapshot:
+    """Copy every array of the arguments of a step, by its path.
 
     All processes that have a part of an array must call this.
     """
@@ -284,7 +287,10 @@ def snapshot(state: Sequence[Any]) -> dict[str, Copies]:
 
 
 def _with_reals_of(first: Sequence[Any], state: Sequence[Any]) -> tuple[Any, ...]:
-    """A state with the arrays of real numbers of the first one; not scalars, which may count."""
+    """Return a state with the real arrays of the first one, but its own scalars.
+
+    Scalars may be counters, which have to go on.
+    """
 
     def array_of(now: Any, at_first: Any) -> Any:
         is_array = isinstance(now, jax.Array | np.ndarray) and now.size > 1
@@ -297,18 +303,18 @@ def _with_reals_of(first: Sequence[Any], state: Sequence[Any]) -> tuple[Any, ...
 
 
 def copies_of(x: Any) -> Copies:
-    """An array, as each device of this process has it."""
+    """Copy an array as each device of this process has it."""
     if not isinstance(x, jax.Array):
         value = np.asarray(x)
         return Copies(value[None], value.dtype)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return Copies(np.asarray(jax.random.key_data(x))[None], x.dtype)
     if not (x.is_fully_addressable or x.is_fully_replicated):
-        # Others have a part of it.
+        # Other processes have a part of it.
         everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
         x = jax.jit(lambda x: x, out_shardings=everywhere)(x)
     by_index: dict[Any, list[Any]] = {}
-    # In the order of the devices of its mesh.
+    # These are in the order of the mesh's devices.
     for shard in x.addressable_shards:
         by_index.setdefault(str(shard.index), []).append(shard)
     number = min(map(len, by_index.values()))
@@ -321,9 +327,9 @@ def copies_of(x: Any) -> Copies:
 
 
 def fresh(state: Sequence[Any], seed: int = 0) -> tuple[Any, ...]:
-    """Copies of the arguments of a step, with a seed folded into their random keys unless it is 0.
+    """Copy the arguments of a step, and fold a seed into their random keys unless it is 0.
 
-    Keys are typed, or raw as ``PRNGKey`` and Keras hold them.
+    Keys are typed, or raw like those of ``PRNGKey`` and Keras.
     """
 
     def copy(x: Any) -> Any:
@@ -337,7 +343,7 @@ def fresh(state: Sequence[Any], seed: int = 0) -> tuple[Any, ...]:
 
 
 def map_arrays(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """A tree, which may have NNX modules, with other arrays; the modules are copies."""
+    """Map a function over the arrays of a tree; NNX modules in it are copied."""
     if not holds_nnx(tree):
         return jax.tree.map(function, tree, *others)
     (graph, arrays), *of_others = map(nnx.split, (tree, *others))

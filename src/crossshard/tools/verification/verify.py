@@ -1,4 +1,4 @@
-"""``verify``: runs a step on 1 and on N shards, and says what differs."""
+"""Runs a step on 1 and on N shards, and says what differs."""
 
 import dataclasses
 import json
@@ -38,11 +38,11 @@ from crossshard.tools.verification.measurement import (
 )
 from crossshard.tools.verification.runs import METRIC, STATISTICS, UPDATE, map_arrays
 
-# Steps of a random one, with other keys each, of which the mean is compared.
+# How often a random step is run, each time with other keys, to compare the means.
 _SAMPLES = 64
-# Smaller than the largest leaf by so much, a gradient may be nothing but rounding.
+# A gradient that is smaller than this, relative to the largest leaf, may be nothing but rounding.
 _VANISHING = 1e-5
-# How far a factor may be from one that has a name.
+# How far a factor may be from a named one, relative to it.
 _NEAR = 5e-3
 _FINE, _TOO_SMALL, _NOTED = "fine", "too small", "noted"
 _OWN_STATISTICS = (
@@ -63,13 +63,13 @@ class Fault:
 
     Attributes:
       kind: what differs: ``"update"``, ``"copies"``, ``"statistics"``, ``"metric"`` or ``"keys"``;
-        the page on ``verify`` says what each is.
+        the page on ``verify`` explains each.
       sentence: what differs, where and by how much.
       leaves: the names of the arrays that differ.
-      ratio: what the first of them has on N shards over what it has on one, by least squares;
-        ``None`` if that is 0, or is not compared.
+      ratio: the first array's value on N shards over that on one, by least squares; ``None`` if
+        the latter is 0, or they are not compared.
       factor: the ratio's name if it has one, such as ``"N"``, ``"1/N"`` or ``"√N"``; else empty.
-      shards: the shards of the group that it is found in.
+      shards: the shards of the group in which it was found.
     """
 
     kind: str
@@ -90,10 +90,10 @@ class LeafReport:
     Attributes:
       name: its path in the state, such as ``"params/dense/kernel"``.
       shape: its shape on one device.
-      ratio: the update on N shards over that on one, by least squares; ``None`` if that is 0.
-      residual: what the ratio leaves unexplained, relative to the update; the standard is
+      ratio: the update on N shards over that on one, by least squares; ``None`` if the latter is 0.
+      residual: what the ratio leaves unexplained, relative to the update; to be compared with
         ``tolerance``.
-      tolerance: up to which relative difference the two count as equal.
+      tolerance: the relative difference up to which the two count as equal.
       verdict: ``"fine"``, the kind of its fault, or ``"too small"`` for a gradient that is nothing
         but rounding, or is hidden by noise.
     """
@@ -112,10 +112,10 @@ class Verification:
 
     Attributes:
       num_shards: N.
-      rows: the rows of the batch.
+      rows: the number of rows of the batch.
       faults: what differs; empty if nothing does.
       leaves: the comparison of each parameter.
-      notes: what is no fault, but good to know.
+      notes: what is good to know, but not a fault.
 
     >>> Verification(8, 64, (), (), ()).ok
     True
@@ -133,7 +133,7 @@ class Verification:
         return not self.faults
 
     def describe(self) -> str:
-        """The verdict, a line for each fault and each note."""
+        """Return the verdict, with a line for each fault and each note."""
         size, number = f"{self.num_shards} shards and {self.rows} rows", len(self.leaves)
         take = f"all {number} parameters take" if number > 1 else "the parameter takes"
         verdict = [f"fine: on {size}, {take} the step of one device"]
@@ -144,7 +144,7 @@ class Verification:
     __str__ = describe
 
     def to_json(self, **kwargs: Any) -> str:
-        """The attributes, and ``ok``, as a JSON object; the arguments are those of json.dumps."""
+        """Return the attributes and ``ok`` as JSON; the arguments are those of ``json.dumps``."""
         return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, **kwargs)
 
 
@@ -158,32 +158,33 @@ def verify(
 ) -> Verification:
     """Run a training step on 1 and on N shards with plain SGD, and say what differs.
 
-    The update on N shards is compared, for each parameter, with that of one device on the whole
-    batch. The two should be equal; if they are not, it says where, and by which factor.
+    The update of each parameter on N shards is compared with that of one device on the whole batch.
+    The two should be equal. If they are not, the result says where, and by which factor.
 
     Args:
       step: ``make_step(optimizer, num_shards) -> (step, *state)``: your code that builds the step
-        and its first state, with this optimizer in the place of your own, for so many devices. The
-        step is called ``step(*state, *batch)`` and returns the next state first, and then what it
-        likes; NNX modules and optimizers may be changed in place. It splits the batch itself. Or a
-        ``TrainStep``, which is built again with SGD; the batch is then ``params, batch``. If there
-        are several processes, all of them make this call with a ``TrainStep`` and all rows.
+        and its first state for this number of devices, with the given optimizer in place of your
+        own. The step is called as ``step(*state, *batch)`` and splits the batch itself. It returns
+        the next state first, and then anything else; it may change NNX modules and optimizers in
+        place. Or a ``TrainStep``, which is built again with SGD; the batch is then
+        ``params, batch``. If there are several processes, all of them make this call with a
+        ``TrainStep`` and all rows.
       *batch: the arguments after the state. Shard ``i`` of N should get the ``i``-th of N equal
         parts of their rows.
       num_shards: N; all devices if ``None``.
-      key: a random key, typed or raw, which is passed to the step as the last argument, if it takes
-        one. Keys that it has from elsewhere need no word. If the shards draw other numbers than one
-        device, the means of 64 steps are compared, and a note says how exactly.
-      groups: the shards that reduce together, if they are not all.
+      key: a random key, typed or raw, that is passed to the step as its last argument, if it takes
+        one. Keys that the step gets in another way need no argument here. If the shards draw other
+        numbers than one device, the means of 64 steps are compared, and a note says how exactly.
+      groups: the groups of shards that reduce together; one group of all if ``None``.
       batch_axis: the axis of the rows in all arrays; or a list with one entry for each of
         ``*batch``: an axis, ``None`` if it has no rows, or a pytree prefix of it with these. A
         ``TrainStep`` has its own.
 
     Returns:
-      The faults, a comparison for each parameter, and the words: print it.
+      A ``Verification`` with the faults and a comparison for each parameter: print it.
 
     Raises:
-      ArgumentError: the step cannot be run as described, or N shards with these rows; the
+      ArgumentError: the step cannot be run as described, or not on N shards with these rows; the
         processes of a job pass different rows.
       ArgumentTypeError: ``make_step`` does not return a step with its state.
 
@@ -201,17 +202,16 @@ def verify(
     wrong on 8 shards and 16 rows:
       0: 8.000 = N times the update of one device
     """
-    # The step is run on one device, too, which no mesh of several can be set for.
+    # The step also runs on one device, which is an error while a mesh of several devices is set.
     with _mesh.without_mesh():
         if isinstance(step, TrainStep):
-            # It splits the batch by itself.
             if type(batch_axis) is not int or batch_axis != 0:
                 raise ArgumentError(
                     f"A TrainStep has its own batch_axis; leave "
                     f"batch_axis={_check.shown(batch_axis)} out."
                 )
-            measurement = _of_train_step(step, batch, num_shards, key, groups)
-            found = _found(measurement, lambda found: _with_those_of_others(found, step.mesh))
+            measurement = _measure_train_step(step, batch, num_shards, key, groups)
+            found = _compare(measurement, lambda found: _with_faults_of_others(found, step.mesh))
             of_loss = loss_over_rows_of(step)
             few = "it was verified in float32: it sends {}, which no single step is exact in"
             sent = of_few_bits(step)
@@ -235,13 +235,13 @@ def verify(
         several = isinstance(batch_axis, list | tuple)
         axes = axes_of(tuple(batch_axis)) if several else check_batch_axis(batch_axis)
         measurement = Measurement(step, batch, axes.of(batch), key, members)
-        return _found(measurement, lambda found: found)
+        return _compare(measurement, lambda found: found)
 
 
-def _found(
+def _compare(
     measurement: Measurement, agreed: Callable[[Verification], Verification]
 ) -> Verification:
-    """What differs; of a random step, what its mean differs in."""
+    """Return what differs; of a random step, what differs between its means."""
     found = agreed(_conclude(measurement))
     if found.ok or not measurement.is_random():
         return found
@@ -249,7 +249,7 @@ def _found(
     return agreed(_conclude(measurement))
 
 
-def _of_train_step(
+def _measure_train_step(
     step: TrainStep, given: Sequence[Any], num_shards: Any, key: Any, groups: Any
 ) -> Measurement:
     if num_shards is not None or groups is not None:
@@ -284,10 +284,10 @@ def _of_train_step(
     return Measurement(make, (batch,), axes, None, shards, factor)
 
 
-def _with_those_of_others(found: Verification, mesh: Mesh) -> Verification:
-    """With the faults that other processes found, since each looks at its own devices."""
+def _with_faults_of_others(found: Verification, mesh: Mesh) -> Verification:
+    """Add the faults that other processes found, since each compares only its own devices."""
     own = json.dumps([dataclasses.asdict(fault) for fault in found.faults])
-    of_each = [list(map(_fault, json.loads(told))) for told in exchange("verify", own, mesh)]
+    of_each = [list(map(_fault, json.loads(text))) for text in exchange("verify", own, mesh)]
     everywhere = [fault for fault in of_each[0] if all(fault in faults for faults in of_each)]
     others = [
         dataclasses.replace(fault, sentence=f"{fault.sentence} (found in process {process})")
@@ -298,45 +298,45 @@ def _with_those_of_others(found: Verification, mesh: Mesh) -> Verification:
     return dataclasses.replace(found, faults=(*everywhere, *others))
 
 
-def _fault(told: dict[str, Any]) -> Fault:
-    return Fault(**told | {name: tuple(told[name]) for name in ("leaves", "shards")})
+def _fault(fields: dict[str, Any]) -> Fault:
+    return Fault(**fields | {name: tuple(fields[name]) for name in ("leaves", "shards")})
 
 
-# From what was measured to faults, each once, with the arrays that have it.
+# From comparisons to faults: each fault once, with all arrays that have it.
 
 
-class Told(NamedTuple):
-    """What is said of an array: the kind of its fault, or another verdict."""
+class Verdict(NamedTuple):
+    """The verdict on an array."""
 
-    verdict: str
+    kind: str  # the kind of its fault, or one of ``_FINE``, ``_TOO_SMALL`` and ``_NOTED``
     case: Comparison
-    words: str = ""  # empty if it is told by how much the updates differ
+    words: str = ""  # what differs; empty if the fault says by how much updates differ
     factor: str = ""
 
 
 def _conclude(measured: Measurement) -> Verification:
-    """What differs, in words."""
+    """Return what differs, in words."""
     notes, is_random = list(measured.notes), measured.samples > 1
     updates, statistics = measured.of(UPDATE), measured.of(STATISTICS)
     largest = max(rms(np.stack([case.one for case in groups])) for groups in updates.values())
-    told = {name: _of_parameter(groups, largest) for name, groups in updates.items()}
-    if _are_of_rows(statistics, updates) and (excused := _of_own_statistics(told)):
-        told |= {name: told[name]._replace(verdict=_FINE) for name in excused}
+    verdicts = {name: _verdict_on_parameter(groups, largest) for name, groups in updates.items()}
+    if _are_of_rows(statistics, updates) and (excused := _with_own_statistics(verdicts)):
+        verdicts |= {name: verdicts[name]._replace(kind=_FINE) for name in excused}
         notes.append(_OWN_STATISTICS)
-    faults = _faults(told)
+    faults = _faults(verdicts)
     for what, compared in ((STATISTICS, statistics), (METRIC, measured.of(METRIC))):
-        # Of several groups each has its own.
+        # If there are several groups, each has statistics and metrics of its own.
         of_all = {name: each[0] for name, each in compared.items() if len(each) == 1}
-        beside = {name: _beside(what, name, case) for name, case in of_all.items()}
+        beside = {name: _verdict_on_other(what, name, case) for name, case in of_all.items()}
         faults += _faults(beside)
-        notes += dict.fromkeys(each.words for each in beside.values() if each.verdict == _NOTED)
+        notes += dict.fromkeys(each.words for each in beside.values() if each.kind == _NOTED)
     if is_random and measured.keys_are_equal():
         words = "random keys are equal on all shards: shards that swap rows leave the step as it is"
-        # What a shared key does to the mean is no fault of its own.
+        # Differences of the mean that the shared key causes are not reported as faults.
         faults = [x for x in faults if x.kind != UPDATE or x.factor]
         faults.insert(0, Fault("keys", words))
     if is_random:
-        notes.append(_of_noise(measured, updates, told))
+        notes.append(_note_on_noise(measured, updates, verdicts))
     leaves = tuple(
         LeafReport(
             name=name,
@@ -344,65 +344,65 @@ def _conclude(measured: Measurement) -> Verification:
             ratio=case.ratio,
             residual=case.residual,
             tolerance=case.tolerance + case.noise / max(norm(case.one), 1e-300),
-            verdict=verdict,
+            verdict=kind,
         )
-        for name, (verdict, case, *_) in told.items()
+        for name, (kind, case, *_) in verdicts.items()
     )
     return Verification(measured.number, measured.rows, tuple(faults), leaves, tuple(notes))
 
 
-def _of_parameter(groups: Sequence[Comparison], largest: float) -> Told:
+def _verdict_on_parameter(groups: Sequence[Comparison], largest: float) -> Verdict:
     off = next((case for case in groups if not case.is_fine()), None)
     if off is None:
         hidden = any(each.is_hidden for each in groups)
-        return Told(_TOO_SMALL if hidden else _FINE, groups[0])
+        return Verdict(_TOO_SMALL if hidden else _FINE, groups[0])
     floor = _VANISHING * largest * np.sqrt(len(off.one)) + groups[0].noise
     if off.copies_differ:
-        return Told("copies", off, "differs between the shards")
+        return Verdict("copies", off, "differs between the shards")
     if len(groups[0].many) == 1 and max(norm(groups[0].update), norm(groups[0].one)) <= floor:
-        return Told(_TOO_SMALL, off)
-    return Told(UPDATE, off, factor=_factor(off))
+        return Verdict(_TOO_SMALL, off)
+    return Verdict(UPDATE, off, factor=_name_of_factor(off))
 
 
-def _faults(told: Mapping[str, Told]) -> list[Fault]:
-    """One fault for all arrays that have it."""
+def _faults(verdicts: Mapping[str, Verdict]) -> list[Fault]:
+    """Return the faults, one for all arrays that have the same."""
     alike: dict[tuple[Any, ...], list[str]] = {}
-    for name, (kind, case, words, factor) in told.items():
+    for name, (kind, case, words, factor) in verdicts.items():
         if kind not in (_FINE, _TOO_SMALL, _NOTED):
             shards = case.members if kind == "copies" else ()
             alike.setdefault((kind, words, factor, shards), []).append(name)
     faults = []
     for (kind, words, factor, shards), names in alike.items():
-        cases = [told[name].case for name in names]
-        every = kind in (UPDATE, "copies") and len(names) == len(told) > 1
-        which = f"all {len(told)} parameters" if every else listed(names, 4)
+        cases = [verdicts[name].case for name in names]
+        every = kind in (UPDATE, "copies") and len(names) == len(verdicts) > 1
+        which = f"all {len(verdicts)} parameters" if every else listed(names, 4)
         which = f"metric {which}" if kind == METRIC else which
         ratio = cases[0].ratio if kind == UPDATE else None
-        sentence = f"{which}: {words or _times(factor, cases)}"
+        sentence = f"{which}: {words or _describe_ratio(factor, cases)}"
         faults.append(Fault(kind, sentence, tuple(names), ratio, factor, shards))
     return faults
 
 
-def _factor(case: Comparison) -> str:
-    """The name of the ratio of two updates, of which one is a multiple of the other."""
+def _name_of_factor(case: Comparison) -> str:
+    """Return the name of the ratio of two updates; empty if it has none."""
     ratio, size = case.ratio, norm(case.update)
     if not size or (ratio is not None and abs(ratio) * 1e6 < 1 and case.residual < case.tolerance):
         return "0"
-    # A factor is told with fewer digits, in 16 bits too.
+    # A factor can be named with fewer digits, even in 16 bits.
     is_coarse = ratio is not None and abs(ratio - 1) > 0.1 and case.residual <= COARSE
     if ratio is None or ratio < 0 or not (is_coarse or case.is_multiple):
         return ""
     within = COARSE if case.residual > 1e-4 else _NEAR
     if case.runs > 1:
         within = min(0.3, _NEAR + case.noise / size)
-    apart = {name: abs(math.log(ratio / known)) for name, known in _known(case)}
+    apart = {name: abs(math.log(ratio / known)) for name, known in _named_factors(case)}
     name = min(apart, key=lambda name: apart[name])
     is_near = apart[name] <= math.log1p(within) and abs(math.log(ratio)) > math.log1p(_NEAR)
     return name if is_near else ""
 
 
-def _known(case: Comparison) -> list[tuple[str, float]]:
-    """The factors that have a name; n is the size of a group."""
+def _named_factors(case: Comparison) -> list[tuple[str, float]]:
+    """Return the factors that have a name; n is the size of a group."""
     n, all_ = len(case.members), case.of_all
     sizes: list[tuple[str, str, float]] = [("N", "1/N", all_), ("√N", "1/√N", all_**0.5)]
     if n != all_:
@@ -419,25 +419,25 @@ def _known(case: Comparison) -> list[tuple[str, float]]:
 def _are_of_rows(
     statistics: Mapping[str, list[Comparison]], updates: Mapping[str, list[Comparison]]
 ) -> bool:
-    """Whether any of these is a statistic of rows, such as one of batch norm, not of gradients."""
+    """Return whether any statistic is one of rows, as of batch norm, and not one of gradients."""
     along = lambda x, y: x.size == y.size and abs(x @ y) > 0.9 * norm(x) * norm(y)
     ones = [[first.one for first, *_ in each.values()] for each in (statistics, updates)]
     return any(x.size > 1 and not any(along(x, y) for y in ones[1]) for x in ones[0])
 
 
-def _of_own_statistics(told: Mapping[str, Told]) -> list[str]:
-    """The parameters that differ only as each shard normalises by statistics of its own rows."""
+def _with_own_statistics(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """Return the parameters that differ only because each shard normalises its own rows."""
     excused: list[str] = []
-    for members in {each.case.members for each in told.values()}:
+    for members in {each.case.members for each in verdicts.values()}:
         cases = {
             name: case
-            for name, (kind, case, _, factor) in told.items()
+            for name, (kind, case, _, factor) in verdicts.items()
             if kind == UPDATE and not factor and case.members == members and case.is_mean_of_own()
         }
         owns = [case.own for case in cases.values() if case.own is not None]
         if not owns:
             continue
-        # It takes many numbers to tell this from a clip of each shard's gradient, and from weights.
+        # All parameters together show whether it is a clip of each shard's gradient, or weights.
         own = np.concatenate(owns, axis=1)
         sizes = np.linalg.norm(own, axis=1)
         one = np.concatenate([case.one for case in cases.values()])
@@ -449,8 +449,8 @@ def _of_own_statistics(told: Mapping[str, Told]) -> list[str]:
     return excused
 
 
-def _times(factor: str, cases: list[Comparison]) -> str:
-    """By how much updates differ."""
+def _describe_ratio(factor: str, cases: list[Comparison]) -> str:
+    """Describe by how much updates differ."""
     ratios = sorted(case.ratio for case in cases if case.ratio is not None)
     if not ratios:
         return "an update, where one device makes none"
@@ -464,45 +464,49 @@ def _times(factor: str, cases: list[Comparison]) -> str:
     return f"{words}, and {'up to ' * (len(cases) > 1)}{100 * rest:.2g}% of it in another direction"
 
 
-def _beside(what: str, name: str, case: Comparison) -> Told:
-    """Of a statistic or a metric: how it differs, and by which factor."""
+def _verdict_on_other(what: str, name: str, case: Comparison) -> Verdict:
+    """Return the verdict on a statistic or a metric."""
     many, one, own, chance = case.many, case.one, case.own, case.chance
     of_own = case.noise_of_own * chance
-    fine = Told(_FINE, case)
+    fine = Verdict(_FINE, case)
 
     def near(one: np.ndarray, other: np.ndarray, off: float, within: float = 1e-3) -> bool:
         scale = max(norm(one), norm(other))
         return norm(one - other) <= within * scale + off + case.rounding
 
     if what == METRIC and (case.is_stacked or one.size > 1):
-        return fine  # each shard has its own
+        return fine  # each shard may have its own
     if all(near(copy, one, chance) for copy in many):
         return fine
     if any(not near(copy, many[0], 0.0, 1e-5) for copy in many[1:]):
-        return Told(_NOTED, case, _STACKED) if case.is_stacked else Told(what, case, _EACH_ITS_OWN)
+        return (
+            Verdict(_NOTED, case, _STACKED)
+            if case.is_stacked
+            else Verdict(what, case, _EACH_ITS_OWN)
+        )
     if own is None or near(many[0], own.mean(axis=0), of_own):
         return fine
     for shard, alone in enumerate(own):
         if near(many[0], alone, of_own, 1e-4):
-            return Told(what, case, f"that of shard {shard} alone")
+            return Verdict(what, case, f"that of shard {shard} alone")
     number = len(own)
     for factor, times in (("N", number), ("1/N", 1 / number)):
         if near(many[0], times * own.mean(axis=0), times * of_own):
             words = f"{times:.3f} = {factor} times that of one device"
-            return Told(what, case, words, factor)
-    return fine if what == METRIC else Told(_NOTED, case, f"{name} {_NEITHER}")
+            return Verdict(what, case, words, factor)
+    return fine if what == METRIC else Verdict(_NOTED, case, f"{name} {_NEITHER}")
 
 
-def _of_noise(
-    measured: Measurement, cases: Mapping[str, list[Comparison]], told: Mapping[str, Told]
+def _note_on_noise(
+    measured: Measurement, cases: Mapping[str, list[Comparison]], verdicts: Mapping[str, Verdict]
 ) -> str:
-    """How exactly a random step was compared, and what was not."""
+    """Describe how exactly a random step was compared, and which arrays were not."""
     words = (
         f"the step draws other random numbers on {measured.number} shards than on one device, so "
         f"means of {measured.samples} steps are compared"
     )
     off = lambda of_leaf: max(case.noise / max(norm(case.one), 1e-300) for case in of_leaf)
-    fine = [off(of_leaf) for name, of_leaf in cases.items() if told[name].verdict == _FINE]
+    fine = [off(of_leaf) for name, of_leaf in cases.items() if verdicts[name].kind == _FINE]
     hidden = [name for name, of_leaf in cases.items() if any(case.is_hidden for case in of_leaf)]
     words += f", to within {100 * max(fine):.0f}% of an update" if fine else ""
     return words + (f"; noise hides that of {listed(hidden, 4)}" if hidden else "")
