@@ -79,7 +79,7 @@ class RngPer(enum.StrEnum):
 
 
 def check_rng_per(rng_per: object, *, takes_rng: bool) -> RngPer:
-    """The checked ``rng_per`` option."""
+    """Return the checked ``rng_per`` option."""
     found = _check.choice("rng_per", rng_per, RngPer)
     if found is RngPer.ROW and not takes_rng:
         raise ArgumentError(
@@ -90,7 +90,7 @@ def check_rng_per(rng_per: object, *, takes_rng: bool) -> RngPer:
 
 
 class Returned(NamedTuple):
-    """What a loss returned, a number or a ``Mean``, and the parameters and state that it left."""
+    """The results of a loss, a number or a ``Mean``, and the parameters and state after it."""
 
     loss: Any
     aux: Any
@@ -113,7 +113,7 @@ class StepLoss(abc.ABC):
     # How ``aux`` is reduced over the shards, a pytree prefix of it.
     aux_reduction: Any = AuxReduction.PER_SHARD
     batch_axes: BatchAxes = FIRST  # along which axes the arrays of the batch are split
-    over: LossOver = LossOver.SHARD  # what the user says that it is over
+    over: LossOver = LossOver.SHARD  # what it is over, as the user declared
     keys_of_rows: bool = False  # whether it takes a key for each row
     is_summed: bool = False  # whether the shards' losses are added up
     # The loss is computed in this many parts, so that its bits do not depend on the number of
@@ -136,11 +136,14 @@ class StepLoss(abc.ABC):
 
     # What it is over. Subclasses differ in this.
 
-    @abc.abstractmethod
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
     ) -> tuple[Any, Any, Any]:
-        """Return the input of ``shard_map`` besides the state, its specs, and ``aux`` if known."""
+        """Return the input of ``shard_map`` besides the state, its specs, and ``aux`` if known.
+
+        By default it is the batch, of which each shard gets its rows.
+        """
+        return batch, self.batch_axes.specs(batch, layout.axes), None
 
     @abc.abstractmethod
     def local(
@@ -160,7 +163,7 @@ class StepLoss(abc.ABC):
     # What is reduced besides its gradients.
 
     def sums(self, local: LocalResult) -> dict[str, Any]:
-        """The arrays, by name, that the aggregate sums besides the gradients and the loss."""
+        """Return the arrays, by name, that the aggregate sums besides gradients and loss."""
         if local.sums is not None:
             return local.sums
         of_state = model_states.to_reduce(self.model_state, local.model_state, local.weight)
@@ -172,7 +175,7 @@ class StepLoss(abc.ABC):
     def reduced_aux(
         self, local: LocalResult, gradients: Gradients, number: int, grouped: bool
     ) -> Any:
-        """One shard's ``aux`` as the metrics store it, given the reduced gradients."""
+        """Return one shard's ``aux`` as the metrics store it, given the reduced gradients."""
         if local.aux is None:
             return None
         totals = iter(gradients.sums.get("aux", ()))
@@ -191,7 +194,7 @@ class StepLoss(abc.ABC):
         return jax.tree.structure(local.aux).unflatten(leaves)
 
     def aux_specs(self, each: Any, reduced: Any) -> Any:
-        """The specs of ``aux``, given that of per-shard and that of reduced values."""
+        """Return the specs of ``aux``, given that of per-shard and that of reduced values."""
         if self.has_one_state:
             return reduced
         is_each = lambda x: x is AuxReduction.PER_SHARD
@@ -205,36 +208,36 @@ class StepLoss(abc.ABC):
         return str(getattr(self.function, "__qualname__", type(self.function).__name__))
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """A batch without its whole arrays, and with these alone; see ``BatchAxes.split``."""
+        """Split a batch into arrays with rows and whole arrays; see ``BatchAxes.split``."""
         return self.batch_axes.split(batch)
 
     def number_of_rows(self, batch: Any) -> int:
-        """The number of rows of a batch."""
+        """Return the number of rows of a batch."""
         return int(self.batch_axes.lengths(self.split(batch)[0])[0])
 
     def parts(self, shards: int) -> int:
-        """How many parts of the batch have a loss of their own."""
+        """Return how many parts of the batch have a loss of their own."""
         return self.same_bits or shards
 
-    def apart(self, state: TrainState) -> jax.Array | None:
-        """``StageContext.opaque_false``, if bits must not depend on the number of shards."""
+    def opaque_false(self, state: TrainState) -> jax.Array | None:
+        """Return ``StageContext.opaque_false``, if bits must not depend on the number of shards."""
         return None if self.same_bits is None else opaque_false(state.step)
 
     def pieces(self, shards: int) -> int:
-        """How many pieces a shard's rows are cut into."""
+        """Return how many pieces a shard's rows are cut into."""
         return self.parts(shards) // shards * self.accumulate_steps
 
     def is_of_parts(self, shards: int) -> bool:
-        """Whether it is computed in pieces, so that it matters if it is a mean over the rows."""
+        """Return whether it is computed in pieces, so that it matters if it is a mean over rows."""
         return self.over is not LossOver.BATCH and shards * self.pieces(shards) > 1
 
-    def at_rest(self, before: TrainState, at_use: AtUse) -> tuple[TrainState, AtUse, Any]:
+    def prepare_params(self, before: TrainState, at_use: AtUse) -> tuple[TrainState, AtUse, Any]:
         """Gather sharded parameters now if a stage needs each shard's own full gradient.
 
         Returns the state, how the loss gets its parameters, and the types of the gradients.
         """
         params = before.params
-        if at_use.waits:
+        if at_use.sums_later:
             params, at_use = at_use.whole(params), dataclasses.replace(at_use, params_sharded=False)
         like = at_use.types_of_gradients(params) if at_use.params_sharded else params
         return dataclasses.replace(before, params=params), at_use, like
@@ -257,7 +260,7 @@ class StepLoss(abc.ABC):
     def _counts(
         self, state: TrainState, batch: Any, at_use: AtUse, counting: Counting
     ) -> tuple[Any, ...] | None:
-        """The counts of a ``Mean`` over the whole batch; ``None`` if the loss returns a number."""
+        """Return the counts of a ``Mean`` over the whole batch; ``None`` if it is a number."""
         shard, (rows, whole) = at_use.shards.index(), self.split(batch)
         number = self.accumulate_steps
 
@@ -269,7 +272,7 @@ class StepLoss(abc.ABC):
                 out = run(both)
                 return counts_of(out.loss) if isinstance(out.loss, Mean) else (), out.model_state
 
-            found: tuple[Any, Any] = at_use.of_both(of_both, state.params, state.frozen)
+            found: tuple[Any, Any] = at_use.call_on_both(of_both, state.params, state.frozen)
             return found
 
         def of_shard(rows: Any, shard: Any) -> Any:
@@ -299,7 +302,7 @@ class StepLoss(abc.ABC):
     def of_part(
         self, state: TrainState, batch: Any, at_use: AtUse, shard: Any, counting: Counting
     ) -> LocalResult:
-        """The loss and gradients of the shard, or the virtual one, with this index."""
+        """Compute the loss and gradients of the shard, or the virtual one, with this index."""
         number, (rows, whole) = self.accumulate_steps, self.split(batch)
 
         def compute(at_use: AtUse, rows: Any, model_state: Any, index: Any) -> LocalResult:
@@ -316,7 +319,7 @@ class StepLoss(abc.ABC):
         # may sum them over the shards: in the backward pass of a loop, which a trace would show.
         at_use_in_scan, sums_in_loops = at_use, False
         if not at_use.params_sharded:
-            at_use_in_scan = dataclasses.replace(at_use, waits=True)
+            at_use_in_scan = dataclasses.replace(at_use, sums_later=True)
             first, seen = jax.tree.map(lambda x: x[0], pieces), list[bool]()
             look = lambda *args: seen.append(any(compute(at_use, *args).early))
             jax.eval_shape(look, first, state.model_state, jnp.int32(0))
@@ -373,7 +376,7 @@ class StepLoss(abc.ABC):
             given = model_states.overwrite(state.model_state, overwritten)
             here = dataclasses.replace(state, model_state=given)
             of_both = lambda frozen: loss_of_both((params, frozen), here)
-            found: tuple[Any, Any] = at_use.of_frozen(of_both, state.frozen)
+            found: tuple[Any, Any] = at_use.call_on_frozen(of_both, state.frozen)
             return found
 
         def loss_of_both(both: tuple[Any, Any], here: TrainState) -> tuple[Any, Any]:
@@ -419,7 +422,7 @@ class StepLoss(abc.ABC):
         return LocalResult(jnp.asarray(loss), gradients, weight, after, aux, terms, early)
 
     def _keys(self, state: TrainState, batch: Any, shard: Any, index: Any) -> Keys:
-        """The random key of a microbatch, or one for each row; empty if the loss takes none."""
+        """Return the key of a microbatch, or one for each row; empty if the loss takes none."""
         if not self.takes_rng:
             return ()
         key = jax.random.wrap_key_data(state.rng, impl=state.rng_impl)
@@ -435,7 +438,7 @@ class StepLoss(abc.ABC):
         return (keys_of_rows(jax.random.fold_in(key, state.step), places),)
 
     def run(self, state: TrainState, params: Any, batch: Any, keys: Keys) -> Returned:
-        """What the loss returns of some rows, given its trained and its frozen parameters."""
+        """Call the loss on some rows, given its trained and its frozen parameters."""
         trained, frozen = params
         model = combine(state.skeleton, trained, frozen, state.model_state)
         if self.model_state is None:
@@ -457,7 +460,7 @@ class StepLoss(abc.ABC):
     # Tracing it once, for the proof and for the step.
 
     def arguments(self, state: TrainState, both: Any, batch: Any, keys: Keys) -> Arguments:
-        """The inputs of the loss, sorted by whether they differ between rows, or between shards."""
+        """Return the inputs of the loss, sorted by whether rows, or shards, have their own."""
         rows, whole = self.split(batch)
         of_rows, of_shard = (keys, ()) if self.keys_of_rows else ((), keys)
         # All shards have the same state, keys in it too, if it is averaged.
@@ -466,14 +469,14 @@ class StepLoss(abc.ABC):
         return Arguments((rows, of_rows), whole, both, of_all, (of_shard, of_one))
 
     def of_arguments(self, state: TrainState, *arguments: Any) -> Returned:
-        """What the loss returns of these ``Arguments``."""
+        """Call the loss on these ``Arguments``."""
         (rows, of_rows), whole, both, of_all, (of_shard, of_one) = arguments
         equal = self.model_state is ModelState.MEAN
         here = dataclasses.replace(state, model_state=of_all if equal else of_one)
         return self.run(here, both, join(rows, whole), (*of_rows, *of_shard))
 
     def _trace(self, state: TrainState, arguments: Arguments) -> tuple[Any, Any]:
-        """The jaxpr of the loss, and the tree of what it returns."""
+        """Trace the loss; return its jaxpr, and the tree of its results."""
         key = state.skeleton, *types_of(arguments)
         if key not in self.record.traces:
             of = functools.partial(self.of_arguments, state)
@@ -536,7 +539,7 @@ class StepLoss(abc.ABC):
         return as_sums, None
 
     def facts(self, arguments: Arguments) -> tuple[list[int], Any]:
-        """The axes of the rows, and what is known of each input of the loss."""
+        """Return the axes of the rows, and what is known of each input of the loss."""
         given, *others, own = arguments
         axes = [*self.batch_axes.of_rows(given[0]), *[0] * len(jax.tree.leaves(given[1]))]
         return axes, facts_of_inputs(jax.tree.leaves(given), axes, others, own)
@@ -585,17 +588,11 @@ class StepLoss(abc.ABC):
 class RowsLoss(StepLoss):
     """The loss of each shard's rows."""
 
-    def enter(
-        self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
-    ) -> tuple[Any, Any, Any]:
-        """The batch, of which each shard gets its rows."""
-        return batch, self.batch_axes.specs(batch, layout.axes), None
-
     def local(
         self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
     ) -> tuple[LocalResult, Any]:
-        """The loss and gradients of the shard's rows."""
-        before, at_use, like = self.at_rest(before, at_use)
+        """Compute the loss and gradients of the shard's rows."""
+        before, at_use, like = self.prepare_params(before, at_use)
         return self.of_shard(before, given, at_use, weight), like
 
 
@@ -607,7 +604,7 @@ def _pruned(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def scale_of(state: TrainState) -> Any:
-    """float[]: the loss scale of a state; ``None`` without one."""
+    """Return the loss scale of a state, float[]; ``None`` without one."""
     return getattr(state.opt_state.loss_scale, "scale", None)
 
 
