@@ -76,12 +76,6 @@ def current_trace() -> Any:
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
 
-def _trace_state() -> TraceState:
-    from flax.nnx.tracers import TraceState
-
-    return TraceState()
-
-
 def describe_variable(variable: AnyVariable) -> str:
     """Describe a variable, as ``Param float32[3,4]``, with its name if it has one."""
     value = variable.get_raw_value()
@@ -101,9 +95,11 @@ def rebound(
     The modules are moved to that trace too, so that ``nnx.grad`` and the like accept them. Their
     attributes are restored afterwards, so that no tracer stays in them.
     """
+    from flax.nnx.tracers import TraceState
+
     before = [(variable.get_raw_value(), variable._trace_state) for variable in variables]
     of_modules = [(module._pytree__state._trace_state, {**vars(module)}) for module in modules]
-    trace = _trace_state()
+    trace = TraceState()
     try:
         for variable, value in zip(variables, values, strict=True):
             _set(variable, value, trace)

@@ -27,7 +27,7 @@ from jax._src.lax import parallel as _parallel
 # The name has an underscore since JAX 0.11.
 _NAMES = ("all_gather_invariant", "_all_gather_invariant")
 _gather_invariant = next(getattr(_parallel, name) for name in _NAMES if hasattr(_parallel, name))
-# Since JAX 0.12 every jaxpr has its constants, and a closed one is made of an open one as before.
+# Since JAX 0.12 every jaxpr has its constants; a closed one is still made from an open one.
 _ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", _core.Jaxpr)
 _OURS, _JAX = (os.path.dirname(file) for file in (__file__, jax.__file__))
 
@@ -311,12 +311,12 @@ def processes_of_job() -> tuple[int, int]:
     return (state.num_processes or 1, state.process_id or 0) if has_coordinator() else (1, 0)
 
 
-def tell_processes(key: str, value: str) -> None:
+def kv_set(key: str, value: str) -> None:
     """Publish a value under a new key, for every process of the job to read."""
     _coordinator().key_value_set(key, value)
 
 
-def told_by_processes(key: str, seconds: float) -> str | None:
+def kv_get(key: str, seconds: float) -> str | None:
     """Wait for a published value; return ``None`` if there is none after ``seconds``."""
     try:
         return str(_coordinator().blocking_key_value_get(key, int(1000 * seconds)))
@@ -326,17 +326,17 @@ def told_by_processes(key: str, seconds: float) -> str | None:
         return None
 
 
-def tell_again(key: str, value: str) -> None:
+def kv_overwrite(key: str, value: str) -> None:
     """Publish a value, in place of the one that was published under the same key."""
     _coordinator().key_value_set(key, value, allow_overwrite=True)
 
 
-def forget(folder: str) -> None:
+def kv_delete(folder: str) -> None:
     """Delete the values that were published below a folder."""
     _coordinator().key_value_delete(folder)
 
 
-def told_below(folder: str) -> dict[str, str]:
+def kv_get_dir(folder: str) -> dict[str, str]:
     """Return the values published below a folder, ending with a slash, by the rest of the key."""
     found = _coordinator().key_value_dir_get(folder)
     return {key.rpartition("/")[2]: value for key, value in found}
@@ -346,7 +346,7 @@ def abandon_coordination() -> None:
     """Leave the job without waiting for others, which ``jax.distributed.shutdown`` would do."""
     state = _distributed.global_state
     for name in ("preemption_sync_manager", "client", "service"):
-        # Its destructor would wait, too.
+        # Kept alive, since its destructor would wait, too.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(state, name)))
         setattr(state, name, None)
 
@@ -419,7 +419,7 @@ def outside_of_traces() -> AbstractContextManager[object]:
 def bound(equation: Any, given: Sequence[Any]) -> list[Any]:
     """Evaluate an equation on these inputs, under its names and in its context."""
     params = equation.primitive.get_bind_params(equation.params)
-    # Before JAX 0.10.2 a pair, with the functions that the primitive calls.
+    # Before JAX 0.10.2 this is a pair, with the functions that the primitive calls.
     functions, params = params if isinstance(params, tuple) else ((), params)
     with at_source_of(equation), equation.ctx.manager:
         found = equation.primitive.bind(*functions, *given, **params)

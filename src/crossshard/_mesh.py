@@ -100,7 +100,7 @@ def under_automatic_axes(
     def typed(x: Any, spec: PartitionSpec) -> Any:
         # Types do not show the other axes, which are Auto.
         x = lax.with_sharding_constraint(x, NamedSharding(inside, spec))
-        return jax.sharding.reshard(x, NamedSharding(mesh, of_types(spec, mesh)))
+        return jax.sharding.reshard(x, NamedSharding(mesh, explicit_part(spec, mesh)))
 
     def run(*args: Any) -> Any:
         with jax.sharding.use_abstract_mesh(inside.abstract_mesh):
@@ -110,7 +110,7 @@ def under_automatic_axes(
     return run
 
 
-def of_types(spec: PartitionSpec, mesh: Mesh) -> Any:
+def explicit_part(spec: PartitionSpec, mesh: Mesh) -> Any:
     """Return the part of a spec that types show: without axes that are ``AxisType.Auto``."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
@@ -149,6 +149,6 @@ def constrained(x: Any, sharding: NamedSharding) -> Any:
     """Constrain a sharding, also on explicit axes, which ``lax`` only checks and does not move."""
     mesh = sharding.mesh
     if isinstance(mesh, Mesh) and has_explicit_axes(mesh):
-        typed = NamedSharding(mesh, of_types(sharding.spec, mesh))
+        typed = NamedSharding(mesh, explicit_part(sharding.spec, mesh))
         return jax.sharding.reshard(x, typed)
     return lax.with_sharding_constraint(x, sharding)

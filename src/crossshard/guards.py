@@ -243,7 +243,7 @@ def _repaired(healthy: jax.Array, decided: jax.Array, shards: Shards, x: Any) ->
 _MOST_NAMED = 3
 
 
-def report(
+def report_divergence(
     found: Divergence, sentinel: Sentinel, names: Sequence[str], mesh: Mesh, axes: tuple[str, ...]
 ) -> None:
     """Raise an error for copies that differ, or warn of those that have been repaired.
@@ -295,7 +295,7 @@ def _shard(index: int, mesh: Mesh, axes: tuple[str, ...]) -> str:
     return f"shard {index} ({device} of {process})"
 
 
-def copy(state: TrainState) -> TrainState:
+def copy_state(state: TrainState) -> TrainState:
     """Copy a state, to donate the copy."""
     shardings = jax.tree.map(lambda x: x.sharding, state)
     return jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)(state)

@@ -151,7 +151,7 @@ def check_returned(before: Any, after: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, before, after)
 
 
-def check_equal(state: Any, after: Callable[..., Any], own: Any, params: Any) -> None:
+def check_same_on_shards(state: Any, after: Callable[..., Any], own: Any, params: Any) -> None:
     """Raise if an array that is not averaged would differ between shards.
 
     ``state`` is the one before the loss, and ``after(own, params)`` returns the one after it.

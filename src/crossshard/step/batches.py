@@ -246,13 +246,13 @@ class BatchPlacer:
     def _check_padding(self, path: Any, number: int, rows: Any, whole: Any) -> None:
         check_same_rows(rows, self.batch_axes)
         parts, microbatches = self._multiple, self._loss.accumulate_steps
-        kind = "shards" if self._loss.same_bits is None else "virtual shards"
+        kind = "shards" if self._loss.virtual_shards is None else "virtual shards"
         pieces = f"{parts // microbatches} {kind}"
         pieces += f" of {microbatches} microbatches" * (microbatches > 1)
         if self._weight is None:
             rest = number % parts
             fewer = f"{number - rest} or " if number > parts else ""
-            # Where the step could be given a weight.
+            # A loss over the batch takes no weight.
             or_weight = (
                 ", or weight=, the batch's entry that counts examples: the batch is then padded "
                 "with rows of weight 0"

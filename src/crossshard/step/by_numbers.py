@@ -129,7 +129,7 @@ class _Check:
             over=LossOver.SHARD,
             is_summed=False,
             accumulate_steps=1,
-            same_bits=None,
+            virtual_shards=None,
             record=OverRowsRecord(),
         )
 
@@ -252,7 +252,7 @@ class _Check:
             if loss.number_of_rows(one) == 1:
                 # Where two axes are one row long, a trace does not tell which is that of the rows.
                 one, other = behind(one, other), behind(other, one)
-            keys = (quiet_keys((loss.number_of_rows(batch),) * loss.keys_of_rows),) * loss.takes_rng
+            keys = (quiet_keys((loss.number_of_rows(batch),) * loss.key_per_row),) * loss.takes_rng
 
             def of_params(both: Any) -> Any:
                 of_loss = lambda *arguments: loss.of_arguments(before, *arguments).loss

@@ -229,7 +229,7 @@ class StepConfig:
             skips_by_loop=shards.groups is None and not is_global and shards.platform == "cpu",
             apply_updates=True,
         )
-        return dataclasses.replace(context, **self.loss.in_context)
+        return dataclasses.replace(context, **self.loss.context_fields)
 
     def _at_use(self, layout: StateLayout, state: TrainState, context: StageContext) -> AtUse:
         arrays, pipeline = layout.arrays, self.pipeline

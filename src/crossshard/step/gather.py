@@ -261,7 +261,7 @@ class AtUse:
             self, partitions=(), unread=(), sums_later=False, frozen=None, record=None, before=None
         )
 
-    # What is sent.
+    # Communication.
 
     def _shape(self, partition: Partition) -> tuple[int, ...]:
         """Return the shape of a slice, as the loss sees it."""
@@ -443,7 +443,7 @@ class Leaf(Deferred):
     # the same; and ``before``, the sum of those of earlier microbatches.
     shared: dict[str, Any]
     of_row: bool = False  # whether it is a row of the parameter, or some
-    in_ring: bool = False  # whether its slices meet a product one by one
+    in_ring: bool = False  # whether its slices are multiplied one by one as they arrive
 
     @property
     def kind(self) -> Hashable:

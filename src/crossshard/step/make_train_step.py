@@ -262,9 +262,9 @@ def make_train_step(
         model_state=kind,
         aux_reduction=reduced,
         batch_axes=batch_axes,
-        keys_of_rows=rng_per is RngPer.ROW,
+        key_per_row=rng_per is RngPer.ROW,
         is_summed=pipeline.reduction is Reduction.SUM,
-        same_bits=virtual,
+        virtual_shards=virtual,
     )
     if virtual is not None:
         pipeline = pipeline.with_options(aggregator=InOrder(virtual))

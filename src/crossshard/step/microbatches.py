@@ -33,7 +33,7 @@ class LocalResult(NamedTuple):
     # For each leaf of the gradient whether the backward pass has summed it over the shards; empty
     # if none is. See ``Gradients``.
     early: tuple[bool, ...] = ()
-    # What else the aggregate is to sum, by name; ``None`` for what the loss makes of the others.
+    # What else the aggregate sums, by name; ``None`` for what ``StepLoss.sums`` makes of the rest.
     sums: dict[str, Any] | None = None
     # Whether loss, values, weight and sums are weighed partial sums over virtual shards,
     # ``[nodes, …]``, and aux is ``[virtual, …]``.
@@ -221,7 +221,7 @@ def weight_of(weight: Weight, batch: Any) -> jax.Array:
 class Counting:
     """How the counts of a ``Mean`` are summed over the parts of the batch."""
 
-    shards: Shards  # the shards that have them
+    shards: Shards  # the shards that have the parts
     pieces: int  # how many parts each shard has
     weight: Any = None  # float[], 0 if this shard is left out, else 1; ``None`` if none is
     # The count of each term over the whole batch, float[]; ``None`` if each shard has one part: it

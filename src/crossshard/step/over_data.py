@@ -235,7 +235,7 @@ def _sum_of(value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     ):
         raise ArgumentTypeError(f"A metric is real; metric_fn returned {value.dtype}.")
     if weights.shape != value.shape[: weights.ndim]:
-        # Of parts of an example, such as tokens, while the value is the whole example's.
+        # Weights of parts of an example, such as tokens, while the value is the whole example's.
         weights = weights.sum(range(1, weights.ndim))
     wide = jnp.promote_types(value.dtype, weights.dtype)
     over = tuple(range(weights.ndim))

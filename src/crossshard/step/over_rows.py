@@ -78,20 +78,20 @@ class Divisor(NamedTuple):
 
     of_batch: Callable[[Any], Any]  # computes it, float[], from a batch
     is_of_piece: bool  # whether it computes it from a piece of a batch
-    is_weight: bool  # whether the weight is shown to be it, or it times a constant, for any batch
+    is_weight: bool  # whether the weight is shown to be it, but for a constant, for any batch
 
 
 class Doubt(NamedTuple):
     """What the trace of a loss does not decide."""
 
-    finding: Finding  # what the loss is in its rows, as far as it is known
-    sentence: str  # what nothing proves
+    finding: Finding  # what the loss is over its rows, as far as it is known
+    sentence: str  # says what nothing proves
     types: tuple[Any, ...]  # the shapes and dtypes of the rows
     divisor: Divisor | None = None  # what divides the loss, if the weight may be something else
 
 
 class UndecidedError(LossError):
-    """The trace of a loss does not prove what it is in its rows, and no numbers have shown it."""
+    """The trace of a loss does not prove what it is over its rows, and no numbers have shown it."""
 
     def __init__(self, doubt: Doubt):
         self.doubt = doubt
@@ -422,7 +422,7 @@ def is_exact(finding: Finding) -> bool:
     It is, unless what the loss does to the divisor changes a shard's and not the batch's.
     """
     if finding.moved == "guard":
-        # If a shard's count is 0, the number in its place, and no weight, tells what it divides.
+        # A shard that counts nothing has weight 0, but its loss is its total over this number.
         return not (finding.bound and math.isfinite(finding.bound))
     small = {"": 0.0, "max": 1.0, "plus": _ROUNDED}[finding.moved]
     return not finding.moved or (finding.counts and abs(finding.bound) <= small)
@@ -525,7 +525,7 @@ def rowwise(
         )
     name = getattr(function, "__name__", type(function).__name__)
 
-    # As a decorator it keeps the function's own name; the call has this one in the trace.
+    # Used as a decorator it keeps the function's own name, while the trace shows this one.
     def called(*args: PyTree, **kwargs: PyTree) -> PyTree:
         axes = tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
         out = function(*args, **kwargs)

@@ -57,7 +57,7 @@ class Program:
             compiler_options=self.options or None,
         )
         self._compiled: Any = self._jit(run)
-        # JAX refuses options for what runs inside another jit.
+        # JAX refuses compiler options inside another jit.
         self._traced = jax.jit(run)
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -90,7 +90,7 @@ class Program:
         try:
             if self._in_processes and not is_traced:
                 self._check_same(state, batch)
-            return self._explained(
+            return self._use_compiled(
                 lambda compiled: (self._traced if is_traced else compiled)(state, batch)
             )
         except UndecidedError as error:
@@ -116,13 +116,13 @@ class Program:
         """Lower the program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
             types = self._place.abstract(batch)
-            return self._explained(lambda compiled: compiled.lower(state, types))
+            return self._use_compiled(lambda compiled: compiled.lower(state, types))
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """Trace the program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
             types = self._place.abstract(batch)
-            return self._explained(lambda compiled: compiled.trace(state, types))
+            return self._use_compiled(lambda compiled: compiled.trace(state, types))
 
     def _check_same(self, state: TrainState, batch: Any) -> None:
         """Raise, before the first run of a program, unless every process runs the same one."""
@@ -138,11 +138,11 @@ class Program:
         mesh = self._config.outer_mesh
         rows = lambda: {"rows": str(loss.number_of_rows(batch))}
         if not free or compare("step", rows, mesh) is None:
-            lowered = self._explained(lambda compiled: compiled.lower(state, batch))
+            lowered = self._use_compiled(lambda compiled: compiled.lower(state, batch))
             check_same_program(lowered, mesh)
         self._agreed.add(key)
 
-    def _explained(self, use: Callable[[Any], Any]) -> Any:
+    def _use_compiled(self, use: Callable[[Any], Any]) -> Any:
         """Call ``use`` with the compiled function, or with another one if JAX refuses the first."""
         try:
             return use(self._compiled)

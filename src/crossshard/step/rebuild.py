@@ -57,7 +57,7 @@ def with_optimizer(
         shards need.
     """
     config = config_of(step)
-    # Metrics may be those of the optimizer that it had.
+    # Metrics may be those of the former optimizer.
     pipeline = config.pipeline.without(lambda kind: kind is Metrics or kind.joins_groups)
     if isinstance(pipeline.aggregator, FewBits):
         pipeline = pipeline.with_options(reduce_dtype=None, aggregator=None)
@@ -75,11 +75,11 @@ def with_optimizer(
         options={"preprocess": pipeline.preprocess},
     )
     mesh, loss = _own_shard(config.mesh, config.axes), config.loss
-    one = changed(loss, accumulate_steps=1, same_bits=None)
+    one = changed(loss, accumulate_steps=1, virtual_shards=None)
     own = dataclasses.replace(
         config,
         pipeline=of_one,
-        # Microbatches of all rows are other losses, on any number of shards.
+        # Microbatches of a loss over the batch are other losses, also on one shard.
         loss=loss if loss.over is LossOver.BATCH else one,
         mesh=mesh,
         outer_mesh=mesh,

@@ -110,7 +110,7 @@ class States:
                 # A preprocessor may read them all.
                 leave_unread=pipeline.preprocess is None,
                 other_axes=split[: len(leaves)],
-                virtual_shards=config.loss.same_bits,
+                virtual_shards=config.loss.virtual_shards,
             )
             self._known[key] = StateLayout(
                 mesh,
@@ -252,7 +252,7 @@ class States:
         if key not in self._compiled:
             run = lambda state: how(jax.tree.map(jnp.copy, state))
             self._compiled[key] = jax.jit(run, out_shardings=to)
-        # All processes of the job send each other their parts.
+        # All processes of the job then exchange their parts.
         together = (
             are_of_all_processes(self._config.mesh)
             and _jax.at_top_level()

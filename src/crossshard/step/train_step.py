@@ -16,7 +16,7 @@ from crossshard._check import is_inexact
 from crossshard.distributed.progress import PROGRESS, entering, for_now
 from crossshard.errors import ArgumentError, ArgumentTypeError, NonfiniteError
 from crossshard.gradients.status import leaf_name
-from crossshard.guards import copy, differing, names_of_compared, report
+from crossshard.guards import copy_state, differing, names_of_compared, report_divergence
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, check_is_state, check_state
 from crossshard.pipeline.stages.nonfinite import NonfiniteState
@@ -29,7 +29,7 @@ from crossshard.step.state import States
 
 # Steps that may still run while the host goes on. All processes look at the same step, so that all
 # of them raise in the same call.
-_BEHIND = 2
+_IN_FLIGHT = 2
 
 
 class TrainStep:
@@ -52,9 +52,9 @@ class TrainStep:
         self._over_data = OverData(config, self._entering)
         # What the last steps have found; it is checked two calls later.
         self._found: collections.deque[dict[str, Any]] = collections.deque()
-        self._looks = config.sentinel is not None or config.pipeline.nonfinite is not None
+        self._has_checks = config.sentinel is not None or config.pipeline.nonfinite is not None
         self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
-        # Of the last call of init, for the descriptions.
+        # The layout and the types of the last ``init``, for the descriptions.
         self._latest: tuple[StateLayout, TrainState] | None = None
 
     def __repr__(self) -> str:
@@ -118,27 +118,29 @@ class TrainStep:
             )
         with self._entering("step"):
             check_is_state(state)
-            if not (self._looks and _jax.at_top_level()):
+            if not (self._has_checks and _jax.at_top_level()):
                 return self._program(state, batch)
             # Before the state is donated, so that the caller can still save it.
-            self._look(state, _BEHIND - 1)
+            self._check_found(state, _IN_FLIGHT - 1)
             after, metrics = self._program(state, batch)
             names = metrics.keys() & {"divergence", "nonfinite"}
             self._found.append({name: metrics[name] for name in names})
             return after, metrics
 
-    def _look(self, state: TrainState, running: int) -> None:
+    def _check_found(self, state: TrainState, running: int) -> None:
         """Raise what steps have found, except the last ``running`` ones, which may still run."""
         config, nonfinite = self._config, self._config.pipeline.nonfinite
         while len(self._found) > running:
             metrics = self._found.popleft()
             if config.sentinel is not None and metrics["divergence"].diverged:
                 names = self.compared(state)
-                report(metrics["divergence"], config.sentinel, names, config.mesh, config.axes)
+                report_divergence(
+                    metrics["divergence"], config.sentinel, names, config.mesh, config.axes
+                )
             if nonfinite is None:
                 continue
             found = metrics["nonfinite"]
-            # Each device, or shard, has the same copy.
+            # All devices have the same copy, or all shards.
             number = int(np.ravel(jax.device_get(found.in_a_row.addressable_data(0)))[0])
             if number >= nonfinite.max_consecutive:
                 # A caller that goes on is not told of the same steps again.
@@ -184,7 +186,7 @@ class TrainStep:
         """
         with self._entering("finish"):
             check_is_state(state)
-            self._look(state, 0)
+            self._check_found(state, 0)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower the step for arrays, or for their types (see ``abstract_init``).
@@ -406,7 +408,7 @@ class TrainStep:
         if not _jax.at_top_level():
             raise ArgumentError("replay compares runs on the host. Call it outside of jax.jit.")
         with self._entering("replay"):
-            run = lambda: _inside(self._program(copy(_inside(state)), batch)[0])
+            run = lambda: _inside(self._program(copy_state(_inside(state)), batch)[0])
             first, again = run(), run()
         with _mesh.in_place_of_the_users_mesh(self._config.mesh):
             return differing(self._states.layout(state), first, again)

@@ -367,7 +367,7 @@ def _tried(
     """
     number, (processes, own) = next(_entered), _jax.processes_of_job()
     if processes > 1:
-        _jax.tell_again(f"{_ENTERED}/{own}", str(number))
+        _jax.kv_overwrite(f"{_ENTERED}/{own}", str(number))
     ended: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def run() -> None:
@@ -396,7 +396,7 @@ def _late(number: int, processes: int) -> str:
     if processes == 1:
         return ""
     try:
-        told = {who: int(text) for who, text in _jax.told_below(f"{_ENTERED}/").items()}
+        told = {who: int(text) for who, text in _jax.kv_get_dir(f"{_ENTERED}/").items()}
     except Exception:  # nobody answers
         return ", and the coordinator does not answer"
     # A process may enter what comes later, but nothing before this.

@@ -44,7 +44,7 @@ class BatchLoss(StepLoss):
     has_one_state = True
     gradient = "gradient of one loss over the batch, summed by XLA"
     # Its gradient is not divided.
-    in_context: ClassVar[Mapping[str, Any]] = {"divisor": 1, "over_batch": True}
+    context_fields: ClassVar[Mapping[str, Any]] = {"divisor": 1, "over_batch": True}
 
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
@@ -62,7 +62,7 @@ class BatchLoss(StepLoss):
         split = ByXLA(layout.mesh, axes).split
 
         def compute(state: TrainState, batch: Any) -> LocalResult:
-            return self.of_shard(state, batch, on_all)._replace(early=())
+            return self.compute_shard(state, batch, on_all)._replace(early=())
 
         # Traced once: the call reuses the trace.
         inlined = jax.jit(compute, inline=True)

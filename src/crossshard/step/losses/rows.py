@@ -64,7 +64,7 @@ Keys = tuple[jax.Array, ...]
 
 
 class LossOver(enum.StrEnum):
-    """What the loss is given, and so what it is a loss of; see ``make_train_step``."""
+    """Which rows the loss is given, and so what it is a loss of; see ``make_train_step``."""
 
     ROWS = "rows"  # each shard's rows; it is proven to be a mean over these
     BATCH = "batch"  # all rows of the batch, as global arrays, whose work XLA splits
@@ -72,7 +72,7 @@ class LossOver(enum.StrEnum):
 
 
 class RngPer(enum.StrEnum):
-    """What has a random key of its own in a step; see ``StepOptions``."""
+    """Whether each shard or each row has a random key of its own; see ``StepOptions``."""
 
     SHARD = "shard"
     ROW = "row"
@@ -114,11 +114,11 @@ class StepLoss(abc.ABC):
     aux_reduction: Any = AuxReduction.PER_SHARD
     batch_axes: BatchAxes = FIRST  # along which axes the arrays of the batch are split
     over: LossOver = LossOver.SHARD  # what it is over, as the user declared
-    keys_of_rows: bool = False  # whether it takes a key for each row
+    key_per_row: bool = False  # whether it takes a key for each row
     is_summed: bool = False  # whether the shards' losses are added up
     # The loss is computed in this many parts, so that its bits do not depend on the number of
     # shards. ``None`` if they may.
-    same_bits: int | None = None
+    virtual_shards: int | None = None
     # Caches its traces, and what they prove: whether it is a mean or a ratio over the rows.
     record: OverRowsRecord = dataclasses.field(
         default_factory=OverRowsRecord, compare=False, repr=False
@@ -130,9 +130,9 @@ class StepLoss(abc.ABC):
     has_one_state: ClassVar[bool] = False
     gradient: ClassVar[str] = ""  # its gradient in words; empty if it is each shard's local one
     # The fields of ``StageContext`` that this kind of loss sets.
-    in_context: ClassVar[Mapping[str, Any]] = {}
+    context_fields: ClassVar[Mapping[str, Any]] = {}
     # Why no shard may have a model state of its own; empty if each may.
-    without_own_state: ClassVar[str] = ""
+    why_no_own_state: ClassVar[str] = ""
 
     # What it is over. Subclasses differ in this.
 
@@ -157,8 +157,8 @@ class StepLoss(abc.ABC):
 
     def check_state(self, state: TrainState) -> None:
         """Raise ArgumentError unless it can keep the model state of this state."""
-        if state.per_shard and self.without_own_state:
-            raise ArgumentError(self.without_own_state)
+        if state.per_shard and self.why_no_own_state:
+            raise ArgumentError(self.why_no_own_state)
 
     # What is reduced besides its gradients.
 
@@ -217,11 +217,11 @@ class StepLoss(abc.ABC):
 
     def parts(self, shards: int) -> int:
         """Return how many parts of the batch have a loss of their own."""
-        return self.same_bits or shards
+        return self.virtual_shards or shards
 
     def opaque_false(self, state: TrainState) -> jax.Array | None:
         """Return ``StageContext.opaque_false``, if bits must not depend on the number of shards."""
-        return None if self.same_bits is None else opaque_false(state.step)
+        return None if self.virtual_shards is None else opaque_false(state.step)
 
     def pieces(self, shards: int) -> int:
         """Return how many pieces a shard's rows are cut into."""
@@ -242,18 +242,18 @@ class StepLoss(abc.ABC):
         like = at_use.types_of_gradients(params) if at_use.params_sharded else params
         return dataclasses.replace(before, params=params), at_use, like
 
-    def of_shard(
+    def compute_shard(
         self, state: TrainState, batch: Any, at_use: AtUse, weight: Any = None
     ) -> LocalResult:
         """Compute the loss and gradients of the given rows, or of their microbatches."""
-        counting = self.begin(state, batch, at_use, weight)
-        return self.of_part(state, batch, at_use, at_use.shards.index(), counting)
+        counting = self.start_counting(state, batch, at_use, weight)
+        return self.compute_part(state, batch, at_use, at_use.shards.index(), counting)
 
-    def begin(self, state: TrainState, batch: Any, at_use: AtUse, weight: Any) -> Counting:
+    def start_counting(self, state: TrainState, batch: Any, at_use: AtUse, weight: Any) -> Counting:
         """Forget old traces, and find how a ``Mean`` is counted in the step that is traced now."""
         self.record.traces.clear()
         counting = Counting(at_use.shards, self.pieces(at_use.shards.number), weight)
-        if counting.pieces == 1 and self.same_bits is None:
+        if counting.pieces == 1 and self.virtual_shards is None:
             return counting
         return dataclasses.replace(counting, counts=self._counts(state, batch, at_use, counting))
 
@@ -295,11 +295,11 @@ class StepLoss(abc.ABC):
             types, _ = jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
             if not types:
                 return None
-            if self.same_bits is None:
+            if self.virtual_shards is None:
                 return counting.over_shards(_pruned(of_shard, rows, shard))
             return counting.in_order(_pruned(of_parts, rows))
 
-    def of_part(
+    def compute_part(
         self, state: TrainState, batch: Any, at_use: AtUse, shard: Any, counting: Counting
     ) -> LocalResult:
         """Compute the loss and gradients of the shard, or the virtual one, with this index."""
@@ -307,7 +307,7 @@ class StepLoss(abc.ABC):
 
         def compute(at_use: AtUse, rows: Any, model_state: Any, index: Any) -> LocalResult:
             here = dataclasses.replace(state, model_state=model_state)
-            return self._of_rows(here, join(rows, whole), at_use, shard, index, counting)
+            return self._compute_rows(here, join(rows, whole), at_use, shard, index, counting)
 
         if number == 1:
             return compute(at_use, rows, state.model_state, 0)
@@ -315,8 +315,8 @@ class StepLoss(abc.ABC):
         # The rows divide, or they would not have been placed.
         pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.has_one_state)
 
-        # With replicated parameters each shard adds up full gradients. Only the last microbatch
-        # may sum them over the shards: in the backward pass of a loop, which a trace would show.
+        # With replicated parameters each shard adds up full gradients. Only the last microbatch may
+        # sum them over the shards, in the backward pass of a loop; a trace shows whether it does.
         at_use_in_scan, sums_in_loops = at_use, False
         if not at_use.params_sharded:
             at_use_in_scan = dataclasses.replace(at_use, sums_later=True)
@@ -360,7 +360,7 @@ class StepLoss(abc.ABC):
         aux = aux_of_microbatches(self.aux_reduction, aux, weights)
         return LocalResult(loss, values, total, model_state, aux, terms, early)
 
-    def _of_rows(
+    def _compute_rows(
         self,
         state: TrainState,
         batch: Any,
@@ -403,7 +403,7 @@ class StepLoss(abc.ABC):
             if self.model_state is ModelState.MEAN and not self.has_one_state:
                 rows, whole = self.split(batch)
                 of_own = lambda own, both: run(both, join(own[0], whole), own[1]).model_state
-                model_states.check_equal(state.model_state, of_own, (rows, keys), types)
+                model_states.check_same_on_shards(state.model_state, of_own, (rows, keys), types)
             with jax.named_scope("loss"):
                 overwritten = model_states.overwritten(state.model_state)
                 scale = scale_of(state)
@@ -412,7 +412,7 @@ class StepLoss(abc.ABC):
                 )
         loss, (after, aux, terms) = out
         if overwritten:
-            # They are what the backward pass returns, and were divided by the loss scale.
+            # Their next values are what the backward pass returns, and were divided by the scale.
             whole = [x if scale is None else x * scale for x in of_others]
             after = model_states.overwrite(after, whole)
         if weight is not None:
@@ -427,7 +427,7 @@ class StepLoss(abc.ABC):
             return ()
         key = jax.random.wrap_key_data(state.rng, impl=state.rng_impl)
         number = self.accumulate_steps
-        if not self.keys_of_rows:
+        if not self.key_per_row:
             count = state.step if number == 1 else state.step * number + index
             of_step = jax.random.fold_in(key, count)
             return (jax.random.fold_in(of_step, shard),)
@@ -457,12 +457,12 @@ class StepLoss(abc.ABC):
         check_aux(aux)
         return Returned(loss, aux, params, after)
 
-    # Tracing it once, for the proof and for the step.
+    # Traced once, for the proof and for the step.
 
     def arguments(self, state: TrainState, both: Any, batch: Any, keys: Keys) -> Arguments:
         """Return the inputs of the loss, sorted by whether rows, or shards, have their own."""
         rows, whole = self.split(batch)
-        of_rows, of_shard = (keys, ()) if self.keys_of_rows else ((), keys)
+        of_rows, of_shard = (keys, ()) if self.key_per_row else ((), keys)
         # All shards have the same state, keys in it too, if it is averaged.
         equal = self.model_state is ModelState.MEAN
         of_all, of_one = (state.model_state, None) if equal else (None, state.model_state)
@@ -529,7 +529,7 @@ class StepLoss(abc.ABC):
         if divisor is None or not divisor.is_of_piece:
             return run, weight
         if is_exact(finding):
-            # In the first batch another sum may be equal to what divides.
+            # Another sum may equal the divisor in the first batch alone.
             return run, weight if divisor.is_weight else divisor.of_batch(batch)
 
         def as_sums(*given: Any, **others: Any) -> Returned:
@@ -593,7 +593,7 @@ class RowsLoss(StepLoss):
     ) -> tuple[LocalResult, Any]:
         """Compute the loss and gradients of the shard's rows."""
         before, at_use, like = self.prepare_params(before, at_use)
-        return self.of_shard(before, given, at_use, weight), like
+        return self.compute_shard(before, given, at_use, weight), like
 
 
 def _pruned(function: Callable[..., Any], *args: Any) -> Any:

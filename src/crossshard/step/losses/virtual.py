@@ -42,7 +42,7 @@ from crossshard.step.microbatches import LocalResult, pieces_of
 class VirtualLoss(StepLoss):
     """The losses of a shard's virtual shards, each with rows and a key of its own."""
 
-    without_own_state = (
+    why_no_own_state = (
         "Each shard keeps its own variables of this module, such as statistics or random streams; "
         "with virtual_shards the parameters are not to depend on the number of shards. Write the "
         "loss as a function with model_state='mean', and take random numbers from its argument rng."
@@ -73,7 +73,10 @@ class VirtualLoss(StepLoss):
                 f"virtual shards{of}. Pass a multiple of {count * microbatches} rows for each "
                 f"shard."
             )
-        counting, (rows, whole) = self.begin(state, given, at_use, weight), self.split(given)
+        counting, (rows, whole) = (
+            self.start_counting(state, given, at_use, weight),
+            self.split(given),
+        )
         shared = state.params, state.frozen, state.model_state, whole, counting.counts
         pieces = pieces_of(rows, self.batch_axes, count)
         params, structure = jax.tree.flatten(state.params)
@@ -83,7 +86,7 @@ class VirtualLoss(StepLoss):
             params, frozen, model_state, whole, counts = given
             here = dataclasses.replace(state, params=params, frozen=frozen, model_state=model_state)
             index, own = shard * count + index, dataclasses.replace(counting, counts=counts)
-            local = self.of_part(here, join(rows, whole), at_use, index, own)
+            local = self.compute_part(here, join(rows, whole), at_use, index, own)
             weigh = lambda x: to_average(x, local.weight)
             values = zip(jax.tree.leaves(local.values), unread, strict=True)
             read = [weigh(x) for x, is_unread in values if not is_unread]
