@@ -148,10 +148,7 @@ def hash_later(x: jax.Array) -> Callable[[], str]:
         # Only the copy that is written, so that devices do not repeat the same work.
         copies = {shard.replica_id: shard.data for shard in x.addressable_shards}
         x = copies[min(copies)]
-    devices: Any = x.sharding.device_set
-    # The host can then read all of the array without a copy.
-    is_on_host = x.is_fully_addressable and all(each.platform == "cpu" for each in devices)
-    if not is_on_host:
+    if not _is_on_host(x):
         with _mesh.without_mesh():
             halves = _on_devices(x)
         return lambda: "".join(f"{int(half):08x}" for half in jax.device_get(halves))
@@ -167,6 +164,12 @@ def hash_later(x: jax.Array) -> Callable[[], str]:
         return "".join(f"{sum(map(int, each)) % 2**32:08x}" for each in zip(*found, strict=True))
 
     return add_up
+
+
+def _is_on_host(x: jax.Array) -> bool:
+    """Return whether the host can read all of an array without a copy."""
+    devices: Any = x.sharding.device_set
+    return x.is_fully_addressable and all(device.platform == "cpu" for device in devices)
 
 
 @jax.jit

@@ -187,7 +187,7 @@ def source_of_error(error: Exception) -> str:
 
 
 def _source(frames: list[tuple[str, int, str]]) -> str:
-    """Describe the innermost, first, stack frame; a factory function names its optimizer."""
+    """Describe the innermost of some stack frames; a factory function names its optimizer."""
     frames = [frame for frame in frames if not frame[0].startswith(_OURS)]
     if not frames:
         return ""

@@ -113,7 +113,7 @@ def names_of_compared(layout: StateLayout, state: TrainState) -> tuple[str, ...]
 
 
 class Majority(NamedTuple):
-    """What this shard knows of its copies of some leaves, and of those of other shards."""
+    """How this shard's copies of some leaves compare with those of other shards."""
 
     common: jax.Array  # uint32[leaves], the word of the majority
     healthy: jax.Array  # bool[leaves], whether this shard has that word

@@ -318,7 +318,7 @@ class StateLayout:
         return all(jax.tree.leaves(self._map(fits, state)))
 
     def on_other_shards(self, state: TrainState) -> TrainState:
-        """Move a state with one set of parameters from another number of shards to these.
+        """Move a state with one set of parameters from another number of shards to this layout's.
 
         New per-shard arrays are the mean of the old ones, unless a stage's ``moved_to`` differs.
         The result is stored as this layout stores it.

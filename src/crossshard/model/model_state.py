@@ -190,7 +190,9 @@ def to_reduce(kind: ModelState | None, after: Any, weight: jax.Array | None) -> 
 
 
 def reduced_state(after: Any, gradients: Gradients, number: int) -> Any:
-    """Return the state for the next step, averaged if it was summed; a skipped step drops it.
+    """Return the state for the next step, averaged if it was summed.
+
+    A step that is skipped does not use it.
 
     Args:
       after: this shard's state after the loss.

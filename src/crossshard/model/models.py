@@ -1,4 +1,4 @@
-"""Models: partition one into trained and frozen arrays, other state and structure, and combine."""
+"""Models: split one into trained and frozen arrays, other state and structure, and back."""
 
 import dataclasses
 import inspect
@@ -312,7 +312,7 @@ def check_wrt(wrt: Any) -> Any:
 
 
 def _chooser(wrt: Any, model: Any) -> Callable[[Any, Any], bool]:
-    """Return whether ``wrt`` chooses a leaf of a pytree, or an NNX variable, as a function."""
+    """Return a function that tells whether ``wrt`` chooses a leaf, or an NNX variable."""
     is_module = isinstance(model, nnx.Pytree)
     if wrt is None:
         return _is_param if is_module else lambda path, leaf: True

@@ -49,7 +49,7 @@ def check_entries(batch_axis: Any, names: Any, weight: Weight | None) -> BatchAx
 
 
 def check_same_rows(rows: Any, axes: BatchAxes) -> None:
-    """Raise unless all arrays of a batch that are split have as many rows.
+    """Raise unless all arrays of a batch that are split have the same number of rows.
 
     Otherwise each shard would get a part of, say, a table.
     """
@@ -167,7 +167,7 @@ class BatchPlacer:
         return ",".join(words)
 
     def place_whole(self, whole: Any) -> Any:
-        """Put the arrays that every shard gets whole on the devices.
+        """Put the replicated arrays of a batch on the devices.
 
         If there are several processes, the arrays are compared when their shapes are new.
         """

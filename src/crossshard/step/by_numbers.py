@@ -234,7 +234,7 @@ class _Check:
     # Single operations.
 
     def operations(self, state: TrainState, batch: Any) -> None:
-        """Try each operation of which nothing is known alone.
+        """Try, one by one, the operations of which nothing is known.
 
         Raises:
           _NotDecidedError: more is in doubt, or some cannot be tried.
@@ -302,7 +302,7 @@ class _Check:
                 )
 
     def _two_pieces(self, rows: Any, of_rows: Any) -> tuple[Any, Any]:
-        """Return the rows of a piece, and of another shard's, or of the only shard's next piece."""
+        """Return the rows of two pieces: of this shard and another, or two of the only shard."""
         loss, shards = self._config.loss, self._layout.shards
         number = loss.batch_axes.lengths(rows)[0] // loss.pieces(shards.number)
         of = lambda part: jax.tree.map(lambda x, axis: take_rows(x, axis, part), rows, of_rows)
@@ -493,7 +493,7 @@ class Trial:
         powered = [bool(getattr(fact, "power", 0)) for fact in inputs]
 
         def repeated(run: Callable[..., Any], places: Sequence[Any], factors: Any) -> list[Any]:
-            """Run it on several choices of rows in a loop, so that the same compiled code does."""
+            """Run it on several choices of rows in a loop, by the same compiled code."""
 
             def once(chosen: Any) -> Any:
                 places, factor = chosen
@@ -574,7 +574,7 @@ def _taken(x: Any, fact: Fact, places: Any) -> Any:
 
 
 def _distance(one: Any, other: Any, *more: Any) -> jax.Array:
-    """Return how far two arrays are apart, relative to the largest; of integers, how many are."""
+    """Return the distance of two arrays, relative to the largest; of integers, how many differ."""
     if not is_inexact(one):
         return jnp.sqrt(jnp.mean(one != other, dtype=jnp.float32)) if one.size else jnp.float32(0)
     one, other = _wide(one), _wide(other)

@@ -432,7 +432,7 @@ _use.defvjp(_use_forward, _use_backward)
 
 @dataclasses.dataclass(frozen=True)
 class Leaf(Deferred):
-    """A parameter that is gathered, or its gradient summed, once the loss uses it."""
+    """A parameter that waits for its use, to be gathered there, and its gradient summed."""
 
     name: int  # its place among the parameters
     transfer: Transfer  # how it is gathered and its gradient summed

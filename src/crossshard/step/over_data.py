@@ -72,7 +72,7 @@ class OverData:
     def _over(
         self, call: str, batches: Iterable[Any], run: Callable[[Any, jax.Array], Any]
     ) -> Iterator[Any]:
-        """Yield what ``run`` returns for each batch on the devices and which of its rows count."""
+        """Yield what ``run(batch, counted)`` returns for each batch, once it is on the devices."""
         is_one = isinstance(batches, dict | str | bytes) or hasattr(batches, "dtype")
         if is_one or not isinstance(batches, Iterable):
             raise ArgumentTypeError(
@@ -121,7 +121,7 @@ class OverData:
         return join(rows, where.place_whole(whole)), put(counted, where.along(0))
 
     def _check_agreement(self, call: str, batches: str) -> None:
-        """Raise unless every process passes a batch now, of as many rows, or none does.
+        """Raise unless all processes now pass a batch with the same number of rows, or none does.
 
         It runs before each batch: with JAX's CPU devices the host would hang in a sum that others
         never join. On accelerators the last batch is still running meanwhile.
@@ -145,7 +145,7 @@ class OverData:
         batch: Any,
         counted: jax.Array,
     ) -> Any:
-        """Call ``finish(values, rows, counted)`` with a function's values of a shard's rows."""
+        """Call ``finish(values, rows, counted)`` on each shard, for a function's values."""
         where, takes_state = self._where, self._loss.model_state is not None
 
         def of_shard(arrays: Any, batch: Any, counted: jax.Array) -> Any:

@@ -166,7 +166,7 @@ def loss_over_rows_of(step: TrainStep) -> str:
 
 
 def groups_of(step: TrainStep) -> tuple[tuple[tuple[int, ...], ...], float]:
-    """Return the shards that reduce together, and by how much SUM exceeds the mean, or 1."""
+    """Return the shards that reduce together, and the ratio of their reduction to a mean."""
     config = config_of(step)
     groups = config.pipeline.groups
     members = (tuple(range(config.number_of_shards)),) if groups is None else groups.groups

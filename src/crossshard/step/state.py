@@ -387,7 +387,7 @@ def describe_changes(new: Iterable[str], gone: Iterable[str], kept: Collection[s
 
 
 def with_options_of(layout: StateLayout, state: TrainState) -> tuple[TrainState, list[str]]:
-    """Give an unsharded state of a step with other options the options of a layout's step.
+    """Convert an unsharded state of a step with other options to those of a layout's step.
 
     Returns:
       The state, with ``NEW`` where an option is new; and what was done, in words.

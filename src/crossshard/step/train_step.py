@@ -459,7 +459,7 @@ def _inside(tree: Any) -> Any:
 
 
 def config_of(step: TrainStep) -> StepConfig:
-    """Return the parts of a step."""
+    """Return the configuration of a step."""
     return step._config
 
 
