@@ -136,14 +136,11 @@ class StepLoss(abc.ABC):
 
     # What it is over. Subclasses differ in this.
 
+    @abc.abstractmethod
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
     ) -> tuple[Any, Any, Any]:
-        """Return the input of ``shard_map`` besides the state, its specs, and ``aux`` if known.
-
-        By default it is the batch, of which each shard gets its rows.
-        """
-        return batch, self.batch_axes.specs(batch, layout.axes), None
+        """Return the input of ``shard_map`` besides the state, its specs, and ``aux`` if known."""
 
     @abc.abstractmethod
     def local(
@@ -587,6 +584,12 @@ class StepLoss(abc.ABC):
 @dataclasses.dataclass(frozen=True)
 class RowsLoss(StepLoss):
     """The loss of each shard's rows."""
+
+    def enter(
+        self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
+    ) -> tuple[Any, Any, Any]:
+        """Return the batch, of which each shard gets its rows, and its specs."""
+        return batch, self.batch_axes.specs(batch, layout.axes), None
 
     def local(
         self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None

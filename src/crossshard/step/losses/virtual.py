@@ -28,6 +28,7 @@ from crossshard.collectives.sums import to_average
 from crossshard.errors import ArgumentError, AxisError
 from crossshard.jaxprs.rewrite import opaque_false, without_repeats
 from crossshard.jaxprs.walk import equations_of, named_axes
+from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import StageContext
 from crossshard.pipeline.stages.aggregate import Aggregator, Peers, Sent
@@ -47,6 +48,12 @@ class VirtualLoss(StepLoss):
         "with virtual_shards the parameters are not to depend on the number of shards. Write the "
         "loss as a function with model_state='mean', and take random numbers from its argument rng."
     )
+
+    def enter(
+        self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
+    ) -> tuple[Any, Any, Any]:
+        """Return the batch, of which each shard gets its rows, and its specs."""
+        return batch, self.batch_axes.specs(batch, layout.axes), None
 
     def local(
         self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
