@@ -1,4 +1,4 @@
-"""Flax NNX, imported on first use, and all private API of it: no other file uses any."""
+"""Flax NNX, imported on first use, and all private API of it; no other file uses any."""
 
 from __future__ import annotations
 
