@@ -66,7 +66,7 @@ __all__ = [
     "verify",
 ]
 
-# Loaded when they are asked for, since Orbax, Flax and the tools take longer than the rest.
+# Imported on first use, since Orbax, Flax and the tools take longer to import than the rest.
 _LATER = {
     "checkpoints": "Checkpoints",
     "nnx": "merge_shards shard",
@@ -75,7 +75,7 @@ _LATER = {
 _MODULES = ("checkpoints", "errors", "guards", "nnx", "pipeline", "step", "testing", "tf1", "tools")
 
 
-# To a type checker the names above are all that there are.
+# A type checker sees only the names above.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Names for annotations: what a type checker can say no more of, and what many functions take."""
+"""Type aliases that the annotations of many functions share."""
 
 from collections.abc import Callable, Sequence
 from types import EllipsisType
@@ -8,17 +8,17 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-# Nested containers, of any kind that JAX knows, with leaves of any kind: JAX has no narrower type.
+# A pytree with leaves of any kind: JAX has no narrower type.
 PyTree: TypeAlias = Any
-# What a user passes as an option, before it is checked.
+# An option as the user passed it, before it is checked.
 Given: TypeAlias = Any
-# What json.dumps takes, and json.loads returns.
+# A value that json.dumps takes and json.loads returns.
 Json: TypeAlias = Any
-# A scalar, or a scalar with what the loss returns besides: aux, model state, or both.
+# A scalar, or a scalar with the other results of a loss: aux, model state, or both.
 Loss: TypeAlias = ArrayLike | tuple[ArrayLike, PyTree]
 # A PRNG key, typed or raw, or a seed.
 Key: TypeAlias = jax.Array | np.ndarray | int
 # Groups of shards.
 Groups: TypeAlias = list[list[int]]
-# What NNX filters by, or a function of path and leaf.
+# An NNX filter, or a function of path and leaf.
 Filter: TypeAlias = type | str | bool | EllipsisType | Callable[..., bool] | Sequence[object]

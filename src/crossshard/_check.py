@@ -1,7 +1,7 @@
-"""Checks of arguments: each returns what is right, or says what was given and what to write.
+"""Checks of arguments: each returns the checked value, or raises an error with what to write.
 
-What is of another type is an ``ArgumentTypeError``, and another value an ``ArgumentError``. The
-first argument is the name that the caller knows; a hint is a sentence after the refusal.
+A wrong type raises an ``ArgumentTypeError``, and a wrong value an ``ArgumentError``. ``name`` is
+the argument's name in the caller's code; ``hint`` is a sentence at the end of the message.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ _MOST = 2**31 - 1
 
 
 def choice(name: str, given: object, among: type[_E], hint: str = "") -> _E:
-    """One of a few words, as the member of an enum."""
+    """Return the member of an enum that a string names."""
     values = [each.value for each in among]
-    # Not of an array, whose comparison is another one.
+    # The type comes first: an array compares element by element.
     if isinstance(given, str) and given in values:
         return among(given)
     *first, last = map(repr, values)
@@ -37,7 +37,7 @@ def choice(name: str, given: object, among: type[_E], hint: str = "") -> _E:
 
 
 def word(name: str, given: object, hint: str = "") -> str:
-    """A string that can be read; it is in a program, a profile or a message."""
+    """Return a non-empty, printable string, for a program, a profile or a message."""
     if not isinstance(given, str):
         raise ArgumentTypeError(f"{name} must be a string; got {described(given)}.{_after(hint)}")
     if not given:
@@ -50,7 +50,7 @@ def word(name: str, given: object, hint: str = "") -> str:
 def whole_number(
     name: str, given: Any, least: int | None = 1, hint: str = "", *, most: int | None = _MOST
 ) -> int:
-    """An int, which may be numpy's; of any size if ``least`` is ``None``, else at most int32's."""
+    """Return an int, also from numpy; if ``least`` is ``None`` any, else one up to ``most``."""
     try:
         found = None if isinstance(given, bool) else operator.index(given)
     except TypeError:
@@ -66,7 +66,7 @@ def whole_number(
 
 
 def index(name: str, given: Any, number: int, of: str) -> int:
-    """The index of one of so many, such as of ``of="shards"``."""
+    """Return an index below ``number``; ``of`` names what is counted, such as ``"shards"``."""
     found = whole_number(name, given, least=None)
     if not 0 <= found < number:
         raise ArgumentError(
@@ -76,7 +76,7 @@ def index(name: str, given: Any, number: int, of: str) -> int:
 
 
 def number(name: str, given: Any, hint: str = "") -> float:
-    """A real number."""
+    """Return a real number as a float."""
     if isinstance(given, np.ndarray) and given.shape == ():
         given = given.item()
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
@@ -88,28 +88,28 @@ def number(name: str, given: Any, hint: str = "") -> float:
 
 
 def finite(name: str, given: Any, hint: str = "") -> None:
-    """Raise unless a number is finite; what is computed, or on a device, is not looked at."""
+    """Raise unless a number is finite. Traced values and arrays on devices are not checked."""
     wide = jax.dtypes.canonicalize_dtype(float)
     if not isinstance(given, jax.Array) and not np.isfinite(np.asarray(given, wide)).all():
         raise ArgumentError(f"{name} must be finite; got {shown(given)}.{_after(hint)}")
 
 
 def flag(name: str, given: object) -> bool:
-    """True or False."""
+    """Return a bool, also from numpy."""
     if not isinstance(given, bool | np.bool_):
         raise ArgumentTypeError(f"{name} must be True or False; got {described(given)}.")
     return bool(given)
 
 
 def function(name: str, given: object) -> Callable[..., Any]:
-    """What can be called."""
+    """Return a function, or anything else that can be called."""
     if not callable(given):
         raise ArgumentTypeError(f"{name} must be a function; got {described(given)}.")
     return given
 
 
 def array(name: str, given: Any, *, or_type: bool = False) -> Any:
-    """A number or an array that JAX can hold; or its ``ShapeDtypeStruct``, to compile for."""
+    """Return a number or an array that JAX can hold; with ``or_type`` also its type."""
     if isinstance(given, jax.core.Tracer) or (or_type and isinstance(given, jax.ShapeDtypeStruct)):
         return given
     if isinstance(given, jax.Array):
@@ -137,17 +137,17 @@ def array(name: str, given: Any, *, or_type: bool = False) -> Any:
 
 
 def arrays(name: str, tree: Any, *, or_types: bool = False) -> None:
-    """Raise unless the leaves of a tree are what ``array`` takes; names the one that is not."""
+    """Raise unless ``array`` takes every leaf of a tree; the error names the leaf."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         try:
             array(name, leaf, or_type=or_types)
         except CrossshardError:
-            # To name each leaf would take long.
+            # Naming every leaf would be slow.
             array(f"{name}{jax.tree_util.keystr(path)}", leaf, or_type=or_types)
 
 
 def as_array(name: str, given: Any) -> jax.Array:
-    """An array of JAX's, from what ``array`` takes, or from lists of it."""
+    """Return a ``jax.Array``, from a value that ``array`` takes or from lists of such values."""
     if not isinstance(given, list | tuple):
         return jnp.asarray(array(name, given))
     for leaf in jax.tree.leaves(given):
@@ -161,7 +161,7 @@ def as_array(name: str, given: Any) -> jax.Array:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf is an array or a Python number, of which a bool is one.
+    """Return whether a leaf is an array or a Python number, including a bool.
 
     >>> is_number(3), is_number("3")
     (True, False)
@@ -170,12 +170,12 @@ def is_number(leaf: Any) -> bool:
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether a number is floating or complex, so that it can be differentiated."""
+    """Return whether a number is floating or complex, so that it can be differentiated."""
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
 def scalar(value: Any, what: str = "A loss", kinds: tuple[Any, ...] = (jnp.floating,)) -> Any:
-    """A scalar of one of these kinds of dtype, which may be the value of a variable."""
+    """Return a scalar of one of these kinds of dtype, also from an NNX variable."""
     value = value.get_value() if isinstance(value, nnx.Variable) else value
     if not is_number(value):
         raise ArgumentTypeError(f"{what} must be a floating scalar; got {type(value).__name__}.")
@@ -193,7 +193,7 @@ def scalar(value: Any, what: str = "A loss", kinds: tuple[Any, ...] = (jnp.float
 
 
 def described(given: object) -> str:
-    """What was given, and its type.
+    """Describe a value and its type.
 
     >>> described("eight")
     "'eight' (str)"
@@ -202,14 +202,14 @@ def described(given: object) -> str:
 
 
 def shown(given: object, width: int = 60) -> str:
-    """The beginning of what was given; also of what cannot be printed, as a deleted array.
+    """Return the beginning of a value's text, also if its ``repr`` raises, as of a deleted array.
 
     >>> shown("eight" * 4, 8)
     "'eighte…"
     """
     try:
         text = repr(given)
-    except Exception:  # whatever it is, the caller is about to say that it is refused
+    except Exception:  # the caller is about to refuse the value
         text = f"<{type(given).__name__}>"
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
@@ -219,10 +219,10 @@ def _after(hint: str) -> str:
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """What JSON has read, as a value of an annotation; nobody vouches for such a text.
+    """Convert a value that was read from untrusted JSON to the type of an annotation.
 
     The annotation is a dataclass, int from 0, str, a StrEnum, list, tuple, dict, ``… | None`` or
-    Any. Raises a ``ValueError`` unless it is such a value, with the same keys.
+    Any. Raises a ``ValueError`` if the value does not fit it, or has other keys.
 
     >>> typed(dict[str, tuple[int, ...]], {"shape": [3, 4]})
     {'shape': (3, 4)}

@@ -1,4 +1,4 @@
-"""Flax NNX, loaded when it is first used; and all private API of it, which no other file uses."""
+"""Flax NNX, imported on first use, and all private API of it; no other file uses any."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flax import nnx as nnx
     from flax.nnx.tracers import TraceState
 
-    # A variable, whatever it holds.
+    # A variable with a value of any type.
     AnyVariable: TypeAlias = nnx.Variable[Any]
 else:
 
@@ -38,7 +38,7 @@ _registrations: list[Callable[[], object]] = []
 
 
 def is_loaded() -> bool:
-    """Whether Flax NNX is loaded; as long as it is not, there are no variables."""
+    """Return whether Flax NNX is loaded; until it is, there are no variables."""
     return "flax.nnx" in sys.modules
 
 
@@ -50,7 +50,7 @@ def when_loaded(register: Callable[[], object]) -> None:
 
 
 def serialize_as(kind: type, tree_of: Callable[[Any], Any], of_tree: Callable[[Any], Any]) -> None:
-    """Let Flax's serialization write the values of a class as trees."""
+    """Register a class with Flax's serialization, which then writes its values as trees."""
 
     def register() -> None:
         from flax import serialization as flax
@@ -63,7 +63,7 @@ def serialize_as(kind: type, tree_of: Callable[[Any], Any], of_tree: Callable[[A
 
 
 def load() -> Any:
-    """``flax.nnx``, which knows the classes of this package."""
+    """Import ``flax.nnx``, and register the classes of this package with it."""
     from flax import nnx
 
     while _registrations:
@@ -72,18 +72,12 @@ def load() -> Any:
 
 
 def current_trace() -> Any:
-    """The current trace, comparable with ``==``."""
+    """Return the current trace, comparable with ``==``."""
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
 
-def _trace_state() -> TraceState:
-    from flax.nnx.tracers import TraceState
-
-    return TraceState()
-
-
 def describe_variable(variable: AnyVariable) -> str:
-    """``Param float32[3,4]``, with its name if it has one."""
+    """Describe a variable, as ``Param float32[3,4]``, with its name if it has one."""
     value = variable.get_raw_value()
     name = variable.get_metadata("name", None)
     kind = type(variable).__name__ + (f" {name!r}" if name else "")
@@ -98,12 +92,14 @@ def rebound(
 ) -> Iterator[None]:
     """Temporarily bind variables to values of the current trace.
 
-    The modules are moved to that trace too, so that ``nnx.grad`` and the like accept them, and have
-    their attributes again afterwards, so that no tracer stays in them.
+    The modules are moved to that trace too, so that ``nnx.grad`` and the like accept them. Their
+    attributes are restored afterwards, so that no tracer stays in them.
     """
+    from flax.nnx.tracers import TraceState
+
     before = [(variable.get_raw_value(), variable._trace_state) for variable in variables]
     of_modules = [(module._pytree__state._trace_state, {**vars(module)}) for module in modules]
-    trace = _trace_state()
+    trace = TraceState()
     try:
         for variable, value in zip(variables, values, strict=True):
             _set(variable, value, trace)
@@ -125,15 +121,15 @@ def _set(variable: AnyVariable, value: Any, trace: TraceState) -> None:
     object.__setattr__(variable, "_trace_state", trace)
 
 
-# NNX's slot for what a variable holds.
-_HELD = "_raw_value"
+# The slot in which NNX keeps the value of a variable.
+_VALUE_SLOT = "_raw_value"
 _thread = threading.local()
 _lock = threading.Lock()
 _number_of_watchers = 0
 
 
 class _WatchedSlot:
-    """NNX's slot, which tells this thread's watcher of reads that a trace takes for constants."""
+    """NNX's slot, which tells this thread's watcher of reads that a trace makes constants."""
 
     def __init__(self, slot: Any):
         self.slot = slot
@@ -143,11 +139,11 @@ class _WatchedSlot:
             return self
         watcher = getattr(_thread, "watcher", None)
         if watcher is not None:
-            told, outer = watcher
+            report, outer = watcher
             if variable._trace_state.jax_trace == outer and not variable._can_update:
-                _thread.watcher = None  # it may look at the variable
+                _thread.watcher = None  # report may read the variable
                 try:
-                    told(variable)
+                    report(variable)
                 finally:  # a step that catches the error is watched as before
                     _thread.watcher = watcher
         return self.slot.__get__(variable, owner)
@@ -157,8 +153,8 @@ class _WatchedSlot:
 
 
 @contextmanager
-def watching_reads(told: Callable[[AnyVariable], None], outer: Any) -> Iterator[None]:
-    """Call ``told``, which is to raise, when a traced function reads a variable of an outer trace.
+def watching_reads(report: Callable[[AnyVariable], None], outer: Any) -> Iterator[None]:
+    """Call ``report``, which raises, when a traced function reads a variable of an outer trace.
 
     JAX would compile its current value into the program.
     """
@@ -167,8 +163,9 @@ def watching_reads(told: Callable[[AnyVariable], None], outer: Any) -> Iterator[
     with _lock:
         _number_of_watchers += 1
         if _number_of_watchers == 1:
-            setattr(nnx.Variable, _HELD, _WatchedSlot(getattr(nnx.Variable, _HELD)))
-    _thread.watcher = told, outer
+            slot = _WatchedSlot(getattr(nnx.Variable, _VALUE_SLOT))
+            setattr(nnx.Variable, _VALUE_SLOT, slot)
+    _thread.watcher = report, outer
     try:
         yield
     finally:
@@ -176,4 +173,4 @@ def watching_reads(told: Callable[[AnyVariable], None], outer: Any) -> Iterator[
         with _lock:
             _number_of_watchers -= 1
             if not _number_of_watchers:
-                setattr(nnx.Variable, _HELD, vars(nnx.Variable)[_HELD].slot)
+                setattr(nnx.Variable, _VALUE_SLOT, vars(nnx.Variable)[_VALUE_SLOT].slot)

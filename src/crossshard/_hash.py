@@ -1,8 +1,8 @@
-"""Hash: each kind of hash once: of arrays in a step, on disk and between processes, and of texts.
+"""Hashes of arrays, in a step, on disk and between processes, and of texts.
 
-Of an array, however it is split, a checkpoint has 64 bits (``hash_of``), and a compiled step has
-half of these (``word_of``). Pytrees that each process has in full are compared by 32 bits
-(``checksum``), texts are told apart by 256 (``sha256``) or made short with 32 (``crc32``).
+A checkpoint has 64 bits of each array, however it is sharded (``hash_of``), and a compiled step
+computes half of these (``word_of``). Processes compare pytrees that each has in full by 32 bits
+(``checksum``). Texts are identified by 256 bits (``sha256``), or shortened to 32 (``crc32``).
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from crossshard import _mesh
 
 
 def crc32(text: str) -> str:
-    """32 bits of a text, as 8 hexadecimal digits.
+    """Return a 32-bit hash of a text, as 8 hexadecimal digits.
 
     >>> crc32("a"), crc32("b")
     ('e8b7be43', '71beeff9')
@@ -30,7 +30,7 @@ def crc32(text: str) -> str:
 
 
 def sha256(value: Any) -> str:
-    """256 bits of a value as JSON writes it, as 64 hexadecimal digits.
+    """Return a 256-bit hash of a value's JSON, as 64 hexadecimal digits.
 
     >>> sha256({"a": 1, "b": 2}) == sha256({"b": 2, "a": 1})
     True
@@ -39,7 +39,9 @@ def sha256(value: Any) -> str:
 
 
 def checksum(tree: Any) -> str:
-    """``checksum 1a2b3c4d`` of a pytree of arrays, numbers or types: paths, shapes, dtypes, values.
+    """Return ``checksum 1a2b3c4d`` of a pytree's paths, shapes, dtypes and values.
+
+    Its leaves are arrays, numbers or types.
 
     >>> import jax.numpy as jnp
     >>> checksum({"w": jnp.ones(3)}) == checksum({"w": np.ones(3, np.float32)})
@@ -51,11 +53,11 @@ def checksum(tree: Any) -> str:
         dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
         name = f"{jax.tree_util.keystr(path)} {dtype} {x.shape}"
         found = zlib.crc32(name.encode(), found)
-        # Of an array that is split over processes each has another part.
+        # Each process has a different part of an array that is sharded over processes.
         is_here = getattr(x, "is_fully_addressable", True)
         if isinstance(x, jax.ShapeDtypeStruct) or not (is_here or x.is_fully_replicated):
             continue
-        x = _data(x)
+        x = _key_data(x)
         x = x if is_here else x.addressable_data(0)
         values = np.ascontiguousarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
         found = zlib.crc32(values.reshape(-1).view(np.uint8).data, found)
@@ -65,14 +67,14 @@ def checksum(tree: Any) -> str:
 # The bits of arrays.
 
 
-def _data(x: Any) -> Any:
-    """An array that has values: the data of keys."""
+def _key_data(x: Any) -> Any:
+    """Return the data of an array of keys; another array as it is."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def to_words(x: Any) -> jax.Array:
-    """uint32[…]: the bits of each element; of wider ones along a further axis."""
-    x = _data(jnp.asarray(x))
+    """Return the bits of each element, uint32[…]; those of wider ones along a further axis."""
+    x = _key_data(jnp.asarray(x))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == jnp.bool_:
@@ -82,7 +84,7 @@ def to_words(x: Any) -> jax.Array:
 
 
 def from_words(words: jax.Array, like: Any) -> jax.Array:
-    """The inverse of ``to_words``, given an array of the same dtype."""
+    """Invert ``to_words``, given an array of the same dtype."""
     dtype = like.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
@@ -104,15 +106,15 @@ _ROUNDS = (
 )
 # One odd factor for each of the two halves, so that no two positions collide in both.
 _STEPS = (0x9E3779B1, 0x85EBCA77)
-# Numpy's intermediate results of so many elements stay in a core's cache.
+# In blocks of this many elements, numpy's intermediate results stay in a core's cache.
 _BLOCK = 1 << 15
 
 
 def word_of(x: Any) -> jax.Array:
-    """uint32[]: the first half of an array's hash, inside of a compiled step.
+    """Return the first half of an array's hash, uint32[], inside a compiled step.
 
     A change of one 32-bit word is never missed: for each position the mixing is a bijection.
-    Changes of several cancel each other in one of 2**32 cases.
+    Changes of several words cancel each other in one of 2**32 cases.
 
     >>> x = jnp.array([1.0, 2.0])
     >>> bool(word_of(x) == word_of(x[::-1])), bool(word_of(x) == word_of(-x))
@@ -122,12 +124,12 @@ def word_of(x: Any) -> jax.Array:
 
 
 def hash_of(x: jax.Array) -> str:
-    """64 bits of an array's values and of their positions, as 16 hexadecimal digits.
+    """Return a 64-bit hash of an array's values and their positions, as 16 hexadecimal digits.
 
-    It is a sum, modulo 2**32 in each half, of what one element and its position give. So devices
-    hash their own parts, and it does not depend on how the array is split. Any change of one 32-bit
-    word changes it; others go unnoticed with a probability of 2**-64. It does not withstand a
-    forger, who could write a new hash as well.
+    Each half is a sum, modulo 2**32, of one number for each element and its position. So devices
+    hash their own parts, and the hash does not depend on how the array is sharded. Any change of
+    one 32-bit word changes it; others go unnoticed with a probability of 2**-64. It does not
+    protect against forgery: whoever changes the array could write a new hash as well.
 
     >>> x = jnp.arange(4, dtype=jnp.int32)
     >>> hash_of(x) == hash_of(x + 0), hash_of(x) == hash_of(x[::-1])
@@ -137,20 +139,20 @@ def hash_of(x: jax.Array) -> str:
 
 
 def hash_later(x: jax.Array) -> Callable[[], str]:
-    """A function that returns the hash of an array, which may be donated meanwhile.
+    """Return a function that returns the hash of an array, which may be donated meanwhile.
 
-    What the host has is hashed with numpy when the function is called. Other arrays are hashed by
-    their devices, which do it next, and the function waits for them.
+    An array on the host is hashed with numpy when the function is called. Another one is hashed by
+    its devices, which start at once, and the function waits for them.
     """
     if x.is_fully_replicated:
-        # Of the copy that is written, and without the same work on every device.
+        # Only the copy that is written, so that devices do not repeat the same work.
         copies = {shard.replica_id: shard.data for shard in x.addressable_shards}
         x = copies[min(copies)]
     if not _is_on_host(x):
         with _mesh.without_mesh():
             halves = _on_devices(x)
         return lambda: "".join(f"{int(half):08x}" for half in jax.device_get(halves))
-    # Views: while there is one, JAX leaves the memory alone.
+    # These are views: while there is one, JAX does not reuse the memory.
     parts = [
         (np.asarray(shard.data), tuple(along.start or 0 for along in shard.index))
         for shard in x.addressable_shards
@@ -165,20 +167,20 @@ def hash_later(x: jax.Array) -> Callable[[], str]:
 
 
 def _is_on_host(x: jax.Array) -> bool:
-    """Whether the host can read all of an array without a copy."""
+    """Return whether the host can read all of an array without a copy."""
     devices: Any = x.sharding.device_set
     return x.is_fully_addressable and all(device.platform == "cpu" for device in devices)
 
 
 @jax.jit
 def _on_devices(x: jax.Array) -> tuple[Any, Any]:
-    # Not the index in the flat array, which would not fit 32 bits.
+    # Positions are not indices in the flat array, which would not fit 32 bits.
     words = to_words(x)
     return _half(words, _places(x.shape, 0), 0, jnp), _half(words, _places(x.shape, 1), 1, jnp)
 
 
 def _on_host(x: np.ndarray, start: tuple[int, ...] = ()) -> tuple[Any, Any]:
-    """The same of a part of an array that starts at these indices."""
+    """Return both halves of the hash of a part that starts at these indices, with numpy."""
     if not x.size:
         return 0, 0
     rows = np.ascontiguousarray(x).reshape(math.prod(x.shape[:-1]), -1)
@@ -198,7 +200,7 @@ def _on_host(x: np.ndarray, start: tuple[int, ...] = ()) -> tuple[Any, Any]:
 
 
 def _words_on_host(x: np.ndarray) -> np.ndarray:
-    """What ``to_words`` returns, with all words of an element along one further axis."""
+    """Return ``to_words``, with all words of an element along one further axis."""
     bits = jax.dtypes.itemsize_bits(x.dtype)
     # A number of fewer than 8 bits is in the low ones of a byte.
     words = np.ascontiguousarray(x)[..., None].view(f"uint{min(32, max(8, bits))}")
@@ -206,7 +208,7 @@ def _words_on_host(x: np.ndarray) -> np.ndarray:
 
 
 def _places(shape: tuple[int, ...], half: int, start: tuple[int, ...] = (), xp: Any = jnp) -> Any:
-    """uint32: what stands for the position of each element, if the first one is at ``start``."""
+    """Return a number for the position of each element, uint32, if the first is at ``start``."""
     place = xp.zeros((1,) * len(shape), np.uint32)
     for axis, size in enumerate(shape):
         along = xp.arange(size, dtype=np.uint32) + np.uint32(start[axis] if start else 0)
@@ -216,7 +218,10 @@ def _places(shape: tuple[int, ...], half: int, start: tuple[int, ...] = (), xp: 
 
 
 def _half(words: Any, places: Any, half: int, xp: Any) -> Any:
-    """uint32[]: one half of the hash, with numpy or JAX, of one word or more for each place."""
+    """Return one half of the hash, uint32[], of one word or more for each place.
+
+    ``xp`` is numpy or JAX's.
+    """
     step, total = np.uint32(_STEPS[half]), np.uint32(0)
     for number, at in enumerate(np.ndindex(words.shape[places.ndim :])):
         own = _mixed(places ^ np.uint32(number * 0xA511E9B3 % 2**32), half)

@@ -14,7 +14,7 @@ from crossshard import _jax
 
 
 def another_mesh_is_set(mesh: Mesh) -> bool:
-    """Whether ``jax.set_mesh`` has set another mesh, which shard_map would reject."""
+    """Return whether ``jax.set_mesh`` has set another mesh, which shard_map would reject."""
     current = jax.sharding.get_abstract_mesh()
     return not current.empty and current != mesh.abstract_mesh
 
@@ -29,12 +29,12 @@ def in_place_of_the_users_mesh(mesh: Mesh) -> AbstractContextManager[object]:
 
 
 def without_mesh() -> AbstractContextManager[object]:
-    """Run or trace as if no mesh were set; what is traced so can be run under any."""
+    """Run or trace as if no mesh were set; a function so traced can run under any mesh."""
     return in_place_of_the_users_mesh(Mesh(np.empty((), object), ()))
 
 
 def mesh_that_is_set() -> Mesh | None:
-    """The mesh that ``jax.set_mesh`` has set; ``None`` without one, or where ``jit`` traces."""
+    """Return the mesh that ``jax.set_mesh`` has set; ``None`` without one, or while tracing."""
     if jax.sharding.get_abstract_mesh().empty or not _jax.at_top_level():
         return None
     found = jax.sharding.get_mesh()
@@ -42,7 +42,7 @@ def mesh_that_is_set() -> Mesh | None:
 
 
 def with_automatic_axes(mesh: Mesh) -> Mesh:
-    """The same mesh with ``AxisType.Auto`` axes."""
+    """Return a mesh of the same devices and names, all axes of which are ``AxisType.Auto``."""
     if not has_explicit_axes(mesh):
         return mesh
     types = (AxisType.Auto,) * len(mesh.axis_names)
@@ -50,7 +50,7 @@ def with_automatic_axes(mesh: Mesh) -> Mesh:
 
 
 def has_explicit_axes(mesh: Any) -> bool:
-    """Whether types say how arrays are split over an axis of this mesh."""
+    """Return whether a mesh has an axis over which types say how arrays are sharded."""
     return any(kind is not AxisType.Auto for kind in mesh.axis_types)
 
 
@@ -72,25 +72,25 @@ class OnAutomaticAxes:
             return call(*jax.tree.map(lambda x: on_mesh(x, None), args))
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns, on the explicit axes again."""
+        """Call the function, and return its results on the explicit axes again."""
         found = self._run(self._compiled, args)
         return jax.tree.map(lambda x: on_mesh(x, self._mesh), found)
 
     def lower(self, *args: Any) -> Any:
-        """The lowered function, which takes arrays on automatic axes."""
+        """Lower the function, for arrays on automatic axes."""
         return self._run(self._compiled.lower, args)
 
     def trace(self, *args: Any) -> Any:
-        """The traced function, which takes arrays on automatic axes."""
+        """Trace the function, for arrays on automatic axes."""
         return self._run(self._compiled.trace, args)
 
 
 def under_automatic_axes(
     function: Callable[..., Any], mesh: Mesh, specs: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The function, run as if the axes of a mesh were ``AxisType.Auto``.
+    """Wrap a function so that it runs as if the axes of a mesh were ``AxisType.Auto``.
 
-    Its arguments may lie on the mesh. ``specs`` returns those of its results, given these.
+    Its arguments may lie on the mesh. ``specs`` takes its results, and returns their specs.
     """
     if not has_explicit_axes(mesh):
         return function
@@ -98,9 +98,9 @@ def under_automatic_axes(
     cast = lambda x: jax.sharding.reshard(x, PartitionSpec(*[None] * jnp.ndim(x)))
 
     def typed(x: Any, spec: PartitionSpec) -> Any:
-        # Types say nothing of further axes, which are Auto.
+        # Types do not show the other axes, which are Auto.
         x = lax.with_sharding_constraint(x, NamedSharding(inside, spec))
-        return jax.sharding.reshard(x, NamedSharding(mesh, of_types(spec, mesh)))
+        return jax.sharding.reshard(x, NamedSharding(mesh, explicit_part(spec, mesh)))
 
     def run(*args: Any) -> Any:
         with jax.sharding.use_abstract_mesh(inside.abstract_mesh):
@@ -110,8 +110,8 @@ def under_automatic_axes(
     return run
 
 
-def of_types(spec: PartitionSpec, mesh: Mesh) -> Any:
-    """What types say of a spec on a mesh: without axes that are ``AxisType.Auto``."""
+def explicit_part(spec: PartitionSpec, mesh: Mesh) -> Any:
+    """Return the part of a spec that types show: without axes that are ``AxisType.Auto``."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
     is_typed = lambda name: kinds.get(name) is AxisType.Explicit
@@ -119,10 +119,10 @@ def of_types(spec: PartitionSpec, mesh: Mesh) -> Any:
 
 
 def on_mesh(x: Any, mesh: Mesh | None) -> Any:
-    """An array, or its type, on a mesh that differs from its own by the types of its axes.
+    """Move an array, or its type, to a mesh that differs from its own only in its axis types.
 
-    Without a copy. ``None`` is its own mesh with ``AxisType.Auto`` axes. What is on no such mesh,
-    or traced, is returned unchanged.
+    Nothing is copied. ``None`` stands for the array's own mesh with ``AxisType.Auto`` axes. An
+    array that is traced, or on no such mesh, is returned unchanged.
     """
     own = getattr(x, "sharding", None)
     if isinstance(x, jax.core.Tracer) or not isinstance(own, NamedSharding):
@@ -135,7 +135,7 @@ def on_mesh(x: Any, mesh: Mesh | None) -> Any:
     )
     if own.mesh == mesh or not same_but_for_types:
         return x
-    # Types write out all dimensions, and jit compares.
+    # Types list all dimensions, and jit compares specs as they are written.
     spec = (*own.spec, *[None] * (x.ndim - len(own.spec))) if has_explicit_axes(mesh) else own.spec
     spec = PartitionSpec(*spec)
     sharding = NamedSharding(mesh, spec, memory_kind=own.memory_kind)
@@ -146,9 +146,9 @@ def on_mesh(x: Any, mesh: Mesh | None) -> Any:
 
 
 def constrained(x: Any, sharding: NamedSharding) -> Any:
-    """``lax.with_sharding_constraint``, which on explicit axes checks and does not move."""
+    """Constrain a sharding, also on explicit axes, which ``lax`` only checks and does not move."""
     mesh = sharding.mesh
     if isinstance(mesh, Mesh) and has_explicit_axes(mesh):
-        typed = NamedSharding(mesh, of_types(sharding.spec, mesh))
+        typed = NamedSharding(mesh, explicit_part(sharding.spec, mesh))
         return jax.sharding.reshard(x, typed)
     return lax.with_sharding_constraint(x, sharding)

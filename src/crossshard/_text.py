@@ -1,10 +1,10 @@
-"""Text: tables, and bytes, times and lists in words."""
+"""Text: format tables, sizes, times, counts and lists for people to read."""
 
 from collections.abc import Sequence
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, for a terminal.
+    """Format rows as aligned columns for a terminal.
 
     >>> print(table(("kind", "sent"), [("all-reduce", size(2e6)), ("all-gather", "–")]))
     kind        sent
@@ -20,7 +20,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def size(number: float) -> str:
-    """Bytes to three digits.
+    """Format a number of bytes to three digits.
 
     >>> size(16e9), size(1234), size(0)
     ('16.0 GB', '1.23 kB', '0 B')
@@ -32,7 +32,7 @@ def size(number: float) -> str:
 
 
 def exact_size(number: float) -> str:
-    """Bytes to the last one, where they are compared with others.
+    """Format an exact number of bytes, to compare it with another.
 
     >>> exact_size(129031)
     '129,031 B'
@@ -41,7 +41,7 @@ def exact_size(number: float) -> str:
 
 
 def time(seconds: float) -> str:
-    """Seconds to three digits.
+    """Format seconds to three digits.
 
     >>> time(0.0123), time(4.5e-6)
     ('12.3 ms', '4.50 µs')
@@ -53,7 +53,7 @@ def time(seconds: float) -> str:
 
 
 def count(number: int, one: str, several: str = "") -> str:
-    """A number of things.
+    """Format a number of things, with the noun in the singular or plural.
 
     >>> count(1, "device"), count(4096, "device"), count(2, "process", "processes")
     ('1 device', '4,096 devices', '2 processes')
@@ -62,7 +62,7 @@ def count(number: int, one: str, several: str = "") -> str:
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """Names with commas between them, those beyond the first few as a number.
+    """Join names with commas, and count those beyond the first few.
 
     >>> listed(["w", "v", "b"], 3), listed(["w", "v", "b"], 1)
     ('w, v, b', 'w and 2 more')

@@ -65,7 +65,7 @@ class AxisError(ArgumentError):
 
 
 class ShardContextError(CrossshardError, RuntimeError):
-    """A call needs another shard context than the current one.
+    """A call needs a different shard context from the current one.
 
     Mistake: ``compute_gradients`` under eight shards and ``apply_gradients`` outside of them.
     Fix: both in one step function, run by ``crossshard.shard``.
@@ -100,7 +100,7 @@ class NonfiniteError(CrossshardError, FloatingPointError):
     """Gradients are not finite, at more steps in a row than ``nonfinite`` allows.
 
     Mistake: a batch with NaN, under ``make_train_step(..., nonfinite="raise")``.
-    Fix: mend the batch that it names; or ``nonfinite="quarantine"``, which leaves its shard out.
+    Fix: the batch that the error names; or ``nonfinite="quarantine"``, which leaves its shard out.
     """
 
 
@@ -121,7 +121,7 @@ class VariableError(ArgumentError):
 
 
 class VariableTypeError(ArgumentTypeError, VariableError):
-    """What is given as a variable to train is none; a TypeError, and a ValueError as any other.
+    """A value to train is not a variable. It is also a ValueError, as every VariableError is.
 
     Mistake: ``opt.minimize(loss, var_list=[jnp.ones(3)])``.
     Fix: ``opt.minimize(loss, var_list=[nnx.Param(jnp.ones(3))])``.
@@ -165,15 +165,15 @@ class ProgramMismatchError(DistributedError):
     """The processes of a mesh are about to run different programs.
 
     Mistake: ``optax.sgd(0.1 * (1 + jax.process_index()))``.
-    Fix: one learning rate in all processes; only the rows of the batch are a process's own.
+    Fix: one learning rate in all processes; only the rows of the batch may differ.
     """
 
 
 class DivergenceError(CrossshardError, RuntimeError):
     """Shards have different copies of an array that all of them should have.
 
-    Mistake: to train on with a device whose memory or arithmetic is at fault.
-    Fix: without that device, from a checkpoint that is older than the fault.
+    Mistake: training on with a device whose memory or arithmetic is faulty.
+    Fix: remove that device, and restore a checkpoint from before the fault.
     """
 
 
@@ -186,23 +186,23 @@ class CheckpointError(CrossshardError, RuntimeError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A folder has checkpoints, and none of them is whole.
+    """A folder has checkpoints, and all of them are damaged.
 
-    Mistake: a folder of which another program has overwritten files.
-    Fix: a copy of it, or another folder to start again in.
+    Mistake: another program has overwritten files in the folder.
+    Fix: restore a copy of the folder, or start again in another one.
     """
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """A checkpoint is another model's or another optimizer's, or has other dtypes.
+    """A checkpoint is from another model or another optimizer, or has other dtypes.
 
-    Mistake: ``restore_latest`` of a step with SGD, where AdamW has written.
-    Fix: the optimizer that has written, another folder, or ``strict=False``.
+    Mistake: ``restore_latest`` for a step with SGD, from a checkpoint of AdamW.
+    Fix: the optimizer that wrote it, another folder, or ``strict=False``.
     """
 
 
 class CheckpointWarning(UserWarning):
-    """A damaged checkpoint was passed over, or a state is of a step with other options."""
+    """A damaged checkpoint was skipped, or a state is from a step with other options."""
 
 
 class ShardContextWarning(UserWarning):
@@ -210,7 +210,7 @@ class ShardContextWarning(UserWarning):
 
 
 class DivergenceWarning(UserWarning):
-    """A shard had another copy of an array than the majority, and was given the majority's."""
+    """A shard's copy of an array differed from the majority's, and was replaced by it."""
 
 
 class DeadlockWarning(UserWarning):

@@ -1,7 +1,4 @@
-"""Guards: whether the shards still have the same bits, and which of them differ.
-
-Every few steps the shards' copies of the same arrays are compared, and repaired.
-"""
+"""Guards: compare the shards' copies of arrays every few steps, and repair those that differ."""
 
 import dataclasses
 import enum
@@ -73,7 +70,7 @@ class Divergence(NamedTuple):
 
 
 def check_divergence_options(every: Any, on_divergence: Any) -> "Sentinel | None":
-    """The checked ``check_divergence`` and ``on_divergence`` arguments."""
+    """Check ``check_divergence`` and ``on_divergence``; return a sentinel if there is to be one."""
     action = _check.choice("on_divergence", on_divergence, OnDivergence)
     if every is None:
         if action is not OnDivergence.RAISE:
@@ -86,14 +83,14 @@ def check_divergence_options(every: Any, on_divergence: Any) -> "Sentinel | None
     return Sentinel(number, action)
 
 
-def _places(layout: StateLayout, state: TrainState) -> tuple[list[int], list[int]]:
-    """The places of the leaves of which all shards have a copy, and of those that a group has."""
+def _compared_places(layout: StateLayout, state: TrainState) -> tuple[list[int], list[int]]:
+    """Return the places of the leaves that all shards have a copy of, and of those of a group."""
     placements = layout.placements(state)
     of_all = jax.tree.map(lambda x: not (x.per_shard or x.is_split), placements)
     of_group = jax.tree.map(lambda _: False, placements)
-    # A worker of one shard has nobody to compare with.
+    # A group of one shard has no other copy to compare with.
     if layout.groups is not None and layout.groups.size > 1:
-        # One for each shard, but equal within a group.
+        # Stored one for each shard, but equal within a group.
         unsplit = functools.partial(jax.tree.map, lambda x: not x.is_split)
         inner = placements.opt_state
         of_group = dataclasses.replace(
@@ -109,13 +106,14 @@ def _places(layout: StateLayout, state: TrainState) -> tuple[list[int], list[int
 
 
 def names_of_compared(layout: StateLayout, state: TrainState) -> tuple[str, ...]:
-    """The names of the leaves that are compared, in their order."""
+    """Return the names of the leaves that are compared, in their order."""
     names = names_of(state)
-    return tuple(names[place] for place in sorted(itertools.chain(*_places(layout, state))))
+    places = itertools.chain(*_compared_places(layout, state))
+    return tuple(names[place] for place in sorted(places))
 
 
 class Majority(NamedTuple):
-    """What this shard knows of some leaves that the same shards have."""
+    """How this shard's copies of some leaves compare with those of other shards."""
 
     common: jax.Array  # uint32[leaves], the word of the majority
     healthy: jax.Array  # bool[leaves], whether this shard has that word
@@ -123,8 +121,8 @@ class Majority(NamedTuple):
     decided: jax.Array  # bool[leaves], whether more than half of them have it
 
 
-def judge(words: jax.Array, shards: Shards) -> Majority:
-    """The majority of the words for each leaf, uint32[leaves]."""
+def find_majority(words: jax.Array, shards: Shards) -> Majority:
+    """Find the majority's word for each leaf, given this shard's words, uint32[leaves]."""
     places = jnp.arange(32, dtype=jnp.uint32)
     bits = (words[:, None] >> places) & 1
     # If more than half have the same word, each of its bits is that of the majority. So the bytes
@@ -140,7 +138,7 @@ def judge(words: jax.Array, shards: Shards) -> Majority:
 
 @dataclasses.dataclass(frozen=True)
 class Sentinel:
-    """Compares the copies of a state before the step, each time the step count divides."""
+    """Compares the copies of a state before each step whose count is a multiple of ``every``."""
 
     every: int  # the number of steps from one comparison to the next
     on_divergence: OnDivergence  # what happens when copies differ
@@ -151,19 +149,19 @@ class Sentinel:
         return self.on_divergence is OnDivergence.REPAIR
 
     def describe(self) -> str:
-        """How often copies are compared, and what happens if they differ."""
+        """Describe how often copies are compared, and what happens if they differ."""
         return f"copies compared every {self.every} steps: {self.on_divergence} if they differ"
 
     def __call__(self, layout: StateLayout, state: TrainState) -> tuple[TrainState, Divergence]:
-        """The state, repaired if this is asked for and possible, and what was found."""
+        """Return the state, repaired if this is asked for and possible, and what was found."""
         mesh = layout.mesh
         leaves, tree = jax.tree.flatten(state)
         specs = [sharding.spec for sharding in jax.tree.leaves(layout.shardings(state))]
-        # Those of all shards first, so that each kind is one block.
-        of_all, of_group = _places(layout, state)
+        # Those of all shards come first, so that each kind is one block.
+        of_all, of_group = _compared_places(layout, state)
         chosen = of_all + of_group
         own_specs = [specs[index] for index in chosen]
-        # Copies that differ are what it looks for.
+        # Copies may differ here, so nothing may assume that they are equal.
         run = _jax.shard_map(
             functools.partial(self._of_one_device, layout, len(of_all), np.argsort(chosen)),
             mesh=mesh,
@@ -178,25 +176,25 @@ class Sentinel:
     def _of_one_device(
         self, layout: StateLayout, of_all: int, rank: Any, step: jax.Array, leaves: list[Any]
     ) -> tuple[Divergence, Any]:
-        """What is found, and the leaves of one device; of the first ``of_all`` all have copies."""
+        """Compare, and maybe repair, one device's leaves, the first ``of_all`` with all shards."""
         mesh, names = layout.mesh, layout.axes
         shards = Shards(layout.number_of_shards, names, manual=True, groups=layout.groups)
         on_any = lambda flags: lax.pmax(flags.astype(jnp.int32), mesh.axis_names) > 0
 
-        # Agreed on, since shards whose counts differ would wait for each other in collectives.
+        # All agree on this, since shards whose counts differ would hang in collectives.
         due = on_any(step % self.every == 0)
         # Each in a branch of its own, though all are taken, so that XLA for CPUs hashes one after
-        # the other: a step takes the memory for all of them at once, also if it compares nothing.
+        # the other: a step would take memory for all at once, even if it compares nothing.
         hashed = lambda x: lax.cond(due, word_of, lambda _: jnp.uint32(0), x)
 
         def compare(leaves: list[Any]) -> tuple[Divergence, list[Any]]:
             words = jnp.stack([to_words(step), *map(hashed, leaves)])
-            majority = judge(words[: 1 + of_all], shards.all)
-            # The step count itself, since it is told; its hash is among the leaves.
+            majority = find_majority(words[: 1 + of_all], shards.all)
+            # The step count itself, to report it; its hash is among those of the leaves.
             count = lax.bitcast_convert_type(majority.common[0], jnp.int32)
             majority = Majority(*(x[1:] for x in majority))
             if len(words) > 1 + of_all:
-                of_group = judge(words[1 + of_all :], shards)
+                of_group = find_majority(words[1 + of_all :], shards)
                 pairs = zip(majority, of_group, strict=True)
                 majority = Majority(*map(jnp.concatenate, pairs))
             suspect = jnp.any(~(majority.healthy & majority.decided))
@@ -206,8 +204,8 @@ class Sentinel:
             differ, suspects = flags[: len(leaves)], flags[len(leaves) : -1]
             found = Divergence(count, jnp.any(differ), flags[-1], suspects, differ[rank])
             if not self.repairs:
-                # JAX would take them past the cond, and XLA then copies each before the step writes
-                # to it, every time.
+                # JAX would forward them past the cond, and at each step XLA would then copy each
+                # before the step writes to it.
                 return found, lax.optimization_barrier(leaves)
 
             def repair(leaves: list[Any]) -> list[Any]:
@@ -216,7 +214,7 @@ class Sentinel:
                     own = majority.healthy[index], majority.decided[index]
                     those = shards.all if index < of_all else shards
                     mend = functools.partial(_repaired, *own, those)
-                    # One by one, so that only those are sent, and one needs memory at a time.
+                    # One by one, so that only those that differ are sent, one at a time.
                     repaired.append(lax.cond(differ[index], mend, lambda x: x, x))
                 return repaired
 
@@ -232,7 +230,7 @@ class Sentinel:
 
 
 def _repaired(healthy: jax.Array, decided: jax.Array, shards: Shards, x: Any) -> jax.Array:
-    """A copy with the bits of the first healthy one, if it is known which are healthy."""
+    """Replace a bad copy by the first healthy one, if it is known which are healthy."""
     place, places = shards.position(), jnp.arange(shards.size)
     counts = sum_over_shards(((places == place) & healthy).astype(jnp.int32), shards)
     words = to_words(x)
@@ -241,33 +239,33 @@ def _repaired(healthy: jax.Array, decided: jax.Array, shards: Shards, x: Any) ->
     return from_words(jnp.where(decided & ~healthy, given, words), x)
 
 
-# A fault may be in every array of a shard.
-_MOST = 3
+# How many names a message lists: a fault may be in every array of a shard.
+_MOST_NAMED = 3
 
 
-def report(
+def report_divergence(
     found: Divergence, sentinel: Sentinel, names: Sequence[str], mesh: Mesh, axes: tuple[str, ...]
 ) -> None:
     """Raise an error for copies that differ, or warn of those that have been repaired.
 
     Args:
-      found: what a step has found.
-      sentinel: what looked for it.
+      found: the result of the comparison.
+      sentinel: the sentinel that compared.
       names: the names of the leaves that were compared.
       mesh: the mesh of the step.
-      axes: the axes of it that the shards are on.
+      axes: its shard axes.
 
     Raises:
-      DivergenceError: they still differ.
+      DivergenceError: copies still differ.
     """
     places = lambda flags: np.flatnonzero(flags).tolist()
-    what = listed([names[index] for index in places(found.leaves)], _MOST)
-    who = listed([_shard(index, mesh, axes) for index in places(found.shards)], _MOST)
+    what = listed([names[index] for index in places(found.leaves)], _MOST_NAMED)
+    where = listed([_shard(index, mesh, axes) for index in places(found.shards)], _MOST_NAMED)
     step, fault = int(found.step), "Memory or arithmetic of a device is at fault"
-    differ = f"Before step {step} another copy of {what} than on most shards was on {who}."
+    differ = f"Before step {step} another copy of {what} than on most shards was on {where}."
     if found.undecided:
         differ = (
-            f"Before step {step} the copies of {what} differ between {who}. No majority of the "
+            f"Before step {step} the copies of {what} differ between {where}. No majority of the "
             f"shards has the same, so nobody can tell which copy is right."
         )
     elif sentinel.repairs:
@@ -286,18 +284,19 @@ def report(
 
 
 def _shard(index: int, mesh: Mesh, axes: tuple[str, ...]) -> str:
-    """``shard 3 (device 3 of process 0)``."""
+    """Describe a shard, as ``shard 3 (device 3 of process 0)``."""
     ranks = [mesh.axis_names.index(axis) for axis in axes]
     by_shard = np.moveaxis(mesh.devices, ranks, range(len(ranks)))
     devices = by_shard.reshape(number_of_shards(mesh, axes), -1)[index]
     processes = sorted({device.process_index for device in devices})
-    device = f"device{'s' * (len(devices) > 1)} {listed([str(each.id) for each in devices], _MOST)}"
-    process = f"process{'es' * (len(processes) > 1)} {listed(list(map(str, processes)), _MOST)}"
+    named = lambda numbers: listed(list(map(str, numbers)), _MOST_NAMED)
+    device = f"device{'s' * (len(devices) > 1)} {named(each.id for each in devices)}"
+    process = f"process{'es' * (len(processes) > 1)} {named(processes)}"
     return f"shard {index} ({device} of {process})"
 
 
-def copy(state: TrainState) -> TrainState:
-    """A copy of a state, to donate."""
+def copy_state(state: TrainState) -> TrainState:
+    """Copy a state, to donate the copy."""
     shardings = jax.tree.map(lambda x: x.sharding, state)
     return jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)(state)
 
@@ -305,13 +304,13 @@ def copy(state: TrainState) -> TrainState:
 def differing(
     layout: StateLayout, state: TrainState, again: TrainState
 ) -> dict[str, tuple[int, ...]]:
-    """The names of the arrays whose bits differ, and the shards that have them."""
+    """Return the names of the arrays whose bits differ, and the shards on which they do."""
     number = layout.number_of_shards
     specs = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(state))
     differ = lambda one, other: jnp.any(to_words(one) != to_words(other))
 
     def on_one_device(state: Any, again: Any) -> jax.Array:
-        """bool[shards, leaves]: what differs on any device of each shard."""
+        """Return which leaves differ on any device of each shard, bool[shards, leaves]."""
         leaves = jnp.stack(jax.tree.leaves(jax.tree.map(differ, state, again)))
         own = jnp.arange(number) == Shards(number, layout.axes, manual=True).index()
         flags = (own[:, None] & leaves).astype(jnp.int32)

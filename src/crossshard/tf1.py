@@ -1,4 +1,4 @@
-"""TF1: the names that code for ``tf.compat.v1.tpu`` finds here, under TensorFlow's own names."""
+"""TF1: the names of ``tf.compat.v1.tpu`` that this package has too, for code that uses them."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class TpuContext:
-    """What ``get_tpu_context`` returns.
+    """The context that ``get_tpu_context`` returns.
 
     Attributes:
       number_of_shards: the number of shards that run the step; ``None`` outside of one.
@@ -42,11 +42,12 @@ class TpuContext:
 
 @contextmanager
 def tpu_shard_context(number_of_shards: int) -> Iterator[None]:
-    """``crossshard.shard_context`` under TensorFlow's name.
+    """Enter ``crossshard.shard_context``, under TensorFlow's name.
 
     Raises:
       ArgumentError, ArgumentTypeError: ``number_of_shards`` is not an int of at least 1.
-      NestedContextError: a shard context is already set; a ``NotImplementedError``, as there.
+      NestedContextError: a shard context is already set; a ``NotImplementedError``, as in
+        TensorFlow.
 
     >>> with tpu_shard_context(8):
     ...     get_tpu_context().number_of_shards
@@ -57,7 +58,7 @@ def tpu_shard_context(number_of_shards: int) -> Iterator[None]:
 
 
 def get_tpu_context() -> TpuContext:
-    """The context of this thread, which there always is, as in TensorFlow.
+    """Return the context of this thread; there always is one, as in TensorFlow.
 
     >>> get_tpu_context()
     TpuContext(number_of_shards=None)

@@ -61,7 +61,7 @@ before("crossshard.step.state", "check_key", "in init")
 before("crossshard.checkpoints.checkpoints", "read_state", "in restore")
 before("crossshard.checkpoints.checkpoints", "_check_devices", "in save")
 before("crossshard.checkpoints.storage", "start", "at the write")
-before("crossshard.step.state", "adopted", "in reshard")
+before("crossshard.step.state", "with_options_of", "in reshard")
 write_notes = storage._NotesHandler.async_save
 
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import crossshard
 from crossshard import make_train_step
-from crossshard.guards import judge
+from crossshard.guards import find_majority
 from crossshard.shards.axes import Shards
 from tests.quick import deep, deep_but
 from tests.step.common import sgd_step
@@ -276,7 +276,7 @@ def test_a_majority_is_more_than_half(number: int):
         np.uint32([0, 1, 3, 7]), size=(number, 200), p=(0.1, 0.6, 0.2, 0.1)
     )
     shards = Shards(number, ("shards",))
-    verdict = jax.vmap(lambda own: judge(own, shards), axis_name="shards")(words)
+    verdict = jax.vmap(lambda own: find_majority(own, shards), axis_name="shards")(words)
     verdict = jax.tree.map(np.asarray, verdict)
     for leaf, column in enumerate(words.T):
         ((most, votes),) = collections.Counter(column.tolist()).most_common(1)

@@ -13,7 +13,8 @@ from tests.step import layered
 from tests.step.common import assert_close, on_one_device
 from tests.step.layered import BATCHES, PARAMS, ROWS, SHARDS, scan_loss, step_of
 
-SGD = optax.sgd(0.01)
+RATE = 0.125
+SGD = optax.sgd(RATE)
 EACH = ROWS // SHARDS
 REMAT = layered.CASES["remat"].loss
 
@@ -167,3 +168,97 @@ def test_a_sum_that_overflows_is_told_from_summands_that_do():
     assert bool(found.overflow)
     assert int(found.shard) == -1
     assert bool(metrics["skipped"])
+
+
+def held_back(state: Any) -> Any:
+    """What all shards together have not sent yet of the mean, by parameter."""
+    return jax.tree.map(lambda x: np.asarray(x).sum(0), state.opt_state.aggregate.residual)
+
+
+def assert_near(found: Any, want: Any) -> None:
+    """All arrays are equal but for the rounding of sums of their largest number."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * max(1, abs(np.asarray(b)).max()))
+
+
+def some_layers(params: Any, batch: Any) -> Any:
+    """A loss that uses two of the three layers."""
+    h = layered.embedded(params, batch)
+    for place in (0, 2):
+        h = layered.layer(h, jax.tree.map(lambda x, place=place: x[place], params["layers"]))
+    return layered.error(params, h, batch).mean()
+
+
+def of_one_layer(params: Any, batch: Any) -> Any:
+    """A loss that uses no other layer than the first."""
+    first = jax.tree.map(lambda x: x[:1], params["layers"])
+    return layered.error(
+        params, layered.scanned(layered.embedded(params, batch), first), batch
+    ).mean()
+
+
+FEW: dict[str, tuple[Any, dict[str, Any]]] = {
+    "checkpoint": (REMAT, {}),
+    "a guard": (REMAT, {"nonfinite": "quarantine"}),
+    "microbatches": (scan_loss, {"accumulate_steps": 2}),
+    "some layers": (some_layers, {}),
+    "one layer": (of_one_layer, {"nonfinite": "skip"}),
+    "four bits": (REMAT, {"reduce_dtype": "int4"}),
+}
+QUICK_FEW = [("replicated", "a guard"), ("parts", "checkpoint"), ("sharded", "some layers")]
+ALL_FEW = [(mode, name) for mode in layered.MODES for name in FEW]
+
+
+@pytest.mark.parametrize(("mode", "name"), deep_but(QUICK_FEW, ALL_FEW))
+def test_what_is_sent_in_few_bits_and_what_is_held_back_are_the_mean(mode: str, name: str):
+    loss, options = FEW[name]
+    number = SHARDS if "nonfinite" in options and options["nonfinite"] == "quarantine" else 1
+    step = step_of(mode, loss, optax.sgd(RATE), **{"reduce_dtype": "int8", **options})
+    state, sum_of_all = step.init(PARAMS), jax.tree.map(np.zeros_like, PARAMS)
+    for batch in BATCHES[:2]:
+        gradient = jax.grad(loss)(jax.tree.map(np.asarray, state.params), batch)
+        sum_of_all = jax.tree.map(lambda a, b: a + np.asarray(b), sum_of_all, gradient)
+        state, _ = step(state, batch)
+        sent = jax.tree.map(lambda a, b: (a - np.asarray(b)) / RATE, PARAMS, state.params)
+        # With weights, which a guard makes, what is held back is of the sum.
+        held = jax.tree.map(lambda x: x / number, held_back(state))
+        assert_near(jax.tree.map(np.add, sent, held), sum_of_all)
+    assert max(float(abs(x).max()) for x in jax.tree.leaves(held_back(state))) > 0
+
+
+@pytest.mark.parametrize("mode", deep_but(["sharded"], layered.MODES))
+def test_what_is_held_back_stays_so_in_a_step_that_is_skipped(mode: str):
+    step = step_of(mode, REMAT, SGD, nonfinite="skip", reduce_dtype="int8")
+    state, _ = step(step.init(PARAMS), BATCHES[0])
+    before = held_back(state)
+    after, metrics = step(state, poisoned(2))
+    assert (int(metrics["nonfinite"].shard), bool(metrics["skipped"])) == (2, True)
+    assert_close(held_back(after), before, 0)
+
+
+@pytest.mark.parametrize("mode", deep_but(["parts"], layered.MODES))
+def test_a_shard_that_is_left_out_still_sends_what_it_held_back(mode: str):
+    step = step_of(mode, REMAT, SGD, nonfinite="quarantine", reduce_dtype="int8")
+    first, _ = step(step.init(PARAMS), BATCHES[0])
+    held, params = held_back(first), jax.tree.map(np.asarray, first.params)
+    bad = poisoned(1)
+    state, metrics = step(first, bad)
+    assert int(metrics["nonfinite"].shard) == 1
+    # Weighted, sums are of the shards, and what is held back too.
+    of_others_alone = jax.tree.map(np.asarray, jax.grad(REMAT)(params, of_others(bad, 1)))
+    number = SHARDS - 1
+    sent = jax.tree.map(lambda a, b: (a - np.asarray(b)) / RATE * number, params, state.params)
+    want = jax.tree.map(lambda g, h: g * number + h, of_others_alone, held)
+    assert_near(jax.tree.map(np.add, sent, held_back(state)), want)
+
+
+@pytest.mark.parametrize("mode", layered.MODES)
+def test_few_bits_are_sent_layer_by_layer(mode: str):
+    plain, few = (
+        large(step_of(mode, REMAT, SGD, **options))
+        for options in ({}, {"reduce_dtype": "int8", "nonfinite": "quarantine"})
+    )
+    sums = {"all-reduce", "reduce-scatter"}
+    exchanges = [(kind, times) for kind, times in few[0] if kind == "all-to-all"]
+    assert sorted(times for _, times in exchanges) == sorted(t for k, t in plain[0] if k in sums)
+    assert not sums & {kind for kind, _ in few[0]}

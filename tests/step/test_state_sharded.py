@@ -314,7 +314,7 @@ def test_what_has_copies_is_compared_and_repaired():
 def test_a_state_of_many_arrays_is_made_by_several_programs(monkeypatch: pytest.MonkeyPatch):
     step = step_of(4, "adamw", **EVERY)
     want = step.init(PARAMS, 3)
-    monkeypatch.setattr(step_state, "_MOST", 4)
+    monkeypatch.setattr(step_state, "_MOST_OUTPUTS", 4)
     state = step.init(PARAMS, 3)
     assert_same(state, want)
     placed = [[x.sharding for x in jax.tree.leaves(each)] for each in (state, want)]

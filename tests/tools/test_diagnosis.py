@@ -109,7 +109,7 @@ def test_what_does_not_end_or_fails_is_named(plain: pytest.MonkeyPatch):
         sentence = f"The start of JAX{named} failed: UNAVAILABLE: no route."
         assert said(found) == [("start", sentence)]
     # A coordinator that is gone.
-    plain.setattr(diagnosis._jax, "told_below", fails)
+    plain.setattr(diagnosis._jax, "kv_get_dir", fails)
     assert diagnosis._describe_missing(3, processes=1) == ""
     assert diagnosis._describe_missing(3, processes=2) == ", and the coordinator does not answer"
 

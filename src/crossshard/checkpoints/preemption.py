@@ -64,15 +64,15 @@ class Preemption:
     def _agree(self) -> None:
         """Wait for a signal to any process, and agree on the call after the last one of all."""
         while not self._closed.wait(_LOOK):
-            told = _jax.told_below(f"{self._key}/")
+            told = _jax.kv_get_dir(f"{self._key}/")
             if not (self._asked.is_set() or told):
                 continue
             # Nobody takes another step until all have said how many they have taken.
             with self._lock:
-                _jax.tell_again(f"{self._key}/{jax.process_index()}", str(self._calls))
+                _jax.kv_overwrite(f"{self._key}/{jax.process_index()}", str(self._calls))
                 end = time.monotonic() + _PATIENCE
                 while len(told) < jax.process_count() and time.monotonic() < end:
                     time.sleep(0.02)
-                    told = _jax.told_below(f"{self._key}/")
+                    told = _jax.kv_get_dir(f"{self._key}/")
                 self._stop_at = 1 + max(map(int, told.values()))
             return

@@ -28,7 +28,16 @@ from crossshard.errors import CheckpointMismatchError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.shards.random_streams import is_key
-from crossshard.step.state import AVERAGE, MASTERS, NEW, OPTIMIZER, Key, completed, key_of, said
+from crossshard.step.state import (
+    AVERAGE,
+    MASTERS,
+    NEW,
+    OPTIMIZER,
+    Key,
+    completed,
+    describe_changes,
+    key_of,
+)
 
 # What becomes of a difference: it is refused in any case, or if the caller is strict, or only said.
 # The words are what the user may do about it.
@@ -195,7 +204,7 @@ def _differences(
         {option for option, _ in keys}
         for keys in (own.keys() - written.keys(), written.keys() - own.keys(), own.keys() & written)
     )
-    for what in said(new - {OPTIMIZER}, gone - {OPTIMIZER}, kept):
+    for what in describe_changes(new - {OPTIMIZER}, gone - {OPTIMIZER}, kept):
         yield _SAID, what
     # Other versions trace an update otherwise.
     if (before.jax, before.optax) == (now.jax, now.optax):

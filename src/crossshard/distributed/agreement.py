@@ -131,17 +131,17 @@ def exchange(call: str, text: str, mesh: Mesh, within: str = "") -> tuple[str, .
     # The watch compares only what all processes of the job enter.
     with waiting(call, within) if of_all else contextlib.nullcontext():
         own = json.dumps(dataclasses.asdict(_Call(call, text)))
-        _jax.tell_processes(f"{here}/{this}", own)
+        _jax.kv_set(f"{here}/{this}", own)
         if this == first:
-            came = lambda process: _jax.told_by_processes(f"{here}/{process}", seconds) is not None
+            came = lambda process: _jax.kv_get(f"{here}/{process}", seconds) is not None
             wrong = next((f"Process {each} {late}" for each in processes if not came(each)), "")
-            _jax.tell_processes(f"{here}/all", wrong)
+            _jax.kv_set(f"{here}/all", wrong)
             # Who has come here has read everything of the exchange before.
-            _jax.forget(f"{folder}/{number - 1}")
+            _jax.kv_delete(f"{folder}/{number - 1}")
         else:
-            found = _jax.told_by_processes(f"{here}/all", 2 * seconds)
+            found = _jax.kv_get(f"{here}/all", 2 * seconds)
             wrong = f"Process {first} {late}" if found is None else found
-    texts = {} if wrong else _jax.told_below(f"{here}/")
+    texts = {} if wrong else _jax.kv_get_dir(f"{here}/")
     told = [_read(_Call, texts.get(str(each), ""), each) for each in processes if texts]
     for process, its in zip(processes, told, strict=False):
         if its.name != told[0].name and not wrong:

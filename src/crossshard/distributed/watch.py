@@ -112,7 +112,7 @@ class _Watch:
         self._over = False
 
     def start(self) -> None:
-        _jax.tell_processes(f"{_FOLDER}/{self._machine}/{self._process}", identity.own_identity())
+        _jax.kv_set(f"{_FOLDER}/{self._machine}/{self._process}", identity.own_identity())
         # JAX's runtime ends a process whose coordinator is gone; this says a word before it.
         _kept.append(_Handler(self._speak_before_abort))
         _on_abort(ctypes.cast(_kept[0], ctypes.c_void_p))
@@ -148,10 +148,10 @@ class _Watch:
             self._obey(verdict)
 
     def _tell(self, key: str, what: Report | Verdict) -> None:
-        _jax.tell_again(f"{_FOLDER}/{key}", str(what))
+        _jax.kv_overwrite(f"{_FOLDER}/{key}", str(what))
 
     def _of_first(self) -> Verdict | None:
-        texts = _jax.told_below(f"{_FOLDER}/first/")
+        texts = _jax.kv_get_dir(f"{_FOLDER}/first/")
         told = Verdict.parse(texts.get("verdict", ""))
         report = Report.parse(texts.get("report", ""))
         if told is not None or report is None:
@@ -174,7 +174,7 @@ class _Watch:
 
     def _told(self, below: str) -> dict[int, str]:
         """What each process has told, by its number; whatever else is there is left out."""
-        found = _jax.told_below(f"{_FOLDER}/{below}/")
+        found = _jax.kv_get_dir(f"{_FOLDER}/{below}/")
         numbers = {str(process) for process in range(self._number)}
         return {int(key): text for key, text in found.items() if key in numbers}
 

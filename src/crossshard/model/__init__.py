@@ -1,1 +1,1 @@
-"""Model: how a step keeps a model: its trained and frozen arrays, its other state, their layout."""
+"""Model: the trained and frozen arrays of a model, its other state, and their layout on a mesh."""

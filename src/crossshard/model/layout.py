@@ -89,7 +89,7 @@ class StateLayout:
         return self.shards.groups
 
     def specs_of_arrays(self, frozen: Any) -> tuple[PartitionSpec, ...]:
-        """The specs of the arrays given to ``initial``; those that are left out are replicated."""
+        """Return the specs of the arrays given to ``initial``; those without one are replicated."""
         if not self.arrays.params_sharded:
             return self.other_axes
         partitions = *self.arrays.params, *self.partitions_of_frozen(frozen)
@@ -97,7 +97,7 @@ class StateLayout:
         return params_sharded + self.other_axes[len(params_sharded) :]
 
     def partitions_of_frozen(self, frozen: Any) -> tuple[Partition, ...]:
-        """The partition of each array that is not trained: large ones are split like parameters."""
+        """Return the partition of each frozen array: large ones are sharded like parameters."""
         tile = tile_for(self.mesh, self.arrays.params_sharded)
         specs = itertools.chain(self.other_axes[len(self.arrays.params) :], itertools.repeat(WHOLE))
 
@@ -109,14 +109,14 @@ class StateLayout:
         return tuple(map(one, jax.tree.leaves(frozen), specs))
 
     def keeps_per_shard(self, state: TrainState) -> bool:
-        """Whether each shard has its own model state here, if there is any."""
+        """Return whether each shard has its own model state here, if there is any."""
         if self.has_one_state or not jax.tree.leaves(state.model_state):
             return False
         of_function = self.model_state is ModelState.PER_SHARD
         return state.skeleton.is_nnx or of_function or self.groups is not None
 
     def placements(self, state: TrainState) -> TrainState:
-        """The placement of every array of a state."""
+        """Return the placement of every array of a state."""
         leaves, tree = jax.tree.flatten(state)
         key = tree, tuple(map(jnp.shape, leaves))
         if key not in self._known:
@@ -132,7 +132,7 @@ class StateLayout:
             return own.beside(x.shape[own.per_shard :], spec) if spec else own
 
         def placed(own: Placement, tree: Any, partitions: Iterable[Partition] = ()) -> Any:
-            """The placements of arrays that are split so, or over the other axes alone."""
+            """Return the placements of arrays with these partitions, or split over other axes."""
             split = map(Placement, partitions)
             one = lambda x: beside(next(split, own), x, next(specs, WHOLE))
             return jax.tree.map(one, tree)
@@ -166,16 +166,16 @@ class StateLayout:
         return placements
 
     def specs(self, state: TrainState) -> TrainState:
-        """The spec of every array of a state over the shards."""
+        """Return the spec of every array of a state over the shards."""
         of = functools.cache(lambda own: only(own.spec(self.axes), self.axes))
         return jax.tree.map(of, self.placements(state))
 
     def shardings(self, state: TrainState) -> TrainState:
-        """The sharding of every array of a state."""
+        """Return the sharding of every array of a state."""
         return jax.tree.map(functools.cache(self._stored), self.placements(state))
 
     def unsharded(self, state: TrainState) -> TrainState:
-        """The sharding of every array of an unsharded state: split over the other axes alone."""
+        """Return the sharding of every array of an unsharded state: over the other axes alone."""
         return jax.tree.map(self._whole, self.placements(state))
 
     def _stored(self, own: Placement) -> NamedSharding:
@@ -186,7 +186,7 @@ class StateLayout:
         return NamedSharding(self.mesh, spec)
 
     def incoming(self, state: TrainState) -> TrainState:
-        """The sharding with which each array of an unsharded state is put on the mesh.
+        """Return the sharding with which each array of an unsharded state is put on the mesh.
 
         An array that is stored in its own shape gets the sharding in which it is stored, since it
         may be too large for one device. Any other gets that of ``unsharded``.
@@ -202,20 +202,20 @@ class StateLayout:
         return self.own._map(place, state)
 
     def of_other_shards(self, own: Placement, shape: tuple[int, ...]) -> NamedSharding:
-        """The sharding of ``[other shards, …]``, which may be large, along another axis."""
+        """Return a sharding for ``[other shards, …]``, which may be large, along another axis."""
         others = PartitionSpec(None, *own.other_axes)
         split = partition_along_axis(shape, self.number_of_shards, other_axes=others)
         return NamedSharding(self.mesh, split.spec(self.axes))
 
     def constrain(self, state: TrainState) -> TrainState:
-        """Constrain the state to its shardings; else XLA would choose those on other axes."""
+        """Constrain the state to its shardings; XLA would choose others on the other axes."""
         if not self.shards.other_axes:
             return state
         return jax.lax.with_sharding_constraint(state, self.shardings(state))
 
     @functools.cached_property
     def own(self) -> "StateLayout":
-        """The same layout without ``Owners``: arrays in their own shapes, or slices of them."""
+        """This layout without ``Owners``: arrays in their own shapes, or slices of them."""
         arrays = self.arrays
         if not isinstance(arrays, Owners):
             return self
@@ -246,11 +246,11 @@ class StateLayout:
         return dataclasses.replace(state, opt_state=state.opt_state._replace(inner_state=inner))
 
     def local(self, state: TrainState) -> TrainState:
-        """One shard's state, inside ``shard_map``."""
+        """Return one shard's state, inside ``shard_map``."""
         return self._map(lambda placement, x: x[0] if placement.per_shard else x, state)
 
     def stored(self, state: TrainState) -> TrainState:
-        """The inverse of ``local``."""
+        """Invert ``local``."""
         return self._map(lambda placement, x: x[None] if placement.per_shard else x, state)
 
     def pack(self, state: TrainState) -> TrainState:
@@ -260,14 +260,14 @@ class StateLayout:
         )
 
     def unpack(self, state: TrainState) -> TrainState:
-        """The inverse of ``pack``."""
+        """Invert ``pack``."""
         return jax.tree.map(Placement.unpack, self.own.placements(state), self.collected(state))
 
     def _map(self, function: Callable[[Placement, Any], Any], state: TrainState) -> TrainState:
         return jax.tree.map(function, self.placements(state), state)
 
     def initial(self, skeleton: Skeleton, rng_impl: Any, arrays: Any, rng: Any) -> TrainState:
-        """The state before the first step, from arrays placed by ``specs_of_arrays``."""
+        """Return the state before the first step, from arrays placed by ``specs_of_arrays``."""
         # Copied, since a step donates its state, and two arrays must not share a buffer.
         params, frozen, model_state = jax.tree.map(strong_copy, arrays)
         opt_state = jax.tree.map(strong_copy, self.pipeline.init(params))
@@ -285,7 +285,7 @@ class StateLayout:
         return self.pack(self._spread(state))
 
     def _spread(self, state: TrainState) -> TrainState:
-        """A replicated state with its per-shard arrays broadcast to ``[shards, …]``.
+        """Broadcast the per-shard arrays of a replicated state to ``[shards, …]``.
 
         Each shard gets its own random streams.
         """
@@ -311,17 +311,17 @@ class StateLayout:
         return dataclasses.replace(spread, model_state=model_state)
 
     def is_of_these_shards(self, state: TrainState) -> bool:
-        """Whether per-shard arrays are per shard here, too, and for this number of shards."""
+        """Return whether a state has the per-shard arrays of this layout, for as many shards."""
         if state.per_shard != self.keeps_per_shard(state):
             return False
         fits = lambda placement, x: not placement.per_shard or x.shape[0] == self.number_of_shards
         return all(jax.tree.leaves(self._map(fits, state)))
 
     def on_other_shards(self, state: TrainState) -> TrainState:
-        """Move a state with one set of parameters from another number of shards to these.
+        """Move a state with one set of parameters from another number of shards to this layout's.
 
         New per-shard arrays are the mean of the old ones, unless a stage's ``moved_to`` differs.
-        The result is as this layout stores it.
+        The result is stored as this layout stores it.
         """
         common = lambda placement, x: of_all(x) if placement.per_shard else x
         one, before, number = self._map(common, state), state.opt_state, self.number_of_shards
@@ -332,7 +332,7 @@ class StateLayout:
     # The checks of a state.
 
     def check(self, state: TrainState) -> None:
-        """Raise unless a state is from this step's optimizer, and has the shapes of this layout."""
+        """Raise unless a state is of this step's optimizer, and has the shapes of this layout."""
         self.check_optimizer(state)
         if state.per_shard != self.keeps_per_shard(state):
             kept = ["one for all shards", "one for each shard"]
@@ -398,7 +398,7 @@ def _check_shapes(what: str, tree: Any, expected: list[tuple[int, ...]]) -> None
 
 
 def strong_copy(x: Any) -> jax.Array:
-    """A copy without a weak type, which would compile the step a second time."""
+    """Copy an array without its weak type, which would compile the step a second time."""
     dtype = jnp.result_type(x)
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return jnp.copy(x)

@@ -1,4 +1,4 @@
-"""What a loss takes and keeps besides parameters: a key, and a state, one per shard or averaged."""
+"""Model state: the state and the random key that a loss takes besides parameters and batch."""
 
 import enum
 import functools
@@ -31,7 +31,7 @@ class ModelState(enum.StrEnum):
 
 
 def check_model_state(model_state: object) -> ModelState | None:
-    """The checked ``model_state`` argument."""
+    """Return the checked ``model_state`` argument."""
     hint = "The state itself is an argument of init."
     if model_state is None:
         return None
@@ -41,7 +41,7 @@ def check_model_state(model_state: object) -> ModelState | None:
 def check_initial(
     kind: ModelState | None, params: Any, model_state: Any, *, has_one_state: bool
 ) -> Any:
-    """The state before the first step as arrays; ``()`` if the loss takes none."""
+    """Return the state before the first step as arrays; ``()`` if the loss takes none."""
     if kind is None:
         if model_state is not None:
             raise ArgumentError(
@@ -71,32 +71,33 @@ def check_initial(
 
 
 # Linen's collection of arrays that a backward pass writes: their "gradients" are their next values.
-# The scales and histories of fp8 are kept so.
+# It holds the scales and histories of fp8.
 OVERWRITTEN = "_overwrite_with_gradient"
 
 
 def overwritten(state: Any) -> list[Any]:
-    """The arrays of a state whose gradients are their next values."""
-    return [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state) if _of_it(path)]
+    """Return the arrays of a state whose gradients are their next values."""
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    return [leaf for path, leaf in paths if _is_overwritten(path)]
 
 
 def overwrite(state: Any, values: Sequence[Any]) -> Any:
-    """A state with these values in the place of ``overwritten(state)``."""
+    """Return a state with these values in the place of ``overwritten(state)``."""
     if not values:
         return state
     left = iter(values)
-    one = lambda path, x: next(left).astype(x.dtype) if _of_it(path) else x
+    one = lambda path, x: next(left).astype(x.dtype) if _is_overwritten(path) else x
     return jax.tree_util.tree_map_with_path(one, state)
 
 
-def _of_it(path: tuple[Any, ...]) -> bool:
+def _is_overwritten(path: tuple[Any, ...]) -> bool:
     return jax.tree_util.DictKey(OVERWRITTEN) in path
 
 
 def holds_keys(path: tuple[Any, ...], state: Any) -> bool:
-    """Whether an array of a per-shard state, or an NNX variable, holds random keys.
+    """Return whether an array of a per-shard state, or an NNX variable, holds random keys.
 
-    Raises if it may hold raw ones, and nothing says whether it does.
+    Raises if it may hold raw keys, and its name does not say whether it does.
     """
     arrays = jax.tree.leaves(state)
     if isinstance(state, nnx.RngState):
@@ -117,7 +118,7 @@ def holds_keys(path: tuple[Any, ...], state: Any) -> bool:
 
 
 def split_state(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    """The state in the output of a loss, and the output without it."""
+    """Return the state in the output of a loss, and the output without it."""
     form = "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
     is_pair = lambda x: isinstance(x, tuple | list) and len(x) == 2
     if not is_pair(out) or (has_aux and not is_pair(out[1])):
@@ -129,7 +130,7 @@ def split_state(out: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def check_returned(before: Any, after: Any) -> Any:
-    """The state after the loss, which must be of the types that it had before."""
+    """Return the state after the loss, which must have the types of the one before."""
     was, now = jax.tree.structure(before), jax.tree.structure(after)
     if was != now:
         raise ArgumentError(
@@ -150,11 +151,11 @@ def check_returned(before: Any, after: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, before, after)
 
 
-def check_equal(state: Any, after: Callable[..., Any], own: Any, params: Any) -> None:
+def check_same_on_shards(state: Any, after: Callable[..., Any], own: Any, params: Any) -> None:
     """Raise if an array that is not averaged would differ between shards.
 
-    Takes the state before the loss, and that after it as a function of ``own``, what differs
-    between shards, the rows of the batch and the key, and the parameters.
+    ``state`` is the one before the loss, and ``after(own, params)`` returns the one after it.
+    ``own`` are the inputs that differ between shards: the rows of the batch and the key.
     """
     paths = jax.tree_util.tree_leaves_with_path(state)
     if all(is_inexact(leaf) for _, leaf in paths):
@@ -170,7 +171,7 @@ def check_equal(state: Any, after: Callable[..., Any], own: Any, params: Any) ->
 
 
 def unless_weightless(kind: ModelState | None, weight: jax.Array, after: Any, before: Any) -> Any:
-    """A shard's state after the loss of some rows, unchanged if they have weight 0."""
+    """Return a shard's state after the loss of some rows, or before it if they have weight 0."""
 
     def one(new: Any, old: Any) -> Any:
         # Counters and random streams go on, unless each shard has its own.
@@ -181,15 +182,17 @@ def unless_weightless(kind: ModelState | None, weight: jax.Array, after: Any, be
 
 
 def to_reduce(kind: ModelState | None, after: Any, weight: jax.Array | None) -> dict[str, Any]:
-    """What the aggregate must sum, by name, to average a state."""
+    """Return the arrays, by name, that the aggregate sums to average a state."""
     if kind is not ModelState.MEAN:
         return {}
     leaves = [leaf for leaf in jax.tree.leaves(after) if is_inexact(leaf)]
     return {"model_state": [to_average(leaf, weight) for leaf in leaves]}
 
 
-def settled(after: Any, gradients: Gradients, number: int) -> Any:
-    """The state for the next step, if it is not skipped: averaged if it was summed.
+def reduced_state(after: Any, gradients: Gradients, number: int) -> Any:
+    """Return the state for the next step, averaged if it was summed.
+
+    A step that is skipped does not use it.
 
     Args:
       after: this shard's state after the loss.
@@ -209,7 +212,7 @@ def settled(after: Any, gradients: Gradients, number: int) -> Any:
 def with_rng(
     loss_fn: Callable[..., Any], takes: tuple[str, ...] = ("params", "batch")
 ) -> tuple[Callable[..., Any], bool]:
-    """The loss as a function of these arguments and optionally a key; and whether it takes one."""
+    """Return the loss as a function of these arguments, and whether it also takes a key."""
     try:
         parameters = inspect.signature(loss_fn).parameters
     except ValueError:
@@ -257,7 +260,7 @@ def with_rng(
 
 
 def is_named_as_key(name: str) -> bool:
-    """Whether a name is that of a random key or a seed.
+    """Return whether a name is that of a random key or a seed.
 
     >>> [is_named_as_key(name) for name in ("rngs", "PRNGKey", "key_2", "seed")]
     [True, True, True, True]
@@ -269,7 +272,7 @@ def is_named_as_key(name: str) -> bool:
 
 
 def _is_named_as_rng(name: str) -> bool:
-    """Whether a name is that of what only random numbers come from."""
+    """Return whether one of the words of a name is ``rng`` or ``prng``, or their plural."""
     return not {"rng", "prng"}.isdisjoint(_words(name))
 
 

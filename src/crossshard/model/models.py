@@ -1,4 +1,4 @@
-"""Partitions a model into trained and frozen arrays, as `wrt` says, other state and structure."""
+"""Models: split one into trained and frozen arrays, other state and structure, and back."""
 
 import dataclasses
 import inspect
@@ -42,7 +42,7 @@ class Skeleton:
         return self.fixed is None
 
     def split(self, module: Any) -> Any:
-        """The graphdef of an NNX module, its trained and frozen parameters, and other state."""
+        """Split an NNX module into graphdef, trained parameters, frozen ones, and other state."""
         is_trained = lambda path, value: _is_param(path, value) and path not in self.frozen
         filters: Any = (is_trained, _is_param, ...)
         return nnx.split(module, *filters)
@@ -55,7 +55,7 @@ def partition(model: Any, wrt: Any = None) -> tuple[Any, ...]:
     chooses. The others are frozen, as are the other arrays of a pytree, such as integers. Only a
     module has further state.
     """
-    # Until Flax is loaded, each of these names is asked for anew.
+    # Looked up at each call, since Flax may be loaded between two of them.
     kinds = nnx.Pytree | nnx.Variable
     is_nnx = lambda leaf: isinstance(leaf, kinds)
     inside = [leaf for leaf in jax.tree.leaves(model, is_leaf=is_nnx) if is_nnx(leaf)]
@@ -89,10 +89,10 @@ def check_params(
     optimizer: optax.GradientTransformationExtraArgs,
     wrt: Any,
 ) -> None:
-    """Raise if a step would train what is not meant to be trained.
+    """Raise if a step would train arrays that are not meant to be trained.
 
-    Such as a state, Linen's other collections, or the base of a model with LoRA. Takes the model
-    that the caller passes to ``init``, its parameters, the inner optimizer, and ``wrt``.
+    These are a state, Linen's other collections, or the base of a model with LoRA. ``model`` is
+    what the caller passes to ``init``, and ``params`` are its parameters.
     """
     _refuse_states(model)
     if wrt is not None:
@@ -102,7 +102,7 @@ def check_params(
         of_params = jax.tree_util.DictKey("params")
         others = [place for place, (path, _) in enumerate(paths) if path[0] != of_params]
         if others and _moves(optimizer, params, others):
-            # The values of this collection are one device's in a loss over the batch alone.
+            # Only with a loss over the batch are the values of this collection one device's.
             over = ", loss_over='batch'" * (OVERWRITTEN in model)
             raise ArgumentError(
                 f"The parameters are a dict with 'params' in it, as Linen's variables, and the "
@@ -152,7 +152,7 @@ def _name(path: tuple[Any, ...]) -> str:
 def _moves(
     optimizer: optax.GradientTransformationExtraArgs, params: Any, places: list[int]
 ) -> bool:
-    """Whether an optimizer updates the leaves at these positions; ``set_to_zero`` does not."""
+    """Return whether an optimizer updates the leaves at these places; ``set_to_zero`` does not."""
 
     def updates(gradients: Any, params: Any) -> list[Any]:
         extra_args = {"value": 0.0} if takes(optimizer) else {}
@@ -165,7 +165,7 @@ def _moves(
 
 
 def combine(skeleton: Skeleton, params: Any, frozen: Any, model_state: Any) -> Any:
-    """The inverse of ``partition``."""
+    """Invert ``partition``."""
     if skeleton.fixed is None:
         # New variables belong to the current trace, so that the loss may write to them.
         return nnx.merge(skeleton.tree, *jax.tree.map(lambda x: x, (params, frozen, model_state)))
@@ -183,9 +183,9 @@ def combine(skeleton: Skeleton, params: Any, frozen: Any, model_state: Any) -> A
 
 
 def after_loss(skeleton: Skeleton, model: Any, params: Any, before: Any) -> tuple[Any, Any]:
-    """The parameters, trained and frozen, and the other state of a model after the loss.
+    """Return the parameters, trained and frozen, and the other state of a model after the loss.
 
-    Takes the model that the loss got, and both of them before it.
+    ``model`` is the one that the loss got; ``params`` and ``before`` are both before the loss.
     """
     if not skeleton.is_nnx:
         return params, before
@@ -276,7 +276,7 @@ def _fixed(leaf: Any) -> _Fixed:
 
 
 def _check_arrays(tree: Any) -> None:
-    # What is no array is static.
+    # Leaves that are no arrays are static.
     arrays = jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, tree)
     _check.arrays("params", arrays, or_types=True)
 
@@ -289,7 +289,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def check_wrt(wrt: Any) -> Any:
-    """The checked ``wrt`` argument: ``None``, an NNX filter, or a function of path and leaf."""
+    """Return the checked ``wrt``: ``None``, an NNX filter, or a function of path and leaf."""
     if wrt is None:
         return None
     if _is_nnx_filter(wrt):
@@ -312,7 +312,7 @@ def check_wrt(wrt: Any) -> Any:
 
 
 def _chooser(wrt: Any, model: Any) -> Callable[[Any, Any], bool]:
-    """Whether ``wrt`` chooses a floating leaf of a pytree, or an NNX variable, with this path."""
+    """Return a function that tells whether ``wrt`` chooses a leaf, or an NNX variable."""
     is_module = isinstance(model, nnx.Pytree)
     if wrt is None:
         return _is_param if is_module else lambda path, leaf: True

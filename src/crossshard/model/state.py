@@ -31,17 +31,18 @@ class TrainState:
         the inner optimizer; partitioned over the shards if the weight update is sharded, and
         ``[shards, …]`` with groups.
       frozen: the arrays of the model that stay unchanged: the parameters that ``wrt`` leaves out,
-        and those of a pytree that are not floating; replicated, but for large parameters with
-        ``params="sharded"``.
+        and the arrays of a pytree that are not floating; replicated, except for large parameters
+        with ``params="sharded"``.
       model_state: the other state of the model: the variables of an NNX module, ``[shards, …]``,
-        since each shard keeps its own statistics and random streams; or what the loss returns.
+        since each shard keeps its own statistics and random streams; or the state that the loss
+        returns.
       rng: uint32[…], the data of the key from which each step and shard derives its own: raw, since
         typed keys slow down every call.
       skeleton: the static part of the model.
       rng_impl: the implementation of the key.
       grouped: whether each group has its own parameters.
-      other_axes: for each array of ``params`` and ``model_state`` its spec on the
-        other axes of the mesh; empty if none is split over these.
+      other_axes: the spec on the other axes of the mesh of each array of ``params``, ``frozen`` and
+        ``model_state``, in this order; empty if none is split over these axes.
       per_shard: whether each shard has its own ``model_state``.
 
     >>> import jax.numpy as jnp, optax
@@ -66,7 +67,7 @@ class TrainState:
 
 
 def names_of(state: TrainState) -> tuple[str, ...]:
-    """The name of each array of a state, such as ``"opt_state.inner_state[0].mu"``."""
+    """Return the name of each array of a state, such as ``"opt_state.inner_state[0].mu"``."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     return tuple(
         jax.tree_util.keystr(path).removeprefix(".").removesuffix(".value") for path in paths
@@ -74,11 +75,11 @@ def names_of(state: TrainState) -> tuple[str, ...]:
 
 
 def check_state(state: Any, *, or_types: bool = True) -> None:
-    """Raise unless it is a state, of arrays that JAX can hold.
+    """Raise unless ``state`` is a state, of arrays that JAX can hold.
 
     Args:
-      state: the state.
-      or_types: whether it may be the types of one, to compile for.
+      state: the argument to check.
+      or_types: whether it may be the types of a state, to compile for.
 
     Raises:
       ArgumentError: it was donated.
@@ -89,7 +90,7 @@ def check_state(state: Any, *, or_types: bool = True) -> None:
 
 
 def check_is_state(state: Any) -> None:
-    """Raise unless it is a state that has not been donated; in a microsecond, for each step.
+    """Raise unless ``state`` is a state that has not been donated; takes about a microsecond.
 
     Raises: as ``check_state``.
     """

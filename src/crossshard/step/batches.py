@@ -1,4 +1,4 @@
-"""Batches: what of one is split, its checks, and its way onto the mesh: padded, split or whole."""
+"""Batches: which arrays of one are split, its checks, and how it is padded and put on the mesh."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from crossshard.step.microbatches import SumOf, Weight, weight_of
 
 
 def check_entries(batch_axis: Any, names: Any, weight: Weight | None) -> BatchAxes:
-    """The checked ``batch_axis`` and ``replicated_entries`` arguments."""
+    """Return the axes of a batch's rows, given ``batch_axis`` and ``replicated_entries``."""
     given = tuple(names) if isinstance(names, tuple | list) else ()
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in given):
         raise ArgumentTypeError(
@@ -49,9 +49,9 @@ def check_entries(batch_axis: Any, names: Any, weight: Weight | None) -> BatchAx
 
 
 def check_same_rows(rows: Any, axes: BatchAxes) -> None:
-    """Raise unless all arrays of a batch that are split have as many rows.
+    """Raise unless all arrays of a batch that are split have the same number of rows.
 
-    Else each shard would get a part of, say, a table.
+    Otherwise each shard would get a part of, say, a table.
     """
     lengths = axes.lengths(rows)
     for place, length in enumerate(lengths):
@@ -69,7 +69,7 @@ def check_same_rows(rows: Any, axes: BatchAxes) -> None:
 
 
 class BatchPlacer:
-    """Puts the batches of a loss on a mesh: rows split over the shards in order, others whole.
+    """Puts the batches of a loss on a mesh: rows split over the shards in order, the rest whole.
 
     Attributes:
       number: the number of shards.
@@ -77,7 +77,7 @@ class BatchPlacer:
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...], loss: StepLoss):
-        self.mesh, self.axes, self.of_batch = mesh, axes, loss.batch_axes
+        self.mesh, self.axes, self.batch_axes = mesh, axes, loss.batch_axes
         self.number: int = number_of_shards(mesh, axes)
         self.parts: int = count_own_shards(NamedSharding(mesh, PartitionSpec(axes)), self.number)
         # Rows are split over the shards, and a shard's rows into microbatches.
@@ -85,31 +85,31 @@ class BatchPlacer:
         self._loss, self._weight = loss, loss.weight
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._shardings: dict[int, NamedSharding] = {}
-        # How the arrays of batches were that were on the devices already.
+        # The shardings and dimensions of batches that were on the devices already.
         self._known: dict[Any, list[tuple[NamedSharding, int]]] = {}
         # The kinds of batches whose padding weighs nothing, and those that all processes passed.
         self._padded: set[Any] = set()
         self._agreed: set[Any] = set()
 
     def along(self, axis: int) -> NamedSharding:
-        """The sharding of what is split along an axis."""
+        """Return the sharding of an array that is split along an axis."""
         if axis not in self._shardings:
             self._shardings[axis] = NamedSharding(self.mesh, spec_along(axis, self.axes))
         return self._shardings[axis]
 
     def is_placed(self, leaf: Any, axis: int) -> bool:
-        """Whether an array is split along an axis already."""
+        """Return whether an array is split along an axis already."""
         return getattr(leaf, "sharding", None) == self.along(axis)
 
     def split(self, batch: Any, *, or_types: bool = False) -> tuple[Any, Any]:
-        """A batch, or its types, without its whole arrays, and with these alone."""
-        rows, whole = self.of_batch.split(batch)
+        """Split a batch, or its types, into arrays with rows and whole arrays."""
+        rows, whole = self.batch_axes.split(batch)
         _check.arrays("batch", whole, or_types=or_types)
-        # A Python number would be a part of the program.
+        # A Python number would be compiled into the program.
         return rows, jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), whole)
 
     def abstract(self, batch: Any) -> Any:
-        """The types and shardings of a batch on the mesh; raises as for the batch itself."""
+        """Return the types and shardings of a batch on the mesh; raises as for the batch itself."""
 
         def one(leaf: Any, axis: int | None = None) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
@@ -122,7 +122,7 @@ class BatchPlacer:
 
         rows, whole = self.split(batch, or_types=True)
         self._check(rows, whole, or_types=True)
-        placed = jax.tree.map(one, rows, self.of_batch.tree_of(rows))
+        placed = jax.tree.map(one, rows, self.batch_axes.tree_of(rows))
         return join(placed, jax.tree.map(one, whole))
 
     def __call__(self, batch: Any) -> Any:
@@ -134,19 +134,19 @@ class BatchPlacer:
         leaves, tree = jax.tree.flatten(batch)
         # A fast check, since it runs at every step; a tracer has no such attribute.
         known = self._known.get(tree)
-        lies_as = lambda x, to: getattr(x, "sharding", None) == to[0] and x.ndim == to[1]
-        if known and all(map(lies_as, leaves, known)):
+        is_as = lambda x, to: getattr(x, "sharding", None) == to[0] and x.ndim == to[1]
+        if known and all(map(is_as, leaves, known)):
             return batch
         rows, whole = self.split(batch)
         placed = self.place_whole(whole)
-        leaves, axes = jax.tree.leaves(rows), self.of_batch.of_rows(rows)
+        leaves, axes = jax.tree.leaves(rows), self.batch_axes.of_rows(rows)
         if leaves and all(map(self.is_placed, leaves, axes)):
             if whole is None:
                 self._known[tree] = [
                     (self.along(axis), x.ndim) for x, axis in zip(leaves, axes, strict=True)
                 ]
             return join(rows, placed)
-        # To move a batch is asked for, and padding is a part of it.
+        # The caller asks to move the batch, and padding is a part of that.
         with jax.transfer_guard("allow"):
             if not _jax.at_top_level():
                 return join(self._place(rows, whole), placed)
@@ -155,9 +155,9 @@ class BatchPlacer:
                 return join(self._place(rows, whole), placed)
 
     def rows_of(self, batch: Any) -> str:
-        """What this process passes, as it tells the others: with weights, of any number of rows."""
+        """Describe what this process passes, for the others: with weights, any number of rows."""
         words = []
-        for leaf, axis in zip(jax.tree.leaves(batch), self.of_batch.of(batch), strict=True):
+        for leaf, axis in zip(jax.tree.leaves(batch), self.batch_axes.of(batch), strict=True):
             sizes: list[Any] = list(np.shape(leaf))
             if axis is not None and sizes:
                 if self.is_placed(leaf, axis):
@@ -167,7 +167,7 @@ class BatchPlacer:
         return ",".join(words)
 
     def place_whole(self, whole: Any) -> Any:
-        """The arrays that every shard gets whole, on the devices.
+        """Put the replicated arrays of a batch on the devices.
 
         If there are several processes, the arrays are compared when their shapes are new.
         """
@@ -196,14 +196,14 @@ class BatchPlacer:
             number = x.shape[axis] + self._missing(x, axis)
             return self._put(padded(x, axis, number, zeros=True), self.along(axis))
 
-        return jax.tree.map(one, rows, self.of_batch.tree_of(rows))
+        return jax.tree.map(one, rows, self.batch_axes.tree_of(rows))
 
     @staticmethod
     def _put(x: Any, to: NamedSharding) -> jax.Array:
         return _mesh.constrained(x, to) if isinstance(x, jax.core.Tracer) else put(x, to)
 
     def _check_agreement(self, tree: Any, shown: Callable[[Any], str], mend: str) -> None:
-        """Raise unless every process passes the same, as it is shown; for each kind once."""
+        """Raise unless ``shown`` says the same of every process's leaves; once for each kind."""
         paths = jax.tree_util.tree_leaves_with_path(tree)
         key = mend, tuple((path, leaf.shape, str(leaf.dtype)) for path, leaf in paths)
         if not paths or key in self._agreed:
@@ -218,7 +218,7 @@ class BatchPlacer:
         paths = jax.tree_util.tree_leaves_with_path(rows)
         if not paths:
             raise ArgumentError("The batch is empty: it has no array that is split.")
-        for (path, leaf), axis in zip(paths, self.of_batch.of_rows(rows), strict=True):
+        for (path, leaf), axis in zip(paths, self.batch_axes.of_rows(rows), strict=True):
             where = f"batch{jax.tree_util.keystr(path)}"
             if is_number(leaf) and not np.shape(leaf):
                 raise ArgumentError(
@@ -234,25 +234,25 @@ class BatchPlacer:
         """Raise unless each array has rows that can be split, or padded."""
         self.check_rows(rows, or_types=or_types)
         paths = jax.tree_util.tree_leaves_with_path(rows)
-        for (path, leaf), axis in zip(paths, self.of_batch.of_rows(rows), strict=True):
+        for (path, leaf), axis in zip(paths, self.batch_axes.of_rows(rows), strict=True):
             if self._missing(leaf, axis):
                 self._check_padding(path, leaf.shape[axis], rows, whole)
                 break
 
     def _missing(self, leaf: Any, axis: int) -> int:
-        """How many rows of padding an array needs."""
+        """Return how many rows of padding an array needs."""
         return int(-leaf.shape[axis] % self._multiple)
 
     def _check_padding(self, path: Any, number: int, rows: Any, whole: Any) -> None:
-        check_same_rows(rows, self.of_batch)
+        check_same_rows(rows, self.batch_axes)
         parts, microbatches = self._multiple, self._loss.accumulate_steps
-        kind = "shards" if self._loss.same_bits is None else "virtual shards"
+        kind = "shards" if self._loss.virtual_shards is None else "virtual shards"
         pieces = f"{parts // microbatches} {kind}"
         pieces += f" of {microbatches} microbatches" * (microbatches > 1)
         if self._weight is None:
             rest = number % parts
             fewer = f"{number - rest} or " if number > parts else ""
-            # Where the step could be given a weight.
+            # A loss over the batch takes no weight.
             or_weight = (
                 ", or weight=, the batch's entry that counts examples: the batch is then padded "
                 "with rows of weight 0"
@@ -269,7 +269,7 @@ class BatchPlacer:
         # Otherwise the padding would silently change the mean.
         each = math.ceil(number / parts)
         nothing = lambda x, axis: _padding(x, axis, each, zeros=True)
-        padding = jax.tree.map(nothing, rows, self.of_batch.tree_of(rows))
+        padding = jax.tree.map(nothing, rows, self.batch_axes.tree_of(rows))
         weight = float(weight_of(self._weight, join(padding, whole)))
         if weight != 0:
             raise ArgumentError(
@@ -281,7 +281,7 @@ class BatchPlacer:
 
 
 def padded(leaf: Any, axis: int, number: int, *, zeros: bool = False) -> Any:
-    """An array with so many rows: further ones are copies of the first, or zeros."""
+    """Pad an array to ``number`` rows, with copies of the first or with zeros."""
     missing = number - leaf.shape[axis]
     if not missing:
         return leaf
@@ -299,7 +299,7 @@ def _padding(leaf: Any, axis: int, rows: int, *, zeros: bool) -> Any:
 
 
 class Donation:
-    """Refuses a batch with a buffer of the state, which would end the interpreter.
+    """Refuses a batch that shares a buffer with the state, which would crash the interpreter.
 
     It runs before every step, so an array of the batch is compared only with those of the state
     that have the same type on a device.
@@ -339,7 +339,7 @@ class Donation:
 
 
 def _shares(piece: jax.Array, x: Any) -> bool:
-    """Whether an array on one device is a part of another one, or has the buffer of one."""
+    """Return whether an array on one device is a part of another array, or shares its buffer."""
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
         return False
     parts = map(x.addressable_data, range(len(x.sharding.addressable_devices)))

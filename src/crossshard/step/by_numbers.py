@@ -1,8 +1,8 @@
-"""By numbers: whether a loss of several shards is the mean of theirs, and what it divides by.
+"""By numbers: test whether a loss is a mean over rows, and what it divides by.
 
-Where its trace shows nothing of some operations alone, such as kernels, the loss is evaluated,
-equation by equation, up to these. Each is given the same rows in another order, beside other rows,
-and as many as a half; and so is its gradient. What it computes of a row may differ by rounding.
+It decides what a trace does not show. If that is only some operations, such as kernels, the loss is
+evaluated up to these, equation by equation. Each is given the same rows in another order, beside
+other rows, and in halves; so is its gradient. What it computes of a row may differ by rounding.
 """
 
 import dataclasses
@@ -57,30 +57,30 @@ from crossshard.step.losses import changed
 from crossshard.step.losses.rows import LossOver, StepLoss
 from crossshard.step.microbatches import pieces_of, weight_of
 from crossshard.step.over_rows import (
-    WAYS_ON,
+    REMEDIES,
     Divisor,
     Doubt,
     OverRowsRecord,
-    another_sum,
     are_equal,
     finding_of,
+    wrong_weight_error,
 )
 
-# Sums over rows in another order differ by less, in float32; in coarser floats by less than twice
-# their precision, or that of bfloat16.
+# In float32, sums over rows in another order differ by less than this; in coarser floats by less
+# than twice their precision, or that of bfloat16.
 _TOLERANCE, _COARSEST = 1e-4, float(jnp.finfo(jnp.bfloat16).eps)
-# What is changed, and how far that may change what is computed of a row, in units of the precision
-# of the operation: in one program a row's result is rounded in one way, and with another number of
-# rows XLA may tile it otherwise. Sums over rows, as in the gradient of a weight, are rounded anew.
+# The changes that are tried, and how far each may change the result of a row, in units of the
+# operation's precision. One program rounds a row's result in one way; with another number of rows
+# XLA may tile it differently. Sums over rows, as in the gradient of a weight, are rounded anew.
 _ORDER, _BESIDE, _NUMBER, _SCALE = "in another order", "beside other rows", "in halves", "scaled"
 _OF_ROWS = {_ORDER: 1 / 8, _BESIDE: 1 / 8, _NUMBER: 1 / 2, _SCALE: 1 / 8}
 _OF_SUMS = {_ORDER: 1 / 2, _BESIDE: 1 / 2, _NUMBER: 1.0, _SCALE: 1 / 2}
-# Of float32, in the same units: what is added in another order is some hundred times less exact.
-_LEAST = 2e-4
+# The precision of float32 here: sums in another order are some hundred times less exact.
+_LEAST_PRECISION = 2e-4
 
 
 class _NotDecidedError(Exception):
-    """More is in doubt than some operations, or some cannot be tried."""
+    """More is in doubt than single operations, or some of these cannot be tried."""
 
 
 def check_by_numbers(
@@ -88,10 +88,10 @@ def check_by_numbers(
 ) -> None:
     """Raise unless numbers show what the trace of a loss does not.
 
-    If it is a ratio: that the weight is what it divides by. Else: that it is a mean over rows. If
-    only some operations are in doubt, these are tried alone; or the step's loss and gradient are
-    compared with those of all rows. Noise is switched off, and the state stays valid. If there are
-    several processes, all of them make this call.
+    For a ratio, that the weight is what it divides by; otherwise, that it is a mean over rows. If
+    only some operations are in doubt, these are tried alone. Otherwise the step's loss and gradient
+    are compared with those of all rows. Noise is switched off, and the state stays valid. If there
+    are several processes, all of them make this call.
     """
     given = jax.tree.map(lambda x: _mesh.on_mesh(x, layout.mesh), (state, batch))
     check = _Check(config, layout, doubt)
@@ -109,7 +109,7 @@ def check_by_numbers(
 class _Check:
     """A check of a loss, with the parameters and the model state of the first shard, or group.
 
-    Without what stages do to its gradient, and with its noise switched off.
+    No stages change its gradient, and its noise is switched off.
     """
 
     def __init__(self, config: StepConfig, layout: StateLayout, doubt: Doubt):
@@ -135,7 +135,7 @@ class _Check:
             over=LossOver.SHARD,
             is_summed=False,
             accumulate_steps=1,
-            same_bits=None,
+            virtual_shards=None,
             record=OverRowsRecord(),
         )
 
@@ -151,7 +151,7 @@ class _Check:
         )
 
     def _run(self, function: Callable[..., Any], *given: Any) -> tuple[Any, float]:
-        """What a function returns, on all processes, and the precision of its floats."""
+        """Run a function on all processes; return its results, and the precision of its floats."""
         everywhere = jax.NamedSharding(self._layout.mesh, PartitionSpec())
         traced = jax.jit(function, out_shardings=everywhere).trace(*given)
         precision = max(map(precision_of, equations_of(traced.jaxpr)), default=0.0)
@@ -160,7 +160,7 @@ class _Check:
     def _not_finite(self, of: str) -> LossError:
         return LossError(
             f"{self._doubt.sentence} And numbers that are not finite cannot show it{of}. Make them "
-            f"finite in the first call. Or: {WAYS_ON}"
+            f"finite in the first call. Or: {REMEDIES}"
         )
 
     # The whole loss.
@@ -195,7 +195,7 @@ class _Check:
         said = str(failure).partition("\n")[0]
         raise LossError(
             f"{self._doubt.sentence} And it cannot be computed of all rows at once, to compare "
-            f"numbers: {type(failure).__name__}: {said:.200} {WAYS_ON}"
+            f"numbers: {type(failure).__name__}: {said:.200} {REMEDIES}"
         ) from failure
 
     def _compared(
@@ -206,7 +206,7 @@ class _Check:
         state: TrainState,
         batch: Any,
     ) -> Any:
-        """How far two losses and their gradients are apart; and both losses."""
+        """Return how far two losses and their gradients are apart, and both losses."""
         state, batch = widen((self._of_one_group(state), batch))
         pieces = self._config.loss.pieces(self._layout.number_of_shards)
         of_pieces = changed(self._loss, accumulate_steps=pieces)
@@ -224,7 +224,7 @@ class _Check:
         """Raise if losses or gradients are further apart than rounding makes them."""
         values, gradients, both, mean = map(float, found)
         allowed = max(_TOLERANCE, 2 * min(precision, _COARSEST))
-        # Which is so of numbers that are not finite, too: they show nothing.
+        # False also of numbers that are not finite: they show nothing.
         if values <= allowed and gradients <= allowed:
             return
         numbers = f"of rows of the whole batch the loss is {both:.6g}, and the mean of the shards' "
@@ -233,12 +233,14 @@ class _Check:
             numbers += f"; the gradients are {gradients:.2g} of the largest apart"
         if not all(map(math.isfinite, (both, mean, gradients))):
             raise self._not_finite(f": {numbers}")
-        raise LossError(f"{self._doubt.sentence} And by numbers it is not so: {numbers}. {WAYS_ON}")
+        raise LossError(
+            f"{self._doubt.sentence} And by numbers it is not so: {numbers}. {REMEDIES}"
+        )
 
     # Single operations.
 
     def operations(self, state: TrainState, batch: Any) -> None:
-        """Try the operations alone of which nothing is known.
+        """Try, one by one, the operations of which nothing is known.
 
         Raises:
           _NotDecidedError: more is in doubt, or some cannot be tried.
@@ -256,7 +258,7 @@ class _Check:
             if loss.number_of_rows(one) == 1:
                 # Where two axes are one row long, a trace does not tell which is that of the rows.
                 one, other = behind(one, other), behind(other, one)
-            keys = (quiet_keys((loss.number_of_rows(batch),) * loss.keys_of_rows),) * loss.takes_rng
+            keys = (quiet_keys((loss.number_of_rows(batch),) * loss.key_per_row),) * loss.takes_rng
 
             def of_params(both: Any) -> Any:
                 of_loss = lambda *arguments: loss.of_arguments(before, *arguments).loss
@@ -276,7 +278,7 @@ class _Check:
                 return jnp.stack(trial.apart)[None]
 
             with shard_context(shards.number, axis_name=shards.axes):
-                return to_read(layout, before).of_both(of_params, before.params, before.frozen)
+                return to_read(layout, before).call_on_both(of_params, before.params, before.frozen)
 
         def on_shards(state: TrainState, batch: Any) -> Any:
             own = self._of_one_group(state)
@@ -295,18 +297,18 @@ class _Check:
         worst = np.argmax(np.nan_to_num(found[..., 1], nan=np.inf), 0)
         apart = found[worst, np.arange(found.shape[1])]
         for (operation, change), (distance, allowed) in zip(trials[-1], apart, strict=True):
-            # Which is so of numbers that are not finite, too.
+            # True also of numbers that are not finite.
             if not allowed <= 1:
                 if not math.isfinite(distance):
                     raise self._not_finite(f" of {operation}")
                 raise LossError(
                     f"{self._doubt.sentence} And by numbers it is not so: of the same rows "
                     f"{change}, the results of {operation} are {distance:.2g} of their "
-                    f"size apart. {WAYS_ON}"
+                    f"size apart. {REMEDIES}"
                 )
 
     def _two_pieces(self, rows: Any, of_rows: Any) -> tuple[Any, Any]:
-        """The rows of a piece, and of the next shard's; or of its own next piece."""
+        """Return the rows of two pieces: of this shard and another, or two of the only shard."""
         loss, shards = self._config.loss, self._layout.shards
         number = loss.batch_axes.lengths(rows)[0] // loss.pieces(shards.number)
         of = lambda part: jax.tree.map(lambda x, axis: take_rows(x, axis, part), rows, of_rows)
@@ -318,14 +320,14 @@ class _Check:
 
 
 def _quiet(loss: StepLoss) -> Callable[..., Any]:
-    """The function of a loss, with keys that switch its noise off."""
+    """Return the function of a loss, called with keys that switch its noise off."""
     if not loss.takes_rng:
         return loss.function
     return lambda *args: loss.function(*args[:-1], quiet_keys(args[-1].shape))
 
 
 def _widened(tree: Any) -> Any:
-    """The same with floats of at least 32 bits, in which numbers show more."""
+    """Cast floats to at least 32 bits, in which numbers show more."""
     is_coarse = lambda x: is_inexact(x) and jnp.finfo(x.dtype).bits < 32
     return jax.tree.map(lambda x: x.astype(jnp.float32) if is_coarse(x) else x, tree)
 
@@ -336,7 +338,7 @@ def _relative(difference: Any, *values: Any) -> jax.Array:
 
 
 def _check_weight(config: StepConfig, batch: Any, finding: Finding, divisor: Divisor) -> None:
-    """Raise unless weight and divisor are equal in each piece of a batch, two numbers of each."""
+    """Raise unless the weight and the divisor are equal in each piece of a batch."""
     loss, axes = config.loss, config.axes
     weight, pieces = loss.weight, loss.pieces(config.number_of_shards)
     assert weight is not None
@@ -363,21 +365,21 @@ def _check_weight(config: StepConfig, batch: Any, finding: Finding, divisor: Div
         if not are_equal(of_weight, divides):
             of = f"In part {place} of {len(found)} of this batch" if len(found) > 1 else "Here"
             numbers = f"{of} the loss divides by {divides:.7g}, and weight= is {of_weight:.7g}.\n"
-            raise another_sum(weight, finding, numbers)
+            raise wrong_weight_error(weight, finding, numbers)
 
 
 # Operations, each tried alone.
 
 
 def precision_of(equation: Any) -> float:
-    """The precision of the coarsest floats that an equation takes or makes; 0 if there are none."""
+    """Return the precision of the coarsest floats of an equation; 0 if there are none."""
     dtypes = [getattr(x.aval, "dtype", None) for x in (*equation.invars, *equation.outvars)]
     exact = [x for x in dtypes if x is not None and jnp.issubdtype(x, np.inexact)]
     return max((float(jnp.finfo(x).eps) for x in exact), default=0.0)
 
 
 class Trial:
-    """Collects what the operations of one loss do on one shard."""
+    """Tries the operations of one loss on one shard, and collects what they do."""
 
     def __init__(self, assumed: Assumptions):
         self.assumed = assumed
@@ -386,11 +388,11 @@ class Trial:
         self.reached: set[str] = set()
         # What was tried, and what was changed of the rows.
         self.tried: list[tuple[str, str]] = []
-        # For each of these how far the results are apart, and of how far they may be.
+        # For each of these, how far the results are apart, and that relative to what is allowed.
         self.apart: list[jax.Array] = []
 
     def evaluate(self, jaxpr: Any, inputs: Sequence[Any], *, differentiated: bool = True) -> Any:
-        """The outputs of a jaxpr, of which each assumed operation is tried on the way."""
+        """Evaluate a jaxpr, and try each assumed operation on the way."""
 
         def on(equation: Any, given: list[Any]) -> Sequence[Any]:
             for operation in self.assumed.operations.get(id(equation), ()):
@@ -400,7 +402,7 @@ class Trial:
         return rewrite.evaluate(jaxpr, inputs, on)
 
     def _run(self, equation: Any, given: Sequence[Any], differentiated: bool) -> Sequence[Any]:
-        """The outputs of an equation, with trials of what it runs."""
+        """Evaluate an equation, and try the assumed operations inside it."""
         if not self.assumed.are_in(equation):
             return _jax.bound(equation, given)
         if self.assumed.are_in_rule(equation):
@@ -429,8 +431,8 @@ class Trial:
         return _jax.bound(equation, given)
 
     def _try(self, operation: Operation, given: Sequence[Any], *, differentiated: bool) -> None:
-        """Compare what it computes of all rows, in several ways; and what its gradient does."""
-        pair, given = operation.pair, _telling(operation, list(map(jnp.asarray, given)))
+        """Compare what an operation, and its gradient, compute of all rows in several ways."""
+        pair, given = operation.pair, _with_distinct_rows(operation, list(map(jnp.asarray, given)))
         self.reached.add(str(operation))
         types = [(x.shape, x.dtype) for x in given]
         # An operation of many layers is one.
@@ -439,7 +441,7 @@ class Trial:
             return
         self._seen.add(key)
         within = (pair.other, *equations_within(pair.other))
-        precision = max(_LEAST, *map(precision_of, within))
+        precision = max(_LEAST_PRECISION, *map(precision_of, within))
         runs = [lambda given, of=of: _jax.bound(of, given) for of in (pair.one, pair.other)]
         compare = functools.partial(self._compare, precision=precision, rows=pair.rows)
         compare(str(operation), runs, operation.inputs, operation.outputs, given)
@@ -470,7 +472,7 @@ class Trial:
         gradients = [operation.inputs[place] for place in exact]
         try:
             jax.eval_shape(backward(runs[1]), [*given, *slopes])
-        except Exception:  # it cannot be differentiated, so nothing does
+        except Exception:  # it cannot be differentiated, so nothing differentiates it
             return
         name = f"the gradient of {operation}"
         compare(name, list(map(backward, runs)), facts, gradients, [*given, *slopes])
@@ -486,9 +488,10 @@ class Trial:
         precision: float,
         rows: int,
     ) -> None:
-        """Compare an operation with itself, which ``runs`` with so many rows, and twice as many.
+        """Compare the results of an operation on all rows with those on a choice of them.
 
-        It is given inputs of the latter. An output without rows is a sum over them.
+        ``runs`` take ``rows`` rows, and twice as many; ``given`` are inputs of the latter. An
+        output without rows is a sum over them.
         """
         order = np.random.default_rng(0).permutation(2 * rows)
         order = order if np.any(order != np.arange(2 * rows)) else order[::-1]
@@ -496,7 +499,7 @@ class Trial:
         powered = [bool(getattr(fact, "power", 0)) for fact in inputs]
 
         def repeated(run: Callable[..., Any], places: Sequence[Any], factors: Any) -> list[Any]:
-            """What it computes of several choices of rows, in a loop, so by one compiled code."""
+            """Run it on several choices of rows in a loop, by the same compiled code."""
 
             def once(chosen: Any) -> Any:
                 places, factor = chosen
@@ -509,7 +512,7 @@ class Trial:
             found = lax.map(once, chosen)
             return [[x[turn] for x in found] for turn in range(len(factors))]
 
-        # One row in the place of all that are not looked at.
+        # One row in the place of all that are not compared.
         beside = np.concatenate([first, np.zeros_like(first)])
         choices, factors = [np.arange(2 * rows), order, beside], [1.0, 1.0, 1.0]
         if any(powered):
@@ -538,8 +541,8 @@ class Trial:
                 note(_SCALE, fact, x, 2 * _wide(each[place]), *sums)
 
 
-def _telling(operation: Operation, given: Sequence[Any]) -> list[Any]:
-    """Its inputs; random ones if all rows are alike, as of weights that start at 0."""
+def _with_distinct_rows(operation: Operation, given: Sequence[Any]) -> list[Any]:
+    """Add noise to an operation's inputs if all rows are alike, as with weights that start at 0."""
     floats = [
         isinstance(fact, Rows) and is_inexact(x) and not fact.power
         for fact, x in zip(operation.inputs, given, strict=True)
@@ -555,7 +558,7 @@ def _telling(operation: Operation, given: Sequence[Any]) -> list[Any]:
 
 
 def _random(aval: Any, seed: int, rows: Fact) -> jax.Array:
-    """Random slopes; those of the second half of the rows have another mean than the first."""
+    """Draw random slopes, with another mean in the second half of the rows than in the first."""
     noise = jax.random.normal(jax.random.key(seed), aval.shape, jnp.float32)
     if isinstance(rows, Rows):
         number = aval.shape[rows.axis] // (rows.outer * rows.inner)
@@ -566,7 +569,7 @@ def _random(aval: Any, seed: int, rows: Fact) -> jax.Array:
 
 
 def _taken(x: Any, fact: Fact, places: Any) -> Any:
-    """Some rows of an array; all of it if it has none."""
+    """Take some rows of an array; all of it if it has no rows."""
     if not isinstance(fact, Rows):
         return x
     slices = x.shape[fact.axis] // (fact.outer * fact.inner), fact.inner
@@ -577,7 +580,7 @@ def _taken(x: Any, fact: Fact, places: Any) -> Any:
 
 
 def _distance(one: Any, other: Any, *more: Any) -> jax.Array:
-    """How far two arrays are apart, relative to the largest; of integers, how many differ."""
+    """Return the distance of two arrays, relative to the largest; of integers, how many differ."""
     if not is_inexact(one):
         return jnp.sqrt(jnp.mean(one != other, dtype=jnp.float32)) if one.size else jnp.float32(0)
     one, other = _wide(one), _wide(other)
@@ -585,12 +588,12 @@ def _distance(one: Any, other: Any, *more: Any) -> jax.Array:
     norm = lambda x: jnp.sqrt(jnp.sum(jnp.where(same & ~jnp.isfinite(x), 0, jnp.abs(x)) ** 2))
     apart = jnp.sqrt(jnp.sum(jnp.where(same, 0, jnp.abs(one - other)) ** 2))
     largest = functools.reduce(jnp.maximum, map(norm, (one, other, *map(_wide, more))))
-    # What is NaN alone shows nothing.
+    # An array of nothing but NaN shows nothing.
     shows = ~jnp.isnan(one).all() if one.size else jnp.bool_(True)
     found = jnp.where(apart == 0, 0, apart / largest)
     return jnp.where(shows, found, jnp.nan).astype(jnp.float32)
 
 
 def _wide(x: Any) -> Any:
-    """An array in float32 at least, if it is one of floats."""
+    """Cast an array of floats to at least float32."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_inexact(x) else x

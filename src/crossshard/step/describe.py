@@ -22,7 +22,7 @@ _ONCE = "is known once the step has been lowered, or called"
 
 
 def describe(config: StepConfig, layout: StateLayout, state: TrainState) -> str:
-    """The pipeline, the weight update with its reason, and the arrays with their sizes."""
+    """Describe the pipeline, the weight update with its reason, and the arrays with their sizes."""
     arrays, mesh = layout.arrays, layout.mesh
     axes = ", ".join(f"{name}: {number}" for name, number in mesh.shape.items())
     kind = layout.model_state
@@ -39,7 +39,7 @@ def describe(config: StepConfig, layout: StateLayout, state: TrainState) -> str:
             config.describe(arrays),
             f"{shards}; weight update {arrays.where}: {layout.why}",
             *_updated(layout, state),
-            *_over(config.loss, layout.number_of_shards),
+            *_loss_over_rows(config.loss, layout.number_of_shards),
             *_parameters(config, layout, state),
             *([f"frozen: {_sizes(frozen, params_sharded)}, {of_frozen}"] * bool(frozen)),
             *([f"model state: {_sizes(state.model_state, None)}, {kept}"] if kind else []),
@@ -49,8 +49,8 @@ def describe(config: StepConfig, layout: StateLayout, state: TrainState) -> str:
     )
 
 
-def _over(loss: StepLoss, shards: int) -> list[str]:
-    """What the loss is in the rows of the batch, where each shard has its own."""
+def _loss_over_rows(loss: StepLoss, shards: int) -> list[str]:
+    """Describe what the loss is over the rows of the batch, if each shard has its own."""
     known = str(loss.record)
     if loss.over is LossOver.SHARD:
         known = "each shard's own, loss_over='shard'"
@@ -60,7 +60,7 @@ def _over(loss: StepLoss, shards: int) -> list[str]:
 
 
 def _updated(layout: StateLayout, state: TrainState) -> list[str]:
-    """How each parameter is updated, if not all are in the same way."""
+    """Describe how each parameter is updated, if not all are in the same way."""
     arrays = layout.arrays
     if not isinstance(arrays, Owners):
         return []
@@ -86,11 +86,9 @@ def _updated(layout: StateLayout, state: TrainState) -> list[str]:
 
 
 def _parameters(config: StepConfig, layout: StateLayout, state: TrainState) -> list[str]:
-    """How parameters are kept, where they are gathered, and where their gradients are summed."""
-    if (
-        not any(each.number > 1 for each in layout.arrays.params)
-        or not layout.arrays.params_sharded
-    ):
+    """Describe how parameters are kept, and where they are gathered or their gradients summed."""
+    partitions = layout.arrays.params
+    if not layout.arrays.params_sharded or all(each.number == 1 for each in partitions):
         whole = f"parameters: {_sizes(state.params, None)}, replicated"
         names = _named(state.params, layout.uses.latest or ())
         summed = f"gradients summed row by row, in the backward pass: {', '.join(names)}"
@@ -99,13 +97,10 @@ def _parameters(config: StepConfig, layout: StateLayout, state: TrainState) -> l
     if config.pipeline.needs_own_gradient:
         why = "since a stage needs each shard's own gradient"
         return [first, f"  all are gathered at once, at the start of the step, {why}"]
-    if uses is None and any(each.travels_alone for each in layout.arrays.params):
-        return [
-            first,
-            "  where each is gathered is known once the step has been lowered, or called",
-        ]
+    if uses is None and any(each.travels_alone for each in partitions):
+        return [first, f"  where each is gathered {_ONCE}"]
     by_text: dict[str, list[int]] = {}
-    pairs = zip(layout.arrays.params, jax.tree.leaves(state.params), strict=True)
+    pairs = zip(partitions, jax.tree.leaves(state.params), strict=True)
     for place, (partition, x) in enumerate(pairs):
         text = _gathered(config, partition, x, (uses or {}).get(place, ()))
         by_text.setdefault(text, []).append(place)
@@ -114,7 +109,7 @@ def _parameters(config: StepConfig, layout: StateLayout, state: TrainState) -> l
 
 
 def _gathered(config: StepConfig, partition: Partition, x: Any, uses: Sequence[str]) -> str:
-    """Where a sharded parameter is gathered, how often, and in what."""
+    """Describe where a sharded parameter is gathered, how often, and in which dtype."""
     if partition.number == 1:
         return "replicated, since it is tiny or none of its axes divides"
     if not partition.travels_alone:
@@ -129,13 +124,13 @@ def _gathered(config: StepConfig, partition: Partition, x: Any, uses: Sequence[s
 
 
 def _named(tree: Any, places: Iterable[int]) -> list[str]:
-    """The names of the leaves at these places."""
+    """Return the names of the leaves at these places."""
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return [leaf_name(paths[place][0]) for place in places]
 
 
 def _split(layout: StateLayout, state: TrainState) -> str:
-    """How parameters are split over the other axes."""
+    """Describe how parameters are split over the other axes."""
     of_params = layout.other_axes[: len(jax.tree.leaves(state.params))]
     if not any(of_params):
         return ""
@@ -155,7 +150,7 @@ def _sizes(tree: Any, layout: StateLayout | None) -> str:
 
 
 def bytes_on_device(tree: Any) -> int:
-    """The bytes of one device's blocks."""
+    """Return the bytes of a tree's blocks on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)

@@ -11,7 +11,7 @@ from crossshard import _jax
 from crossshard.errors import ArgumentError
 from crossshard.guards import Sentinel
 from crossshard.model.layout import StateLayout
-from crossshard.model.model_state import settled
+from crossshard.model.model_state import reduced_state
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext
@@ -117,7 +117,7 @@ class StepConfig:
             done = self._reduce(before, given, at_use, context)
             if updates:
                 # The loss may have gathered the parameters; the update takes them as stored.
-                opaque = self.loss.apart(before)
+                opaque = self.loss.opaque_false(before)
                 stored = dataclasses.replace(context, params=before.params, opaque_false=opaque)
                 done = self._update(before, done, stored)
             elif done.gradients is not None:
@@ -214,7 +214,7 @@ class StepConfig:
             before,
             step=before.step + 1,
             opt_state=opt_state,
-            model_state=settled(local.model_state, gradients, num_parts),
+            model_state=reduced_state(local.model_state, gradients, num_parts),
         )
         return Progress(after, aux, metrics, gradients)
 
@@ -252,7 +252,7 @@ class StepConfig:
             skips_by_loop=shards.groups is None and not is_global and shards.platform == "cpu",
             apply_updates=True,
         )
-        return dataclasses.replace(context, **self.loss.in_context)
+        return dataclasses.replace(context, **self.loss.context_fields)
 
     def _at_use(self, layout: StateLayout, state: TrainState, context: StageContext) -> AtUse:
         arrays, pipeline = layout.arrays, self.pipeline
@@ -277,7 +277,7 @@ class StepConfig:
         )
 
     def _out_specs(self, layout: StateLayout, state: TrainState, updates: bool) -> Progress:
-        """The specs of what leaves ``shard_map``."""
+        """Return the specs of the results of ``shard_map``."""
         names, per_shard = layout.axes, PartitionSpec(layout.axes)
         replicated: Any = PartitionSpec()
         per_group: Any = replicated if layout.groups is None else per_shard
@@ -291,7 +291,7 @@ class StepConfig:
         return Progress(layout.specs(state), aux, per_group, gradients)
 
     def specs_of_metrics(self, layout: StateLayout, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The specs of a step's metrics, by name."""
+        """Return the specs of a step's metrics, by name."""
         replicated, per_shard = PartitionSpec(), PartitionSpec(layout.axes)
         per_group = replicated if layout.groups is None else per_shard
         kinds = {"aux": self.loss.aux_specs(per_shard, per_group), "divergence": replicated}
@@ -303,7 +303,7 @@ class StepConfig:
         }
 
     def describe(self, arrays: Arrays | None = None) -> str:
-        """The stages in the order in which they run, in one line."""
+        """Describe the stages in the order in which they run, in one line."""
         return self.pipeline.describe(
             ("update",) if arrays is None else arrays.steps,
             weighted=self.loss.weight is not None,
@@ -314,7 +314,7 @@ class StepConfig:
 
 
 def to_read(layout: StateLayout, state: TrainState) -> AtUse:
-    """How one shard gets parameters that it only reads."""
+    """Return how one shard gets parameters that it only reads."""
     arrays = layout.arrays
     frozen = use_of_frozen(layout, state.frozen)
     return AtUse(
@@ -323,7 +323,7 @@ def to_read(layout: StateLayout, state: TrainState) -> AtUse:
 
 
 def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) -> AtUse | None:
-    """How a shard gets the arrays that are not trained; ``None`` if all of them are replicated."""
+    """Return how a shard gets the frozen arrays; ``None`` if all of them are replicated."""
     partitions = layout.partitions_of_frozen(frozen)
     if all(each.number == 1 for each in partitions):
         return None
@@ -347,7 +347,7 @@ _WORTH_BYTES = 1 << 20
 def _unless_skipped(
     skip: jax.Array | None, after: TrainState, before: TrainState, context: StageContext
 ) -> TrainState:
-    """The next state; if the step is skipped, with the step count and model state from before."""
+    """Return the next state, with the old step count and model state if the step is skipped."""
     if skip is None:
         return after
     # Groups may skip on their own, but share one step count: it waits only if all of them skip.

@@ -35,7 +35,7 @@ from crossshard.shards.cut import Partition
 
 @dataclasses.dataclass(frozen=True)
 class ByXLA:
-    """How XLA sends what a loss outside of ``shard_map`` needs: of global arrays, packed."""
+    """How XLA gathers and sums arrays for a loss outside ``shard_map``: they are global, packed."""
 
     mesh: Mesh
     axes: tuple[str, ...]  # its shard axes
@@ -43,7 +43,7 @@ class ByXLA:
     def gather(
         self, parts: Sequence[jax.Array], partitions: Sequence[Partition]
     ) -> list[jax.Array]:
-        """Arrays that are replicated, but for the other axes."""
+        """Replicate arrays, except over the other axes."""
         whole = lambda each: NamedSharding(self.mesh, each.other_axes)
         return [
             lax.with_sharding_constraint(self.split(x, each), whole(each))
@@ -51,7 +51,7 @@ class ByXLA:
         ]
 
     def split(self, x: jax.Array, partition: Partition) -> jax.Array:
-        """A packed array, of which each shard has its slice: the sum of all that is one."""
+        """Give each shard its slice of a packed array; XLA sums into it what is not summed yet."""
         placed = NamedSharding(self.mesh, partition.spec(self.axes))
         return lax.with_sharding_constraint(x, placed)
 
@@ -70,12 +70,12 @@ class AtUse:
     # The dtype in which parameters are sent, or the codec; ``None`` for that in which they are
     # used.
     gather_dtype: Any = None
-    # Whether a stage needs each shard's own gradient, so that all are summed after it.
-    waits: bool = False
-    # How the arrays get there that are not trained; ``None`` if all of them are replicated.
+    # Whether all gradients are summed later, as for a stage that needs each shard's own.
+    sums_later: bool = False
+    # How the loss gets the frozen arrays; ``None`` if all of them are replicated.
     frozen: "AtUse | None" = None
-    # What is told, once the loss is traced, where it uses each parameter that is gathered, or
-    # summed, there; ``None`` if nobody asks.
+    # Records, once the loss is traced, where it uses each parameter that is gathered, or summed,
+    # there; ``None`` to record nothing.
     record: UsesRecord | None = dataclasses.field(default=None, compare=False)
     # The sums of the microbatches before this one, which is the last, as
     # ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
@@ -92,25 +92,25 @@ class AtUse:
     by_xla: ByXLA | None = None
 
     def whole(self, params: Any) -> Any:
-        """The parameters in full, gathered at once."""
+        """Gather all parameters at once."""
         if not self.params_sharded:
             return params
         leaves, tree = jax.tree.flatten(params)
         return tree.unflatten(self.gather(leaves, self.partitions))
 
     def types(self, params: Any) -> Any:
-        """The types of the parameters in full."""
+        """Return the types of the full parameters."""
         leaves, tree = jax.tree.flatten(params)
         pairs = zip(leaves, self.partitions, strict=True)
         return tree.unflatten([jax.ShapeDtypeStruct(p.shape, x.dtype) for x, p in pairs])
 
     @property
     def early(self) -> tuple[bool, ...]:
-        """Which gradients are summed where they are made, whatever the loss is."""
+        """Whether each gradient is summed where it is computed, whatever the loss is."""
         return tuple(self.params_sharded and each.travels_alone for each in self.partitions)
 
     def types_of_gradients(self, params: Any) -> Any:
-        """The types of the gradients of any loss."""
+        """Return the types of the gradients of any loss."""
         leaves, tree = jax.tree.flatten(self.types(params))
         types = [
             jax.ShapeDtypeStruct(self._shape(each), x.dtype) if is_early else x
@@ -119,32 +119,37 @@ class AtUse:
         return tree.unflatten(types)
 
     def call(self, function: Callable[[Any], Any], params: Any) -> Any:
-        """What a function of the parameters returns, which are gathered where it uses them."""
+        """Call a function of the parameters, which are gathered where it uses them."""
         if not self.params_sharded:
             return function(params)
-        leaves, late = jax.tree.leaves(params), {i for i, waits in enumerate(self.early) if waits}
+        leaves, late = (
+            jax.tree.leaves(params),
+            {i for i, is_early in enumerate(self.early) if is_early},
+        )
         inputs = self._at_start(leaves, late)
         for place in late:
             inputs[place] = self._leaf(place, leaves[place], None, None)
-        return _evaluated(self._traced(function, params), inputs)
+        return _call_traced(self._traced(function, params), inputs)
 
-    def of_frozen(self, function: Callable[[Any], Any], frozen: Any) -> Any:
-        """What a function of the arrays that are not trained returns; as ``call``."""
+    def call_on_frozen(self, function: Callable[[Any], Any], frozen: Any) -> Any:
+        """Call a function of the frozen arrays, which are gathered where it uses them."""
         return function(frozen) if self.frozen is None else self.frozen.call(function, frozen)
 
-    def of_both(self, function: Callable[[tuple[Any, Any]], Any], params: Any, frozen: Any) -> Any:
-        """What a function of the parameters and of these returns; as ``call``."""
-        of_params = lambda params: self.of_frozen(lambda x: function((params, x)), frozen)
+    def call_on_both(
+        self, function: Callable[[tuple[Any, Any]], Any], params: Any, frozen: Any
+    ) -> Any:
+        """Call a function of the parameters and the frozen arrays, gathered where it uses them."""
+        of_params = lambda params: self.call_on_frozen(lambda x: function((params, x)), frozen)
         return self.call(of_params, params)
 
     def types_of_frozen(self, frozen: Any) -> Any:
-        """The arrays that are not trained, or their types in full if some are sharded."""
+        """Return the frozen arrays, or the types of the full ones if some are sharded."""
         return frozen if self.frozen is None else self.frozen.types(frozen)
 
     def _traced(
         self, function: Callable[..., Any], params: Any, others: Sequence[Any] = ()
     ) -> tuple[Any, Any]:
-        """The jaxpr of a function of the parameters in full, and the tree of its outputs."""
+        """Trace a function of the full parameters; return its jaxpr and the tree of its outputs."""
         jaxpr, out = jax.make_jaxpr(function, return_shape=True)(self.types(params), *others)
         return _jax.without_unread(jaxpr), jax.tree.structure(out)
 
@@ -168,9 +173,9 @@ class AtUse:
         rows = [place for place in read if self.partitions[place].row is not None]
         # Without the trace the loss gets all parameters as they are.
         traced, late = None, set[int]()
-        if self.params_sharded or (rows and not self.waits):
+        if self.params_sharded or (rows and not self.sums_later):
             traced = self._traced(loss_of, params, others)
-            late = {place for place, waits in enumerate(self.early) if waits}
+            late = {i for i, is_early in enumerate(self.early) if is_early}
             late = late if self.params_sharded else self._used_in_rows(traced, leaves, rows, others)
             traced = traced if self.params_sharded or late else None
         whole = self._at_start(leaves, late)
@@ -183,8 +188,8 @@ class AtUse:
         turns = collections.Counter[int]()
 
         def note(place: int, used: Any, inside: Inside) -> None:
-            uses.setdefault(place, []).append(used.told(inside))
-            turns[place] += math.prod(used.way.partition.shape) * inside.turns
+            uses.setdefault(place, []).append(used.describe_use(inside))
+            turns[place] += math.prod(used.transfer.partition.shape) * inside.turns
 
         def of_read(
             arrays: Sequence[Any], others: Sequence[Any], held: Mapping[int, Any]
@@ -200,7 +205,7 @@ class AtUse:
                     inputs[place] = self._leaf(place, leaves[place], slot, weight, held.get(place))
                 uses.clear()
                 turns.clear()
-                loss, aux = _evaluated(traced, [*inputs, *others], note)
+                loss, aux = _call_traced(traced, [*inputs, *others], note)
             return scaled(loss, loss_scale), (loss, aux)
 
         given_all = [given[place] for place in read], list(others), held
@@ -226,7 +231,7 @@ class AtUse:
         return out, tree.unflatten(gradients), early, of_others, after
 
     def _at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
-        """The parameters, of which sharded ones that do not wait are gathered."""
+        """Gather the sharded parameters, except those in ``late``, which wait for their use."""
         if not self.params_sharded:
             return list(leaves)
         places = [place for place in range(len(leaves)) if place not in late]
@@ -240,9 +245,9 @@ class AtUse:
     def _used_in_rows(
         self, traced: Any, leaves: Sequence[Any], places: Sequence[int], others: Sequence[Any]
     ) -> set[int]:
-        """Which of these parameters the loss uses row by row, as in a loop over its layers.
+        """Return which of these parameters the loss uses row by row, as in a loop over its layers.
 
-        XLA puts the sum of a whole gradient where it is made, but one of a row in no loop.
+        XLA sums a full gradient where it is computed, but puts no sum of a row into a loop.
         """
         found = set[int]()
 
@@ -254,13 +259,13 @@ class AtUse:
             for place in places:
                 x = arrays[place]
                 inputs[place] = self._leaf(place, x, self._slot(place, x), None)
-            return _evaluated(traced, [*inputs, *others], note)
+            return _call_traced(traced, [*inputs, *others], note)
 
         jax.eval_shape(survey, list(leaves))
         return found
 
     def _slot(self, place: int, x: Any) -> jax.Array:
-        """Zeros in the place of a gradient: what the backward pass leaves of it."""
+        """Return zeros in the place of a gradient, in the shape that the backward pass gives it."""
         return jnp.zeros(self._shape(self.partitions[place]), wide(x.dtype))
 
     def _held(self, place: int) -> tuple[jax.Array, jax.Array]:
@@ -269,23 +274,23 @@ class AtUse:
         return self.held[place], jnp.zeros(rows)
 
     def _leaf(self, place: int, x: Any, slot: Any, weight: Any, held: Any = None) -> "Leaf":
-        way = Way(self._of_one, self.partitions[place], x.dtype, wide(x.dtype))
+        transfer = Transfer(self._of_one, self.partitions[place], x.dtype, wide(x.dtype))
         arrays = {"value": x, "slot": slot, "held": held}
         shared = {"weight": weight, "rerun": self.rerun}
         if self.before is not None:
             values, _, total = self.before
             arrays["before"] = jax.tree.leaves(values)[place]
             shared["before"] = total
-        return Leaf(place, way, arrays, shared)
+        return Leaf(place, transfer, arrays, shared)
 
     @functools.cached_property
     def _of_one(self) -> "AtUse":
-        """The same without what is of single parameters, so that equal layers share a trace."""
+        """This one without the fields of single parameters, so that equal layers share a trace."""
         return dataclasses.replace(
             self,
             partitions=(),
             unread=(),
-            waits=False,
+            sums_later=False,
             frozen=None,
             record=None,
             before=None,
@@ -293,16 +298,16 @@ class AtUse:
             rerun=None,
         )
 
-    # What is sent.
+    # Communication.
 
     def _shape(self, partition: Partition) -> tuple[int, ...]:
-        """The shape of a slice, as the loss sees it."""
+        """Return the shape of a slice, as the loss sees it."""
         return partition.local_shape if self.by_xla is None else partition.packed_shape
 
     def gather(
         self, parts: Sequence[Any], partitions: Sequence[Partition], dtypes: Sequence[Any] = ()
     ) -> list[jax.Array]:
-        """Arrays in full, from their slices, in these dtypes, or in their own."""
+        """Gather arrays from their slices, in these dtypes, or in their own."""
         dtypes = dtypes or [x.dtype for x in parts]
         each = list(zip(parts, partitions, dtypes, strict=True))
         few = [self.in_few_bits(partition, dtype) for _, partition, dtype in each]
@@ -324,37 +329,37 @@ class AtUse:
             ]
 
     def dtype_sent(self, dtype: Any) -> Any:
-        """The dtype in which a parameter that is used in this one is sent."""
+        """Return the dtype in which a parameter that is used in this one is sent."""
         wanted = self.gather_dtype
         narrows = wanted is not None and not isinstance(wanted, Codec)
         return wanted if narrows and jnp.issubdtype(dtype, jnp.floating) else dtype
 
     def in_few_bits(self, partition: Partition, dtype: Any) -> bool:
-        """Whether a parameter of this dtype is sent by a codec: if it fills blocks."""
+        """Return whether a codec sends a parameter of this dtype, which has to fill blocks."""
         fills = partition.number > 1 and math.prod(partition.local_shape) >= LANES
         is_coded = isinstance(self.gather_dtype, Codec) and fills
         return is_coded and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def _evaluated(
+def _call_traced(
     traced: Any, inputs: Sequence[Any], note: Note = lambda place, used, inside: None
 ) -> Any:
-    """What the traced loss returns; ``note`` is told where it uses parameters."""
+    """Call a traced loss; ``note`` is told where it uses parameters."""
     jaxpr, out = traced
     return jax.tree.unflatten(out, evaluate(jaxpr, inputs, note))
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """How one parameter gets to its use, and its gradient from it."""
+class Transfer:
+    """How one parameter is gathered where it is used, and how its gradient is summed there."""
 
-    at_use: AtUse  # how all of them get there
+    at_use: AtUse  # what is the same for all parameters
     partition: Partition  # its partition, or that of its row
     dtype: Any  # the dtype in which it is used
-    summed: Any  # the dtype of the sum of its gradients
+    sum_dtype: Any  # the dtype of the sum of its gradients
 
     def forward(self, value: jax.Array) -> jax.Array:
-        """The parameter in full."""
+        """Return the full parameter."""
         if not self.at_use.params_sharded:
             return value
         return self.at_use.gather([value], [self.partition], [self.dtype])[0]
@@ -365,21 +370,21 @@ class Way:
         with jax.named_scope("reduce"):
             sent = self._sent(gradient, kept.shared, kept.before)
             if at_use.by_xla is not None:
-                return at_use.by_xla.split(sent, self.partition).astype(self.summed), None
+                return at_use.by_xla.split(sent, self.partition).astype(self.sum_dtype), None
             if at_use.few_bits is None:
                 (total,) = bucketed_sum([sent], [self.partition], at_use.shards)
             else:
                 held, is_used = kept.held or (None, None)
                 total, held = at_use.few_bits.sum_one(sent, held, self.partition, at_use.shards)
                 after = None if is_used is None else (held, jnp.ones_like(is_used))
-            total = total.astype(self.summed)
+            total = total.astype(self.sum_dtype)
             if rerun is not None:
                 is_bad = rerun.reports & ~jnp.isfinite(gradient).all()
                 total = jnp.where(is_bad, jnp.nan, total)
             return total, after
 
     def _sent(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
-        """What is to be summed of a gradient, or of a slice of it."""
+        """Return what is summed of a gradient, or of a slice of it."""
         weight = shared["weight"]
         if before is not None:
             no_loss = jnp.zeros_like(shared["before"])
@@ -396,9 +401,9 @@ class Way:
         return widen(weighed) / (self.at_use.divisor if shared["weight"] is None else 1)
 
     def product(self, x: jax.Array, how: Mapping[str, Any]) -> Product | None:
-        """The product with ``x``, if it need not wait for the whole parameter; else ``None``.
+        """Return the product with ``x`` if it need not wait for the full parameter, else ``None``.
 
-        XLA for TPUs has work done while a neighbour sends, and some beside a gather of a piece.
+        XLA for TPUs overlaps work with what a neighbour sends, and some with the gather of a piece.
         """
         axis, of, shards = self.partition.axis, self.at_use, self.at_use.shards
         free = not (shards.groups or shards.other_axes or how.get("out_sharding"))
@@ -418,7 +423,7 @@ class Way:
     def multiplied(
         self, how: Product, x: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The product, and the parameter in full."""
+        """Return the product, and the full parameter."""
         shards = self.at_use.shards
 
         def gather(piece: jax.Array) -> jax.Array:
@@ -447,7 +452,7 @@ class Way:
         with jax.named_scope("reduce"):
             dtype = self.at_use.reduce_dtype or wide(how.dtype)
             of_x, total = how.backward(x, whole, gradient, shards, dtype, sent)
-            return of_x, (total.astype(self.summed), None)
+            return of_x, (total.astype(self.sum_dtype), None)
 
 
 class Kept(NamedTuple):
@@ -461,27 +466,29 @@ class Kept(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _use(way: Way, how: Product | None, value: Any, slot: Any, kept: Kept) -> jax.Array:
+def _use(transfer: Transfer, how: Product | None, value: Any, slot: Any, kept: Kept) -> jax.Array:
     """The parameter in full, or its product with ``kept.x``; its gradient is what ``slot`` gets."""
     return _use_forward(way, how, value, slot, kept)[0]
 
 
 def _use_forward(
-    way: Way, how: Product | None, value: Any, slot: Any, kept: Kept
+    transfer: Transfer, how: Product | None, value: Any, slot: Any, kept: Kept
 ) -> tuple[jax.Array, Kept]:
     del slot
     if how is None:
-        return way.forward(value), kept
-    product, whole = way.multiplied(how, kept.x, value)
+        return transfer.forward(value), kept
+    product, whole = transfer.multiplied(how, kept.x, value)
     return product, kept._replace(whole=whole)
 
 
-def _use_backward(way: Way, how: Product | None, kept: Kept, gradient: Any) -> tuple[Any, ...]:
+def _use_backward(
+    transfer: Transfer, how: Product | None, kept: Kept, gradient: Any
+) -> tuple[Any, ...]:
     of_x = None
     if how is None:
-        of_slot, held = way.backward(gradient, kept)
+        of_slot, held = transfer.backward(gradient, kept)
     else:
-        of_x, (of_slot, held) = way.backward_of_product(how, kept, gradient)
+        of_x, (of_slot, held) = transfer.backward_of_product(how, kept, gradient)
     return None, of_slot, Kept(of_x, None, held, None, None)
 
 
@@ -490,10 +497,10 @@ _use.defvjp(_use_forward, _use_backward)
 
 @dataclasses.dataclass(frozen=True)
 class Leaf(Deferred):
-    """A parameter until the loss uses it."""
+    """A parameter that waits for its use, to be gathered there, and its gradient summed."""
 
     name: int  # its place among the parameters
-    way: Way  # how it gets there
+    transfer: Transfer  # how it is gathered and its gradient summed
     # ``value``, as it is kept; ``slot``, zeros in the place of its gradient, or ``None`` if that is
     # not computed; and ``before``, the sum of earlier microbatches, if there are some.
     arrays: dict[str, Any]
@@ -501,74 +508,75 @@ class Leaf(Deferred):
     # the same; and ``before``, the sum of those of earlier microbatches.
     shared: dict[str, Any]
     of_row: bool = False  # whether it is a row of the parameter, or some
-    in_ring: bool = False  # whether its slices meet a product one by one
+    in_ring: bool = False  # whether its slices are multiplied one by one as they arrive
 
     @property
     def kind(self) -> Hashable:
         """All but its arrays; of one step, all have the same in ``shared``."""
-        return self.way, self.of_row, self.arrays["slot"] is None
+        return self.transfer, self.of_row, self.arrays["slot"] is None
 
-    def told(self, inside: Inside) -> str:
-        """Where it is used, in words."""
+    def describe_use(self, inside: Inside) -> str:
+        """Describe where it is used."""
         rows = "row by row" if self.of_row else "where it is used"
         loop = f" in a loop of {inside.turns} turns" if inside.loops else ""
         ring = ", slice by slice beside their product" * self.in_ring
         again = ", and again in the backward pass of jax.checkpoint" * inside.checkpointed
-        return f"{rows}{loop}{ring}, in {self.way.at_use.gather_dtype or self.way.dtype}{again}"
+        dtype = self.transfer.at_use.gather_dtype or self.transfer.dtype
+        return f"{rows}{loop}{ring}, in {dtype}{again}"
 
     def of(self, arrays: Any) -> Self:
-        """The same, made of other arrays."""
+        """Return it with other arrays."""
         return dataclasses.replace(self, arrays=arrays)
 
     def used(self) -> jax.Array:
-        """The parameter in full, whose gradient is summed here."""
+        """Return the full parameter, whose gradient is summed here."""
         value, slot = self.arrays["value"], self.arrays["slot"]
         if slot is None:
-            return self.way.forward(value)
-        if not (self.way.at_use.params_sharded or self.of_row):
+            return self.transfer.forward(value)
+        if not (self.transfer.at_use.params_sharded or self.of_row):
             return value
-        return _use(self.way, None, value, slot, self._kept(None))
+        return _use(self.transfer, None, value, slot, self._kept(None))
 
     def multiplied(self, x: jax.Array, how: Mapping[str, Any]) -> tuple[Self, jax.Array] | None:
         """The product with it, if its slices can go round beside it."""
-        product = self.way.product(x, how)
+        product = self.transfer.product(x, how)
         # What reports needs its whole gradient at once.
         if product is None or self.shared["rerun"] is not None:
             return None
         value, slot = self.arrays["value"], self.arrays["slot"]
         used = dataclasses.replace(self, in_ring=True)
         if slot is None:
-            return used, self.way.multiplied(product, x, value)[0]
-        return used, _use(self.way, product, value, slot, self._kept(x))
+            return used, self.transfer.multiplied(product, x, value)[0]
+        return used, _use(self.transfer, product, value, slot, self._kept(x))
 
     def _kept(self, x: Any) -> Kept:
         return Kept(x, None, self.arrays["held"], self.shared, self.arrays.get("before"))
 
     def in_dtype(self, dtype: Any) -> Self | None:
-        """The same in a dtype with as many bits, or fewer; one that is sent is converted once."""
-        own = self.way.dtype
+        """Return it in a dtype of at most as many bits; one that is sent is converted once."""
+        own = self.transfer.dtype
         floating = jnp.issubdtype(own, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
         if not floating or jnp.finfo(dtype).bits > jnp.finfo(own).bits:
             return None
-        if self.way.at_use.params_sharded and own != self.arrays["value"].dtype:
+        if self.transfer.at_use.params_sharded and own != self.arrays["value"].dtype:
             # Two conversions round twice, and overflow in the first.
             return None
-        way = dataclasses.replace(self.way, dtype=jnp.dtype(dtype))
-        if way.at_use.params_sharded:
-            return dataclasses.replace(self, way=way)
+        transfer = dataclasses.replace(self.transfer, dtype=jnp.dtype(dtype))
+        if transfer.at_use.params_sharded:
+            return dataclasses.replace(self, transfer=transfer)
         arrays = {**self.arrays, "value": self.arrays["value"].astype(dtype)}
-        return dataclasses.replace(self, way=way, arrays=arrays)
+        return dataclasses.replace(self, transfer=transfer, arrays=arrays)
 
     def row(self) -> Self | None:
-        """What a turn of a scan over its first axis gets."""
-        row = self.way.partition.row
+        """Return what a turn of a scan over its first axis gets; ``None`` if it has no rows."""
+        row = self.transfer.partition.row
         return None if row is None else self._split_as(row)
 
     def rows(self, number: int) -> Self:
-        """So many rows."""
-        whole = self.way.partition
+        """Return this many of its rows."""
+        whole = self.transfer.partition
         return self._split_as(dataclasses.replace(whole, shape=(number, *whole.shape[1:])))
 
     def _split_as(self, partition: Partition) -> Self:
-        way = dataclasses.replace(self.way, partition=partition)
-        return dataclasses.replace(self, way=way, of_row=True)
+        transfer = dataclasses.replace(self.transfer, partition=partition)
+        return dataclasses.replace(self, transfer=transfer, of_row=True)

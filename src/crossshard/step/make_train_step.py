@@ -45,31 +45,31 @@ class StepOptions(Options, total=False):
       aux_reduction: how ``metrics["aux"]`` is reduced over the shards, or the group: ``"mean"``,
         weighted as the loss is, ``"sum"``, ``"per_shard"`` as for ``None``, or a pytree prefix of
         ``aux`` with these.
-      rng_per: ``"shard"``: ``rng`` is one key, another on each shard, or with
+      rng_per: ``"shard"``: ``rng`` is one key, a different one on each shard, or with
         ``loss_over="batch"`` the same for all. ``"row"``: it is keys ``[rows]``, one for each row,
         folded from the step's number and the row's place in the global batch, so that noise does
         not depend on the number of shards, nor on ``accumulate_steps``.
       sync_every: every shard, or every group of the optimizer's ``group_assignment``, is a worker
-        with parameters of its own, and trains alone for so many steps. Then the mean over the
-        workers of what they have moved, the pseudogradient, updates the parameters that all go on
-        from (local SGD, arXiv 1805.09767). ``model(state)`` returns those.
+        with parameters of its own, and trains alone for this many steps. Then the pseudogradient,
+        the mean over the workers of how far they have moved, updates the parameters from which all
+        continue (local SGD, arXiv 1805.09767). ``model(state)`` returns those.
       outer_optimizer: any Optax optimizer for that update, such as ``optax.sgd(0.7, momentum=0.9,
         nesterov=True)`` (DiLoCo, arXiv 2311.08105). By default the mean of the parameters is taken.
-      outer_reduce_dtype: how pseudogradients are sent; as ``reduce_dtype``.
+      outer_reduce_dtype: the dtype in which pseudogradients are sent; as ``reduce_dtype``.
       sync_streaming: send the next ``1/sync_every`` of the pseudogradient in every step, beside the
         loss and its gradient, so that each number is synchronised once in ``sync_every`` steps and
         no step waits (after Streaming DiLoCo, arXiv 2501.18512). ``outer_optimizer`` must be
         elementwise.
       check_divergence: compare the shards' copies of parameters and state, bit by bit, before every
-        step whose number divides by this one; never if ``None``. ``metrics["divergence"]`` is a
-        ``Divergence``.
+        step whose number is a multiple of this one; never if ``None``. ``metrics["divergence"]`` is
+        a ``Divergence``.
       on_divergence: ``"raise"``: a later call raises a DivergenceError, which names the shard and
-        the array. ``"repair"``: the copy that more than half of the shards have is given to all,
-        with a DivergenceWarning; without such a majority it is an error.
-      virtual_shards: the number V of parts of the batch that have losses and random keys of their
-        own, whatever the number N of shards, which divides V. Each shard computes V/N of them, one
-        after the other, and their gradients are added in one fixed order: the parameters have the
-        same bits for every N. See the guide, "The same bits at any number of shards".
+        the array. ``"repair"``: all get the copy that more than half of the shards have, with a
+        DivergenceWarning; without such a majority it is an error.
+      virtual_shards: split the batch into this number V of parts, each with a loss and a random key
+        of its own. The number N of shards divides V. Each shard computes V/N parts, one after the
+        other, and their gradients are added in one fixed order: the parameters have the same bits
+        for every N. See the guide, "The same bits at any number of shards".
 
     >>> StepOptions(check_divergence=100, on_divergence="repair")
     {'check_divergence': 100, 'on_divergence': 'repair'}
@@ -124,7 +124,7 @@ def make_train_step(
         CrossShardOptimizer with its own reduction and groups.
       mesh: the mesh to run on, whose axes may be explicit: states and metrics lie on it, and the
         loss is traced with automatic axes. If ``None``, the mesh that ``jax.set_mesh`` has set, if
-        it counts ``num_shards``, or else a mesh of ``num_shards`` devices.
+        it has ``num_shards`` shards, or else a mesh of ``num_shards`` devices.
       num_shards: the number of shards; all devices if ``None``.
       axis_name: the shard axes of the mesh; all if ``None``. Parameters that are split
         over other axes, as arrays with a ``NamedSharding``, stay so: the loss is given global
@@ -156,7 +156,8 @@ def make_train_step(
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       wrt: what is trained: an NNX filter, such as ``nnx.LoRAParam``, for a module, or a function
         of path and leaf, ``(path, leaf) -> bool``, for a pytree; all parameters if ``None``. What
-        is not trained is neither differentiated nor sent, and has no optimizer state.
+        is not trained is not differentiated, its gradient is not sent, and it has no optimizer
+        state.
       model_state: for functional code whose state changes besides its parameters, such as Linen's
         ``batch_stats``: the loss is ``loss_fn(params, model_state, batch)`` and returns ``(loss,
         model_state)``, or ``(loss, (model_state, aux))`` with ``has_aux``. ``"mean"``: floating
@@ -164,10 +165,10 @@ def make_train_step(
         own.
       batch_axis: the axis of the rows in the arrays of the batch, as ``in_axes`` of ``jax.vmap``:
         an int, 1 for time-major ones; or a pytree prefix of the batch with ints, and ``None``
-        where every shard gets what is there whole, such as a temperature or a table: scalars or
-        arrays, neither split nor padded. Several processes must pass the same ones.
-      replicated_entries: the names of the entries of a dict batch that are whole: a short way to
-        write ``None`` for these, where ``batch_axis`` is an int.
+        where every shard gets the whole entry, such as a temperature or a table: scalars or arrays,
+        neither split nor padded. Several processes must pass the same ones.
+      replicated_entries: the names of the entries of a dict batch that every shard gets whole: a
+        short way to write ``None`` for these, where ``batch_axis`` is an int.
       donate: whether a call overwrites the state that it is given. ``False`` keeps it valid, which
         takes memory for a second one.
       **options: ``aux_reduction``, ``check_divergence``, ``on_divergence``, ``rng_per``,
@@ -182,7 +183,7 @@ def make_train_step(
     Raises:
       ArgumentError: an unknown ``weight_update`` or ``loss_over``, an impossible number of shards,
         weight with SUM, an option that ``loss_over="batch"`` or ``virtual_shards`` rules out, or a
-        ``batch_axis`` without an axis, or beside ``replicated_entries`` that it contradicts.
+        ``batch_axis`` that has no axis, or that contradicts ``replicated_entries``.
       AxisError: ``axis_name`` names no axis of the mesh.
       ArgumentTypeError: not a function, not an optimizer, or not a mesh; or the loss takes arrays
         beside the batch.
@@ -211,7 +212,7 @@ def make_train_step(
     loss_fn, takes_rng = with_rng(loss_fn, takes)
     weigh, over = check_weight(weight), _check.choice("loss_over", loss_over, LossOver)
     rng_per = check_rng_per(options.get("rng_per", RngPer.SHARD), takes_rng=takes_rng)
-    # Of aux what was passed: without it aux is per shard too, where there is a loss of each.
+    # What the caller passed: by default aux is per shard too, if each shard has a loss.
     aux = options.get("aux_reduction")
     reduced = check_aux_reduction(aux, has_aux)
     batch_axes = check_entries(batch_axis, replicated_entries, weigh)
@@ -220,10 +221,8 @@ def make_train_step(
         pipeline = pipeline.with_workers(number)
     pipeline = _check_pipeline(pipeline, number, weight)
     virtual = check_virtual_shards(options.get("virtual_shards"), number)
-    sharding, rest = (
-        check_weight_update(weight_update),
-        _check.choice("params", params, ParamsPlacement),
-    )
+    sharding = check_weight_update(weight_update)
+    placement = _check.choice("params", params, ParamsPlacement)
     if sharding is WeightUpdate.AUTO and wrapped.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED
     gather_dtype = check_gather_dtype(options.get("gather_dtype"))
@@ -233,7 +232,7 @@ def make_train_step(
     _check_together(
         {
             "sync_every": pipeline.joins_groups and options.get("sync_every"),
-            "params": rest is ParamsPlacement.SHARDED and str(rest),
+            "params": placement is ParamsPlacement.SHARDED and str(placement),
             "group_assignment": pipeline.groups and pipeline.groups.groups,
             "virtual_shards": virtual,
             "loss_over": over is LossOver.BATCH and str(over),
@@ -263,9 +262,9 @@ def make_train_step(
         model_state=kind,
         aux_reduction=reduced,
         batch_axes=batch_axes,
-        keys_of_rows=rng_per is RngPer.ROW,
+        key_per_row=rng_per is RngPer.ROW,
         is_summed=pipeline.reduction is Reduction.SUM,
-        same_bits=virtual,
+        virtual_shards=virtual,
     )
     if virtual is not None:
         pipeline = pipeline.with_options(aggregator=InOrder(virtual))
@@ -274,7 +273,7 @@ def make_train_step(
     sentinel = check_divergence_options(
         options.get("check_divergence"), options.get("on_divergence", "raise")
     )
-    params_sharded = rest is ParamsPlacement.SHARDED
+    params_sharded = placement is ParamsPlacement.SHARDED
     if gather_dtype is not None and not params_sharded:
         raise ArgumentError(
             f"gather_dtype={str(gather_dtype)!r} rounds sharded parameters as they are gathered, "
@@ -298,7 +297,7 @@ def make_train_step(
 
 
 def _check_pipeline(pipeline: Pipeline, number: int, weight: Any) -> Pipeline:
-    """The optimizer's pipeline for a step of so many shards, or an error if it does not fit."""
+    """Return the optimizer's pipeline for a step of ``number`` shards; raise if it does not fit."""
     if weight is not None:
         check_weighable(pipeline.reduction)
     if pipeline.accumulate is not None:
@@ -334,7 +333,7 @@ class Needs(enum.Flag):
     UNTOUCHED = enum.auto()  # nothing but an update of the optimizer changes parameters
 
 
-# Of each option what it needs, what it does, and what to write where it is ruled out.
+# For each option what it needs, what it does, and what to write where it is ruled out.
 _OPTIONS = {
     "sync_every": (Needs.STATE, "lets each worker train alone", "Leave one of them out."),
     "params": (
@@ -412,7 +411,7 @@ _OPTIONS = {
         "Pass a mesh of the shards alone.",
     ),
 }
-# Of each way to step what it lacks or does not allow, and why.
+# For each way to step what it lacks or does not allow, and why.
 _WAYS = {
     "sync_every": (
         Needs.COMMON | Needs.UNTOUCHED,
@@ -432,9 +431,9 @@ _WAYS = {
 
 
 def _check_together(given: dict[str, Any]) -> None:
-    """Raise if an option needs what the way to step lacks; what is not given is ``None`` or false.
+    """Raise if an option needs what a way to step lacks; an option not given is ``None`` or false.
 
-    The error says of both what they do, and what to write instead.
+    The error says what each of the two does, and what to write instead.
     """
     asked = [name for name, value in given.items() if value is not None and value is not False]
     shown = lambda name: f"{name}={_check.shown(given[name])}"

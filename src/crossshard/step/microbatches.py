@@ -1,4 +1,4 @@
-"""What a shard computes from its rows, in several pieces: how much each counts, and their aux."""
+"""Microbatches: the pieces of a shard's rows, how much each counts, and how aux is reduced."""
 
 import dataclasses
 import enum
@@ -44,14 +44,14 @@ class LocalResult(NamedTuple):
 
 
 def pieces_of(rows: Any, axes: BatchAxes, number: int, *, interleaved: bool = False) -> Any:
-    """The rows of ``number`` microbatches, stacked: ``[number, …]`` in the place of each array.
+    """Cut rows into microbatches, stacked: ``[number, …]`` in the place of each array.
 
     Args:
       rows: a batch without its whole arrays.
-      axes: along which axes its rows are.
+      axes: the axes of its rows.
       number: the number of microbatches, which divides that of the rows.
-      interleaved: whether the rows are those of all shards, of which a microbatch then has every
-        ``number``-th: so many of each shard's, whatever the number of shards.
+      interleaved: whether the rows are those of all shards. A microbatch then has every
+        ``number``-th row, so as many of each shard, whatever the number of shards.
     """
 
     def one(x: Any, axis: int) -> Any:
@@ -65,12 +65,12 @@ def pieces_of(rows: Any, axes: BatchAxes, number: int, *, interleaved: bool = Fa
 
 
 def as_stored(after: Any, before: Any) -> Any:
-    """A state in the dtypes of the one before, or the carry would change its type."""
+    """Cast a state to the dtypes of the one before, or the carry would change its type."""
     return jax.tree.map(lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), after, before)
 
 
 def chosen(flags: Sequence[bool], if_set: Any, otherwise: Any) -> Any:
-    """A pytree with the leaves of one where the flag is set, and else of the other."""
+    """Choose each leaf from ``if_set`` where its flag is set, and else from ``otherwise``."""
     if not flags:
         return otherwise
     leaves, tree = jax.tree.flatten(otherwise)
@@ -87,7 +87,7 @@ class AuxReduction(enum.StrEnum):
 
 
 def check_aux_reduction(reduction: Any, has_aux: bool) -> Any:
-    """The checked ``aux_reduction`` argument, a pytree of reductions; ``None`` is per shard."""
+    """Return the checked ``aux_reduction``, a pytree of reductions; ``None`` is per shard."""
     if reduction is not None and not has_aux:
         raise ArgumentError(
             f"aux_reduction={_check.shown(reduction)} reduces aux, but the loss returns none. Pass "
@@ -103,7 +103,7 @@ def check_aux_reduction(reduction: Any, has_aux: bool) -> Any:
 
 
 def aux_of_microbatches(reduction: Any, aux: Any, weights: jax.Array | None) -> Any:
-    """A shard's ``aux`` from that of its microbatches, stacked; per shard it stays stacked."""
+    """Reduce the stacked ``aux`` of a shard's microbatches; per shard it stays stacked."""
 
     def one(path: Any, leaf: Any, each: AuxReduction) -> Any:
         if each is AuxReduction.PER_SHARD:
@@ -122,7 +122,7 @@ def aux_of_microbatches(reduction: Any, aux: Any, weights: jax.Array | None) -> 
 
 
 def aux_to_reduce(reduction: Any, aux: Any, weight: jax.Array | None) -> dict[str, Any]:
-    """What the aggregate must sum, by name, to reduce ``aux``."""
+    """Return the arrays, by name, that the aggregate sums to reduce ``aux``."""
     summands = []
     for (path, leaf), each in pairs_of_aux(reduction, aux):
         if each is not AuxReduction.PER_SHARD:
@@ -143,7 +143,7 @@ def check_aux(aux: Any) -> None:
 
 
 def pairs_of_aux(reduction: Any, aux: Any) -> list[tuple[Any, AuxReduction]]:
-    """The leaves of ``aux`` with their paths, and the reduction of each."""
+    """Return the leaves of ``aux`` with their paths, and the reduction of each."""
     try:
         whole = jax.tree.broadcast(reduction, aux)
     except ValueError as error:
@@ -170,7 +170,7 @@ Weight = Callable[[Any], Any]
 
 
 def check_weight(weight: Any) -> Weight | None:
-    """The weight function of the ``weight`` argument: from a shard's batch to its weight."""
+    """Return the weight function of the ``weight`` argument, from a shard's batch to its weight."""
     if weight is None or callable(weight):
         return weight
     if isinstance(weight, str):
@@ -216,7 +216,7 @@ def check_weight_is_read(
 
 
 def weight_of(weight: Weight, batch: Any) -> jax.Array:
-    """float[]: the weight of one shard's rows of the batch; for errors see ``as_weight``."""
+    """Return the weight of one shard's rows of the batch, float[]; for errors see ``as_weight``."""
     return as_weight(weight(batch), "weight returned")
 
 
@@ -224,15 +224,15 @@ def weight_of(weight: Weight, batch: Any) -> jax.Array:
 class Counting:
     """How the counts of a ``Mean`` are summed over the parts of the batch."""
 
-    shards: Shards  # the shards that have them
+    shards: Shards  # the shards that have the parts
     pieces: int  # how many parts each shard has
     weight: Any = None  # float[], 0 if this shard is left out, else 1; ``None`` if none is
-    # float[] of each term, of the whole batch; ``None`` if each shard has one part, which sums them
-    # where they are computed.
+    # The count of each term over the whole batch, float[]; ``None`` if each shard has one part: it
+    # sums them where they are computed.
     counts: tuple[Any, ...] | None = None
 
     def part(self, mean: Mean) -> jax.Array:
-        """The loss of one part, so that the mean of the parts' losses is that of the batch."""
+        """Return the loss of one part, such that the mean of the parts' losses is the batch's."""
         counts = self.counts or self.over_shards(jnp.stack(counts_of(mean)))
         parts = self.shards.size
         if self.weight is not None:
@@ -240,13 +240,13 @@ class Counting:
         return part_of_mean(mean, counts, parts * self.pieces)
 
     def over_shards(self, counts: jax.Array) -> tuple[Any, ...]:
-        """The sum of a shard's counts over the shards that are not left out."""
+        """Sum a shard's counts over the shards that are not left out."""
         own = lax.stop_gradient(counts)
         own = own if self.weight is None else jnp.where(self.weight != 0, own, 0)
         return tuple(sum_over_shards(own, self.shards))
 
     def in_order(self, counts: jax.Array) -> tuple[Any, ...]:
-        """The sum over virtual shards, ``[of this shard, terms]``, the same for any number."""
+        """Sum counts ``[virtual shards here, terms]`` in one order for any number of shards."""
         each = len(counts)
         every = jnp.zeros((self.shards.number, *counts.shape), counts.dtype)
         every = sum_over_shards(every.at[self.shards.index()].set(counts), self.shards)

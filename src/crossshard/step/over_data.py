@@ -24,8 +24,8 @@ from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
 from crossshard.step.microbatches import SumOf
 
-# A model that every shard reads: its static part, how a shard gets its parameters, and these, its
-# frozen arrays and its state, one value for all shards.
+# A model that every shard reads: its static part, how a shard gets its parameters, and its
+# parameters, frozen arrays and state, the same for all shards.
 ToRead = tuple[Skeleton, AtUse, tuple[Any, Any, Any]]
 
 
@@ -45,7 +45,7 @@ class OverData:
         self._sums, self._rows = once(sums), once(as_is, out_shardings=rows)
 
     def evaluate(self, metric_fn: Callable[..., Any], model: ToRead, batches: Iterable[Any]) -> Any:
-        """The mean of each value that ``metric_fn`` returns, over all examples."""
+        """Return the mean of each value that ``metric_fn`` returns, over all examples."""
         sums = lambda *batch: self._sums(metric_fn, *model, *batch)
         # In 64 bits, since the sums of many batches would round.
         found = [
@@ -56,12 +56,12 @@ class OverData:
         return jax.tree.map(_mean, *totals)
 
     def predict(self, predict_fn: Callable[..., Any], model: ToRead, batches: Iterable[Any]) -> Any:
-        """The values of all rows that this process passes, in their order; see ``TrainStep``."""
+        """Return the values of all rows of this process, in their order; see ``TrainStep``."""
         run = lambda batch, counted: (self._rows(predict_fn, *model, batch, counted), counted)
         batch_by_batch, found = self._over("predict", batches, run), list[Any]()
         latest = next(batch_by_batch)
         for each in batch_by_batch:
-            # One batch later, while the devices compute the next one.
+            # Fetched one batch later, while the devices compute the next one.
             found.append(_own_rows(*latest))
             latest = each
         found.append(_own_rows(*latest))
@@ -72,7 +72,7 @@ class OverData:
     def _over(
         self, call: str, batches: Iterable[Any], run: Callable[[Any, jax.Array], Any]
     ) -> Iterator[Any]:
-        """What ``run`` returns for each batch on the devices, given which of its rows count."""
+        """Yield what ``run(batch, counted)`` returns for each batch, once it is on the devices."""
         is_one = isinstance(batches, dict | str | bytes) or hasattr(batches, "dtype")
         if is_one or not isinstance(batches, Iterable):
             raise ArgumentTypeError(
@@ -95,13 +95,13 @@ class OverData:
             raise ArgumentError("There is no batch: batches is empty.")
 
     def _place(self, call: str, batch: Any, longest: int, before: int) -> tuple[Any, jax.Array]:
-        """A batch on the devices, padded, and which of its rows count, float32[rows]."""
+        """Put a batch on the devices, padded; also return which rows count, float32[rows]."""
         where = self._where
         batch = jax.tree.map(lambda leaf: _mesh.on_mesh(leaf, None), batch)
         rows, whole = where.split(batch)
         where.check_rows(rows)
-        check_same_rows(rows, where.of_batch)
-        axes, leaves = where.of_batch.of_rows(rows), jax.tree.leaves(rows)
+        check_same_rows(rows, where.batch_axes)
+        axes, leaves = where.batch_axes.of_rows(rows), jax.tree.leaves(rows)
         length = leaves[0].shape[axes[0]]
         counted = np.ones(length, np.float32)
         is_placed = all(map(where.is_placed, leaves, axes))
@@ -114,17 +114,17 @@ class OverData:
         self._check_agreement(call, f"{before} and a further one of {each}")
         if not is_placed:
             put_rows = lambda x, axis: put(padded(x, axis, number), where.along(axis))
-            rows = jax.tree.map(put_rows, rows, where.of_batch.tree_of(rows))
+            rows = jax.tree.map(put_rows, rows, where.batch_axes.tree_of(rows))
             counted = np.pad(counted, (0, number - length))
         elif where.parts < where.number:
             counted = counted[:own]
         return join(rows, where.place_whole(whole)), put(counted, where.along(0))
 
     def _check_agreement(self, call: str, batches: str) -> None:
-        """Raise unless every process passes a batch now, of as many rows, or none does.
+        """Raise unless all processes now pass a batch with the same number of rows, or none does.
 
-        Before each batch: JAX's CPU devices make the host wait within a sum that others never join.
-        On accelerators the last batch is still under way.
+        It runs before each batch: with JAX's CPU devices the host would hang in a sum that others
+        never join. On accelerators the last batch is still running meanwhile.
         """
         check_agreement(
             call,
@@ -145,7 +145,7 @@ class OverData:
         batch: Any,
         counted: jax.Array,
     ) -> Any:
-        """``finish(values, rows, counted)`` of what a function returns for the rows of a shard."""
+        """Call ``finish(values, rows, counted)`` on each shard, for a function's values."""
         where, takes_state = self._where, self._loss.model_state is not None
 
         def of_shard(arrays: Any, batch: Any, counted: jax.Array) -> Any:
@@ -156,7 +156,7 @@ class OverData:
                 return function(model, *[model_state] * takes_state, batch)
 
             with shard_context(where.number, axis_name=where.axes):
-                values = at_use.of_both(of_model, params, frozen)
+                values = at_use.call_on_both(of_model, params, frozen)
             _check_values(values, counted.shape[0])
             return finish(values, batch, counted)
 
@@ -175,7 +175,7 @@ class OverData:
             axis_names=frozenset(where.axes),
             in_specs=(
                 of_arrays,
-                where.of_batch.specs(batch, where.axes),
+                where.batch_axes.specs(batch, where.axes),
                 PartitionSpec(where.axes),
             ),
             out_specs=out_specs,
@@ -184,26 +184,26 @@ class OverData:
         return run(arrays, batch, counted)
 
     def _summed(self, values: Any, batch: Any, counted: jax.Array) -> tuple[Any, Any]:
-        """For each value its weighted sum over the examples, and the sum of their weights."""
+        """Return each value's weighted sum over the examples, and the sum of their weights."""
         weights, (leaves, tree) = self._weights(batch, counted), jax.tree.flatten(values)
         pairs = [_sum_of(x, weights) for x in leaves]
         totals, of_weights = zip(*lax.psum(pairs, self._where.axes), strict=True)
         return tree.unflatten(totals), tree.unflatten(of_weights)
 
     def _weights(self, batch: Any, counted: jax.Array) -> jax.Array:
-        """The weight of each example, ``[rows]``, or of its parts, ``[rows, …]``."""
+        """Return the weight of each example, ``[rows]``, or of its parts, ``[rows, …]``."""
         weight = self._loss.weight
         if weight is None:
             return counted
         if isinstance(weight, SumOf):
             # Raises if there is no such entry.
             jax.eval_shape(weight, batch)
-            axis = self._where.of_batch.tree_of(batch)[weight.key]
+            axis = self._where.batch_axes.tree_of(batch)[weight.key]
             entry = jnp.moveaxis(batch[weight.key], axis, 0)
             return _times(jnp.asarray(entry, counted.dtype), counted)
-        # A function counts the examples of a batch, so also those of a batch of one row.
+        # A function weighs a batch, so it also weighs a batch of one row.
         rows, whole = self._loss.split(batch)
-        axes = self._where.of_batch.tree_of(rows)
+        axes = self._where.batch_axes.tree_of(rows)
 
         def of_row(row: Any) -> jax.Array:
             one = jax.tree.map(jnp.expand_dims, row, axes)
@@ -235,7 +235,7 @@ def _sum_of(value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     ):
         raise ArgumentTypeError(f"A metric is real; metric_fn returned {value.dtype}.")
     if weights.shape != value.shape[: weights.ndim]:
-        # Of parts of an example, such as tokens, while the value is the whole example's.
+        # Weights of parts of an example, such as tokens, while the value is the whole example's.
         weights = weights.sum(range(1, weights.ndim))
     wide = jnp.promote_types(value.dtype, weights.dtype)
     over = tuple(range(weights.ndim))
@@ -256,12 +256,12 @@ def _mean(total: Any, weight: Any) -> Any:
 
 
 def _own_rows(values: Any, counted: jax.Array) -> Any:
-    """This process's rows of some arrays, on the host, without those of padding."""
+    """Return this process's rows of some arrays, on the host, without those of padding."""
     kept = _own(counted) != 0
     return jax.tree.map(lambda x: _own(x)[kept], values)
 
 
 def _own(x: jax.Array) -> np.ndarray:
-    # By their first rows, since devices along other axes have copies.
+    # Keyed by their first rows, since devices along other axes have copies.
     pieces = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     return np.concatenate([jax.device_get(pieces[start]) for start in sorted(pieces)])

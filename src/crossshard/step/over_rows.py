@@ -1,4 +1,4 @@
-"""Whether a loss is a mean over rows, so that the shards' mean is the batch's; and rowwise."""
+"""Over rows: whether a loss is a mean over rows, so that the shards' mean is the batch's."""
 
 import concurrent.futures
 import dataclasses
@@ -40,14 +40,14 @@ from crossshard.jaxprs.walk import Call, constants, control_flow, depends, opene
 from crossshard.shards.batch_axes import join
 from crossshard.step.microbatches import SumOf, Weight
 
-WAYS_ON = (
+REMEDIES = (
     "Write loss_over='batch', and the loss is given all rows; or loss_over='shard', if each "
     "shard's own loss is meant."
 )
-# How often two functions are compared on numbers that are drawn; and up to which relative
-# difference two float32 sums of the same numbers, in another order, are equal.
+# How often two functions are compared on random numbers; and up to which relative difference two
+# float32 sums of the same numbers, in another order, count as equal.
 _TRIALS, _TOLERANCE = 4, 1e-5
-# So little behind a count float32 rounds off.
+# float32 rounds off what is added to a count if it is no larger than this.
 _ROUNDED = 1e-6
 AS_MEAN = (
     "Return the two sums, which are then added up over all shards before they are divided:\n"
@@ -58,7 +58,7 @@ AS_MEAN = (
 
 
 class Arguments(NamedTuple):
-    """What a loss is computed from."""
+    """The inputs of a loss."""
 
     given: Any  # the rows of the batch, and their keys
     whole: Any  # the entries of the batch that have no rows
@@ -68,7 +68,7 @@ class Arguments(NamedTuple):
 
 
 def types_of(tree: Any) -> tuple[Any, ...]:
-    """The structure of a pytree, and the types of its leaves."""
+    """Return the structure of a pytree, and the types of its leaves."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((jnp.shape(x), jnp.result_type(x)) for x in leaves)
 
@@ -77,37 +77,38 @@ class Divisor(NamedTuple):
     """The sum over rows that divides a loss."""
 
     of_batch: Callable[[Any], Any]  # computes it, float[], from a batch
-    is_of_piece: bool  # whether of a piece
-    is_weight: bool  # whether the weight is shown to be it, or it times a constant, for any batch
+    is_of_piece: bool  # whether it computes it from a piece of a batch
+    is_weight: bool  # whether the weight is shown to be it, but for a constant, for any batch
 
 
 class Doubt(NamedTuple):
     """What the trace of a loss does not decide."""
 
-    finding: Finding  # what the loss is in its rows, as far as it is known
-    sentence: str  # what nothing proves
+    finding: Finding  # what the loss is over its rows, as far as it is known
+    sentence: str  # says what nothing proves
     types: tuple[Any, ...]  # the shapes and dtypes of the rows
     divisor: Divisor | None = None  # what divides the loss, if the weight may be something else
 
 
 class UndecidedError(LossError):
-    """The trace of a loss does not prove what it is in its rows, and no numbers have shown it."""
+    """The trace of a loss does not prove what it is over its rows, and no numbers have shown it."""
 
     def __init__(self, doubt: Doubt):
         self.doubt = doubt
         super().__init__(
             f"{doubt.sentence} The first call of the step checks it by numbers; a step that is "
-            f"lowered or traced before that has none. {WAYS_ON}"
+            f"lowered or traced before that has none. {REMEDIES}"
         )
 
 
 def finding_of(facts: Any) -> Finding:
-    """What a loss is in its rows, given the fact of the number, or of the ``Mean``, it returned."""
+    """Return what a loss is over its rows, given the facts of the number or ``Mean`` it returns."""
     if not isinstance(facts, Mean):
         return found(facts)
-    findings = [each for term in facts.terms for each in _of_term(term)]
+    findings = [each for term in facts.terms for each in _findings_of_term(term)]
     a_mean = "the same for any rows, or a mean over them"
-    findings.append(_if(is_mean(facts.rest), facts.rest, "what is added to the Means", a_mean))
+    added = "what is added to the Means"
+    findings.append(_expect(is_mean(facts.rest), facts.rest, added, a_mean))
     order = OverRows.COMPARED, OverRows.OVER_SHARDS, OverRows.UNDECIDED
     return min(
         (each for each in findings if each.kind in order),
@@ -116,19 +117,19 @@ def finding_of(facts: Any) -> Finding:
     )
 
 
-def _of_term(term: Term) -> Iterator[Finding]:
-    """What the parts of a term are, each to be a sum over rows, or a mean with a fixed count."""
+def _findings_of_term(term: Term) -> Iterator[Finding]:
+    """Yield what the parts of a term are; total and count have to be two sums, or two means."""
     of = f"of the Mean {term.name!r}" if term.name else "of the Mean"
     scale, same, a_sum = term.scale, "the same for any rows", "a sum over the rows"
-    yield _if(is_free(scale), scale, f"what multiplies the quotient {of}", same)
+    yield _expect(is_free(scale), scale, f"what multiplies the quotient {of}", same)
     if is_mean(term.total) and is_mean(term.count):
         return
-    yield _if(is_sum(term.total), term.total, f"the total {of}", a_sum)
-    yield _if(is_sum(term.count), term.count, f"the count {of}", a_sum)
+    yield _expect(is_sum(term.total), term.total, f"the total {of}", a_sum)
+    yield _expect(is_sum(term.count), term.count, f"the count {of}", a_sum)
 
 
-def _if(holds: bool, fact: Any, what: str, expected: str) -> Finding:
-    """That a part of a ``Mean`` is as it has to be, or what it is in place of that."""
+def _expect(holds: bool, fact: Any, what: str, expected: str) -> Finding:
+    """Return that a part of a ``Mean`` is as expected, or else what it is."""
     if holds:
         return Finding(OverRows.COUNTED)
     it_is = found(fact)
@@ -147,14 +148,14 @@ def _if(holds: bool, fact: Any, what: str, expected: str) -> Finding:
 
 @dataclasses.dataclass
 class OverRowsRecord:
-    """What is known of a loss in the rows of its batch."""
+    """What is known of a loss over the rows of its batch."""
 
     latest: Finding | None = None  # what its trace showed last; ``None`` if it has not been traced
-    # What its traces showed, and what divides it if it is a ratio, by the types of all it took.
+    # What its traces showed, and what divides it if it is a ratio, by the types of its inputs.
     known: dict[Any, tuple[Finding, Divisor | None]] = dataclasses.field(default_factory=dict)
     # The doubts that numbers have removed.
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
-    # The traced losses of the step that is being traced, by the same.
+    # The traced losses of the step that is being traced, by the same types.
     traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -171,7 +172,7 @@ class OverRowsRecord:
     def checked(
         self, key: Any, rows: Any, weight: Weight | None, summed: bool, microbatches: int
     ) -> tuple[Finding, Divisor | None]:
-        """What a loss is in the rows of a piece, given the types of all that it took; its divisor.
+        """Return what a loss is over the rows of a piece and its divisor, given a key of ``known``.
 
         Raises:
           LossError: the mean over the shards would not be the loss of the whole batch.
@@ -202,7 +203,7 @@ class OverRowsRecord:
 
 
 def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> str:
-    """Why a loss is no mean over rows, and what to write; empty if it may be one."""
+    """Explain why a loss is no mean over rows, and what to write; empty if it may be one."""
     compares, reason = finding.kind is OverRows.COMPARED, finding.reason
     if finding.kind is OverRows.SUM and not summed:
         return (
@@ -227,7 +228,7 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
             f"shards' losses is not that of the whole batch. Leave the number of rows out of the "
             f"regulariser. Return each quotient as a Mean, and add them up: "
             f"crossshard.Mean(total, count) + crossshard.Mean(other, its_count); a mean over rows "
-            f"is Mean(losses.sum(), losses.size). Or: {WAYS_ON}"
+            f"is Mean(losses.sum(), losses.size). Or: {REMEDIES}"
         )
     if not compares:
         return ""
@@ -235,7 +236,7 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
         return (
             f"The loss draws {reason}{where}, so that rows of several shards get the same numbers, "
             f"as no rows of one batch would. Let the loss take a key as its last parameter, rng, "
-            f"which is each shard's own; or keep the key in model_state='per_shard'. {WAYS_ON}"
+            f"which is each shard's own; or keep the key in model_state='per_shard'. {REMEDIES}"
         )
     if reason == ADDS_SHARDS:
         return (
@@ -247,21 +248,21 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
         return (
             f"The loss returns a Mean, and {finding.of} {reason}{where}. Return the sum over the "
             f"rows and how many count in it, Mean((losses * mask).sum(), mask.sum()), and no mean "
-            f"or quotient of them; where nothing counts, the Mean is 0. Or: {WAYS_ON}"
+            f"or quotient of them; where nothing counts, the Mean is 0. Or: {REMEDIES}"
         )
-    # Of a recurrent network over [time, rows, …].
+    # As in a recurrent network over [time, rows, …].
     axis = "If the rows are along another axis, write batch_axis=1, or its number. "
     return (
         f"The loss compares rows of the batch: {reason}{where}. Each shard has its own rows, so "
         f"that the mean of the shards' losses is not that of the whole batch. "
-        f"{axis if reason == MEETS_EARLIER else ''}{WAYS_ON}"
+        f"{axis if reason == MEETS_EARLIER else ''}{REMEDIES}"
     )
 
 
 def _is_doubtful(
     finding: Finding, where: str, rows: Any, weight: Weight | None, divisor: Divisor | None
 ) -> bool:
-    """Raise unless the weight is the sum by which a ratio divides, or may be; whether it may."""
+    """Return whether it is in doubt that a ratio divides by its weight; raise if it does not."""
     entry = _name_of(rows, finding.entry)
     if weight is None:
         passed = f"Pass weight={entry!r}, which is how much a shard counts. Or: " if entry else ""
@@ -278,12 +279,12 @@ def _is_doubtful(
     is_of_piece = divisor is not None and divisor.is_of_piece
     is_weight = divisor is not None and divisor.is_weight
     if not is_of_piece and not (is_weight and is_exact(finding)):
-        # It is no sum of what the batch alone has, or it cannot be seen.
+        # The sum depends on more than the batch, or the trace does not show it.
         raise LossError(
             f"The loss divides by a sum over rows ({finding.source}) that cannot be computed from "
             f"the rows of one shard alone: it depends on more than the batch, is within a loop or "
             f"a branch, or the loss is another program for so few rows. So it cannot be compared "
-            f"with {said(weight)}. {AS_MEAN}"
+            f"with {describe_weight(weight)}. {AS_MEAN}"
         )
     return not is_weight
 
@@ -295,9 +296,9 @@ def divisor_of(
     split: Callable[[Any], tuple[Any, Any]],
     weight: Weight,
 ) -> Divisor | None:
-    """What divides a loss that is a ratio of two sums; ``None`` if more than the batch says it.
+    """Return what divides a ratio of two sums; ``None`` if it depends on more than the batch.
 
-    The finding is of the trace ``jaxpr``, and the arguments are those of a piece, or their types.
+    ``finding`` is that of the trace ``jaxpr``; ``arguments`` are those of a piece, or their types.
     """
     (rows, keys), whole, *_ = arguments
     sizes = [len(jax.tree.leaves(each)) for each in (rows, keys, whole)]
@@ -324,10 +325,10 @@ def divisor_of(
 
 
 def _sum_in(jaxpr: Any, of: Any) -> tuple[Callable[..., Any], list[int]] | None:
-    """What computes the sum of a value in a closed jaxpr, and which inputs of that it reads.
+    """Return a function for the sum of a value in a closed jaxpr, and which inputs it reads.
 
-    The value is a variable, the place of an input, or ``(output, of)``, a value in the call that
-    has this output; see ``Total.of``. ``None`` if it is within a loop, or in a branch.
+    ``of`` is a variable, the place of an input, or ``(output, of)``, a value in the call that has
+    this output; see ``Total.of``. Returns ``None`` if it is within a loop, or in a branch.
     """
     found: list[bool] = []
 
@@ -345,7 +346,7 @@ def _sum_in(jaxpr: Any, of: Any) -> tuple[Callable[..., Any], list[int]] | None:
 
 
 def _value_in(jaxpr: Any, args: Sequence[Any], of: Any) -> Any:
-    """The value, if it is computed at the top of the jaxpr or in calls."""
+    """Return the value if it is computed at the top of the jaxpr or in its calls, else ``None``."""
     (output, inner), wanted, body = of if isinstance(of, tuple) else (None, of), of, opened(jaxpr)
     while isinstance(wanted, tuple):
         _, wanted = wanted
@@ -368,7 +369,7 @@ def _value_in(jaxpr: Any, args: Sequence[Any], of: Any) -> Any:
 
 
 def _agree(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> bool:
-    """Whether two functions of inputs of these types are one program, or agree on drawn numbers.
+    """Return whether two functions of these types are one program, or agree on random numbers.
 
     One may be the other times a constant.
     """
@@ -388,8 +389,7 @@ def _agree(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> b
         with jax.enable_x64(x64):
             return np.array([jax.device_get(both(*each)) for each in draws], np.float64)
 
-    # What is traced, and the mesh there, belong to a thread; on the axes of a mesh that the user
-    # has set, arrays would lie.
+    # In a thread of its own, which is not tracing, and has no mesh set on which arrays would lie.
     x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         found = thread.submit(run).result()
@@ -400,13 +400,13 @@ def _agree(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> b
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Whether two sums of the same numbers are equal but for rounding."""
+    """Return whether two sums of the same numbers are equal but for rounding."""
     one, other = np.float64(one), np.float64(other)
     return bool(np.abs(one - other) <= _TOLERANCE * max(np.abs(one), np.abs(other)))
 
 
 def _drawn(draw: np.random.Generator, shape: Any, dtype: Any) -> Any:
-    """Numbers of a dtype: small ones, and zeros among them; integers of both signs."""
+    """Draw numbers of a dtype: small ones, and zeros among them; integers of both signs."""
     if dtype == np.bool_:
         return draw.random(shape) < 0.5
     if jnp.issubdtype(dtype, jnp.integer):
@@ -417,19 +417,19 @@ def _drawn(draw: np.random.Generator, shape: Any, dtype: Any) -> Any:
 
 
 def is_exact(finding: Finding) -> bool:
-    """Whether the mean that is weighed by the divisors of the shards is that of the batch.
+    """Return whether the shards' mean, weighted by their divisors, is that of the batch.
 
-    So it is unless what the loss does behind the sum changes a shard's and not that of the batch.
+    It is, unless what the loss does to the divisor changes a shard's and not the batch's.
     """
     if finding.moved == "guard":
-        # By which number a shard was divided that counts nothing tells what it has above.
+        # A shard that counts nothing has weight 0, but its loss is its total over this number.
         return not (finding.bound and math.isfinite(finding.bound))
     small = {"": 0.0, "max": 1.0, "plus": _ROUNDED}[finding.moved]
     return not finding.moved or (finding.counts and abs(finding.bound) <= small)
 
 
 def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: Any) -> Mean:
-    """A piece's ratio as the ``Mean`` that it is; the last of its terms has the weight alone."""
+    """Return a piece's ratio as a ``Mean``, whose last term has the weight alone."""
     moved, count = Moved(finding.moved, finding.bound, not finding.power), divisor.of_batch(batch)
     by = lax.stop_gradient(moved(count))
     wide = loss.astype(jnp.promote_types(loss.dtype, by.dtype))
@@ -449,13 +449,13 @@ def check_weight_of_mean(weight: Weight, rows: Any, whole: Any) -> None:
         )
     raise LossError(
         f"The loss is a mean over rows, in which all rows count the same, and weight= lets shards "
-        f"count differently: {said(weight)}. Leave weight out. Or if rows are to count "
+        f"count differently: {describe_weight(weight)}. Leave weight out. Or if rows are to count "
         f"differently: {AS_MEAN}"
     )
 
 
-def said(weight: Weight) -> str:
-    """A weight as its author wrote it."""
+def describe_weight(weight: Weight) -> str:
+    """Describe a weight as its author wrote it."""
     if isinstance(weight, SumOf):
         return f"{weight.key!r}, which is batch[{weight.key!r}].sum()"
     try:
@@ -467,17 +467,17 @@ def said(weight: Weight) -> str:
     return f"{text} ({'/'.join(file.split('/')[-3:])}:{first})"
 
 
-def another_sum(weight: Weight, finding: Finding, numbers: str = "") -> LossError:
-    """The error for a weight that is not what the loss divides by."""
+def wrong_weight_error(weight: Weight, finding: Finding, numbers: str) -> LossError:
+    """Return the error for a weight that is not what the loss divides by."""
     code = f"{finding.code} ({finding.source})" if finding.code else finding.source
     return LossError(
         f"The loss divides by one sum over rows, and weight= is another:\n"
-        f"    the loss: {code}\n    the weight: {said(weight)}\n{numbers}{AS_MEAN}"
+        f"    the loss: {code}\n    the weight: {describe_weight(weight)}\n{numbers}{AS_MEAN}"
     )
 
 
 def _name_of(rows: Any, place: int | None) -> str | None:
-    """The name of the entry of a batch whose only array is this one of its leaves."""
+    """Return the name of the entry of a batch whose only array is the leaf at this place."""
     if not isinstance(rows, dict) or place is None:
         return None
     path: Sequence[Any] = jax.tree_util.tree_leaves_with_path(rows)[place][0]
@@ -487,25 +487,25 @@ def _name_of(rows: Any, place: int | None) -> str | None:
 def rowwise(
     function: Callable[..., PyTree], *, in_axes: PyTree = 0, out_axes: PyTree = 0
 ) -> Callable[..., PyTree]:
-    """Says that a function computes each row of its outputs from the same row of its inputs alone.
+    """Declare that a function computes each row of its outputs from that row of its inputs alone.
 
     ``make_train_step`` proves that a loss is a mean over rows, and cannot see into every kernel, or
-    through rows that are sorted on their way, as those of experts are. It believes this word, and
-    tries the function by numbers in the first call of the step: with the same rows in another
-    order, beside other rows, and in halves; and so its gradient. The function runs as it would
-    without: under ``jit``, ``grad``, ``vmap`` and ``jax.checkpoint``, too.
+    through rows that are sorted on their way, as those of experts are. It trusts this declaration,
+    and tests it by numbers in the first call of the step: it gives the function, and its gradient,
+    the same rows in another order, beside other rows, and in halves. The function itself does not
+    change: it runs under ``jit``, ``grad``, ``vmap`` and ``jax.checkpoint``, too.
 
     Args:
-      function: takes and returns pytrees of arrays, all of them with as many rows.
+      function: takes and returns pytrees of arrays, all of them with equally many rows.
       in_axes: the axis of the rows in each positional argument, as of ``jax.vmap``: one for all, or
         a tuple; ``None`` for what has no rows, such as parameters. Keyword arguments have none.
       out_axes: the axis of the rows in the outputs.
 
     Returns:
-      the function, which raises ``ArgumentError`` where the numbers of rows differ.
+      The function, which raises ``ArgumentError`` where the numbers of rows differ.
 
     Raises:
-      ArgumentTypeError: it is no function.
+      ArgumentTypeError: ``function`` cannot be called.
 
     >>> import jax.numpy as jnp
     >>> def experts(x, weights):  # x[rows, features], weights[experts, features]
@@ -525,13 +525,13 @@ def rowwise(
         )
     name = getattr(function, "__name__", type(function).__name__)
 
-    # As a decorator it keeps the function's own name; the call has this one in the trace.
+    # Used as a decorator it keeps the function's own name, while the trace shows this one.
     def called(*args: PyTree, **kwargs: PyTree) -> PyTree:
         axes = tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
         out = function(*args, **kwargs)
         nothing = lambda args, out: None
         try:
-            # It wants as many rows along all of these axes.
+            # vmap checks that there are as many rows along all of these axes.
             jax.eval_shape(jax.vmap(nothing, (axes, out_axes)), args, out)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             said = " ".join(str(error).split())

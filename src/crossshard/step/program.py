@@ -1,4 +1,4 @@
-"""Program: a step as it is compiled, and what is checked before it runs."""
+"""Program: the compiled step, and the checks before it runs."""
 
 import contextlib
 import functools
@@ -30,7 +30,7 @@ class Program:
     """The compiled function of a step, which is compiled anew for each kind of batch.
 
     Attributes:
-      options: what it is compiled with.
+      options: the options of XLA that it is compiled with.
     """
 
     def __init__(self, config: StepConfig, states: States):
@@ -57,7 +57,7 @@ class Program:
             compiler_options=self.options or None,
         )
         self._compiled: Any = self._jit(run)
-        # JAX refuses options for what runs inside another jit.
+        # JAX refuses compiler options inside another jit.
         self._traced = jax.jit(run)
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -66,14 +66,14 @@ class Program:
         return self._config.run(layout, state, batch)
 
     def _specs(self, found: tuple[TrainState, Metrics]) -> tuple[Any, Metrics]:
-        """How the next state and the metrics lie on the mesh."""
+        """Return the specs of the next state and the metrics."""
         state, metrics = found
         layout = self._states.layout(state)
         of_state = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(state))
         return of_state, self._config.specs_of_metrics(layout, metrics)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """The next state and the metrics; see ``TrainStep``."""
+        """Take one step; see ``TrainStep``."""
         # Under jax.grad the backward pass needs the state again, so it is not donated.
         is_traced = not _jax.at_top_level()
         if self._config.donate and not is_traced:
@@ -83,14 +83,14 @@ class Program:
                 if self._is_watched and self._in_processes:
                     PROGRESS.take(self._place.rows_of(batch))
                 return self._run_placed(state, self._place(batch), is_traced)
-        # Without a context, which costs a microsecond at every step.
+        # The context above costs a microsecond at every step.
         return self._run_placed(state, self._place(batch), is_traced)
 
     def _run_placed(self, state: TrainState, batch: Any, is_traced: bool) -> Any:
         try:
             if self._in_processes and not is_traced:
                 self._check_same(state, batch)
-            return self._explained(
+            return self._use_compiled(
                 lambda compiled: (self._traced if is_traced else compiled)(state, batch)
             )
         except UndecidedError as error:
@@ -100,8 +100,8 @@ class Program:
         except CrossshardError:
             raise
         except Exception:
-            # To look at each array before would take long at every step. Of a state that this call
-            # has donated the error is its own.
+            # Checked only now, since to check each array at every step would be slow. If this call
+            # has donated the state, its arrays say nothing, and the error stays as it is.
             step = state.step
             is_array = isinstance(step, jax.Array) and not isinstance(step, jax.core.Tracer)
             if not (is_array and step.is_deleted()):
@@ -113,19 +113,19 @@ class Program:
         return self._run_placed(state, batch, is_traced)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """The lowered program for a state and a batch, or for their types."""
+        """Lower the program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
             types = self._place.abstract(batch)
-            return self._explained(lambda compiled: compiled.lower(state, types))
+            return self._use_compiled(lambda compiled: compiled.lower(state, types))
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
-        """The traced program for a state and a batch, or for their types."""
+        """Trace the program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
             types = self._place.abstract(batch)
-            return self._explained(lambda compiled: compiled.trace(state, types))
+            return self._use_compiled(lambda compiled: compiled.trace(state, types))
 
     def _check_same(self, state: TrainState, batch: Any) -> None:
-        """Before the first run of a program, raise unless every process runs the same one."""
+        """Raise, before the first run of a program, unless every process runs the same one."""
         loss = self._config.loss
         # With weights each process may pass another number of rows, at any step.
         free = loss.weight is not None
@@ -138,12 +138,12 @@ class Program:
         mesh = self._config.outer_mesh
         rows = lambda: {"rows": str(loss.number_of_rows(batch))}
         if not free or compare("step", rows, mesh) is None:
-            lowered = self._explained(lambda compiled: compiled.lower(state, batch))
+            lowered = self._use_compiled(lambda compiled: compiled.lower(state, batch))
             check_same_program(lowered, mesh)
         self._agreed.add(key)
 
-    def _explained(self, use: Callable[[Any], Any]) -> Any:
-        """What is made of the compiled function; of another one if JAX refuses the first."""
+    def _use_compiled(self, use: Callable[[Any], Any]) -> Any:
+        """Call ``use`` with the compiled function, or with another one if JAX refuses the first."""
         try:
             return use(self._compiled)
         except ValueError as error:
@@ -168,7 +168,7 @@ def _check_not_of_mesh(error: ValueError, axes: tuple[str, ...]) -> None:
     ) from error
 
 
-# What it is compiled with.
+# The options of the compiler.
 
 # The bytes of gradients that XLA combines into one collective. This is its own default for
 # all-reduces.
@@ -180,19 +180,19 @@ _OF_A_HOST = 8
 def compiler_options(
     platform: str, shards: int, *, params_sharded: bool = False, beside: bool = False
 ) -> dict[str, bool | int]:
-    """The options for a step on these devices, without those that the user has set in XLA_FLAGS.
+    """Return the compiler options of a step, without those that the user has set in XLA_FLAGS.
 
     XLA for GPUs combines reduce-scatters until their *outputs*, of which each shard has 1/N, have
     30 MB. Most models are smaller than N times that, so their gradients would be one reduce-scatter
-    after the whole backward pass. Measured on gradients, as for all-reduces, it takes place beside
-    the matrix products of the layers that are left. The scheduler that puts it there is on for the
-    H100, and off for the A100.
+    after the whole backward pass. With a limit that is measured on gradients, as for all-reduces,
+    they overlap with the matrix products of the layers that are left. The scheduler that does this
+    is on for the H100, and off for the A100.
 
     Args:
-      platform: of the devices, as ``device.platform``.
+      platform: the platform of the devices, as ``device.platform``.
       shards: the number of shards that reduce together.
       params_sharded: whether parameters are gathered, too.
-      beside: whether a stage communicates beside that, too.
+      beside: whether a stage communicates at the same time.
 
     >>> compiler_options("cpu", 8)
     {}
@@ -208,14 +208,14 @@ def compiler_options(
     if params_sharded and shards > _OF_A_HOST:
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 3
     if beside:
-        # Else its collectives and those of the gradients would wait for each other.
+        # Otherwise its collectives and those of the gradients would wait for each other.
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 2
     flags = _users_flags()
     return {name: value for name, value in options.items() if name not in flags}
 
 
 def _users_flags() -> set[str]:
-    """The names of the options in XLA_FLAGS, or in the file that it names."""
+    """Return the names of the options in XLA_FLAGS, or in the file that it names."""
     text = os.environ.get("XLA_FLAGS", "").strip()
     if text and not text.startswith("-"):
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""What tools may know of a step: all that they import of the rooms that compute.
+"""Rebuild: what tools use of a step.
 
-A step again with another optimizer, to be compared with itself on one shard; its rows, groups,
-axes and sizes.
+It makes a step anew with another optimizer, for all shards and for one, to compare them, and tells
+its rows, groups, axes and sizes.
 """
 
 import dataclasses
@@ -41,20 +41,23 @@ __all__ = [
     "of_few_bits",
     "on_part_of_mesh",
     "own_rows",
-    "with_sgd",
+    "with_optimizer",
 ]
 
 
-def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone: bool) -> TrainStep:
-    """The same step with another optimizer, for many shards or for one, and with all bits.
+def with_optimizer(
+    step: TrainStep, optimizer: optax.GradientTransformation, *, alone: bool
+) -> TrainStep:
+    """Return a step with another optimizer, for many shards or for one, that sends all bits.
 
     Args:
       step: the step.
-      optimizer: in the place of the wrapped one.
-      alone: for one shard, without what only several need; on devices of this process.
+      optimizer: the optimizer in the place of the wrapped one.
+      alone: whether to make it for one shard, on devices of this process, without what only several
+        shards need.
     """
     config = config_of(step)
-    # Metrics may be those of the optimizer that it had.
+    # Metrics may be those of the former optimizer.
     pipeline = config.pipeline.without(lambda kind: kind is Metrics or kind.joins_groups)
     if isinstance(pipeline.aggregator, FewBits):
         pipeline = pipeline.with_options(reduce_dtype=None, aggregator=None)
@@ -72,11 +75,11 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
         options={"preprocess": pipeline.preprocess},
     )
     mesh, loss = _own_shard(config.mesh, config.axes), config.loss
-    one = changed(loss, accumulate_steps=1, same_bits=None)
+    one = changed(loss, accumulate_steps=1, virtual_shards=None)
     own = dataclasses.replace(
         config,
         pipeline=of_one,
-        # Microbatches of all rows are other losses, on any number of shards.
+        # Microbatches of a loss over the batch are other losses, also on one shard.
         loss=loss if loss.over is LossOver.BATCH else one,
         mesh=mesh,
         outer_mesh=mesh,
@@ -87,7 +90,7 @@ def with_sgd(step: TrainStep, optimizer: optax.GradientTransformation, *, alone:
 
 
 def of_few_bits(step: TrainStep) -> str:
-    """What a step sends in so few bits that a single step is not that of one device, in words."""
+    """Describe what a step sends in so few bits that a single step is not that of one device."""
     config = config_of(step)
     sent = []
     if isinstance(config.pipeline.aggregator, FewBits):
@@ -98,7 +101,7 @@ def of_few_bits(step: TrainStep) -> str:
 
 
 def _own_shard(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:
-    """The part of a mesh that is one shard, the first of this process."""
+    """Return the part of a mesh that is one shard, the first of this process."""
     sizes = [mesh.shape[axis] if axis in axes else 1 for axis in mesh.axis_names]
     for place in np.ndindex(*sizes):
         of_shard = tuple(
@@ -115,7 +118,7 @@ def _own_shard(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:
 
 
 def on_part_of_mesh(x: Any, mesh: Mesh) -> Any:
-    """An array that is on devices of which a mesh has one shard's; others as they are."""
+    """Move an array to the mesh of one shard, if it is on its devices; return others unchanged."""
     spec = getattr(getattr(x, "sharding", None), "spec", None)
     if spec is None:
         return x
@@ -128,7 +131,7 @@ def on_part_of_mesh(x: Any, mesh: Mesh) -> Any:
 
 
 def own_rows(step: TrainStep, batch: Any) -> Any:
-    """What this process passes of a batch of all processes."""
+    """Return the rows that this process passes of a batch of all processes."""
     if jax.process_count() == 1:
         return batch
     config = config_of(step)
@@ -153,7 +156,7 @@ def own_rows(step: TrainStep, batch: Any) -> Any:
 
 
 def loss_over_rows_of(step: TrainStep) -> str:
-    """What is known of a step's loss in its rows, in words; empty where it has all rows."""
+    """Describe what is known of a step's loss over its rows; empty if it is given all rows."""
     config, loss = config_of(step), config_of(step).loss
     if not loss.is_of_parts(config.number_of_shards):
         return ""
@@ -163,7 +166,7 @@ def loss_over_rows_of(step: TrainStep) -> str:
 
 
 def groups_of(step: TrainStep) -> tuple[tuple[tuple[int, ...], ...], float]:
-    """The shards that reduce together, and the factor of their reduction, under SUM."""
+    """Return the shards that reduce together, and the ratio of their reduction to a mean."""
     config = config_of(step)
     groups = config.pipeline.groups
     members = (tuple(range(config.number_of_shards)),) if groups is None else groups.groups
@@ -173,18 +176,18 @@ def groups_of(step: TrainStep) -> tuple[tuple[tuple[int, ...], ...], float]:
 
 
 def axes_of_batch(step: TrainStep) -> BatchAxes:
-    """Along which axes the arrays of a batch of this step have their rows."""
+    """Return the axes along which the arrays of a step's batch have their rows."""
     return config_of(step).loss.batch_axes
 
 
 def number_of_parameters(params: Any, wrt: Any) -> int:
-    """How many numbers a model of arrays or types has, with those that are not trained."""
+    """Count the numbers of a model of arrays or types, with those that are not trained."""
     _, trained, frozen, *_ = partition(params, wrt)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((trained, frozen)))
 
 
 def draws(traced: Any) -> bool:
-    """Whether a traced program draws random numbers."""
+    """Return whether a traced program draws random numbers."""
     return any(
         each.primitive.name in DRAWS
         for equation in traced.jaxpr.eqns

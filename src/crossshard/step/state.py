@@ -1,4 +1,4 @@
-"""States: the layouts of a step's states, the first of them, and moves from and to other steps."""
+"""States: the layouts of a step's states, the first state, and moves from and to other steps."""
 
 import contextlib
 import dataclasses
@@ -45,11 +45,11 @@ from crossshard.shards.devices import (
 from crossshard.step.function import StepConfig
 
 # XLA takes four times as long for a program with twice as many outputs.
-_MOST = 1024
+_MOST_OUTPUTS = 1024
 
 
 class Initial(NamedTuple):
-    """What makes an initial state."""
+    """The function that makes an initial state, and its inputs."""
 
     layout: StateLayout  # its layout
     types: TrainState  # its types and shardings
@@ -60,9 +60,9 @@ class Initial(NamedTuple):
 
 
 class States:
-    """The states of a step: the layout of each kind that it has met, and what makes and moves them.
+    """Makes and moves the states of a step, and knows the layout of each kind that it has met.
 
-    What moves them is called with the mesh of the step set. For errors see ``TrainStep``.
+    Methods that move a state are called with the step's mesh set. For errors see ``TrainStep``.
     """
 
     def __init__(self, config: StepConfig):
@@ -78,14 +78,14 @@ class States:
         return len(self._known)
 
     def layout(self, state: TrainState) -> StateLayout:
-        """The layout of a state, or of its types."""
+        """Return the layout of a state, or of its types."""
         params = state.params
         if self._config.is_grouped:
             params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
         return self._of_params(params, state.other_axes)
 
     def _of_params(self, params: Any, other_axes: tuple[PartitionSpec, ...]) -> StateLayout:
-        """The layout of a state with one such set of parameters, split so over the other axes."""
+        """Return the layout of states with these parameters and these specs on the other axes."""
         leaves, tree = jax.tree.flatten(params)
         shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
         key = tree, shapes, other_axes
@@ -97,7 +97,7 @@ class States:
         # JAX drops axes of size 1 from the shardings of its results.
         several = [axis for axis, size in mesh.shape.items() if size > 1]
         split = tuple(only(each, several) for each in other_axes)
-        # What is traced here runs under another mesh than the user may have set.
+        # These traces run under another mesh than the user may have set.
         with _mesh.without_mesh():
             check_fits(params, other_axes, mesh)
             planner = Planner(
@@ -110,7 +110,7 @@ class States:
                 # A preprocessor may read them all.
                 leave_unread=pipeline.preprocess is None,
                 other_axes=split[: len(leaves)],
-                virtual_shards=config.loss.same_bits,
+                virtual_shards=config.loss.virtual_shards,
             )
             self._known[key] = StateLayout(
                 mesh,
@@ -127,7 +127,7 @@ class States:
     # The first state.
 
     def prepare(self, params: Any, rng: Any, model_state: Any) -> Initial:
-        """What ``init`` needs to make the state of a model; nothing is computed yet."""
+        """Return what ``init`` needs to make the state of a model; nothing is computed yet."""
         config, (impl, key) = self._config, check_key(rng)
         mesh, kind = config.mesh, config.loss.model_state
         has_one = config.loss.has_one_state
@@ -145,7 +145,7 @@ class States:
             state = layout.initial(skeleton, impl, arrays, key)
             return dataclasses.replace(state, other_axes=other_axes)
 
-        # Of the types that the arrays will have, so that JAX need not trace it again for them.
+        # Traced with the types that the arrays will have, so that JAX need not trace it again.
         given = types_on(mesh, (arrays, key), layout.specs_of_arrays(arrays[1]))
         with _mesh.in_place_of_the_users_mesh(mesh):
             types = jax.eval_shape(make, *given)
@@ -159,7 +159,7 @@ class States:
         return Initial(layout, types, jax.jit(make, out_shardings=shardings), arrays, key, given)
 
     def first(self, initial: Initial) -> TrainState:
-        """The initial state."""
+        """Make the initial state."""
         parts = {
             "parameters": initial.arrays[0],
             "the model's other state": initial.arrays[1:],
@@ -172,7 +172,7 @@ class States:
         both = (initial.arrays, initial.key)
         arrays, key = jax.tree.map(lambda x, to: put_whole(x, to.sharding), both, initial.given)
         with _mesh.in_place_of_the_users_mesh(self._config.mesh):
-            if len(jax.tree.leaves(initial.types)) <= 2 * _MOST:
+            if len(jax.tree.leaves(initial.types)) <= 2 * _MOST_OUTPUTS:
                 return initial.make(arrays, key)
             return _in_pieces(initial, jax.tree.leaves((arrays, key)))
 
@@ -189,12 +189,12 @@ class States:
     # From this step and to it.
 
     def unshard(self, state: TrainState) -> TrainState:
-        """The state with whole arrays, in the optimizer's own shapes."""
+        """Return the state with full arrays, in the optimizer's own shapes."""
         layout = self.layout(state)
         return self._run(layout.unpack, state, layout.unsharded(state))
 
     def collected(self, state: TrainState) -> TrainState:
-        """The state without rows of owners; arrays stay split over the shards."""
+        """Return the state without the rows of ``Owners``; arrays stay sharded."""
         layout = self.layout(state)
         if layout.own is layout:
             return state
@@ -202,16 +202,16 @@ class States:
         return self._run(layout.collected, state, layout.own.shardings(types))
 
     def reshard(self, state: TrainState) -> TrainState:
-        """A state of any number of shards as this step has it."""
+        """Move a state of any number of shards to this step's layout."""
         config = self._config
         others = [axis for axis in config.mesh.axis_names if axis not in config.axes]
         kept = tuple(only(each, others) for each in state.other_axes)
         state = dataclasses.replace(state, other_axes=kept if any(kept) else ())
         layout = self.layout(state)
-        state, what = adopted(layout, state)
-        if what:
-            text = f"The state is of a step with other options: {'; '.join(what)}."
-            # At the user's line, behind TrainStep.reshard.
+        state, changes = with_options_of(layout, state)
+        if changes:
+            text = f"The state is of a step with other options: {'; '.join(changes)}."
+            # The user's line, which calls TrainStep.reshard, is three frames up.
             warnings.warn(text, CheckpointWarning, stacklevel=3)
         layout.check_optimizer(state)
         given = jax.tree.map(lambda x: None if x is NEW else x, state)
@@ -234,7 +234,7 @@ class States:
         return self._run(layout.pack, state, layout.shardings(state))
 
     def _is_of_these_workers(self, layout: StateLayout, state: TrainState) -> bool:
-        """Whether all shards of each worker have the same, if there are workers."""
+        """Return whether all shards of each worker have equal arrays, if there are workers."""
         if layout.groups is None or not layout.pipeline.joins_groups:
             return True
         members = layout.groups.members
@@ -247,12 +247,12 @@ class States:
         return bool(jax.jit(look)((state.params, state.opt_state.inner_state)))
 
     def _run(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
-        # A loop that saves would compile it each time. Layouts live as long.
+        # Or a loop that saves would compile it each time. Layouts live as long as this.
         key = how, jax.tree.structure(state)
         if key not in self._compiled:
             run = lambda state: how(jax.tree.map(jnp.copy, state))
             self._compiled[key] = jax.jit(run, out_shardings=to)
-        # All processes of the job send each other their parts.
+        # All processes of the job then exchange their parts.
         together = (
             are_of_all_processes(self._config.mesh)
             and _jax.at_top_level()
@@ -264,18 +264,19 @@ class States:
     # Models.
 
     def model(self, state: TrainState, arrays: tuple[Any, Any, Any]) -> Any:
-        """The model of such arrays, copied, since the next step donates the state."""
-        # Before they are a model: a tree.map over an NNX module tears apart what it has tied.
+        """Return the model of these arrays, copied, since the next step donates the state."""
+        # Copied before they are a model: a tree.map over an NNX module separates tied variables.
         outer = self._config.outer_mesh
         arrays = jax.tree.map(lambda x: _mesh.on_mesh(jnp.copy(x), outer), arrays)
         model = combine(state.skeleton, *arrays)
         return model if self._config.loss.model_state is None else (model, arrays[2])
 
     def arrays(self, state: TrainState, shard: int | None, ema: bool) -> tuple[Any, Any, Any]:
-        """The parameters, the frozen arrays and the model state of a shard, or of all.
+        """Return the parameters, the frozen arrays and the model state of a shard, or of all.
 
-        Of all there are the parameters that they have in common, as after the last synchronisation,
-        and the mean of statistics. With ``ema`` the parameters are their moving average.
+        Those of all are the parameters that the shards have in common, as after the last
+        synchronisation, and the mean of statistics. With ``ema`` the parameters are their moving
+        average.
         """
         config = self._config
         _check.flag("ema", ema)
@@ -287,7 +288,7 @@ class States:
                 f"With group_assignment {config.pipeline.groups} the parameters differ between "
                 f"shards. Choose one: model(state, shard=0)."
             )
-        # An index is an array on the host.
+        # Indexing moves the index from the host to the devices.
         with jax.transfer_guard("allow"):
             params = self._average(state) if ema else state.params
             if joins:
@@ -301,20 +302,20 @@ class States:
             return params, state.frozen, model_state
 
     def _average(self, state: TrainState) -> Any:
-        """The moving average of the parameters, in their shapes and dtypes."""
+        """Return the moving average of the parameters, in their shapes and dtypes."""
         if self._config.pipeline.optimize.ema is None:
             raise ArgumentError(
                 "This step keeps no moving average of the parameters. Write "
                 "make_train_step(..., ema=0.999)."
             )
-        # What is sharded has its own shapes, and is not gathered.
+        # Sharded parameters have their own shapes, and are not gathered.
         whole = self.collected(state) if self._config.params_sharded else self.unshard(state)
         average = optax.tree.get(whole.opt_state.inner_state, "ema")
         return jax.tree.map(lambda p, x: x.astype(p.dtype), state.params, average)
 
 
 def check_key(rng: Any) -> tuple[Any, jax.Array]:
-    """The implementation and the data of a key, from a key or a seed."""
+    """Return the implementation and the data of a key, from a key or a seed."""
     dtype = getattr(rng, "dtype", None)
     if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
         if not -(1 << 63) <= rng < 1 << 63:
@@ -331,32 +332,35 @@ def check_key(rng: Any) -> tuple[Any, jax.Array]:
 
 
 def _in_pieces(initial: Initial, inputs: list[Any]) -> TrainState:
-    """The state from several programs, each of some of its arrays."""
+    """Make the state with several programs, each of some of its arrays."""
     jaxpr = initial.make.trace(*initial.given).jaxpr
     types, tree = jax.tree.flatten(initial.types)
     made: list[Any] = []
-    for start in range(0, len(types), _MOST):
-        own = types[start : start + _MOST]
-        wanted = [start <= place < start + _MOST for place in range(len(types))]
+    for start in range(0, len(types), _MOST_OUTPUTS):
+        own = types[start : start + _MOST_OUTPUTS]
+        wanted = [start <= place < start + _MOST_OUTPUTS for place in range(len(types))]
         pruned, taken = _jax.pruned(jaxpr, wanted)
         run = jax.jit(jaxpr_as_fun(pruned), out_shardings=[x.sharding for x in own])
         made += run(*itertools.compress(inputs, taken))
     return tree.unflatten(made)
 
 
-# A state that a step with other options has left: which arrays are of which option.
+# A state of a step with other options: which arrays are of which option.
 
-# In place of an array that a state lacks.
+# Stands in the place of an array that a state lacks.
 NEW = type("New", (), {})()
 OPTIMIZER, MASTERS, AVERAGE, PREPROCESS = "optimizer", "master_dtype", "ema", "preprocess"
 _INNER = ".opt_state.inner_state"
 
-# An option, or "" for what is of none; and where an array is in it, whatever the other options are.
+# An option, or "" for arrays of none; and an array's path in it, whatever the other options are.
 Key = tuple[str, str]
 
 
 def key_of(path: str, *, masters: bool, average: bool) -> Key:
-    """The option and the place of an array, given its path in a state with or without these two."""
+    """Return the option of an array and its path in it, given its path in a state.
+
+    ``masters`` and ``average`` tell whether the state has these two.
+    """
     if not path.startswith(_INNER):
         found = re.match(r"\.opt_state\.(?:others\[')?(\w+)", path)
         return (found[1] if found else ""), path
@@ -368,8 +372,8 @@ def key_of(path: str, *, masters: bool, average: bool) -> Key:
     return OPTIMIZER, rest
 
 
-def said(new: Iterable[str], gone: Iterable[str], kept: Collection[str]) -> list[str]:
-    """What becomes of the states of options whose arrays are made, are dropped, or stay."""
+def describe_changes(new: Iterable[str], gone: Iterable[str], kept: Collection[str]) -> list[str]:
+    """Describe what becomes of options whose arrays are made, are dropped, or stay."""
     new, gone, found = set(new), set(gone), []
     for option in sorted(new | gone):
         how = "from the parameters" if option in (MASTERS, AVERAGE) else "anew"
@@ -382,8 +386,8 @@ def said(new: Iterable[str], gone: Iterable[str], kept: Collection[str]) -> list
     return found
 
 
-def adopted(layout: StateLayout, state: TrainState) -> tuple[TrainState, list[str]]:
-    """An unsharded state as the step of a layout has it, if a step with other options has left it.
+def with_options_of(layout: StateLayout, state: TrainState) -> tuple[TrainState, list[str]]:
+    """Convert an unsharded state of a step with other options to those of a layout's step.
 
     Returns:
       The state, with ``NEW`` where an option is new; and what was done, in words.
@@ -408,11 +412,12 @@ def adopted(layout: StateLayout, state: TrainState) -> tuple[TrainState, list[st
     as_own = lambda x, dtype: x if x is NEW or x.dtype == dtype else x.astype(dtype)
     found = [as_own(given.get(key, NEW), like.dtype) for key, like in zip(keys, own, strict=True)]
     kept = {key[0] for key in keys if key in given}
-    return dataclasses.replace(state, opt_state=structure.unflatten(found)), said(new, gone, kept)
+    changes = describe_changes(new, gone, kept)
+    return dataclasses.replace(state, opt_state=structure.unflatten(found)), changes
 
 
 def _wrapped(inner: Any) -> tuple[Any, dict[str, bool]]:
-    """The state of the optimizer that the user passed, and what is around it."""
+    """Return the state of the user's optimizer, and which wrappers are around it."""
     masters = isinstance(inner, MastersState)
     inner = inner.inner_state if masters else inner
     average = isinstance(inner, MovingAverageState)
@@ -430,10 +435,10 @@ def _keys(opt_state: Any) -> list[Key]:
 def completed(
     layout: StateLayout, state: TrainState, shardings: Sequence[Sharding] | None = None
 ) -> TrainState:
-    """An unsharded state with what the options' ``init`` makes in place of ``NEW``.
+    """Replace each ``NEW`` of an unsharded state by what its option's ``init`` makes.
 
-    What each shard has of its own may be that of another number of shards. Without the shardings of
-    all arrays, new ones are types alone.
+    Per-shard arrays may be of another number of shards. Without ``shardings``, those of all arrays,
+    the new ones are only types.
     """
     leaves, tree = jax.tree.flatten(state)
     places = [place for place, leaf in enumerate(leaves) if leaf is NEW]
@@ -447,7 +452,7 @@ def completed(
         return jnp.broadcast_to(x, (shards, *x.shape)) if placement.per_shard else x
 
     def init(params: Any, masters: Any) -> Any:
-        """The optimizer's state before the first step, around masters that are there already."""
+        """Return the optimizer's state before the first step, around masters that exist already."""
         made = layout.pipeline.init(params)
         if masters is None:
             return made

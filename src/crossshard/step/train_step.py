@@ -16,7 +16,7 @@ from crossshard._check import is_inexact
 from crossshard.distributed.progress import PROGRESS, entering, for_now
 from crossshard.errors import ArgumentError, ArgumentTypeError, NonfiniteError
 from crossshard.gradients.status import leaf_name
-from crossshard.guards import copy, differing, names_of_compared, report
+from crossshard.guards import copy_state, differing, names_of_compared, report_divergence
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, check_is_state, check_state
 from crossshard.pipeline.stages.nonfinite import NonfiniteState
@@ -29,7 +29,7 @@ from crossshard.step.state import States
 
 # Steps that may still run while the host goes on. All processes look at the same step, so that all
 # of them raise in the same call.
-_BEHIND = 2
+_IN_FLIGHT = 2
 
 
 class TrainStep:
@@ -50,11 +50,11 @@ class TrainStep:
         self._states = States(config)
         self._program = Program(config, self._states)
         self._over_data = OverData(config, self._entering)
-        # What the last steps have found, which is looked at two calls later.
+        # What the last steps have found; it is checked two calls later.
         self._found: collections.deque[dict[str, Any]] = collections.deque()
-        self._looks = config.sentinel is not None or config.pipeline.nonfinite is not None
+        self._has_checks = config.sentinel is not None or config.pipeline.nonfinite is not None
         self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
-        # Of the last call of init, for the descriptions.
+        # The layout and the types of the last ``init``, for the descriptions.
         self._latest: tuple[StateLayout, TrainState] | None = None
 
     def __repr__(self) -> str:
@@ -72,9 +72,9 @@ class TrainStep:
     def compiler_options(self) -> dict[str, bool | int]:
         """The options that the step is compiled with, here or by ``lower(...).compile()``.
 
-        Those of GPUs that bring the communication beside the matrix products, unless you have set
-        them in XLA_FLAGS; empty on other devices. Within a ``jax.jit`` of your own JAX takes only
-        that one's: ``jax.jit(run, compiler_options=step.compiler_options)``.
+        On GPUs they overlap communication with matrix products; those that you have set in
+        XLA_FLAGS are left out. Empty on other devices. Within a ``jax.jit`` of your own JAX takes
+        only that one's: ``jax.jit(run, compiler_options=step.compiler_options)``.
         """
         return dict(self._program.options)
 
@@ -88,7 +88,7 @@ class TrainStep:
             with ``donate=False``.
           batch: a pytree of arrays, split over the shards along axis 0, or as ``batch_axis`` says.
             If there are several processes, each passes its own rows.
-          *more: refused: all arrays belong into one batch.
+          *more: refused: all arrays belong in one batch.
 
         Returns:
           The next state, and the metrics: ``"loss"``, float[], reduced like the gradients
@@ -118,41 +118,43 @@ class TrainStep:
             )
         with self._entering("step"):
             check_is_state(state)
-            if not (self._looks and _jax.at_top_level()):
+            if not (self._has_checks and _jax.at_top_level()):
                 return self._program(state, batch)
-            # Before the state is donated, so that the caller can save it.
-            self._look(state, _BEHIND - 1)
+            # Before the state is donated, so that the caller can still save it.
+            self._check_found(state, _IN_FLIGHT - 1)
             after, metrics = self._program(state, batch)
             names = metrics.keys() & {"divergence", "nonfinite"}
             self._found.append({name: metrics[name] for name in names})
             return after, metrics
 
-    def _look(self, state: TrainState, running: int) -> None:
-        """Raise for what steps have found, but for the last ones, which may still run."""
+    def _check_found(self, state: TrainState, running: int) -> None:
+        """Raise what steps have found, except the last ``running`` ones, which may still run."""
         config, nonfinite = self._config, self._config.pipeline.nonfinite
         while len(self._found) > running:
             metrics = self._found.popleft()
             if config.sentinel is not None and metrics["divergence"].diverged:
                 names = self.compared(state)
-                report(metrics["divergence"], config.sentinel, names, config.mesh, config.axes)
+                report_divergence(
+                    metrics["divergence"], config.sentinel, names, config.mesh, config.axes
+                )
             if nonfinite is None:
                 continue
             found = metrics["nonfinite"]
-            # Each device, or shard, has the same copy.
+            # All devices have the same copy, or all shards.
             number = int(np.ravel(jax.device_get(found.in_a_row.addressable_data(0)))[0])
             if number >= nonfinite.max_consecutive:
-                # Whoever goes on is not told of the same steps again.
+                # A caller that goes on is not told of the same steps again.
                 self._found.clear()
                 raise _not_finite(found, number, state)
 
     def _outside(self, tree: Any) -> Any:
-        """Arrays of this step on the mesh as the user made it."""
+        """Move arrays of this step to the mesh as the user made it."""
         return jax.tree.map(lambda x: _mesh.on_mesh(x, self._config.outer_mesh), tree)
 
     def _entering(
         self, call: str, *, counts: bool = True
     ) -> contextlib.AbstractContextManager[Any]:
-        """What tells the other processes that this one is in a call."""
+        """Return a context that tells the other processes that this one is in a call."""
         if not self._is_watched:
             return contextlib.nullcontext()
         return entering(call) if counts else for_now(call)
@@ -184,7 +186,7 @@ class TrainStep:
         """
         with self._entering("finish"):
             check_is_state(state)
-            self._look(state, 0)
+            self._check_found(state, 0)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower the step for arrays, or for their types (see ``abstract_init``).
@@ -202,67 +204,68 @@ class TrainStep:
     # State.
 
     def init(self, params: PyTree, rng: Key = 0, *, model_state: PyTree = None) -> TrainState:
-        """The state before the first step, on the devices of the mesh.
+        """Return the state before the first step, on the devices of the mesh.
 
         Args:
           params: the model that the loss takes: a pytree of arrays, an Equinox module or an NNX
-            module. It is copied. With ``params="sharded"`` of the step each device gets its slices
-            alone, from arrays of the host or from arrays that are split over devices already, as
+            module. It is copied. With ``params="sharded"`` each device gets only its slices, from
+            arrays of the host or from arrays that are sharded over devices already, as
             ``jax.jit(make, out_shardings=...)`` returns them.
           rng: a PRNG key or a seed; each step and shard derives its own key.
           model_state: the state besides the parameters, where the step has ``model_state``.
 
         Raises:
           ArgumentError: there is nothing to train, the optimizer would train what is not meant
-            to be trained, parameters are sharded, or another process passes something else.
+            to be trained, parameters are split over the shard axes, or another process passes
+            something else.
           ArgumentTypeError: a leaf is neither an array nor hashable, or ``rng`` is not a key.
         """
-        # What init moves to the devices it is told to move.
+        # The caller asks init to move arrays to the devices.
         with jax.transfer_guard("allow"), self._entering("init"):
             prepared = self._states.prepare(params, rng, model_state)
             self._latest = prepared.layout, prepared.types
             return self._outside(self._states.first(prepared))
 
     def abstract_init(self, params: PyTree, *, model_state: PyTree = None) -> TrainState:
-        """The types and shardings of ``init``'s state, to ``lower`` without devices."""
+        """Return the types and shardings of ``init``'s state, to ``lower`` without devices."""
         prepared = self._states.prepare(params, 0, model_state)
         self._latest = prepared.layout, prepared.types
         return self._outside(prepared.types)
 
     def unshard(self, state: TrainState) -> TrainState:
-        """The state replicated over the shards, its arrays in the optimizer's own shapes.
+        """Replicate a state over the shards, its arrays in the optimizer's own shapes.
 
         Use it to save, to inspect, or to ``reshard`` on another number of shards. Arrays stay split
-        over other axes. The given state stays valid. Every device gets all of the state: where it
-        is too large for that, as with ``params="sharded"`` it may be, ``reshard`` takes it as it
-        is, and ``Checkpoints`` saves and restores it slice by slice.
+        over other axes. The given state stays valid. Every device gets all of the state. It may be
+        too large for that with ``params="sharded"``: ``reshard`` then takes it as it is, and
+        ``Checkpoints`` saves and restores it slice by slice.
         """
-        with self._looking_at(state) as state:
+        with self._on_step_mesh(state) as state:
             return self._outside(self._states.unshard(state))
 
     def reshard(self, state: TrainState) -> TrainState:
         """Shard an unsharded state for this step, from any number of shards.
 
         A state of a step with ``params="sharded"`` is taken as it is, too: its arrays have their
-        own shapes, and none is made whole on a device unless this step keeps it whole.
+        own shapes, and none is gathered on a device unless this step replicates it.
 
         If the number of shards changes, statistics of an NNX module and the state of the
-        preprocessor are averaged, and random streams get new keys; so they are between a loss over
-        the shards' rows and one over the batch, which has one state for all. What error feedback
-        holds back keeps its sum. With ``sync_every`` new workers begin with what the others had on
-        average. If the state is of a step with other options, what a new one keeps is made, what
-        one that is gone kept is dropped, and a ``CheckpointWarning`` says so.
+        preprocessor are averaged, and random streams get new keys. The same happens between a loss
+        over the shards' rows and one over the batch, which has one state for all. What error
+        feedback holds back keeps its sum. With ``sync_every`` new workers begin with the average of
+        the others. If the state is of a step with other options, the state of new options is made,
+        that of options that are gone is dropped, and a ``CheckpointWarning`` says so.
 
         Raises:
           ArgumentError: the state is another optimizer's or preprocessor's, its groups are not of
             this step, or its arrays are flattened and padded, as ``weight_update="sharded"`` alone
             stores them.
         """
-        with self._looking_at(state) as state, self._entering("reshard"):
+        with self._on_step_mesh(state) as state, self._entering("reshard"):
             return self._outside(self._states.reshard(state))
 
     def model(self, state: TrainState, shard: int | None = None, *, ema: bool = False) -> PyTree:
-        """The model with the parameters of a state, to evaluate or to export.
+        """Return the model with the parameters of a state, to evaluate or to export.
 
         Args:
           state: a state of this step.
@@ -273,25 +276,25 @@ class TrainStep:
 
         Returns:
           The model; ``(params, model_state)`` if the step has ``model_state``. With
-          ``params="sharded"`` its arrays are split over the devices, as those of the state.
+          ``params="sharded"`` its arrays are sharded over the devices, as those of the state.
 
         Raises:
           ArgumentError: parameters differ between groups, and ``shard`` is ``None``; or there is no
             moving average.
         """
-        with self._looking_at(state) as state:
+        with self._on_step_mesh(state) as state:
             return self._states.model(state, self._states.arrays(state, shard, ema))
 
     @contextlib.contextmanager
-    def _looking_at(self, state: TrainState) -> Iterator[TrainState]:
-        """A state on a mesh with automatic axes, while this mesh is set."""
+    def _on_step_mesh(self, state: TrainState) -> Iterator[TrainState]:
+        """Yield a state on the step's mesh with automatic axes, while this mesh is set."""
         check_state(state, or_types=False)
         inside: TrainState = _inside(state)
         with _mesh.in_place_of_the_users_mesh(self._config.mesh):
             yield inside
 
     def _to_read(self, state: TrainState, shard: int | None, ema: bool) -> ToRead:
-        with self._looking_at(state) as state:
+        with self._on_step_mesh(state) as state:
             arrays = self._states.arrays(state, shard, ema)
             return state.skeleton, to_read(self._states.layout(state), state), arrays
 
@@ -304,7 +307,7 @@ class TrainStep:
         *,
         ema: bool = False,
     ) -> PyTree:
-        """The mean of a metric over all examples of a data set, as on one device.
+        """Return the mean of a metric over all examples of a data set, as on one device.
 
         Sharded parameters are gathered where the metric uses them, as in the loss.
 
@@ -349,7 +352,7 @@ class TrainStep:
         *,
         ema: bool = False,
     ) -> PyTree:
-        """What a function returns for each row of a data set, collected on the host.
+        """Call a function on each row of a data set, and collect the results on the host.
 
         Args:
           state: as for ``evaluate``, like ``batches``, ``shard`` and ``ema``.
@@ -376,10 +379,10 @@ class TrainStep:
     # Description.
 
     def compared(self, state: TrainState) -> tuple[str, ...]:
-        """The names of the arrays that ``check_divergence`` compares, in their order.
+        """Return the names of the arrays that ``check_divergence`` compares, in their order.
 
-        These are the arrays of which all shards, or all of a group, have a copy: not those of which
-        each shard has a slice, and not those that are each shard's own.
+        These are the arrays of which all shards, or all shards of a group, have a copy: no arrays
+        that are sharded, and none of which each shard has its own.
 
         Args:
           state: a state of this step, or its types.
@@ -388,30 +391,30 @@ class TrainStep:
         return names_of_compared(self._states.layout(state), state)
 
     def replay(self, state: TrainState, batch: PyTree) -> dict[str, tuple[int, ...]]:
-        """Take a step twice, and tell what of the next state differs, bit by bit.
+        """Take a step twice, and return which arrays of the next state differ, bit by bit.
 
-        It finds arithmetic that is wrong now and then, in slices of which no other shard has a copy
-        too. The given state stays valid and is not stepped; there must be memory for two more.
+        It finds arithmetic that is wrong now and then, also in slices of which no other shard has a
+        copy. The given state stays valid and is not stepped; there must be memory for two more.
 
         Args:
           state: a state of this step.
           batch: as for a call.
 
         Returns:
-          The names of the arrays that differ, and for each the shards whose part or copy does;
+          The names of the arrays that differ, and for each the shards whose slice or copy differs;
           empty if none differs.
         """
         check_state(state, or_types=False)
         if not _jax.at_top_level():
             raise ArgumentError("replay compares runs on the host. Call it outside of jax.jit.")
         with self._entering("replay"):
-            run = lambda: _inside(self._program(copy(_inside(state)), batch)[0])
+            run = lambda: _inside(self._program(copy_state(_inside(state)), batch)[0])
             first, again = run(), run()
         with _mesh.in_place_of_the_users_mesh(self._config.mesh):
             return differing(self._states.layout(state), first, again)
 
     def describe(self) -> str:
-        """The pipeline, the weight update with its reason, and the arrays with their sizes.
+        """Describe the pipeline, the weight update and its reason, and the arrays with their sizes.
 
         Raises:
           ArgumentError: neither ``init`` nor ``abstract_init`` has been called.
@@ -425,7 +428,7 @@ class TrainStep:
 
 
 def _not_finite(found: NonfiniteState, number: int, state: TrainState) -> NonfiniteError:
-    """The error for so many steps in a row, which names what the last of them has found."""
+    """Return the error for ``number`` steps in a row, which names what the last of them found."""
     what, of_state = found.describe(state.params, state.model_state), _first_nan(state)
     then = "Parameters and state hold nothing of it: save them, and look at the batch of that step."
     if of_state:
@@ -435,10 +438,10 @@ def _not_finite(found: NonfiniteState, number: int, state: TrainState) -> Nonfin
 
 
 def _first_nan(state: TrainState) -> str:
-    """The first array of a state of which a part that this process has is NaN; empty if none is."""
+    """Return the name of the first array of a state with NaN on this process; empty if none."""
     # Metrics are of the last step, and infinities may be meant, such as the best loss so far.
     opt_state = state.opt_state._replace(metrics=())
-    # What is not trained is as it was given.
+    # Frozen arrays are as they were given.
     state = dataclasses.replace(state, opt_state=opt_state, frozen=())
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if not is_inexact(x):
@@ -451,33 +454,33 @@ def _first_nan(state: TrainState) -> str:
 
 
 def _inside(tree: Any) -> Any:
-    """Arrays on a mesh of the user's as on the same with automatic axes."""
+    """Move arrays from the user's mesh to the same mesh with automatic axes."""
     return jax.tree.map(lambda x: _mesh.on_mesh(x, None), tree)
 
 
 def config_of(step: TrainStep) -> StepConfig:
-    """What a step is made of."""
+    """Return the configuration of a step."""
     return step._config
 
 
 def entering_of(
     step: TrainStep, call: str, *, counts: bool = True
 ) -> contextlib.AbstractContextManager[Any]:
-    """What tells the other processes of a step that this one is in a call of its own name.
+    """Return a context that tells the other processes of a step that this one is in a call.
 
-    ``counts`` says that all of them make it.
+    ``call`` is its name, and ``counts`` tells whether all of them make it.
     """
     return step._entering(call, counts=counts)
 
 
 def collected(step: TrainStep, state: TrainState) -> TrainState:
-    """A state of this step without rows of owners: all arrays in their own shapes, or slices."""
+    """Return a state without the rows of ``Owners``: arrays in their own shapes, or slices."""
     with _mesh.in_place_of_the_users_mesh(step._config.mesh):
         return step._states.collected(_inside(state))
 
 
 def layout_of(step: TrainStep, state: TrainState) -> StateLayout:
-    """The layout of a state of this step.
+    """Return the layout of a state of this step.
 
     Raises:
       ArgumentError: the state is another optimizer's, placed as in another step, or was donated.

@@ -370,7 +370,7 @@ def _try(
     """
     number, (processes, own) = next(_entered), _jax.processes_of_job()
     if processes > 1:
-        _jax.tell_again(f"{_ENTERED}/{own}", str(number))
+        _jax.kv_overwrite(f"{_ENTERED}/{own}", str(number))
     ended: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def run() -> None:
@@ -400,7 +400,7 @@ def _describe_missing(number: int, processes: int) -> str:
     if processes == 1:
         return ""
     try:
-        entered = {who: int(text) for who, text in _jax.told_below(f"{_ENTERED}/").items()}
+        entered = {who: int(text) for who, text in _jax.kv_get_dir(f"{_ENTERED}/").items()}
     except Exception:  # nobody answers
         return ", and the coordinator does not answer"
     # A process with a larger number has entered this call, too, and gone on.

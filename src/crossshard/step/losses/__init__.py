@@ -1,4 +1,4 @@
-"""What the loss of a step is over: the rows of shards, the whole batch, or virtual shards."""
+"""Losses of a step: over the rows of shards, the whole batch, or virtual shards."""
 
 import dataclasses
 from typing import Any
@@ -10,22 +10,22 @@ from crossshard.step.losses.rows import LossOver, RowsLoss, StepLoss
 from crossshard.step.losses.virtual import VirtualLoss
 
 
-def loss_over(over: LossOver, *, same_bits: int | None = None, **fields: Any) -> StepLoss:
-    """The loss of a step, given what it is over and its other fields."""
+def loss_over(over: LossOver, *, virtual_shards: int | None = None, **fields: Any) -> StepLoss:
+    """Return the loss of a step, given what it is over and its other fields."""
     kind: type[StepLoss] = BatchLoss if over is LossOver.BATCH else RowsLoss
-    if same_bits is not None:
+    if virtual_shards is not None:
         kind = VirtualLoss
-    return kind(over=over, same_bits=same_bits, **fields)
+    return kind(over=over, virtual_shards=virtual_shards, **fields)
 
 
 def changed(loss: StepLoss, **fields: Any) -> StepLoss:
-    """A loss with other values of some fields."""
+    """Return a loss with other values of some fields."""
     own = {each.name: getattr(loss, each.name) for each in dataclasses.fields(loss)}
     return loss_over(**own | fields)
 
 
 def check_virtual_shards(given: Any, shards: int) -> int | None:
-    """The checked number of virtual shards on so many shards; ``None`` without them."""
+    """Return the checked number of virtual shards on so many shards; ``None`` without them."""
     if given is None:
         return None
     number = _check.whole_number("virtual_shards", given)
@@ -39,12 +39,12 @@ def check_virtual_shards(given: Any, shards: int) -> int | None:
 
 
 def written(loss: StepLoss) -> dict[str, Any]:
-    """What a checkpoint tells of a loss, and a restore compares, by the names of the options."""
+    """Return what a checkpoint stores of a loss, and a restore compares, by the options' names."""
     return {
         "weight": loss.weight,
         "accumulate_steps": loss.accumulate_steps,
         "model_state": loss.model_state,
         "loss_over": loss.over,
-        "rng_per='row'": loss.keys_of_rows,
-        "virtual_shards": loss.same_bits,
+        "rng_per='row'": loss.key_per_row,
+        "virtual_shards": loss.virtual_shards,
     }

@@ -21,33 +21,38 @@ from crossshard.step.microbatches import LocalResult
 
 
 def on_all_rows(at_use: AtUse, layout: StateLayout) -> AtUse:
-    """How a loss of all rows gets the parameters of which each shard has its slices.
+    """Return how a loss of all rows gets parameters, of which each shard has its slices.
 
-    One shard has all rows, so that the key does not depend on the number of shards, either.
+    It runs as one shard with all rows, so that its key does not depend on the number of shards.
     """
     frozen = None if at_use.frozen is None else on_all_rows(at_use.frozen, layout)
-    by_xla, waits = ByXLA(layout.mesh, layout.axes), not at_use.params_sharded
-    return dataclasses.replace(at_use, shards=Shards(1), waits=waits, frozen=frozen, by_xla=by_xla)
+    return dataclasses.replace(
+        at_use,
+        shards=Shards(1),
+        sums_later=not at_use.params_sharded,
+        frozen=frozen,
+        by_xla=ByXLA(layout.mesh, layout.axes),
+    )
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class BatchLoss(StepLoss):
-    """The loss of the batch, outside of ``shard_map``: of no shard, and reduced by XLA."""
+    """The loss of the whole batch, outside ``shard_map``; XLA reduces its gradient."""
 
     status = GradientStatus.REDUCED
     has_one_state = True
     gradient = "gradient of one loss over the batch, summed by XLA"
-    # Nothing has to divide it.
-    in_context: ClassVar[Mapping[str, Any]] = {"divisor": 1, "over_batch": True}
+    # Its gradient is not divided.
+    context_fields: ClassVar[Mapping[str, Any]] = {"divisor": 1, "over_batch": True}
 
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
     ) -> tuple[Any, Any, Any]:
-        """The loss and its gradient, which is that of the batch and needs no reduction.
+        """Compute the loss and its gradient, which is that of the batch and needs no reduction.
 
-        Gradients of which each shard updates a slice come in these slices, so that XLA may sum into
-        them what its devices computed.
+        Gradients of which each shard updates a slice are returned in these slices, so that XLA may
+        sum directly into them.
 
         Raises:
           AxisError: the loss names a shard axis.
@@ -57,9 +62,9 @@ class BatchLoss(StepLoss):
         split = ByXLA(layout.mesh, axes).split
 
         def compute(state: TrainState, batch: Any) -> LocalResult:
-            return self.of_shard(state, batch, on_all)._replace(early=())
+            return self.compute_shard(state, batch, on_all)._replace(early=())
 
-        # Traced once: the call takes what was traced.
+        # Traced once: the call reuses the trace.
         inlined = jax.jit(compute, inline=True)
         try:
             if layout.number_of_shards > 1:
@@ -87,10 +92,10 @@ class BatchLoss(StepLoss):
     def local(
         self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
     ) -> tuple[LocalResult, Any]:
-        """The loss, and a shard's slices of the gradient."""
+        """Return the loss, and a shard's slices of the gradient."""
         loss, values, model_state, terms = given
         early = tuple(each.number > 1 for each in at_use.partitions)
-        # All of it is of the batch, and nothing else is to be summed.
+        # All of it is of the whole batch, so nothing else has to be summed.
         found = LocalResult(loss, values, None, model_state, None, terms, early, sums={})
         return found, before.params
 

@@ -64,7 +64,7 @@ Keys = tuple[jax.Array, ...]
 
 
 class LossOver(enum.StrEnum):
-    """What the loss is given, and so what it is a loss of; see ``make_train_step``."""
+    """Which rows the loss is given, and so what it is a loss of; see ``make_train_step``."""
 
     ROWS = "rows"  # each shard's rows; it is proven to be a mean over these
     BATCH = "batch"  # all rows of the batch, as global arrays, whose work XLA splits
@@ -72,14 +72,14 @@ class LossOver(enum.StrEnum):
 
 
 class RngPer(enum.StrEnum):
-    """What has a random key of its own in a step; see ``StepOptions``."""
+    """Whether each shard or each row has a random key of its own; see ``StepOptions``."""
 
     SHARD = "shard"
     ROW = "row"
 
 
 def check_rng_per(rng_per: object, *, takes_rng: bool) -> RngPer:
-    """The checked ``rng_per`` option."""
+    """Return the checked ``rng_per`` option."""
     found = _check.choice("rng_per", rng_per, RngPer)
     if found is RngPer.ROW and not takes_rng:
         raise ArgumentError(
@@ -90,7 +90,7 @@ def check_rng_per(rng_per: object, *, takes_rng: bool) -> RngPer:
 
 
 class Returned(NamedTuple):
-    """What a loss returned, a number or a ``Mean``, and the parameters and state that it left."""
+    """The results of a loss, a number or a ``Mean``, and the parameters and state after it."""
 
     loss: Any
     aux: Any
@@ -113,12 +113,12 @@ class StepLoss(abc.ABC):
     # How ``aux`` is reduced over the shards, a pytree prefix of it.
     aux_reduction: Any = AuxReduction.PER_SHARD
     batch_axes: BatchAxes = FIRST  # along which axes the arrays of the batch are split
-    over: LossOver = LossOver.SHARD  # what the user says that it is over
-    keys_of_rows: bool = False  # whether it takes a key for each row
+    over: LossOver = LossOver.SHARD  # what it is over, as the user declared
+    key_per_row: bool = False  # whether it takes a key for each row
     is_summed: bool = False  # whether the shards' losses are added up
     # The loss is computed in this many parts, so that its bits do not depend on the number of
     # shards. ``None`` if they may.
-    same_bits: int | None = None
+    virtual_shards: int | None = None
     # Caches its traces, and what they prove: whether it is a mean or a ratio over the rows.
     record: OverRowsRecord = dataclasses.field(
         default_factory=OverRowsRecord, compare=False, repr=False
@@ -130,11 +130,11 @@ class StepLoss(abc.ABC):
     has_one_state: ClassVar[bool] = False
     gradient: ClassVar[str] = ""  # its gradient in words; empty if it is each shard's local one
     # The fields of ``StageContext`` that this kind of loss sets.
-    in_context: ClassVar[Mapping[str, Any]] = {}
+    context_fields: ClassVar[Mapping[str, Any]] = {}
     # Whether a step computes it again if a gradient is not finite, to find whose it was.
     can_rerun: ClassVar[bool] = False
     # Why no shard may have a model state of its own; empty if each may.
-    without_own_state: ClassVar[str] = ""
+    why_no_own_state: ClassVar[str] = ""
 
     # What it is over. Subclasses differ in this.
 
@@ -156,13 +156,13 @@ class StepLoss(abc.ABC):
 
     def check_state(self, state: TrainState) -> None:
         """Raise ArgumentError unless it can keep the model state of this state."""
-        if state.per_shard and self.without_own_state:
-            raise ArgumentError(self.without_own_state)
+        if state.per_shard and self.why_no_own_state:
+            raise ArgumentError(self.why_no_own_state)
 
     # What is reduced besides its gradients.
 
     def sums(self, local: LocalResult) -> dict[str, Any]:
-        """The arrays, by name, that the aggregate sums besides the gradients and the loss."""
+        """Return the arrays, by name, that the aggregate sums besides gradients and loss."""
         if local.sums is not None:
             return local.sums
         of_state = model_states.to_reduce(self.model_state, local.model_state, local.weight)
@@ -174,7 +174,7 @@ class StepLoss(abc.ABC):
     def reduced_aux(
         self, local: LocalResult, gradients: Gradients, number: int, grouped: bool
     ) -> Any:
-        """One shard's ``aux`` as the metrics store it, given the reduced gradients."""
+        """Return one shard's ``aux`` as the metrics store it, given the reduced gradients."""
         if local.aux is None:
             return None
         totals = iter(gradients.sums.get("aux", ()))
@@ -193,7 +193,7 @@ class StepLoss(abc.ABC):
         return jax.tree.structure(local.aux).unflatten(leaves)
 
     def aux_specs(self, each: Any, reduced: Any) -> Any:
-        """The specs of ``aux``, given that of per-shard and that of reduced values."""
+        """Return the specs of ``aux``, given that of per-shard and that of reduced values."""
         if self.has_one_state:
             return reduced
         is_each = lambda x: x is AuxReduction.PER_SHARD
@@ -207,59 +207,59 @@ class StepLoss(abc.ABC):
         return str(getattr(self.function, "__qualname__", type(self.function).__name__))
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """A batch without its whole arrays, and with these alone; see ``BatchAxes.split``."""
+        """Split a batch into arrays with rows and whole arrays; see ``BatchAxes.split``."""
         return self.batch_axes.split(batch)
 
     def number_of_rows(self, batch: Any) -> int:
-        """The number of rows of a batch."""
+        """Return the number of rows of a batch."""
         return int(self.batch_axes.lengths(self.split(batch)[0])[0])
 
     def parts(self, shards: int) -> int:
-        """How many parts of the batch have a loss of their own."""
-        return self.same_bits or shards
+        """Return how many parts of the batch have a loss of their own."""
+        return self.virtual_shards or shards
 
-    def apart(self, state: TrainState) -> jax.Array | None:
-        """``StageContext.opaque_false``, if bits must not depend on the number of shards."""
-        return None if self.same_bits is None else opaque_false(state.step)
+    def opaque_false(self, state: TrainState) -> jax.Array | None:
+        """Return ``StageContext.opaque_false``, if bits must not depend on the number of shards."""
+        return None if self.virtual_shards is None else opaque_false(state.step)
 
     def pieces(self, shards: int) -> int:
-        """How many pieces a shard's rows are cut into."""
+        """Return how many pieces a shard's rows are cut into."""
         return self.parts(shards) // shards * self.accumulate_steps
 
     def is_of_parts(self, shards: int) -> bool:
-        """Whether it is computed in pieces, so that it matters if it is a mean over the rows."""
+        """Return whether it is computed in pieces, so that it matters if it is a mean over rows."""
         return self.over is not LossOver.BATCH and shards * self.pieces(shards) > 1
 
-    def at_rest(self, before: TrainState, at_use: AtUse) -> tuple[TrainState, AtUse, Any]:
+    def prepare_params(self, before: TrainState, at_use: AtUse) -> tuple[TrainState, AtUse, Any]:
         """Gather sharded parameters now if a stage needs each shard's own full gradient.
 
         Returns the state, how the loss gets its parameters, and the types of the gradients.
         """
         params = before.params
-        if at_use.waits:
+        if at_use.sums_later:
             params, at_use = at_use.whole(params), dataclasses.replace(at_use, params_sharded=False)
         like = at_use.types_of_gradients(params) if at_use.params_sharded else params
         return dataclasses.replace(before, params=params), at_use, like
 
-    def of_shard(
+    def compute_shard(
         self, state: TrainState, batch: Any, at_use: AtUse, weight: Any = None
     ) -> LocalResult:
         """Compute the loss and gradients of the given rows, or of their microbatches."""
-        counting = self.begin(state, batch, at_use, weight)
-        return self.of_part(state, batch, at_use, at_use.shards.index(), counting)
+        counting = self.start_counting(state, batch, at_use, weight)
+        return self.compute_part(state, batch, at_use, at_use.shards.index(), counting)
 
-    def begin(self, state: TrainState, batch: Any, at_use: AtUse, weight: Any) -> Counting:
+    def start_counting(self, state: TrainState, batch: Any, at_use: AtUse, weight: Any) -> Counting:
         """Forget old traces, and find how a ``Mean`` is counted in the step that is traced now."""
         self.record.traces.clear()
         counting = Counting(at_use.shards, self.pieces(at_use.shards.number), weight)
-        if counting.pieces == 1 and self.same_bits is None:
+        if counting.pieces == 1 and self.virtual_shards is None:
             return counting
         return dataclasses.replace(counting, counts=self._counts(state, batch, at_use, counting))
 
     def _counts(
         self, state: TrainState, batch: Any, at_use: AtUse, counting: Counting
     ) -> tuple[Any, ...] | None:
-        """The counts of a ``Mean`` over the whole batch; ``None`` if the loss returns a number."""
+        """Return the counts of a ``Mean`` over the whole batch; ``None`` if it is a number."""
         shard, (rows, whole) = at_use.shards.index(), self.split(batch)
         number = self.accumulate_steps
 
@@ -271,7 +271,7 @@ class StepLoss(abc.ABC):
                 out = run(both)
                 return counts_of(out.loss) if isinstance(out.loss, Mean) else (), out.model_state
 
-            found: tuple[Any, Any] = at_use.of_both(of_both, state.params, state.frozen)
+            found: tuple[Any, Any] = at_use.call_on_both(of_both, state.params, state.frozen)
             return found
 
         def of_shard(rows: Any, shard: Any) -> Any:
@@ -294,19 +294,19 @@ class StepLoss(abc.ABC):
             types, _ = jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
             if not types:
                 return None
-            if self.same_bits is None:
+            if self.virtual_shards is None:
                 return counting.over_shards(_pruned(of_shard, rows, shard))
             return counting.in_order(_pruned(of_parts, rows))
 
-    def of_part(
+    def compute_part(
         self, state: TrainState, batch: Any, at_use: AtUse, shard: Any, counting: Counting
     ) -> LocalResult:
-        """The loss and gradients of the shard, or the virtual one, with this index."""
+        """Compute the loss and gradients of the shard, or the virtual one, with this index."""
         number, (rows, whole) = self.accumulate_steps, self.split(batch)
 
         def compute(at_use: AtUse, rows: Any, model_state: Any, index: Any) -> LocalResult:
             here = dataclasses.replace(state, model_state=model_state)
-            return self._of_rows(here, join(rows, whole), at_use, shard, index, counting)
+            return self._compute_rows(here, join(rows, whole), at_use, shard, index, counting)
 
         if number == 1:
             return compute(at_use, rows, state.model_state, 0)
@@ -314,11 +314,11 @@ class StepLoss(abc.ABC):
         # The rows divide, or they would not have been placed.
         pieces = pieces_of(rows, self.batch_axes, number, interleaved=self.has_one_state)
 
-        # With replicated parameters each shard adds up full gradients. Only the last microbatch
-        # may sum them over the shards: in the backward pass of a loop, which a trace would show.
+        # With replicated parameters each shard adds up full gradients. Only the last microbatch may
+        # sum them over the shards, in the backward pass of a loop; a trace shows whether it does.
         at_use_in_scan, sums_in_loops = at_use, False
         if not at_use.params_sharded:
-            at_use_in_scan = dataclasses.replace(at_use, waits=True, held=None)
+            at_use_in_scan = dataclasses.replace(at_use, sums_later=True, held=None)
             first, seen = jax.tree.map(lambda x: x[0], pieces), list[bool]()
             look = lambda *args: seen.append(any(compute(at_use, *args).early))
             jax.eval_shape(look, first, state.model_state, jnp.int32(0))
@@ -359,7 +359,7 @@ class StepLoss(abc.ABC):
         aux = aux_of_microbatches(self.aux_reduction, aux, weights)
         return LocalResult(loss, values, total, model_state, aux, terms, early, held)
 
-    def _of_rows(
+    def _compute_rows(
         self,
         state: TrainState,
         batch: Any,
@@ -375,7 +375,7 @@ class StepLoss(abc.ABC):
             given = model_states.overwrite(state.model_state, overwritten)
             here = dataclasses.replace(state, model_state=given)
             of_both = lambda frozen: loss_of_both((params, frozen), here)
-            found: tuple[Any, Any] = at_use.of_frozen(of_both, state.frozen)
+            found: tuple[Any, Any] = at_use.call_on_frozen(of_both, state.frozen)
             return found
 
         def loss_of_both(both: tuple[Any, Any], here: TrainState) -> tuple[Any, Any]:
@@ -402,7 +402,7 @@ class StepLoss(abc.ABC):
             if self.model_state is ModelState.MEAN and not self.has_one_state:
                 rows, whole = self.split(batch)
                 of_own = lambda own, both: run(both, join(own[0], whole), own[1]).model_state
-                model_states.check_equal(state.model_state, of_own, (rows, keys), types)
+                model_states.check_same_on_shards(state.model_state, of_own, (rows, keys), types)
             with jax.named_scope("loss"):
                 overwritten = model_states.overwritten(state.model_state)
                 scale = scale_of(state)
@@ -411,7 +411,7 @@ class StepLoss(abc.ABC):
                 )
         loss, (after, aux, terms) = out
         if overwritten:
-            # They are what the backward pass returns, and were divided by the loss scale.
+            # Their next values are what the backward pass returns, and were divided by the scale.
             whole = [x if scale is None else x * scale for x in of_others]
             after = model_states.overwrite(after, whole)
         if weight is not None:
@@ -421,12 +421,12 @@ class StepLoss(abc.ABC):
         return LocalResult(jnp.asarray(loss), gradients, weight, after, aux, terms, early, held)
 
     def _keys(self, state: TrainState, batch: Any, shard: Any, index: Any) -> Keys:
-        """The random key of a microbatch, or one for each row; empty if the loss takes none."""
+        """Return the key of a microbatch, or one for each row; empty if the loss takes none."""
         if not self.takes_rng:
             return ()
         key = jax.random.wrap_key_data(state.rng, impl=state.rng_impl)
         number = self.accumulate_steps
-        if not self.keys_of_rows:
+        if not self.key_per_row:
             count = state.step if number == 1 else state.step * number + index
             of_step = jax.random.fold_in(key, count)
             return (jax.random.fold_in(of_step, shard),)
@@ -437,7 +437,7 @@ class StepLoss(abc.ABC):
         return (keys_of_rows(jax.random.fold_in(key, state.step), places),)
 
     def run(self, state: TrainState, params: Any, batch: Any, keys: Keys) -> Returned:
-        """What the loss returns of some rows, given its trained and its frozen parameters."""
+        """Call the loss on some rows, given its trained and its frozen parameters."""
         trained, frozen = params
         model = combine(state.skeleton, trained, frozen, state.model_state)
         if self.model_state is None:
@@ -456,26 +456,26 @@ class StepLoss(abc.ABC):
         check_aux(aux)
         return Returned(loss, aux, params, after)
 
-    # Tracing it once, for the proof and for the step.
+    # Traced once, for the proof and for the step.
 
     def arguments(self, state: TrainState, both: Any, batch: Any, keys: Keys) -> Arguments:
-        """The inputs of the loss, sorted by whether they differ between rows, or between shards."""
+        """Return the inputs of the loss, sorted by whether rows, or shards, have their own."""
         rows, whole = self.split(batch)
-        of_rows, of_shard = (keys, ()) if self.keys_of_rows else ((), keys)
+        of_rows, of_shard = (keys, ()) if self.key_per_row else ((), keys)
         # All shards have the same state, keys in it too, if it is averaged.
         equal = self.model_state is ModelState.MEAN
         of_all, of_one = (state.model_state, None) if equal else (None, state.model_state)
         return Arguments((rows, of_rows), whole, both, of_all, (of_shard, of_one))
 
     def of_arguments(self, state: TrainState, *arguments: Any) -> Returned:
-        """What the loss returns of these ``Arguments``."""
+        """Call the loss on these ``Arguments``."""
         (rows, of_rows), whole, both, of_all, (of_shard, of_one) = arguments
         equal = self.model_state is ModelState.MEAN
         here = dataclasses.replace(state, model_state=of_all if equal else of_one)
         return self.run(here, both, join(rows, whole), (*of_rows, *of_shard))
 
     def _trace(self, state: TrainState, arguments: Arguments) -> tuple[Any, Any]:
-        """The jaxpr of the loss, and the tree of what it returns."""
+        """Trace the loss; return its jaxpr, and the tree of its results."""
         key = state.skeleton, *types_of(arguments)
         if key not in self.record.traces:
             of = functools.partial(self.of_arguments, state)
@@ -528,7 +528,7 @@ class StepLoss(abc.ABC):
         if divisor is None or not divisor.is_of_piece:
             return run, weight
         if is_exact(finding):
-            # In the first batch another sum may be equal to what divides.
+            # Another sum may equal the divisor in the first batch alone.
             return run, weight if divisor.is_weight else divisor.of_batch(batch)
 
         def as_sums(*given: Any, **others: Any) -> Returned:
@@ -538,7 +538,7 @@ class StepLoss(abc.ABC):
         return as_sums, None
 
     def facts(self, arguments: Arguments) -> tuple[list[int], Any]:
-        """The axes of the rows, and what is known of each input of the loss."""
+        """Return the axes of the rows, and what is known of each input of the loss."""
         given, *others, own = arguments
         axes = [*self.batch_axes.of_rows(given[0]), *[0] * len(jax.tree.leaves(given[1]))]
         return axes, facts_of_inputs(jax.tree.leaves(given), axes, others, own)
@@ -592,15 +592,15 @@ class RowsLoss(StepLoss):
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
     ) -> tuple[Any, Any, Any]:
-        """The batch, of which each shard gets its rows."""
+        """Return the batch, of which each shard gets its rows, and its specs."""
         return batch, self.batch_axes.specs(batch, layout.axes), None
 
     def local(
         self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
     ) -> tuple[LocalResult, Any]:
-        """The loss and gradients of the shard's rows."""
-        before, at_use, like = self.at_rest(before, at_use)
-        return self.of_shard(before, given, at_use, weight), like
+        """Compute the loss and gradients of the shard's rows."""
+        before, at_use, like = self.prepare_params(before, at_use)
+        return self.compute_shard(before, given, at_use, weight), like
 
 
 def _pruned(function: Callable[..., Any], *args: Any) -> Any:
@@ -611,7 +611,7 @@ def _pruned(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def scale_of(state: TrainState) -> Any:
-    """float[]: the loss scale of a state; ``None`` without one."""
+    """Return the loss scale of a state, float[]; ``None`` without one."""
     return getattr(state.opt_state.loss_scale, "scale", None)
 
 

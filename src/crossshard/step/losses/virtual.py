@@ -1,7 +1,7 @@
 """VirtualLoss: parts of the batch that each shard computes one after the other, added in order.
 
-What a step computes must not depend on how many of them a shard has: XLA is to compile the same
-operations together for any number of shards, so that what it contracts and rounds is the same.
+What a step computes must not depend on how many parts a shard has. So XLA has to compile the same
+operations together for any number of shards, and contract and round them in the same way.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from crossshard.step.microbatches import LocalResult, pieces_of
 class VirtualLoss(StepLoss):
     """The losses of a shard's virtual shards, each with rows and a key of its own."""
 
-    without_own_state = (
+    why_no_own_state = (
         "Each shard keeps its own variables of this module, such as statistics or random streams; "
         "with virtual_shards the parameters are not to depend on the number of shards. Write the "
         "loss as a function with model_state='mean', and take random numbers from its argument rng."
@@ -52,21 +52,21 @@ class VirtualLoss(StepLoss):
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
     ) -> tuple[Any, Any, Any]:
-        """The batch, of which each shard gets its rows."""
+        """Return the batch, of which each shard gets its rows, and its specs."""
         return batch, self.batch_axes.specs(batch, layout.axes), None
 
     def local(
         self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
     ) -> tuple[LocalResult, Any]:
-        """The weighed partial sums over the virtual shards of this one.
+        """Return the weighed partial sums over the virtual shards of this one.
 
         Raises:
           ArgumentError: its rows do not divide.
           AxisError: the loss communicates with other shards.
         """
-        state, at_use, like = self.at_rest(before, at_use)
+        state, at_use, like = self.prepare_params(before, at_use)
         if at_use.frozen is not None:
-            # Once for all virtual shards, and in full: a product with slices rounds otherwise.
+            # Once for all virtual shards, and in full: a product with slices rounds differently.
             frozen = at_use.frozen.whole(state.frozen)
             state = dataclasses.replace(state, frozen=frozen)
             at_use = dataclasses.replace(at_use, frozen=None)
@@ -80,7 +80,10 @@ class VirtualLoss(StepLoss):
                 f"virtual shards{of}. Pass a multiple of {count * microbatches} rows for each "
                 f"shard."
             )
-        counting, (rows, whole) = self.begin(state, given, at_use, weight), self.split(given)
+        counting, (rows, whole) = (
+            self.start_counting(state, given, at_use, weight),
+            self.split(given),
+        )
         shared = state.params, state.frozen, state.model_state, whole, counting.counts
         pieces = pieces_of(rows, self.batch_axes, count)
         params, structure = jax.tree.flatten(state.params)
@@ -90,7 +93,7 @@ class VirtualLoss(StepLoss):
             params, frozen, model_state, whole, counts = given
             here = dataclasses.replace(state, params=params, frozen=frozen, model_state=model_state)
             index, own = shard * count + index, dataclasses.replace(counting, counts=counts)
-            local = self.of_part(here, join(rows, whole), at_use, index, own)
+            local = self.compute_part(here, join(rows, whole), at_use, index, own)
             weigh = lambda x: to_average(x, local.weight)
             values = zip(jax.tree.leaves(local.values), unread, strict=True)
             read = [weigh(x) for x, is_unread in values if not is_unread]
@@ -112,8 +115,8 @@ class VirtualLoss(StepLoss):
 
         def turn(carry: Any) -> Any:
             index, sums, _, every = carry
-            # Or XLA would compute before the loop what is the same in all turns, as all of it is if
-            # there is only one.
+            # Or XLA would compute before the loop what is the same in all turns; with one turn,
+            # that is all of it.
             index, rows, own = lax.optimization_barrier((index, nth(index), shared))
             summands, model_state, aux = tree.unflatten(run(*jax.tree.leaves((index, rows, own))))
             put = lambda x, new: lax.dynamic_update_index_in_dim(x, new, index, 0)
@@ -160,22 +163,22 @@ class InOrder(Aggregator):
     divides_before = False
 
     def each(self, function: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-        """On each of the partial sums ``[nodes, …]``."""
+        """Apply a function to each of the partial sums ``[nodes, …]``."""
         return jax.vmap(function)
 
     def one(self, x: jax.Array) -> jax.Array:
-        """The first of them."""
+        """Return the first of the partial sums."""
         return x[0]
 
     def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
-        """The sums of arrays ``[nodes, …]``, one by one."""
+        """Return the sums of arrays ``[nodes, …]``, one by one."""
         of_all = lambda x: peers.gather(x).reshape(-1, *x.shape[1:])
         return jax.tree.map(lambda x: sum_of_nodes(of_all(x)), values), state
 
     def reduce(
         self, gradients: PyTree, sent: Sequence[Sent], state: PyTree, context: StageContext
     ) -> tuple[list[jax.Array], PyTree]:
-        """The slices of the sums, of arrays ``[nodes, …]`` that are weighed already."""
+        """Return the slices of the sums of arrays ``[nodes, …]`` that are weighed already."""
         arrays, whole = [x.array for x in sent], [x.partition for x in sent]
         partitions = [
             each if each.number > 1 else dataclasses.replace(each, shape=x.shape[1:])
@@ -184,5 +187,5 @@ class InOrder(Aggregator):
         return sum_in_order(arrays, partitions, context.shards), state
 
     def describe(self) -> str:
-        """How many virtual shards there are."""
+        """Describe how many virtual shards there are."""
         return f"as {self.virtual_shards} virtual shards, added in a fixed order"

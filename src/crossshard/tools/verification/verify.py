@@ -26,7 +26,7 @@ from crossshard.step.rebuild import (
     of_few_bits,
     on_part_of_mesh,
     own_rows,
-    with_sgd,
+    with_optimizer,
 )
 from crossshard.tools.verification.measurement import (
     COARSE,
@@ -272,7 +272,7 @@ def _measure_train_step(
 
     def make(optimizer: Any, number: int) -> Any:
         alone = number == 1
-        built = with_sgd(step, optimizer, alone=alone)
+        built = with_optimizer(step, optimizer, alone=alone)
         arrays = (params, *model_state)
         if alone:
             arrays = map_arrays(lambda x: on_part_of_mesh(x, built.mesh), arrays)
