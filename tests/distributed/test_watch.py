@@ -18,7 +18,7 @@ from crossshard import _jax
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
 from crossshard.distributed.judge import Report, State, Timeouts, left_before
 from crossshard.distributed.launcher import free_port
-from crossshard.distributed.watch import VERDICTS, _Watch
+from crossshard.distributed.watch import VERDICTS, Watch
 from tests.quick import deep
 
 PATIENCE = 240
@@ -211,7 +211,7 @@ def test_stalls_at_random_moments(soak_steps: int, capsys: pytest.CaptureFixture
 def test_that_process_0_has_come_to_its_end_does_not_end_the_others(monkeypatch):
     told = {"report": str(Report(7, calls=5, latest="step 5", state=State.LEFT))}
     monkeypatch.setattr(_jax, "told_below", lambda folder: told)
-    watch = _Watch(3, 1, "127.0.0.1:1", Timeouts(STALL_SECONDS))
+    watch = Watch(3, 1, "127.0.0.1:1", Timeouts(STALL_SECONDS))
     assert watch._of_first() is None
     told["verdict"] = str(left_before("step 6", 0))
     assert watch._of_first() == left_before("step 6", 0)

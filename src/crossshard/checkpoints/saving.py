@@ -17,7 +17,7 @@ from crossshard.checkpoints import storage
 from crossshard.checkpoints.folder import LARGEST, Folder, Lock, in_words, read
 from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, WrittenLeaf, groups_of
 from crossshard.distributed.agreement import check_agreement, exchange
-from crossshard.distributed.progress import waiting
+from crossshard.distributed.watch import waiting
 from crossshard.errors import CheckpointError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState

@@ -14,10 +14,10 @@ from crossshard import _check, _jax
 from crossshard.distributed.judge import Kind, Timeouts, Verdict, check_seconds
 from crossshard.distributed.watch import (
     CONNECTS,
+    Watch,
     answers,
     tell_launcher,
     told_launcher,
-    watch,
     watch_alone,
 )
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
@@ -28,7 +28,7 @@ DEVICES = "JAX_LOCAL_DEVICE_IDS"
 LOOPBACK = "127.0.0.1"
 # `bind` for every interface of the machine.
 ALL_INTERFACES = "all interfaces"
-# Then JAX aborts the process, without a word on who it waits for; the watch does so before.
+# Then JAX aborts the process, and does not say which one it waits for; the watch does, before.
 _JAX_HEARTBEAT_SECONDS = 10**6
 _STALL_SECONDS = 120.0
 
@@ -135,7 +135,7 @@ def initialize(
         )
     if job.coordinator_address is not None and job.num_processes > 1:
         _connect(job, job.coordinator_address, bind, timeout)
-        watch(job.num_processes, job.process_id, job.coordinator_address, timeouts)
+        Watch(job.num_processes, job.process_id, job.coordinator_address, timeouts).start()
     elif "alone" in timeouts.others:
         watch_alone(timeouts.others["alone"])
     return job
@@ -193,12 +193,12 @@ def _connect(job: Job, address: str, bind: str | None, timeout: float) -> None:
 
 
 def find_job(seconds: float) -> Job:
-    """The job that the environment describes; one process if it describes none.
+    """Return the job that the environment describes; one process if it describes none.
 
     A cluster's own service may take so many seconds to answer.
     """
     job = _of_variables() or _of_open_mpi_5() or _of_jax(seconds)
-    # Of another launcher, such as torchrun, MPICH or Open MPI, each process would train alone.
+    # Under another launcher, as torchrun, MPICH or Open MPI, each process would train alone.
     for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if job is None else ():
         if environ.get(name, "").isdecimal() and int(environ[name]) > 1:
             raise ArgumentError(
@@ -271,12 +271,7 @@ def _devices() -> tuple[int, ...] | None:
 
 
 def bind_address(coordinator_address: str, bind: str | None) -> str:
-    """Where process 0 listens: at the interface that the address names, unless told otherwise.
-
-    Args:
-      coordinator_address: ``host:port``, which the other processes call.
-      bind: the address of another interface, or ``"all interfaces"``.
-    """
+    """Return where process 0 listens: at ``bind``, or at the interface that the address names."""
     host, port = split_address(coordinator_address)
     if bind == ALL_INTERFACES:
         return f"[::]:{port}"
@@ -299,7 +294,7 @@ def bind_address(coordinator_address: str, bind: str | None) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """The host and the port of ``host:port`` or ``[IPv6]:port``."""
+    """Return the host and the port of ``host:port`` or ``[IPv6]:port``."""
     parts = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^:\[\]\s]+)):(\d{1,5})", address)
     if parts is None or not 0 < int(parts[3]) < 65536:
         raise ArgumentError(
@@ -312,8 +307,7 @@ def split_address(address: str) -> tuple[str, int]:
 def check_unused(host: str, port: int) -> None:
     """Raise if something listens at a port of this machine.
 
-    A second coordinator could listen there, too, and the processes of two jobs would meet at the
-    wrong one.
+    A second coordinator could listen there, too, and processes would meet at the wrong one.
     """
     try:
         _listen(host, port)
@@ -326,7 +320,7 @@ def check_unused(host: str, port: int) -> None:
 
 
 def _listen(host: str, port: int) -> None:
-    """Raise if this process could not listen there."""
+    """Raise OSError unless this process can listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # The connections of a job that has ended do not count.
