@@ -2,15 +2,22 @@
 
 import signal
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from crossshard.distributed import PROCESS_STALLED
 from crossshard.distributed.judge import Kind, Verdict
-from tests.distributed.test_launch import PATIENCE, launch, python
+from tests.distributed.jobs import (
+    PATIENCE,
+    STALL_SECONDS,
+    TRAIN,
+    launch,
+    python,
+    wait_until_ready,
+)
 
+SLEEP = "time.sleep(600)"
 # As JAX's notice of a preemption does it.
 SWALLOWS = """
 import signal, sys, time
@@ -20,15 +27,9 @@ time.sleep(600)
 """
 
 
-def ready(ran: subprocess.Popen[str], number: int) -> None:
-    """Wait until so many processes have said it."""
-    for _ in range(number):
-        assert ran.stdout.readline().endswith("ready\n")
-
-
 def test_who_swallows_a_signal_is_killed_after_the_grace():
     ran = launch("-n", 2, "--grace", 0.5, "--restarts", 3, *python(SWALLOWS))
-    ready(ran, 2)
+    wait_until_ready(ran)
     ran.send_signal(signal.SIGTERM)
     _, err = ran.communicate(timeout=PATIENCE)
     assert ran.returncode == 128 + signal.SIGTERM
@@ -48,7 +49,7 @@ def test_who_saves_after_a_signal_has_its_grace_and_hears_of_it_once(tmp_path: P
         "time.sleep(600)\n"
     )
     ran = launch("-n", 2, *python(saves))
-    ready(ran, 2)
+    wait_until_ready(ran)
     ran.send_signal(signal.SIGTERM)
     _, err = ran.communicate(timeout=PATIENCE)
     # Process 1 has ended by the signal, long before.
@@ -147,64 +148,39 @@ import crossshard
 
 number, own = os.environ["JAX_NUM_PROCESSES"], os.environ["JAX_PROCESS_ID"]
 if (number, own) == ("3", "1"):
-    {how}
+    exec(sys.argv[2])
 crossshard.distributed.initialize(timeout=8 if number == "3" else 60)
-sys.stderr.write(f"slot {{os.environ['JAX_LOCAL_DEVICE_IDS']}}\\n")
 """
+SAYS_SLOT = """
+sys.stderr.write(f"slot {os.environ['JAX_LOCAL_DEVICE_IDS']}\\n")
+"""
+STOPS = TRAIN.replace("1_000_000", "9")
 
 
 @pytest.mark.deep
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("script", "fault", "says"),
     [
-        ("sys.exit()", "left before initialize, which others have entered"),
-        ("time.sleep(600)", "has not entered initialize for 8 seconds, and others wait for it"),
+        (DOES_NOT_COME, "sys.exit()", "left before initialize, which others have entered"),
+        (DOES_NOT_COME, SLEEP, "has not entered initialize for 8 seconds, and others wait for it"),
+        (
+            STOPS,
+            f"if job.num_processes == 3: {SLEEP}",
+            f"has not entered step 6 for {STALL_SECONDS} seconds, and others wait for it",
+        ),
     ],
 )
-def test_the_process_that_does_not_come_to_initialize_is_left_out(how: str, says: str):
+def test_the_process_that_others_wait_for_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, script: str, fault: str, says: str
+):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     flags = ["--restarts", 1, "--min-processes", 1]
-    ran = launch("-n", 3, *flags, *python(DOES_NOT_COME.format(how=how)))
+    ran = launch("-n", 3, *flags, *python(script + SAYS_SLOT), 1, fault)
     _, err = ran.communicate(timeout=PATIENCE)
     assert ran.returncode == 0, err
     assert f"crossshard: process 1 {says}; the others are ended.\n" in err
-    assert sorted(line for line in err.splitlines() if "slot" in line) == [
-        "[0] slot 0",
-        "[1] slot 2",
-    ]
-
-
-STALLS = """
-import os, sys, time
-import crossshard
-
-job = crossshard.distributed.initialize(stall_timeout=3)
-
-import jax.numpy as jnp, numpy as np, optax
-
-step = crossshard.make_train_step(lambda w, x: jnp.mean((x @ w - 1) ** 2), optax.sgd(0.1))
-state = step.init(np.zeros(3, np.float32))
-for number in range(1, 9):
-    if number == 6 and job.num_processes == 3 and job.process_id == 1:
-        time.sleep(600)
-    state, metrics = step(state, np.ones((2, 3), np.float32))
-    float(metrics["loss"])
-sys.stderr.write(f"slot {os.environ['JAX_LOCAL_DEVICE_IDS']}\\n")
-"""
-
-
-@pytest.mark.deep
-@pytest.mark.multiprocess
-def test_the_process_that_stood_still_is_left_out(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
-    ran = launch("-n", 3, "--restarts", 1, "--min-processes", 1, *python(STALLS))
-    _, err = ran.communicate(timeout=PATIENCE)
-    assert ran.returncode == 0, err
-    assert (
-        "crossshard: process 1 has not entered step 6 for 3 seconds, and others wait for it; the "
-        "others are ended.\n"
-    ) in err
     assert "crossshard: started again with 2 processes; 0 more restarts left.\n" in err
     assert sorted(line for line in err.splitlines() if "slot" in line) == [
         "[0] slot 0",
@@ -212,8 +188,9 @@ def test_the_process_that_stood_still_is_left_out(monkeypatch: pytest.MonkeyPatc
     ]
     # The one that stood still has been told why, and takes nobody for dead.
     assert "died" not in err
-    for own in range(3):
-        assert f"[{own}] The main thread:\n" in err
+    if script is STOPS:
+        for own in range(3):
+            assert f"[{own}] The main thread:\n" in err
 
 
 ENDS_WHILE_IT_LEAVES = """
