@@ -220,9 +220,10 @@ class Checkpoints:
     def restore(
         self, state: TrainState, step: int, *, strict: bool = True
     ) -> tuple[TrainState, Json]:
-        """Restore one checkpoint as ``restore_latest`` does, such as one before shards diverged.
+        """Restore one checkpoint, such as the last one before shards diverged.
 
-        A run that goes on from it saves under higher numbers than those that are there.
+        It does what ``restore_latest`` does. A run that goes on from it saves under higher numbers
+        than those that are there.
 
         Args:
           state: as for ``restore_latest``.

@@ -1,4 +1,7 @@
-"""Folder: numbered checkpoints, here or remote, among files of anybody; and the writer's lock."""
+"""Folder: numbered checkpoints, here or remote, and the lock of the one run that writes there.
+
+Anybody may put anything into it, so nothing there is trusted.
+"""
 
 import contextlib
 import datetime

@@ -39,13 +39,8 @@ def check_agreement(
 ) -> None:
     """Raise, in every process of the mesh, unless all of them passed the same to a call.
 
-    Nothing is sent, and ``given`` is not called, if all devices of the mesh belong to one process.
-
-    Args:
-      call: the name of the call that every process makes.
-      given: returns a text for each argument, by name.
-      mesh: the mesh.
-      mend: a sentence that says what to write instead.
+    ``given`` returns a text for each argument, by name; it is not called if all devices of the mesh
+    belong to one process. ``mend`` is a sentence that says what to write instead.
 
     Raises:
       ArgumentError: a process passed something else, or has not reached this call.
@@ -228,19 +223,16 @@ def _difference(lowered: jax.stages.Lowered, mesh: Mesh) -> Disagreement | None:
         # In its first run gloo connects the processes, and gives up if one is half a minute late.
         lowered.compile()
         exchange("a compiled step", "", mesh, within="compile")
-    if found is not None and found.name == "program":
-        found = _first_line(text.splitlines(), mesh) or found
-    return found
+    if found is None or found.name != "program":
+        return found
+    lines = text.splitlines()
 
-
-def _first_line(lines: list[str], mesh: Mesh) -> Disagreement | None:
-    """Return the first line that differs, which a bisection finds."""
-
-    def differs(number: int) -> bool:
+    def differ(number: int) -> bool:
         first = {"sum": crc32("\n".join(lines[:number]))}
         return compare("the lines of a program", lambda: first, mesh) is not None
 
-    number = bisect.bisect_left(range(_MOST_LINES), True, key=differs)
+    # The first line that differs.
+    number = bisect.bisect_left(range(_MOST_LINES), True, key=differ)
     line = f"`{lines[number - 1].strip():.200}`" if number <= len(lines) else "nothing"
     given = {f"line {number} of the lowered step": line}
-    return compare("a line of a program", lambda: given, mesh)
+    return compare("a line of a program", lambda: given, mesh) or found

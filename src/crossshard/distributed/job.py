@@ -42,7 +42,7 @@ class Job:
       process_id: which of them this is, from 0.
       coordinator_address: where they meet, ``host:port``, at process 0; ``None`` for one process.
       local_device_ids: the devices of this process; ``None`` for all that it finds.
-      found_in: what said so, such as ``"Slurm"``.
+      found_in: where it was found, such as ``"slurm"``.
     """
 
     num_processes: int = 1
@@ -69,7 +69,7 @@ def initialize(
     is none, the process works alone, so that one script runs with a launcher and without.
 
     Process 0 listens only at the interface that ``coordinator_address`` names, where JAX listens
-    at all of them: whoever reaches the coordinator can end the job.
+    at all of them: anyone who reaches the coordinator can end the job.
 
     Args:
       coordinator_address: ``host:port``, where process 0 listens and the others call.
@@ -83,18 +83,19 @@ def initialize(
       stall_timeout: how many seconds a process may stand still while others wait for it, in a step,
         ``init``, ``save`` or any other call that all of them make; then all leave, with the exit
         code ``PROCESS_STALLED``, their stacks and a line that names it. When one dies, fails or
-        leaves, the others leave within seconds, with ``PROCESS_LOST``. By name if they differ, as
-        in ``{"start": 900, "step": 60, "save": 300, "alone": 600}``: until the first step is
-        entered, for steps and all else, for one of the calls or what ``entering`` names, and for a
-        job of one process, which is not watched without: it leaves if it enters nothing for so
-        long after a step. ``"compile"`` has 600 and ``"lock"`` 60, unless you name them.
+        leaves, the others leave within seconds, with ``PROCESS_LOST``. Pass numbers by name if they
+        differ, as in ``{"start": 900, "step": 60, "save": 300, "alone": 600}``: ``"start"`` holds
+        until the first step is entered, ``"step"`` in steps and all else, and other names are those
+        of calls, or passed to ``entering``. With ``"alone"`` a job of one process is watched, too:
+        it leaves if it enters nothing for so long after a step. ``"compile"`` has 600 and
+        ``"lock"`` 60, unless you name them.
 
     Returns:
-      What it found.
+      The job that it found.
 
     Raises:
-      ArgumentError: the job is described in part, or process 0 cannot listen there, or something
-        else does.
+      ArgumentError: only a part of the job is described, or process 0 cannot listen there, or
+        something else does.
       ArgumentTypeError: an argument has a wrong type.
       DistributedError: JAX is running already, or the others did not come in time.
 

@@ -67,12 +67,8 @@ def launch(
     signal to the launcher has ended is not started again.
 
     Args:
-      command: the program and its arguments.
-      number: how many processes.
-      restarts: how often to start them again, at most.
       min_processes: leave out the process that failed, and its GPU, while so many are left;
         ``None`` starts as many again.
-      stdout, stderr: where their standard output and error go, and a line for each start.
       cpu_devices: how many virtual CPU devices each of them has; ``None`` for one GPU each, or what
         else JAX finds.
       port: the port at which they meet; any free one if ``None``.
