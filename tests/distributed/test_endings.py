@@ -16,39 +16,53 @@ from tests.distributed.jobs import (
     python,
     wait_until_ready,
 )
+from tests.quick import deep
 
-SLEEP = "time.sleep(600)"
+IMPORTS, SLEEP = "import os, signal, sys, time\n", "time.sleep(600)"
+SAYS_SO = "lambda number, _: (print('got', number), sys.exit(0))"
 # As JAX's notice of a preemption does it.
-SWALLOWS = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda number, frame: None)
-print("ready")
-time.sleep(600)
-"""
+SWALLOWS = "lambda number, _: None"
 
 
-def test_who_swallows_a_signal_is_killed_after_the_grace():
-    ran = launch("-n", 2, "--grace", 0.5, "--restarts", 3, *python(SWALLOWS))
+@pytest.mark.parametrize(
+    ("number", "handler", "code", "says"),
+    [
+        *(
+            deep((number, SAYS_SO, 0, f"got {int(number)}"))
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        ),
+        # Python's own words on Ctrl-C are left out.
+        (signal.SIGINT, "signal.SIG_DFL", 128 + signal.SIGINT, ""),
+        deep((signal.SIGQUIT, "signal.SIG_DFL", 128 + signal.SIGQUIT, "")),
+        (signal.SIGTERM, SWALLOWS, 128 + signal.SIGTERM, ""),
+    ],
+)
+def test_a_signal_goes_to_all_processes_which_have_a_grace_to_end(
+    number: signal.Signals, handler: str, code: int, says: str
+):
+    waits = f"signal.signal({int(number)}, {handler}); print('ready'); {SLEEP}"
+    grace = 0.5 if handler == SWALLOWS else PATIENCE
+    ran = launch("-n", 2, "--grace", grace, "--restarts", 3, *python(IMPORTS + waits))
     wait_until_ready(ran)
-    ran.send_signal(signal.SIGTERM)
-    _, err = ran.communicate(timeout=PATIENCE)
-    assert ran.returncode == 128 + signal.SIGTERM
-    assert err == "crossshard: killed 0.5 seconds after SIGTERM: process 0 1.\n"
+    ran.send_signal(number)
+    out, err = ran.communicate(timeout=PATIENCE / 2)
+    assert ran.returncode == code
+    assert sorted(out.splitlines()) == ([f"[{own}] {says}" for own in range(2)] if says else [])
+    killed = "crossshard: killed 0.5 seconds after SIGTERM: process 0 1.\n"
+    assert err == (killed if handler == SWALLOWS else "")
 
 
 def test_who_saves_after_a_signal_has_its_grace_and_hears_of_it_once(tmp_path: Path):
     saved = tmp_path / "saved"
     saves = (
-        "import os, signal, sys, time\n"
         "def save(number, frame):\n"
         "    time.sleep(1)\n"
         f"    open({str(saved)!r}, 'a').write('saved ')\n"
         "    sys.exit(0)\n"
         "if os.environ['JAX_PROCESS_ID'] == '0': signal.signal(signal.SIGTERM, save)\n"
-        "print('ready')\n"
-        "time.sleep(600)\n"
+        f"print('ready'); {SLEEP}\n"
     )
-    ran = launch("-n", 2, *python(saves))
+    ran = launch("-n", 2, *python(IMPORTS + saves))
     wait_until_ready(ran)
     ran.send_signal(signal.SIGTERM)
     _, err = ran.communicate(timeout=PATIENCE)
@@ -95,51 +109,33 @@ if os.environ["JAX_NUM_PROCESSES"] == "3":
 """
 
 
+STOOD = "has not entered step 7 for 120 seconds, and others wait for it"
+
+
 @pytest.mark.parametrize(
-    ("verdict", "code", "again", "says"),
+    ("verdict", "is_left_out", "says"),
     [
-        (
-            str(
-                Verdict.of(
-                    Kind.STALLED,
-                    1,
-                    "has not entered step 7 for 120 seconds, and others wait for it",
-                    "data.py:7",
-                )
-            ),
-            0,
-            ["00", "12"],
-            "process 1 has not entered step 7 for 120 seconds, and others wait for it; the others "
-            "are ended.",
-        ),
+        (Verdict.of(Kind.STALLED, 1, STOOD, "data.py:7"), True, f"process 1 {STOOD}"),
         # A death that the others have seen first.
-        (
-            str(Verdict.of(Kind.DIED, 1, "died")),
-            0,
-            ["00", "12"],
-            "process 1 ended by SIGKILL; the others are ended.",
-        ),
+        (Verdict.of(Kind.DIED, 1, "died"), True, "process 1 ended by SIGKILL"),
         # One of another job.
-        (
-            str(Verdict.of(Kind.DIED, 3, "died")),
-            PROCESS_STALLED,
-            ["00", "11", "22"],
-            "ended with code 82; the others are ended.",
-        ),
+        (Verdict.of(Kind.DIED, 3, "died"), False, "ended with code 82"),
         # Nobody knows whose fault it was, so nobody is left out.
-        ("", PROCESS_STALLED, ["00", "11", "22"], "ended with code 82; the others are ended."),
+        ("", False, "ended with code 82"),
     ],
+    ids=["stood still", "died", "of another job", "unknown"],
 )
 def test_the_launcher_leaves_out_whom_the_processes_name(
-    tmp_path: Path, verdict: str, code: int, again: list[str], says: str
+    tmp_path: Path, verdict: object, is_left_out: bool, says: str
 ):
     log = tmp_path / "log"
     flags = ["--restarts", 1, "--min-processes", 1]
     ran = launch("-n", 3, *flags, *python(ALL_LEAVE), log, verdict)
     _, err = ran.communicate(timeout=PATIENCE)
-    assert ran.returncode == code, err
+    assert ran.returncode == (0 if is_left_out else PROCESS_STALLED), err
+    again = ["00", "12"] if is_left_out else ["00", "11", "22"]
     assert sorted(log.read_text().split()) == sorted(["00", "11", "22", *again])
-    assert says in err
+    assert f"{says}; the others are ended." in err
 
 
 DOES_NOT_COME = """

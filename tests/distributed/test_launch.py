@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -119,75 +118,6 @@ def test_when_one_is_killed_the_others_end():
     assert "crossshard: process 1 ended by SIGKILL; the others are ended.\n" in err
 
 
-DEAF = """
-import os, signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-open(sys.argv[1], "a").write(f"{os.getpid()}\\n{child.pid}\\n")
-print("ready")
-if os.environ["JAX_PROCESS_ID"] == "1" and sys.argv[2] == "ends":
-    while len(open(sys.argv[1]).readlines()) < 4: time.sleep(0.01)
-    sys.exit(5)
-time.sleep(600)
-"""
-
-
-@pytest.mark.deep
-def test_what_does_not_listen_to_sigterm_is_killed_and_what_it_has_started(tmp_path: Path):
-    pids = tmp_path / "pids"
-    ran = launch("-n", 2, "--grace", 0.5, *python(DEAF), pids, "ends")
-    ran.communicate(timeout=PATIENCE)
-    assert ran.returncode == 5
-    numbers = [int(line) for line in pids.read_text().split()]
-    assert len(numbers) == 4
-    wait_until_ended(numbers)
-
-
-def wait_until_ended(pids: Iterable[int]) -> None:
-    until = time.monotonic() + 30
-    while any(_is_running(pid) for pid in pids):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_signals_go_to_all_processes(number: signal.Signals):
-    listens = (
-        "import signal, sys, time\n"
-        "def handler(number, frame):\n"
-        "    print('got', number)\n"
-        "    sys.exit(0)\n"
-        f"signal.signal({int(number)}, handler)\n"
-        "print('ready')\n"
-        "time.sleep(600)\n"
-    )
-    ran = launch("-n", 2, *python(listens))
-    wait_until_ready(ran)
-    ran.send_signal(number)
-    out, _ = ran.communicate(timeout=PATIENCE)
-    assert sorted(out.splitlines()) == [f"[0] got {int(number)}", f"[1] got {int(number)}"]
-    assert ran.returncode == 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, deep(signal.SIGQUIT)])
-def test_a_signal_that_ends_them_is_the_code(number: signal.Signals):
-    # Python's own words on Ctrl-C are left out.
-    waits = f"import signal, time; signal.signal({int(number)}, signal.SIG_DFL); print('ready')\n"
-    ran = launch("-n", 2, *python(waits + "time.sleep(600)"))
-    wait_until_ready(ran)
-    ran.send_signal(number)
-    _, err = ran.communicate(timeout=PATIENCE)
-    assert (ran.returncode, err) == (128 + number, "")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -234,25 +164,55 @@ def test_a_reader_that_leaves_does_not_stop_the_processes(tmp_path: Path):
     assert done.read_text() == "donedone"
 
 
+DEAF = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[1], "a").write(f"{os.getpid()}\\n{child.pid}\\n")
+print("ready")
+if os.environ["JAX_PROCESS_ID"] == "1" and sys.argv[2] == "ends":
+    while len(open(sys.argv[1]).readlines()) < 4: time.sleep(0.01)
+    sys.exit(5)
+time.sleep(600)
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("what", ["a process ends", "the launcher is killed"])
+def test_processes_that_ignore_sigterm_end_with_what_they_have_started_when(
+    what: str, tmp_path: Path
+):
+    pids = tmp_path / "pids"
+    is_killed = what == "the launcher is killed"
+    ran = launch("-n", 2, "--grace", 0.5, *python(DEAF), pids, "stays" if is_killed else "ends")
+    below = []
+    if is_killed:
+        wait_until_ready(ran)
+        # The guard ends, too.
+        below = running_below(ran.pid)
+        ran.kill()
+    ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == (-signal.SIGKILL if is_killed else 5)
+    numbers = {int(line) for line in pids.read_text().split()}
+    assert len(numbers) == 4
+    assert not is_killed or numbers < set(below)
+    until = time.monotonic() + 30
+    while any(_is_running(number) for number in numbers.union(below)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 def running_below(pid: int) -> list[int]:
     """The process ids of what a process has started, and of what these have."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [each for child in map(int, found) for each in (child, *running_below(child))]
 
 
-@pytest.mark.deep
-def test_a_launcher_that_is_killed_takes_all_processes_along(tmp_path: Path):
-    pids = tmp_path / "pids"
-    ran = launch("-n", 2, "--grace", 0.5, *python(DEAF), pids, "stays")
-    wait_until_ready(ran)
-    below = running_below(ran.pid)
-    ran.kill()
-    ran.communicate(timeout=PATIENCE)
-    numbers = {int(line) for line in pids.read_text().split()}
-    assert len(numbers) == 4
-    assert numbers < set(below)
-    # The guard ends, too.
-    wait_until_ended(below)
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 # Process 1 appends a line in each run, and fails in the first ones.
