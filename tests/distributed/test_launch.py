@@ -180,8 +180,9 @@ time.sleep(600)
 @pytest.mark.deep
 @pytest.mark.parametrize("what", ["a process ends", "the launcher is killed"])
 def test_processes_that_ignore_sigterm_end_with_what_they_have_started_when(
-    what: str, tmp_path: Path
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     pids = tmp_path / "pids"
     is_killed = what == "the launcher is killed"
     ran = launch("-n", 2, "--grace", 0.5, *python(DEAF), pids, "stays" if is_killed else "ends")
@@ -200,6 +201,7 @@ def test_processes_that_ignore_sigterm_end_with_what_they_have_started_when(
     while any(_is_running(number) for number in numbers.union(below)):
         assert time.monotonic() < until
         time.sleep(0.05)
+    assert [*tmp_path.iterdir()] == [pids]
 
 
 def running_below(pid: int) -> list[int]:
