@@ -104,6 +104,21 @@ def feature(function: Callable[..., Any], *args: Any) -> Any:
 
 # The whole step.
 
+WIDE = START | {"wide": np.ones((64, 64), np.float32) / 64}
+
+
+def wide_loss(params: Any, batch: Any) -> jax.Array:
+    return loss_fn(params, batch) + (jnp.tanh(batch["x"] @ params["wide"][:16]) ** 2).mean()
+
+
+def restored(job: Job, name: str, step: Any, state: Any, start: Any) -> Any:
+    """The optimizer's state after it was saved in a folder and restored."""
+    with Checkpoints(job.folder / name, step) as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+        back, _ = checkpoints.restore_latest(step.abstract_init(start))
+    return step.unshard(back).opt_state
+
 
 def whole_step(rule: str, update: str, job: Job) -> Any:
     return trained(job, job.step(rule=rule, weight_update=update))[1]
@@ -121,26 +136,15 @@ def dealt_out(job: Job) -> Any:
     step = job.step(loss, "muon")
     state, found = trained(job, step, start)
     assert job.shards == 1 or "leaf by leaf" in step.describe()
-    with Checkpoints(job.folder / "dealt", step) as checkpoints:
-        checkpoints.save(state)
-        checkpoints.wait()
-        back, _ = checkpoints.restore_latest(step.abstract_init(start))
-    return found | {"restored": step.unshard(back).opt_state}
+    return found | {"restored": restored(job, "dealt", step, state, start)}
 
 
 def few_bits(dtype: str, update: str, job: Job) -> Any:
     """Gradients in few bits, with what is held back, saved and restored."""
-    start = START | {"wide": np.ones((64, 64), np.float32) / 64}
-    loss = lambda params, batch: (
-        loss_fn(params, batch) + (jnp.tanh(batch["x"] @ params["wide"][:16]) ** 2).mean()
-    )
-    step = job.step(loss, "sgd", reduce_dtype=dtype, weight_update=update)
-    state, found = trained(job, step, start)
-    with Checkpoints(job.folder / f"few bits {dtype} {update}", step) as checkpoints:
-        checkpoints.save(state)
-        checkpoints.wait()
-        back, _ = checkpoints.restore_latest(step.abstract_init(start))
-    return found | {"restored": step.unshard(back).opt_state.aggregate}
+    step = job.step(wide_loss, "sgd", reduce_dtype=dtype, weight_update=update)
+    state, found = trained(job, step, WIDE)
+    name = f"few bits {dtype} {update}"
+    return found | {"restored": restored(job, name, step, state, WIDE).aggregate}
 
 
 for _dtype, _update in (("int8", "replicated"), ("int4", "sharded")):
@@ -153,11 +157,7 @@ def tiers(job: Job) -> Any:
     hosts = min(2, job.shards)
     mesh = job.mesh(hosts, job.shards // hosts, names=("host", "chip"))
     options: Any = {"num_shards": None, "mesh": mesh, "reduce_dtype": {"host": "int8"}}
-    start = START | {"wide": np.ones((64, 64), np.float32) / 64}
-    loss = lambda params, batch: (
-        loss_fn(params, batch) + (jnp.tanh(batch["x"] @ params["wide"][:16]) ** 2).mean()
-    )
-    return trained(job, job.step(loss, "sgd", **options), start)[1]
+    return trained(job, job.step(wide_loss, "sgd", **options), WIDE)[1]
 
 
 @feature
@@ -466,39 +466,42 @@ def runner(job: Job) -> Any:
     return step
 
 
-def stateful(rule: str, job: Job) -> Any:
-    model, opt = nnx.Linear(16, 4, rngs=nnx.Rngs(0)), CrossShardOptimizer(RULES[rule]())
+def linear(seed: int = 0) -> nnx.Linear:
+    return nnx.Linear(16, 4, rngs=nnx.Rngs(seed))
+
+
+def minimized(job: Job, model: Any, opt: Any, batches: Any = X) -> list[jax.Array]:
+    """The losses of the steps."""
     step = runner(job)
-    losses = [step(model, opt, job.own(x)).mean() for x in X]
+    return [step(model, opt, job.own(x)).mean() for x in batches]
+
+
+def stateful(rule: str, job: Job) -> Any:
+    model, opt = linear(), CrossShardOptimizer(RULES[rule]())
+    losses = minimized(job, model, opt)
     return {"model": nnx.state(model), "state": opt.state, "losses": losses}
 
 
 @feature
 def stateful_stages(job: Job) -> Any:
     options = {"ema": 0.9, "nonfinite": "skip", "preprocess": optax.trace(0.5)}
-    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
-    opt = CrossShardOptimizer(RULES["sgd"](), accumulate_steps=2, **options)
-    step = runner(job)
-    losses = [step(model, opt, job.own(x)).mean() for x in (*X, X[0])]
+    model, opt = linear(), CrossShardOptimizer(RULES["sgd"](), accumulate_steps=2, **options)
+    losses = minimized(job, model, opt, (*X, X[0]))
     return {"model": nnx.state(model), "inner": opt.state.inner_state, "losses": losses}
 
 
 @feature
 def stateful_module(job: Job) -> Any:
     model, opt = Net(0.5), CrossShardOptimizer(RULES["adamw"]())
-    step = runner(job)
-    losses = [step(model, opt, job.own(x)).mean() for x in X]
+    losses = minimized(job, model, opt)
     merged = nnx.state(crossshard.merge_shards(model), nnx.Not(nnx.RngState))
     return {"merged": merged, "losses": losses}
 
 
 @feature
 def stateful_groups(job: Job) -> Any:
-    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
-    opt = CrossShardOptimizer(RULES["adamw"](), group_assignment=job.groups())
-    step = runner(job)
-    for x in X:
-        step(model, opt, job.own(x))
+    model, opt = linear(), CrossShardOptimizer(RULES["adamw"](), group_assignment=job.groups())
+    minimized(job, model, opt)
     return [nnx.state(crossshard.merge_shards(model, shard=k)) for k in range(job.shards)]
 
 
@@ -529,8 +532,7 @@ def runners_of_processes_that_differ(job: Job) -> Any:
     step, x = runner(job), job.own(X[0])
 
     def call(seed: int, rate: float) -> None:
-        model = nnx.Linear(16, 4, rngs=nnx.Rngs(seed))
-        step(model, CrossShardOptimizer(optax.sgd(rate)), x)
+        step(linear(seed), CrossShardOptimizer(optax.sgd(rate)), x)
 
     with pytest.raises(
         crossshard.errors.ArgumentError, match=r"process 1 passed Param float32\[16,4\]"

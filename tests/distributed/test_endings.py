@@ -2,53 +2,68 @@
 
 import signal
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from crossshard.distributed import PROCESS_STALLED
 from crossshard.distributed.judge import Kind, Verdict
-from tests.distributed.test_launch import PATIENCE, launch, python
+from tests.distributed.jobs import (
+    PATIENCE,
+    STALL_SECONDS,
+    TRAIN,
+    launch,
+    python,
+    wait_until_ready,
+)
+from tests.quick import deep
 
+IMPORTS, SLEEP = "import os, signal, sys, time\n", "time.sleep(600)"
+SAYS_SO = "lambda number, _: (print('got', number), sys.exit(0))"
 # As JAX's notice of a preemption does it.
-SWALLOWS = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda number, frame: None)
-print("ready")
-time.sleep(600)
-"""
+SWALLOWS = "lambda number, _: None"
 
 
-def ready(ran: subprocess.Popen[str], number: int) -> None:
-    """Wait until so many processes have said it."""
-    for _ in range(number):
-        assert ran.stdout.readline().endswith("ready\n")
-
-
-def test_who_swallows_a_signal_is_killed_after_the_grace():
-    ran = launch("-n", 2, "--grace", 0.5, "--restarts", 3, *python(SWALLOWS))
-    ready(ran, 2)
-    ran.send_signal(signal.SIGTERM)
-    _, err = ran.communicate(timeout=PATIENCE)
-    assert ran.returncode == 128 + signal.SIGTERM
-    assert err == "crossshard: killed 0.5 seconds after SIGTERM: process 0 1.\n"
+@pytest.mark.parametrize(
+    ("number", "handler", "code", "says"),
+    [
+        *(
+            deep((number, SAYS_SO, 0, f"got {int(number)}"))
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        ),
+        # Python's own words on Ctrl-C are left out.
+        (signal.SIGINT, "signal.SIG_DFL", 128 + signal.SIGINT, ""),
+        deep((signal.SIGQUIT, "signal.SIG_DFL", 128 + signal.SIGQUIT, "")),
+        (signal.SIGTERM, SWALLOWS, 128 + signal.SIGTERM, ""),
+    ],
+)
+def test_a_signal_goes_to_all_processes_which_have_a_grace_to_end(
+    number: signal.Signals, handler: str, code: int, says: str
+):
+    waits = f"signal.signal({int(number)}, {handler}); print('ready'); {SLEEP}"
+    grace = 0.5 if handler == SWALLOWS else PATIENCE
+    ran = launch("-n", 2, "--grace", grace, "--restarts", 3, *python(IMPORTS + waits))
+    wait_until_ready(ran)
+    ran.send_signal(number)
+    out, err = ran.communicate(timeout=PATIENCE / 2)
+    assert ran.returncode == code
+    assert sorted(out.splitlines()) == ([f"[{own}] {says}" for own in range(2)] if says else [])
+    killed = "crossshard: killed 0.5 seconds after SIGTERM: process 0 1.\n"
+    assert err == (killed if handler == SWALLOWS else "")
 
 
 def test_who_saves_after_a_signal_has_its_grace_and_hears_of_it_once(tmp_path: Path):
     saved = tmp_path / "saved"
     saves = (
-        "import os, signal, sys, time\n"
         "def save(number, frame):\n"
         "    time.sleep(1)\n"
         f"    open({str(saved)!r}, 'a').write('saved ')\n"
         "    sys.exit(0)\n"
         "if os.environ['JAX_PROCESS_ID'] == '0': signal.signal(signal.SIGTERM, save)\n"
-        "print('ready')\n"
-        "time.sleep(600)\n"
+        f"print('ready'); {SLEEP}\n"
     )
-    ran = launch("-n", 2, *python(saves))
-    ready(ran, 2)
+    ran = launch("-n", 2, *python(IMPORTS + saves))
+    wait_until_ready(ran)
     ran.send_signal(signal.SIGTERM)
     _, err = ran.communicate(timeout=PATIENCE)
     # Process 1 has ended by the signal, long before.
@@ -94,51 +109,33 @@ if os.environ["JAX_NUM_PROCESSES"] == "3":
 """
 
 
+STOOD = "has not entered step 7 for 120 seconds, and others wait for it"
+
+
 @pytest.mark.parametrize(
-    ("verdict", "code", "again", "says"),
+    ("verdict", "is_left_out", "says"),
     [
-        (
-            str(
-                Verdict.of(
-                    Kind.STALLED,
-                    1,
-                    "has not entered step 7 for 120 seconds, and others wait for it",
-                    "data.py:7",
-                )
-            ),
-            0,
-            ["00", "12"],
-            "process 1 has not entered step 7 for 120 seconds, and others wait for it; the others "
-            "are ended.",
-        ),
+        (Verdict.of(Kind.STALLED, 1, STOOD, "data.py:7"), True, f"process 1 {STOOD}"),
         # A death that the others have seen first.
-        (
-            str(Verdict.of(Kind.DIED, 1, "died")),
-            0,
-            ["00", "12"],
-            "process 1 ended by SIGKILL; the others are ended.",
-        ),
+        (Verdict.of(Kind.DIED, 1, "died"), True, "process 1 ended by SIGKILL"),
         # One of another job.
-        (
-            str(Verdict.of(Kind.DIED, 3, "died")),
-            PROCESS_STALLED,
-            ["00", "11", "22"],
-            "ended with code 82; the others are ended.",
-        ),
+        (Verdict.of(Kind.DIED, 3, "died"), False, "ended with code 82"),
         # Nobody knows whose fault it was, so nobody is left out.
-        ("", PROCESS_STALLED, ["00", "11", "22"], "ended with code 82; the others are ended."),
+        ("", False, "ended with code 82"),
     ],
+    ids=["stood still", "died", "of another job", "unknown"],
 )
 def test_the_launcher_leaves_out_whom_the_processes_name(
-    tmp_path: Path, verdict: str, code: int, again: list[str], says: str
+    tmp_path: Path, verdict: object, is_left_out: bool, says: str
 ):
     log = tmp_path / "log"
     flags = ["--restarts", 1, "--min-processes", 1]
     ran = launch("-n", 3, *flags, *python(ALL_LEAVE), log, verdict)
     _, err = ran.communicate(timeout=PATIENCE)
-    assert ran.returncode == code, err
+    assert ran.returncode == (0 if is_left_out else PROCESS_STALLED), err
+    again = ["00", "12"] if is_left_out else ["00", "11", "22"]
     assert sorted(log.read_text().split()) == sorted(["00", "11", "22", *again])
-    assert says in err
+    assert f"{says}; the others are ended." in err
 
 
 DOES_NOT_COME = """
@@ -147,64 +144,39 @@ import crossshard
 
 number, own = os.environ["JAX_NUM_PROCESSES"], os.environ["JAX_PROCESS_ID"]
 if (number, own) == ("3", "1"):
-    {how}
+    exec(sys.argv[2])
 crossshard.distributed.initialize(timeout=8 if number == "3" else 60)
-sys.stderr.write(f"slot {{os.environ['JAX_LOCAL_DEVICE_IDS']}}\\n")
 """
+SAYS_SLOT = """
+sys.stderr.write(f"slot {os.environ['JAX_LOCAL_DEVICE_IDS']}\\n")
+"""
+STOPS = TRAIN.replace("1_000_000", "9")
 
 
 @pytest.mark.deep
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("script", "fault", "says"),
     [
-        ("sys.exit()", "left before initialize, which others have entered"),
-        ("time.sleep(600)", "has not entered initialize for 8 seconds, and others wait for it"),
+        (DOES_NOT_COME, "sys.exit()", "left before initialize, which others have entered"),
+        (DOES_NOT_COME, SLEEP, "has not entered initialize for 8 seconds, and others wait for it"),
+        (
+            STOPS,
+            f"if job.num_processes == 3: {SLEEP}",
+            f"has not entered step 6 for {STALL_SECONDS} seconds, and others wait for it",
+        ),
     ],
 )
-def test_the_process_that_does_not_come_to_initialize_is_left_out(how: str, says: str):
+def test_the_process_that_others_wait_for_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, script: str, fault: str, says: str
+):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     flags = ["--restarts", 1, "--min-processes", 1]
-    ran = launch("-n", 3, *flags, *python(DOES_NOT_COME.format(how=how)))
+    ran = launch("-n", 3, *flags, *python(script + SAYS_SLOT), 1, fault)
     _, err = ran.communicate(timeout=PATIENCE)
     assert ran.returncode == 0, err
     assert f"crossshard: process 1 {says}; the others are ended.\n" in err
-    assert sorted(line for line in err.splitlines() if "slot" in line) == [
-        "[0] slot 0",
-        "[1] slot 2",
-    ]
-
-
-STALLS = """
-import os, sys, time
-import crossshard
-
-job = crossshard.distributed.initialize(stall_timeout=3)
-
-import jax.numpy as jnp, numpy as np, optax
-
-step = crossshard.make_train_step(lambda w, x: jnp.mean((x @ w - 1) ** 2), optax.sgd(0.1))
-state = step.init(np.zeros(3, np.float32))
-for number in range(1, 9):
-    if number == 6 and job.num_processes == 3 and job.process_id == 1:
-        time.sleep(600)
-    state, metrics = step(state, np.ones((2, 3), np.float32))
-    float(metrics["loss"])
-sys.stderr.write(f"slot {os.environ['JAX_LOCAL_DEVICE_IDS']}\\n")
-"""
-
-
-@pytest.mark.deep
-@pytest.mark.multiprocess
-def test_the_process_that_stood_still_is_left_out(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
-    ran = launch("-n", 3, "--restarts", 1, "--min-processes", 1, *python(STALLS))
-    _, err = ran.communicate(timeout=PATIENCE)
-    assert ran.returncode == 0, err
-    assert (
-        "crossshard: process 1 has not entered step 6 for 3 seconds, and others wait for it; the "
-        "others are ended.\n"
-    ) in err
     assert "crossshard: started again with 2 processes; 0 more restarts left.\n" in err
     assert sorted(line for line in err.splitlines() if "slot" in line) == [
         "[0] slot 0",
@@ -212,8 +184,9 @@ def test_the_process_that_stood_still_is_left_out(monkeypatch: pytest.MonkeyPatc
     ]
     # The one that stood still has been told why, and takes nobody for dead.
     assert "died" not in err
-    for own in range(3):
-        assert f"[{own}] The main thread:\n" in err
+    if script is STOPS:
+        for own in range(3):
+            assert f"[{own}] The main thread:\n" in err
 
 
 ENDS_WHILE_IT_LEAVES = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
-from tests.distributed.test_launch import PATIENCE, launch
+from tests.distributed.jobs import PATIENCE, launch
 from tests.quick import deep_but
 
 STALL_SECONDS, MORE_SECONDS = 5, 15

@@ -10,7 +10,7 @@ import pytest
 import crossshard
 from crossshard.distributed.job import ALL_INTERFACES, Job, bind_address, find_job, split_address
 from crossshard.distributed.launcher import free_port
-from crossshard.distributed.progress import PROGRESS
+from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
 from tests.quick import deep
 

@@ -1,6 +1,5 @@
 """Real processes under `crossshard launch`: what they train, what is printed, how they end."""
 
-import os
 import re
 import signal
 import subprocess
@@ -15,14 +14,8 @@ import optax
 import pytest
 
 from crossshard.tools.cli import main
+from tests.distributed.jobs import PATIENCE, launch, python, wait_until_ready
 from tests.quick import deep
-
-TUNABLES = (
-    "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:"
-    "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
-)
-# For a machine on which everything else happens, too.
-PATIENCE = 240
 
 TRAIN = """
 import sys
@@ -47,26 +40,6 @@ if job.process_id == 0:
 # Several threads of the collectives' library write parts of lines to standard output.
 sys.stderr.write(f"trained on {step.mesh.size} devices\\n")
 """
-
-
-def launch(*arguments: object, **options: object) -> subprocess.Popen[str]:
-    """The command as a process; it has its output in pipes."""
-    # Without PYTHONUNBUFFERED, as on most machines.
-    ours = ("XLA_FLAGS", "NPROC", "PYTHONUNBUFFERED")
-    environment = {k: v for k, v in os.environ.items() if k not in ours}
-    return subprocess.Popen(
-        [sys.executable, "-m", "crossshard.tools.cli", "launch", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        **options,
-    )
-
-
-def python(text: str) -> list[str]:
-    """A command that runs this text."""
-    return ["--", sys.executable, "-c", text]
 
 
 @pytest.mark.multiprocess
@@ -113,8 +86,11 @@ print(os.environ["GLIBC_TUNABLES"], [len(each.operands) for each in report.colle
 @pytest.mark.multiprocess
 def test_between_cpus_larger_arrays_share_a_bucket_and_memory_comes_in_large_pages():
     out, err = launch("-n", 2, "--cpu-devices", 1, *python(ON_CPUS)).communicate(timeout=PATIENCE)
-    of_each = f"{TUNABLES} [1]"
-    assert sorted(out.splitlines()) == [f"[{own}] {of_each}" for own in range(2)], err
+    tunables = (
+        "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:"
+        "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
+    )
+    assert sorted(out.splitlines()) == [f"[{own}] {tunables} [1]" for own in range(2)], err
 
 
 def test_lines_have_the_number_of_their_process():
@@ -134,100 +110,12 @@ def test_long_lines_of_two_processes_do_not_mix():
     assert all(re.fullmatch(r"\[[01]\] (x{3000}|y{3000})", line) for line in out.splitlines())
 
 
-ONE_FAILS = """
-import os, signal, sys, time
-if os.environ["JAX_PROCESS_ID"] == "1":
-    {fails}
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize(
-    ("fails", "code", "how"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "by SIGKILL"),
-        *map(
-            deep,
-            [
-                ("sys.exit(3)", 3, "with code 3"),
-                ("raise ValueError('wrong')", 1, "with code 1"),
-            ],
-        ),
-    ],
-)
-def test_when_one_fails_the_others_end(fails: str, code: int, how: str):
-    began = time.monotonic()
-    ran = launch("-n", 3, *python(ONE_FAILS.format(fails=fails)))
-    _, err = ran.communicate(timeout=PATIENCE)
-    assert ran.returncode == code
-    assert f"crossshard: process 1 ended {how}; the others are ended.\n" in err
-    assert time.monotonic() - began < PATIENCE / 2
-
-
-DEAF = """
-import os, signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-open(sys.argv[1], "a").write(f"{os.getpid()}\\n{child.pid}\\n")
-print("ready")
-if os.environ["JAX_PROCESS_ID"] == "1" and sys.argv[2] == "ends":
-    while len(open(sys.argv[1]).readlines()) < 4: time.sleep(0.01)
-    sys.exit(5)
-time.sleep(600)
-"""
-
-
-@pytest.mark.deep
-def test_what_does_not_listen_to_sigterm_is_killed_and_what_it_has_started(tmp_path: Path):
-    pids = tmp_path / "pids"
-    ran = launch("-n", 2, "--grace", 0.5, *python(DEAF), pids, "ends")
-    ran.communicate(timeout=PATIENCE)
-    assert ran.returncode == 5
-    numbers = [int(line) for line in pids.read_text().split()]
-    assert len(numbers) == 4
-    deadline = time.monotonic() + 30
-    while any(_is_running(number) for number in numbers):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_signals_go_to_all_processes(number: signal.Signals):
-    listens = (
-        "import signal, sys, time\n"
-        "def handler(number, frame):\n"
-        "    print('got', number)\n"
-        "    sys.exit(0)\n"
-        f"signal.signal({int(number)}, handler)\n"
-        "print('ready')\n"
-        "time.sleep(600)\n"
-    )
-    ran = launch("-n", 2, *python(listens))
-    lines = [ran.stdout.readline(), ran.stdout.readline()]
-    assert sorted(lines) == ["[0] ready\n", "[1] ready\n"]
-    ran.send_signal(number)
-    out, _ = ran.communicate(timeout=PATIENCE)
-    assert sorted(out.splitlines()) == [f"[0] got {int(number)}", f"[1] got {int(number)}"]
-    assert ran.returncode == 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, deep(signal.SIGQUIT)])
-def test_a_signal_that_ends_them_is_the_code(number: signal.Signals):
-    # Python's own words on Ctrl-C are left out.
-    waits = f"import signal, time; signal.signal({int(number)}, signal.SIG_DFL); print('ready')\n"
-    ran = launch("-n", 2, *python(waits + "time.sleep(600)"))
-    assert len([ran.stdout.readline() for _ in range(2)]) == 2
-    ran.send_signal(number)
-    _, err = ran.communicate(timeout=PATIENCE)
-    assert (ran.returncode, err) == (128 + number, "")
+def test_when_one_is_killed_the_others_end():
+    kills_itself = "[ $JAX_PROCESS_ID = 1 ] && kill -KILL $$; exec sleep 600"
+    ran = launch("-n", 3, "--", "sh", "-c", kills_itself)
+    _, err = ran.communicate(timeout=PATIENCE / 2)
+    assert ran.returncode == 128 + signal.SIGKILL
+    assert "crossshard: process 1 ended by SIGKILL; the others are ended.\n" in err
 
 
 @pytest.mark.parametrize(
@@ -276,76 +164,99 @@ def test_a_reader_that_leaves_does_not_stop_the_processes(tmp_path: Path):
     assert done.read_text() == "donedone"
 
 
+DEAF = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[1], "a").write(f"{os.getpid()}\\n{child.pid}\\n")
+print("ready")
+if os.environ["JAX_PROCESS_ID"] == "1" and sys.argv[2] == "ends":
+    while len(open(sys.argv[1]).readlines()) < 4: time.sleep(0.01)
+    sys.exit(5)
+time.sleep(600)
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("what", ["a process ends", "the launcher is killed"])
+def test_processes_that_ignore_sigterm_end_with_what_they_have_started_when(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    pids = tmp_path / "pids"
+    is_killed = what == "the launcher is killed"
+    ran = launch("-n", 2, "--grace", 0.5, *python(DEAF), pids, "stays" if is_killed else "ends")
+    below = []
+    if is_killed:
+        wait_until_ready(ran)
+        # The guard ends, too.
+        below = running_below(ran.pid)
+        ran.kill()
+    ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == (-signal.SIGKILL if is_killed else 5)
+    numbers = {int(line) for line in pids.read_text().split()}
+    assert len(numbers) == 4
+    assert not is_killed or numbers < set(below)
+    until = time.monotonic() + 30
+    while any(_is_running(number) for number in numbers.union(below)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert [*tmp_path.iterdir()] == [pids]
+
+
 def running_below(pid: int) -> list[int]:
     """The process ids of what a process has started, and of what these have."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [each for child in map(int, found) for each in (child, *running_below(child))]
 
 
-@pytest.mark.deep
-def test_a_launcher_that_is_killed_takes_all_processes_along(tmp_path: Path):
-    pids = tmp_path / "pids"
-    ran = launch("-n", 2, "--grace", 0.5, *python(DEAF), pids, "stays")
-    assert sorted(ran.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
-    below = running_below(ran.pid)
-    ran.kill()
-    ran.communicate(timeout=PATIENCE)
-    numbers = {int(line) for line in pids.read_text().split()}
-    assert len(numbers) == 4
-    assert numbers < set(below)
-    until = time.monotonic() + 30
-    # The guard ends, too.
-    while any(_is_running(number) for number in below):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
-# Each run appends a line for each of its processes, and one of them fails in the first runs.
+# Process 1 appends a line in each run, and fails in the first ones.
 FAILS_AT_FIRST = """
-import os, sys
-own, number = os.environ["JAX_PROCESS_ID"], os.environ["JAX_NUM_PROCESSES"]
-gpu = os.environ.get("JAX_LOCAL_DEVICE_IDS")
-with open({log!r}, "a") as log:
-    log.write(f"{{number}} {{own}} {{gpu}}\\n")
-if own == "{who}":
-    with open({log!r} + ".runs", "a") as runs:
-        runs.write("run\\n")
-    if len(open({log!r} + ".runs").readlines()) <= {runs}:
-        sys.exit({code})
-    sys.exit(0)
-import time
-time.sleep({sleep})
+import os, sys, time
+log, runs = sys.argv[1:]
+if os.environ["JAX_PROCESS_ID"] == "1":
+    with open(log, "a") as lines:
+        lines.write(os.environ["JAX_NUM_PROCESSES"] + "\\n")
+    sys.exit(9 if len(open(log).readlines()) <= int(runs) else 0)
+time.sleep(0.5)
 """
 
 
 @pytest.mark.parametrize(
     ("flags", "runs", "code", "starts"),
     [
-        (["--restarts", 2], 1, 0, ["3", "3"]),
-        *map(
-            deep,
-            [
-                ([], 1, 9, ["3"]),
-                (["--restarts", 2], 5, 9, ["3", "3", "3"]),
-                (["--restarts", 3, "--min-processes", 2], 2, 0, ["3", "2", "2"]),
-            ],
+        (["--restarts", 2], 1, 0, ["3", "3 processes; 1 more restart"]),
+        deep(([], 1, 9, ["3"])),
+        deep(
+            (
+                ["--restarts", 2],
+                5,
+                9,
+                ["3", "3 processes; 1 more restart", "3 processes; 0 more restarts"],
+            )
+        ),
+        deep(
+            (
+                ["--restarts", 3, "--min-processes", 2],
+                2,
+                0,
+                ["3", "2 processes; 2 more restarts", "2 processes; 1 more restart"],
+            )
         ),
     ],
 )
 def test_a_failed_run_is_started_again(tmp_path: Path, flags, runs, code, starts):
-    log = str(tmp_path / "log")
-    text = FAILS_AT_FIRST.format(log=log, who=1, runs=runs, code=9, sleep=0.5)
-    ran = launch("-n", 3, *flags, *python(text))
+    log = tmp_path / "log"
+    ran = launch("-n", 3, *flags, *python(FAILS_AT_FIRST), log, runs)
     _, err = ran.communicate(timeout=PATIENCE)
     assert ran.returncode == code, err
-    lines = Path(log).read_text().splitlines()
-    assert [line.split()[0] for line in lines if line.split()[1] == "1"] == starts
+    assert log.read_text().split() == [start[0] for start in starts]
     said = [line for line in err.splitlines() if "started again" in line]
-    assert len(said) == len(starts) - 1
-    if said:
-        many = "2 processes" if "--min-processes" in flags else "3 processes"
-        left = flags[1] - 1
-        plural = "" if left == 1 else "s"
-        assert (
-            said[0] == f"crossshard: started again with {many}; {left} more restart{plural} left."
-        )
+    assert said == [f"crossshard: started again with {start} left." for start in starts[1:]]

@@ -18,7 +18,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 
 import crossshard
 from crossshard import CrossShardOptimizer, _jax
-from tests.distributed.test_launch import PATIENCE, launch
+from tests.distributed.jobs import PATIENCE, launch
 from tests.quick import deep
 
 PROCESSES = 3
@@ -51,22 +51,15 @@ def with_noise(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
     return loss_fn(params, batch) * jax.random.uniform(rng)
 
 
-def with_a_sum(params: Any, batch: Any) -> jax.Array:
-    own = jax.lax.stop_gradient(params["b"].sum())
-    return loss_fn(params, batch) + 0 * jax.lax.psum(own, "shards")
+def with_collectives(*names: str) -> Any:
+    """A loss with a sum or a maximum of something over the shards, in this order."""
+    collectives = {"sum": jax.lax.psum, "max": jax.lax.pmax}
 
+    def loss(params: Any, batch: Any) -> jax.Array:
+        own = jax.lax.stop_gradient(params["b"].sum())
+        return loss_fn(params, batch) + sum(0 * collectives[name](own, "shards") for name in names)
 
-def with_a_maximum(params: Any, batch: Any) -> jax.Array:
-    own = jax.lax.stop_gradient(params["b"].sum())
-    return loss_fn(params, batch) + 0 * jax.lax.pmax(own, "shards")
-
-
-def sum_then_maximum(params: Any, batch: Any) -> jax.Array:
-    return with_a_sum(params, batch) + with_a_maximum(params, batch)
-
-
-def maximum_then_sum(params: Any, batch: Any) -> jax.Array:
-    return with_a_maximum(params, batch) + with_a_sum(params, batch)
+    return loss
 
 
 def _as_it_lies(mesh: Any, args: Any, out: Any) -> Any:
@@ -134,13 +127,13 @@ def run(
     x: Any = X,
     entries: Any = None,
     rng: Any = 0,
-    devices: Any = None,
+    order: int = 1,
     axis: str = "shards",
     **options: Any,
 ) -> None:
     """Build a step, and take one."""
     mesh = jax.sharding.Mesh(
-        np.array(devices or jax.devices()), (axis,), axis_types=(jax.sharding.AxisType.Auto,)
+        np.array(jax.devices()[::order]), (axis,), axis_types=(jax.sharding.AxisType.Auto,)
     )
     step = crossshard.make_train_step(
         loss, optimizer or optax.sgd(0.1, momentum=0.9), mesh=mesh, **options
@@ -152,97 +145,90 @@ def of(optimizer: Any) -> dict[str, Any]:
     return {"optimizer": optimizer}
 
 
+SGD = optax.sgd(0.1)
+PLAIN = of(CrossShardOptimizer(SGD))
+
+
+def over_batch(tanh: Any, constant: float = 1.0) -> dict[str, Any]:
+    return {"loss": of_operation(tanh, constant), "loss_over": "batch"}
+
+
 # What the odd process passes, and what the others do if it is not what `run` does by itself.
-KINDS: dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]] = {
+# Nothing here may start JAX, whose processes are connected later.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # Optimizers.
-    "learning rate": lambda: (of(optax.sgd(0.1001, momentum=0.9)), {}),
-    "another optimizer": lambda: (of(optax.adam(0.1)), {}),
-    "schedule": lambda: (
+    "learning rate": (of(optax.sgd(0.1001, momentum=0.9)), {}),
+    "another optimizer": (of(optax.adam(0.1)), {}),
+    "schedule": (
         of(optax.sgd(optax.linear_schedule(0.1, 0.0, 10))),
         of(optax.sgd(optax.linear_schedule(0.1, 0.0, 20))),
     ),
-    "order of a chain": lambda: (
+    "order of a chain": (
         of(optax.chain(optax.scale(0.1), optax.add_decayed_weights(0.1))),
         of(optax.chain(optax.add_decayed_weights(0.1), optax.scale(0.1))),
     ),
     # Options.
-    "reduction": lambda: (of(CrossShardOptimizer(optax.sgd(0.1, momentum=0.9), "sum")), {}),
-    "preprocess": lambda: (
-        of(CrossShardOptimizer(optax.sgd(0.1), preprocess=optax.clip(0.1))),
-        of(CrossShardOptimizer(optax.sgd(0.1))),
-    ),
-    "groups": lambda: (
-        of(CrossShardOptimizer(optax.sgd(0.1), group_assignment=[[0], [1], [2]])),
-        of(CrossShardOptimizer(optax.sgd(0.1))),
-    ),
-    "weight update": lambda: ({"weight_update": "sharded"}, {"weight_update": "replicated"}),
-    "metrics": lambda: ({"metrics": "grad_norm"}, {}),
-    "wire": lambda: ({"reduce_dtype": "bfloat16"}, {}),
-    "loss scale": lambda: ({"loss_scale": "dynamic"}, {}),
-    "moving average": lambda: ({"ema": 0.9}, {}),
-    "nonfinite": lambda: ({"nonfinite": "skip"}, {}),
-    "what is trained": lambda: ({"wrt": lambda path, _: "w" in str(path)}, {}),
-    "name": lambda: (
-        of(CrossShardOptimizer(optax.sgd(0.1), group_assignment=[[0, 1, 2]], reduction="sum")),
-        of(CrossShardOptimizer(optax.sgd(0.1))),
+    "reduction": (of(CrossShardOptimizer(optax.sgd(0.1, momentum=0.9), "sum")), {}),
+    "preprocess": (of(CrossShardOptimizer(SGD, preprocess=optax.clip(0.1))), PLAIN),
+    "groups": (of(CrossShardOptimizer(SGD, group_assignment=[[0], [1], [2]])), PLAIN),
+    "weight update": ({"weight_update": "sharded"}, {"weight_update": "replicated"}),
+    "metrics": ({"metrics": "grad_norm"}, {}),
+    "wire": ({"reduce_dtype": "bfloat16"}, {}),
+    "loss scale": ({"loss_scale": "dynamic"}, {}),
+    "moving average": ({"ema": 0.9}, {}),
+    "nonfinite": ({"nonfinite": "skip"}, {}),
+    "what is trained": ({"wrt": lambda path, _: "w" in str(path)}, {}),
+    "name": (
+        of(CrossShardOptimizer(SGD, group_assignment=[[0, 1, 2]], reduction="sum")),
+        PLAIN,
     ),
     # Losses.
-    "constant": lambda: ({"loss": other_constant}, {}),
-    "order of a sum": lambda: ({"loss": other_order}, {}),
-    "dtype of the loss": lambda: ({"loss": in_bfloat16}, {}),
-    "stopped gradient": lambda: ({"loss": of_a_part}, {}),
-    "noise": lambda: ({"loss": with_noise}, {}),
-    "a maximum for a sum": lambda: ({"loss": with_a_maximum}, {"loss": with_a_sum}),
-    "order of collectives": lambda: ({"loss": sum_then_maximum}, {"loss": maximum_then_sum}),
-    "aux": lambda: ({"loss": with_aux, "has_aux": True}, {}),
+    "constant": ({"loss": other_constant}, {}),
+    "order of a sum": ({"loss": other_order}, {}),
+    "dtype of the loss": ({"loss": in_bfloat16}, {}),
+    "stopped gradient": ({"loss": of_a_part}, {}),
+    "noise": ({"loss": with_noise}, {}),
+    "a maximum for a sum": ({"loss": with_collectives("max")}, {"loss": with_collectives("sum")}),
+    "order of collectives": (
+        {"loss": with_collectives("sum", "max")},
+        {"loss": with_collectives("max", "sum")},
+    ),
+    "aux": ({"loss": with_aux, "has_aux": True}, {}),
     # Losses that name Python objects by their addresses.
-    "constant beside a partitioner": lambda: (
-        {"loss": of_operation(_own_tanh, 1.001), "loss_over": "batch"},
-        {"loss": of_operation(_own_tanh), "loss_over": "batch"},
-    ),
-    "partitioner": lambda: (
-        {"loss": of_operation(_own_tanh), "loss_over": "batch"},
-        {"loss": of_operation(_scaled_tanh), "loss_over": "batch"},
-    ),
-    "argument of a partitioner": lambda: (
-        {"loss": of_operation(_scaled_tanh), "loss_over": "batch"},
-        {"loss": of_operation(_other_tanh), "loss_over": "batch"},
-    ),
-    "constant beside a callback": lambda: (
+    "constant beside a partitioner": (over_batch(_own_tanh, 1.001), over_batch(_own_tanh)),
+    "partitioner": (over_batch(_own_tanh), over_batch(_scaled_tanh)),
+    "argument of a partitioner": (over_batch(_scaled_tanh), over_batch(_other_tanh)),
+    "constant beside a callback": (
         {"loss": of_operation(_tanh_in_python, 1.001), "loss_over": "shard"},
         {"loss": of_operation(_tanh_in_python), "loss_over": "shard"},
     ),
-    "print": lambda: ({"loss": printing}, {}),
+    "print": ({"loss": printing}, {}),
     # What they are given.
-    "parameters": lambda: ({"params": {**W, "b": 2 * W["b"]}}, {}),
-    "shape of a parameter": lambda: ({"params": {**W, "b": np.ones(1, np.float32)}}, {}),
-    "dtype of a parameter": lambda: ({"params": {**W, "b": np.float16(W["b"])}}, {}),
-    "another parameter": lambda: ({"params": {**W, "c": W["b"]}}, {}),
-    "key": lambda: ({"rng": 1}, {}),
-    "rows": lambda: ({"entries": {"x": np.ones((2, 64), np.float32)}}, {}),
-    "columns": lambda: (
+    "parameters": ({"params": {**W, "b": 2 * W["b"]}}, {}),
+    "shape of a parameter": ({"params": {**W, "b": np.ones(1, np.float32)}}, {}),
+    "dtype of a parameter": ({"params": {**W, "b": np.float16(W["b"])}}, {}),
+    "another parameter": ({"params": {**W, "c": W["b"]}}, {}),
+    "key": ({"rng": 1}, {}),
+    "rows": ({"entries": {"x": np.ones((2, 64), np.float32)}}, {}),
+    "columns": (
         {"entries": {"y": np.ones((1, 4), np.float32)}},
         {"entries": {"y": np.ones((1, 5), np.float32)}},
     ),
-    "dtype of a batch": lambda: ({"x": np.ones((3, 64), np.float16)}, {}),
-    "a further entry": lambda: ({"entries": {"y": np.ones(1, np.float32)}}, {}),
-    "order of devices": lambda: ({"devices": jax.devices()[::-1]}, {}),
-    "name of an axis": lambda: ({"axis": "data"}, {}),
+    "dtype of a batch": ({"x": np.ones((3, 64), np.float16)}, {}),
+    "a further entry": ({"entries": {"y": np.ones(1, np.float32)}}, {}),
+    "order of devices": ({"order": -1}, {}),
+    "name of an axis": ({"axis": "data"}, {}),
 }
-
-
 # What all pass alike, and is taken: the addresses differ.
 ALIKE: dict[str, dict[str, Any]] = {
-    "partitioner": {"loss": of_operation(_own_tanh), "loss_over": "batch"},
-    "partitioner with an argument": {"loss": of_operation(_other_tanh), "loss_over": "batch"},
+    "partitioner": over_batch(_own_tanh),
+    "partitioner with an argument": over_batch(_other_tanh),
     "partitioner of a shard": {"loss": of_operation(_own_tanh)},
     "callback": {"loss": of_operation(_tanh_in_python)},
-    "callback over the batch": {"loss": of_operation(_tanh_in_python), "loss_over": "batch"},
+    "callback over the batch": over_batch(_tanh_in_python),
     "prints": {"loss": printing},
     "prints over the batch": {"loss": printing, "loss_over": "batch"},
 }
-
-
 # One of each sort.
 FEW = [
     "constant",
@@ -259,7 +245,7 @@ def main(out: str, *names: str) -> None:
     job = crossshard.distributed.initialize()
     found = {}
     for number, name in enumerate(names):
-        odd, others = KINDS[name]()
+        odd, others = KINDS[name]
         try:
             run(**(odd if job.process_id == number % PROCESSES else others))
             found[name] = "taken"

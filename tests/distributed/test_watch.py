@@ -17,57 +17,9 @@ import pytest
 from crossshard import _jax
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
 from crossshard.distributed.judge import Report, State, Timeouts, left_before
-from crossshard.distributed.launcher import free_port
-from crossshard.distributed.watch import VERDICTS, _Watch
-from tests.quick import deep
-
-PATIENCE = 240
-STALL_SECONDS = 3
-
-TRAIN = """
-import os, signal, sys, threading, time
-import crossshard
-
-job = crossshard.distributed.initialize(stall_timeout=float(sys.argv[3]))
-
-import jax.numpy as jnp, numpy as np, optax
-
-step = crossshard.make_train_step(lambda w, x: jnp.mean((x @ w - 1) ** 2), optax.sgd(0.1))
-state = step.init(np.zeros(3, np.float32))
-for number in range(1, 1_000_000):
-    if number == 6 and job.process_id == int(sys.argv[1]):
-        print("now", flush=True)
-        exec(sys.argv[2])
-    state, metrics = step(state, np.ones((2, 3), np.float32))
-    float(metrics["loss"])
-"""
-
-
-@contextlib.contextmanager
-def started(
-    who: int, fault: str, script: str = TRAIN, number: int = 3
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """The processes of a job without the launcher, which would end them itself."""
-    ours = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-    port = free_port("127.0.0.1")
-    running: list[subprocess.Popen[str]] = []
-    try:
-        for own in range(number):
-            environment = {
-                **ours,
-                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-                "JAX_NUM_PROCESSES": str(number),
-                "JAX_PROCESS_ID": str(own),
-                "JAX_NUM_CPU_DEVICES": "1",
-            }
-            words = [sys.executable, "-c", script, str(who), fault, str(STALL_SECONDS)]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            running.append(subprocess.Popen(words, env=environment, **pipes))
-        yield running
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
+from crossshard.distributed.watch import VERDICTS, Watch
+from tests.distributed.jobs import PATIENCE, STALL_SECONDS, TRAIN, started
+from tests.quick import deep_but
 
 
 @pytest.fixture
@@ -77,16 +29,47 @@ def start() -> Iterator[object]:
 
 
 def wait_for_fault(process: subprocess.Popen[str]) -> float:
-    """Until the process is about to fail; when that was."""
+    """Wait until the process is about to fail; return when that was."""
     for line in process.stdout:
         if line == "now\n":
             return time.monotonic()
     raise AssertionError(process.communicate())
 
 
-def check_others(
-    processes: list[subprocess.Popen[str]], who: int, says: str, code: int, seconds: float
-) -> None:
+STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
+UNHEARD = f"has not been heard of for {STALL_SECONDS} seconds."
+SLEEPS = (
+    f"has not entered step 6 for {STALL_SECONDS} seconds, and others wait for it. "
+    "It stands at <string>:1."
+)
+LEFT = "left before step 6, which others have entered."
+# What one process does, what the others say of it, their code, its own, and what it says itself.
+FAULTS = [
+    (0, STOP, UNHEARD, PROCESS_STALLED, PROCESS_STALLED, "has not "),
+    (1, STOP, "has not ", PROCESS_STALLED, PROCESS_STALLED, "has not "),
+    *(
+        (who, *fault)
+        for who in (0, 1)
+        for fault in [
+            ("time.sleep(600)", SLEEPS, PROCESS_STALLED, PROCESS_STALLED, SLEEPS),
+            ("os.kill(os.getpid(), signal.SIGKILL)", "died.", PROCESS_LOST, -signal.SIGKILL, ""),
+            ("raise ValueError('wrong')", "ended with ValueError.", PROCESS_LOST, 1, ""),
+            ("sys.exit(7)", LEFT, PROCESS_LOST, 7, ""),
+            ("sys.exit()", LEFT, PROCESS_LOST, 0, ""),
+        ]
+    ),
+]
+SLEEP_OF_1 = next(each for each in FAULTS if each[:3] == (1, "time.sleep(600)", SLEEPS))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("who", "fault", "says", "code", "own_code", "own_says"), deep_but([SLEEP_OF_1], FAULTS)
+)
+def test_the_others_name_a_process_and_it_keeps_its_code(
+    start, who, fault, says, code, own_code, own_says
+):
+    processes = start(who, fault)
     began = wait_for_fault(processes[who])
     for own, process in enumerate(processes):
         if own != who:
@@ -95,57 +78,15 @@ def check_others(
             assert f"crossshard: process {who} {says}" in err
             assert err.endswith(f" Process {own} leaves.\n")
     # On a busy machine; JAX itself would take 100 seconds.
-    assert time.monotonic() - began < seconds + 40
-
-
-@pytest.mark.deep
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_stopped_process_is_named_after_the_timeout(start, who: int):
-    processes = start(who, "os.kill(os.getpid(), signal.SIGSTOP)")
-    says = f"has not been heard of for {STALL_SECONDS} seconds."
-    if who:
-        says = "has not "
-    check_others(processes, who, says, PROCESS_STALLED, STALL_SECONDS + 5)
-    # It takes nobody for dead when it goes on.
+    assert time.monotonic() - began < STALL_SECONDS + 45
+    # If it was stopped, it takes nobody for dead when it goes on.
     os.kill(processes[who].pid, signal.SIGCONT)
     _, err = processes[who].communicate(timeout=PATIENCE)
-    assert processes[who].returncode == PROCESS_STALLED, err
-    assert f"crossshard: process {who} has not " in err
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("who", [deep(0), 1])
-def test_a_process_that_sleeps_is_named_with_the_step(start, who: int):
-    processes = start(who, "time.sleep(600)")
-    says = f"has not entered step 6 for {STALL_SECONDS} seconds, and others wait for it."
-    says += " It stands at <string>:1."
-    check_others(processes, who, says, PROCESS_STALLED, STALL_SECONDS + 5)
-    # It does not sleep on, and says where it did.
-    _, err = processes[who].communicate(timeout=PATIENCE)
-    assert processes[who].returncode == PROCESS_STALLED
-    assert re.search(r"^The main thread:\n  <string>:1 in <module>$", err, re.MULTILINE)
-    assert f"crossshard: process {who} has not entered step 6 " in err
-
-
-@pytest.mark.deep
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize(
-    ("fault", "says", "code"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "died.", -signal.SIGKILL),
-        ("raise ValueError('wrong')", "ended with ValueError.", 1),
-        ("sys.exit(7)", "left before step 6, which others have entered.", 7),
-        ("sys.exit()", "left before step 6, which others have entered.", 0),
-    ],
-)
-def test_a_process_that_dies_fails_or_leaves_is_named_and_keeps_its_code(
-    start, who, fault, says, code
-):
-    processes = start(who, fault)
-    check_others(processes, who, says, PROCESS_LOST, 5)
-    assert processes[who].wait(PATIENCE) == code
+    assert processes[who].returncode == own_code, err
+    if own_says:
+        assert f"crossshard: process {who} {own_says}" in err
+    if own_says == SLEEPS:
+        assert re.search(r"^The main thread:\n  <string>:1 in <module>$", err, re.MULTILINE)
 
 
 CHATTER = """
@@ -211,17 +152,14 @@ def test_stalls_at_random_moments(soak_steps: int, capsys: pytest.CaptureFixture
 def test_that_process_0_has_come_to_its_end_does_not_end_the_others(monkeypatch):
     told = {"report": str(Report(7, calls=5, latest="step 5", state=State.LEFT))}
     monkeypatch.setattr(_jax, "kv_get_dir", lambda folder: told)
-    watch = _Watch(3, 1, "127.0.0.1:1", Timeouts(STALL_SECONDS))
+    watch = Watch(3, 1, "127.0.0.1:1", Timeouts(STALL_SECONDS))
     assert watch._of_first() is None
     told["verdict"] = str(left_before("step 6", 0))
     assert watch._of_first() == left_before("step 6", 0)
 
 
-OTHER_ROWS = TRAIN.replace("exec(sys.argv[2])", "step(state, np.ones((4, 3), np.float32))").replace(
-    "stall_timeout=float(sys.argv[3])", "stall_timeout=600"
-)
-
-
+# They do not wait for the timeout of the call.
+OTHER_ROWS = TRAIN.replace(f"stall_timeout={STALL_SECONDS}", "stall_timeout=600")
 STATEFUL = """
 import sys
 import crossshard
@@ -248,7 +186,7 @@ for number in range(1, 1_000_000):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("script", [OTHER_ROWS, STATEFUL], ids=["step", "shard"])
 def test_a_process_with_other_rows_in_mid_run_is_named_with_them(start, script: str):
-    processes = start(1, "", script=script, number=2)
+    processes = start(1, "step(state, np.ones((4, 3), np.float32))", script=script, number=2)
     for own, process in enumerate(processes):
         _, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == PROCESS_STALLED, err
@@ -294,18 +232,9 @@ def test_a_single_process_that_stands_still_leaves_with_its_stack():
 
 
 # Process 0 works on for longer than the timeout, and nobody waits for it in a step.
-UNEVEN = """
-import time
-import crossshard
-
-job = crossshard.distributed.initialize(stall_timeout=1)
-
-import jax.numpy as jnp, numpy as np, optax
-
-step = crossshard.make_train_step(lambda w, x: jnp.mean((x @ w - 1) ** 2), optax.sgd(0.1))
-state, _ = step(step.init(np.zeros(3, np.float32)), np.ones((2, 3), np.float32))
+UNEVEN = f"""{TRAIN.replace("1_000_000", "2")}
 if job.process_id == 0:
-    time.sleep(4)
+    time.sleep({STALL_SECONDS + 2})
 print("end", flush=True)
 """
 

@@ -25,7 +25,7 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, check_is_state, check_state
 from crossshard.step.train_step import TrainStep, collected, config_of, entering_of, layout_of
 
-# How often to begin again while another run deletes what is being read.
+# How many checkpoints another run may delete while they are read, before this one gives up.
 _MOST_DELETED = 20
 
 
@@ -85,7 +85,7 @@ class Checkpoints:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return self.close()
-        # The others go on, and do not close it.
+        # The other processes go on, and do not close it, so this one does not wait for them.
         try:
             self._close()
         except CheckpointError as own:
@@ -96,7 +96,7 @@ class Checkpoints:
     ) -> None:
         """Begin to write a checkpoint; the next step may donate the state.
 
-        It is written in the background, and it is there as a whole or not at all. It waits for the
+        It is written in the background, and appears as a whole or not at all. This waits for the
         one before.
 
         Args:
@@ -129,10 +129,11 @@ class Checkpoints:
             self._saving.start(layout.own, collected(self._step, state), found, data, notes)
 
     def save_if_preempted(self, state: TrainState, data: Json = None) -> bool:
-        """Whether ``SIGTERM`` asks the run to stop; then the state is saved, and on disk.
+        """Save the state if ``SIGTERM`` asks the run to stop, and return whether it does.
 
-        It is called after each step, in all processes, which stop at the same one. From the first
-        call until ``close`` the signal no longer ends the process; a second one does.
+        When it returns, the state is on disk. Call it after each step, in all processes, which stop
+        at the same step. From the first call until ``close`` the signal no longer ends the process;
+        a second one does.
 
         >>> import jax.numpy as jnp, optax, tempfile
         >>> from crossshard import make_train_step
@@ -152,7 +153,7 @@ class Checkpoints:
           ArgumentError, ArgumentTypeError, CheckpointError: as for ``save``; or it is not called in
             the main thread.
         """
-        # Not only once it has to be saved.
+        # In every call, not only in the one that saves.
         check_is_state(state)
         _check_at_top_level("save_if_preempted")
         self._preemption = self._preemption or Preemption()
@@ -219,9 +220,10 @@ class Checkpoints:
     def restore(
         self, state: TrainState, step: int, *, strict: bool = True
     ) -> tuple[TrainState, Json]:
-        """As ``restore_latest``, of one checkpoint, such as one before shards diverged.
+        """Restore one checkpoint, such as the last one before shards diverged.
 
-        A run that goes on from it saves under higher numbers than those that are there.
+        It does what ``restore_latest`` does. A run that goes on from it saves under higher numbers
+        than those that are there.
 
         Args:
           state: as for ``restore_latest``.
@@ -240,9 +242,9 @@ class Checkpoints:
         return found
 
     def restore_params(self, state: TrainState, step: int | None = None) -> TrainState:
-        """A state with the parameters of a checkpoint, whatever optimizer has trained them.
+        """Return a state with the parameters of a checkpoint, whichever optimizer has trained them.
 
-        All else in it, such as the optimizer's state and a model's statistics, is as it was.
+        All else in the state, such as the optimizer's and a model's statistics, is as it was.
 
         >>> import jax.numpy as jnp, optax, tempfile
         >>> from crossshard import make_train_step
@@ -276,10 +278,10 @@ class Checkpoints:
         return dataclasses.replace(state, params=jax.tree.map(on_mesh, found.state.params))
 
     def steps(self) -> list[int]:
-        """The numbers of the checkpoints that are complete, ascending.
+        """Return the numbers of the complete checkpoints, ascending.
 
-        They are the numbers of steps after which they were saved, or higher where there was one of
-        that number. If there are several processes, all of them ask.
+        Each is the number of steps after which it was saved, or a higher one if that was taken. If
+        there are several processes, all of them call this.
 
         Raises:
           CheckpointError: the folder cannot be read.
@@ -308,7 +310,7 @@ class Checkpoints:
     def _found(
         self, state: TrainState, step: int | None, *, strict: bool = True, only_params: bool = False
     ) -> Found | None:
-        """What is read of a checkpoint, or of the latest that is whole; ``None`` without any."""
+        """Read a checkpoint, or the latest that is whole; return ``None`` if there is none."""
         call = "restore_params" if only_params else "restore"
         _check_call(call, state, jax.Array, jax.ShapeDtypeStruct)
         layout = layout_of(self._step, state)
@@ -362,7 +364,8 @@ class Checkpoints:
         )
 
     def _fingerprint(self, layout: StateLayout) -> Fingerprint:
-        # It traces the optimizer. A loop saves the states of one layout, which the step keeps.
+        # Kept, since it traces the optimizer, and a loop saves states of one layout, which the step
+        # keeps.
         if id(layout) not in self._fingerprints:
             with _mesh.without_mesh():
                 found = fingerprint(config_of(self._step), layout.params)
@@ -371,7 +374,7 @@ class Checkpoints:
 
 
 def _check_call(call: str, state: Any, *kinds: type) -> None:
-    """Raise unless a call can do its work here, and with a state of arrays of these kinds."""
+    """Raise unless this is outside of a trace, and the state's leaves are of these kinds."""
     _check_at_top_level(call)
     check_state(state)
     for path, x in jax.tree_util.tree_leaves_with_path(state):

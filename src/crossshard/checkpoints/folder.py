@@ -1,4 +1,7 @@
-"""Folder: numbered checkpoints, here or remote, where anybody may put anything; and its lock."""
+"""Folder: numbered checkpoints, here or remote, and the lock of the one run that writes there.
+
+Anybody may put anything into it, so nothing there is trusted.
+"""
 
 import contextlib
 import datetime
@@ -27,23 +30,25 @@ from crossshard.distributed.agreement import exchange
 from crossshard.distributed.identity import is_gone, machine, own_identity
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointError
 
-# Orbax writes it last. On a disk it also renames the folder of a checkpoint once that is complete.
+# Orbax writes it last. On a disk it also renames the folder of a checkpoint that is complete.
 _MARKER = "commit_success.txt"
-# Of a checkpoint, the folder of its arrays, and that of the manifest and of what stands beside it.
+# In a checkpoint, the folder of the arrays, and that of the manifest and the notes beside it.
 ARRAYS, NOTES = "state", "manifest"
 _DIGITS = 8
 # Steps are counted in 32 bits. A folder with a larger number is somebody else's.
 LARGEST = 10**10 - 1
 _UNFINISHED = re.compile(r"\d{8,}\.(orbax-checkpoint-tmp.*|deleted)")
-# What Orbax's library for paths and its library for arrays both know.
+# The object store that both Orbax's library for paths and its library for arrays support.
 _REMOTE = "gs://"
-# A thousand times what a manifest of a large model needs. Whatever is read at once is held to it.
+# A thousand times what the manifest of a large model needs. No file that is read at once may have
+# more.
 MOST_BYTES = 64 << 20
-# Says who writes to the folder.
+# The file that names the process which writes to the folder.
 WRITER = "writer.json"
-# A writer touches its file so often. One on another machine that has not for so long is dead.
+# How often a writer touches its file, and after how long without that it counts as dead, if it is
+# on another machine.
 _BEAT, _DEAD = 5.0, 30.0
-# Many times what a writer writes down.
+# Many times the length of what a writer writes there.
 _MOST_OF_WRITER = 4096
 
 
@@ -75,18 +80,18 @@ class Folder:
             ) from None
 
     def of(self, number: int) -> Any:
-        """The folder of a checkpoint."""
+        """Return the folder of a checkpoint."""
         return self.path / f"{number:0{_DIGITS}d}"
 
     def note(self, number: int, name: str) -> Any:
-        """A file of a checkpoint that is none of its arrays': its manifest, or one beside it."""
+        """Return a file of a checkpoint that holds no array: its manifest, or a note beside it."""
         return self.of(number) / NOTES / name
 
     def numbers(self, mesh: Mesh, *, create: bool = False) -> list[int]:
-        """The numbers of the complete checkpoints, ascending, as the first process sees them.
+        """Return the numbers of complete checkpoints, ascending, as the first process sees them.
 
         Raises:
-          CheckpointError: it cannot see them, or create the folder, in every process.
+          CheckpointError: in every process, if the first cannot see them or create the folder.
         """
         own: Any = []
         if jax.process_index() == 0:
@@ -115,7 +120,7 @@ class Folder:
         return bool((self.of(number) / _MARKER).is_file())
 
     def why_not_writable(self) -> str:
-        """The reason why nothing can be written; empty if it can, or if only trying tells."""
+        """Return why nothing can be written; empty if it can, or if only trying tells."""
         if self.remote:
             return ""
         if not self.path.is_dir():
@@ -125,7 +130,7 @@ class Folder:
         return "" if may else "the folder is read-only"
 
     def check(self, number: int) -> None:
-        """Raise ``Damaged`` unless it is complete, without links, devices and enormous files."""
+        """Raise ``Damaged`` if a checkpoint is incomplete, or has links, devices or huge files."""
         try:
             top = self.of(number)
             # `rglob` does not follow links.
@@ -133,7 +138,7 @@ class Folder:
                 found, name = path.lstat(), path.relative_to(self.path)
                 if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
                     raise Damaged(f"{name} is a link or a device, which is not followed")
-                # Arrays are read in pieces, these at once.
+                # Arrays are read in pieces, other files at once.
                 is_read_at_once = path.is_file() and path.parent.name != "d"
                 if is_read_at_once and found.st_size > MOST_BYTES:
                     raise Damaged(f"{name} has {found.st_size:,} bytes")
@@ -144,9 +149,9 @@ class Folder:
             raise Damaged(f"it was not committed: {_MARKER} is missing")
 
     def delete(self, number: int) -> list[threading.Thread]:
-        """Delete a checkpoint, if it is there; its name first, so that no half of it has it.
+        """Delete a checkpoint, if it is there; its name first, so that no half of one has a name.
 
-        Returns what deletes the rest. Raises OSError if it cannot be deleted.
+        Returns the thread that deletes the rest. Raises OSError if it cannot be deleted.
         """
         doomed = self.of(number)
         try:
@@ -176,7 +181,7 @@ class Folder:
 
 
 def read(path: Any, most: int) -> bytes:
-    """The bytes of a file; raises OSError if it has more, is no file, or cannot be read."""
+    """Return the bytes of a file; raise OSError if it has more, is no file, or is unreadable."""
     with open(path, "rb", opener=_open) if isinstance(path, Path) else path.open("rb") as opened:
         found: bytes = opened.read(most + 1)
     if len(found) > most:
@@ -185,7 +190,7 @@ def read(path: Any, most: int) -> bytes:
 
 
 def _open(path: str, flags: int) -> int:
-    # A pipe that nobody writes to would keep the process.
+    # To open a pipe that nobody writes to would block the process.
     found = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(found).st_mode):
         os.close(found)
@@ -194,7 +199,7 @@ def _open(path: str, flags: int) -> int:
 
 
 def read_json(path: Any, most: int) -> dict[str, Any]:
-    """The JSON object in a file; raises as ``read``, and ValueError if there is none."""
+    """Return the JSON object in a file; raise as ``read`` does, or ValueError if there is none."""
     try:
         found = json.loads(read(path, most))
     except RecursionError:
@@ -205,7 +210,7 @@ def read_json(path: Any, most: int) -> dict[str, Any]:
 
 
 def printable(text: str) -> str:
-    r"""A text for a terminal, which other characters than these might command.
+    r"""Return a text in which characters that might command a terminal are escaped.
 
     >>> printable("a\x1b[2Jb")
     'a\\x1b[2Jb'
@@ -214,7 +219,7 @@ def printable(text: str) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """What went wrong; TensorStore tells it in the middle of a long text."""
+    """Return what went wrong, which TensorStore tells in the middle of a long text."""
     text = " ".join(str(error).split())
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
         if os.strerror(number) in text:
@@ -235,13 +240,13 @@ class Lock:
 
     def __init__(self, folder: Any):
         self._path = folder / WRITER
-        # Where no file can be created by only one of two that try.
+        # There two writers can create the same file.
         self._remote = not isinstance(folder, Path)
         self._token = uuid.uuid4().hex
         self._release: Any = None
 
     def take(self) -> str:
-        """The reason why another one has it; empty if it is ours, from now on or from before.
+        """Take it, or keep it; return why that failed, or an empty text.
 
         Raises:
           OSError: the file cannot be written.
@@ -251,7 +256,7 @@ class Lock:
             if holder.get("token") == self._token:
                 return ""
             self.release()
-            return f"{_named(holder)} has taken the folder over, as this process did not respond"
+            return f"{_name_of(holder)} has taken the folder over, as this process did not respond"
         process, began = own_identity().split()
         text = json.dumps(
             {
@@ -266,12 +271,12 @@ class Lock:
         while not self._created(text):
             holder = _writer(self._path)
             if not self._is_dead(holder):
-                return self._whose(holder)
-            self._take_away(holder)
+                return self._why_not_ours(holder)
+            self._remove_unless_taken(holder)
         ended = threading.Event()
         own = self._path, self._token, ended
         threading.Thread(target=_beat, args=own, name="crossshard", daemon=True).start()
-        # Also when nobody refers to it any longer, and at exit.
+        # Also when nothing refers to the lock any longer, and at exit.
         self._release = weakref.finalize(self, _give_back, *own, os.getpid())
         return ""
 
@@ -286,7 +291,7 @@ class Lock:
             if self._path.exists():
                 return False
             self._path.write_text(text)
-            # Of two that come at once the later one has it.
+            # Of two that come at once, the later one has it.
             time.sleep(1)
             return bool(_writer(self._path).get("token") == self._token)
         try:
@@ -301,7 +306,7 @@ class Lock:
             gone = is_gone(f"{holder.get('process')} {holder.get('began')}")
             if gone is not None:
                 return gone
-        # Without a look at clocks, which may differ.
+        # Clocks are not compared, since those of two machines may differ.
         before, end = self._touched(), time.monotonic() + _DEAD
         while before is not None and time.monotonic() < end:
             time.sleep(min(1.0, _BEAT))
@@ -311,32 +316,32 @@ class Lock:
 
     def _touched(self) -> object:
         with contextlib.suppress(OSError):
-            # A link is no writer's, whatever becomes of what it leads to.
+            # A link is no writer's, whatever happens to the file that it leads to.
             found: Any = self._path.stat() if self._remote else self._path.lstat()
             return found.mtime if self._remote else found.st_mtime_ns
         return None
 
-    def _take_away(self, holder: dict[str, Any]) -> None:
+    def _remove_unless_taken(self, holder: dict[str, Any]) -> None:
         """Remove the file of a dead writer, unless somebody else was faster."""
         with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
             if not self._remote:
                 folder = os.open(self._path.parent, os.O_RDONLY)
                 stack.callback(os.close, folder)
-                # Some file systems have no such locks; then two would have to come at once.
+                # Some file systems have no such locks; there only two that come at once collide.
                 with contextlib.suppress(OSError):
                     fcntl.flock(folder, fcntl.LOCK_EX)
             if _writer(self._path) == holder:
                 self._path.unlink()
 
-    def _whose(self, holder: dict[str, Any]) -> str:
+    def _why_not_ours(self, holder: dict[str, Any]) -> str:
         if (holder.get("machine"), holder.get("process")) == (machine(), os.getpid()):
             return "another Checkpoints of this process writes there. Close that one first"
         here = holder.get("machine") == machine()
         then = "End it" if here else f"End it, or delete {self._path} if it has ended"
-        return f"{_named(holder)} writes there. {then}, or choose another folder"
+        return f"{_name_of(holder)} writes there. {then}, or choose another folder"
 
 
-def _named(holder: dict[str, Any]) -> str:
+def _name_of(holder: dict[str, Any]) -> str:
     if not holder:
         return "a process that has not said its name"
     process, host, since = (holder.get(key) for key in ("process", "host", "since"))
@@ -344,7 +349,7 @@ def _named(holder: dict[str, Any]) -> str:
 
 
 def _writer(path: Any) -> dict[str, Any]:
-    """What a writer wrote down; nothing if it is writing, or the file is gone or something else."""
+    """Return what a writer wrote; nothing if the file is gone, unfinished, or not a writer's."""
     with contextlib.suppress(OSError, ValueError):
         return read_json(path, _MOST_OF_WRITER)
     return {}

@@ -1,7 +1,7 @@
 """Manifest: what a checkpoint holds, as JSON, and what tells its step from others.
 
-It is checked before anything else of a checkpoint is read. Of a step it has the options, and of its
-optimizer the types of the state and the operations of the update.
+It is checked before anything else of a checkpoint is read. It names the options of the step, and of
+the step's optimizer the types of the state and the operations of the update.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ from crossshard.step.losses import written
 from crossshard.step.state import OPTIMIZER, PREPROCESS
 
 VERSION = 4
-# What is known of an option of version 3: that it was on, and that the loss was not over the batch.
+# All that version 3 tells of an option: that it was on, or that the loss was not over the batch.
 ON, NOT_BATCH = "on", "not batch"
 FILE = "manifest.json"
-# So that a number on disk cannot ask for all memory: an array of each shard has this many rows.
+# A number on disk may not ask for all memory: arrays with a row for each shard have so many rows.
 _MOST_SHARDS = 1 << 16
 
 
@@ -47,22 +47,21 @@ _MOST_SHARDS = 1 << 16
 class Update:
     """What tells the update of an optimizer or a preprocessor from others."""
 
-    # The types of the states of which its own consists.
-    states: list[str]
-    # A hash of its operations, and of these with their numbers, of which each is once in words.
-    operations: str
-    equations: str
-    words: list[str]
+    states: list[str]  # the types of the states that its own state consists of
+    operations: str  # a hash of its operations
+    equations: str  # a hash of its operations with their numbers
+    words: list[str]  # each operation with its numbers once, in words
 
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
     """What tells a step from others, as far as the meaning of its state depends on it."""
 
-    # Of the wrapped optimizer, without master weights and moving average, and of other options that
-    # are optimizers or stages.
+    # The update of the wrapped optimizer, without master weights and moving average, and those of
+    # other options that are optimizers or stages.
     updates: dict[str, Update]
-    # What changes what a step does, in words; ``None`` if it is off. Of others nothing is known.
+    # Each option that changes what a step does, in words, or ``None`` if it is off. An option that
+    # is not here is unknown to the version that wrote it.
     options: dict[str, str | None]
     # Only the same two versions trace an update alike.
     jax: str
@@ -86,7 +85,7 @@ class Manifest:
     # The name of its folder, and the number of steps taken.
     number: int
     step: int
-    # How many wrote it, and the groups of them whose parameters differ.
+    # How many shards wrote it, and the groups of them whose parameters differ.
     shards: int
     groups: list[list[int]] | None
     # The implementation of the random key.
@@ -97,7 +96,7 @@ class Manifest:
     data: Any
 
     def to_json(self, hashes: Sequence[str] = ()) -> dict[str, Any]:
-        """As it is written, with the hashes of its arrays once these are known."""
+        """Return it as it is written, with the hashes of its arrays if these are known."""
         body = {"version": VERSION, **dataclasses.asdict(self)}
         for leaf, found in zip(body["leaves"], hashes, strict=False):
             leaf["hash"] = found
@@ -105,7 +104,7 @@ class Manifest:
 
 
 def groups_of(layout: StateLayout) -> list[list[int]] | None:
-    """The groups whose parameters differ, as a manifest has them."""
+    """Return the groups whose parameters differ, as a manifest has them."""
     return None if layout.groups is None else [list(group) for group in layout.groups.groups]
 
 
@@ -171,9 +170,9 @@ def read_manifest(file: Path, number: int) -> Manifest:
 
 
 def _of_version_3(update: Any, preprocess: Any, options: Any, **others: Any) -> dict[str, Any]:
-    """A fingerprint as crossshard 0.2.0 wrote it, as it is written now."""
+    """Return a fingerprint of crossshard 0.2.0 as it is written now."""
     updates = {"optimizer": update, "preprocess": preprocess}
-    # Of these it said more.
+    # Version 3 told more of these options.
     options = {**options}
     options |= {name: ON for name in ("loss_scale", "weight") if options.get(name) is not None}
     of_batch = "loss_over='batch'"
@@ -187,7 +186,7 @@ def _of_version_3(update: Any, preprocess: Any, options: Any, **others: Any) -> 
 
 
 def fingerprint(config: StepConfig, params: Any) -> Fingerprint:
-    """What tells a step from another one, given the types of one set of parameters."""
+    """Return what tells a step from others, given the types of one set of parameters."""
     options = compared(config).items()
     told = [each for name, value in options for each in _told(name, value, params)]
     updates = {name: each for name, each in told if isinstance(each, Update)}
@@ -196,11 +195,11 @@ def fingerprint(config: StepConfig, params: Any) -> Fingerprint:
 
 
 def compared(config: StepConfig) -> dict[str, Any]:
-    """The options that a restore compares, by what the user calls them.
+    """Return the options that a restore compares, by the names that the user passes them under.
 
-    The others change nothing of what a state becomes: where arrays are, which a restore changes,
-    what only looks, and names. Or they are the user's code, with what it takes and returns. Or the
-    manifest or the arrays tell, such as the groups, and what is trained.
+    The other options do not change what a state becomes, such as names, metrics, and the placement
+    of arrays, which a restore may change. Or they are the user's code, with what it takes and
+    returns. Or the manifest or the arrays tell them, such as the groups, and what is trained.
     """
     pipeline = config.pipeline
     return {
@@ -213,7 +212,7 @@ def compared(config: StepConfig) -> dict[str, Any]:
 
 
 def _told(name: str, value: Any, params: Any) -> Iterator[tuple[str, str | Update | None]]:
-    """An option in words, and what it consists of, by their names; ``None`` if it is off."""
+    """Yield an option in words, and what it consists of, by names; ``None`` if it is off."""
     if isinstance(value, optax.GradientTransformation):
         yield name, _of_update(value, params)
     elif name == PREPROCESS and value is not None:
@@ -271,7 +270,7 @@ def _of_update(optimizer: Any, params: Any) -> Update:
         state = jax.eval_shape(optimizer.init, params)
         jaxpr = jax.make_jaxpr(optimizer.update)(params, state, params, **loss)
     found = list(_equations(jaxpr))
-    # Where it comes from is asked once for each, since it takes longer than all else.
+    # Each is asked only once where it comes from, which takes longer than all else.
     kinds = {words: equation for _, words, equation in found}
     return Update(
         states=list(_types(state)),
@@ -284,7 +283,7 @@ def _of_update(optimizer: Any, params: Any) -> Update:
 def _of_stage(stage: Stage, params: Any) -> Update:
     if isinstance(stage, Preprocess):
         return _of_update(stage.transformation, params)
-    # What a stage of the user's own computes cannot be traced outside of a step.
+    # What a user's own stage computes cannot be traced outside of a step.
     numbers = [f"{k}={v}" for k, v in sorted(vars(stage).items()) if type(v) in _NUMBERS]
     return Update([type(stage).__qualname__], "", sha256(numbers), numbers)
 
@@ -295,7 +294,7 @@ _PLAIN = (*_NUMBERS, complex, str, enum.Enum, np.generic, np.dtype)
 
 
 def _equations(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:
-    """Each equation without its numbers, in words, with them, and itself."""
+    """Yield each equation in words, without its numbers and with them, and the equation itself."""
     body = opened(jaxpr)
     values = dict(zip(body.constvars, constants(jaxpr), strict=True))
     for equation in body.eqns:
@@ -320,7 +319,7 @@ def _maker(equation: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    """A number in words; empty if it is none."""
+    """Return a number in words; empty if it is none."""
     dtype = getattr(value, "dtype", None)
     if value is None or (dtype is None and type(value) not in (*_NUMBERS, bool)):
         return ""
@@ -332,7 +331,7 @@ def _number(value: Any) -> str:
 
 
 def _types(node: Any) -> Iterator[str]:
-    """The names of the types of a pytree's nodes, without Python's own containers."""
+    """Yield the names of the types of a pytree's nodes, without Python's own containers."""
     found = jax.tree_util.default_registry.flatten_one_level(node)
     if found is None or node is None:
         return

@@ -13,7 +13,8 @@ import jax
 from crossshard import _jax
 from crossshard.errors import CheckpointError
 
-# How often a process looks whether another one was asked to stop, and how long it waits for them.
+# How often a process looks whether another one was asked to stop, and how long it waits for the
+# others.
 _LOOK, _PATIENCE = 0.5, 120.0
 _numbers = itertools.count()
 
@@ -40,7 +41,7 @@ class Preemption:
             threading.Thread(target=self._agree, name="crossshard", daemon=True).start()
 
     def reached(self) -> bool:
-        """Whether to stop now: the same in all processes, which all call it after each step."""
+        """Return whether to stop now, the same in all processes, which call it after each step."""
         if not self._together:
             return self._asked.is_set()
         with self._lock:
@@ -48,7 +49,7 @@ class Preemption:
             return bool(self._stop_at) and self._calls >= self._stop_at
 
     def close(self) -> None:
-        """Give the signal back."""
+        """Restore the handler of the signal."""
         self._closed.set()
         if signal.getsignal(signal.SIGTERM) == self._remember:
             signal.signal(signal.SIGTERM, self._before)
@@ -62,12 +63,12 @@ class Preemption:
             self._before(number, frame)
 
     def _agree(self) -> None:
-        """Wait for a signal to any process, and agree on the call after the last one of all."""
+        """Wait until any process has a signal, and agree on the first call that none has made."""
         while not self._closed.wait(_LOOK):
             told = _jax.kv_get_dir(f"{self._key}/")
             if not (self._asked.is_set() or told):
                 continue
-            # Nobody takes another step until all have said how many they have taken.
+            # No process takes another step until all have told how many they have taken.
             with self._lock:
                 _jax.kv_overwrite(f"{self._key}/{jax.process_index()}", str(self._calls))
                 end = time.monotonic() + _PATIENCE

@@ -1,4 +1,4 @@
-"""Reading: a state or parameters of one checkpoint, if it fits the step and no array is damaged."""
+"""Reading: takes a state out of one checkpoint, if it fits the step and no array is damaged."""
 
 import dataclasses
 import json
@@ -39,17 +39,17 @@ from crossshard.step.state import (
     key_of,
 )
 
-# What becomes of a difference: it is refused in any case, or if the caller is strict, or only said.
-# The words are what the user may do about it.
+# What follows from a difference: it is refused in any case, or if the caller is strict, or it is
+# only said. The words tell the user what else to do.
 _REFUSED = "or choose another folder"
 _STRICT = "or go on with restore_latest(state, strict=False), which keeps what fits"
 _SAID = ""
-# Each with what differs; ``None`` if nothing does.
+# What follows, and what differs, or ``None`` if nothing does.
 _Differences = Iterator[tuple[str, str | None]]
 
 
 class Found(NamedTuple):
-    """What a checkpoint has for a step: the state, unsharded, and what the user saved beside it."""
+    """What a checkpoint has for a step: the unsharded state, and what the user saved beside it."""
 
     state: TrainState
     data: Any
@@ -67,19 +67,19 @@ def read_state(
     *,
     strict: bool,
 ) -> Found:
-    """The state of a checkpoint, for a step that may have other options; or its parameters alone.
+    """Read the state of a checkpoint, for a step that may have other options, or parameters alone.
 
     Args:
       folder: the folder.
-      number: which one of it.
-      layout: that of the step's states.
+      number: the number of the checkpoint.
+      layout: the layout of the step's states.
       state: such a state, or its types.
-      here: the fingerprint of the step; ``None`` for the parameters, whatever has trained them.
+      here: the fingerprint of the step; ``None`` reads the parameters, whatever has trained them.
       strict: whether to refuse what changes the meaning of a step, and not only what does not fit.
 
     Raises:
-      CheckpointMismatchError: it is not of this step.
-      Damaged: it is, in every process if one finds it so.
+      CheckpointMismatchError: the checkpoint is not of this step.
+      Damaged: it is damaged; in every process, if one finds it so.
     """
     refused: Exception | None = None
     try:
@@ -91,7 +91,7 @@ def read_state(
         written = _by_option(manifest.leaves, manifest.fingerprint)
         if here is None:
             own = {key: leaf for key, leaf in own.items() if re.match(r"\.params\b", leaf.path)}
-            # Of the parameters alone those that the step has not are left out.
+            # Parameters that the step has not are left out.
             written = {key: leaf for key, leaf in written.items() if key in own}
         all_of = _differences(manifest, layout, str(state.rng_impl), here, written, own)
         differences = [(becomes, what) for becomes, what in all_of if what is not None]
@@ -117,7 +117,7 @@ def read_state(
         refused = error
     _agree(refused, layout)
     with _mesh.in_place_of_the_users_mesh(layout.mesh):
-        # The processes compute the hashes together, so all of them must have come this far.
+        # The processes compute the hashes together, so none may have been refused before.
         hashes = {manifest.leaves[place]: hash_of(x) for place, x in read.items()}
         wrong = [leaf.path for leaf, found in hashes.items() if found != leaf.hash]
         if wrong:
@@ -151,10 +151,10 @@ def _agree(refused: Exception | None, layout: StateLayout) -> None:
 
 
 def _as_written(manifest: Manifest, state: TrainState) -> TrainState:
-    """The types of a state, with a model state for each shard if that of a checkpoint is so."""
+    """Return the types of a state, with one model state for each shard if a checkpoint has so."""
     own = jax.tree.leaves(state.model_state)
     written = [leaf for leaf in manifest.leaves if leaf.path.startswith(".model_state")]
-    # Then its arrays have one dimension more, or less; and keys are written as their words.
+    # Then its arrays have one dimension more, or less. Keys are written as their words.
     pairs = zip(written, own, strict=False)
     more = [len(leaf.shape) - (x.ndim + is_key(x)) for leaf, x in pairs]
     if state.grouped or {*more} != {-1 if state.per_shard else 1}:
@@ -180,8 +180,8 @@ def _differences(
     written: dict[Key, Any],
     own: dict[Key, Any],
 ) -> _Differences:
-    """What differs between a checkpoint and a step, the gravest first."""
-    # Of the parameters alone, arrays and groups are all that counts.
+    """Yield what differs between a checkpoint and a step, the gravest first."""
+    # For the parameters alone, only arrays and groups count.
     before, now = manifest.fingerprint, here or manifest.fingerprint
     option = lambda name: _options_differ(name, before, now)
     names = [name for name in now.updates if name in before.updates]
@@ -217,7 +217,7 @@ def _differences(
 def _of_arrays(
     before: Fingerprint, now: Fingerprint, written: dict[Key, Any], own: dict[Key, Any]
 ) -> _Differences:
-    # Of the optimizer's the first one is named. Those of other options are made, or dropped.
+    # The first missing array of the optimizer is named. Those of other options are made or dropped.
     for one, other, has in ((own, written, "it has no"), (written, own, "it also has")):
         for option, becomes in (("", _REFUSED), (OPTIMIZER, _STRICT)):
             lacking = [key for key in one if key[0] == option and key not in other]
@@ -242,7 +242,7 @@ def _differ(what: str, was: object, now: object) -> str | None:
 def _options_differ(name: str, before: Fingerprint, here: Fingerprint) -> str | None:
     now = here.options.get(name)
     was = before.options.get(name, now)
-    # What version 3 knows of an option.
+    # Version 3 tells no more of an option.
     is_alike = (was == ON and now is not None) or (was == NOT_BATCH and now != "batch")
     return None if is_alike else _differ(f"{name} is", was or "off", now or "off")
 
@@ -265,7 +265,7 @@ def _of_update(name: str, was: Update, now: Update) -> tuple[str, str | None]:
 
 
 def _converts(was: str, now: str) -> bool:
-    """Whether numbers of a dtype can be read and become those of another."""
+    """Return whether numbers of one dtype can be read and converted to another."""
     try:
         before, after = jnp.dtype(was), jnp.dtype(now)
     except TypeError:

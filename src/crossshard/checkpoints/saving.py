@@ -17,14 +17,14 @@ from crossshard.checkpoints import storage
 from crossshard.checkpoints.folder import LARGEST, Folder, Lock, in_words, read
 from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, WrittenLeaf, groups_of
 from crossshard.distributed.agreement import check_agreement, exchange
-from crossshard.distributed.progress import waiting
+from crossshard.distributed.watch import waiting
 from crossshard.errors import CheckpointError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 
-# Beside a checkpoint's manifest. Who wants to keep a checkpoint can make the first file by hand.
+# Files beside a checkpoint's manifest. To keep a checkpoint, the first can be made by hand.
 _PINNED, _SCORE = "pinned", "score.txt"
-# Of a number.
+# How long a score may be.
 _MOST_BYTES = 64
 
 
@@ -36,7 +36,7 @@ class Saving:
 
     def __init__(self, folder: Folder, mesh: Mesh, newest: int, best: int):
         # The numbers of the checkpoints, ascending, and of those that were found damaged. Only the
-        # first process deletes any, so that the others may know more.
+        # first process deletes checkpoints, so the others may still have their numbers.
         self.numbers: list[int] = folder.numbers(mesh, create=True)
         self.damaged: set[int] = set()
         # The number of steps of the last state; ``None`` before, and after a failure.
@@ -44,7 +44,7 @@ class Saving:
         self._folder, self._mesh, self._newest, self._best = folder, mesh, newest, best
         self._lock = Lock(folder.path)
         self._orbax: Any = None
-        # The checkpoint that is being written, and what deletes others beside the loop.
+        # The checkpoint that is being written, and the threads that delete others.
         self._pending: int | None = None
         self._deleting: list[threading.Thread] = []
 
@@ -76,13 +76,13 @@ class Saving:
         check_agreement(
             "save",
             lambda: {
-                "a state": _sum(dataclasses.replace(manifest, data=None).to_json()),
-                "data": _sum(data),
+                "a state": _checksum(dataclasses.replace(manifest, data=None).to_json()),
+                "data": _checksum(data),
             },
             self._mesh,
             "Every process passes the same; where all of them stand is one dict.",
         )
-        reason = exchange("save", self._why_not(number), self._mesh, within="lock")[0]
+        reason = exchange("save", self._why_not_writable(number), self._mesh, within="lock")[0]
         if reason:
             raise CheckpointError(
                 f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
@@ -101,7 +101,7 @@ class Saving:
             raise self._failed(error) from error
 
     def wait(self) -> None:
-        """Wait until all is written, and deleted that does not stay; raises as ``start``."""
+        """Wait until all is written, and what does not stay is deleted; raise as ``start`` does."""
         self._finish()
         while self._deleting:
             self._deleting.pop().join()
@@ -116,7 +116,7 @@ class Saving:
         self.numbers.append(self._pending)
         self._pending = None
         if jax.process_index() == 0:
-            for number in self._too_many():
+            for number in self._to_delete():
                 self.numbers.remove(number)
                 try:
                     self._deleting += self._folder.delete(number)
@@ -127,7 +127,7 @@ class Saving:
                     ) from error
 
     def close(self) -> None:
-        """Wait, and let others write; raises as ``start``."""
+        """Wait, and let others write; raise as ``start`` does."""
         try:
             self.wait()
         finally:
@@ -136,12 +136,12 @@ class Saving:
                 self._orbax = None
             self._lock.release()
 
-    def _too_many(self) -> list[int]:
-        """The checkpoints that do not stay."""
-        good = self._good()
+    def _to_delete(self) -> list[int]:
+        """Return the checkpoints that do not stay."""
+        good = self._undamaged()
         scores = {number: self._score(number) for number in good if self._best}
         told = [SimpleNamespace(step=each, metrics=scores.get(each)) for each in self.numbers]
-        # With those among them that are damaged.
+        # The damaged ones among the newest stay, too.
         newest = sum(number >= good[-self._newest :][0] for number in self.numbers)
         best = min(self._best, sum(each.metrics is not None for each in told))
         pinned = [each for each in self.numbers if self._folder.note(each, _PINNED).exists()]
@@ -156,15 +156,15 @@ class Saving:
         return [each for each, stays in zip(self.numbers, stay, strict=True) if not stays]
 
     def _score(self, number: int) -> float | None:
-        """The score of a checkpoint; ``None`` if it has none."""
+        """Return the score of a checkpoint; ``None`` if it has none."""
         try:
             found = float(read(self._folder.note(number, _SCORE), _MOST_BYTES))
         except (OSError, ValueError):
             return None
         return None if found != found else found
 
-    def _why_not(self, number: int) -> str:
-        """The reason why the first process cannot write; empty if it can."""
+    def _why_not_writable(self, number: int) -> str:
+        """Return why the first process cannot write; empty if it can."""
         if jax.process_index() != 0:
             return ""
         if number > LARGEST:
@@ -179,12 +179,12 @@ class Saving:
         return reason
 
     def _failed(self, error: Exception) -> CheckpointError:
-        """The error to raise if a checkpoint could not be written, after tidying up."""
+        """Tidy up after a checkpoint that could not be written, and return the error to raise."""
         number, self._pending = self._pending, None
         # Orbax's checkpointer keeps its error; the next save gets a new one.
         self._orbax = self.taken = None
         reason = self._folder.why_not_writable() or in_words(error)
-        # Where other processes write still, they would fail, too; there the next save deletes it.
+        # Other processes that still write would fail, too; then the next save deletes it.
         if jax.process_count() == 1 and self._folder.path.is_dir():
             self._folder.delete_unfinished()
         return CheckpointError(
@@ -192,21 +192,21 @@ class Saving:
         )
 
     def _last(self) -> str:
-        good = self._good()
+        good = self._undamaged()
         if not good or not self._folder.of(good[-1]).is_dir():
             return ""
         return f" Checkpoint {good[-1]} is the last one that was, and is as it was."
 
-    def _good(self) -> list[int]:
+    def _undamaged(self) -> list[int]:
         return [number for number in self.numbers if number not in self.damaged]
 
 
-def _sum(value: Any) -> str:
+def _checksum(value: Any) -> str:
     return f"checksum {crc32(json.dumps(value, sort_keys=True))}"
 
 
 def notes_of(score: Any, pin: Any) -> dict[str, str]:
-    """What stands beside the manifest: texts by the names of their files, once checked."""
+    """Check a score and a pin, and return them as texts by the names of their files."""
     notes = {_PINNED: ""} if _check.flag("pin", pin) else {}
     if isinstance(score, jax.Array):
         score = jax.device_get(_check.array("score", score))

@@ -1,4 +1,4 @@
-"""Storage: the arrays of a state in the shapes of model and optimizer, as Orbax keeps them."""
+"""Storage: writes and reads a state's arrays with Orbax, in the shapes of model and optimizer."""
 
 import dataclasses
 import functools
@@ -25,15 +25,15 @@ class Leaf:
     # Where it is in the state, such as ``.params['w']``; of a typed key the dtype is ``key<…>``.
     path: str
     dtype: str
-    # Its type on disk, unpadded, and its sharding before and after: split over the shards along an
-    # axis that they divide, if there is one, since memory is short.
+    # Its type on disk, unpadded, and how it is sharded when it is written and read: along an axis
+    # that the shards divide, if there is one, to save memory.
     on_disk: jax.ShapeDtypeStruct
-    # That in the state.
+    # How it is sharded in the state.
     placement: Placement
 
 
 def leaves_of(layout: StateLayout, state: TrainState, shards: int) -> list[Leaf]:
-    """The leaves of a state, or of its types, if so many shards had written it."""
+    """Return the leaves of a state, or of its types, as so many shards would write it."""
     found, placements = [], jax.tree.leaves(layout.placements(state))
     for (path, x), own in zip(jax.tree_util.tree_leaves_with_path(state), placements, strict=True):
         whole, number = _unpacked(own, x.shape, x.dtype), layout.number_of_shards
@@ -51,10 +51,10 @@ def leaves_of(layout: StateLayout, state: TrainState, shards: int) -> list[Leaf]
     return found
 
 
-# A loop that saves would trace it for each leaf each time.
+# Cached, or a loop that saves would trace it for each leaf each time.
 @functools.lru_cache(maxsize=4096)
 def _unpacked(placement: Placement, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    # Without its sharding, of which a mesh that the user has set would be none.
+    # Without a sharding, which would not fit a mesh that the user has set.
     return jax.eval_shape(functools.partial(_unpack, placement), jax.ShapeDtypeStruct(shape, dtype))
 
 
@@ -64,9 +64,9 @@ def _unpack(placement: Placement, x: Any) -> jax.Array:
 
 
 def to_disk(leaf: Leaf, x: jax.Array) -> jax.Array:
-    """An array as it is on disk: itself where it can be, else a copy of it."""
+    """Return an array as it is on disk: itself if possible, else a copy."""
     sharding, own = leaf.on_disk.sharding, leaf.placement
-    # Of several processes each writes a part, also of what all of them have.
+    # Each of several processes writes a part of an array, even if all of them have all of it.
     is_split_so = jax.process_count() == 1 or x.sharding.is_equivalent_to(sharding, x.ndim)
     if own.partition is not None and own.is_split:
         is_unpacked = own.groups is None and own.partition.axis is not None
@@ -75,34 +75,34 @@ def to_disk(leaf: Leaf, x: jax.Array) -> jax.Array:
     return x if is_split_so and is_unpacked else _copier(own, sharding)(x)
 
 
-# Most leaves of a model are alike, and a compilation takes longer than they do.
+# Cached, since most leaves of a model are alike, and to compile takes longer than to copy.
 @functools.lru_cache(maxsize=4096)
 def _copier(placement: Placement, sharding: NamedSharding) -> Callable[[Any], jax.Array]:
     return jax.jit(functools.partial(_unpack, placement), out_shardings=sharding)
 
 
 def from_disk(like: Any, x: jax.Array) -> jax.Array:
-    """An array as a state has it, with the dtype of that one, or as a key of its implementation."""
+    """Return an array from disk with the dtype of ``like``, or as a key of its implementation."""
     if x.dtype == like.dtype:
         return x
     if not is_key(like):
         return x.astype(like.dtype)
     found: list[Any] = []
-    # Of a type JAX does not tell the implementation of its keys directly.
+    # JAX tells the implementation of a key, but not of a key's type.
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(x, impl=found[0])
 
 
 # On disk.
 
-# So that a device that reads a part of an array need not read all of it.
+# The bytes of one piece on disk, so that a device reads only its part of an array.
 _PIECE = 16 << 20
 
 
 class _NotesHandler(ocp.JsonCheckpointHandler):
-    """Writes, in the background and in the first process, texts that a function returns.
+    """Writes texts that a function returns, in the background and in the first process.
 
-    The manifest is one of them: it has the hashes, which are computed while the arrays are written.
+    One of them is the manifest, whose hashes are computed while the arrays are written.
     """
 
     async def async_save(self, directory: Any, args: "_Notes") -> list[Any]:
@@ -124,20 +124,20 @@ class _Notes(ocp.args.CheckpointArgs):
 
 
 def checkpointer() -> ocp.AsyncCheckpointer:
-    """What writes checkpoints in the background, each complete or not at all.
+    """Return what writes checkpoints in the background, each complete or not at all.
 
-    Numbers, retention and agreement are not Orbax's ``CheckpointManager``'s: each of its saves,
-    deletions and restores begins at a barrier, where all processes wait for one that has failed,
-    and it knows neither damaged checkpoints nor another writer.
+    It is not Orbax's ``CheckpointManager``: each save, deletion and restore of that begins at a
+    barrier, where all processes wait for one that has failed, and it knows neither damaged
+    checkpoints nor another writer.
     """
-    # Of an array that several devices have one writes it, instead of each a slice, which is a copy.
+    # One device writes an array that several have, instead of each a slice, which would be a copy.
     of_arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, of_arrays))
     handlers = {
         ARRAYS: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
         NOTES: _NotesHandler(),
     }
-    # Else threads that write wait ten minutes, also at exit, for one that cannot make a folder.
+    # Or threads that write would wait ten minutes, also at exit, for one that cannot make a folder.
     options = ocp.AsyncOptions(create_directories_asynchronously=False)
     composite = ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(async_options=options), **handlers
@@ -155,8 +155,8 @@ def start(
 
     The notes are the manifest, and what stands beside it: texts by the names of their files.
 
-    Orbax has the arrays on the host by then. There an array on a CPU device is not copied:
-    while someone looks at its memory, JAX donates it to no one.
+    Orbax has the arrays on the host by then. An array on a CPU device is not copied there: JAX does
+    not donate it as long as something holds its memory.
     """
     named = {str(place): array for place, array in enumerate(arrays)}
     pieces = dict.fromkeys(named, ocp.SaveArgs(chunk_byte_size=_PIECE))
@@ -178,7 +178,7 @@ def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax
     }
     is_part = len(leaves) < number
     args = ocp.args.PyTreeRestore(dict.fromkeys(how, 0), how, partial_restore=is_part)
-    # Without the checkpointer, at whose barrier the other processes would wait for one that fails.
+    # Not the checkpointer, at whose barrier the other processes would wait for one that fails.
     handler = ocp.PyTreeCheckpointHandler()
     try:
         # It compares the shapes before it takes memory for them.

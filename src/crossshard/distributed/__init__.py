@@ -3,7 +3,7 @@
 from crossshard.distributed.agreement import check_same_program
 from crossshard.distributed.job import Job, initialize
 from crossshard.distributed.judge import PROCESS_LOST, PROCESS_STALLED
-from crossshard.distributed.progress import entering
+from crossshard.distributed.watch import entering
 
 __all__ = [
     "PROCESS_LOST",

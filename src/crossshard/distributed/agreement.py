@@ -1,4 +1,4 @@
-"""Agreement: compares what the processes of a mesh do and run, through their coordinator."""
+"""Agreement: compares what the processes of a mesh pass and run, through their coordinator."""
 
 import bisect
 import collections
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from crossshard import _check, _jax
 from crossshard._check import typed
 from crossshard._hash import crc32
-from crossshard.distributed.progress import PROGRESS, waiting
+from crossshard.distributed.watch import PROGRESS, waiting
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -23,14 +23,12 @@ from crossshard.errors import (
     ProgramMismatchError,
 )
 
-# Where nobody watches the processes, since the script has connected them by JAX's own call.
+# How long to wait where nobody watches, since the script has called jax.distributed.initialize.
 _UNWATCHED_SECONDS = 600.0
-# Where the watch ends all of them before.
+# How long to wait where the watch ends all processes before.
 _FOR_EVER = 1e6
-# Characters of what one process tells.
-_LONGEST = 1 << 24
-# Lines of a program that are compared, to find the first that differs.
-_MOST = 1 << 20
+# How many characters of a process are read, and how many lines of a program are compared.
+_LONGEST, _MOST_LINES = 1 << 24, 1 << 20
 
 # The number of exchanges of each set of processes; the same in all of them.
 _exchanges: collections.Counter[tuple[int, ...]] = collections.Counter()
@@ -39,15 +37,10 @@ _exchanges: collections.Counter[tuple[int, ...]] = collections.Counter()
 def check_agreement(
     call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh, mend: str
 ) -> None:
-    """Raise, in every process of the mesh, unless all of them passed the same.
+    """Raise, in every process of the mesh, unless all of them passed the same to a call.
 
-    Nothing is sent if all devices of the mesh belong to one process.
-
-    Args:
-      call: the name of the call that every process makes.
-      given: returns a text for each argument, by name; not called if there is one process.
-      mesh: the mesh.
-      mend: a sentence that names what to write instead.
+    ``given`` returns a text for each argument, by name; it is not called if all devices of the mesh
+    belong to one process. ``mend`` is a sentence that says what to write instead.
 
     Raises:
       ArgumentError: a process passed something else, or has not reached this call.
@@ -72,9 +65,9 @@ class Disagreement:
 
 
 def compare(call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh) -> Disagreement | None:
-    """What the processes of a mesh do not agree on, the same in all of them; ``None`` without it.
+    """Return the first disagreement, the same in every process; ``None`` if there is none.
 
-    Takes and raises what ``check_agreement`` does.
+    It takes and raises what ``check_agreement`` does.
     """
     processes = processes_of(mesh)
     if len(processes) == 1:
@@ -102,16 +95,16 @@ class _Call:
 
 
 def exchange(call: str, text: str, mesh: Mesh, within: str = "") -> tuple[str, ...]:
-    """What each process of the mesh passed, in the order of the processes; in every process.
+    """Return, in every process of the mesh, the text that each of them passed, in their order.
 
-    The first process reads what all have told, and the others read its answer. Nothing is sent if
-    all devices of the mesh belong to one process.
+    The first process waits until all have told theirs, and the others wait for its answer. Nothing
+    is sent if all devices of the mesh belong to one process.
 
     Args:
       call: the name of the call that every process makes.
       text: what this process passes.
       mesh: the mesh.
-      within: what the others may take longer for than for a call, by its name among the timeouts.
+      within: the name of a timeout that is longer than that of the call.
 
     Raises:
       ArgumentError: a process has not reached this call, or is at another one.
@@ -136,7 +129,7 @@ def exchange(call: str, text: str, mesh: Mesh, within: str = "") -> tuple[str, .
             came = lambda process: _jax.kv_get(f"{here}/{process}", seconds) is not None
             wrong = next((f"Process {each} {late}" for each in processes if not came(each)), "")
             _jax.kv_set(f"{here}/all", wrong)
-            # Who has come here has read everything of the exchange before.
+            # A process that has come here has read everything of the exchange before.
             _jax.kv_delete(f"{folder}/{number - 1}")
         else:
             found = _jax.kv_get(f"{here}/all", 2 * seconds)
@@ -154,12 +147,12 @@ def exchange(call: str, text: str, mesh: Mesh, within: str = "") -> tuple[str, .
 
 
 def processes_of(mesh: Mesh) -> tuple[int, ...]:
-    """The indices of the processes that have devices of a mesh, in ascending order."""
+    """Return the indices of the processes that have devices of a mesh, in ascending order."""
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
 def _read(kind: Any, text: str, process: int) -> Any:
-    """What a process told; whoever reaches the coordinator can write there."""
+    """Read what a process told; anyone who reaches the coordinator can write there."""
     try:
         return typed(kind, json.loads(text if len(text) <= _LONGEST else ""))
     except (ValueError, RecursionError):
@@ -230,19 +223,16 @@ def _difference(lowered: jax.stages.Lowered, mesh: Mesh) -> Disagreement | None:
         # In its first run gloo connects the processes, and gives up if one is half a minute late.
         lowered.compile()
         exchange("a compiled step", "", mesh, within="compile")
-    if found is not None and found.name == "program":
-        found = _first_line(text.splitlines(), mesh) or found
-    return found
+    if found is None or found.name != "program":
+        return found
+    lines = text.splitlines()
 
+    def differ(number: int) -> bool:
+        first = {"sum": crc32("\n".join(lines[:number]))}
+        return compare("the lines of a program", lambda: first, mesh) is not None
 
-def _first_line(lines: list[str], mesh: Mesh) -> Disagreement | None:
-    """The first line that differs, which is found by halves."""
-
-    def differs(number: int) -> bool:
-        of_first = lambda: {"sum": crc32("\n".join(lines[:number]))}
-        return compare("the lines of a program", of_first, mesh) is not None
-
-    number = bisect.bisect_left(range(_MOST), True, key=differs)
+    # The first line that differs.
+    number = bisect.bisect_left(range(_MOST_LINES), True, key=differ)
     line = f"`{lines[number - 1].strip():.200}`" if number <= len(lines) else "nothing"
     given = {f"line {number} of the lowered step": line}
-    return compare("a line of a program", lambda: given, mesh)
+    return compare("a line of a program", lambda: given, mesh) or found

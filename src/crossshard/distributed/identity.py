@@ -1,4 +1,4 @@
-"""Identity: names of this machine and of its processes, and which of these have ended."""
+"""Identity: names this machine and its processes, and tells which of these have ended."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ _PROC = Path("/proc")
 
 
 def machine() -> str:
-    """A name of this machine, of its boot and of the container, where process ids mean the same."""
+    """Return a name of this machine, boot and container: process ids mean the same there."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append((_PROC / "sys/kernel/random/boot_id").read_text())
@@ -21,30 +21,30 @@ def machine() -> str:
 
 
 def own_identity() -> str:
-    """The process id, and when the process began, since numbers are used again."""
+    """Return the process id, and when the process began, since ids are used again."""
     pid = os.getpid()
     return f"{pid} {_state_and_beginning(pid)[1]}"
 
 
 def is_gone(identity: str) -> bool | None:
-    """Whether the process of this machine with this identity has ended.
+    """Return whether the process of this machine with this identity has ended.
 
-    ``None`` if this is not known: it is not an identity, or a process has its number, and the
-    machine does not tell when that one began.
+    ``None`` if that is not known: the text is no identity, or a process has this id and the machine
+    does not tell when it began.
     """
     found = re.fullmatch(r"([1-9]\d{0,8}) (\d{1,19})", identity[:40], re.ASCII)
     if found is None:
         return None
     pid, began = int(found[1]), int(found[2])
     state, now_began = _state_and_beginning(pid)
-    # A zombie has ended, and nobody has asked for its code yet.
+    # A zombie has ended, and its parent has not yet asked for its code.
     if state in ("Z", "X"):
         return True
     return now_began != began if began and now_began else None
 
 
 def _state_and_beginning(pid: int) -> tuple[str, int]:
-    """Of proc(5): the state, and the beginning in clock ticks; else no more than if it ended."""
+    """Return the state and the beginning, in clock ticks, of proc(5); or only whether it ended."""
     with contextlib.suppress(OSError):
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[19])

@@ -14,10 +14,10 @@ from crossshard import _check, _jax
 from crossshard.distributed.judge import Kind, Timeouts, Verdict, check_seconds
 from crossshard.distributed.watch import (
     CONNECTS,
+    Watch,
     answers,
     tell_launcher,
     told_launcher,
-    watch,
     watch_alone,
 )
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
@@ -28,7 +28,7 @@ DEVICES = "JAX_LOCAL_DEVICE_IDS"
 LOOPBACK = "127.0.0.1"
 # `bind` for every interface of the machine.
 ALL_INTERFACES = "all interfaces"
-# Then JAX aborts the process, without a word on who it waits for; the watch does so before.
+# Then JAX aborts the process, and does not say which one it waits for; the watch does, before.
 _JAX_HEARTBEAT_SECONDS = 10**6
 _STALL_SECONDS = 120.0
 
@@ -42,7 +42,7 @@ class Job:
       process_id: which of them this is, from 0.
       coordinator_address: where they meet, ``host:port``, at process 0; ``None`` for one process.
       local_device_ids: the devices of this process; ``None`` for all that it finds.
-      found_in: what said so, such as ``"Slurm"``.
+      found_in: where it was found, such as ``"slurm"``.
     """
 
     num_processes: int = 1
@@ -69,7 +69,7 @@ def initialize(
     is none, the process works alone, so that one script runs with a launcher and without.
 
     Process 0 listens only at the interface that ``coordinator_address`` names, where JAX listens
-    at all of them: whoever reaches the coordinator can end the job.
+    at all of them: anyone who reaches the coordinator can end the job.
 
     Args:
       coordinator_address: ``host:port``, where process 0 listens and the others call.
@@ -83,18 +83,19 @@ def initialize(
       stall_timeout: how many seconds a process may stand still while others wait for it, in a step,
         ``init``, ``save`` or any other call that all of them make; then all leave, with the exit
         code ``PROCESS_STALLED``, their stacks and a line that names it. When one dies, fails or
-        leaves, the others leave within seconds, with ``PROCESS_LOST``. By name if they differ, as
-        in ``{"start": 900, "step": 60, "save": 300, "alone": 600}``: until the first step is
-        entered, for steps and all else, for one of the calls or what ``entering`` names, and for a
-        job of one process, which is not watched without: it leaves if it enters nothing for so
-        long after a step. ``"compile"`` has 600 and ``"lock"`` 60, unless you name them.
+        leaves, the others leave within seconds, with ``PROCESS_LOST``. Pass numbers by name if they
+        differ, as in ``{"start": 900, "step": 60, "save": 300, "alone": 600}``: ``"start"`` holds
+        until the first step is entered, ``"step"`` in steps and all else, and other names are those
+        of calls, or passed to ``entering``. With ``"alone"`` a job of one process is watched, too:
+        it leaves if it enters nothing for so long after a step. ``"compile"`` has 600 and
+        ``"lock"`` 60, unless you name them.
 
     Returns:
-      What it found.
+      The job that it found.
 
     Raises:
-      ArgumentError: the job is described in part, or process 0 cannot listen there, or something
-        else does.
+      ArgumentError: only a part of the job is described, or process 0 cannot listen there, or
+        something else does.
       ArgumentTypeError: an argument has a wrong type.
       DistributedError: JAX is running already, or the others did not come in time.
 
@@ -135,7 +136,7 @@ def initialize(
         )
     if job.coordinator_address is not None and job.num_processes > 1:
         _connect(job, job.coordinator_address, bind, timeout)
-        watch(job.num_processes, job.process_id, job.coordinator_address, timeouts)
+        Watch(job.num_processes, job.process_id, job.coordinator_address, timeouts).start()
     elif "alone" in timeouts.others:
         watch_alone(timeouts.others["alone"])
     return job
@@ -193,12 +194,12 @@ def _connect(job: Job, address: str, bind: str | None, timeout: float) -> None:
 
 
 def find_job(seconds: float) -> Job:
-    """The job that the environment describes; one process if it describes none.
+    """Return the job that the environment describes; one process if it describes none.
 
     A cluster's own service may take so many seconds to answer.
     """
     job = _of_variables() or _of_open_mpi_5() or _of_jax(seconds)
-    # Of another launcher, such as torchrun, MPICH or Open MPI, each process would train alone.
+    # Under another launcher, as torchrun, MPICH or Open MPI, each process would train alone.
     for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if job is None else ():
         if environ.get(name, "").isdecimal() and int(environ[name]) > 1:
             raise ArgumentError(
@@ -271,12 +272,7 @@ def _devices() -> tuple[int, ...] | None:
 
 
 def bind_address(coordinator_address: str, bind: str | None) -> str:
-    """Where process 0 listens: at the interface that the address names, unless told otherwise.
-
-    Args:
-      coordinator_address: ``host:port``, which the other processes call.
-      bind: the address of another interface, or ``"all interfaces"``.
-    """
+    """Return where process 0 listens: at ``bind``, or at the interface that the address names."""
     host, port = split_address(coordinator_address)
     if bind == ALL_INTERFACES:
         return f"[::]:{port}"
@@ -299,7 +295,7 @@ def bind_address(coordinator_address: str, bind: str | None) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """The host and the port of ``host:port`` or ``[IPv6]:port``."""
+    """Return the host and the port of ``host:port`` or ``[IPv6]:port``."""
     parts = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^:\[\]\s]+)):(\d{1,5})", address)
     if parts is None or not 0 < int(parts[3]) < 65536:
         raise ArgumentError(
@@ -312,8 +308,7 @@ def split_address(address: str) -> tuple[str, int]:
 def check_unused(host: str, port: int) -> None:
     """Raise if something listens at a port of this machine.
 
-    A second coordinator could listen there, too, and the processes of two jobs would meet at the
-    wrong one.
+    A second coordinator could listen there, too, and processes would meet at the wrong one.
     """
     try:
         _listen(host, port)
@@ -326,7 +321,7 @@ def check_unused(host: str, port: int) -> None:
 
 
 def _listen(host: str, port: int) -> None:
-    """Raise if this process could not listen there."""
+    """Raise OSError unless this process can listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # The connections of a job that has ended do not count.

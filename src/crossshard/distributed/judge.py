@@ -1,6 +1,6 @@
-"""Judge: what processes tell of themselves, and what process 0 makes of it; no clock, no network.
+"""Judge: what processes tell of themselves, and which one the others wait for in vain.
 
-Texts that others have written may be anything.
+It reads no clock and no network. A text from another process may hold anything.
 """
 
 import collections
@@ -32,10 +32,10 @@ FAILURE_SECONDS = 2.5
 ROWS_SECONDS = 5.0
 # Calls before the first step.
 EARLY = ("nothing", "init", "checkpoints", "restore")
-# For what processes may wait longer than in a step, unless the user names it. XLA finds a program
-# in the cache of one machine, and compiles it on another. The first one looks for half a minute
-# whether a writer on another machine is alive. Who waits for a checkpoint to be written waits for
-# what the others write, and they may do something else meanwhile.
+# Calls in which processes may wait longer than in a step, unless the user names them. XLA finds a
+# program in the cache of one machine, and compiles it on another. Process 0 looks for half a minute
+# whether a writer on another machine is alive. A process that waits for a checkpoint waits for what
+# the others write, and they may do something else meanwhile.
 _LONGER = {"compile": 600.0, "lock": 60.0, "wait": math.inf}
 
 
@@ -43,19 +43,19 @@ _LONGER = {"compile": 600.0, "lock": 60.0, "wait": math.inf}
 class Timeouts:
     """For how many seconds others may wait in each kind of call."""
 
-    # Of a step, and of whatever is not in the others.
+    # In a step, and in every call that is not in ``others``.
     step: float
-    # Of other calls, by their names; of "start", which is all until the first step is entered; and
-    # of "alone", for a process that nobody waits for.
+    # By the name of a call; "start" is for all calls until the first step is entered, and "alone"
+    # for a process that nobody waits for.
     others: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def of(self, call: str) -> float:
-        """For how long others may wait in a call, such as ``"step 7"``, for one to enter it."""
+        """Return how long others may wait in a call, such as ``"step 7"``, for one to enter it."""
         name = call.partition(" ")[0]
         return self.others.get(name, max(self.silence(call), _LONGER.get(name, 0)))
 
     def silence(self, call: str) -> float:
-        """For how long nothing may be heard of a process in a call."""
+        """Return for how long a process in a call may tell nothing."""
         name = call.partition(" ")[0]
         is_early = name in EARLY or call == "step 1"
         default = self.others.get("start", self.step) if is_early else self.step
@@ -63,7 +63,7 @@ class Timeouts:
 
     @classmethod
     def read(cls, given: Any, default: float) -> "Timeouts":
-        """From a number, or from numbers by name; an error names what is neither."""
+        """Read a number, or numbers by name; an error names what is neither."""
         if not isinstance(given, Mapping):
             check_seconds("stall_timeout", given)
             return cls(given)
@@ -92,7 +92,7 @@ class _Told:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """What a text tells; ``None`` if it is no such text, or would move a terminal's cursor."""
+        """Read a text; ``None`` if it tells no such thing, or would move a terminal's cursor."""
         try:
             found: Self = typed(cls, json.loads(text[:_LONGEST_TEXT]))
         except (ValueError, RecursionError):
@@ -137,7 +137,7 @@ class Report(_Told):
         return [*filter(None, self.before.split(", ")), self.latest]
 
     def at(self, call: int) -> str | None:
-        """What it has entered as this call; ``None`` if that is long ago, or to come."""
+        """Return the name of its call of this number; ``None`` if forgotten, or not yet entered."""
         back = self.calls - call
         return self.trail[-1 - back] if 0 <= back < len(self.trail) else None
 
@@ -170,36 +170,30 @@ class Verdict(_Told):
 
     @classmethod
     def of(cls, kind: Kind, process: int, how: str, place: str = "") -> "Verdict":
-        """The verdict on a process that did something."""
+        """Return the verdict on a process that did something."""
         where = f" It stands at {place}." if place else ""
         return cls(kind, process, f"process {process} {how}.{where}")
 
 
 def left_before(call: str, process: int) -> Verdict:
-    """The verdict on a process that has come to its end before a call of the others."""
+    """Return the verdict on a process that has come to its end before a call of the others."""
     return Verdict.of(Kind.LEFT, process, f"left before {call}, which others have entered")
 
 
 def unheard(process: int, seconds: float, last: Report | None = None) -> Verdict:
-    """The verdict on a process that has told nothing since its last report."""
+    """Return the verdict on a process that has told nothing since its last report."""
     also = f". It has entered {last.latest} last" if last and last.calls else ""
     how = f"has not been heard of for {int(seconds)} seconds{also}"
     return Verdict.of(Kind.SILENT, process, how, last.place if last else "")
 
 
 class Judge:
-    """Finds the process that the others wait for in vain.
-
-    Args:
-      number: how many processes there are.
-      timeouts: for how many seconds they may wait.
-      now: the time, in seconds.
-    """
+    """Finds the process that the others wait for in vain, from reports and the time in seconds."""
 
     def __init__(self, number: int, timeouts: Timeouts, now: float) -> None:
         self._timeouts = timeouts
         self._reports = {process: Report(0) for process in range(number)}
-        # What is so at this hearing, and since which one it has been at each.
+        # What is so at this hearing, and since when it has been so at each.
         self._since: dict[tuple[Any, ...], float] = {}
         self.hear({}, now)
 
@@ -208,32 +202,34 @@ class Judge:
         self._now, self._before, self._since = now, self._since, {}
         self._reports |= {process: each for process, each in reports.items() if each is not None}
         each = self._reports.items()
-        self._silent = {process: self._for("beat", process, r.beat) for process, r in each}
-        self._still = {process: self._for("reached", process, r.reached) for process, r in each}
+        self._silent = {process: self._seconds("beat", process, r.beat) for process, r in each}
+        self._still = {process: self._seconds("reached", process, r.reached) for process, r in each}
         return self._of_failures() or self._of_calls() or self._of_silence()
 
-    def _for(self, *what: Any) -> float:
-        """For how many seconds this has been so at each hearing."""
+    def _seconds(self, *what: Any) -> float:
+        """Return for how many seconds this has been so at each hearing."""
         self._since[what] = self._before.get(what, self._now)
         return self._now - self._since[what]
 
     def _of_failures(self) -> Verdict | None:
-        running = [process for process, r in self._reports.items() if r.state is State.RUNNING]
-        gone = {report.gone for report in self._reports.values()}
+        reports = self._reports
+        gone = {report.gone for report in reports.values()}
+        states = {process: report.state for process, report in reports.items()}
         failed = {
-            process: self._for("failed", process)
-            for process, report in self._reports.items()
-            if report.state is State.FAILED
+            process: self._seconds("failed", process)
+            for process in states
+            if states[process] is State.FAILED
         }
         has_failed = max(failed.values(), default=0) >= FAILURE_SECONDS
-        for process in sorted(running, key=lambda process: process not in gone):
+        for process in sorted(states, key=lambda process: process not in gone):
             # Or a runtime may have failed since another process, of another machine, died.
-            if process in gone or (has_failed and self._silent[process] >= FAILURE_SECONDS):
+            is_dead = process in gone or (has_failed and self._silent[process] >= FAILURE_SECONDS)
+            if is_dead and states[process] is State.RUNNING:
                 return Verdict.of(Kind.DIED, process, "died")
         if not has_failed:
             return None
         first = max(failed, key=lambda process: failed[process])
-        return Verdict.of(Kind.FAILED, first, f"ended with {self._reports[first].error}")
+        return Verdict.of(Kind.FAILED, first, f"ended with {reports[first].error}")
 
     def _of_calls(self) -> Verdict | None:
         reports = self._reports
@@ -241,7 +237,7 @@ class Judge:
             return Verdict(Kind.DONE)
         ahead = max(reports.values(), key=lambda report: report.reached)
         behind = {
-            process: self._for("behind", process)
+            process: self._seconds("behind", process)
             for process, report in reports.items()
             if report.reached < ahead.reached
         }
@@ -259,16 +255,15 @@ class Judge:
         if len(set(rows.values())) > 1:
             return self._of_rows(call, rows)
         if len(set(entered.values())) > 1:
-            return self._of_other_ways(call, entered)
+            return self._of_other_calls(call, entered)
         what = ahead.latest if ahead.calls else "the first JAX operation"
+        timeout = self._timeouts.of(ahead.inner or ahead.latest)
         for process, seconds in behind.items():
             own = reports[process]
             if own.state is State.LEFT and seconds >= FAILURE_SECONDS:
                 return left_before(what, process)
             waited = min(seconds, self._still[process])
-            if own.state is not State.RUNNING or waited < self._timeouts.of(
-                ahead.inner or ahead.latest
-            ):
+            if own.state is not State.RUNNING or waited < timeout:
                 continue
             if self._silent[process] >= FAILURE_SECONDS:
                 return unheard(process, self._silent[process], own)
@@ -283,7 +278,7 @@ class Judge:
         return None
 
     def _of_rows(self, call: int, rows: dict[int, str]) -> Verdict | None:
-        if self._for("rows", call) < ROWS_SECONDS:
+        if self._seconds("rows", call) < ROWS_SECONDS:
             return None
         odd, usual = _odd(rows)
         what = next(each.latest for each in self._reports.values() if each.calls == call)
@@ -294,8 +289,8 @@ class Judge:
         )
         return Verdict.of(Kind.STALLED, odd, how)
 
-    def _of_other_ways(self, call: int, entered: dict[int, str]) -> Verdict | None:
-        waited = self._for("calls", call)
+    def _of_other_calls(self, call: int, entered: dict[int, str]) -> Verdict | None:
+        waited = self._seconds("calls", call)
         odd, usual = _odd(entered)
         left = [each for each in (odd, usual) if self._reports[each].state is State.LEFT]
         if len(left) == 1 and waited >= FAILURE_SECONDS:
@@ -317,7 +312,7 @@ class Judge:
 
 
 def _odd(words: Mapping[int, str]) -> tuple[int, int]:
-    """A process whose word most others do not have, and the first of those that have another."""
+    """Return a process whose word most others do not have, and the first that has the usual one."""
     many = collections.Counter(words.values())
     order = sorted(words, key=lambda process: -many[words[process]])
     return next(each for each in order if words[each] != words[order[0]]), order[0]

@@ -1,6 +1,7 @@
 """Launcher: starts the processes of a job on this machine, and ends them together."""
 
 import contextlib
+import inspect
 import math
 import os
 import queue
@@ -15,17 +16,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
-from crossshard.distributed import guard
 from crossshard.distributed.job import ADDRESS, DEVICES, LOOPBACK, NUMBER, OWN, check_unused
 from crossshard.distributed.judge import PROCESS_LOST, PROCESS_STALLED, Kind, Verdict, left_before
 from crossshard.distributed.watch import CONNECTS, VERDICTS, told_launcher
 from crossshard.errors import ArgumentError
 
-# How long a process may take to end after a signal, to save a checkpoint; as Slurm and Kubernetes.
+# How long a process may take to end after a signal, to save a checkpoint; as under Slurm.
 GRACE_SECONDS = 30.0
-# How long to read what a process wrote after it ended, if one that it started keeps its pipe.
+# How long to read what an ended process wrote, if another one that it started keeps its pipe.
 _DRAIN_SECONDS = 1.0
-# How long processes that leave because of another one wait for each other, at most.
+# How long to wait, at most, for all processes that leave because of another one.
 _LEAVING_SECONDS = 5.0
 # On CPUs XLA takes and frees memory in each step. So glibc keeps it, in large pages of one heap for
 # all threads, instead of handing it back to Linux.
@@ -40,7 +40,7 @@ _BECAUSE_OF_ANOTHER = (PROCESS_LOST, PROCESS_STALLED)
 
 
 def free_port(host: str) -> int:
-    """A port of this machine at which nothing listens."""
+    """Return a port of this machine at which nothing listens."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -58,7 +58,7 @@ def launch(
     port: int | None = None,
     grace: float = GRACE_SECONDS,
 ) -> int:
-    """Run a command in several processes, again after a failure; the exit code of the last run.
+    """Run a command in several processes, again after a failure; return the last run's exit code.
 
     Each line that a process writes is written with the number of the process before it. Signals go
     to all processes, which are killed if they have not ended in time. When one fails, the others
@@ -67,12 +67,8 @@ def launch(
     signal to the launcher has ended is not started again.
 
     Args:
-      command: the program and its arguments.
-      number: how many processes.
-      restarts: how often to start it again, at most.
-      min_processes: leave out the process that has failed, and its GPU, while so many are left;
-        ``None`` to start as many again.
-      stdout, stderr: where their standard output and error go, and a line for each start.
+      min_processes: leave out the process that failed, and its GPU, while so many are left;
+        ``None`` starts as many again.
       cpu_devices: how many virtual CPU devices each of them has; ``None`` for one GPU each, or what
         else JAX finds.
       port: the port at which they meet; any free one if ``None``.
@@ -92,7 +88,7 @@ def launch(
             given["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", TUNABLES)
         with _Run(stdout, stderr, grace) as run:
             for own, slot in enumerate(slots):
-                if run.must_end:
+                if run.asked is not None:
                     break
                 # One GPU each, as under Slurm and Open MPI.
                 of_slot = {DEVICES: str(slot)} if cpu_devices is None else {}
@@ -117,8 +113,8 @@ class _Run:
         self.received: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
-        # One writer writes whole lines, so that those of two processes never mix, and who prints
-        # does not wait for a reader that pauses.
+        # One thread writes whole lines, so that those of two processes never mix, and a process
+        # that prints does not wait for a reader that pauses.
         self._lines: queue.SimpleQueue[tuple[IO[bytes], bytes] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._stdout, self._stderr = stdout, stderr
@@ -126,9 +122,13 @@ class _Run:
         # In which they write why they leave.
         number, self._verdicts = tempfile.mkstemp(prefix="crossshard-")
         os.close(number)
-        # It ends them if this process is killed.
+        # It gets the id of each process group that is started, and ends them if this process is
+        # killed. It imports no package, and so begins at once.
+        program = "import contextlib, os, signal, sys, time\n"
+        program += inspect.getsource(_send) + inspect.getsource(_guard)
+        program += "_guard(float(sys.argv[1]), sys.argv[2])"
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, str(grace), self._verdicts],
+            [sys.executable, "-I", "-S", "-c", program, str(grace), self._verdicts],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -136,20 +136,17 @@ class _Run:
             start_new_session=True,
         )
         self._passed_on = 0
+        # The first signal to end them, and when they are killed after it.
+        self.asked: int | None = None
         self._until = math.inf
-
-    @property
-    def must_end(self) -> bool:
-        """Whether a signal has come that ends them."""
-        return self._until < math.inf
 
     def __enter__(self) -> "_Run":
         """Keep signals to this process for the others, until they are sent on."""
 
         def receive(number: int, frame: object) -> None:
             self.received.append(number)
-            if number in _ENDING:
-                self._until = min(self._until, time.monotonic() + self._grace)
+            if number in _ENDING and self.asked is None:
+                self.asked, self._until = number, time.monotonic() + self._grace
 
         self._before = {number: signal.signal(number, receive) for number in _PASSED_ON}
         self._writer.start()
@@ -157,13 +154,13 @@ class _Run:
 
     def __exit__(self, *_: object) -> None:
         """End all processes that still run, and what they have started; write what they wrote."""
-        if not self.must_end:
+        if self.asked is None:
             for process in self._processes:
                 if process.poll() is None:
-                    _send(process, signal.SIGTERM)
+                    _send(process.pid, signal.SIGTERM)
         self._wait_for(self._processes, self._grace)
         for process in self._processes:
-            _send(process, signal.SIGKILL)
+            _send(process.pid, signal.SIGKILL)
             process.wait()
         self._guard.kill()
         self._guard.communicate()
@@ -177,7 +174,7 @@ class _Run:
         self._writer.join()
 
     def start(self, command: Sequence[str], environment: dict[str, str], prefix: str) -> None:
-        """Start a process, which gets a prefix to each of its lines."""
+        """Start a process, whose lines are written with a prefix."""
         try:
             process = subprocess.Popen(
                 command,
@@ -230,35 +227,40 @@ class _Run:
                     del left[own]
                 if process.returncode:
                     return self._of_failure(own, process.returncode, left)
-            absent = self._absent({*range(len(self._processes))} - left.keys()) if left else None
-            if absent is not None and not self.received:
-                verdict = left_before("initialize", absent)
-                return self._ended(verdict.code, absent, verdict.sentence)
+            ended = [own for own in range(len(self._processes)) if own not in left]
+            if ended and left and not self.received:
+                # Those that connect wait for all, and come to their ends together.
+                told = told_launcher(self._verdicts)
+                connected = {who for who, what in told if what == CONNECTS}
+                absent = [own for own in ended if connected and str(own) not in connected]
+                if absent:
+                    verdict = left_before("initialize", absent[0])
+                    return self._ended(verdict.code, absent[0], verdict.sentence)
             time.sleep(_EVERY)
         if not left and len(self._processes) == number:
             return 0, None
-        asked = next(each for each in self.received if each in _ENDING)
+        assert self.asked is not None
         if left:
-            late = f"{signal.Signals(asked).name}: process {' '.join(map(str, left))}"
+            late = f"{signal.Signals(self.asked).name}: process {' '.join(map(str, left))}"
             self._say(f"killed {self._grace:g} seconds after {late}")
-        return 128 + asked, None
+        return 128 + self.asked, None
 
     def _of_failure(
         self, own: int, code: int, left: dict[int, subprocess.Popen[bytes]]
     ) -> tuple[int, int | None]:
-        """The ending of a run in which a process has failed, perhaps because of another one."""
+        """Return how a run ends in which a process has failed, perhaps because of another one."""
         if code in _BECAUSE_OF_ANOTHER or any(who == str(own) for who, _ in self._told()):
             self._wait_for(left.values(), _LEAVING_SECONDS)
-            # What process 0 says, which judges, or else what the first says.
+            # What process 0 says, which judges, or else what the first one says.
             said = sorted(self._told(), key=lambda words: words[0] != "0")
             if not said:
                 return self._ended(code, None, f"process {own} ended with code {code}")
             verdict = said[0][1]
-            # They may see a death before this process can ask for its code.
+            # They may see a death before the launcher can ask for its code.
             own, its = verdict.process, self._processes[verdict.process].returncode
             if verdict.kind is Kind.SILENT:
                 # It is stopped, or does not run Python, and saves nothing.
-                _send(self._processes[own], signal.SIGKILL)
+                _send(self._processes[own].pid, signal.SIGKILL)
             if not its or its in _BECAUSE_OF_ANOTHER:
                 return self._ended(its or code, own, verdict.sentence)
             code = its
@@ -268,30 +270,20 @@ class _Run:
     def _ended(self, code: int, failed: int | None, sentence: str) -> tuple[int, int | None]:
         # After Ctrl-C everybody knows why.
         if len(self._processes) > 1 and not self.received:
-            # Of a verdict its first sentence.
+            # The first sentence of a verdict says enough.
             self._say(f"{sentence.partition('. ')[0].rstrip('.')}; the others are ended")
         return code, failed
 
     def _say(self, what: str) -> None:
         self._lines.put((self._stderr, f"crossshard: {what}.\n".encode()))
 
-    def _absent(self, ended: set[int]) -> int | None:
-        """Which of those that ended well is waited for by those that connect.
-
-        Those that connect wait for all, and come to their ends together.
-        """
-        told = told_launcher(self._verdicts) if ended else []
-        connected = {who for who, what in told if what == CONNECTS}
-        absent = (each for each in sorted(ended) if connected and str(each) not in connected)
-        return next(absent, None)
-
     def _told(self) -> list[tuple[str, Verdict]]:
-        """Why they leave, as they themselves say it."""
+        """Return why processes leave, as they themselves say it."""
         told = ((who, Verdict.parse(what)) for who, what in told_launcher(self._verdicts))
         return [(who, v) for who, v in told if v and v.process < len(self._processes)]
 
     def _wait_for(self, processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
-        """Wait until these have ended, or their time is over."""
+        """Wait until these processes have ended, or their time is over."""
         until = min(self._until, time.monotonic() + seconds)
         while time.monotonic() < until and any(each.poll() is None for each in processes):
             self._pass_on()
@@ -306,10 +298,34 @@ class _Run:
             number = self.received[self._passed_on]
             self._passed_on += 1
             for process in self._processes:
-                _send(process, number)
+                _send(process.pid, number)
 
 
-def _send(process: subprocess.Popen[bytes], number: int) -> None:
-    # The group may outlive the process that led it.
+def _send(group: int, number: int) -> bool:
+    """Send a signal to a process group, and return whether it is there.
+
+    It may outlive the process that led it.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+        os.killpg(group, number)
+        return True
+    return False
+
+
+def _guard(grace: float, file: str) -> None:
+    """End the groups that standard input names, and remove a file, once the launcher is killed.
+
+    Then the pipe closes. A launcher that has ended its processes itself ends this program before.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups = list(map(int, sys.stdin))
+    left = [group for group in groups if _send(group, signal.SIGTERM)]
+    until = time.monotonic() + grace
+    while left and time.monotonic() < until:
+        time.sleep(0.1)
+        left = [group for group in left if _send(group, 0)]
+    for group in left:
+        _send(group, signal.SIGKILL)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(file)

@@ -1,10 +1,11 @@
-"""Watch: ends this process, with a word on why, when another one is gone or does not move.
+"""Watch: tells the others how far this process is, and ends it when one of them is gone or stalls.
 
-Process 0 judges: it reads the reports of all, and the others read what it says. So each process
-sends the coordinator a few texts in a second, however many there are.
+Process 0 judges: it reads the reports of all, and the others read its verdict. So each process
+sends the coordinator a few texts in a second, however many processes there are.
 """
 
 import atexit
+import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -16,13 +17,17 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from crossshard import _jax
+from crossshard import _check, _jax
+from crossshard._hash import crc32
 from crossshard.distributed import identity
 from crossshard.distributed.judge import (
     EARLY,
+    NAME,
     PROCESS_STALLED,
     Judge,
     Kind,
@@ -32,36 +37,131 @@ from crossshard.distributed.judge import (
     Verdict,
     unheard,
 )
-from crossshard.distributed.progress import PROGRESS
+from crossshard.errors import ArgumentError
 
 _EVERY = 0.5
-# For the others to read the verdict and to end, before process 0 takes the coordinator away: those
-# of other machines, and those of its own, on a busy one.
+# How long process 0 keeps the coordinator for the others to read the verdict and to end: those of
+# other machines, and those of its own, which may be busy.
 _FAREWELL_SECONDS, _END_SECONDS = 1.5, 5.0
-# For a coordinator that does not answer to answer again.
+# How long a coordinator may be out of reach before it is taken for dead.
 _ANSWER_SECONDS = 2.0
-# For a process that stood still to find that the others have left.
+# How long after a process stood still a death that it finds is taken for the others' leaving.
 _RECENT_SECONDS = 20.0
+# How much of a call's rows others are told, in characters, and how many calls they can look back.
+_LONGEST, _REMEMBERED = 140, 8
 _FOLDER = "crossshard/watch"
 # The file in which processes tell their launcher that they connect, and why they leave.
 VERDICTS = "CROSSSHARD_VERDICTS"
 # What they write there before they wait for each other to connect.
 CONNECTS = "connects"
-# Nobody gives it back: the first thread that leaves ends the process, and has the last word.
+# Never released: the first thread that leaves ends the process, and has the last word.
 _LEAVING = threading.Lock()
 _NOT_THE_USERS = tuple(
     {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(Path(__file__).parents[1]), "<frozen"}
 )
-# Python calls its own handlers between two instructions only, and an abort does not wait for one.
+# In C, since Python runs its own handlers between two instructions, and an abort does not wait.
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _kept: list[Any] = []
 
 
-def watch(number: int, own: int, address: str, timeouts: Timeouts) -> None:
-    """Watch the other processes of a job, whose coordinator is connected, until this one ends."""
-    PROGRESS.seconds = timeouts.of
-    _Watch(number, own, address, timeouts).start()
+class Progress:
+    """The calls that this process has entered; the others have entered as many, or will."""
+
+    def __init__(self) -> None:
+        # What others are told.
+        self.now = Report(0)
+        # How many calls of each name it has entered.
+        self.of_name: collections.Counter[str] = collections.Counter()
+        # The calls that are under way, one within another.
+        self.inside = 0
+        # Whether a job of one process is watched, so that its steps are entered, too.
+        self.is_alone = False
+        # For how many seconds others may wait in a call; ``None`` if nobody watches them.
+        self.seconds: Callable[[str], float] | None = None
+
+    def note(self, **changed: Any) -> None:
+        """Change what others are told."""
+        self.now = dataclasses.replace(self.now, **changed)
+
+    def take(self, rows: str) -> None:
+        """Tell others the rows of the latest call, in one word."""
+        if len(rows) > _LONGEST:
+            rows = f"{rows[:_LONGEST]}...{crc32(rows)}"
+        if rows != self.now.rows:
+            self.note(rows=rows, rows_since=self.now.calls)
+
+
+PROGRESS = Progress()
+
+
+def entering(name: str = "step") -> AbstractContextManager[None]:
+    """Tell the other processes that this one enters a step, which all of them must enter.
+
+    Steps of ``make_train_step`` and functions of ``crossshard.shard`` tell it themselves. Write it
+    around a step of your own that all processes take together, so that a process which does not
+    come is named.
+
+    Args:
+      name: what to call it, in small letters and underscores.
+
+    Raises:
+      ArgumentError: another name.
+
+    >>> with entering("step"):
+    ...     pass
+    """
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ArgumentError(
+            f"A name must have 1 to 20 small letters and underscores, as train_step; got "
+            f"{_check.shown(name)}."
+        )
+    return _inside(name, stays=True)
+
+
+def for_now(name: str) -> AbstractContextManager[None]:
+    """Tell the others of a call that not all of them need to make, until it ends."""
+    return _inside(name, stays=False)
+
+
+@contextlib.contextmanager
+def _inside(name: str, *, stays: bool) -> Iterator[None]:
+    before, of_name = PROGRESS.now, PROGRESS.of_name
+    PROGRESS.of_name = of_name + collections.Counter([name])
+    PROGRESS.note(
+        calls=before.calls + 1,
+        latest=f"{name} {PROGRESS.of_name[name]}",
+        before=", ".join(before.trail[1 - _REMEMBERED :]),
+        waits=0,
+    )
+    PROGRESS.inside += 1
+    try:
+        yield
+    except BaseException:
+        stays = False
+        raise
+    finally:
+        PROGRESS.inside -= 1
+        if not stays:
+            # The others may wait for a call that has failed.
+            PROGRESS.now, PROGRESS.of_name = before, of_name
+
+
+@contextlib.contextmanager
+def waiting(name: str, within: str = "") -> Iterator[None]:
+    """Tell the others that this process waits for all of them, in the call that it has entered.
+
+    If it has entered none, it enters ``name``. ``within`` names a timeout that is longer than that
+    of the call.
+    """
+    name = name.lower().replace(" ", "_")[:20]
+    with contextlib.nullcontext() if PROGRESS.inside else entering(name):
+        before = PROGRESS.now.inner
+        PROGRESS.note(waits=PROGRESS.now.waits + 1, inner=within or before)
+        try:
+            yield
+        finally:
+            PROGRESS.note(inner=before)
 
 
 def watch_alone(seconds: float) -> None:
@@ -90,30 +190,39 @@ def _start(target: Any) -> None:
     threading.Thread(target=target, name="crossshard watch", daemon=True).start()
 
 
-class _Watch:
+def _tell(key: str, what: Report | Verdict) -> None:
+    _jax.kv_overwrite(f"{_FOLDER}/{key}", str(what))
+
+
+class Watch:
+    """Watches the other processes of a job, whose coordinator is connected, until this one ends."""
+
     def __init__(self, number: int, own: int, address: str, timeouts: Timeouts) -> None:
         self._number = number
         self._process = own
         self._address = address
         self._timeouts = timeouts
         self._beat = 0
-        # Seconds in which this process ran; those of a suspended machine are nobody's fault.
+        # Seconds in which this process ran; while a machine is suspended, none pass.
         self._clock = 0.0
         self._answered = 0.0
         self._failing_since: float | None = None
         self._judge = Judge(number, timeouts, self._clock)
-        self._first = Judge(1, timeouts, self._clock)  # in the eyes of the others
+        # Of process 0 alone, in the other processes.
+        self._judge_of_first = Judge(1, timeouts, self._clock)
         self._machine = identity.machine()
         self._verdict: Verdict | None = None
         self._stacks: str | None = None
-        # For how many seconds this process stood still last, and when that ended.
+        # For how many seconds this process last stood still, and when that ended.
         self._stood = (0.0, 0.0)
         self._released = threading.Event()
         self._over = False
 
     def start(self) -> None:
+        """Begin to watch, in two threads."""
+        PROGRESS.seconds = self._timeouts.of
         _jax.kv_set(f"{_FOLDER}/{self._machine}/{self._process}", identity.own_identity())
-        # JAX's runtime ends a process whose coordinator is gone; this says a word before it.
+        # JAX's runtime aborts a process whose coordinator is gone; this says why before it does.
         _kept.append(_Handler(self._speak_before_abort))
         _on_abort(ctypes.cast(_kept[0], ctypes.c_void_p))
         atexit.register(self._at_exit)
@@ -138,17 +247,14 @@ class _Watch:
     def _exchange(self) -> None:
         report = self._report()
         if self._process == 0:
-            self._tell("first/report", report)
+            _tell("first/report", report)
             told = {process: Report.parse(text) for process, text in self._told("reports").items()}
             verdict = self._judge.hear({**told, 0: report}, self._clock)
         else:
-            self._tell(f"reports/{self._process}", report)
+            _tell(f"reports/{self._process}", report)
             verdict = self._of_first()
         if verdict is not None:
             self._obey(verdict)
-
-    def _tell(self, key: str, what: Report | Verdict) -> None:
-        _jax.kv_overwrite(f"{_FOLDER}/{key}", str(what))
 
     def _of_first(self) -> Verdict | None:
         texts = _jax.kv_get_dir(f"{_FOLDER}/first/")
@@ -156,15 +262,14 @@ class _Watch:
         report = Report.parse(texts.get("report", ""))
         if told is not None or report is None:
             return told
-        verdict = self._first.hear({0: report}, self._clock)
+        verdict = self._judge_of_first.hear({0: report}, self._clock)
         # That process 0 has come to its end says nothing of the others.
         return verdict if verdict and verdict.kind is not Kind.DONE else None
 
     def _report(self) -> Report:
         self._beat += 1
-        of_machine = self._told(self._machine)
-        of_machine.pop(self._process, None)
-        gone = (process for process, told in of_machine.items() if identity.is_gone(told))
+        told = self._told(self._machine).items()
+        gone = (each for each, its in told if each != self._process and identity.is_gone(its))
         now = PROGRESS.now
         # Before the first call JAX itself waits for all, to count their devices.
         waits = now.waits if now.calls else int(_jax.backend_has_begun())
@@ -173,7 +278,7 @@ class _Watch:
         )
 
     def _told(self, below: str) -> dict[int, str]:
-        """What each process has told, by its number; whatever else is there is left out."""
+        """Return what each process has told, by its number, and nothing else that is there."""
         found = _jax.kv_get_dir(f"{_FOLDER}/{below}/")
         numbers = {str(process) for process in range(self._number)}
         return {int(key): text for key, text in found.items() if key in numbers}
@@ -202,9 +307,10 @@ class _Watch:
         self._stacks = _stacks()
         own_end = PROGRESS.now.state is not State.RUNNING and verdict.process == self._process
         if self._process == 0:
-            self._tell("first/verdict", verdict)
-            with contextlib.suppress(Exception):
-                self._wait_for_others(verdict)
+            _tell("first/verdict", verdict)
+            if verdict.kind is not Kind.DONE:
+                with contextlib.suppress(Exception):
+                    self._wait_for_others(verdict)
         self._over = True
         if verdict.kind is Kind.DONE or own_end:
             self._released.set()
@@ -212,9 +318,7 @@ class _Watch:
             self._leave(verdict)
 
     def _wait_for_others(self, verdict: Verdict) -> None:
-        """Let the others leave, each with its own code, which it loses if this one is gone."""
-        if verdict.kind is Kind.DONE:
-            return
+        """Let the others leave, each with its own code, which it loses once this one is gone."""
         began, told = time.monotonic(), self._told(self._machine)
         least = _FAREWELL_SECONDS if len(told) < self._number else 0
         silent = verdict.process if verdict.kind is Kind.SILENT else 0
@@ -242,7 +346,7 @@ class _Watch:
         self._leave(self._verdict or Verdict.of(Kind.DIED, 0, "died"))
 
     def _at_exit(self) -> None:
-        """Wait for the others, which may need this process; keep its exit code."""
+        """Wait for the others, which may need this process, and keep its exit code."""
         was_over = self._over
         # Python has printed an exception that nobody caught.
         failed: Any = getattr(sys, "last_type", None)
@@ -254,9 +358,9 @@ class _Watch:
             self._released.wait()
         if was_over or (self._verdict is not None and self._verdict.kind is Kind.DONE):
             return
-        # JAX would now wait for the others, some of which wait for this one.
+        # Now JAX would wait for the others, some of which wait for this one.
         if failed is None:
-            # As usual: Python ends, and runs no more functions. If the coordinator goes before, the
+            # Python ends as usual, and runs no more functions. If the coordinator goes before, the
             # abort waits in C for as many seconds as the number of its signal, which is 6.
             _on_abort(ctypes.cast(ctypes.CDLL(None).sleep, ctypes.c_void_p))
             _jax.abandon_coordination()
@@ -269,7 +373,7 @@ class _Watch:
 
 
 def _leave(process: int, verdict: Verdict, stood: str | None = None) -> None:
-    """End this process, with a word on why, and if one stands still, on where this one stood."""
+    """End this process, and say why; if a process stands still, say where this one stood, too."""
     _LEAVING.acquire()
     # The main thread may hold the lock of a stream.
     flushing = threading.Thread(target=_flush, daemon=True)
@@ -280,13 +384,13 @@ def _leave(process: int, verdict: Verdict, stood: str | None = None) -> None:
         # The main thread may have printed a part of a line.
         line = f"\n{stood or _stacks()}\n{line}"
     error = 2
-    # The main thread may be printing what it met since the others left: the word comes last.
+    # The main thread may be printing what it met since the others left: this line comes last.
     with contextlib.suppress(OSError):
         error = os.dup(2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     with contextlib.suppress(OSError):
         os.write(error, f"{line}\n".encode())
-    # Exit codes alone would not tell who left because of whom.
+    # Exit codes alone would not tell which process left because of which.
     tell_launcher(process, str(verdict))
     os._exit(verdict.code)
 
@@ -300,7 +404,7 @@ def tell_launcher(process: int, what: str) -> None:
 
 
 def told_launcher(file: str | None = None) -> list[tuple[str, str]]:
-    """What processes have told their launcher: the number of each, and its text."""
+    """Return what processes have told their launcher: the number of each, and its text."""
     try:
         lines = Path(file or os.environ[VERDICTS]).read_text("utf-8", "replace").splitlines()
     except (KeyError, OSError):
@@ -309,7 +413,7 @@ def told_launcher(file: str | None = None) -> list[tuple[str, str]]:
 
 
 def answers(address: str) -> bool:
-    """Whether something listens at ``host:port``."""
+    """Return whether something listens at ``host:port``."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
@@ -324,11 +428,11 @@ def _flush() -> None:
             stream.flush()
 
 
-# Where the threads of this process stand, for the report of a stall. It opens no file.
+# Where the threads of this process stand, for the report of a stall. Nothing here opens a file.
 
 
 def _place() -> str:
-    """The line of the user's code at which the main thread stands, such as ``train.py:41``."""
+    """Return the line of the user's code where the main thread stands, such as ``train.py:41``."""
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = [each for each, _ in traceback.walk_stack(innermost)] if innermost else []
     is_the_users = lambda each: not each.f_code.co_filename.startswith(_NOT_THE_USERS)
@@ -336,12 +440,12 @@ def _place() -> str:
     if frame is None:
         return ""
     name = os.path.basename(frame.f_code.co_filename)
-    # Others print it.
+    # Other processes print it.
     return f"{name[-60:] if name.isprintable() else '_'}:{frame.f_lineno}"
 
 
 def _stacks() -> str:
-    """The stacks of all threads but those of the watch, each from its innermost frame on."""
+    """Return the stacks of all threads but those of the watch, the innermost frames first."""
     main = threading.main_thread().ident
     lines = []
     for thread, frame in sys._current_frames().items():
@@ -353,7 +457,7 @@ def _stacks() -> str:
 
 
 def _on_abort(handler: ctypes.c_void_p) -> None:
-    """What is called when the process is about to abort; if it returns, the process aborts."""
+    """Set the C function that runs when the process is about to abort, and then aborts."""
     library = ctypes.CDLL(None)
     library.signal.restype = ctypes.c_void_p
     library.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)

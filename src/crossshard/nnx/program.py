@@ -28,7 +28,7 @@ from crossshard._check import is_number
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, check_same_program, processes_of
-from crossshard.distributed.progress import PROGRESS
+from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.gradients.nesting import watching_constants
 from crossshard.jaxprs.walk import varying_axes_of_outputs

@@ -19,7 +19,7 @@ from crossshard import _check, _jax, _mesh
 from crossshard._annotations import PyTree
 from crossshard._check import is_number
 from crossshard.distributed.agreement import processes_of
-from crossshard.distributed.progress import PROGRESS, entering
+from crossshard.distributed.watch import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
 from crossshard.nnx.per_shard import by_row
 from crossshard.nnx.program import (

@@ -81,14 +81,14 @@ class AtUse:
     # ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
     # later.
     before: Any = dataclasses.field(default=None, compare=False)
-    # What sends gradients in few bits, the number to divide them by before, and for each parameter
-    # what was held back of its gradient so far; ``None`` to send them in ``reduce_dtype``.
+    # Sends gradients in few bits, after a division by ``divisor``, with the residual of each
+    # parameter in ``held``; ``None`` to send them in ``reduce_dtype``.
     few_bits: FewBits | None = None
     divisor: int = 1
     held: Any = dataclasses.field(default=None, compare=False)
-    # How the loss is computed again; ``None`` the first time.
+    # How the loss is computed again, if something was not finite; ``None`` the first time.
     rerun: Rerun | None = dataclasses.field(default=None, compare=False)
-    # What sends in the place of collectives, outside of ``shard_map``.
+    # Replaces collectives outside ``shard_map``; ``None`` inside.
     by_xla: ByXLA | None = None
 
     def whole(self, params: Any) -> Any:
@@ -161,11 +161,11 @@ class AtUse:
         loss_scale: Any,
         others: Sequence[Any],
     ) -> tuple[Any, Any, tuple[bool, ...], Sequence[Any], Any]:
-        """``(loss, aux)`` of a function of parameters and further arrays, and its gradients.
+        """Return ``(loss, aux)`` of a function of parameters and further arrays, and its gradients.
 
-        Those of the parameters, as they rest, are whole and local, or this shard's slice of the
-        sum: for each it is said whether it is that, unless none is. Further arrays are whole. Last
-        is what is held back of each gradient.
+        The gradient of a parameter is full and local, or this shard's slice of the sum. The third
+        result tells for each whether it is the latter, and is empty if none is. Then come the
+        gradients of further arrays, which are full, and the next residuals.
         """
         leaves, tree = jax.tree.flatten(params)
         unread = self.unread or (False,) * len(leaves)
@@ -221,7 +221,7 @@ class AtUse:
         for place, gradient in zip(read, found, strict=True):
             gradients[place] = gradient
         early = tuple(place in late for place in range(len(leaves))) if late else ()
-        # What the loss does not use is not sent, and stays held back.
+        # The residual of a row that the loss does not use is not sent, and stays.
         after: Any = None if self.held is None else list(self.held)
         for place, (new, is_used) in of_held.items():
             if turns[place] != math.prod(self.partitions[place].shape):
@@ -269,7 +269,7 @@ class AtUse:
         return jnp.zeros(self._shape(self.partitions[place]), wide(x.dtype))
 
     def _held(self, place: int) -> tuple[jax.Array, jax.Array]:
-        """What is held back of a gradient, and zeros: for each row, or for all, if it is sent."""
+        """Return the residual of a gradient, and a zero for each row, or one: 1 once it is sent."""
         rows = self.partitions[place].shape[: self.partitions[place].row is not None]
         return self.held[place], jnp.zeros(rows)
 
@@ -365,7 +365,7 @@ class Transfer:
         return self.at_use.gather([value], [self.partition], [self.dtype])[0]
 
     def backward(self, gradient: jax.Array, kept: "Kept") -> tuple[jax.Array, Any]:
-        """This shard's slice of the sum of all shards' gradients; and what is held back."""
+        """Return this shard's slice of the sum of all gradients, and the next residual."""
         at_use, rerun, after = self.at_use, kept.shared["rerun"], None
         with jax.named_scope("reduce"):
             sent = self._sent(gradient, kept.shared, kept.before)
@@ -397,7 +397,7 @@ class Transfer:
         weighed = to_average(gradient, weight)
         if self.at_use.few_bits is None:
             return as_sent(weighed, self.at_use.reduce_dtype)
-        # What is held back is in units of the mean.
+        # Residuals are in units of the mean.
         return widen(weighed) / (self.at_use.divisor if shared["weight"] is None else 1)
 
     def product(self, x: jax.Array, how: Mapping[str, Any]) -> Product | None:
@@ -438,7 +438,7 @@ class Transfer:
     def backward_of_product(
         self, how: Product, kept: "Kept", gradient: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        """The gradient of ``x``, and as ``backward``."""
+        """Return the gradient of ``x``, and what ``backward`` returns."""
         x, whole, shards = kept.x, kept.whole, self.at_use.shards
         shared, before = kept.shared, kept.before
         if not shards.in_rings or self.at_use.few_bits is not None:
@@ -460,15 +460,15 @@ class Kept(NamedTuple):
 
     x: Any  # what it is multiplied with, and the parameter in full; ``None`` without a product
     whole: Any
-    held: Any  # what is held back of its gradient so far; ``None`` if all of it is sent
+    held: Any  # its residual, see ``AtUse._held``; ``None`` without error feedback
     shared: Any  # see ``Leaf``
     before: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _use(transfer: Transfer, how: Product | None, value: Any, slot: Any, kept: Kept) -> jax.Array:
-    """The parameter in full, or its product with ``kept.x``; its gradient is what ``slot`` gets."""
-    return _use_forward(way, how, value, slot, kept)[0]
+    """Return the full parameter, or its product with ``kept.x``; ``slot`` gets its gradient."""
+    return _use_forward(transfer, how, value, slot, kept)[0]
 
 
 def _use_forward(
@@ -540,7 +540,7 @@ class Leaf(Deferred):
     def multiplied(self, x: jax.Array, how: Mapping[str, Any]) -> tuple[Self, jax.Array] | None:
         """The product with it, if its slices can go round beside it."""
         product = self.transfer.product(x, how)
-        # What reports needs its whole gradient at once.
+        # To report, the full gradient is needed at once.
         if product is None or self.shared["rerun"] is not None:
             return None
         value, slot = self.arrays["value"], self.arrays["slot"]

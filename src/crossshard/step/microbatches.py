@@ -33,8 +33,7 @@ class LocalResult(NamedTuple):
     # For each leaf of the gradient whether the backward pass has summed it over the shards; empty
     # if none is. See ``Gradients``.
     early: tuple[bool, ...] = ()
-    # For each leaf what the backward pass held back of its gradient, which it sent in few bits;
-    # ``None`` if it sent none.
+    # The next residual of each gradient, if the backward pass has sent some in few bits.
     held: Any = None
     # What else the aggregate is to sum, by name; ``None`` for what the loss makes of the others.
     sums: dict[str, Any] | None = None

@@ -12,7 +12,7 @@ import jax
 
 from crossshard import _check, _jax, _mesh
 from crossshard.distributed.agreement import check_same_program, compare, processes_of
-from crossshard.distributed.progress import PROGRESS
+from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.model.state import TrainState
 from crossshard.shards.batch_axes import resized

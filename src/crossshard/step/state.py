@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec, Sharding
 from crossshard import _check, _jax, _mesh
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
-from crossshard.distributed.progress import waiting
+from crossshard.distributed.watch import waiting
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointWarning
 from crossshard.model.layout import StateLayout, strong_copy
 from crossshard.model.model_state import check_initial

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Key, PyTree
 from crossshard._check import is_inexact
-from crossshard.distributed.progress import PROGRESS, entering, for_now
+from crossshard.distributed.watch import PROGRESS, entering, for_now
 from crossshard.errors import ArgumentError, ArgumentTypeError, NonfiniteError
 from crossshard.gradients.status import leaf_name
 from crossshard.guards import copy_state, differing, names_of_compared, report_divergence
