@@ -19,6 +19,12 @@ EACH = ROWS // SHARDS
 REMAT = layered.CASES["remat"].loss
 
 
+def assert_near(found: Any, want: Any) -> None:
+    """All arrays are equal but for the rounding of sums of their largest number."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * max(1, abs(np.asarray(b)).max()))
+
+
 def poisoned(*shards: int, value: float = np.nan, batch: int = 0) -> dict[str, Any]:
     """A batch in which one row of each of these shards has a target that is not finite."""
     bad = np.isin(np.arange(ROWS), [EACH * shard + 2 for shard in shards])
@@ -62,7 +68,7 @@ def test_the_others_train_as_one_device_on_their_rows(mode: str, value: float, s
     assert not bool(metrics["skipped"])
     assert int(after["nonfinite"].shard) == -1
     want, losses = on_one_device(REMAT, SGD, PARAMS, [of_others(bad, *shards), BATCHES[1]])
-    assert_close(state.params, want)
+    assert_near(state.params, want)
     np.testing.assert_allclose(float(metrics["loss"]), losses[0], rtol=1e-5)
 
 
@@ -173,12 +179,6 @@ def test_a_sum_that_overflows_is_told_from_summands_that_do():
 def held_back(state: Any) -> Any:
     """What all shards together have not sent yet of the mean, by parameter."""
     return jax.tree.map(lambda x: np.asarray(x).sum(0), state.opt_state.aggregate.residual)
-
-
-def assert_near(found: Any, want: Any) -> None:
-    """All arrays are equal but for the rounding of sums of their largest number."""
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * max(1, abs(np.asarray(b)).max()))
 
 
 def some_layers(params: Any, batch: Any) -> Any:
