@@ -13,6 +13,7 @@ from flax import nnx
 
 import crossshard
 from crossshard import CrossShardOptimizer, DynamicLossScale, make_train_step
+from tests.quick import deep
 from tests.step.common import assert_same
 
 N = 8
@@ -171,7 +172,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("weight_update", [deep("replicated"), "sharded"])
 @pytest.mark.parametrize("name", ["sgd", "lamb"])
 def test_a_step_with_every_option_off_is_the_same_program(name: str, weight_update: str):
     def text(**options: Any) -> str:

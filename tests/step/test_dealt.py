@@ -369,13 +369,14 @@ def test_it_sends_what_has_to_be_sent_in_two_large_collectives(name: str):
     assert sorted(large) == ["all-gather", "reduce-scatter"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "there",
     [
         {"num_shards": 3, "weight_update": "sharded"},
-        deep({"num_shards": N, "weight_update": "replicated"}),
-        deep({"num_shards": 1}),
-        deep({"num_shards": 4, "params": "sharded"}),
+        {"num_shards": N, "weight_update": "replicated"},
+        {"num_shards": 1},
+        {"num_shards": 4, "params": "sharded"},
     ],
     ids=str,
 )

@@ -209,9 +209,7 @@ def test_what_is_proven_needs_no_numbers(name: str):
 
 
 @pytest.mark.parametrize(("dtype", "shards"), deep_but([(BF16, 3)], [(BF16, 3), (F32, 2)]))
-@pytest.mark.parametrize(
-    "name", deep_but(["softmax in blocks of rows", "experts", "called back under vmap"], MODELS)
-)
+@pytest.mark.parametrize("name", deep_but(["experts", "called back under vmap"], MODELS))
 def test_a_kernel_runs_and_follows_one_device(name: str, shards: int, dtype: Any):
     is_proven, model, same = MODELS[name]
     step = step_of(model, dtype, shards)
@@ -335,7 +333,7 @@ def test_what_rows_have_in_common_is_found(name: str, size: float, dtype: Any):
 
 
 @pytest.mark.parametrize(
-    "where", deep_but(["scan", "cond"], ["scan", "while", "cond", "checkpoint", "jit"])
+    "where", deep_but(["cond"], ["scan", "while", "cond", "checkpoint", "jit"])
 )
 def test_an_operation_is_found_wherever_it_is(where: str):
     def model(of: Any, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -430,8 +428,9 @@ def test_rowwise_refuses_in_words(call: Any, said: str):
 # JAX's own kernels, in interpret mode.
 
 
-@pytest.mark.parametrize("dtype", deep_but([BF16], [BF16, F32]), ids=["bf16", "f32"])
-@pytest.mark.parametrize("name", deep_but(["RMS norm"], ["layer norm", "RMS norm", "attention"]))
+@pytest.mark.deep
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("name", ["layer norm", "RMS norm", "attention"])
 def test_kernels_of_jax_run(name: str, dtype: Any):
     from jax.experimental.pallas.ops.gpu import attention as gpu
     from jax.experimental.pallas.ops.gpu import layer_norm, rms_norm

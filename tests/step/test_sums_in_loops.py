@@ -84,11 +84,12 @@ SENT: dict[tuple[str, str], list[Any]] = {
         ("reduce-scatter", ALL, 1),
     ],
 }
-QUICK = [("replicated", "scan"), ("sharded", "scan"), ("rings", "remat"), ("rings", "remat, dots")]
+QUICK = [("replicated", "scan"), ("sharded", "scan"), ("rings", "remat")]
 QUICK += [("parts", name) for name in ("scan", "remat", "cond", "penalty")]
 OTHERS = ("replicated", "sharded", "rings")
 # Each with sharded parameters, and in one other way.
 EACH = [(mode, name) for k, name in enumerate(CASES) for mode in ("parts", OTHERS[k % 3])]
+EACH += [("rings", "remat, dots")]
 
 
 @pytest.mark.parametrize(("mode", "name"), deep_but(QUICK, dict.fromkeys(QUICK + EACH)))
@@ -369,7 +370,7 @@ def _shares_rows(h: Any, layers: Any) -> Any:
     return scanned(scanned(h, first), last)
 
 
-@pytest.mark.parametrize("run", [_shares_a_layer, _shares_rows])
+@pytest.mark.parametrize("run", [_shares_a_layer, deep(_shares_rows)])
 def test_rows_that_are_used_twice_count_microbatches_once(run: Any):
     loss = layered.through(run)
     step = step_of("parts", loss, accumulate_steps=2)
@@ -384,7 +385,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("how", WHOLE)
+@pytest.mark.parametrize("how", deep_but(["leaf by leaf"], WHOLE))
 def test_an_optimizer_that_needs_whole_arrays_gets_the_same_gradients(how: str):
     options = {"accumulate_steps": 2, "loss_scale": crossshard.DynamicLossScale(64.0)}
     step = step_of("parts", scan_loss, WHOLE[how], **options)
