@@ -30,7 +30,7 @@ from tests.quick import deep, deep_but
 
 HOW = ("replicated", "sharded", "parts")
 WAYS = [(1, "replicated"), *((n, how) for n in (2, 4, 8) for how in HOW)]
-QUICK = [(1, "replicated"), (2, "sharded"), (8, "sharded"), (4, "parts")]
+QUICK = [(2, "sharded"), (8, "sharded"), (4, "parts")]
 
 
 def saved(folder: Path, step: Any, state: Any, data: Any = None) -> None:
