@@ -214,7 +214,7 @@ def test_metrics_are_those_of_whole_arrays(names: list[str]):
         np.testing.assert_allclose(found[1]["param_norm"], norm, rtol=1e-5)
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "quarantine"])
+@pytest.mark.parametrize("nonfinite", [deep("skip"), "quarantine"])
 def test_a_shard_that_is_not_finite_is_quarantined_or_its_step_skipped(nonfinite: str):
     bad = {**BATCHES[0], "y": np.where(np.arange(24) == 3, np.nan, BATCHES[0]["y"])}
     step = params_sharded(nonfinite=nonfinite)

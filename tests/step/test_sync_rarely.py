@@ -279,6 +279,7 @@ def test_the_bytes_of_a_step_and_of_a_synchronisation(name: str):
         assert found == pytest.approx(part * SIZE, rel=0.03 if "bits" in name else 0.01, abs=100)
 
 
+@pytest.mark.deep
 def test_thirty_steps_and_four_bits_are_a_two_hundredth():
     plain = make_train_step(loss_fn, optax.sgd(0.1), num_shards=N, weight_update="replicated")
     always, seldom = sent_by(step_of(8, sync_every=30, outer_reduce_dtype="int4"))
@@ -540,6 +541,7 @@ def test_other_options_change_nothing(options: Any):
     assert_close(got, want)
 
 
+@pytest.mark.deep
 def test_parameters_may_be_split_over_other_axes():
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     to = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
