@@ -1,5 +1,6 @@
 """Gives every test eight virtual CPU devices, and makes our own warnings errors."""
 
+import gc
 import importlib.metadata
 import os
 import re
@@ -72,6 +73,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, thing in vars(errors).items():
         if isinstance(thing, type) and issubclass(thing, Warning):
             config.addinivalue_line("filterwarnings", f"error::{errors.__name__}.{name}")
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was imported out of every later collection of garbage, a tenth of all time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -203,6 +203,7 @@ print(len(nnx.state(opt)["state"]), len(opt.variables()))
     assert ran.stdout.split("\n")[:2] == ["False", "1 5"]
 
 
+@pytest.mark.deep
 def test_an_optimizer_that_flax_came_after_is_no_attribute_of_a_module():
     script = """
 import crossshard, optax

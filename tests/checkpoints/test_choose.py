@@ -18,6 +18,7 @@ from crossshard.errors import (
     CheckpointWarning,
 )
 from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, step_on, trained, write
+from tests.quick import deep
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +178,7 @@ def test_a_remote_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 # Beside a run that writes.
 
 
-@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("pinned", [False, deep(True)])
 def test_what_is_deleted_while_it_is_read_is_not_damaged(
     pinned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

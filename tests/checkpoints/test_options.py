@@ -132,7 +132,7 @@ AND_BACK = {
 @pytest.mark.parametrize(
     ("name", "optimizer", "update"),
     deep_but(
-        [("nonfinite", "sgd", "sharded"), ("several", "adam", "sharded")],
+        [("nonfinite", "sgd", "sharded")],
         itertools.product(ADDED, OPTIMIZERS, ["sharded", "replicated"]),
     ),
 )

@@ -14,6 +14,7 @@ from flax import nnx, serialization
 
 import crossshard
 from crossshard import CrossShardOptimizer
+from tests.quick import deep_but
 
 SHARDS = 4
 X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
@@ -136,7 +137,10 @@ def with_flax(folder: Path, old: Any, new: Any) -> None:
 WAYS = [with_arrays, with_types, with_flax]
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ["momentum", "statistics, streams, schedule", "groups"]
+
+
+@pytest.mark.parametrize("case", deep_but(QUICK, CASES))
 def test_new_ones_hold_all_of_it_and_go_on_with_the_same_bits(case: str, tmp_path: Path):
     old, new = trained(case), built(case)
     for way in WAYS:

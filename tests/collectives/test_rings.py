@@ -31,7 +31,10 @@ def normal(*shape: int) -> Any:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("factors", [(), (2, 2), (3, 2), (4, 2)])
+@pytest.mark.parametrize(
+    "factors",
+    [(), (4, 2), *(pytest.param(each, marks=pytest.mark.deep) for each in ((2, 2), (3, 2)))],
+)
 def test_values_and_gradients(form: str, factors: tuple[int, ...]):
     shape_of_x, shape_of_w, (of_x, of_w, axis) = FORMS[form]
     number = math.prod(factors) if factors else 4

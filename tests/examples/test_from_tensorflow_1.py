@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from examples.ways_in import record, tf1_port
+from tests.quick import deep_but
 from tests.test_docs import ROOT, blocks, run
 
 PAGE = ROOT / "docs" / "ways-in" / "from-tensorflow-1.md"
@@ -39,7 +40,7 @@ def test_eight_shards_train_as_tensorflow_on_one_device(kind: str):
         assert_same(losses, parameters_of(model), RECORDED[f"{kind}, eight shards"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", deep_but(["sgd"], KINDS))
 def test_with_incoming_scaled_it_is_as_it_was(kind: str):
     names: dict[str, Any] = {**vars(tf1_port), "__name__": "page"}
     (code,) = [code for code in blocks(PAGE, "python") if "def as_it_was" in code]

@@ -133,9 +133,10 @@ def same_bits(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
 
 EVERY = (batch_norm, clip, diloco, experts, language_model, lora, quarantine, same_bits)
 CASES = {each.__name__: each for each in EVERY}
+QUICK = ["batch_norm", "clip", "experts", "lora"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", deep_but(QUICK, CASES))
 @pytest.mark.parametrize("optimizer", deep_but({"sgd"}, OPTIMIZERS))
 def test_eight_shards_train_as_one_device_does(name: str, optimizer: str):
     found, wanted = CASES[name](load(name), OPTIMIZERS[optimizer])
@@ -154,6 +155,7 @@ def test_a_poisoned_shard_is_named(capsys: pytest.CaptureFixture[str]):
     )
 
 
+@pytest.mark.deep
 def test_a_plan_for_the_devices_that_are_here(capsys: pytest.CaptureFixture[str]):
     sizes = {"layers": 2, "width": 128, "words": 256}
     (plan,) = load("plan_a_pod").main(["cpu:2"], context=16, **sizes)

@@ -16,7 +16,7 @@ from tests.test_docs import ROOT, blocks
 PAGE = ROOT / "docs" / "guide" / "programs.md"
 NAMED = {each.name: each for each in PROGRAMS}
 # Of each way in one, and one that is refused at first.
-QUICK = {"lookahead", "nnx_gan", "ppo", "vae"}
+QUICK = {"lookahead", "ppo", "vae"}
 IN_SHARD_MAP = [name for name, each in NAMED.items() if "shard_map" in each.way]
 REFUSED = [name for name, each in NAMED.items() if each.refused]
 

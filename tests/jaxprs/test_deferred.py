@@ -12,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from crossshard.jaxprs.deferred import Deferred, Inside, evaluate
+from tests.quick import deep_but
 
 LAYERS = 3
 FLOAT = np.dtype(np.float32)
@@ -243,7 +244,15 @@ USES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", USES)
+# Programs that take long to compile, each like another one.
+SLOW = [
+    *("a gradient of all", "the same in each turn of a loop", "two turns at once", "two jits"),
+    *("a transpose apart", "what a loop stacks", "a policy around a loop", "a policy in a loop"),
+    *("converted in a turn", "all readers in a turn convert", "a gradient in a turn"),
+]
+
+
+@pytest.mark.parametrize("name", deep_but(lambda name: name not in SLOW, USES))
 def test_weights_are_used_where_they_are_read(name: str):
     function, expected, *options = USES[name]
     found = uses_of(function, **(options[0] if options else {}))

@@ -343,7 +343,7 @@ def check(program: Program, last: int, rows: int, shards: int, *, sums: bool = F
 @pytest.mark.parametrize(
     ("number", "sums"),
     [
-        (5, False),
+        pytest.param(5, False, marks=pytest.mark.deep),
         (5, True),
         pytest.param(1000, False, marks=pytest.mark.deep),
         pytest.param(1000, True, marks=pytest.mark.deep),

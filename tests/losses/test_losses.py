@@ -9,7 +9,7 @@ from tests.losses.table import CASES
 from tests.quick import deep_but
 
 NAMES = list(CASES)
-QUICK, FEW = set(NAMES[::6]), set(NAMES[::20])
+QUICK, FEW = set(NAMES[::12]), set(NAMES[::40])
 # Each form of each case in float32, and one form of each in fewer bits; `python -m tests.losses`
 # tries each dtype on each number of shards.
 PLACES, OTHERS = (3, 8, 2), [("mixed", 8), ("bfloat16", 2)]

@@ -1,5 +1,6 @@
 """The losses of public training code: on any number of shards as on one device, or refused."""
 
+import functools
 from typing import Any
 
 import jax
@@ -15,12 +16,23 @@ from tests.step.common import assert_close
 
 STEPS, RATE = 2, 0.3
 
+QUICK = ["easylm", "flax gemma", "maxtext experts", "qwix, one scale", "tunix dpo"]
+
+
+def named(has: Any = lambda published: True) -> Any:
+    """Those of the losses that have something, of which few are quick."""
+    names = [name for name, published in PUBLISHED.items() if has(published)]
+    return pytest.mark.parametrize("name", deep_but(QUICK, names))
+
+
 of_losses = pytest.mark.parametrize("name", PUBLISHED)
 of_shards = pytest.mark.parametrize("shards", deep_but([3], (3, 8)))
 
 
-def on_one_device(loss: Any, batch: Any) -> tuple[list[float], Any]:
+@functools.cache
+def on_one_device(name: str) -> tuple[list[float], Any]:
     """The losses, and the parameters after steps of plain SGD on the whole batch."""
+    loss, batch = PUBLISHED[name].as_published, PUBLISHED[name].batch
     params, losses = jax.tree.map(jax.numpy.asarray, PARAMS), []
     step = jax.jit(jax.value_and_grad(loss))
     for _ in range(STEPS):
@@ -48,13 +60,12 @@ def run_or_refusal(*args: Any, **options: Any) -> tuple[Any, str]:
 
 
 def check(found: tuple[list[float], Any], name: str) -> None:
-    published = PUBLISHED[name]
-    losses, params = on_one_device(published.as_published, published.batch)
+    losses, params = on_one_device(name)
     np.testing.assert_allclose(found[0], losses, rtol=2e-6, atol=2e-6)
     assert_close(found[1], params, atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if not PUBLISHED[name].by_rows])
+@named(lambda published: not published.by_rows)
 def test_none_is_trivial(name: str):
     """The mean of the shards' losses is another number, unless the loss passes as it is."""
     published = PUBLISHED[name]
@@ -62,7 +73,7 @@ def test_none_is_trivial(name: str):
     if published.passes is True:
         check(found, name)
     else:
-        losses, _ = on_one_device(published.as_published, published.batch)
+        losses, _ = on_one_device(name)
         assert abs(found[0][0] / losses[0] - 1) > 1e-3
 
 
@@ -78,13 +89,13 @@ def test_as_it_is_it_passes_or_is_refused(name: str, shards: int):
         assert published.passes in refusal
 
 
-@of_losses
+@named()
 def test_over_the_batch_it_passes_as_it_is(name: str):
     published = PUBLISHED[name]
     check(run(published.as_published, published.batch, 3, loss_over="batch"), name)
 
 
-@pytest.mark.parametrize("name", [name for name, x in PUBLISHED.items() if x.weight is not None])
+@named(lambda published: published.weight is not None)
 @of_shards
 def test_with_a_weight(name: str, shards: int):
     published = PUBLISHED[name]
@@ -94,7 +105,7 @@ def test_with_a_weight(name: str, shards: int):
     check(found, name)
 
 
-@pytest.mark.parametrize("name", [name for name, x in PUBLISHED.items() if x.with_means])
+@named(lambda published: published.with_means)
 @of_shards
 def test_with_means(name: str, shards: int):
     published = PUBLISHED[name]

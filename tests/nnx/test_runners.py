@@ -524,8 +524,8 @@ def test_collectives_that_jax_cannot_type(collective: Any):
     [
         ({"slice": 2, "chip": 4}, AxisType.Explicit, "split"),
         deep(({"slice": 2, "chip": 4}, AxisType.Explicit, "host")),
-        ({"slice": 2, "chip": 4}, AxisType.Auto, "split"),
-        ({"data": 8}, AxisType.Auto, "host"),
+        deep(({"slice": 2, "chip": 4}, AxisType.Auto, "split")),
+        deep(({"data": 8}, AxisType.Auto, "host")),
     ],
 )
 def test_on_the_mesh_that_is_set(shape: Any, kind: AxisType, how: str):

@@ -79,7 +79,7 @@ COPIES = {
 @pytest.mark.parametrize(
     ("name", "copied"),
     deep_but(
-        lambda case: case == ("sgd", "clone") or case[0] == "adam",
+        lambda case: case in (("sgd", "clone"), ("adam", "deepcopy"), ("adam", "split")),
         itertools.product(OPTIMIZERS, COPIES),
     ),
 )
@@ -222,9 +222,8 @@ BODIES = [looped, scanned, while_looped, branched, applied_in_a_branch, jitted]
     ("name", "around", "body"),
     deep_but(
         [
-            ("sgd", in_a_runner, looped),
-            *itertools.product(["adam"], [in_a_runner], BODIES),
-            *itertools.product(["adam"], [in_jit], [scanned, applied_in_a_branch]),
+            *itertools.product(["adam"], [in_a_runner], [looped, scanned, branched, jitted]),
+            *itertools.product(["adam"], [in_jit], [applied_in_a_branch]),
         ],
         itertools.product(OPTIMIZERS, [in_a_runner, in_jit], BODIES),
     ),

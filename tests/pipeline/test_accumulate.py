@@ -16,6 +16,7 @@ from flax import nnx
 
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
+from tests.quick import deep
 from tests.step.common import assert_same, sgd_step, shard_map_of
 
 N, K = 4, 3
@@ -58,7 +59,7 @@ def test_only_the_last_call_sends_read_from_the_program():
     assert " conditional(" in entry
 
 
-@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("weight_update", [deep("replicated"), "sharded"])
 def test_a_step_sends_as_much_as_without_microbatches(weight_update: str):
     params, x = {"w": np.zeros((64, 32), np.float32)}, np.ones((N * 8, 64), np.float32)
     loss = lambda p, x: ((x @ p["w"]) ** 2).mean()

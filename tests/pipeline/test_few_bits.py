@@ -22,7 +22,7 @@ from crossshard.collectives.few_bits import DTYPES, LANES, Codec
 from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
 from crossshard.pipeline import Quantized
 from tests.pipeline.ways import trained
-from tests.quick import deep_but
+from tests.quick import deep, deep_but
 from tests.reference.pipeline_model import FEW_BITS, each_row, to_few_bits
 from tests.step.common import assert_close, sgd_step, train
 
@@ -140,7 +140,7 @@ def check_sum(step: Any, state: Any, steps: int, divisor: int) -> None:
 @pytest.mark.parametrize("reduction", deep_but(("mean",), ["mean", "sum"]))
 @pytest.mark.parametrize(
     "wire",
-    deep_but(lambda wire: wire in ("int8", "int4", {"host": "int4", "chip": "int8"}), WIRES),
+    deep_but(lambda wire: wire in ("int4", {"host": "int4", "chip": "int8"}), WIRES),
     ids=str,
 )
 def test_what_is_sent_and_what_is_held_back_are_the_sum(how: str, wire: Any, reduction: str):
@@ -151,7 +151,8 @@ def test_what_is_sent_and_what_is_held_back_are_the_sum(how: str, wire: Any, red
     check_sum(step, state, STEPS, N if reduction == "mean" else 1)
 
 
-@pytest.mark.parametrize("grouped", deep_but([True], [False, True]))
+@pytest.mark.deep
+@pytest.mark.parametrize("grouped", [False, True])
 def test_each_way_in_sends_the_same(grouped: bool):
     groups = [[0, 3, 5, 6], [1, 2, 4, 7]] if grouped else None
     batches = [{name: x[t][:, None] for name, x in G.items()} for t in range(STEPS)]
@@ -174,18 +175,22 @@ def test_arrays_that_are_split_over_a_model_axis(how: str):
     check_sum(step, state, STEPS, N)
 
 
-def test_chance_does_not_part_the_copies():
-    # What several shards send alike, on the way back from outer tiers, they must round alike.
-    wire = Quantized("int4", "stochastic")
-    for wires in (wire, {"host": Quantized("int8", "stochastic"), "chip": wire}):
-        step = make_train_step(
-            loss_fn, optax.sgd(1.0), mesh=MESH, reduce_dtype=wires, **HOW["replicated"]
-        )
-        state = train(step, step.init(PARAMS), map(batch_of, range(2)))
-        copies = [np.array(shard.data) for shard in state.params["w"].addressable_shards]
-        for copy in copies:
-            np.testing.assert_array_equal(copy, copies[0])
-        check_sum(step, state, 2, N)
+BY_CHANCE = Quantized("int4", "stochastic")
+
+
+# What several shards send alike, on the way back from outer tiers, they must round alike.
+@pytest.mark.parametrize(
+    "wires", [deep(BY_CHANCE), {"host": Quantized("int8", "stochastic"), "chip": BY_CHANCE}]
+)
+def test_chance_does_not_part_the_copies(wires: Any):
+    step = make_train_step(
+        loss_fn, optax.sgd(1.0), mesh=MESH, reduce_dtype=wires, **HOW["replicated"]
+    )
+    state = train(step, step.init(PARAMS), map(batch_of, range(2)))
+    copies = [np.array(shard.data) for shard in state.params["w"].addressable_shards]
+    for copy in copies:
+        np.testing.assert_array_equal(copy, copies[0])
+    check_sum(step, state, 2, N)
 
 
 def test_without_error_feedback_nothing_is_kept_and_the_error_stays():
@@ -208,7 +213,7 @@ def test_one_shard_sends_nothing_and_rounds_nothing():
         np.testing.assert_array_equal(x, -batch_of(0, 1)[name][0])
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", deep_but(("params sharded",), HOW))
 @pytest.mark.parametrize(
     ("dtype", "most"), deep_but((("int4", 0.14),), [("int8", 0.27), ("int4", 0.14)])
 )

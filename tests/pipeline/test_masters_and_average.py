@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
+from tests.quick import deep
 from tests.reference.pipeline_model import round_to
 from tests.step.common import sgd_step, train
 
@@ -32,7 +33,7 @@ def loss_fn(w: Any, x: Any) -> jax.Array:
 
 
 @both
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", deep("float16")])
 def test_what_the_user_sets_is_not_undone(dtype: str, weight_update: str):
     step = sgd_step(loss_fn, RATE, N, weight_update=weight_update, master_dtype="float32")
     state = train(step, step.init(jnp.asarray(W, dtype)), X[:2])

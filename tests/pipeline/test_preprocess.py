@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
 from crossshard.errors import ArgumentError, NestedReductionError, ShardContextError
+from tests.quick import deep
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(40, 32)).astype(np.float32)
@@ -28,7 +29,7 @@ def tracing(**options):
     return CrossShardOptimizer(optax.sgd(0.1), preprocess=optax.trace(0.9), **options)
 
 
-@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("weight_update", [deep("replicated"), "sharded"])
 def test_its_state_is_one_per_shard_and_goes_to_another_number_of_shards(weight_update):
     inner = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.1))
     opt = CrossShardOptimizer(inner, preprocess=optax.trace(0.9))

@@ -13,6 +13,7 @@ from flax import nnx
 
 import crossshard
 from crossshard import CrossShardOptimizer, DynamicLossScale, make_train_step
+from tests.quick import deep
 from tests.step.common import assert_same
 
 N = 8
@@ -60,7 +61,7 @@ def half() -> dict[str, jax.Array]:
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), W)
 
 
-@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("weight_update", ["replicated", deep("sharded")])
 def test_a_state_goes_from_eight_shards_to_four_and_on(weight_update: str):
     eight, four = step_of(8, weight_update), step_of(4, weight_update)
     state = eight.init(half())
@@ -86,7 +87,9 @@ def test_a_state_goes_from_eight_shards_to_four_and_on(weight_update: str):
     np.testing.assert_allclose(here["grad_norm"], moved["grad_norm"], rtol=1e-2)
 
 
-@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    "how", [deep(copy.copy), deep(copy.deepcopy), lambda x: pickle.loads(pickle.dumps(x))]
+)
 def test_a_state_is_copied_and_pickled(how: Any):
     step = step_of(N, "sharded")
     state, _ = step(step.init(half()), batch_of(N))
@@ -171,7 +174,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize("weight_update", [deep("replicated"), "sharded"])
 @pytest.mark.parametrize("name", ["sgd", "lamb"])
 def test_a_step_with_every_option_off_is_the_same_program(name: str, weight_update: str):
     def text(**options: Any) -> str:

@@ -269,7 +269,7 @@ def test_a_skipped_step_is_compared_again():
     assert seen == [(0, False), (1, True), (1, False)]
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 8])
+@pytest.mark.parametrize("number", [deep(1), 2, 3, deep(8)])
 def test_a_majority_is_more_than_half(number: int):
     # Words whose bits are among those of others, so that the bits alone have a majority.
     words = np.random.default_rng(number).choice(

@@ -38,7 +38,7 @@ def params_of() -> dict[str, jax.Array]:
 @pytest.mark.parametrize(
     ("optimizer", "place", "virtual", "shards"),
     [
-        (optax.sgd(0.1), {"weight_update": "sharded"}, 8, 2),
+        deep((optax.sgd(0.1), {"weight_update": "sharded"}, 8, 2)),
         (optax.contrib.muon(1e-2), {"params": "sharded"}, None, 2),
         deep((optax.sgd(0.1), {"params": "sharded"}, None, 8)),
         deep((optax.contrib.muon(1e-2), {"weight_update": "sharded"}, 8, 8)),

@@ -62,6 +62,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_processes("step.test_processes", tmp_path_factory.mktemp("processes"))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ROWS)
 def test_processes_step_as_one_device_on_the_whole_batch(found: list[Any], kind: str):
     loss, params, values = train(kind, 0, 1, 1)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from crossshard import shard
 from crossshard.errors import ArgumentError
+from tests.quick import deep
 from tests.step.common import sgd_step
 
 X = np.ones((8, 4), np.float32)
@@ -32,8 +33,8 @@ def step_of(key_of: Any, num_shards: int = 8) -> Any:
 @pytest.mark.parametrize(
     ("wrap", "key_of"),
     [
-        (lambda key: {"rng": key}, lambda state: state["rng"]),
-        (lambda key: {"rngs": {"dropout": key}}, lambda state: state["rngs"]["dropout"]),
+        deep((lambda key: {"rng": key}, lambda state: state["rng"])),
+        deep((lambda key: {"rngs": {"dropout": key}}, lambda state: state["rngs"]["dropout"])),
         (lambda key: {"layer": {"seed": key}}, lambda state: state["layer"]["seed"]),
     ],
 )
@@ -47,7 +48,7 @@ def test_a_raw_key_that_is_called_so_follows_the_typed_one(wrap: Any, key_of: An
     )
 
 
-@pytest.mark.parametrize("make", [jax.random.PRNGKey, jax.random.key])
+@pytest.mark.parametrize("make", [jax.random.PRNGKey, deep(jax.random.key)])
 def test_keys_stay_different_and_are_made_so_again_on_another_number_of_shards(make: Any):
     step, fewer = (step_of(lambda state: state["rng"], number) for number in (8, 2))
     state = step.init(W, model_state={"rng": make(1)})
@@ -87,7 +88,7 @@ class Noisy(nnx.Module):
         return (x @ self.w[...]).mean() + 0 * noise[0].sum(), jnp.stack(noise)
 
 
-@pytest.mark.parametrize("make", [jax.random.PRNGKey, jax.random.key])
+@pytest.mark.parametrize("make", [jax.random.PRNGKey, deep(jax.random.key)])
 def test_modules_with_raw_keys(make: Any):
     step = sgd_step(lambda m, x: m(x), 0.1, 8, has_aux=True)
     _, metrics = step(step.init(Noisy(make(0))), X)

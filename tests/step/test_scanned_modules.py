@@ -67,7 +67,7 @@ class Stack(nnx.Module):
         return self.out(run(self.layers, h))[:, 0]
 
 
-@pytest.mark.parametrize("mode", deep_but(["replicated", "parts"], EXPECTED))
+@pytest.mark.parametrize("mode", deep_but(["parts"], EXPECTED))
 def test_nnx_layers(mode: str):
     step = step_of(mode, of_module, SGD)
     state = train(step, step.init(Stack()), BATCHES)
@@ -161,7 +161,11 @@ def _haiku(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", deep_but(["parts"], ["parts", "sharded"]))
-@pytest.mark.parametrize("module", [LinenStack(), hk.without_apply_rng(hk.transform(_haiku))])
+@pytest.mark.parametrize(
+    "module",
+    [LinenStack(), deep(hk.without_apply_rng(hk.transform(_haiku)))],
+    ids=["linen", "haiku"],
+)
 def test_functional_layers(module: Any, mode: str):
     params = module.init(jax.random.key(0), jnp.zeros((1, WIDTH)))
     loss = lambda params, batch: of_module(functools.partial(module.apply, params), batch)

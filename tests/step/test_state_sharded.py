@@ -166,7 +166,7 @@ def bits(step: Any, state: Any) -> list[bytes]:
     ("other", "optimizer"),
     [
         ("8 sharded", "adamw"),
-        ("2 replicated", "sgd"),
+        deep(("2 replicated", "sgd")),
         *(deep((other, "adamw")) for other in [*PLACEMENTS][1:]),
         *(deep((other, "lamb")) for other in ("3 sharded", "4 with a sharded update")),
     ],
@@ -225,6 +225,7 @@ def test_a_padded_state_is_refused_until_it_is_unsharded():
     assert_same(step.reshard(other.unshard(state)).params, odd)
 
 
+@pytest.mark.deep
 def test_parts_go_between_splits_of_a_model():
     specs = {"layers": P(None, "data", "model"), "out": P("model", "data")}
     meshes = [mesh_of(4, "data", "model"), mesh_of(2, "data", "model"), mesh_of(8, "data")]

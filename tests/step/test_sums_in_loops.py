@@ -84,11 +84,12 @@ SENT: dict[tuple[str, str], list[Any]] = {
         ("reduce-scatter", ALL, 1),
     ],
 }
-QUICK = [("replicated", "scan"), ("sharded", "scan"), ("rings", "remat"), ("rings", "remat, dots")]
+QUICK = [("replicated", "scan"), ("sharded", "scan"), ("rings", "remat")]
 QUICK += [("parts", name) for name in ("scan", "remat", "cond", "penalty")]
 OTHERS = ("replicated", "sharded", "rings")
 # Each with sharded parameters, and in one other way.
 EACH = [(mode, name) for k, name in enumerate(CASES) for mode in ("parts", OTHERS[k % 3])]
+EACH += [("rings", "remat, dots")]
 
 
 @pytest.mark.parametrize(("mode", "name"), deep_but(QUICK, dict.fromkeys(QUICK + EACH)))
@@ -274,7 +275,7 @@ def test_layers_that_are_dealt_out_over_another_axis():
     same_as_one_device(step, scan_loss, params=params, placed=placed, atol=2e-6)
 
 
-@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
+@pytest.mark.parametrize("mode", [*map(deep, ("replicated", "sharded")), "parts"])
 @pytest.mark.parametrize("axis", [1, deep(2)])
 def test_layers_may_be_split_over_another_axis_too(mode: str, axis: int):
     over = P(*("model" if place == axis else None for place in range(3)))
@@ -341,7 +342,7 @@ def test_microbatches_are_added_up_before_the_one_sum(mode: str):
         assert report.ratio == pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
+@pytest.mark.parametrize("mode", ["replicated", *map(deep, ("sharded", "parts"))])
 def test_an_overflow_skips_the_step_and_a_scaled_loss_trains(mode: str):
     scale = crossshard.DynamicLossScale(2.0**10)
     step = step_of(mode, scan_loss, accumulate_steps=3, loss_scale=scale)
@@ -369,7 +370,7 @@ def _shares_rows(h: Any, layers: Any) -> Any:
     return scanned(scanned(h, first), last)
 
 
-@pytest.mark.parametrize("run", [_shares_a_layer, _shares_rows])
+@pytest.mark.parametrize("run", [_shares_a_layer, deep(_shares_rows)])
 def test_rows_that_are_used_twice_count_microbatches_once(run: Any):
     loss = layered.through(run)
     step = step_of("parts", loss, accumulate_steps=2)
@@ -384,7 +385,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("how", WHOLE)
+@pytest.mark.parametrize("how", deep_but(["leaf by leaf"], WHOLE))
 def test_an_optimizer_that_needs_whole_arrays_gets_the_same_gradients(how: str):
     options = {"accumulate_steps": 2, "loss_scale": crossshard.DynamicLossScale(64.0)}
     step = step_of("parts", scan_loss, WHOLE[how], **options)
@@ -397,7 +398,7 @@ DECAYS = optax.chain(optax.set_to_zero(), optax.add_decayed_weights(-0.01))
 
 @pytest.mark.parametrize(
     ("mode", "rest"),
-    [("sharded", DECAYS), ("parts", optax.set_to_zero()), deep(("replicated", DECAYS))],
+    [("sharded", DECAYS), deep(("parts", optax.set_to_zero())), deep(("replicated", DECAYS))],
 )
 def test_a_gradient_that_no_one_reads_is_neither_computed_nor_sent(mode: str, rest: Any):
     labels = {"layers": {"w": "off", "b": "on"}, "embed": "on", "out": "on", "scale": "off"}

@@ -104,12 +104,17 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "sharded": (4, {"params": "sharded"}),
     "quarantine": (4, {"nonfinite": "quarantine"}),
 }
-ALIKE = ("an entry, clipped", "an entry and an epsilon", "an entry, guarded", "a product")
+ALIKE = (
+    *("an entry, clipped", "an entry and an epsilon", "an entry, guarded", "an entry, at least 1"),
+    *("a product", "a product, at least 1", "words, equal in these batches"),
+    *("in a jitted function", "rows divided, and added", "unmasked above, guarded"),
+)
 QUICK = [("3", name) for name in RIGHT if name not in ALIKE]
-QUICK += [("8, microbatches", name) for name in ("an entry", "a mean of means", "a shifted mask")]
+QUICK += [("8, microbatches", "a mean of means")]
 # Each in one of the other ways, too.
 EACH = [([*WAYS][1 + place % 4], name) for place, name in enumerate(RIGHT)]
 EACH += [("3", name) for name in ALIKE]
+EACH += [("8, microbatches", name) for name in ("an entry", "a shifted mask")]
 
 
 @pytest.mark.parametrize(("way", "name"), deep_but(QUICK, dict.fromkeys(QUICK + EACH)))

@@ -58,7 +58,7 @@ assert_close = functools.partial(common.assert_close, atol=1e-6, rtol=1e-5)
 
 @pytest.mark.parametrize(
     ("name", "weight_update"),
-    [("sgd", "sharded"), ("clip", "sharded"), *(deep((n, "replicated")) for n in OPTIMIZERS)],
+    [deep(("sgd", "sharded")), ("clip", "sharded"), *(deep((n, "replicated")) for n in OPTIMIZERS)],
 )
 def test_a_pytree_of_which_a_part_is_trained(name: str, weight_update: str):
     kwargs = {"wrt": is_trained, "weight_update": weight_update}
@@ -123,7 +123,7 @@ def lora_loss(model: Any, batch: Any) -> jax.Array:
 @pytest.mark.parametrize(
     ("wrt", "kind", "optimizer"),
     [
-        (nnx.LoRAParam, nnx.LoRAParam, optax.sgd(0.1)),
+        deep((nnx.LoRAParam, nnx.LoRAParam, optax.sgd(0.1))),
         (lambda path, leaf: "lora" in path, nnx.LoRAParam, optax.adamw(0.1)),
         deep((nnx.All(nnx.Param, nnx.PathContains("lora")), nnx.LoRAParam, optax.sgd(0.1))),
         deep((nnx.Param, nnx.Param, optax.sgd(0.1))),
@@ -191,7 +191,7 @@ def leaving_alone(optimizer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "way", "weight_update"),
     [
-        ("sgd", "partition", "sharded"),
+        deep(("sgd", "partition", "sharded")),
         ("sgd", "after", "replicated"),
         ("adamw", "norm", "sharded"),
         deep(("adamw", "partition", "replicated")),

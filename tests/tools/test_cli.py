@@ -398,6 +398,7 @@ def test_json_of_a_plan_of_what_does_not_fit(run: Command):
     assert read["candidates"][0]["memory"]["parameters"] == 4 * 2**40
 
 
+@pytest.mark.deep
 def test_the_model_of_the_demo_in_a_clone(run: Command, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     done = run("plan", "examples.byte_lm.planned:planned", "--topology", "cpu:1", "--json")

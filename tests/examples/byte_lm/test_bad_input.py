@@ -9,6 +9,7 @@ import pytest
 
 from examples.byte_lm.__main__ import main
 from tests.examples.byte_lm.small import small_text
+from tests.quick import deep
 
 
 @pytest.fixture(autouse=True)
@@ -40,18 +41,18 @@ def everything_in(folder: Path) -> list[Path]:
     [
         ("--steps 0", "--steps .* 0"),
         ("--shards 0", "--shards .* 0"),
-        ("--shards -1", "--shards .* -1"),
+        deep(("--shards -1", "--shards .* -1")),
         ("--shards 9999", "9999 shards .* 1024"),
         ("--batch 12", "12 rows .* 8 shards.*--batch 8"),
-        ("--batch 20", "20 rows .* 8 shards.*--batch 16"),
+        deep(("--batch 20", "20 rows .* 8 shards.*--batch 16")),
         ("--batch 5", "5 rows .* 8 shards.*--batch 8"),
         ("--batch 0", "--batch .* 0"),
         ("--accumulate-steps 3 --batch 16", "16 rows .* 8 shards .* 3.*24"),
         ("--accumulate-steps 0", "--accumulate-steps .* 0"),
-        ("--weight --reduction sum", "weight.*SUM"),
+        deep(("--weight --reduction sum", "weight.*SUM")),
         ("--wrt nowhere/*", "wrt chooses none"),
         ("--metrics grad_norm speed", "'speed'.*grad_norm"),
-        ("--metrics learning_rate", "inject_hyperparams"),
+        deep(("--metrics learning_rate", "inject_hyperparams")),
         ("--reduce-dtype float16", "reduce_dtype must be bfloat16"),
         ("--ema 1.5", r"ema .* 1\.5"),
         ("--batch -8", "--batch .* -8"),
@@ -63,9 +64,9 @@ def everything_in(folder: Path) -> list[Path]:
         ("--learning-rate -1", "--learning-rate .* -1"),
         ("--learning-rate nan", "--learning-rate .* nan"),
         ("--optimizer adamm", "adamm.*adamw"),
-        ("--optimizer lbfgs", "optimizer.*line search"),
+        deep(("--optimizer lbfgs", "optimizer.*line search")),
         ("--optimizer nowhere:sgd", "nowhere"),
-        ("--optimizer only_small_ones:sgd", "ValueError, no embeddings"),
+        deep(("--optimizer only_small_ones:sgd", "ValueError, no embeddings")),
         ("--width 33", "32.*33"),
         ("--layers 0", "layer.*0"),
         ("--context 99999", "text.txt holds .* bytes.*--context"),
@@ -73,16 +74,16 @@ def everything_in(folder: Path) -> list[Path]:
         ("--data text.txt/below", "below: Not a directory"),
         ("--out full", "full holds files"),
         ("--out text.txt", "text.txt: File exists"),
-        ("--out text.txt/below", "below"),
-        ("--out /proc/crossshard", "/proc/crossshard"),
+        deep(("--out text.txt/below", "below")),
+        deep(("--out /proc/crossshard", "/proc/crossshard")),
         ("--save-every 5", "--save-every needs the folder of the run"),
         ("--resume", "--resume needs the folder of the run"),
         ("--save-every 0 --out out", "--save-every must be at least 1"),
         ("--profile --steps 6", "--profile traces the last three of 7 steps; got --steps 6"),
         ("--check-divergence 0", "check_divergence .*; got 0"),
-        ("--on-divergence repair", "on_divergence='repair' needs comparisons"),
+        deep(("--on-divergence repair", "on_divergence='repair' needs comparisons")),
         ("--nonfinite quarantine --reduction sum", "the reduction is SUM"),
-        ("--nonfinite raise --loss-scale dynamic", "Use nonfinite='skip'"),
+        deep(("--nonfinite raise --loss-scale dynamic", "Use nonfinite='skip'")),
     ],
 )
 def test_one_line_says_what_is_wrong(capsys, tmp_path, words, names):

@@ -172,6 +172,7 @@ def test_an_unknown_backend_of_matplotlib_does_no_harm():
     assert subprocess.run(words, env=unknown).returncode == 0
 
 
+@pytest.mark.deep
 def test_a_run_stopped_within_its_proof_does_not_claim_one(tmp_path, monkeypatch, capsys):
     compare = running.compare
 

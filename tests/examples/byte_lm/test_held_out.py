@@ -13,6 +13,7 @@ from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.model import ByteTransformer, loss, nats
 from examples.byte_lm.text import gzip_bits_per_byte
 from examples.byte_lm.training import Training
+from tests.quick import deep
 
 TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 40, np.uint8)
 
@@ -35,7 +36,7 @@ def training(model: ByteTransformer, shards: int, weight: str | None = None) -> 
     return Training(step, step.init(model))
 
 
-@pytest.mark.parametrize("weight", [None, "counts"])
+@pytest.mark.parametrize("weight", [deep(None), "counts"])
 def test_every_byte_is_predicted_once(weight):
     model = ByteTransformer(layers=1, width=32, rngs=nnx.Rngs(0))
     # Sharper than at the start, so that a byte left out would show.

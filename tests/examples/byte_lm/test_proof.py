@@ -62,18 +62,14 @@ def test_a_step_that_was_not_taken_is_found_unless_the_run_says_so(job: Job):
     assert found == [False, True]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        *map(
-            deep,
-            [
-                {"reduction": "sum", "accumulate_steps": 2},
-                {"weight": True, "batch": 10, "weight_update": "sharded"},
-                {"wrt": "*kernel", "master_dtype": "float32", "loss_scale": "dynamic"},
-            ],
-        ),
+        {"reduction": "sum", "accumulate_steps": 2},
+        {"weight": True, "batch": 10, "weight_update": "sharded"},
+        {"wrt": "*kernel", "master_dtype": "float32", "loss_scale": "dynamic"},
     ],
 )
 def test_the_step_is_verified_with_sgd(job: Job, options: dict[str, Any]):

@@ -15,6 +15,7 @@ import crossshard
 from crossshard import CrossshardError, inspect, make_train_step
 from crossshard.errors import ArgumentError, ArgumentTypeError, CommunicationError
 from crossshard.testing import assert_communication
+from tests.quick import deep, deep_but
 from tests.tools import steps
 from tests.tools.steps import SPLIT, WHOLE, gather, mean, placed, scatter, summed
 
@@ -198,7 +199,7 @@ def narrow_loss(params: Any, x: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]).astype(jnp.float32) ** 2)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, deep(jnp.float16)])
 @pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
 def test_gradients_of_16_bits_are_summed_in_32(weight_update: Any, dtype: Any):
     params = jax.tree.map(lambda w: w.astype(dtype), NARROW)
@@ -292,7 +293,7 @@ SPLIT_UP = {
 }
 
 
-@pytest.mark.parametrize("name", SPLIT_UP)
+@pytest.mark.parametrize("name", deep_but(["once", "layers twice"], SPLIT_UP))
 def test_what_is_gathered_twice_or_in_fewer_bits_shows_in_the_ratio(name: str):
     dtype, again, options, gathered, reduced = SPLIT_UP[name]
     step, *args = scanned(dtype, again, **options)

@@ -443,8 +443,7 @@ of_example("whole_step", network, 116, weight_update="sharded", weight="mask")
 # One of each kind; the others are deep.
 QUICK = {
     "what is given away and summed by autodiff",
-    "jit with split parameters",
-    "crossshard stateful idiom",
+    "a factory of sharded steps",
     "train step with groups",
     "train step with a counter",
 }
@@ -507,7 +506,8 @@ def sharded(loss: str = "mean", **options: Any) -> crossshard.tools.Verification
 SPLIT_UP: list[dict[str, Any]] = [{}, {"accumulate_steps": 2}, {"nonfinite": "skip"}]
 
 
-@pytest.mark.parametrize("options", deep_but([{}], SPLIT_UP), ids=str)
+@pytest.mark.deep
+@pytest.mark.parametrize("options", SPLIT_UP, ids=str)
 def test_a_right_sharded_step_is_fine(options: dict[str, Any]):
     found = sharded(**options)
     assert found.ok, found
@@ -526,7 +526,8 @@ FAULTS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", deep_but(["summed, not averaged"], FAULTS))
+@pytest.mark.deep
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_sums_in_the_backward_pass_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
     factor, change = FAULTS[name]
     plain = gather.bucketed_sum
@@ -542,9 +543,8 @@ def test_a_fault_of_sums_in_the_backward_pass_is_named(name: str, monkeypatch: p
     assert named == {"layers/up", "layers/down"}, found
 
 
-@pytest.mark.parametrize(
-    ("loss", "factor"), deep_but([("sum", "1/N")], [("sum", "1/N"), ("masked", "")])
-)
+@pytest.mark.deep
+@pytest.mark.parametrize(("loss", "factor"), [("sum", "1/N"), ("masked", "")])
 def test_a_fault_of_the_loss_is_named(loss: str, factor: str):
     found = sharded(loss, loss_over="shard")
     assert {(fault.kind, fault.factor) for fault in found.faults} == {("update", factor)}, found
