@@ -146,11 +146,12 @@ class StepConfig:
 
         def compute(before: TrainState, given: Any, at_use: AtUse, weight: Any = None) -> Any:
             few_bits, state = at_use.few_bits, before.opt_state
-            held = None if few_bits is None else few_bits.held(state.aggregate)
+            tree = jax.tree.structure(before.params)
+            held = None if few_bits is None else few_bits.held(state.aggregate, tree)
             at_use = dataclasses.replace(at_use, held=held)
             local, like = loss.local(before, given, at_use, weight)
             if few_bits is not None and local.held is not None:
-                aggregate = few_bits.with_held(state.aggregate, local.held)
+                aggregate = state.aggregate._replace(residual=tree.unflatten(local.held))
                 state = state._replace(aggregate=aggregate)
             return local, state, like
 

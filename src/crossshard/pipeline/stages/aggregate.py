@@ -287,7 +287,7 @@ class FewBits(BySlices):
     ) -> tuple[list[jax.Array], FewBitsState]:
         """Return the slices of the sums, and the state with what was not sent."""
         shards, (own, tree) = context.shards, jax.tree.flatten(gradients)
-        before = self.held(state) or [None] * len(own)
+        before = self.held(state, tree) or [None] * len(own)
         # The backward pass may have summed some, and stored what it held back of them.
         places = {x.place for x in sent}
         added = [
@@ -322,15 +322,9 @@ class FewBits(BySlices):
         count = optax.safe_increment(state.count) if self.is_random else ()
         return [next(sums[each]) for each in is_few], FewBitsState(residual, count)
 
-    def held(self, state: FewBitsState) -> list[Any] | None:
-        """Return the residual of each gradient; ``None`` without error feedback."""
-        is_leaf = lambda x: x is None
-        return jax.tree.leaves(state.residual, is_leaf=is_leaf) if self._feeds_back else None
-
-    def with_held(self, state: FewBitsState, held: Sequence[Any]) -> FewBitsState:
-        """Return the state with other residuals, leaf by leaf."""
-        tree = jax.tree.structure(state.residual, is_leaf=lambda x: x is None)
-        return state._replace(residual=tree.unflatten(held))
+    def held(self, state: FewBitsState, tree: Any) -> list[Any] | None:
+        """Return the residual of each leaf of a ``tree``; ``None`` without error feedback."""
+        return tree.flatten_up_to(state.residual) if self._feeds_back else None
 
     def sum_one(
         self, x: jax.Array, held: jax.Array | None, partition: Partition, shards: Shards
