@@ -49,7 +49,9 @@ def large(step: Any) -> tuple[list[Any], float]:
 @pytest.mark.parametrize("nonfinite", ["skip", "quarantine"])
 def test_guards_send_what_a_step_without_them_sends(mode: str, nonfinite: str):
     plain = large(step_of(mode, REMAT, optax.adam(0.1)))
-    guarded = large(step_of(mode, REMAT, optax.adam(0.1), nonfinite=nonfinite))
+    norms = ("local_grad_norm", "noise_scale", "grad_norm", "update_norm")
+    guards: Any = {"nonfinite": nonfinite, "metrics": norms, "check_divergence": 1}
+    guarded = large(step_of(mode, REMAT, optax.adam(0.1), **guards))
     assert guarded[0] == plain[0]
     assert guarded[1] <= 1.01 * plain[1]
 
@@ -262,3 +264,22 @@ def test_few_bits_are_sent_layer_by_layer(mode: str):
     exchanges = [(kind, times) for kind, times in few[0] if kind == "all-to-all"]
     assert sorted(times for _, times in exchanges) == sorted(t for k, t in plain[0] if k in sums)
     assert not sums & {kind for kind, _ in few[0]}
+
+
+@pytest.mark.parametrize("mode", deep_but(["parts"], layered.MODES))
+@pytest.mark.parametrize("options", deep_but([{}], [{}, {"accumulate_steps": 2}]), ids=str)
+def test_norms_of_local_gradients_are_those_of_the_rows_of_each_shard(mode: str, options: Any):
+    others = lambda shard: {*range(SHARDS)} - {shard}
+    one = lambda rows: float(optax.tree.norm(jax.grad(REMAT)(PARAMS, rows)) ** 2)
+    squared = [one(of_others(BATCHES[0], *others(shard))) for shard in range(SHARDS)]
+    names = ("local_grad_norm", "noise_variance")
+    step = step_of(mode, REMAT, SGD, metrics=names, nonfinite="quarantine", **options)
+    _, metrics = step(step.init(PARAMS), BATCHES[0])
+    np.testing.assert_allclose(metrics["local_grad_norm"] ** 2, np.mean(squared), rtol=1e-5)
+    of_all = float(optax.tree.norm(jax.grad(REMAT)(PARAMS, BATCHES[0])) ** 2)
+    variance = (np.mean(squared) - of_all) * ROWS / (SHARDS - 1)
+    np.testing.assert_allclose(metrics["noise_variance"], variance, rtol=1e-4)
+    # In a step that is computed again, without the shard.
+    _, metrics = step(step.init(PARAMS), poisoned(1))
+    del squared[1]
+    np.testing.assert_allclose(metrics["local_grad_norm"] ** 2, np.mean(squared), rtol=1e-5)

@@ -458,7 +458,7 @@ class Pipeline:
         before: CrossShardState,
         context: StageContext,
         others: Callable[[jax.Array | None], dict[str, Any]] = lambda _: {},
-        rerun: Callable[[Any, Rerun, Any], tuple[Any, Any, CrossShardState]] | None = None,
+        rerun: Callable[[Gradients, Any, Rerun], Staged] | None = None,
         inputs: Any = None,
     ) -> Staged:
         """Run the stages from ``ARRIVAL`` to the reduction.
@@ -468,9 +468,9 @@ class Pipeline:
           before: the state before these stages.
           context: the context.
           others: returns further arrays to sum, by name, given the weight of the shard.
-          rerun: computes the gradients, the loss and the state before these stages again, where
-            something was not finite, given ``inputs``, a ``Rerun`` and the weight of the shard.
-            ``None`` to keep the gradients of each shard until it is known whether they are needed.
+          rerun: ``(gradients, inputs, how) → (gradients, before)``. It computes the gradients again
+            where something was not finite, and the state before these stages. ``None`` to keep the
+            gradients of each shard until it is known whether they are needed.
           inputs: what ``rerun`` takes.
         """
 
@@ -537,9 +537,8 @@ class Pipeline:
             def again(turn: jax.Array, carry: Any, inputs: Any) -> Any:
                 first, (_, weight, report) = turn == 0, carry
                 counts = ~first if weight is None else ~first & (weight != 0)
-                values, loss, state = rerun(inputs, Rerun(counts, first), weight)
-                extra = {**gradients.extra, "value": loss}
-                found = after_arrival(gradients.replace(values=values, extra=extra))
+                own, state = rerun(gradients.replace(weight=weight), inputs, Rerun(counts, first))
+                found = after_arrival(own)
                 report = jnp.where(first, found.sums[REPORTED], report)
                 if weight is not None and self.excludes_shards:
                     weight = jnp.where(first, as_counted(found.weight), weight)
@@ -611,12 +610,16 @@ class Pipeline:
 
         To report what is not finite, a step can compute it again.
         """
-        kinds = Preprocess, LocalNorms
-        needs, aggregator = any(kind in self._made for kind in kinds), self.aggregator
+        needs, aggregator = Preprocess in self._made, self.aggregator
         if isinstance(aggregator, FewBits):
             # A loss scale changes after what was held back.
             return needs or aggregator.is_random or self.loss_scale is not None
         return needs or not isinstance(aggregator, Plain)
+
+    @property
+    def measures_local(self) -> bool:
+        """Whether a metric needs the norm of each shard's own gradient."""
+        return LocalNorms in self._made
 
     @property
     def excludes_shards(self) -> bool:

@@ -72,6 +72,8 @@ class Gradients:
       extra_status: the same for ``extra``.
       early: for each leaf of ``values`` whether the backward pass has weighed and summed it, so
         that it is this shard's slice of the sum; empty if no leaf is. Such a leaf is ``SUMMED``.
+      summed_norm: before the aggregate: float32[], the squared norm of this shard's own gradients
+        of the ``early`` leaves; ``None`` if no stage asks for it.
       weighed: before the aggregate: whether ``values``, ``extra`` and ``sums`` have been multiplied
         by the weight.
       dtypes: the dtypes that the reduced ``extra`` and ``values`` are to have, leaf by leaf; stages
@@ -91,6 +93,7 @@ class Gradients:
     finite: jax.Array | None = None
     updated: Updated | None = None
     beside: PyTree = ()
+    summed_norm: jax.Array | None = None
     status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     extra_status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     early: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})

@@ -14,7 +14,7 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import reduced_state
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.stage import Gradients, StageContext
+from crossshard.pipeline.stage import Gradients, StageContext, Staged
 from crossshard.pipeline.stages.aggregate import FewBits
 from crossshard.pipeline.stages.nonfinite import Rerun, new_nans, own_weight
 from crossshard.pipeline.update.arrays import Arrays, Global
@@ -175,7 +175,7 @@ class StepConfig:
             params=like,
             widened=widened,
             early=local.early,
-        ).replace(weighed=local.is_weighed)
+        ).replace(weighed=local.is_weighed, summed_norm=local.squared_norm)
         if pipeline.nonfinite is not None:
             beside = new_nans(local.model_state, before.model_state)
             gradients = gradients.replace(beside=beside)
@@ -185,12 +185,14 @@ class StepConfig:
             callbacks, gradients = {}, gradients.replace(sums=loss.sums(local))
         if pipeline.nonfinite is not None and loss.can_rerun and _is_worth_it(local, excludes):
 
-            def rerun(inputs: Any, how: Rerun, weight: Any) -> tuple[Any, Any, Any]:
+            def rerun(gradients: Gradients, inputs: Any, how: Rerun) -> Staged:
                 # A Mean's gradients are divided by the count of the shards that count.
-                of_mean = weight if local.terms is not None and excludes else None
+                of_mean = gradients.weight if local.terms is not None and excludes else None
                 again = dataclasses.replace(at_use, rerun=how)
                 found, opt_state, _ = compute(inputs[0], inputs[1], again, of_mean)
-                return found.values, found.loss, opt_state
+                extra = {**gradients.extra, "value": found.loss}
+                values, norm = found.values, found.squared_norm
+                return gradients.replace(values=values, extra=extra, summed_norm=norm), opt_state
 
             callbacks |= {"rerun": rerun, "inputs": (before, given)}
         with jax.named_scope(self.name):
@@ -259,9 +261,9 @@ class StepConfig:
         arrays, pipeline = layout.arrays, self.pipeline
         waits = pipeline.needs_own_gradient
         few_bits = pipeline.aggregator if isinstance(pipeline.aggregator, FewBits) else None
-        if few_bits is not None and not waits:
-            # What is held back is of the mean of all microbatches.
-            waits = arrays.params_sharded and self.loss.accumulate_steps > 1
+        if few_bits is not None or pipeline.measures_local:
+            # Residuals and norms are of the mean of all microbatches.
+            waits |= arrays.params_sharded and self.loss.accumulate_steps > 1
         return AtUse(
             arrays.params,
             context.shards,
@@ -275,6 +277,7 @@ class StepConfig:
             few_bits=None if waits else few_bits,
             # Shards that may be left out are counted after the sum.
             divisor=1 if pipeline.excludes_shards else context.divisor,
+            measures=pipeline.measures_local and not waits,
         )
 
     def _out_specs(self, layout: StateLayout, state: TrainState, updates: bool) -> Progress:

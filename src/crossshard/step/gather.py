@@ -29,6 +29,7 @@ from crossshard.model.layout import UsesRecord
 from crossshard.pipeline.stages.accumulate import add, mean
 from crossshard.pipeline.stages.aggregate import FewBits, as_sent
 from crossshard.pipeline.stages.nonfinite import Rerun
+from crossshard.pipeline.update.arrays import squared_norm
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
 
@@ -86,6 +87,8 @@ class AtUse:
     few_bits: FewBits | None = None
     divisor: int = 1
     held: Any = dataclasses.field(default=None, compare=False)
+    # Whether to measure the squared norm of this shard's own gradient.
+    measures: bool = False
     # How the loss is computed again, if something was not finite; ``None`` the first time.
     rerun: Rerun | None = dataclasses.field(default=None, compare=False)
     # Replaces collectives outside ``shard_map``; ``None`` inside.
@@ -160,12 +163,13 @@ class AtUse:
         weight: Any,
         loss_scale: Any,
         others: Sequence[Any],
-    ) -> tuple[Any, Any, tuple[bool, ...], Sequence[Any], Any]:
+    ) -> tuple[Any, Any, tuple[bool, ...], Sequence[Any], tuple[Any, Any]]:
         """Return ``(loss, aux)`` of a function of parameters and further arrays, and its gradients.
 
         The gradient of a parameter is full and local, or this shard's slice of the sum. The third
         result tells for each whether it is the latter, and is empty if none is. Then come the
-        gradients of further arrays, which are full, and the next residuals.
+        gradients of further arrays, which are full; and the next residuals, with the squared norm
+        of those gradients of this shard that were summed.
         """
         leaves, tree = jax.tree.flatten(params)
         unread = self.unread or (False,) * len(leaves)
@@ -182,7 +186,8 @@ class AtUse:
         given = list(whole)
         for place in late.intersection(read):
             given[place] = self._slot(place, leaves[place])
-        held = {} if self.held is None else {p: self._held(p) for p in late.intersection(read)}
+        asks = self.held is not None or self.measures
+        beside = {p: self._beside(p) for p in late.intersection(read)} if asks else {}
 
         uses: dict[int, list[str]] = {}
         turns = collections.Counter[int]()
@@ -192,7 +197,7 @@ class AtUse:
             turns[place] += math.prod(used.transfer.partition.shape) * inside.turns
 
         def of_read(
-            arrays: Sequence[Any], others: Sequence[Any], held: Mapping[int, Any]
+            arrays: Sequence[Any], others: Sequence[Any], beside: Mapping[int, Any]
         ) -> tuple[Any, Any]:
             inputs = list(whole)
             for place, x in zip(read, arrays, strict=True):
@@ -202,16 +207,17 @@ class AtUse:
             else:
                 for place in late:
                     slot = None if unread[place] else inputs[place]
-                    inputs[place] = self._leaf(place, leaves[place], slot, weight, held.get(place))
+                    more = beside.get(place)
+                    inputs[place] = self._leaf(place, leaves[place], slot, weight, more)
                 uses.clear()
                 turns.clear()
                 loss, aux = _call_traced(traced, [*inputs, *others], note)
             return scaled(loss, loss_scale), (loss, aux)
 
-        given_all = [given[place] for place in read], list(others), held
+        given_all = [given[place] for place in read], list(others), beside
         check_sums(lambda: jax.make_jaxpr(lambda *each: of_read(*each)[0])(*given_all), ())
         found, out = jax.grad(of_read, (0, 1, 2), has_aux=True)(*given_all)
-        *found, of_held = found
+        *found, of_beside = found
         found, of_others = unscale(found, loss_scale)
         if self.record is not None and traced is not None:
             self.record.latest = uses
@@ -223,12 +229,18 @@ class AtUse:
         early = tuple(place in late for place in range(len(leaves))) if late else ()
         # The residual of a row that the loss does not use is not sent, and stays.
         after: Any = None if self.held is None else list(self.held)
-        for place, (new, is_used) in of_held.items():
+        squared = jnp.float32(0)
+        for place, (new, mark) in of_beside.items():
+            is_used, norm = mark[..., 0], mark[..., 1].sum()
+            squared += norm if loss_scale is None else norm / loss_scale**2
+            if new is None:
+                continue
             if turns[place] != math.prod(self.partitions[place].shape):
                 is_used = is_used.reshape(is_used.shape + (1,) * (new.ndim - is_used.ndim))
-                new = jnp.where(is_used, new, held[place][0])
+                new = jnp.where(is_used, new, beside[place][0])
             after[place] = new
-        return out, tree.unflatten(gradients), early, of_others, after
+        measured = squared if self.measures else None
+        return out, tree.unflatten(gradients), early, of_others, (after, measured)
 
     def _at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
         """Gather the sharded parameters, except those in ``late``, which wait for their use."""
@@ -268,14 +280,14 @@ class AtUse:
         """Return zeros in the place of a gradient, in the shape that the backward pass gives it."""
         return jnp.zeros(self._shape(self.partitions[place]), wide(x.dtype))
 
-    def _held(self, place: int) -> tuple[jax.Array, jax.Array]:
-        """Return the residual of a gradient, and a zero for each row, or one: 1 once it is sent."""
+    def _beside(self, place: int) -> tuple[Any, jax.Array]:
+        """Return the residual of a gradient, and two zeros for each row, see ``backward``."""
         rows = self.partitions[place].shape[: self.partitions[place].row is not None]
-        return self.held[place], jnp.zeros(rows)
+        return None if self.held is None else self.held[place], jnp.zeros((*rows, 2))
 
-    def _leaf(self, place: int, x: Any, slot: Any, weight: Any, held: Any = None) -> "Leaf":
+    def _leaf(self, place: int, x: Any, slot: Any, weight: Any, beside: Any = None) -> "Leaf":
         transfer = Transfer(self._of_one, self.partitions[place], x.dtype, wide(x.dtype))
-        arrays = {"value": x, "slot": slot, "held": held}
+        arrays = {"value": x, "slot": slot, "beside": beside}
         shared = {"weight": weight, "rerun": self.rerun}
         if self.before is not None:
             values, _, total = self.before
@@ -365,8 +377,9 @@ class Transfer:
         return self.at_use.gather([value], [self.partition], [self.dtype])[0]
 
     def backward(self, gradient: jax.Array, kept: "Kept") -> tuple[jax.Array, Any]:
-        """Return this shard's slice of the sum of all gradients, and the next residual."""
-        at_use, rerun, after = self.at_use, kept.shared["rerun"], None
+        """Return this shard's slice of the sum of all gradients, and the next ``Kept.beside``."""
+        at_use, rerun = self.at_use, kept.shared["rerun"]
+        held, after = (None, None) if kept.beside is None else kept.beside
         with jax.named_scope("reduce"):
             sent = self._sent(gradient, kept.shared, kept.before)
             if at_use.by_xla is not None:
@@ -374,23 +387,31 @@ class Transfer:
             if at_use.few_bits is None:
                 (total,) = bucketed_sum([sent], [self.partition], at_use.shards)
             else:
-                held, is_used = kept.held or (None, None)
-                total, held = at_use.few_bits.sum_one(sent, held, self.partition, at_use.shards)
-                after = None if is_used is None else (held, jnp.ones_like(is_used))
+                total, lost = at_use.few_bits.sum_one(sent, held, self.partition, at_use.shards)
+                held = None if held is None else lost
             total = total.astype(self.sum_dtype)
             if rerun is not None:
                 is_bad = rerun.reports & ~jnp.isfinite(gradient).all()
                 total = jnp.where(is_bad, jnp.nan, total)
+            if after is not None:
+                # That it was sent, and its squared norm.
+                own = self._own(gradient, kept.shared, kept.before)[0]
+                norm = squared_norm(own) if at_use.measures else 0.0
+                after = held, jnp.stack([jnp.ones(()), jnp.asarray(norm, jnp.float32)])
             return total, after
+
+    def _own(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> tuple[Any, Any]:
+        """Return this shard's gradient, the mean of its microbatches, and its weight."""
+        weight = shared["weight"]
+        if before is None:
+            return gradient, weight
+        no_loss = jnp.zeros_like(shared["before"])
+        sums = add((before, no_loss, shared["before"]), gradient, no_loss, weight)
+        return mean(sums)[0], None if weight is None else sums[2]
 
     def _sent(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """Return what is summed of a gradient, or of a slice of it."""
-        weight = shared["weight"]
-        if before is not None:
-            no_loss = jnp.zeros_like(shared["before"])
-            sums = add((before, no_loss, shared["before"]), gradient, no_loss, weight)
-            gradient, _ = mean(sums)
-            weight = None if weight is None else sums[2]
+        gradient, weight = self._own(gradient, shared, before)
         if shared["rerun"] is not None:
             counts = shared["rerun"].counts
             weight = jnp.where(counts, 1.0 if weight is None else weight, 0.0)
@@ -441,7 +462,7 @@ class Transfer:
         """Return the gradient of ``x``, and what ``backward`` returns."""
         x, whole, shards = kept.x, kept.whole, self.at_use.shards
         shared, before = kept.shared, kept.before
-        if not shards.in_rings or self.at_use.few_bits is not None:
+        if not shards.in_rings or kept.beside is not None or self.at_use.few_bits is not None:
             of_w = how.gradient_of_w(x, gradient, self.dtype)
             of_x = how.gradient_of_x(gradient, whole, x.dtype)
             return of_x, self.backward(of_w, kept)
@@ -460,7 +481,7 @@ class Kept(NamedTuple):
 
     x: Any  # what it is multiplied with, and the parameter in full; ``None`` without a product
     whole: Any
-    held: Any  # its residual, see ``AtUse._held``; ``None`` without error feedback
+    beside: Any  # see ``AtUse._beside``; ``None`` if nothing is asked for
     shared: Any  # see ``Leaf``
     before: Any
 
@@ -486,10 +507,10 @@ def _use_backward(
 ) -> tuple[Any, ...]:
     of_x = None
     if how is None:
-        of_slot, held = transfer.backward(gradient, kept)
+        of_slot, beside = transfer.backward(gradient, kept)
     else:
-        of_x, (of_slot, held) = transfer.backward_of_product(how, kept, gradient)
-    return None, of_slot, Kept(of_x, None, held, None, None)
+        of_x, (of_slot, beside) = transfer.backward_of_product(how, kept, gradient)
+    return None, of_slot, Kept(of_x, None, beside, None, None)
 
 
 _use.defvjp(_use_forward, _use_backward)
@@ -550,7 +571,7 @@ class Leaf(Deferred):
         return used, _use(self.transfer, product, value, slot, self._kept(x))
 
     def _kept(self, x: Any) -> Kept:
-        return Kept(x, None, self.arrays["held"], self.shared, self.arrays.get("before"))
+        return Kept(x, None, self.arrays["beside"], self.shared, self.arrays.get("before"))
 
     def in_dtype(self, dtype: Any) -> Self | None:
         """Return it in a dtype of at most as many bits; one that is sent is converted once."""

@@ -35,6 +35,9 @@ class LocalResult(NamedTuple):
     early: tuple[bool, ...] = ()
     # The next residual of each gradient, if the backward pass has sent some in few bits.
     held: Any = None
+    # float32[], the squared norm of this shard's own gradients of leaves that are summed already;
+    # ``None`` if nobody asks.
+    squared_norm: Any = None
     # What else the aggregate is to sum, by name; ``None`` for what the loss makes of the others.
     sums: dict[str, Any] | None = None
     # Whether loss, values, weight and sums are weighed partial sums over virtual shards,

@@ -55,7 +55,11 @@ class LocalNorms(Stage):
     def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
         """Return the same gradients, with further values that the aggregate is to sum."""
         del context
-        squared, weight = squared_norm(gradients.values), gradients.weight
+        leaves, weight = jax.tree.leaves(gradients.values), gradients.weight
+        early = gradients.early or [False] * len(leaves)
+        squared = squared_norm([x for x, done in zip(leaves, early, strict=True) if not done])
+        if gradients.summed_norm is not None:
+            squared += gradients.summed_norm
         sums = {**gradients.sums, "squared_norm": to_average(squared, weight)}
         if weight is not None:
             sums["shards_with_weight"] = (weight != 0).astype(jnp.float32)

@@ -318,7 +318,7 @@ class StepLoss(abc.ABC):
         # sum them over the shards, in the backward pass of a loop; a trace shows whether it does.
         at_use_in_scan, sums_in_loops = at_use, False
         if not at_use.params_sharded:
-            at_use_in_scan = dataclasses.replace(at_use, sums_later=True, held=None)
+            at_use_in_scan = dataclasses.replace(at_use, sums_later=True, held=None, measures=False)
             first, seen = jax.tree.map(lambda x: x[0], pieces), list[bool]()
             look = lambda *args: seen.append(any(compute(at_use, *args).early))
             jax.eval_shape(look, first, state.model_state, jnp.int32(0))
@@ -334,7 +334,8 @@ class StepLoss(abc.ABC):
             others = found.aux, found.terms, found.weight
             return (sums, as_stored(found.model_state, model_state)), others
 
-        numbered, before, held = (jnp.arange(number), pieces), (zero, state.model_state), None
+        numbered, before = (jnp.arange(number), pieces), (zero, state.model_state)
+        beside: Any = (None, None)
         if not sums_in_loops:
             (sums, model_state), (aux, terms, weights) = lax.scan(one, before, numbered)
             values, loss = mean(sums, early, weighted=weights is not None)
@@ -345,7 +346,7 @@ class StepLoss(abc.ABC):
             # The backward pass adds gradients of the scaled loss to them, and returns the mean.
             last = dataclasses.replace(at_use, before=_scaled(sums, scale_of(state)))
             end = compute(last, rows, model_state, index)
-            early, held = end.early, end.held
+            early, beside = end.early, (end.held, end.squared_norm)
             own = chosen(early, jax.tree.map(jnp.zeros_like, sums[0]), end.values)
             sums = add(sums, own, end.loss, end.weight)
             values, loss = mean(sums)
@@ -357,7 +358,7 @@ class StepLoss(abc.ABC):
         total = None if weights is None else sums[2]
         terms = jax.tree.map(lambda x: x.sum(0), terms)
         aux = aux_of_microbatches(self.aux_reduction, aux, weights)
-        return LocalResult(loss, values, total, model_state, aux, terms, early, held)
+        return LocalResult(loss, values, total, model_state, aux, terms, early, *beside)
 
     def _compute_rows(
         self,
@@ -406,7 +407,7 @@ class StepLoss(abc.ABC):
             with jax.named_scope("loss"):
                 overwritten = model_states.overwritten(state.model_state)
                 scale = scale_of(state)
-                out, gradients, early, of_others, held = at_use.value_and_grad(
+                out, gradients, early, of_others, beside = at_use.value_and_grad(
                     loss_of, state.params, weight, scale, overwritten
                 )
         loss, (after, aux, terms) = out
@@ -418,7 +419,7 @@ class StepLoss(abc.ABC):
             after = model_states.unless_weightless(
                 self.model_state, weight, after, state.model_state
             )
-        return LocalResult(jnp.asarray(loss), gradients, weight, after, aux, terms, early, held)
+        return LocalResult(jnp.asarray(loss), gradients, weight, after, aux, terms, early, *beside)
 
     def _keys(self, state: TrainState, batch: Any, shard: Any, index: Any) -> Keys:
         """Return the key of a microbatch, or one for each row; empty if the loss takes none."""
