@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import crossshard
+from crossshard.pipeline import Quantized
 from tests.quick import deep, deep_but
 from tests.step import layered
 from tests.step.common import assert_close, on_one_device
@@ -283,3 +284,17 @@ def test_norms_of_local_gradients_are_those_of_the_rows_of_each_shard(mode: str,
     _, metrics = step(step.init(PARAMS), poisoned(1))
     del squared[1]
     np.testing.assert_allclose(metrics["local_grad_norm"] ** 2, np.mean(squared), rtol=1e-5)
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "rounding at random": {"reduce_dtype": Quantized("int8", rounding="stochastic")},
+    "a dynamic loss scale, beside few bits,": {"reduce_dtype": "int8", "loss_scale": "dynamic"},
+    "the mean of 2 microbatches": {"metrics": "local_grad_norm", "accumulate_steps": 2},
+}
+
+
+@pytest.mark.parametrize("why", WHOLE)
+def test_a_step_says_what_needs_whole_gradients(why: str):
+    step = step_of("parts", REMAT, SGD, **WHOLE[why])
+    step.lower(step.abstract_init(PARAMS), BATCHES[0])
+    assert f"since {why} needs each shard's own gradient" in step.describe()

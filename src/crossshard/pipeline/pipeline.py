@@ -605,16 +605,19 @@ class Pipeline:
     # What callers ask before they run it.
 
     @property
-    def needs_own_gradient(self) -> bool:
-        """Whether a stage before the reduction needs the whole gradient of each shard.
+    def why_own_gradient(self) -> str:
+        """What needs the full gradient of each shard before the reduction; empty if nothing does.
 
-        To report what is not finite, a step can compute it again.
+        What is not finite is found without it: a step computes its gradients again.
         """
-        needs, aggregator = Preprocess in self._made, self.aggregator
+        aggregator = self.aggregator
+        if Preprocess in self._made:
+            return "preprocess="
         if isinstance(aggregator, FewBits):
-            # A loss scale changes after what was held back.
-            return needs or aggregator.is_random or self.loss_scale is not None
-        return needs or not isinstance(aggregator, Plain)
+            # Residuals are of gradients that are not scaled, and draws are of whole gradients.
+            scaled = "a dynamic loss scale, beside few bits," * (self.loss_scale is not None)
+            return "rounding at random" if aggregator.is_random else scaled
+        return "" if isinstance(aggregator, Plain) else f"a sum {aggregator.describe()}"
 
     @property
     def measures_local(self) -> bool:

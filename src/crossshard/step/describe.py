@@ -94,9 +94,9 @@ def _parameters(config: StepConfig, layout: StateLayout, state: TrainState) -> l
         summed = f"gradients summed row by row, in the backward pass: {', '.join(names)}"
         return [whole + _split(layout, state), *([summed] * bool(names))]
     first, uses = f"parameters: {_sizes(state.params, layout)}", layout.uses.latest
-    if config.pipeline.needs_own_gradient:
-        why = "since a stage needs each shard's own gradient"
-        return [first, f"  all are gathered at once, at the start of the step, {why}"]
+    if why := config.why_own_gradient(layout.arrays):
+        since = f"since {why} needs each shard's own gradient"
+        return [first, f"  all are gathered at once, at the start of the step, {since}"]
     if uses is None and any(each.travels_alone for each in partitions):
         return [first, f"  where each is gathered {_ONCE}"]
     by_text: dict[str, list[int]] = {}

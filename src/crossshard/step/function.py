@@ -257,13 +257,19 @@ class StepConfig:
         )
         return dataclasses.replace(context, **self.loss.context_fields)
 
+    def why_own_gradient(self, arrays: Arrays) -> str:
+        """Return what needs the full gradient of each shard, so that it is summed at the end."""
+        pipeline, number = self.pipeline, self.loss.accumulate_steps
+        after_all = isinstance(pipeline.aggregator, FewBits) or pipeline.measures_local
+        if after_all and arrays.params_sharded and number > 1:
+            # Residuals and norms are of their mean.
+            return f"the mean of {number} microbatches"
+        return pipeline.why_own_gradient
+
     def _at_use(self, layout: StateLayout, state: TrainState, context: StageContext) -> AtUse:
         arrays, pipeline = layout.arrays, self.pipeline
-        waits = pipeline.needs_own_gradient
+        waits = bool(self.why_own_gradient(arrays))
         few_bits = pipeline.aggregator if isinstance(pipeline.aggregator, FewBits) else None
-        if few_bits is not None or pipeline.measures_local:
-            # Residuals and norms are of the mean of all microbatches.
-            waits |= arrays.params_sharded and self.loss.accumulate_steps > 1
         return AtUse(
             arrays.params,
             context.shards,
