@@ -397,7 +397,9 @@ class Transfer:
                 # That it was sent, and its squared norm.
                 own = self._own(gradient, kept.shared, kept.before)[0]
                 norm = squared_norm(own) if at_use.measures else 0.0
-                after = held, jnp.stack([jnp.ones(()), jnp.asarray(norm, jnp.float32)])
+                # A parameter that has rows may be used in full: then its first row has the norm.
+                first = jnp.arange(max(1, after.size // 2)).reshape(after.shape[:-1]) == 0
+                after = held, jnp.stack([jnp.ones(first.shape), jnp.where(first, norm, 0)], -1)
             return total, after
 
     def _own(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> tuple[Any, Any]:
