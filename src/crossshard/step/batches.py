@@ -246,7 +246,7 @@ class BatchPlacer:
     def _check_padding(self, path: Any, number: int, rows: Any, whole: Any) -> None:
         check_same_rows(rows, self.batch_axes)
         parts, microbatches = self._multiple, self._loss.accumulate_steps
-        kind = "shards" if self._loss.virtual_shards is None else "virtual shards"
+        kind = "shards" if self._loss.same_bits is None else "virtual shards"
         pieces = f"{parts // microbatches} {kind}"
         pieces += f" of {microbatches} microbatches" * (microbatches > 1)
         if self._weight is None:

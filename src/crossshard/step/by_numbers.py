@@ -135,7 +135,7 @@ class _Check:
             over=LossOver.SHARD,
             is_summed=False,
             accumulate_steps=1,
-            virtual_shards=None,
+            same_bits=None,
             record=OverRowsRecord(),
         )
 

@@ -264,7 +264,7 @@ def make_train_step(
         batch_axes=batch_axes,
         key_per_row=rng_per is RngPer.ROW,
         is_summed=pipeline.reduction is Reduction.SUM,
-        virtual_shards=virtual,
+        same_bits=virtual,
     )
     if virtual is not None:
         pipeline = pipeline.with_options(aggregator=InOrder(virtual))

@@ -75,7 +75,7 @@ def with_optimizer(
         options={"preprocess": pipeline.preprocess},
     )
     mesh, loss = _own_shard(config.mesh, config.axes), config.loss
-    one = changed(loss, accumulate_steps=1, virtual_shards=None)
+    one = changed(loss, accumulate_steps=1, same_bits=None)
     own = dataclasses.replace(
         config,
         pipeline=of_one,

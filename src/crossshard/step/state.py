@@ -110,7 +110,7 @@ class States:
                 # A preprocessor may read them all.
                 leave_unread=pipeline.preprocess is None,
                 other_axes=split[: len(leaves)],
-                virtual_shards=config.loss.virtual_shards,
+                virtual_shards=config.loss.same_bits,
             )
             self._known[key] = StateLayout(
                 mesh,

@@ -10,12 +10,12 @@ from crossshard.step.losses.rows import LossOver, RowsLoss, StepLoss
 from crossshard.step.losses.virtual import VirtualLoss
 
 
-def loss_over(over: LossOver, *, virtual_shards: int | None = None, **fields: Any) -> StepLoss:
+def loss_over(over: LossOver, *, same_bits: int | None = None, **fields: Any) -> StepLoss:
     """Return the loss of a step, given what it is over and its other fields."""
     kind: type[StepLoss] = BatchLoss if over is LossOver.BATCH else RowsLoss
-    if virtual_shards is not None:
+    if same_bits is not None:
         kind = VirtualLoss
-    return kind(over=over, virtual_shards=virtual_shards, **fields)
+    return kind(over=over, same_bits=same_bits, **fields)
 
 
 def changed(loss: StepLoss, **fields: Any) -> StepLoss:
@@ -46,5 +46,5 @@ def written(loss: StepLoss) -> dict[str, Any]:
         "model_state": loss.model_state,
         "loss_over": loss.over,
         "rng_per='row'": loss.key_per_row,
-        "virtual_shards": loss.virtual_shards,
+        "virtual_shards": loss.same_bits,
     }

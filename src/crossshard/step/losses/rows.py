@@ -118,7 +118,7 @@ class StepLoss(abc.ABC):
     is_summed: bool = False  # whether the shards' losses are added up
     # The loss is computed in this many parts, so that its bits do not depend on the number of
     # shards. ``None`` if they may.
-    virtual_shards: int | None = None
+    same_bits: int | None = None
     # Caches its traces, and what they prove: whether it is a mean or a ratio over the rows.
     record: OverRowsRecord = dataclasses.field(
         default_factory=OverRowsRecord, compare=False, repr=False
@@ -216,11 +216,11 @@ class StepLoss(abc.ABC):
 
     def parts(self, shards: int) -> int:
         """Return how many parts of the batch have a loss of their own."""
-        return self.virtual_shards or shards
+        return self.same_bits or shards
 
     def opaque_false(self, state: TrainState) -> jax.Array | None:
         """Return ``StageContext.opaque_false``, if bits must not depend on the number of shards."""
-        return None if self.virtual_shards is None else opaque_false(state.step)
+        return None if self.same_bits is None else opaque_false(state.step)
 
     def pieces(self, shards: int) -> int:
         """Return how many pieces a shard's rows are cut into."""
@@ -252,7 +252,7 @@ class StepLoss(abc.ABC):
         """Forget old traces, and find how a ``Mean`` is counted in the step that is traced now."""
         self.record.traces.clear()
         counting = Counting(at_use.shards, self.pieces(at_use.shards.number), weight)
-        if counting.pieces == 1 and self.virtual_shards is None:
+        if counting.pieces == 1 and self.same_bits is None:
             return counting
         return dataclasses.replace(counting, counts=self._counts(state, batch, at_use, counting))
 
@@ -294,7 +294,7 @@ class StepLoss(abc.ABC):
             types, _ = jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
             if not types:
                 return None
-            if self.virtual_shards is None:
+            if self.same_bits is None:
                 return counting.over_shards(_pruned(of_shard, rows, shard))
             return counting.in_order(_pruned(of_parts, rows))
 
