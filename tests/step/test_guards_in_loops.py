@@ -87,32 +87,34 @@ def test_a_skipped_step_names_the_shard_and_changes_nothing(mode: str):
     assert int(metrics["nonfinite"].shard) == -1
 
 
-def test_the_leaf_of_one_layer_is_named():
-    """A layer whose own gradient alone is not finite, in a loop over the layers."""
+@pytest.mark.parametrize("mode", deep_but(["replicated", "parts"], layered.MODES))
+@pytest.mark.parametrize("steps", deep_but([2], [1, 2]))
+def test_the_leaf_of_one_layer_is_named(mode: str, steps: int):
+    """A layer of which only the gradient of its weights is not finite, in the first microbatch."""
 
     @jax.custom_vjp
-    def explode(b: Any, flag: Any) -> Any:
-        return b
+    def explode(w: Any, flag: Any) -> Any:
+        return w
 
     explode.defvjp(
-        lambda b, flag: (b, flag), lambda flag, g: (jax.numpy.where(flag > 0, np.nan, g), None)
+        lambda w, flag: (w, flag), lambda flag, g: (jax.numpy.where(flag, np.nan, g), None)
     )
 
-    def turn(h: Any, p: Any) -> Any:
-        # In the rows of shard 2 alone, and not on the way to the layers before.
-        return layered.layer(h, {**p, "w": explode(p["w"], h[0, 0] * 0 + (h.max() > 90))})
-
     def loss(params: Any, batch: Any) -> Any:
-        h = batch["x"] + 100.0 * (batch["tag"][:, None] > 0)
-        h = layered.scanned(h, params["layers"], turn)
+        flag = batch["tag"].max() > 0
+        turn = lambda h, p: layered.layer(h, {**p, "w": explode(p["w"], flag)})
+        h = layered.scanned(layered.embedded(params, batch), params["layers"], turn)
         return layered.error(params, h, batch).mean()
 
-    tag = (np.arange(ROWS) // EACH == 2).astype(np.float32)
-    step = step_of("parts", loss, SGD, nonfinite="quarantine", loss_over="shard")
-    _, metrics = step(step.init(PARAMS), {**BATCHES[0], "tag": tag})
+    tag = (np.arange(ROWS) == 2 * EACH).astype(np.float32)
+    options: Any = {"nonfinite": "quarantine", "loss_over": "shard", "accumulate_steps": steps}
+    step = step_of(mode, loss, SGD, **options)
+    state, metrics = step(step.init(PARAMS), {**BATCHES[0], "tag": tag})
     found = metrics["nonfinite"]
-    assert int(found.shard) == 2
+    assert (int(found.shards), bool(metrics["skipped"])) == (1, False)
     assert found.describe(PARAMS) == "the gradient of `layers/w` is not finite on shard 2"
+    clean = [{**of_others(BATCHES[0], 2), "tag": 0 * of_others(tag, 2)}]
+    assert_near(state.params, on_one_device(loss, SGD, PARAMS, clean)[0])
 
 
 @pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])

@@ -516,15 +516,12 @@ class Pipeline:
                 kept = lambda new, old: new if new.dtype == old.dtype else old
                 return found, jax.tree.map(kept, rest.values, own)
 
-            # Find which shards are not finite.
-            def found_in(arrived: Gradients) -> jax.Array:
-                found = sum_over_shards(arrived.sums[REPORTED], context.shards)
-                return as_one_report(found) if context.over_batch else found
-
-            # Keep what was reduced, and say so.
+            # Keep what was reduced, and find which shards are not finite.
             def with_report(done: Staged, own: Any) -> tuple[Staged, Any]:
                 reduced, after = done
-                found = found_in(after_arrival(gradients.replace(values=own)))
+                report = after_arrival(gradients.replace(values=own)).sums[REPORTED]
+                found = sum_over_shards(report, context.shards)
+                found = as_one_report(found) if context.over_batch else found
                 return (reduced.replace(sums={**reduced.sums, REPORTED: found}), after), own
 
             if rerun is None:

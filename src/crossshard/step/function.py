@@ -183,13 +183,15 @@ class StepConfig:
             callbacks: Any = {"others": lambda w: loss.sums(loss.with_weight(local, w, before))}
         else:
             callbacks, gradients = {}, gradients.replace(sums=loss.sums(local))
-        if pipeline.nonfinite is not None and loss.can_rerun and _is_worth_it(local, excludes):
+        number = context.shards.size
+        again = loss.can_rerun and _computes_again(local, number, excludes)
+        if pipeline.nonfinite is not None and again:
 
             def rerun(gradients: Gradients, inputs: Any, how: Rerun) -> Staged:
                 # A Mean's gradients are divided by the count of the shards that count.
                 of_mean = gradients.weight if local.terms is not None and excludes else None
-                again = dataclasses.replace(at_use, rerun=how)
-                found, opt_state, _ = compute(inputs[0], inputs[1], again, of_mean)
+                marked = dataclasses.replace(at_use, rerun=how)
+                found, opt_state, _ = compute(inputs[0], inputs[1], marked, of_mean)
                 extra = {**gradients.extra, "value": found.loss}
                 values, norm = found.values, found.squared_norm
                 return gradients.replace(values=values, extra=extra, summed_norm=norm), opt_state
@@ -340,18 +342,20 @@ def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) ->
     return AtUse(partitions, layout.shards, params_sharded=True, gather_dtype=gather_dtype)
 
 
-def _is_worth_it(local: LocalResult, excludes: bool) -> bool:
+# Below this, to compute gradients again takes more time to compile than to keep them takes memory.
+_LARGE_BYTES = 1 << 20
+
+
+def _computes_again(local: LocalResult, shards: int, excludes: bool) -> bool:
     """Return whether to compute gradients again if they are not finite, rather than keep them.
 
-    Those that are summed already cannot be kept, and without a shard those of a ``Mean`` change.
-    Keeping large ones takes memory in every step.
+    What is summed already cannot be kept; the gradients of a ``Mean`` change without a shard; and
+    large gradients, of which the sum is another array, would take memory in every step.
     """
+    if any(local.early) or (excludes and local.terms is not None):
+        return True
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(local.values))
-    return any(local.early) or (excludes and local.terms is not None) or size >= _WORTH_BYTES
-
-
-# Below this, computing gradients again takes more time to compile than keeping them takes memory.
-_WORTH_BYTES = 1 << 20
+    return shards > 1 and size >= _LARGE_BYTES
 
 
 def _unless_skipped(

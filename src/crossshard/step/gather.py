@@ -390,12 +390,14 @@ class Transfer:
                 total, lost = at_use.few_bits.sum_one(sent, held, self.partition, at_use.shards)
                 held = None if held is None else lost
             total = total.astype(self.sum_dtype)
+            own, weight = self._own(gradient, kept.shared, kept.before)
             if rerun is not None:
-                is_bad = rerun.reports & ~jnp.isfinite(gradient).all()
+                # A shard, or a microbatch, of weight 0 may hold NaN.
+                counts = True if weight is None else weight != 0
+                is_bad = rerun.reports & counts & ~jnp.isfinite(own).all()
                 total = jnp.where(is_bad, jnp.nan, total)
             if after is not None:
                 # That it was sent, and its squared norm.
-                own = self._own(gradient, kept.shared, kept.before)[0]
                 norm = squared_norm(own) if at_use.measures else 0.0
                 # A parameter that has rows may be used in full: then its first row has the norm.
                 first = jnp.arange(max(1, after.size // 2)).reshape(after.shape[:-1]) == 0
