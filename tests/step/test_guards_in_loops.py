@@ -232,6 +232,18 @@ def test_what_is_sent_in_few_bits_and_what_is_held_back_are_the_mean(mode: str, 
 
 
 @pytest.mark.parametrize("mode", deep_but(["sharded"], layered.MODES))
+def test_what_a_layer_holds_back_stays_while_a_loss_does_not_use_it(mode: str):
+    of_all, of_some = (step_of(mode, f, SGD, reduce_dtype="int8") for f in (REMAT, some_layers))
+    state, _ = of_all(of_all.init(PARAMS), BATCHES[0])
+    before = held_back(state)["layers"]["w"]
+    state, _ = of_some(state, BATCHES[1])
+    after = held_back(state)["layers"]["w"]
+    assert abs(before[1]).max() > 0
+    np.testing.assert_array_equal(after[1], before[1])
+    assert (after[0] != before[0]).any()
+
+
+@pytest.mark.parametrize("mode", deep_but(["sharded"], layered.MODES))
 def test_what_is_held_back_stays_so_in_a_step_that_is_skipped(mode: str):
     step = step_of(mode, REMAT, SGD, nonfinite="skip", reduce_dtype="int8")
     state, _ = step(step.init(PARAMS), BATCHES[0])

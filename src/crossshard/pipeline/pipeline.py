@@ -544,9 +544,7 @@ class Pipeline:
 
             carry = done, gradients.weight, none
             (found, after), _, _ = rerun_if_not_finite(reduced, again, carry, 2, inputs)
-            # What is computed again may be rounded otherwise, and so not overflow.
-            finite = found.finite if self.excludes_shards else reduced.finite
-            return found.replace(finite=finite), state._replace(aggregate=after)
+            return found, state._replace(aggregate=after)
 
     def finish(
         self,
