@@ -133,6 +133,16 @@ class TestInsideThePackageItIsOneFileAndOneLine:
         np.testing.assert_allclose(state.params["kernel"], in_numpy(N), rtol=0, atol=2e-6)
         np.testing.assert_array_equal(state.opt_state.of("noise").count, np.full(N, STEPS))
 
+    def test_it_has_the_full_gradient_where_parameters_are_sharded(self):
+        step = noisy(N, noise_eta=ETA, params="sharded")
+        wide = np.tile(KERNEL, (1, 32))
+        kept, state = noisy(N, noise_eta=ETA), step.init({"kernel": wide})
+        same = kept.init({"kernel": wide})
+        for x in BATCHES:
+            (state, _), (same, _) = step(state, x), kept(same, x)
+        np.testing.assert_allclose(state.params["kernel"], same.params["kernel"], rtol=0, atol=1e-6)
+        assert "noise_eta= needs each shard's own gradient" in step.describe()
+
     @pytest.mark.parametrize("way", ["update, types", "variables, minimize"])
     def test_the_other_ways_in_take_it(self, way):
         wrapped = CrossShardOptimizer(optax.sgd(RATE), noise_eta=ETA)

@@ -601,13 +601,12 @@ class Pipeline:
 
     @property
     def why_own_gradient(self) -> str:
-        """What needs the full gradient of each shard before the reduction; empty if nothing does.
-
-        What is not finite is found without it: a step computes its gradients again.
-        """
+        """What needs the full gradient of each shard before the reduction; empty for nothing."""
         aggregator = self.aggregator
-        if Preprocess in self._made:
-            return "preprocess="
+        for kind, stage in self._made.items():
+            needs = kind is Preprocess or (stage.needs_local and not stage.takes_summed)
+            if needs and stage.phase in (Phase.ARRIVAL, Phase.LOCAL):
+                return f"{kind.options[0]}=" if kind.options else kind.__name__
         if isinstance(aggregator, FewBits):
             # Residuals are of gradients that are not scaled, and draws are of whole gradients.
             scaled = "a dynamic loss scale, beside few bits," * (self.loss_scale is not None)

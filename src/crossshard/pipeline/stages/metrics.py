@@ -44,6 +44,7 @@ class LocalNorms(Stage):
     scope = "metrics"
     state_field = ""
     needs_local = "metrics measure"
+    takes_summed = True  # the backward pass measures what it sums
     options = ()
     asked_by = ("metrics",)
 

@@ -181,6 +181,7 @@ class ReportNonfinite(Stage):
     scope = "nonfinite"
     state_field = ""
     needs_local = "nonfinite checks"
+    takes_summed = True  # a step that is not finite is computed again
     options = ()
     asked_by = ("nonfinite",)
 
