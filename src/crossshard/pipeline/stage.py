@@ -219,8 +219,8 @@ class Stage(abc.ABC):
       state_field: the name of its state in ``CrossShardState``; empty without one.
       needs_local: for a stage before the reduction, what it does to each shard's local gradient,
         in the words of an error; empty if it takes gradients that are already summed.
-      takes_summed: whether it also takes leaves that the backward pass has summed, of which it
-        needs no local gradient, or finds what it needs elsewhere.
+      takes_summed: whether it also takes leaves that the backward pass has summed, since it finds
+        elsewhere what it needs of them.
       options: the names of its options. Any one of them asks for the stage.
       asked_by: the options that ask for it, if not its own; empty if it is always there.
       of_steps: whether these options are only for whole steps.
