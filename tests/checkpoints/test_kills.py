@@ -97,6 +97,9 @@ def test_every_point_of_a_save(watch: Watch, tmp_path: Path, monkeypatch: pytest
     expected = {"old": arrays(step, state)}
 
     def snapshot(event: str, path: str) -> None:
+        if event == "os.utime":
+            # The lock's thread touches its file at any time, also between a copy and its change.
+            return
         points.append((event, Path(path).relative_to(run)))
         with contextlib.suppress(shutil.Error):
             shutil.copytree(run, tmp_path / str(len(points)), copy_function=copied)
