@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 import crossshard
@@ -56,7 +57,9 @@ def _models() -> dict[str, tuple[str, Shapes]]:
 def _ours(**options: Any) -> Callable[[Mesh, Shapes], Any]:
     def lowered(mesh: Mesh, model: Shapes) -> Any:
         step = crossshard.make_train_step(model.loss_fn, adamw(), mesh=mesh, **options)
-        return step.lower(step.abstract_init(model.params), model.batch(mesh.size))
+        # Each process passes its own rows.
+        rows = model.batch(mesh.size // jax.process_count())
+        return step.lower(step.abstract_init(model.params), rows)
 
     return lowered
 
@@ -149,7 +152,7 @@ def _cells(row: _Row) -> list[str]:
         _share(row["gathers_hidden"]),
         _share(hidden / sent),
         f"{(sent - hidden) / 1e9:.2f}",
-        f"{row['kernels'] / 1e9:.1f}",
+        f"{row['kernels'] / 1e9:.1f}" if "kernels" in row else "–",
         f"{row['arguments'] / 1e9:.1f}",
         f"{row['peak'] / 1e9:.1f}",
     ]
