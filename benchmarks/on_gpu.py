@@ -32,13 +32,9 @@ _STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-def _is_gpu() -> bool:
-    return jax.default_backend() == "gpu"
-
-
 def model_of(name: str, *, quick: bool) -> Shapes:
     """Return a model in bfloat16, with cuDNN's attention where there is a GPU."""
-    attention = "cudnn" if _is_gpu() else "xla"
+    attention = "cudnn" if jax.default_backend() == "gpu" else "xla"
     if quick:
         return transformer(2, 512, 64, rows=4, heads=1, attention=attention)
     if name == "GPT-2 124M":
@@ -107,16 +103,19 @@ def _candidate(
     return JaxCandidate(name, step, state, [tokens], params_of), losses
 
 
-def cluster(number: int, name: str, quick: bool) -> dict[str, Any]:
-    """Compile a program of so many GPUs, and run it on one, with ``JAX_MOCK_GPU_TOPOLOGY``.
+def cluster(number: int, name: str, quick: bool, runs: bool) -> dict[str, Any]:
+    """Compile a program of so many GPUs, and run it on one, whose peers are imagined.
 
-    Collectives return at once, so the time is that of the kernels alone. Without a GPU it is only
-    compiled, for H100s.
+    Collectives return at once, so the time is that of the kernels alone. Where it does not run it
+    is compiled for H100s that need not be there.
     """
+    if runs:
+        # So many hosts of one GPU. It is not read from the environment.
+        jax.config.update("jax_mock_gpu_topology", f"1x{number}x1")
+    mesh = Mesh(np.array(jax.devices()), (by_hand.AXIS,)) if runs else gpus.cluster(number // 8)
+    assert mesh.size == number, f"The program is of {mesh.size} GPUs."
     small: dict[str, Any] = {"layers": 2, "words": 512, "context": 64, "heads": 2} if quick else {}
     model = transformer(scan=True, checkpoint=True, **small)
-    runs = _is_gpu()
-    mesh = Mesh(np.array(jax.devices()), (by_hand.AXIS,)) if runs else gpus.cluster(number // 8)
     lowered = gpus.STEPS[name](mesh, model)
     compiled = lowered.compile()
     report = crossshard.inspect(compiled, parameters=model.params)
@@ -155,13 +154,7 @@ def _own_part(info: Any, sharding: Any, key: jax.Array) -> jax.Array:
 
 
 def rank(update: str, steps: int, kill_at: int) -> dict[str, Any]:
-    """Train a small transformer in one of several processes; return its losses and a hash.
-
-    Args:
-      update: ``replicated``, ``sharded`` or ``params``.
-      steps: the number of steps.
-      kill_at: the step before which the last process ends itself; -1 for never.
-    """
+    """Train in one of several processes, the last of which may end; return losses and a hash."""
     crossshard.distributed.initialize()
     model = transformer(2, 512, 64, rows=1, heads=1)
     place: Any = {"params": "sharded"} if update == "params" else {"weight_update": update}
@@ -194,7 +187,7 @@ def save(quick: bool) -> dict[str, Any]:
 
 def kind() -> dict[str, Any]:
     """Return the name of the first device, and whether it is a GPU."""
-    return {"kind": jax.devices()[0].device_kind, "is_gpu": _is_gpu()}
+    return {"kind": jax.devices()[0].device_kind, "is_gpu": jax.default_backend() == "gpu"}
 
 
 def main() -> None:
