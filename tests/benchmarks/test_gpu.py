@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -68,10 +69,13 @@ def test_a_program_of_other_devices_is_not_measured():
 
 
 @pytest.fixture
-def real_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def real_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves to the processes that a test starts the devices that there are."""
-    for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "NPROC", "JAX_PLATFORMS"):
-        monkeypatch.delenv(name, raising=False)
+    names = ["XLA_FLAGS"]
+    if request.node.get_closest_marker("gpu"):
+        names += ["JAX_DISABLE_MOST_OPTIMIZATIONS", "NPROC", "JAX_PLATFORMS"]
+    for name in names:
+        monkeypatch.delenv(name)
 
 
 def measured(folder: Path, *words: str) -> dict[str, list[gpu.Row]]:
@@ -100,16 +104,22 @@ def check_processes(rows: list[gpu.Row]) -> None:
     assert killed["seconds"] < 30
 
 
+def test_no_row_is_begun_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu, "Machine", lambda: SimpleNamespace(has_gpu=False, kind="cpu"))
+    monkeypatch.setitem(gpu.MEASURES, "models", lambda machine, quick: iter([{"ms": 1.0}] * 2))
+    assert measured(tmp_path, "--quick", "--minutes", "0") == {"models": [{"ms": 1.0}]}
+    assert "The time was over" in (tmp_path / "gpu.md").read_text()
+
+
 @pytest.mark.usefixtures("real_devices")
 def test_the_small_form_measures_models(tmp_path: Path):
-    check_models(measured(tmp_path, "--quick", "--parts", "models", "--minutes", "0")["models"])
+    check_models(measured(tmp_path, "--quick", "--parts", "models")["models"])
 
 
 @pytest.mark.usefixtures("real_devices")
 @pytest.mark.deep
 def test_the_small_form_trains_in_processes_and_saves(tmp_path: Path):
-    found = measured(tmp_path, "--quick", "--parts", "models", "processes", "saves")
-    check_models(found["models"])
+    found = measured(tmp_path, "--quick", "--parts", "processes", "saves")
     check_processes(found["processes"])
     assert found["saves"][0]["ratio"] > 0
 
@@ -128,7 +138,7 @@ def test_the_programs_of_clusters_are_compiled(tmp_path: Path):
 def test_models_train_as_with_a_bare_jit_on_this_gpu(tmp_path: Path):
     rows = measured(tmp_path, "--parts", "models")["models"]
     check_models(rows)
-    assert all(row["MFU"] != 0 for row in rows)
+    assert all(row["MFU"] is None or 0.05 < row["MFU"] < 1 for row in rows), rows
 
 
 @pytest.mark.usefixtures("real_devices")
