@@ -14,7 +14,7 @@ import crossshard
 from crossshard import make_train_step
 from crossshard.guards import find_majority
 from crossshard.shards.axes import Shards
-from tests.quick import deep, deep_but
+from tests.quick import deep
 from tests.step.common import sgd_step
 from tests.step.faults import KINDS, Snapshot, names_of, one_bit
 
@@ -118,9 +118,7 @@ def test_faults_are_found_and_named_and_clean_steps_are_not_accused():
 
 
 # The others compile for long, and run in the soak test.
-@pytest.mark.parametrize(
-    "case", deep_but(["groups sharded"], ["groups sharded", "sgd", "adamw sharded", MODEL_AXIS])
-)
+@pytest.mark.parametrize("case", ["groups sharded", deep(MODEL_AXIS)])
 def test_a_repaired_step_has_the_bits_of_an_undisturbed_one(case: str):
     find_faults(case, 10, seed=2, on_divergence="repair")
 
@@ -149,9 +147,8 @@ def test_what_is_compared_is_what_several_shards_have(case: str):
     assert has == {"mu['kernel']": is_adam and not params_sharded, "mu['bias']": is_adam}
 
 
-@pytest.mark.parametrize("workers", [[[0], [1], [2], [3]], deep([[0, 1], [2, 3]])], ids=len)
-def test_a_worker_of_one_shard_has_nobody_to_compare_with(workers: Any):
-    opt = crossshard.CrossShardOptimizer(optax.sgd(0.1, 0.9), group_assignment=workers)
+def test_a_worker_of_one_shard_has_nobody_to_compare_with():
+    opt = optax.sgd(0.1, 0.9)
     loss = lambda w, x: ((x - w) ** 2).mean()
     step = make_train_step(loss, opt, num_shards=4, sync_every=3, check_divergence=1)
     state = step.init(jnp.ones(3))
@@ -160,7 +157,7 @@ def test_a_worker_of_one_shard_has_nobody_to_compare_with(workers: Any):
         state, metrics = run(state, np.ones((8, 3), np.float32))
     assert told(metrics["divergence"]) == CLEAN
     assert len(metrics["divergence"].leaves) == len(names)
-    assert ("params" in names) == (len(workers) == 2)
+    assert "params" not in names
     # What all have in common is compared still.
     assert {"step", "rng", "opt_state.outer.anchor"} <= set(names)
 
@@ -269,7 +266,7 @@ def test_a_skipped_step_is_compared_again():
     assert seen == [(0, False), (1, True), (1, False)]
 
 
-@pytest.mark.parametrize("number", [deep(1), 2, 3, deep(8)])
+@pytest.mark.parametrize("number", [2, 3])
 def test_a_majority_is_more_than_half(number: int):
     # Words whose bits are among those of others, so that the bits alone have a majority.
     words = np.random.default_rng(number).choice(

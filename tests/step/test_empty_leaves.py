@@ -40,8 +40,6 @@ def params_of() -> dict[str, jax.Array]:
     [
         deep((optax.sgd(0.1), {"weight_update": "sharded"}, 8, 2)),
         (optax.contrib.muon(1e-2), {"params": "sharded"}, None, 2),
-        deep((optax.sgd(0.1), {"params": "sharded"}, None, 8)),
-        deep((optax.contrib.muon(1e-2), {"weight_update": "sharded"}, 8, 8)),
     ],
 )
 def test_a_step_trains_as_one_device_and_passes_none(

@@ -101,8 +101,6 @@ def train(loss_fn: Any, variables: Any, optimizer: Any, **options: Any) -> tuple
     ("operation", "shards", "options"),
     [
         (Fp8DirectDotGeneralOp, 8, {"params": "sharded"}),
-        deep((Fp8DirectDotGeneralOp, 1, {})),
-        deep((Fp8DirectDotGeneralOp, 4, {"nonfinite": "skip"})),
         deep((Fp8DotGeneralOp, 2, {"weight_update": "sharded"})),
     ],
 )
@@ -152,10 +150,9 @@ def test_microbatches_write_one_after_the_other():
         piece = {name: x[microbatch::3] for name, x in BATCHES[0].items()}
         written, after = of_microbatch(rest, piece)
         rest = {**written, **after}
-    for shards in (1, 8):
-        step = made(loss_fn, optax.sgd(0.05), num_shards=shards, accumulate_steps=3)
-        state, _ = step(step.init(variables["params"], model_state=given), BATCHES[0])
-        assert_close(step.model(state)[1], rest, atol=1e-5, rtol=1e-4)
+    step = made(loss_fn, optax.sgd(0.05), accumulate_steps=3)
+    state, _ = step(step.init(variables["params"], model_state=given), BATCHES[0])
+    assert_close(step.model(state)[1], rest, atol=1e-5, rtol=1e-4)
 
 
 def test_a_layer_that_is_used_twice_takes_the_maximum():

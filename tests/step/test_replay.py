@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from crossshard.errors import ArgumentError
-from tests.quick import deep
 from tests.step.faults import Snapshot, names_of, one_bit
 from tests.step.test_divergence import BATCH, MODEL_AXIS, build
 
@@ -42,10 +41,8 @@ def with_wrong_arithmetic(step: Any, name: str, device: int) -> None:
 @pytest.mark.parametrize(
     ("case", "name", "device", "shard"),
     [
-        deep(("sgd", "params['bias']", 6, 6)),
         # A slice that no other shard has.
         ("adamw sharded", "opt_state.inner_state[0].mu['kernel']", 3, 3),
-        deep(("groups sharded", "opt_state.inner_state[0].nu['kernel']", 5, 5)),
         (MODEL_AXIS, "opt_state.inner_state[0].nu['kernel']", 5, 2),
     ],
 )
