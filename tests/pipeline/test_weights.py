@@ -10,7 +10,6 @@ import optax
 import pytest
 
 from crossshard import CrossShardOptimizer, make_train_step
-from tests.quick import deep
 from tests.step.common import assert_close, assert_same, sgd_step
 
 N = 4
@@ -25,11 +24,10 @@ def loss_fn(w, batch):
 
 
 @pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
-@pytest.mark.parametrize("inner", [deep("sgd"), "adamw", deep("lamb")])
-def test_a_step_in_which_nothing_weighs_changes_no_bit(inner: str, weight_update: str):
+def test_a_step_in_which_nothing_weighs_changes_no_bit(weight_update: str):
     step = make_train_step(
         loss_fn,
-        CrossShardOptimizer(getattr(optax, inner)(0.1), preprocess=optax.trace(0.5)),
+        CrossShardOptimizer(optax.adamw(0.1), preprocess=optax.trace(0.5)),
         num_shards=N,
         weight_update=weight_update,
         weight=lambda batch: batch["n"].sum(),

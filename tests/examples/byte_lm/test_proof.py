@@ -39,7 +39,7 @@ def of_run(job: Job) -> Comparison:
 
 @pytest.mark.parametrize(
     ("optimizer", "reduction", "relative"),
-    [("sgd", "mean", 1e-5), *map(deep, [("adam", "mean", 1e-3), ("polyak_sgd", "sum", 1e-4)])],
+    [("sgd", "mean", 1e-5), deep(("polyak_sgd", "sum", 1e-4))],
 )
 def test_shards_train_as_one_does(job: Job, optimizer: str, reduction: str, relative: float):
     one = of_run(change(job, optimizer, reduction))
@@ -66,7 +66,6 @@ def test_a_step_that_was_not_taken_is_found_unless_the_run_says_so(job: Job):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"reduction": "sum", "accumulate_steps": 2},
         {"weight": True, "batch": 10, "weight_update": "sharded"},
         {"wrt": "*kernel", "master_dtype": "float32", "loss_scale": "dynamic"},
