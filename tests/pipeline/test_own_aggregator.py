@@ -70,9 +70,8 @@ def expected(own: Aggregator, members: list[int]) -> tuple[dict[str, Any], dict[
 OWN = {"top-k": TopK(PART), "by slices": BySlices()}
 # Each idiom, each aggregator, with groups and without.
 QUICK = [
-    *(("vmap", "top-k", True), ("update, types", "top-k", True)),
+    *(("update, types", "top-k", True), ("step, sharded", "by slices", True)),
     *(("variables, minimize", "by slices", True), ("step, sharded", "top-k", False)),
-    ("step, sharded", "by slices", True),
 ]
 
 
@@ -80,6 +79,7 @@ QUICK = [
     ("way", "name", "grouped"),
     [
         *QUICK,
+        deep(("vmap", "top-k", True)),
         deep(("update, no types", "by slices", False)),
         deep(("variables, pairs", "top-k", False)),
         deep(("step, replicated", "top-k", True)),

@@ -23,7 +23,6 @@ def by_update(opt: CrossShardOptimizer, number: int, *given: Any, **how: Any) ->
 def by_vmap(
     opt: CrossShardOptimizer, number: int, loss: Any, params: Any, batches: Iterable[Any]
 ) -> Trained:
-    @jax.jit
     @functools.partial(jax.vmap, axis_name="shards")
     def step(params: Any, state: Any, batch: Any) -> Any:
         updates, state = opt.update(jax.grad(loss)(params, batch), state, params)
