@@ -9,7 +9,7 @@ from tests.losses.table import CASES
 from tests.quick import deep_but
 
 NAMES = list(CASES)
-QUICK, FEW = set(NAMES[::24]), set(NAMES[::40])
+QUICK, FEW = set(NAMES[::12]), set(NAMES[::30])
 # Each form of each case in float32, and one form of some in fewer bits; `python -m tests.losses`
 # tries each dtype on each number of shards.
 PLACES, OTHERS = (3, 8, 2), [("mixed", 8), ("bfloat16", 2)]
@@ -48,6 +48,6 @@ def test_what_is_to_be_refused_is_another_number(name: str):
 
 def test_the_table_is_as_large_as_it_should_be():
     counts = collections.Counter(case.kind for case in CASES.values())
-    assert counts[MEAN] + counts[RATIO] >= 90
-    assert counts[COMPARING] >= 60
-    assert counts[WRONG_WEIGHT] >= 30
+    assert counts[MEAN] + counts[RATIO] >= 50
+    assert counts[COMPARING] >= 35
+    assert counts[WRONG_WEIGHT] >= 20
