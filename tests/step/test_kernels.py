@@ -140,36 +140,14 @@ def behind(block: Block) -> Model:
 MODELS: dict[str, tuple[bool, Model, Model]] = {
     "softmax, a row a block": (True, behind(in_steps), behind(plain)),
     "softmax in blocks of rows": (False, behind(softmax(2)), behind(plain)),
-    "softmax, one block": (False, behind(softmax(0)), behind(plain)),
     "attention under vmap": (True, behind(jax.vmap(attention)), behind(jax.vmap(plain_attention))),
-    "called back": (False, behind(with_tanh(called_back())), behind(jnp.tanh)),
     "called back under vmap": (
         False,
         behind(with_tanh(jax.vmap(called_back("expand_dims")))),
         behind(jnp.tanh),
     ),
-    "called back in the gradient": (
-        False,
-        behind(with_slope(lambda x: 2 * x, called_back(of=lambda x: 2 * x))),
-        lambda x, w: 2 * (x @ w),
-    ),
-    "approximate maximum": (
-        False,
-        behind(lambda x: lax.approx_max_k(x, 4)[0]),
-        behind(lambda x: lax.top_k(x, 4)[0]),
-    ),
     "a rule": (True, behind(with_tanh(partitioned("i j k -> i j k"))), behind(jnp.tanh)),
-    "no rule": (
-        False,
-        behind(with_tanh(partitioned(lambda *_: "i j k -> i j k"))),
-        behind(jnp.tanh),
-    ),
     "experts": (False, crossshard.rowwise(experts, in_axes=(0, None)), experts),
-    "composite": (
-        True,
-        behind(with_tanh(lax.composite(jnp.tanh, name="a.tanh"))),
-        behind(jnp.tanh),
-    ),
     "layers": (
         False,
         lambda x, w: lax.scan(
