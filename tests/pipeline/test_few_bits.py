@@ -146,7 +146,8 @@ def test_what_is_sent_and_what_is_held_back_are_the_sum(wire: Any, how: str, red
     check_sum(step, state, STEPS, N if reduction == "mean" else 1)
 
 
-@pytest.mark.parametrize("how", ["sharded", deep("params sharded")])
+@pytest.mark.deep
+@pytest.mark.parametrize("how", ["sharded", "params sharded"])
 def test_arrays_that_are_split_over_a_model_axis(how: str):
     place = lambda x: NamedSharding(OF_MODEL, P(*[None] * (x.ndim - 1), "model"))
     params = {name: jax.device_put(x, place(x)) for name, x in PARAMS.items() if name != "odd"}
@@ -156,6 +157,7 @@ def test_arrays_that_are_split_over_a_model_axis(how: str):
     check_sum(step, state, STEPS, N)
 
 
+@pytest.mark.deep
 def test_chance_does_not_part_the_copies():
     """What several shards send alike, on the way back from outer tiers, they must round alike."""
     wires = {name: Quantized(of, "stochastic") for name, of in (("host", "int8"), ("chip", "int4"))}

@@ -186,6 +186,7 @@ def noisy(w: Any, x: Any, rng: Any) -> jax.Array:
     return ((x + noise) @ w).mean() + (w**2).sum()
 
 
+@pytest.mark.deep
 def test_noise_of_a_row_goes_with_it():
     models = []
     for number, options in ((1, {}), (4, {"loss_over": "shard"}), (2, {"accumulate_steps": 2})):
@@ -341,6 +342,7 @@ def test_verify_takes_rows_along_their_axis():
     assert "4.000 = N" in fault.sentence
 
 
+@pytest.mark.deep
 def test_verify_takes_the_axes_of_a_step():
     step = sgd_step(recurrent, 0.1, 4, batch_axis=AXES)
     # As many rows as the table has, which stays whole.

@@ -27,7 +27,7 @@ from crossshard.jaxprs.walk import (
 from tests.quick import deep_but
 
 TOOLS = Path(__file__).parents[2] / "tools"
-QUICK = {"whole-accumulated", "stateful-quarantine", "whole-sync-every"}
+QUICK = {"stateful-quarantine"}
 
 
 def cases() -> dict[str, Callable[[], Callable[[], Any]]]:

@@ -50,7 +50,7 @@ SUMS = {"sgd": 0, "adamw": 0, "lamb": 2 * LEAVES, "clip + adam": LEAVES // 2}
 
 @pytest.mark.parametrize(
     ("rule", "weight_update"),
-    [("sgd", "replicated"), ("clip + adam", "sharded"), deep(("lamb", "sharded"))],
+    [("sgd", "replicated"), *map(deep, (("clip + adam", "sharded"), ("lamb", "sharded")))],
 )
 def test_a_step_sends_the_lower_bound(rule: str, weight_update: str):
     report = assert_communication(lowered(RULES[rule], weight_update))

@@ -259,7 +259,7 @@ def update_of(optimizer: Any, arrays: Any, **options: Any) -> int:
 @pytest.mark.parametrize(
     ("shapes", "divided"),
     [
-        ({f"w{i}": () for i in range(2 * N)} | {"layers": (3 * N,)}, N),
+        deep(({f"w{i}": () for i in range(2 * N)} | {"layers": (3 * N,)}, N)),
         # Twelve layers on eight shards: some have two.
         ({"layers": (3 * N // 2,)}, 6),
     ],
@@ -306,6 +306,7 @@ def test_what_stands_beside_it_is_that_of_one_device():
     assert_same(kept(state), held)
 
 
+@pytest.mark.deep
 def test_two_shard_axes_are_one_row_of_shards():
     types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("host", "chip"), axis_types=types)

@@ -13,7 +13,6 @@ from flax.training.train_state import TrainState
 import crossshard
 from crossshard import make_train_step
 from crossshard.errors import ArgumentError
-from tests.quick import deep
 from tests.step.common import assert_close, assert_same
 
 SGD = optax.sgd(0.1)
@@ -97,11 +96,12 @@ def train(loss_fn: Any, variables: Any, optimizer: Any, **options: Any) -> tuple
     return {"params": params, **rest}, losses
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("operation", "shards", "options"),
     [
         (Fp8DirectDotGeneralOp, 8, {"params": "sharded"}),
-        deep((Fp8DotGeneralOp, 2, {"weight_update": "sharded"})),
+        (Fp8DotGeneralOp, 2, {"weight_update": "sharded"}),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*Fp8DotGeneralOp:DeprecationWarning")
@@ -141,6 +141,7 @@ def test_a_step_that_is_skipped_leaves_scales_and_histories():
     assert_same(after.model_state, before.model_state)
 
 
+@pytest.mark.deep
 def test_microbatches_write_one_after_the_other():
     loss_fn, variables = of()
     rest = given = {name: value for name, value in variables.items() if name != "params"}

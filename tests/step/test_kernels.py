@@ -311,6 +311,7 @@ def test_an_operation_is_found_wherever_it_is(where: str):
 TURNED = {name: x.swapaxes(0, 1) for name, x in BATCH.items()}
 
 
+@pytest.mark.deep
 def test_rows_along_another_axis():
     # Each row by itself may look at all of its time.
     step = step_of(behind(with_tanh(called_back(of=centred))), batch_axis=1)

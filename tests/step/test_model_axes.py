@@ -177,6 +177,7 @@ def test_groups_on_the_data_axis():
         assert_close(of_group.inner_state, inner_state, 1e-6)
 
 
+@pytest.mark.deep
 def test_a_preprocessor_and_weights_see_whole_tensors():
     mesh, clip = mesh_of(4, 2), optax.clip_by_global_norm(0.02)
     mask = np.array([1] * 8 + [1] * 5 + [0] * 19, np.float32)

@@ -75,6 +75,7 @@ def test_nnx_layers():
     assert in_loop(step, Stack()) == {"reduce-scatter", "all-gather"}
 
 
+@pytest.mark.deep
 def test_nnx_layers_that_only_some_train():
     step = step_of("parts", of_module, SGD, wrt=nnx.All(nnx.Param, nnx.PathContains("layers")))
     model = Stack()
@@ -112,6 +113,7 @@ class Net(eqx.Module):
         return jax.vmap(self.out)(h) + 0.0 * self.steps[0]
 
 
+@pytest.mark.deep
 def test_equinox_layers():
     model = Net()
     step = step_of("parts", of_module, SGD)

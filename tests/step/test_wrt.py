@@ -87,6 +87,7 @@ def test_nothing_frozen_is_sent_or_copied(weight_update: str):
     assert report.memory.alias >= sum(leaf.nbytes for leaf in jax.tree.leaves((trained, frozen)))
 
 
+@pytest.mark.deep
 def test_each_group_trains_its_own_part():
     opt = CrossShardOptimizer(optax.sgd(0.1), group_assignment=[[0, 1], [2, 3]])
     step = make_train_step(loss_fn, opt, num_shards=4, wrt=is_trained)
