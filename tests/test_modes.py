@@ -1,6 +1,5 @@
 """One update, right in every way JAX runs shards; and a sum that is never taken twice."""
 
-import itertools
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import crossshard
 from crossshard import CrossShardOptimizer
 from crossshard.errors import AxisError, DoubleReductionError
-from tests.quick import deep_but
+from tests.quick import deep
 
 X = np.random.default_rng(0).normal(size=(8, 4, 3)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
@@ -104,19 +103,18 @@ def axes_of(mode: str) -> Any:
 
 
 # A sum, and groups, are the same code where there are types and where there are none.
-OF_GROUPS = ("check_vma", "vmap of vmap", "two axes, no check_vma")
-OF_MEANS = {*MODES} - {"vmap of vmap", "vmap in shard_map", "two axes, no check_vma"}
-OF_MEANS -= {"pmap without a name"}
-QUICK = {"mean": OF_MEANS, "sum": OF_GROUPS[:1], "groups": OF_GROUPS}
+CASES: list[Any] = [
+    ("sum", "check_vma"),
+    ("groups", "check_vma"),
+    ("groups", "two axes, no check_vma"),
+    deep(("groups", "vmap of vmap")),
+]
+OF_MEANS = {*MODES} - {"vmap in shard_map", "two axes, no check_vma", "pmap without a name"}
+OF_MEANS -= {"vmap of vmap"}
+CASES += [each if each[1] in OF_MEANS else deep(each) for each in (("mean", m) for m in MODES)]
 
 
-@pytest.mark.parametrize(
-    ("how", "mode"),
-    deep_but(
-        lambda case: case[1] in QUICK[case[0]],
-        itertools.product(["mean", "sum", "groups"], MODES),
-    ),
-)
+@pytest.mark.parametrize(("how", "mode"), CASES)
 def test_every_mode(how: str, mode: str):
     options = {"group_assignment": GROUPS} if how == "groups" else {"reduction": how}
     updates = in_mode(mode, sgd(axis_name=axes_of(mode), **options))
@@ -143,7 +141,7 @@ def test_a_thousand_and_twenty_four_shards_on_one_device():
     y = np.zeros((1024, 4), np.float32)
     groups = np.random.default_rng(3).permutation(1024).reshape(32, 32).tolist()
     local = np.asarray(jax.vmap(jax.grad(loss), (None, 0, 0))(W, x, y), float)
-    run = lambda opt: jax.vmap(lambda x, y: step(opt, W, x, y), axis_name="shards")(x, y)
+    run = lambda opt: jax.jit(jax.vmap(lambda x, y: step(opt, W, x, y), axis_name="shards"))(x, y)
     np.testing.assert_allclose(run(sgd()), np.tile(-local.mean(0), (1024, 1)), rtol=1e-5)
     updates = np.asarray(run(sgd(group_assignment=groups)))
     expected = np.empty_like(local)
@@ -352,6 +350,7 @@ def test_sixteen_bits_under_strict_promotion(dtype: str):
     assert updates.dtype == dtype
 
 
+@pytest.mark.deep
 def test_equinox_modules():
     model = eqx.nn.MLP(3, "scalar", 8, 2, key=jax.random.key(0))
     opt = sgd()

@@ -1,7 +1,6 @@
 """The examples: each runs as a reader would run it, and trains as one device does without us."""
 
 import ast
-import functools
 import importlib.util
 import os
 import re
@@ -22,12 +21,13 @@ from flax import nnx
 
 import crossshard
 import crossshard.testing
+from tests.quick import deep_but
 
 FOLDER = Path(__file__).parents[2] / "examples"
 SHARDS = 8
 # What tests/conftest.py says of devices.
 OF_TESTS = ("XLA_FLAGS", "NPROC")
-SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
+SGD = optax.sgd(0.1)
 
 
 def load(name: str) -> ModuleType:
@@ -230,7 +230,7 @@ def two_processes(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     # An optimizer cannot be sent to another process, so this example takes its name.
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("XLA_FLAGS")
-        first, second = module.main("adam" if optimizer is ADAM else "sgd")
+        first, second = module.main("sgd")
     assert first == second
     assert first["shards"] == SHARDS
     return {name: np.array(first[name]) for name in start}, expected
@@ -313,24 +313,6 @@ for path in sys.argv[1:]:
     assert "trained on 1 shards with 512 rows each" in ran
 
 
-@pytest.mark.deep
-def test_the_examples_run_with_an_explicit_mesh_set(tmp_path: Path):
-    script = """
-import runpy, sys
-import crossshard, jax
-crossshard.cpu_devices(8)
-jax.set_mesh(jax.make_mesh((8,), ("shards",)))
-for path in sys.argv[1:]:
-    runpy.run_path(path, run_name="__main__")
-    print("next")
-"""
-    names = sorted(REFERENCES.keys() - {"two_processes"})
-    ran = run(["-c", script, *(str(FOLDER / f"{name}.py") for name in names)], tmp_path)
-    parts = ran.removesuffix("next\n").split("next\n")
-    assert len(parts) == len(names)
-    assert all(falls(part) for part in parts)
-
-
 def run(arguments: list[str], folder: Path, timeout: int = 300) -> str:
     """What a process prints that must end well, and without a warning."""
     # Nothing is set that a reader would not have set.
@@ -354,38 +336,14 @@ def falls(printed: str) -> bool:
     return losses[-1] < losses[0] / 2
 
 
-# One of each idiom is quick.
-QUICK = {"optax_idiom", "stateful_idiom", "whole_step"}
-
-
-@pytest.mark.parametrize(
-    ("name", "own"),
-    [
-        pytest.param(name, own, marks=() if name in QUICK and not own else pytest.mark.deep)
-        for own in (True, False)
-        for name in REFERENCES
-    ],
-)
-def test_an_example_trains_as_one_device_does(name: str, own: bool):
-    module = load(name)
-    optimizer = getattr(module, "OPTIMIZER", ADAM) if own else SGD
-    got, expected = REFERENCES[name](module, optimizer)
+@pytest.mark.parametrize("name", deep_but(["optax_idiom", "stateful_idiom"], REFERENCES))
+def test_an_example_trains_as_one_device_does(name: str):
+    got, expected = REFERENCES[name](load(name), SGD)
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     tolerance = TOLERANCES.get(name, TOLERANCE)
     scale = max(abs(np.asarray(leaf)).max() for leaf in jax.tree.leaves(expected))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("name", ["equinox_model", "whole_step"])
-def test_an_example_trains_with_sharded_parameters(name: str):
-    module = load(name)
-    module.main = functools.partial(module.main, params="sharded")
-    got, expected = REFERENCES[name](module, SGD)
-    scale = max(abs(np.asarray(leaf)).max() for leaf in jax.tree.leaves(expected))
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE * scale)
 
 
 def test_an_example_needs_only_what_it_shows():

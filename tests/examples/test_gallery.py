@@ -22,8 +22,7 @@ from tests.test_docs import ROOT, blocks
 FOLDER, PAGES = ROOT / "examples" / "gallery", ROOT / "docs" / "gallery"
 NAMES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
-# A large epsilon: where a gradient is near zero, Adam makes a step of its rounding.
-OPTIMIZERS = {"sgd": optax.sgd(0.05), "adam": optax.adam(1e-2, eps=1e-3)}
+SGD = optax.sgd(0.05)
 STEPS = 4
 
 
@@ -133,13 +132,12 @@ def same_bits(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
 
 EVERY = (batch_norm, clip, diloco, experts, language_model, lora, quarantine, same_bits)
 CASES = {each.__name__: each for each in EVERY}
-QUICK = ["batch_norm", "clip", "experts", "lora"]
+QUICK = ["batch_norm", "lora"]
 
 
 @pytest.mark.parametrize("name", deep_but(QUICK, CASES))
-@pytest.mark.parametrize("optimizer", deep_but({"sgd"}, OPTIMIZERS))
-def test_eight_shards_train_as_one_device_does(name: str, optimizer: str):
-    found, wanted = CASES[name](load(name), OPTIMIZERS[optimizer])
+def test_eight_shards_train_as_one_device_does(name: str):
+    found, wanted = CASES[name](load(name), SGD)
     pairs = zip(*map(jax.tree.leaves, (found, wanted)), strict=True)
     for one, other in pairs:
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
@@ -148,7 +146,7 @@ def test_eight_shards_train_as_one_device_does(name: str, optimizer: str):
 def test_a_poisoned_shard_is_named(capsys: pytest.CaptureFixture[str]):
     module = load("quarantine")
     module.BAD_STEPS = (1,)
-    _, losses = module.train("quarantine", OPTIMIZERS["sgd"], 2)
+    _, losses = module.train("quarantine", SGD, 2)
     assert np.isfinite(losses).all()
     assert (
         "step 1: the gradient of `first/bias` is not finite on shard 5" in capsys.readouterr().out

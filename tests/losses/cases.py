@@ -37,7 +37,7 @@ ROUNDING = float(jnp.finfo(jnp.bfloat16).eps)
 # Which a step may refuse in few bits, though it is right.
 MAY_REFUSE = {"sums along time"}
 RIGHT, REFUSED, WRONG, BREAKS = "right", "refused", "wrong", "breaks"
-MEAN, RATIO, COMPARING, WRONG_WEIGHT = "mean", "ratio", "comparing", "wrong weight"
+MEAN, RATIO, COMPARING = "mean", "ratio", "comparing"
 
 
 class Run(NamedTuple):

@@ -15,7 +15,7 @@ def params() -> dict[str, Any]:
     """The parameters, of which a case trains those that it reads."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    square = {name: normal(WIDTH, WIDTH) / 3 for name in "q k v o a b c d".split()}
+    square = {name: normal(WIDTH, WIDTH) / 3 for name in "q k v o a b c".split()}
     return square | {
         "embed": normal(WORDS, WIDTH) / 2,
         "out": normal(WIDTH, WORDS) / 3,
@@ -28,8 +28,6 @@ def params() -> dict[str, Any]:
         "route": normal(WIDTH, EXPERTS),
         "experts": normal(EXPERTS, WIDTH, WIDTH) / 3,
         "layers": normal(3, WIDTH, WIDTH) / 3,
-        "small": normal(WIDTH, 2) / 2,
-        "narrow": normal(2, WIDTH) / 2,
         "filter": normal(3, 3, 1, 4) / 3,
         "filter2": normal(3, 3, 4, 4) / 6,
         "head": normal(4, KINDS) / 2,
@@ -52,27 +50,18 @@ def batch() -> dict[str, Any]:
         "y": normal(TIME, WIDTH),
         "v": normal(WIDTH),
         "z": normal(WIDTH),
-        "noise": np.float32(rng.normal(size=(ROWS, WIDTH))),
         "words": words(),
         "labels": words(),
-        "rejected": words(),
         "padded": np.where(is_there, words(), 0).astype(np.int32),
         "mask": is_there.astype(np.float32),
         "is_there": is_there,
         "spans": np.float32(rng.random((ROWS, TIME)) < np.linspace(0.2, 0.7, ROWS)[:, None]),
-        "segments": np.where(is_there, 1 + at // 3, 0).astype(np.int32),
         "length": length.astype(np.int32),
         "kind": (rng.permutation(ROWS) % KINDS).astype(np.int32),
         "share": np.linspace(0.004, 0.1, ROWS).astype(np.float32),
         "advantage": normal(),
         "reward": normal(TIME),
-        "time": rng.random(ROWS).astype(np.float32),
-        "old": np.float32(-2.3 + rng.normal(size=(ROWS, TIME)) / 5),
-        "old_rejected": np.float32(-2.3 + rng.normal(size=(ROWS, TIME)) / 5),
-        "start": rng.integers(TIME - 3, size=ROWS).astype(np.int32),
-        "edges": np.float32(rng.random((ROWS, TIME, TIME)) < 0.4),
         "order": np.argsort(rng.random((ROWS, TIME)), 1).astype(np.int32),
-        "neighbour": rng.integers(ROWS, size=ROWS).astype(np.int32),
     }
 
 

@@ -8,21 +8,15 @@ from jax import lax
 
 from tests.losses.cases import RATIO, enter, weighted
 from tests.losses.parts import (
-    EXPERTS,
     TIME,
-    attend,
-    block,
     cross_entropy,
     hidden,
-    kernel,
     log_probabilities,
     opaque,
     out_of,
-    projected,
     row_losses,
     squares,
     swapped,
-    tanh_kernel,
     token_losses,
 )
 
@@ -45,21 +39,6 @@ def padding_words_left_out(p, b, mean):
     return mean(jnp.where(there, losses, 0).sum(), there.sum())
 
 
-@weighted(lambda b: (b["segments"] > 0).sum())
-def packed_rows(p, b, mean):
-    x = p["embed"][b["words"]]
-    same = b["segments"][:, None, :, None] == b["segments"][:, None, None]
-    x = x + attend(*projected(p, x), same & np.tril(np.ones((TIME, TIME), bool)))
-    there = b["segments"] > 0
-    return mean((cross_entropy(x @ p["out"], b["labels"]) * there).sum(), there.sum())
-
-
-@weighted("is_there")
-def mask_of_booleans(p, b, mean):
-    losses = jnp.where(b["is_there"], token_losses(p, b), 0)
-    return mean(losses.sum(), b["is_there"].sum())
-
-
 @weighted("length")
 def sums_over_lengths(p, b, mean):
     there = jnp.arange(TIME) < b["length"][:, None]
@@ -75,13 +54,6 @@ def fractional_weights_of_rows(p, b, mean):
 def weights_of_classes(p, b, mean):
     weights = jnp.asarray([1.0, 0.25, 3.0, 0.5], b["v"].dtype)[b["kind"]]
     return mean((cross_entropy(b["v"] @ p["route"], b["kind"]) * weights).sum(), weights.sum())
-
-
-@weighted("spans")
-def words_to_guess(p, b, mean):
-    x = jnp.where(b["spans"][..., None] > 0, p["bias"], p["embed"][b["labels"]])
-    losses = cross_entropy(block(p, x) @ p["out"], b["labels"])
-    return mean((losses * b["spans"]).sum(), b["spans"].sum())
 
 
 @weighted("mask")
@@ -147,16 +119,6 @@ def each_row_by_vmap(p, b, mean):
     return mean(total.sum(), count.sum())
 
 
-@weighted("mask")
-def each_row_by_lax_map(p, b, mean):
-    def of_row(row):
-        x, y, there = row
-        return (((jnp.tanh(x @ p["a"]) - y) ** 2).mean(-1) * there).sum(), there.sum()
-
-    total, count = lax.map(of_row, (b["x"], b["y"], b["mask"]))
-    return mean(total.sum(), count.sum())
-
-
 @weighted(lambda b: jnp.isfinite(jnp.where(b["is_there"], b["reward"], jnp.nan)).sum())
 def labels_that_are_not_a_number(p, b, mean):
     wanted = jnp.where(b["is_there"], b["reward"], jnp.nan)
@@ -173,28 +135,12 @@ def dropout_over_tokens(p, b, mean, rng):
 
 
 @weighted("mask")
-def pallas_kernel_over_tokens(p, b, mean):
-    x = jax.vmap(lambda x: kernel(tanh_kernel, x))(b["x"] @ p["a"])
-    return mean((((x - b["y"]) ** 2).mean(-1) * b["mask"]).sum(), b["mask"].sum())
-
-
-@weighted("mask")
 def callback_over_tokens(p, b, mean):
     x = opaque(lambda x: np.round(x, 3), b["x"] @ p["a"])
     return mean((((x - b["y"]) ** 2).mean(-1) * b["mask"]).sum(), b["mask"].sum())
 
 
 # Several terms, which no one weight fits: as ``Mean`` only.
-
-
-def tokens_and_balance_of_each_row(p, b, mean):
-    x = hidden(p, b["words"])
-    gates = jax.nn.softmax(x @ p["route"])
-    chosen = jax.nn.one_hot(gates.argmax(-1), EXPERTS, dtype=gates.dtype).mean(1)
-    balance = (chosen * gates.mean(1)).sum(1)
-    losses = cross_entropy(x @ p["out"], b["labels"]) * b["mask"]
-    loss = mean(losses.sum(), b["mask"].sum()) + 0.5 * mean(balance.sum(), len(balance))
-    return loss + 1e-2 * (p["out"] ** 2).sum()
 
 
 def two_masks_of_two_tasks(p, b, mean):
@@ -212,13 +158,6 @@ def policy_over_tokens_and_value_of_rows(p, b, mean):
     return policy + 0.5 * mean(errors.sum(), rows) + 0.1 * mean(order.sum(), rows)
 
 
-def boxes_over_objects_and_classes_over_rows(p, b, mean):
-    there = (b["kind"] > 0).astype(b["v"].dtype)
-    boxes = jnp.abs(out_of(p, b) - b["z"]).mean(1) * there
-    classes = cross_entropy(b["v"] @ p["route"], b["kind"])
-    return mean(classes.sum(), len(classes)) + 2 * mean(boxes.sum(), there.sum())
-
-
 def weights_that_depend_on_the_parameters(p, b, mean):
     """So that no ``weight=`` has them."""
     losses = token_losses(p, b)
@@ -232,12 +171,6 @@ def focal_over_the_number_of_objects(p, b, mean):
     is_object = (b["labels"] == 1).astype(logits.dtype)
     losses = optax.sigmoid_focal_loss(logits, is_object, alpha=0.25, gamma=2.0)
     return mean(losses.sum(), is_object.sum())
-
-
-def mean_over_rows_and_mean_over_tokens_of_one_loss(p, b, mean):
-    losses = token_losses(p, b) * b["mask"]
-    rows = (losses.sum(1) / b["mask"].sum(1)).sum()
-    return 0.5 * mean(losses.sum(), b["mask"].sum()) + 0.5 * mean(rows, len(losses))
 
 
 def only_squares_of_rows(p, b, mean):

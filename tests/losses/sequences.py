@@ -2,17 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from tests.losses.cases import MEAN, enter
 from tests.losses.parts import (
-    CAUSAL,
     EXPERTS,
     TIME,
     WIDTH,
     attend,
-    block,
     cross_entropy,
     hidden,
     projected,
@@ -22,17 +19,6 @@ from tests.losses.parts import (
 )
 
 
-def rotary_positions(p, b):
-    def rotated(x):
-        angle = jnp.arange(TIME)[:, None, None] / 10.0 ** jnp.arange(2)
-        one, other = jnp.split(x, 2, axis=-1)
-        sin, cos = jnp.sin(angle).astype(x.dtype), jnp.cos(angle).astype(x.dtype)
-        return jnp.concatenate([one * cos - other * sin, one * sin + other * cos], -1)
-
-    q, k, v = projected(p, b["x"])
-    return squares(attend(rotated(q), rotated(k), v), b["y"])
-
-
 def linear_attention(p, b):
     q, k, v = projected(p, b["x"])
     q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
@@ -40,11 +26,6 @@ def linear_attention(p, b):
     norm = jnp.einsum("rthd,rthd->rth", q, k.cumsum(1))
     found = jnp.einsum("rthd,rthde->rthe", q, state) / norm[..., None]
     return squares(found.reshape(b["y"].shape), b["y"])
-
-
-def packed_segments_attend_to_their_own(p, b):
-    same = b["segments"][:, None, :, None] == b["segments"][:, None, None, :]
-    return squares(attend(*projected(p, b["x"]), CAUSAL & same), b["y"])
 
 
 def attention_block_by_block(p, b):
@@ -108,37 +89,6 @@ def linear_recurrence_by_associative_scan(p, b):
     return squares(state @ p["o"], b["y"])
 
 
-def lstm_read_at_its_last_word(p, b):
-    def one(carry, x):
-        state, cell = carry
-        both = x @ p["gate"] + state @ p["up"]
-        keep, new = jnp.split(both, 2, axis=-1)
-        cell = jax.nn.sigmoid(keep) * cell + jnp.tanh(new)
-        return (jnp.tanh(cell), cell), jnp.tanh(cell)
-
-    zero = jnp.zeros_like(b["x"][:, 0])
-    states = scan_of(one, (zero, zero), b["x"])
-    last = jnp.take_along_axis(states, (b["length"] - 1)[:, None, None], 1)[:, 0]
-    return squares(last, b["z"])
-
-
-def retention_chunk_by_chunk(p, b):
-    q, k, v = (b["x"] @ p[name] for name in "qkv")
-    chunks = [swapped(x.reshape(len(x), 2, TIME // 2, WIDTH)) for x in (q, k, v)]
-    within = jnp.asarray(
-        0.9 ** np.maximum(np.subtract.outer(*[np.arange(4)] * 2), 0) * CAUSAL[:4, :4]
-    )
-
-    def one(state, now):
-        q, k, v = now
-        inner = jnp.einsum("rts,rsd->rtd", jnp.einsum("rtd,rsd->rts", q, k) * within, v)
-        return (0.6 * state + jnp.einsum("rtd,rte->rde", k, v)).astype(v.dtype), inner + q @ state
-
-    start = jnp.zeros((len(q), WIDTH, WIDTH), q.dtype)
-    _, found = lax.scan(one, start, tuple(chunks))
-    return squares(swapped(found).reshape(b["y"].shape), b["y"])
-
-
 # Experts, which each token chooses.
 
 
@@ -147,15 +97,6 @@ def experts_chosen_by_each_token(p, b):
     of_all = jnp.einsum("rtd,xdf->rtxf", b["x"], p["experts"])
     found = jnp.take_along_axis(of_all, chosen[..., None], 2)
     return squares((found * gates[..., None]).sum(2), b["y"])
-
-
-def experts_choose_tokens_of_a_row(p, b):
-    gates = jax.nn.softmax(b["x"] @ p["route"])
-    weights, chosen = lax.top_k(gates.swapaxes(1, 2), 3)
-    inside = jax.vmap(lambda x, at: x[at])(b["x"], chosen)
-    outside = jnp.einsum("resd,edf->resf", inside, p["experts"]) * weights[..., None]
-    add = lambda at, x: jnp.zeros_like(b["x"][0]).at[at.reshape(-1)].add(x.reshape(-1, WIDTH))
-    return squares(jax.vmap(add)(chosen, outside), b["y"])
 
 
 def sorted_experts_with_ragged_dot(p, b):
@@ -196,19 +137,6 @@ def cross_entropy_by_lax_map_with_a_batch_size(p, b):
     return lax.map(of_token, (tokens, labels), batch_size=5).mean()
 
 
-def cross_entropy_in_chunks_of_rows(p, b):
-    def of_row(row):
-        return cross_entropy(jnp.tanh(p["embed"][row[0]] @ p["a"]) @ p["out"], row[1]).mean()
-
-    return lax.map(jax.checkpoint(of_row), (b["words"], b["labels"])).mean()
-
-
-def masked_language_model_with_a_mean_for_each_row(p, b):
-    found = jnp.where(b["is_there"][..., None], p["embed"][b["words"]], p["bias"])
-    losses = cross_entropy(block(p, found) @ p["out"], b["labels"])
-    return ((losses * b["mask"]).sum(1) / b["mask"].sum(1)).mean()
-
-
 enter(
     MEAN,
     globals(),
@@ -217,5 +145,4 @@ enter(
         jax.nn.dot_product_attention(*projected(p, b["x"]), is_causal=True).reshape(b["y"].shape),
         b["y"],
     ),
-    language_model=lambda p, b: cross_entropy(hidden(p, b["words"]) @ p["out"], b["labels"]).mean(),
 )

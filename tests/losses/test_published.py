@@ -16,17 +16,13 @@ from tests.step.common import assert_close
 
 STEPS, RATE = 2, 0.3
 
-QUICK = ["easylm", "flax gemma", "maxtext experts", "qwix, one scale", "tunix dpo"]
+QUICK = ["easylm", "maxtext experts", "tunix dpo"]
 
 
 def named(has: Any = lambda published: True) -> Any:
     """Those of the losses that have something, of which few are quick."""
     names = [name for name, published in PUBLISHED.items() if has(published)]
     return pytest.mark.parametrize("name", deep_but(QUICK, names))
-
-
-of_losses = pytest.mark.parametrize("name", PUBLISHED)
-of_shards = pytest.mark.parametrize("shards", deep_but([3], (3, 8)))
 
 
 @functools.cache
@@ -42,8 +38,8 @@ def on_one_device(name: str) -> tuple[list[float], Any]:
     return losses, params
 
 
-def run(loss: Any, batch: Any, shards: int, **options: Any) -> tuple[list[float], Any]:
-    step = make_train_step(loss, optax.sgd(RATE), num_shards=shards, **options)
+def run(loss: Any, batch: Any, **options: Any) -> tuple[list[float], Any]:
+    step = make_train_step(loss, optax.sgd(RATE), **{"num_shards": 3} | options)
     state, losses = step.init(PARAMS), []
     for _ in range(STEPS):
         state, metrics = step(state, batch)
@@ -69,7 +65,7 @@ def check(found: tuple[list[float], Any], name: str) -> None:
 def test_none_is_trivial(name: str):
     """The mean of the shards' losses is another number, unless the loss passes as it is."""
     published = PUBLISHED[name]
-    found = run(published.as_published, published.batch, 8, loss_over="shard")
+    found = run(published.as_published, published.batch, num_shards=8, loss_over="shard")
     if published.passes is True:
         check(found, name)
     else:
@@ -77,11 +73,10 @@ def test_none_is_trivial(name: str):
         assert abs(found[0][0] / losses[0] - 1) > 1e-3
 
 
-@of_losses
-@of_shards
-def test_as_it_is_it_passes_or_is_refused(name: str, shards: int):
+@named()
+def test_as_it_is_it_passes_or_is_refused(name: str):
     published = PUBLISHED[name]
-    found, refusal = run_or_refusal(published.as_published, published.batch, shards)
+    found, refusal = run_or_refusal(published.as_published, published.batch)
     if found is not None:
         check(found, name)
     assert found is not None or published.passes is not True, refusal
@@ -92,28 +87,25 @@ def test_as_it_is_it_passes_or_is_refused(name: str, shards: int):
 @named()
 def test_over_the_batch_it_passes_as_it_is(name: str):
     published = PUBLISHED[name]
-    check(run(published.as_published, published.batch, 3, loss_over="batch"), name)
+    check(run(published.as_published, published.batch, loss_over="batch"), name)
 
 
 @named(lambda published: published.weight is not None)
-@of_shards
-def test_with_a_weight(name: str, shards: int):
+def test_with_a_weight(name: str):
     published = PUBLISHED[name]
     options = {"weight": published.weight}
-    found, refusal = run_or_refusal(published.as_published, published.batch, shards, **options)
+    found, refusal = run_or_refusal(published.as_published, published.batch, **options)
     assert found is not None, refusal
     check(found, name)
 
 
 @named(lambda published: published.with_means)
-@of_shards
-def test_with_means(name: str, shards: int):
+def test_with_means(name: str):
     published = PUBLISHED[name]
-    check(run(published.with_means, published.batch, shards), name)
+    check(run(published.with_means, published.batch), name)
 
 
 @pytest.mark.parametrize("name", [name for name, x in PUBLISHED.items() if x.by_rows])
-@of_shards
-def test_by_its_own_rows(name: str, shards: int):
+def test_by_its_own_rows(name: str):
     loss, batch = PUBLISHED[name].by_rows
-    check(run(loss, batch, shards), name)
+    check(run(loss, batch), name)

@@ -11,7 +11,6 @@ from flax import nnx
 
 from crossshard import CrossShardOptimizer, make_train_step
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from tests.quick import deep
 from tests.step import common
 
 RNG = np.random.default_rng(0)
@@ -122,11 +121,10 @@ def test_statistics_of_a_module_are_merged_and_the_average_is_taken():
         assert_close(found, (trained(X) ** 2).mean(0))
 
 
-@pytest.mark.parametrize("kind", [deep("mean"), "per_shard"])
-def test_state_of_a_function(kind: str):
+def test_state_of_a_function():
     loss = lambda w, mean, x: ((x @ w).mean(), 0.5 * (mean + x.mean()))
     metric = lambda w, mean, x: x @ w + mean
-    step = step_of(loss, model_state=kind)
+    step = step_of(loss, model_state="per_shard")
     state, _ = step(step.init(W, model_state=np.float32(1)), X[:40])
     found = step.evaluate(state, [X[:30], X[30:]], metric)
     own = 0.5 * (1 + X[:40].mean())
