@@ -173,7 +173,7 @@ def test_chance_does_not_part_the_copies():
     check_sum(step, state, 2, N)
 
 
-@pytest.mark.parametrize("how", deep_but(("params sharded",), HOW))
+@pytest.mark.parametrize("how", ["params sharded", deep("sharded"), deep("replicated")])
 def test_what_is_held_back_may_be_kept_in_16_bits(how: str):
     wire = Quantized("int4", error_feedback="bfloat16")
     step = sgd_step(loss_fn, 1.0, N, reduce_dtype=wire, **HOW[how])
