@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import crossshard
 from crossshard import CrossShardOptimizer
 from crossshard.errors import AxisError, DoubleReductionError
+from tests.collectives.test_collectives import MODES, per_shard
 from tests.quick import deep
 
 X = np.random.default_rng(0).normal(size=(8, 4, 3)).astype(np.float32)
@@ -62,46 +63,6 @@ def in_shard_map(function: Any, axes: Any = (("shards", 8),), **kwargs: Any) -> 
     return np.asarray(jax.jit(run)(W, X, Y))
 
 
-def in_mode(mode: str, opt: CrossShardOptimizer) -> np.ndarray:
-    function = lambda w, x, y: step(opt, w, x, y)
-    if mode == "vmap":
-        return np.asarray(jax.vmap(function, (None, 0, 0), axis_name="i")(W, X, Y))
-    if mode == "vmap of vmap":
-        inner = jax.vmap(function, (None, 0, 0), axis_name="shard")
-        outer = jax.vmap(inner, (None, 0, 0), axis_name="slice")
-        split = lambda a: a.reshape(2, 4, *a.shape[1:])
-        return np.asarray(outer(W, split(X), split(Y))).reshape(8, 3)
-    if mode == "vmap in shard_map":
-        inner = jax.vmap(function, (None, 0, 0), axis_name="shard")
-        run = jax.shard_map(
-            inner, mesh=mesh(("slice", 2)), in_specs=(P(), P("slice"), P("slice")),
-            out_specs=P("slice"), check_vma=False,
-        )  # fmt: skip
-        return np.asarray(jax.jit(run)(W, X, Y))
-    if mode == "pmap":
-        return np.asarray(jax.pmap(function, "i", in_axes=(None, 0, 0))(W, X, Y))
-    if mode == "pmap without a name":
-        return np.asarray(jax.pmap(function, in_axes=(None, 0, 0))(W, X, Y))
-    if mode == "nnx.shard_map":
-        spec = P("shards")
-        run = nnx.shard_map(
-            lambda w, x, y: function(w, x[0], y[0])[None],
-            mesh=mesh(("shards", 8)), in_specs=(P(), spec, spec), out_specs=spec,
-        )  # fmt: skip
-        return np.asarray(nnx.jit(run)(W, X, Y))
-    axes = [("slice", 2), ("shard", 4)] if "two axes" in mode else [("shards", 8)]
-    return in_shard_map(function, axes, check_vma="no check_vma" not in mode)
-
-
-TWO_AXES = {"vmap of vmap", "vmap in shard_map", "two axes", "two axes, no check_vma"}
-MODES = ["check_vma", "no check_vma", "vmap", "pmap", "pmap without a name", "nnx.shard_map"]
-MODES += sorted(TWO_AXES)
-
-
-def axes_of(mode: str) -> Any:
-    return ("slice", "shard") if mode in TWO_AXES else None
-
-
 # A sum, and groups, are the same code where there are types and where there are none.
 CASES: list[Any] = [
     ("sum", "check_vma"),
@@ -109,20 +70,25 @@ CASES: list[Any] = [
     ("groups", "two axes, no check_vma"),
     deep(("groups", "vmap of vmap")),
 ]
-OF_MEANS = {*MODES} - {"vmap in shard_map", "two axes, no check_vma", "pmap without a name"}
-OF_MEANS -= {"vmap of vmap"}
+OF_MEANS = {*MODES} - {"vmap in shard_map", "two axes, no check_vma", "vmap of vmap"}
 CASES += [each if each[1] in OF_MEANS else deep(each) for each in (("mean", m) for m in MODES)]
 
 
 @pytest.mark.parametrize(("how", "mode"), CASES)
 def test_every_mode(how: str, mode: str):
     options = {"group_assignment": GROUPS} if how == "groups" else {"reduction": how}
-    updates = in_mode(mode, sgd(axis_name=axes_of(mode), **options))
+    opt = sgd(axis_name=MODES[mode], **options)
+    updates = np.asarray(per_shard(mode, lambda x, y: step(opt, jnp.asarray(W), x, y), X, Y))
     factor = 8 if how == "sum" else 1
     for group in GROUPS if how == "groups" else [list(range(8))]:
         expected = np.tile(-factor * LOCAL[group].mean(0), (len(group), 1))
         atol = 1e-6 if how == "groups" else 0
         np.testing.assert_allclose(updates[group], expected, rtol=2e-6, atol=atol)
+
+
+def test_pmap_without_a_name():
+    run = jax.pmap(lambda w, x, y: step(sgd(), w, x, y), in_axes=(None, 0, 0))
+    np.testing.assert_allclose(run(W, X, Y), np.tile(-MEAN, (8, 1)), rtol=2e-6)
 
 
 def test_one_axis_of_two():

@@ -75,11 +75,7 @@ OPTIMIZERS: dict[str, Any] = {
     "if finite": optax.apply_if_finite(SGD, 3),
     "muon that decays": muon(weight_decay=0.1),
     "clip, muon": CLIP_MUON,
-    "several steps of muon": optax.MultiSteps(muon(), 2).gradient_transformation(),
-    "prodigy": contrib.prodigy(0.1),
-    "adafactor": optax.adafactor(0.01),
     "sm3": optax.sm3(0.01),
-    "noise": optax.chain(optax.add_noise(0.01, 0.1, jax.random.key(0)), SGD),
     "half of the leaves": optax.partition(
         {"all": optax.chain(CLIP, SGD), "own": optax.adafactor(0.01)},
         lambda p: {k: "own" if k < "m" else "all" for k in p},
@@ -107,11 +103,9 @@ def test_it_follows_one_device(name: str):
     whole = step.unshard(state)
     expected, inner = on_one_device(loss_fn, OPTIMIZERS[name], PARAMS, BATCHES)
     assert_close(whole.params, expected, atol=1e-6, rtol=1e-6)
-    same = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     # What is divided by its own size shows the order in which gradients were added.
     atol = 5e-6 if name == "sm3" else 1e-6
-    of = lambda state: jax.tree.map(same, state)
-    assert_close(of(whole.opt_state.inner_state), of(inner), atol=atol, rtol=2e-5)
+    assert_close(whole.opt_state.inner_state, inner, atol=atol, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["clip, muon", deep("sm3")])
@@ -173,24 +167,11 @@ def in_eight_bits() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def norms_of_norms(g: Any) -> Any:
-    by = lambda g, total: jax.tree.map(lambda x: x / (total + 1), g)
-    g = by(g, sum(jnp.sum(x * x) for x in jax.tree.leaves(g)))
-    g = by(g, sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(g)))
-    return by(g, sum(map(norm, jax.tree.leaves(g))))
-
-
-def halved(x: jax.Array) -> jax.Array:
-    return x * jax.lax.while_loop(lambda n: n > 0.01, lambda n: 0.5 * n, norm(x))
-
-
 RULES: dict[str, Any] = {
     "a state of 8 bits": in_eight_bits(),
-    "norms of norms": all_of(norms_of_norms),
     "a branch on a norm": each(
         lambda x: jax.lax.cond(norm(x) > 0.1, lambda x: x / norm(x), lambda x: 2 * x, x)
     ),
-    "a loop until a norm": each(halved),
     "a layer by the one before": all_of(
         lambda g: {**g, "more": g["more"] - 0.3 * jnp.roll(g["more"], 1, 0)}
     ),

@@ -284,40 +284,7 @@ def test_what_rows_have_in_common_is_found(name: str):
     refused(*WRONG[name])
 
 
-@pytest.mark.parametrize(
-    "where", deep_but(["cond"], ["scan", "while", "cond", "checkpoint", "jit"])
-)
-def test_an_operation_is_found_wherever_it_is(where: str):
-    def model(of: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-        run = with_slope(called_back(of=of), lambda g: g)
-        x = jnp.where(x == 0, 1, x) @ w
-        match where:
-            case "scan":
-                return lax.scan(lambda x, _: (run(x), None), x, None, length=3)[0]
-            case "while":
-                return lax.fori_loop(0, 3, lambda _, x: run(x), x)
-            case "cond":
-                return lax.cond(w[0, 0] > -100, run, lambda x: x, x)
-            case "checkpoint":
-                return jax.checkpoint(run)(x)
-            case _:
-                return jax.jit(run)(x)
-
-    step = step_of(functools.partial(model, lambda x: 2 * x))
-    step(step.init(W), BATCH)
-    refused(functools.partial(model, centred), f"{NOT_SO}: of the same rows")
-
-
 TURNED = {name: x.swapaxes(0, 1) for name, x in BATCH.items()}
-
-
-@pytest.mark.deep
-def test_rows_along_another_axis():
-    # Each row by itself may look at all of its time.
-    step = step_of(behind(with_tanh(called_back(of=centred))), batch_axis=1)
-    step(step.init(W), TURNED)
-    wrong = with_tanh(called_back(of=lambda x: x - 0.01 * x.mean(1, keepdims=True)))
-    refused(behind(wrong), NOT_SO, batch=TURNED, batch_axis=1)
 
 
 def test_weights_that_start_at_zero_hide_nothing():

@@ -199,19 +199,9 @@ def test_tpus_exchange_slices_and_sum_nothing_large():
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    ("optimizer", "update"),
-    [
-        (optax.sgd(0.1), "replicated"),
-        (optax.contrib.muon(1e-2), "sharded"),
-    ],
-    ids=["sgd", "muon"],
-)
-def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(
-    optimizer: Any, update: str, tmp_path: Path
-):
-    options = {"virtual_shards": 8, "ema": 0.9, "weight_update": update}
-    make = functools.partial(crossshard.make_train_step, loss_fn, optimizer, **options)
+def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(tmp_path: Path):
+    options = {"virtual_shards": 8, "ema": 0.9, "weight_update": "sharded"}
+    make = functools.partial(crossshard.make_train_step, loss_fn, OPTIMIZERS["adam"], **options)
     found = []
     for numbers in ([8] * 6, [8, 8, 2, 2, 4, 4]):
         folder = tmp_path / "-".join(map(str, numbers))

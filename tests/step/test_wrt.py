@@ -56,14 +56,10 @@ def loss_of_trained(trained: Any, batch: Any) -> jax.Array:
 assert_close = functools.partial(common.assert_close, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "weight_update"),
-    [("clip", "sharded"), deep(("sgd", "replicated"))],
-)
-def test_a_pytree_of_which_a_part_is_trained(name: str, weight_update: str):
-    kwargs = {"wrt": is_trained, "weight_update": weight_update}
-    step = make_train_step(loss_fn, OPTIMIZERS[name], num_shards=8, **kwargs)
-    other = make_train_step(loss_fn, OPTIMIZERS[name], num_shards=4, **kwargs)
+def test_a_pytree_of_which_a_part_is_trained():
+    kwargs = {"wrt": is_trained, "weight_update": "sharded"}
+    step = make_train_step(loss_fn, OPTIMIZERS["clip"], num_shards=8, **kwargs)
+    other = make_train_step(loss_fn, OPTIMIZERS["clip"], num_shards=4, **kwargs)
     state, _ = step(step.init(PARAMS), BATCH)
     # The optimizer has never seen what is frozen.
     assert {leaf.size for leaf in jax.tree.leaves(step.unshard(state).opt_state)} <= {1, 64, 4096}
@@ -71,7 +67,7 @@ def test_a_pytree_of_which_a_part_is_trained(name: str, weight_update: str):
     state, _ = other(other.reshard(step.unshard(state)), BATCH)
     trained, frozen = split(other.model(state))
     given = split(PARAMS)[0], [BATCH] * 2
-    assert_close(trained, on_one_device(loss_of_trained, OPTIMIZERS[name], *given)[0])
+    assert_close(trained, on_one_device(loss_of_trained, OPTIMIZERS["clip"], *given)[0])
     assert_same(frozen, split(PARAMS)[1])
 
 

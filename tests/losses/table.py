@@ -1,6 +1,0 @@
-"""All cases of the table of losses, entered by the files that hold them."""
-
-from tests.losses import comparing, means, ratios, sequences  # noqa: F401
-from tests.losses.cases import CASES
-
-__all__ = ["CASES"]
