@@ -8,9 +8,7 @@ case, optimizer and precision: in a run of the tests each is compiled once.
 import dataclasses
 import functools
 import hashlib
-import itertools
 import os
-import random
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import crossshard
 from crossshard import Checkpoints, Mean, make_train_step
+from tests.quick import covering, fewest
 from tests.step.test_refused_pairs import REFUSED
 
 ROWS, WIDTH, VOCABULARY, LENGTH, STEPS, SEED = 32, 48, 96, 6, 3, 5
@@ -438,37 +437,15 @@ def check(row: Row, folder: Path) -> None:
 # Which rows are tried.
 
 
-def covering(seed: int = 0) -> list[Row]:
+def made(**values: str) -> Row | None:
+    """The row of these values, if it is possible."""
+    row = Row(**values)
+    return row if row.is_possible else None
+
+
+def rows() -> list[Row]:
     """Rows in which every possible pair of values occurs."""
-    draw = random.Random(seed)
-    pairs = itertools.combinations(FACTORS, 2)
-    # In a dict, since the order of a set differs between runs.
-    missing = dict.fromkeys((a, x, b, y) for a, b in pairs for x in FACTORS[a] for y in FACTORS[b])
-
-    def drawn(fixed: Mapping[str, str]) -> Row | None:
-        for _ in range(200):
-            values = {name: draw.choice(values) for name, values in FACTORS.items()}
-            row = Row(**values | fixed)
-            if row.is_possible:
-                return row
-        return None
-
-    def new(row: Row) -> list[Any]:
-        pairs = itertools.combinations(FACTORS, 2)
-        shown = ((a, getattr(row, a), b, getattr(row, b)) for a, b in pairs)
-        return [pair for pair in shown if pair in missing]
-
-    found = []
-    while missing:
-        a, x, b, y = next(iter(missing))
-        rows = [row for _ in range(8) if (row := drawn({a: x, b: y})) is not None]
-        if not rows:
-            del missing[a, x, b, y]
-            continue
-        found.append(max(rows, key=lambda row: len(new(row))))
-        for pair in new(found[-1]):
-            del missing[pair]
-    return found
+    return covering(FACTORS, made, seed=0)
 
 
 def few(rows: list[Row]) -> list[Row]:
@@ -478,9 +455,4 @@ def few(rows: list[Row]) -> list[Row]:
         values = {(name, getattr(row, name)) for name in FACTORS}
         return values | {("together", row.arrays, row.over)}
 
-    found: list[Row] = []
-    missing = set().union(*map(shown, rows))
-    while missing:
-        found.append(max(rows, key=lambda row: len(missing & shown(row))))
-        missing -= shown(found[-1])
-    return found
+    return fewest(rows, shown)

@@ -1,7 +1,6 @@
 """What the documentation says is checked: its code runs, and its links, commands and lists hold."""
 
 import ast
-import contextlib
 import doctest
 import importlib
 import pkgutil
@@ -12,7 +11,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 import crossshard
@@ -48,7 +46,7 @@ MODULES = [
 # Their examples compile steps several times.
 SLOW = [
     *("crossshard.tools.planning", "crossshard.tools.verification.verify"),
-    *("crossshard.collectives.few_bits", "crossshard.nnx.runners"),
+    *("crossshard.collectives.few_bits", "crossshard.nnx.runners", "crossshard.step.train_step"),
 ]
 
 
@@ -118,35 +116,6 @@ def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(
     names: dict[str, Any] = {"__name__": "page"}
     for code in blocks(page, "python"):
         run(page, code, names)
-    printed = " ".join(capsys.readouterr().out.split())
-    for shown in blocks(page, "text"):
-        parts = (re.escape(" ".join(part.split())) for part in shown.split("…"))
-        assert re.search(".*".join(parts), printed), shown
-
-
-# They show a trap of a mesh that is not explicit, or have another mesh.
-OTHERWISE = [
-    PLAN,
-    ROOT / "docs" / "concepts" / "gradients.md",
-    ROOT / "docs" / "guide" / "verify.md",
-    ROOT / "docs" / "ways-in" / "from-jit.md",
-    ROOT / "docs" / "ways-in" / "from-pmap.md",
-]
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    "page", [each for each in [README, *GUIDE, CONTRIBUTING] if each not in OTHERWISE], ids=name_of
-)
-def test_a_page_runs_with_an_explicit_mesh_set(page: Path, capsys: pytest.CaptureFixture[str]):
-    names: dict[str, Any] = {"__name__": "page"}
-    with jax.set_mesh(jax.make_mesh((8,), ("shards",))), contextlib.ExitStack() as meshes:
-        for code in blocks(page, "python"):
-            if "axis_types" in code:
-                continue
-            run(page, code, names)
-            if names.get("mesh", here := jax.sharding.get_mesh()) != here:
-                meshes.enter_context(jax.set_mesh(names["mesh"]))
     printed = " ".join(capsys.readouterr().out.split())
     for shown in blocks(page, "text"):
         parts = (re.escape(" ".join(part.split())) for part in shown.split("…"))

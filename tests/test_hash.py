@@ -10,19 +10,14 @@ from jax.sharding import PartitionSpec as P
 
 from crossshard import _hash
 from crossshard._hash import from_words, hash_of, to_words, word_of
-from tests.quick import deep, deep_but
+from tests.quick import deep
 
 # The bits of arrays.
 
-DTYPES = (
-    "bool int4 uint4 int8 uint8 int16 int32 uint32 float8_e4m3fn float8_e5m2 bfloat16 float16 "
-    "float32 complex64"
-).split()
+DTYPES = "bool int4 uint8 int16 float8_e4m3fn bfloat16 float32 complex64".split()
 
 
-@pytest.mark.parametrize(
-    "dtype", deep_but(["bool", "int4", "uint8", "int16", "float32", "complex64"], DTYPES)
-)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_all_bits_of_a_dtype_come_back(dtype: str):
     x = np.random.default_rng(1).integers(256, size=(4, 8), dtype=np.uint8)
     x = (x % 2 == 1) if dtype == "bool" else x.view(np.uint8)
@@ -96,10 +91,7 @@ def test_it_is_what_a_loop_over_the_elements_computes():
     assert hash_of(jnp.asarray(X)) == halves
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", "bool", "int4", *map(deep, ("bfloat16", "float16", "int8", "uint32", "complex64"))],
-)
+@pytest.mark.parametrize("dtype", ["float32", "bool", deep("int4"), deep("complex64")])
 def test_every_kind_of_array(dtype: str):
     x = jnp.asarray(RNG.integers(0, 2, size=(5, 7))).astype(dtype)
     changed = x.at[3, 2].set(x[3, 2] == 0)

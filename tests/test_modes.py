@@ -1,6 +1,5 @@
 """One update, right in every way JAX runs shards; and a sum that is never taken twice."""
 
-import itertools
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 import crossshard
 from crossshard import CrossShardOptimizer
 from crossshard.errors import AxisError, DoubleReductionError
-from tests.quick import deep_but
+from tests.collectives.test_collectives import MODES, per_shard
+from tests.quick import deep
 
 X = np.random.default_rng(0).normal(size=(8, 4, 3)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
@@ -63,68 +63,32 @@ def in_shard_map(function: Any, axes: Any = (("shards", 8),), **kwargs: Any) -> 
     return np.asarray(jax.jit(run)(W, X, Y))
 
 
-def in_mode(mode: str, opt: CrossShardOptimizer) -> np.ndarray:
-    function = lambda w, x, y: step(opt, w, x, y)
-    if mode == "vmap":
-        return np.asarray(jax.vmap(function, (None, 0, 0), axis_name="i")(W, X, Y))
-    if mode == "vmap of vmap":
-        inner = jax.vmap(function, (None, 0, 0), axis_name="shard")
-        outer = jax.vmap(inner, (None, 0, 0), axis_name="slice")
-        split = lambda a: a.reshape(2, 4, *a.shape[1:])
-        return np.asarray(outer(W, split(X), split(Y))).reshape(8, 3)
-    if mode == "vmap in shard_map":
-        inner = jax.vmap(function, (None, 0, 0), axis_name="shard")
-        run = jax.shard_map(
-            inner, mesh=mesh(("slice", 2)), in_specs=(P(), P("slice"), P("slice")),
-            out_specs=P("slice"), check_vma=False,
-        )  # fmt: skip
-        return np.asarray(jax.jit(run)(W, X, Y))
-    if mode == "pmap":
-        return np.asarray(jax.pmap(function, "i", in_axes=(None, 0, 0))(W, X, Y))
-    if mode == "pmap without a name":
-        return np.asarray(jax.pmap(function, in_axes=(None, 0, 0))(W, X, Y))
-    if mode == "nnx.shard_map":
-        spec = P("shards")
-        run = nnx.shard_map(
-            lambda w, x, y: function(w, x[0], y[0])[None],
-            mesh=mesh(("shards", 8)), in_specs=(P(), spec, spec), out_specs=spec,
-        )  # fmt: skip
-        return np.asarray(nnx.jit(run)(W, X, Y))
-    axes = [("slice", 2), ("shard", 4)] if "two axes" in mode else [("shards", 8)]
-    return in_shard_map(function, axes, check_vma="no check_vma" not in mode)
-
-
-TWO_AXES = {"vmap of vmap", "vmap in shard_map", "two axes", "two axes, no check_vma"}
-MODES = ["check_vma", "no check_vma", "vmap", "pmap", "pmap without a name", "nnx.shard_map"]
-MODES += sorted(TWO_AXES)
-
-
-def axes_of(mode: str) -> Any:
-    return ("slice", "shard") if mode in TWO_AXES else None
-
-
 # A sum, and groups, are the same code where there are types and where there are none.
-OF_GROUPS = ("check_vma", "vmap of vmap", "two axes, no check_vma")
-OF_MEANS = {*MODES} - {"vmap of vmap", "vmap in shard_map", "two axes, no check_vma"}
-OF_MEANS -= {"pmap without a name"}
-QUICK = {"mean": OF_MEANS, "sum": OF_GROUPS[:1], "groups": OF_GROUPS}
+CASES: list[Any] = [
+    ("sum", "check_vma"),
+    ("groups", "check_vma"),
+    ("groups", "two axes, no check_vma"),
+    deep(("groups", "vmap of vmap")),
+]
+OF_MEANS = {*MODES} - {"vmap in shard_map", "two axes, no check_vma", "vmap of vmap"}
+CASES += [each if each[1] in OF_MEANS else deep(each) for each in (("mean", m) for m in MODES)]
 
 
-@pytest.mark.parametrize(
-    ("how", "mode"),
-    deep_but(
-        lambda case: case[1] in QUICK[case[0]],
-        itertools.product(["mean", "sum", "groups"], MODES),
-    ),
-)
+@pytest.mark.parametrize(("how", "mode"), CASES)
 def test_every_mode(how: str, mode: str):
     options = {"group_assignment": GROUPS} if how == "groups" else {"reduction": how}
-    updates = in_mode(mode, sgd(axis_name=axes_of(mode), **options))
+    opt = sgd(axis_name=MODES[mode], **options)
+    updates = np.asarray(per_shard(mode, lambda x, y: step(opt, jnp.asarray(W), x, y), X, Y))
     factor = 8 if how == "sum" else 1
     for group in GROUPS if how == "groups" else [list(range(8))]:
         expected = np.tile(-factor * LOCAL[group].mean(0), (len(group), 1))
         atol = 1e-6 if how == "groups" else 0
         np.testing.assert_allclose(updates[group], expected, rtol=2e-6, atol=atol)
+
+
+def test_pmap_without_a_name():
+    run = jax.pmap(lambda w, x, y: step(sgd(), w, x, y), in_axes=(None, 0, 0))
+    np.testing.assert_allclose(run(W, X, Y), np.tile(-MEAN, (8, 1)), rtol=2e-6)
 
 
 def test_one_axis_of_two():
@@ -143,7 +107,7 @@ def test_a_thousand_and_twenty_four_shards_on_one_device():
     y = np.zeros((1024, 4), np.float32)
     groups = np.random.default_rng(3).permutation(1024).reshape(32, 32).tolist()
     local = np.asarray(jax.vmap(jax.grad(loss), (None, 0, 0))(W, x, y), float)
-    run = lambda opt: jax.vmap(lambda x, y: step(opt, W, x, y), axis_name="shards")(x, y)
+    run = lambda opt: jax.jit(jax.vmap(lambda x, y: step(opt, W, x, y), axis_name="shards"))(x, y)
     np.testing.assert_allclose(run(sgd()), np.tile(-local.mean(0), (1024, 1)), rtol=1e-5)
     updates = np.asarray(run(sgd(group_assignment=groups)))
     expected = np.empty_like(local)
@@ -352,6 +316,7 @@ def test_sixteen_bits_under_strict_promotion(dtype: str):
     assert updates.dtype == dtype
 
 
+@pytest.mark.deep
 def test_equinox_modules():
     model = eqx.nn.MLP(3, "scalar", 8, 2, key=jax.random.key(0))
     opt = sgd()

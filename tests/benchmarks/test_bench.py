@@ -19,7 +19,6 @@ from benchmarks.baselines import (
     HAND_WRITTEN,
     HAND_WRITTEN_MULTI_STEPS,
     HAND_WRITTEN_SCAN,
-    OURS_AUTO,
     OURS_PARAMS_SHARDED,
     OURS_REPLICATED,
     OURS_SHARDED,
@@ -241,25 +240,6 @@ def test_the_update_is_compared_with_each_candidate_and_with_the_floor():
     )
 
 
-def test_a_step_is_compared_with_the_one_written_by_hand():
-    seconds = {name: [0.001, 0.002] for name in (OURS_AUTO, OURS_SHARDED, OURS_REPLICATED)}
-    seconds[HAND_WRITTEN] = [0.002, 0.008]
-    (table,) = make_tables("step", [_result(seconds)])
-    row = dict(zip(table.columns, table.rows[0], strict=True))
-    assert row["by hand, ms"] == "5.00"
-    assert row[f"{OURS_AUTO} ÷ by hand"] == "0.38"
-
-
-def test_accumulation_is_compared_in_time_and_bytes():
-    seconds = {OURS_SHARDED: [0.010, 0.020], "theirs": [0.040, 0.040]}
-    sent = {OURS_SHARDED: 2e6, "theirs": 8e6}
-    (table,) = make_tables("accumulation", [_result(seconds, sent=sent, least_sent=2e6)])
-    assert table.title == "a problem, 8 shards"
-    row = dict(zip(table.columns, table.rows[1], strict=True))
-    assert (row["candidate"], row["ms per step"], row["ours ÷ this"]) == ("theirs", "40.0", "0.38")
-    assert (row["MB sent"], row["÷ lower bound"]) == ("8.00", "4.000")
-
-
 def test_an_average_costs_the_step_with_it_less_the_one_without():
     names = (OURS_SHARDED, OURS_REPLICATED, HAND_WRITTEN)
     seconds = {name: [0.035, 0.055] for name in names}
@@ -270,17 +250,6 @@ def test_an_average_costs_the_step_with_it_less_the_one_without():
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert (row["average costs, ms"], row["difference of the minima"]) == ("20.0", "15.0")
     assert (row["MB of state on one shard"], row["MB of average"]) == ("5.00", "2.00")
-
-
-def test_parts_are_compared_in_time_and_bytes():
-    seconds = {OURS_PARAMS_SHARDED: [0.010, 0.020], "theirs": [0.040, 0.040]}
-    held = {OURS_PARAMS_SHARDED: 2_000_000, "theirs": 16_000_000}
-    of_parameters = {OURS_PARAMS_SHARDED: 1_000_000, "theirs": 8_000_000}
-    (table,) = make_tables("parts", [_result(seconds, held=held, of_parameters=of_parameters)])
-    row = dict(zip(table.columns, table.rows[1], strict=True))
-    assert (row["candidate"], row["ours ÷ this"]) == ("theirs", "0.38")
-    assert (row["MB of parameters"], row["MB of state"]) == ("8.00", "16.0")
-    assert row["MB on one device"] == "24.0"
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,10 @@ from jax.sharding import AxisType, Mesh
 
 from benchmarks import by_hand, gpus
 from benchmarks.shapes import Shapes, transformer
-from tests.quick import deep_but
 
 THEIRS = [name for name in gpus.STEPS if not name.startswith("ours")]
 # What XLA for CPUs takes, too.
 ON_CPUS = [name for name in THEIRS if "MaxText" not in name]
-FORMS = [(scan, checkpoint) for scan in (False, True) for checkpoint in (False, True)]
 
 
 def small(scan: bool, checkpoint: bool) -> Shapes:
@@ -45,12 +43,10 @@ def gradients(name: str, mesh: Mesh, model: Shapes) -> list[np.ndarray]:
     return [np.ravel(x)[: leaf.size] for x, leaf in zip(moments, whole, strict=True)]
 
 
-@pytest.mark.parametrize("name", deep_but(["by hand, params sharded"], ON_CPUS))
-@pytest.mark.parametrize(("scan", "checkpoint"), deep_but([(True, True)], FORMS))
-def test_a_step_has_the_gradients_of_the_replicated_one(
-    name: str, scan: bool, checkpoint: bool, mesh: Mesh
-):
-    model = small(scan, checkpoint)
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ON_CPUS)
+def test_a_step_has_the_gradients_of_the_replicated_one(name: str, mesh: Mesh):
+    model = small(scan=True, checkpoint=True)
     wanted = gradients("by hand, replicated", mesh, model)
     for got, want in zip(gradients(name, mesh, model), wanted, strict=True):
         assert np.linalg.norm(want) > 0
@@ -79,6 +75,7 @@ def test_what_our_step_must_send():
     assert gpus._least("by hand, params sharded", 8, once) is None
 
 
+@pytest.mark.deep
 def test_a_row_is_measured_again_alone(
     mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

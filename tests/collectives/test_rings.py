@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from crossshard.collectives.rings import Product
 from crossshard.shards.axes import Shards
+from tests.quick import deep
 
 AXIS = "shards"
 # The axis of x and that of w over which they are summed, and that along which w is split.
@@ -30,10 +31,17 @@ def normal(*shape: int) -> Any:
     return jnp.float32(np.random.default_rng(math.prod(shape)).normal(size=shape))
 
 
-@pytest.mark.parametrize("form", FORMS)
+TORUSES = ((), (4, 2), (3, 2))
+
+
+# In `make test` each form on one of them.
 @pytest.mark.parametrize(
-    "factors",
-    [(), (4, 2), *(pytest.param(each, marks=pytest.mark.deep) for each in ((2, 2), (3, 2)))],
+    ("form", "factors"),
+    [
+        (form, factors) if place % 2 == which else deep((form, factors))
+        for place, form in enumerate(FORMS)
+        for which, factors in enumerate(TORUSES)
+    ],
 )
 def test_values_and_gradients(form: str, factors: tuple[int, ...]):
     shape_of_x, shape_of_w, (of_x, of_w, axis) = FORMS[form]

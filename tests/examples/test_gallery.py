@@ -22,8 +22,7 @@ from tests.test_docs import ROOT, blocks
 FOLDER, PAGES = ROOT / "examples" / "gallery", ROOT / "docs" / "gallery"
 NAMES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
-# A large epsilon: where a gradient is near zero, Adam makes a step of its rounding.
-OPTIMIZERS = {"sgd": optax.sgd(0.05), "adam": optax.adam(1e-2, eps=1e-3)}
+SGD = optax.sgd(0.05)
 STEPS = 4
 
 
@@ -64,13 +63,6 @@ def batch_norm(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     return found, nnx_on_one_device(module.loss_fn, model, optimizer, batches)
 
 
-def clip(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
-    batches = [module.data(module.ROWS, seed) for seed in range(1, STEPS + 1)]
-    model = module.Towers(nnx.Rngs(0))
-    found, _ = module.train(8, "batch", optimizer, STEPS)
-    return found, nnx_on_one_device(module.loss_fn, model, optimizer, batches)
-
-
 def diloco(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     module.EVERY = 2
     found, _, _ = module.train(STEPS, optimizer, sync_every=2, outer_optimizer=module.OUTER)
@@ -84,19 +76,6 @@ def experts(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     ((found, _), held) = module.train(0.1, (2, 4), optimizer, STEPS)
     on_four = sum(wanted[name].nbytes for name in ("up", "down")) // 4
     assert held == wanted["gate"].nbytes + on_four
-    return found, wanted
-
-
-def language_model(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
-    training, held_out = module.text()
-    batches = [module.rows(training, module.ROWS, seed) for seed in range(STEPS)]
-    gradient, start = jax.grad(module.loss_fn), module.initial_params()
-    wanted = train_one_device(gradient, start, optimizer, batches)
-    step = module.crossshard.make_train_step(
-        module.loss_fn, optimizer, num_shards=8, params="sharded"
-    )
-    found, curve = module.train(step, STEPS, training, module.rows(held_out, 32, 0))
-    np.testing.assert_allclose(curve[-1][1], module.loss_fn(wanted, module.rows(held_out, 32, 0)))
     return found, wanted
 
 
@@ -131,15 +110,14 @@ def same_bits(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     return module.train([8, 2], 8, optimizer, STEPS)[-1], wanted
 
 
-EVERY = (batch_norm, clip, diloco, experts, language_model, lora, quarantine, same_bits)
+EVERY = (batch_norm, diloco, experts, lora, quarantine, same_bits)
 CASES = {each.__name__: each for each in EVERY}
-QUICK = ["batch_norm", "clip", "experts", "lora"]
+QUICK = ["batch_norm", "lora"]
 
 
 @pytest.mark.parametrize("name", deep_but(QUICK, CASES))
-@pytest.mark.parametrize("optimizer", deep_but({"sgd"}, OPTIMIZERS))
-def test_eight_shards_train_as_one_device_does(name: str, optimizer: str):
-    found, wanted = CASES[name](load(name), OPTIMIZERS[optimizer])
+def test_eight_shards_train_as_one_device_does(name: str):
+    found, wanted = CASES[name](load(name), SGD)
     pairs = zip(*map(jax.tree.leaves, (found, wanted)), strict=True)
     for one, other in pairs:
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
@@ -148,7 +126,7 @@ def test_eight_shards_train_as_one_device_does(name: str, optimizer: str):
 def test_a_poisoned_shard_is_named(capsys: pytest.CaptureFixture[str]):
     module = load("quarantine")
     module.BAD_STEPS = (1,)
-    _, losses = module.train("quarantine", OPTIMIZERS["sgd"], 2)
+    _, losses = module.train("quarantine", SGD, 2)
     assert np.isfinite(losses).all()
     assert (
         "step 1: the gradient of `first/bias` is not finite on shard 5" in capsys.readouterr().out

@@ -45,11 +45,9 @@ def step_of(opt: CrossShardOptimizer) -> Any:
 
 BRANCHING = {
     "MultiSteps of sgd": optax.MultiSteps(optax.sgd(0.1), 2),
-    "MultiSteps of adam": optax.MultiSteps(optax.adam(0.1), 2),
     "MultiSteps that skips": optax.MultiSteps(
         optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite
     ),
-    "apply_if_finite of sgd": optax.apply_if_finite(optax.sgd(0.1), 3),
     "apply_if_finite of adam": optax.apply_if_finite(optax.adam(0.1, eps=1e-3), 3),
 }
 

@@ -18,6 +18,7 @@ from crossshard.jaxprs.mean_over_rows import found
 from crossshard.jaxprs.row_facts import OverRows
 from tests.jaxprs.proving import proof_of
 from tests.jaxprs.test_row_draws import DISTRIBUTIONS
+from tests.quick import deep
 
 # The length of every axis but that of the rows.
 ROWS = 4
@@ -342,12 +343,7 @@ def check(program: Program, last: int, rows: int, shards: int, *, sums: bool = F
 
 @pytest.mark.parametrize(
     ("number", "sums"),
-    [
-        pytest.param(5, False, marks=pytest.mark.deep),
-        (5, True),
-        pytest.param(1000, False, marks=pytest.mark.deep),
-        pytest.param(1000, True, marks=pytest.mark.deep),
-    ],
+    [(5, True), deep((300, False)), deep((300, True))],
 )
 def test_what_is_proven_of_a_random_program_is_so(number: int, sums: bool):
     @hypothesis.settings(max_examples=number, deadline=None)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import pytest
 import crossshard
 from crossshard.errors import ArgumentError, WeightUpdateError
 from tests.pipeline.ways_in import FACTORS, Combination, Run, model_options, run, run_model
-from tests.quick import deep_but
+from tests.quick import covering, deep_but, fewest
 from tests.reference import pipeline_model
 
 # What is refused: the combinations, the error, a part of its message, and the smallest such
@@ -107,39 +107,10 @@ def is_run(c: Combination) -> bool:
     return c.masters or c.dtype == "float32" or c.optimizer in ("sgd", "clip, sgd")
 
 
-def covering(
-    factors: Mapping[str, tuple[Any, ...]], seed: int, *, one: str | None = None, **fixed: Any
-) -> list[Combination]:
-    """Combinations in which every pair of values occurs, of one factor if named, unless refused."""
-    draw = random.Random(seed)
-    names = [name for name in factors if name not in fixed]
-    both = [pair for pair in itertools.combinations(names, 2) if one is None or one in pair]
-    # In a dict, since the order of a set differs between runs.
-    missing = dict.fromkeys((a, x, b, y) for a, b in both for x in factors[a] for y in factors[b])
-
-    def filled(a: str, x: Any, b: str, y: Any) -> dict[str, Any] | None:
-        for _ in range(100):
-            values = {name: draw.choice(factors[name]) for name in names} | {a: x, b: y}
-            if is_run(Combination(**values, **fixed)):
-                return values
-        return None
-
-    def new(values: Mapping[str, Any]) -> list[Any]:
-        pairs = ((a, values[a], b, values[b]) for a, b in both)
-        return [pair for pair in pairs if pair in missing]
-
-    found: list[Combination] = []
-    while missing:
-        pair = next(iter(missing))
-        candidates = [values for _ in range(8) if (values := filled(*pair)) is not None]
-        if not candidates:
-            del missing[pair]
-            continue
-        best = max(candidates, key=lambda values: len(new(values)))
-        for each in new(best):
-            del missing[each]
-        found.append(Combination(**best, **fixed))
-    return found
+def made(**values: Any) -> Combination | None:
+    """The combination of these values, if it is run."""
+    combination = Combination(**values)
+    return combination if is_run(combination) else None
 
 
 def refused() -> list[Combination]:
@@ -154,8 +125,8 @@ def _covered(seed: int, **fixed: Any) -> list[Combination]:
     # Few options go with workers, and those of all the others would be drawn too seldom.
     others = {name: values for name, values in FACTORS.items() if name != "workers"}
     of_workers = FACTORS | {"workers": tuple(each for each in FACTORS["workers"] if each)}
-    found = covering(others, seed, **fixed)
-    return [*found, *covering(of_workers, seed, one="workers", **fixed)]
+    found = covering(others, made, seed, **fixed)
+    return [*found, *covering(of_workers, made, seed, one="workers", **fixed)]
 
 
 @functools.cache
@@ -171,12 +142,7 @@ def few() -> list[Combination]:
         idiom = each.way.split(",")[0]
         return {(idiom, name, getattr(each, name)) for name in FACTORS}
 
-    known, found = some(), []
-    missing = set().union(*map(shown, known))
-    while missing:
-        found.append(max(known, key=lambda each: len(missing & shown(each))))
-        missing -= shown(found[-1])
-    return found
+    return fewest(some(), shown)
 
 
 def many() -> list[Combination]:

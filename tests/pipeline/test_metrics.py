@@ -87,7 +87,7 @@ def test_a_mask_that_is_taken_for_a_schedule_is_refused():
 
 @pytest.mark.parametrize(
     ("weighted", "accumulate_steps"),
-    [(False, 1), *map(deep, [(True, 2), (False, 2), (True, 1)])],
+    [(False, 1), deep((True, 2))],
 )
 def test_the_noise_is_on_average_what_it_is(weighted: bool, accumulate_steps: int):
     # The gradient of one example is a known mean plus noise of a known covariance.

@@ -17,6 +17,7 @@ import pytest
 import crossshard
 from crossshard import CrossShardOptimizer, Nonfinite, make_train_step
 from crossshard.errors import ArgumentError, NonfiniteError
+from tests.quick import deep
 from tests.step.common import sgd_step
 
 N, RATE = 4, 0.1
@@ -28,7 +29,6 @@ PARAMS = {
 # The shards that are bad in a step, with the first bad leaf of each.
 BAD: list[dict[int, int]] = [{}, {2: 1}, {0: 0, 3: 1}]
 actions = pytest.mark.parametrize("action", ["quarantine", "skip"])
-both = pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -55,8 +55,9 @@ def own(w: Any, x: Any) -> jax.Array:
 # What a reduction makes of finite gradients.
 
 
-@both
-@actions
+@pytest.mark.parametrize(
+    ("action", "weight_update"), [("quarantine", "sharded"), ("skip", "replicated")]
+)
 def test_a_reduction_that_overflows_is_told_from_a_bad_shard(action: str, weight_update: str):
     step = sgd_step(own, 1.0, N, nonfinite=action, weight_update=weight_update)
     w = np.zeros((64, 64), np.float32)
@@ -70,17 +71,16 @@ def test_a_reduction_that_overflows_is_told_from_a_bad_shard(action: str, weight
     np.testing.assert_array_equal(state.params, w)
 
 
-@both
-def test_infinities_that_cancel_are_named(weight_update: str):
+def test_infinities_that_cancel_are_named():
     x = np.ones((N, 64, 64), np.float32)
     x[1, 3, 5], x[3, 3, 5] = np.inf, -np.inf
-    step = sgd_step(own, 1.0, N, nonfinite="quarantine", weight_update=weight_update)
+    step = sgd_step(own, 1.0, N, nonfinite="quarantine", weight_update="sharded")
     state, metrics = step(step.init(np.zeros((64, 64), np.float32)), x)
     assert [int(v) for v in metrics["nonfinite"]] == [1, 0, 2, 0, 1]
     np.testing.assert_array_equal(state.params, -np.ones((64, 64)))
 
 
-@pytest.mark.parametrize("shape", [(40,), (3, 40), (40, 2, 1), ()])
+@pytest.mark.parametrize("shape", [(3, 40), ()])
 def test_it_is_found_wherever_it_is(shape: tuple[int, ...]):
     # Each shard looks through a part of what all have: the last ones are short, or overlap.
     step = sgd_step(own, 1.0, 3, nonfinite="skip")
@@ -105,12 +105,11 @@ def test_what_preprocess_makes_finite_is_named(action: str):
     assert float(state.params) == (-0.5 if action == "quarantine" else 0)
 
 
-@actions
-def test_the_update_has_a_derivative(action: str):
-    opt = CrossShardOptimizer(optax.sgd(1.0), nonfinite=action)
+def test_the_update_has_a_derivative():
+    opt = CrossShardOptimizer(optax.sgd(1.0), nonfinite="quarantine")
     of_one = lambda g: opt.update(g, opt.init(g))[0].sum()
     total = lambda x: jax.vmap(of_one, axis_name="shards")(x)[0]
-    got = jax.grad(total)(np.ones((N, 3), np.float32))
+    got = jax.jit(jax.grad(total))(np.ones((N, 3), np.float32))
     np.testing.assert_allclose(got, np.full((N, 3), -1 / N))
 
 
@@ -120,7 +119,7 @@ class Normed(nn.Module):
         return nn.BatchNorm(use_running_average=False, momentum=0.5)(x)
 
 
-@pytest.mark.parametrize("kind", ["mean", "per_shard"])
+@pytest.mark.parametrize("kind", [deep("mean"), "per_shard"])
 def test_statistics_of_a_bad_shard_do_not_count(kind: str):
     variables = Normed().init(jax.random.key(0), np.zeros((2, 3)))
 
@@ -150,8 +149,7 @@ def test_statistics_of_a_bad_shard_do_not_count(kind: str):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["mean", "per_shard"])
-@actions
+@pytest.mark.parametrize(("action", "kind"), [("quarantine", "per_shard"), ("skip", "mean")])
 def test_what_is_not_finite_beside_finite_gradients_is_named_and_spread_to_nobody(
     action: str, kind: str
 ):
@@ -187,7 +185,7 @@ def test_what_is_not_finite_beside_finite_gradients_is_named_and_spread_to_nobod
         assert int(metrics["nonfinite"].shards) == 0
 
 
-@pytest.mark.parametrize("action", ["quarantine", "skip", "raise"])
+@pytest.mark.parametrize("action", ["quarantine", "raise"])
 def test_infinities_in_a_model_state_may_be_meant(action: str):
     def loss(w: Any, seen: Any, x: Any) -> Any:
         own = (w * x).mean()
@@ -202,11 +200,10 @@ def test_infinities_in_a_model_state_may_be_meant(action: str):
     assert (int(state.step), float(state.params)) == (3, -2)
 
 
-@pytest.mark.parametrize("options", [{}, {"loss_scale": "dynamic"}])
-def test_virtual_shards_have_a_weight_each(options: Any):
+def test_virtual_shards_have_a_weight_each():
     loss = lambda w, batch: (w * batch["x"] * batch["n"]).sum() / batch["n"].sum()
     batch = {"x": np.arange(16, dtype=np.float32), "n": np.float32(np.arange(16) % 4 > 0)}
-    step = sgd_step(loss, 1.0, 2, weight="n", virtual_shards=8, nonfinite="skip", **options)
+    step = sgd_step(loss, 1.0, 2, weight="n", virtual_shards=8, nonfinite="skip")
     state, metrics = step(step.init(np.float32(3)), batch)
     assert int(metrics["nonfinite"].shards) == 0
     want = 3 - (batch["x"] * batch["n"]).sum() / batch["n"].sum()
@@ -216,8 +213,10 @@ def test_virtual_shards_have_a_weight_each(options: Any):
 # What it costs.
 
 
-@pytest.mark.parametrize("preprocess", [None, optax.identity()], ids=["plain", "preprocess"])
-@actions
+@pytest.mark.parametrize(
+    ("action", "preprocess"),
+    [("quarantine", None), ("skip", None), ("quarantine", optax.identity())],
+)
 def test_a_step_sends_more_only_if_something_is_not_finite(action: str, preprocess: Any):
     opt = CrossShardOptimizer(optax.sgd(RATE), nonfinite=action, preprocess=preprocess)
     step = make_train_step(
@@ -234,8 +233,9 @@ def test_a_step_sends_more_only_if_something_is_not_finite(action: str, preproce
     assert "at most" not in str(found)
 
 
-@both
-@actions
+@pytest.mark.parametrize(
+    ("action", "weight_update"), [("quarantine", "sharded"), ("skip", "replicated")]
+)
 def test_xla_copies_no_array_that_a_skipped_step_keeps(action: str, weight_update: str):
     kernel = np.zeros((64, 512), np.float32)
     opt = CrossShardOptimizer(optax.adamw(RATE), nonfinite=action)

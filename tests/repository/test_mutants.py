@@ -3,9 +3,12 @@
 import ast
 import shutil
 
+import pytest
+
 from tools import mutants
 
 
+@pytest.mark.deep
 def test_every_fault_can_be_planted(tmp_path):
     faults, wrong = mutants.read_faults(), []
     for fault in faults:

@@ -95,22 +95,7 @@ def scanned(h: Any, layers: Any, body: Any = layer, **options: Any) -> Any:
 scan_loss = through(scanned)
 
 
-# A function with a derivative of its own.
-
-
-@jax.custom_vjp
-def times(h: Any, w: Any) -> Any:
-    return h @ w
-
-
-times.defvjp(lambda h, w: (h @ w, (h, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
-
-
 # Ways to run the layers.
-
-
-def _with_product(function: Any) -> Any:
-    return lambda h, p: h + 0.5 * jnp.tanh(function(h, p["w"]) + p["b"])
 
 
 def _named(h: Any, p: Any) -> Any:
@@ -128,45 +113,9 @@ def _branch(h: Any, p: Any) -> Any:
     return h + 0.5 * jnp.tanh(lax.cond(h.sum() > 1e9, big, small, h, p["w"]) + p["b"])
 
 
-def _until(h: Any, p: Any) -> Any:
-    w = lax.stop_gradient(p["w"])
-    more = lambda carry: carry[0] < 2
-    turn = lambda carry: (carry[0] + 1, 0.5 * jnp.tanh(carry[1] @ w))
-    start = (0, lax.stop_gradient(h))
-    return layer(h, p) + 0.1 * lax.while_loop(more, turn, start)[1]
-
-
-def _indexed(h: Any, layers: Any) -> Any:
-    one = lambda i: jax.tree.map(lambda x: x[i], layers)
-    return lax.fori_loop(0, LAYERS, lambda i, h: layer(h, one(i)), h)
-
-
-def _carried(h: Any, layers: Any) -> Any:
-    def turn(carry: Any, i: Any) -> Any:
-        h, w = carry
-        return (layer(h, {"w": w[i], "b": layers["b"][i]}), 0.9 * w), None
-
-    return lax.scan(turn, (h, layers["w"]), jnp.arange(LAYERS))[0][0]
-
-
-def _vmapped(h: Any, layers: Any) -> Any:
-    return jax.vmap(lambda p: layer(h, p))(layers).mean(0)
-
-
-def _jvp(h: Any, layers: Any) -> Any:
-    out, tangent = jax.jvp(lambda p: scanned(h, p), (layers,), (layers,))
-    return out + 0.1 * tangent
-
-
 def _stacks(h: Any, layers: Any) -> Any:
     """Returns something of the weights from each turn of the loop."""
     h, weights = lax.scan(lambda h, p: (layer(h, p), 2 * p["w"]), h, layers)
-    return h + 0.1 * jnp.tanh(h @ weights.sum(0))
-
-
-def _hands_on(h: Any, layers: Any) -> Any:
-    """Returns the weights of each turn as they are, which JAX takes out of the loop."""
-    h, weights = lax.scan(lambda h, p: (layer(h, p), p["w"]), h, layers)
     return h + 0.1 * jnp.tanh(h @ weights.sum(0))
 
 
@@ -179,16 +128,6 @@ def _nested(h: Any, layers: Any) -> Any:
     """A loop within each turn, of the turn's weights."""
     again = lambda h, p: lax.scan(lambda h, _: (layer(h, p), None), h, length=2)[0]
     return scanned(h, layers, again)
-
-
-def _outer(h: Any, layers: Any) -> Any:
-    """A loop that runs all layers in each turn."""
-    return lax.scan(lambda h, _: (scanned(h, layers), None), h, length=2)[0]
-
-
-@jax.jit
-def _jitted_layer(h: Any, p: Any) -> Any:
-    return layer(h, p)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,11 +170,6 @@ def _tied(params: Any, batch: Any) -> Any:
     return error(params, h + 0.1 * h @ params["embed"].T, batch).mean()
 
 
-def _stopped(params: Any, batch: Any) -> Any:
-    w = lax.stop_gradient(params["layers"]["w"])
-    return scan_loss({**params, "layers": {**params["layers"], "w": w}}, batch)
-
-
 def _unused(params: Any, batch: Any) -> Any:
     return error(params, embedded(params, batch), batch).mean()
 
@@ -262,31 +196,16 @@ def _no_turn(h: Any, layers: Any) -> Any:
 _policies = jax.checkpoint_policies
 CASES: dict[str, Case] = {
     "scan": Case(scan_loss),
-    "reverse": Case(through(functools.partial(scanned, reverse=True))),
-    "unroll": Case(through(functools.partial(scanned, unroll=2))),
-    "split transpose": Case(through(functools.partial(scanned, _split_transpose=True))),
     "nested": Case(through(_nested)),
-    "outer": Case(through(_outer), False),
     "remat": Case(through(_remat(None))),
     "remat, dots": Case(through(_remat(_policies.dots_saveable))),
     "remat, everything": Case(through(_remat(_policies.everything_saveable))),
-    "remat, names": Case(through(_remat(_policies.save_only_these_names("products"), _named))),
     "remat, weights": Case(through(_remat(_policies.save_only_these_names("weights"), _named))),
     "remat around": Case(through(jax.checkpoint(scanned))),
     "remat of remat": Case(through(jax.checkpoint(_remat(None)))),
-    "jit": Case(through(jax.jit(scanned))),
-    "jit of a layer": Case(through(functools.partial(scanned, body=_jitted_layer))),
-    "custom_vjp": Case(through(functools.partial(scanned, body=_with_product(times)))),
     # Each shard branches on its own rows.
     "cond": Case(through(functools.partial(scanned, body=_branch)), over="shard"),
-    "while": Case(through(functools.partial(scanned, body=_until))),
-    "fori": Case(through(_indexed), False),
-    "carried": Case(through(_carried), False),
-    "vmap": Case(through(_vmapped), False),
-    "map": Case(through(lambda h, p: lax.map(lambda p: layer(h, p), p).mean(0))),
-    "jvp": Case(through(_jvp), False),
     "stacks": Case(through(_stacks)),
-    "hands on": Case(through(_hands_on), False),
     "both": Case(through(_both), False),
     "by hand": Case(through(_unrolled_by_hand)),
     "in reverse order": Case(through(_in_reverse_order), False),
@@ -296,6 +215,5 @@ CASES: dict[str, Case] = {
     "gradient penalty": Case(_gradient_penalty, False),
     "gradient of weights": Case(_gradient_of_weights, False),
     "tied": Case(_tied),
-    "stopped": Case(_stopped, False),
     "unused": Case(_unused),
 }

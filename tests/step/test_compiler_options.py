@@ -149,6 +149,8 @@ def layers(w: jax.Array, x: jax.Array, *, checkpoint: bool = True, chunks: int =
         ({"checkpoint": False}, {}, "", False),
         ({"chunks": 1}, {}, "", False),
         ({}, {"accumulate_steps": 2}, "", False),
+        # One program for 8 shards, and another for fewer, would have other bits.
+        ({}, {"virtual_shards": 8}, "", False),
         # The level sets these, whatever a flag says.
         ({}, {}, "--xla_gpu_enable_while_loop_double_buffering=false", False),
         ({}, {}, f"--{SCHEDULER}=false", False),

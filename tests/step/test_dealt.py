@@ -75,11 +75,7 @@ OPTIMIZERS: dict[str, Any] = {
     "if finite": optax.apply_if_finite(SGD, 3),
     "muon that decays": muon(weight_decay=0.1),
     "clip, muon": CLIP_MUON,
-    "several steps of muon": optax.MultiSteps(muon(), 2).gradient_transformation(),
-    "prodigy": contrib.prodigy(0.1),
-    "adafactor": optax.adafactor(0.01),
     "sm3": optax.sm3(0.01),
-    "noise": optax.chain(optax.add_noise(0.01, 0.1, jax.random.key(0)), SGD),
     "half of the leaves": optax.partition(
         {"all": optax.chain(CLIP, SGD), "own": optax.adafactor(0.01)},
         lambda p: {k: "own" if k < "m" else "all" for k in p},
@@ -97,10 +93,6 @@ def made(optimizer: Any, place: str = "sharded", number: int = N, **options: Any
     return make_train_step(options.pop("loss", loss_fn), optimizer, **options)
 
 
-def dealt_of(step: Any, params: Any = PARAMS) -> Any:
-    return layout_of(step, step.init(params)).arrays
-
-
 @pytest.mark.parametrize(
     "name", deep_but(["clip, sgd", "if finite", "muon that decays"], OPTIMIZERS)
 )
@@ -111,14 +103,12 @@ def test_it_follows_one_device(name: str):
     whole = step.unshard(state)
     expected, inner = on_one_device(loss_fn, OPTIMIZERS[name], PARAMS, BATCHES)
     assert_close(whole.params, expected, atol=1e-6, rtol=1e-6)
-    same = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     # What is divided by its own size shows the order in which gradients were added.
     atol = 5e-6 if name == "sm3" else 1e-6
-    of = lambda state: jax.tree.map(same, state)
-    assert_close(of(whole.opt_state.inner_state), of(inner), atol=atol, rtol=2e-5)
+    assert_close(whole.opt_state.inner_state, inner, atol=atol, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["clip, muon", deep("clip, sgd"), deep("sm3")])
+@pytest.mark.parametrize("name", ["clip, muon", deep("sm3")])
 def test_with_virtual_shards_it_follows_one_device_with_the_same_bits(name: str):
     found = []
     for place, number in (("parts", 8), ("sharded", 1)):
@@ -132,19 +122,17 @@ def test_with_virtual_shards_it_follows_one_device_with_the_same_bits(name: str)
     assert_close(found[0], expected, atol=5e-6, rtol=5e-6)
 
 
-@pytest.mark.parametrize("rule", [SGD, muon()], ids=["sgd", "muon"])
-def test_large_layers_are_split_within_each_and_updated_layer_by_layer(rule: Any):
+def test_large_layers_are_split_within_each_and_updated_layer_by_layer():
     params = {"layers": normal(N, 192, 192, scale=0.05)}
     turn = lambda h, w: (jnp.tanh(h @ w), None)
     loss = lambda params, x: (jax.lax.scan(turn, x, params["layers"])[0] ** 2).mean()
     rng = np.random.default_rng(0)
     batches = [rng.normal(size=(2 * N, 192)).astype(np.float32) for _ in range(2)]
-    rule = optax.chain(CLIP, rule)
-    step = made(rule, "parts", loss=loss)
+    step = made(CLIP_MUON, "parts", loss=loss)
     state = train(step, step.init(params), batches)
     (cut,) = layout_of(step, state).arrays.params
     assert cut.axis == 1
-    expected, _ = on_one_device(loss, rule, params, batches)
+    expected, _ = on_one_device(loss, CLIP_MUON, params, batches)
     assert_close(step.unshard(state).params, expected, atol=1e-6, rtol=1e-6)
 
 
@@ -179,24 +167,11 @@ def in_eight_bits() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def norms_of_norms(g: Any) -> Any:
-    by = lambda g, total: jax.tree.map(lambda x: x / (total + 1), g)
-    g = by(g, sum(jnp.sum(x * x) for x in jax.tree.leaves(g)))
-    g = by(g, sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(g)))
-    return by(g, sum(map(norm, jax.tree.leaves(g))))
-
-
-def halved(x: jax.Array) -> jax.Array:
-    return x * jax.lax.while_loop(lambda n: n > 0.01, lambda n: 0.5 * n, norm(x))
-
-
 RULES: dict[str, Any] = {
     "a state of 8 bits": in_eight_bits(),
-    "norms of norms": all_of(norms_of_norms),
     "a branch on a norm": each(
         lambda x: jax.lax.cond(norm(x) > 0.1, lambda x: x / norm(x), lambda x: 2 * x, x)
     ),
-    "a loop until a norm": each(halved),
     "a layer by the one before": all_of(
         lambda g: {**g, "more": g["more"] - 0.3 * jnp.roll(g["more"], 1, 0)}
     ),
@@ -221,9 +196,9 @@ def test_any_number_of_shards_is_right():
     assert_close(step.unshard(state).params, expected)
 
 
-@pytest.mark.parametrize("place", deep_but(["sharded"], PLACES))
-def test_every_leaf_is_updated_once(place: str):
-    dealt = dealt_of(made(muon(), place))
+def test_every_leaf_is_updated_once():
+    step = made(muon())
+    dealt = layout_of(step, step.init(PARAMS)).arrays
     names, stacked = sorted(PARAMS), dealt.leafwise.stacked
     assert {names[i] for i in stacked} == {"layers", "more"}
     # Layers that shards do not divide have an owner each.
@@ -262,21 +237,20 @@ def update_of(optimizer: Any, arrays: Any, **options: Any) -> int:
     return products(step.trace(step.abstract_init(arrays), np.ones((N, 1), np.float32)).jaxpr)
 
 
-@pytest.mark.parametrize("place", deep_but(["sharded"], PLACES))
 @pytest.mark.parametrize(
     ("shapes", "divided"),
     [
-        ({f"w{i}": () for i in range(2 * N)} | {"layers": (3 * N,)}, N),
+        deep(({f"w{i}": () for i in range(2 * N)} | {"layers": (3 * N,)}, N)),
         # Twelve layers on eight shards: some have two.
         ({"layers": (3 * N // 2,)}, 6),
     ],
     ids=["whole layers", "layers that shards do not divide"],
 )
-def test_the_work_is_divided(shapes: Any, divided: int, place: str):
+def test_the_work_is_divided(shapes: Any, divided: int):
     params = {name: np.zeros((*shape, 48, 48), np.float32) for name, shape in shapes.items()}
     rule = contrib.muon(0.01, muon_weight_dimension_numbers=matrices)
     alone = update_of(rule, params, num_shards=N, weight_update="replicated")
-    assert alone == divided * update_of(rule, params, num_shards=N, **PLACES[place]) > 0
+    assert alone == divided * update_of(rule, params, num_shards=N, weight_update="sharded") > 0
 
 
 def test_what_stands_beside_it_is_that_of_one_device():
@@ -313,6 +287,7 @@ def test_what_stands_beside_it_is_that_of_one_device():
     assert_same(kept(state), held)
 
 
+@pytest.mark.deep
 def test_two_shard_axes_are_one_row_of_shards():
     types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("host", "chip"), axis_types=types)
@@ -357,11 +332,10 @@ def test_what_needs_all_leaves_at_once_says_both_reasons():
     assert "; nor leaf by leaf: a leaf is computed from the arrays of another one" in text
 
 
-@pytest.mark.parametrize("name", deep_but(["clip, muon"], OPTIMIZERS))
-def test_it_sends_what_has_to_be_sent_in_two_large_collectives(name: str):
+def test_it_sends_what_has_to_be_sent_in_two_large_collectives():
     params = {f"w{i:02}": np.zeros((96, 96), np.float32) for i in range(2 * N)}
     loss = lambda params, x: sum(jnp.mean((x @ p) ** 2) for p in params.values())
-    step = made(OPTIMIZERS[name], loss=loss)
+    step = made(CLIP_MUON, loss=loss)
     lowered = step.lower(step.abstract_init(params), np.ones((N, 96), np.float32))
     report = crossshard.inspect(lowered)
     assert report.ratio <= 1.001
@@ -374,8 +348,6 @@ def test_it_sends_what_has_to_be_sent_in_two_large_collectives(name: str):
     "there",
     [
         {"num_shards": 3, "weight_update": "sharded"},
-        {"num_shards": N, "weight_update": "replicated"},
-        {"num_shards": 1},
         {"num_shards": 4, "params": "sharded"},
     ],
     ids=str,

@@ -18,6 +18,8 @@ from crossshard.distributed import agreement
 from crossshard.errors import ArgumentError
 from tests.processes import DEVICES, PROCESSES, join, run_processes
 
+pytestmark = pytest.mark.deep
+
 SHARDS = PROCESSES * DEVICES
 W = np.float32([1, 2, 3])
 

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard import make_train_step
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from tests.quick import deep
 from tests.step.common import sgd_step
 
 X = np.ones((8, 1024), np.float32)
@@ -40,9 +39,8 @@ SHARING: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("shards", [deep(1), 8])
-def test_an_array_of_the_state_in_the_batch_is_named(shards: int):
-    step = step_of(shards)
+def test_an_array_of_the_state_in_the_batch_is_named():
+    step = step_of(8)
     state, _ = step(step.init(W), {"x": X, "target": 0 * W})  # with buffers of the step's own
     for share in SHARING.values():
         with pytest.raises(ArgumentError, match=r"batch\['target'\] .* state\.params,.*jnp\.copy"):
@@ -94,9 +92,8 @@ def test_an_error_of_a_step_that_has_donated_its_state_is_its_own():
         jax.block_until_ready(step(state, X[0]))
 
 
-@pytest.mark.parametrize("options", [deep({}), {"params": "sharded"}])
-def test_states_on_the_host_and_traced_ones_are_looked_at(options: Any):
-    step = step_of(8, **options)
+def test_states_on_the_host_and_traced_ones_are_looked_at():
+    step = step_of(8, params="sharded")
     state = step.init(W)
     want = step.unshard(state)
     for found in (step.unshard(jax.device_get(state)), jax.jit(step.unshard)(state)):

@@ -39,11 +39,10 @@ def leafwise(function: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("weight_update", [deep("replicated"), "sharded"])
-def test_one_group_of_all_shards_in_any_order_is_no_group(weight_update: str):
+def test_one_group_of_all_shards_in_any_order_is_no_group():
     rule = optax.sgd(0.1)
     grouped = CrossShardOptimizer(rule, group_assignment=[[3, 1, 2, 0, 7, 6, 5, 4]])
-    found = trained(grouped, weight_update=weight_update)
+    found = trained(grouped, weight_update="sharded")
     assert_close(found, trained(rule, weight_update="replicated"))
 
 
@@ -100,7 +99,7 @@ def normed_loss(model: Any, batch: Any) -> jax.Array:
     return (model(batch) ** 2).mean()
 
 
-@pytest.mark.parametrize(("first", "then"), [(4, 8), deep((1, 4)), deep((4, 3))])
+@pytest.mark.parametrize(("first", "then"), [(4, 2), deep((1, 4))])
 def test_statistics_and_streams_are_of_each_shard_and_go_on_with_others(first: int, then: int):
     model = Normed()
     kernel = model.linear.kernel.get_value()

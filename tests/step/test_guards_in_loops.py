@@ -46,8 +46,10 @@ def large(step: Any) -> tuple[list[Any], float]:
     return sorted(kinds), sum(each.bytes_sent for each in always)
 
 
-@pytest.mark.parametrize("mode", layered.MODES)
-@pytest.mark.parametrize("nonfinite", ["skip", "quarantine"])
+@pytest.mark.parametrize(
+    ("mode", "nonfinite"),
+    [("sharded", "skip"), ("replicated", "quarantine"), ("parts", "quarantine")],
+)
 def test_guards_send_what_a_step_without_them_sends(mode: str, nonfinite: str):
     plain = large(step_of(mode, REMAT, optax.adam(0.1)))
     norms = ("local_grad_norm", "noise_scale", "grad_norm", "update_norm")
@@ -57,9 +59,16 @@ def test_guards_send_what_a_step_without_them_sends(mode: str, nonfinite: str):
     assert guarded[1] <= 1.01 * plain[1]
 
 
-@pytest.mark.parametrize("mode", deep_but(["replicated", "parts"], layered.MODES))
-@pytest.mark.parametrize("value", deep_but([np.nan], [np.nan, np.inf]), ids=str)
-@pytest.mark.parametrize("shards", deep_but([[1]], [[1], [0, 3], [3]]), ids=str)
+@pytest.mark.parametrize(
+    ("mode", "value", "shards"),
+    [
+        ("replicated", np.nan, [1]),
+        ("parts", np.nan, [1]),
+        deep(("sharded", np.inf, [0, 3])),
+        deep(("parts", np.inf, [3])),
+    ],
+    ids=str,
+)
 def test_the_others_train_as_one_device_on_their_rows(mode: str, value: float, shards: Any):
     step = step_of(mode, REMAT, SGD, nonfinite="quarantine")
     bad = poisoned(*shards, value=value)
@@ -75,9 +84,8 @@ def test_the_others_train_as_one_device_on_their_rows(mode: str, value: float, s
     np.testing.assert_allclose(float(metrics["loss"]), losses[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", deep_but(["sharded"], layered.MODES))
-def test_a_skipped_step_names_the_shard_and_changes_nothing(mode: str):
-    step = step_of(mode, REMAT, SGD, nonfinite="skip")
+def test_a_skipped_step_names_the_shard_and_changes_nothing():
+    step = step_of("sharded", REMAT, SGD, nonfinite="skip")
     first = step.init(PARAMS)
     state, metrics = step(first, poisoned(2))
     assert (int(metrics["nonfinite"].shard), bool(metrics["skipped"])) == (2, True)
@@ -87,8 +95,7 @@ def test_a_skipped_step_names_the_shard_and_changes_nothing(mode: str):
     assert int(metrics["nonfinite"].shard) == -1
 
 
-@pytest.mark.parametrize("mode", deep_but(["replicated", "parts"], layered.MODES))
-@pytest.mark.parametrize("steps", deep_but([2], [1, 2]))
+@pytest.mark.parametrize(("mode", "steps"), [("replicated", 2), ("parts", 2), deep(("sharded", 1))])
 def test_the_leaf_of_one_layer_is_named(mode: str, steps: int):
     """A layer of which only the gradient of its weights is not finite, in the first microbatch."""
 
@@ -117,8 +124,7 @@ def test_the_leaf_of_one_layer_is_named(mode: str, steps: int):
     assert_near(state.params, on_one_device(loss, SGD, PARAMS, clean)[0])
 
 
-@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("mode", "steps"), [("replicated", 2), ("parts", 1), deep(("sharded", 2))])
 def test_microbatches_and_weights_stand_beside_it(mode: str, steps: int):
     weight = np.where(np.arange(ROWS) % 3 == 0, 0.0, 1.0).astype(np.float32)
 
@@ -134,8 +140,7 @@ def test_microbatches_and_weights_stand_beside_it(mode: str, steps: int):
     assert_close(state.params, on_one_device(loss, SGD, PARAMS, [of_others(bad, 1)])[0])
 
 
-@pytest.mark.parametrize("mode", ["replicated", deep("sharded"), "parts"])
-def test_a_mean_is_counted_without_the_shard(mode: str):
+def test_a_mean_is_counted_without_the_shard():
     weight = np.linspace(0.5, 2, ROWS, dtype=np.float32)
 
     def squares(params: Any, batch: Any) -> Any:
@@ -149,7 +154,7 @@ def test_a_mean_is_counted_without_the_shard(mode: str):
         return squares(params, batch).sum() / batch["weight"].sum()
 
     bad = {**poisoned(1), "weight": weight}
-    step = step_of(mode, loss, SGD, nonfinite="quarantine")
+    step = step_of("parts", loss, SGD, nonfinite="quarantine")
     state, metrics = step(step.init(PARAMS), bad)
     assert int(metrics["nonfinite"].shard) == 1
     assert_close(state.params, on_one_device(alone, SGD, PARAMS, [of_others(bad, 1)])[0])
@@ -210,8 +215,9 @@ FEW: dict[str, tuple[Any, dict[str, Any]]] = {
     "one layer": (of_one_layer, {"nonfinite": "skip"}),
     "four bits": (REMAT, {"reduce_dtype": "int4"}),
 }
-QUICK_FEW = [("replicated", "a guard"), ("parts", "checkpoint"), ("sharded", "some layers")]
-ALL_FEW = [(mode, name) for mode in layered.MODES for name in FEW]
+QUICK_FEW = [("parts", "checkpoint"), ("sharded", "some layers")]
+ALL_FEW = [*QUICK_FEW, ("replicated", "a guard"), ("parts", "microbatches")]
+ALL_FEW += [("replicated", "some layers"), ("sharded", "one layer"), ("parts", "four bits")]
 
 
 @pytest.mark.parametrize(("mode", "name"), deep_but(QUICK_FEW, ALL_FEW))
@@ -231,9 +237,10 @@ def test_what_is_sent_in_few_bits_and_what_is_held_back_are_the_mean(mode: str, 
     assert max(float(abs(x).max()) for x in jax.tree.leaves(held_back(state))) > 0
 
 
-@pytest.mark.parametrize("mode", deep_but(["sharded"], layered.MODES))
-def test_what_a_layer_holds_back_stays_while_a_loss_does_not_use_it(mode: str):
-    of_all, of_some = (step_of(mode, f, SGD, reduce_dtype="int8") for f in (REMAT, some_layers))
+def test_what_a_layer_holds_back_stays_while_a_loss_does_not_use_it():
+    of_all, of_some = (
+        step_of("sharded", f, SGD, reduce_dtype="int8") for f in (REMAT, some_layers)
+    )
     state, _ = of_all(of_all.init(PARAMS), BATCHES[0])
     before = held_back(state)["layers"]["w"]
     state, _ = of_some(state, BATCHES[1])
@@ -243,9 +250,9 @@ def test_what_a_layer_holds_back_stays_while_a_loss_does_not_use_it(mode: str):
     assert (after[0] != before[0]).any()
 
 
-@pytest.mark.parametrize("mode", deep_but(["sharded"], layered.MODES))
-def test_what_is_held_back_stays_so_in_a_step_that_is_skipped(mode: str):
-    step = step_of(mode, REMAT, SGD, nonfinite="skip", reduce_dtype="int8")
+@pytest.mark.deep
+def test_what_is_held_back_stays_so_in_a_step_that_is_skipped():
+    step = step_of("sharded", REMAT, SGD, nonfinite="skip", reduce_dtype="int8")
     state, _ = step(step.init(PARAMS), BATCHES[0])
     before = held_back(state)
     after, metrics = step(state, poisoned(2))
@@ -253,9 +260,9 @@ def test_what_is_held_back_stays_so_in_a_step_that_is_skipped(mode: str):
     assert_close(held_back(after), before, 0)
 
 
-@pytest.mark.parametrize("mode", deep_but(["parts"], layered.MODES))
-def test_a_shard_that_is_left_out_still_sends_what_it_held_back(mode: str):
-    step = step_of(mode, REMAT, SGD, nonfinite="quarantine", reduce_dtype="int8")
+@pytest.mark.deep
+def test_a_shard_that_is_left_out_still_sends_what_it_held_back():
+    step = step_of("parts", REMAT, SGD, nonfinite="quarantine", reduce_dtype="int8")
     first, _ = step(step.init(PARAMS), BATCHES[0])
     held, params = held_back(first), jax.tree.map(np.asarray, first.params)
     bad = poisoned(1)
@@ -269,10 +276,9 @@ def test_a_shard_that_is_left_out_still_sends_what_it_held_back(mode: str):
     assert_near(jax.tree.map(np.add, sent, held_back(state)), want)
 
 
-@pytest.mark.parametrize("mode", layered.MODES)
-def test_few_bits_are_sent_layer_by_layer(mode: str):
+def test_few_bits_are_sent_layer_by_layer():
     plain, few = (
-        large(step_of(mode, REMAT, SGD, **options))
+        large(step_of("parts", REMAT, SGD, **options))
         for options in ({}, {"reduce_dtype": "int8", "nonfinite": "quarantine"})
     )
     sums = {"all-reduce", "reduce-scatter"}
@@ -281,8 +287,10 @@ def test_few_bits_are_sent_layer_by_layer(mode: str):
     assert not sums & {kind for kind, _ in few[0]}
 
 
-@pytest.mark.parametrize("mode", deep_but(["parts"], layered.MODES))
-@pytest.mark.parametrize("options", deep_but([{}], [{}, {"accumulate_steps": 2}]), ids=str)
+@pytest.mark.parametrize(
+    ("mode", "options"), [("parts", {}), ("replicated", {"accumulate_steps": 2})], ids=str
+)
+@pytest.mark.deep
 def test_norms_of_local_gradients_are_those_of_the_rows_of_each_shard(mode: str, options: Any):
     others = lambda shard: {*range(SHARDS)} - {shard}
     one = lambda rows: float(optax.tree.norm(jax.grad(REMAT)(PARAMS, rows)) ** 2)

@@ -1,7 +1,6 @@
 """Losses with kernels: proven, or tried alone by numbers; and those that are wrong are refused."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -141,36 +140,14 @@ def behind(block: Block) -> Model:
 MODELS: dict[str, tuple[bool, Model, Model]] = {
     "softmax, a row a block": (True, behind(in_steps), behind(plain)),
     "softmax in blocks of rows": (False, behind(softmax(2)), behind(plain)),
-    "softmax, one block": (False, behind(softmax(0)), behind(plain)),
     "attention under vmap": (True, behind(jax.vmap(attention)), behind(jax.vmap(plain_attention))),
-    "called back": (False, behind(with_tanh(called_back())), behind(jnp.tanh)),
     "called back under vmap": (
         False,
         behind(with_tanh(jax.vmap(called_back("expand_dims")))),
         behind(jnp.tanh),
     ),
-    "called back in the gradient": (
-        False,
-        behind(with_slope(lambda x: 2 * x, called_back(of=lambda x: 2 * x))),
-        lambda x, w: 2 * (x @ w),
-    ),
-    "approximate maximum": (
-        False,
-        behind(lambda x: lax.approx_max_k(x, 4)[0]),
-        behind(lambda x: lax.top_k(x, 4)[0]),
-    ),
     "a rule": (True, behind(with_tanh(partitioned("i j k -> i j k"))), behind(jnp.tanh)),
-    "no rule": (
-        False,
-        behind(with_tanh(partitioned(lambda *_: "i j k -> i j k"))),
-        behind(jnp.tanh),
-    ),
     "experts": (False, crossshard.rowwise(experts, in_axes=(0, None)), experts),
-    "composite": (
-        True,
-        behind(with_tanh(lax.composite(jnp.tanh, name="a.tanh"))),
-        behind(jnp.tanh),
-    ),
     "layers": (
         False,
         lambda x, w: lax.scan(
@@ -189,12 +166,9 @@ def loss_of(model: Model, dtype: Any = jnp.bfloat16) -> Any:
     return loss
 
 
-def step_of(model: Model, dtype: Any = jnp.bfloat16, shards: int = 3, **options: Any) -> Any:
+def step_of(model: Model, dtype: Any = jnp.bfloat16, **options: Any) -> Any:
     loss = loss_of(model, dtype)
-    return crossshard.make_train_step(loss, optax.sgd(0.5), num_shards=shards, **options)
-
-
-F32, BF16 = jnp.float32, jnp.bfloat16
+    return crossshard.make_train_step(loss, optax.sgd(0.5), num_shards=3, **options)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -209,170 +183,112 @@ def test_what_is_proven_needs_no_numbers(name: str):
         lower()
 
 
-@pytest.mark.parametrize(("dtype", "shards"), deep_but([(BF16, 3)], [(BF16, 3), (F32, 2)]))
-@pytest.mark.parametrize("name", deep_but(["experts", "called back under vmap"], MODELS))
-def test_a_kernel_runs_and_follows_one_device(name: str, shards: int, dtype: Any):
+@pytest.mark.parametrize("name", deep_but(["called back under vmap"], MODELS))
+def test_a_kernel_runs_and_follows_one_device(name: str):
     is_proven, model, same = MODELS[name]
-    step = step_of(model, dtype, shards)
+    step = step_of(model)
     state, metrics = step(step.init(W), BATCH)
     assert ("each row is computed alone" not in step.describe()) == is_proven
-    want, slope = jax.value_and_grad(loss_of(same, dtype))(W, BATCH)
-    coarse = 1e-5 if dtype == F32 else 3e-2
-    np.testing.assert_allclose(metrics["loss"], want, rtol=coarse)
+    want, slope = jax.value_and_grad(loss_of(same))(W, BATCH)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=3e-2)
     moved = np.asarray(W - step.model(state)) / 0.5
-    assert np.linalg.norm(moved - slope) <= coarse * np.linalg.norm(slope)
+    assert np.linalg.norm(moved - slope) <= 3e-2 * np.linalg.norm(slope)
 
 
-# Faults: an error of a hundredth is found in bfloat16 too.
+# Faults: an error of a hundredth is found in bfloat16.
 
 NOT_SO = "And by numbers it is not so"
 
 
-def refused(model: Model, said: str, *how: Any, batch: Any = BATCH, **options: Any) -> None:
+def refused(model: Model, said: str, batch: Any = BATCH, **options: Any) -> None:
     """The first step is refused in these words, and its state stays valid."""
-    step = step_of(model, *how, **options)
+    step = step_of(model, **options)
     state = step.init(W)
     with pytest.raises(LossError, match=said):
         step(state, batch)
     np.testing.assert_array_equal(step.model(state), W)
 
 
-def centred(size: float) -> Any:
-    return lambda x: x - size * x.mean(0)
+def centred(x: Any) -> Any:
+    return x - 0.01 * x.mean(0)
 
 
-FAULTS: dict[str, Callable[[float], Callable[[Any], Any]]] = {
-    "the mean of its rows": centred,
-    "the largest of its rows": lambda size: lambda x: x + size * np.abs(x).max(0),
-    "the row before": lambda size: lambda x: x + size * np.roll(x, 1, 0),
-    "both neighbours": lambda size: lambda x: x + size / 2 * (np.roll(x, 1, 0) + np.roll(x, -1, 0)),
-    "the number of its rows": lambda size: lambda x: x * (1 + size * np.log2(len(x))),
-    "the position of a row": lambda size: (
-        lambda x: x * (1 + size * (np.arange(len(x)) % 2))[:, None, None]
+# Each, and whether it is wrong backwards.
+FAULTS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "the mean of its rows": (centred, False),
+    "the largest of its rows": (lambda x: x + 0.01 * np.abs(x).max(0), True),
+    "both neighbours": (lambda x: x + 0.005 * (np.roll(x, 1, 0) + np.roll(x, -1, 0)), True),
+    "the number of its rows": (lambda x: x * (1 + 0.01 * np.log2(len(x))), False),
+    "the position of a row": (
+        lambda x: x * (1 + 0.01 * (np.arange(len(x)) % 2))[:, None, None],
+        True,
     ),
-    "the first row": lambda size: lambda x: x - size * x[:1],
+    "the first row": (lambda x: x - 0.01 * x[:1], False),
 }
-# Backwards as well.
-FAULT_PLACES = deep_but(
-    [
-        *(("the mean of its rows", False), ("the largest of its rows", True)),
-        *(("both neighbours", True), ("the number of its rows", False)),
-    ],
-    itertools.product(FAULTS, (False, True)),
-)
-SIZES = pytest.mark.parametrize(
-    ("dtype", "size"), deep_but([(BF16, 0.01)], [(BF16, 0.01), (F32, 0.01), (F32, 1.0)])
-)
 
 
-@SIZES
-@pytest.mark.parametrize(("name", "backwards"), FAULT_PLACES)
-def test_an_operation_that_looks_at_others_is_refused(
-    name: str, backwards: bool, size: float, dtype: Any
-):
-    wrong, same = called_back(of=FAULTS[name](size)), lambda x: x
+@pytest.mark.parametrize("name", deep_but([*FAULTS][:4], FAULTS))
+def test_an_operation_that_looks_at_others_is_refused(name: str):
+    of, backwards = FAULTS[name]
+    wrong, same = called_back(of=of), lambda x: x
     run = with_slope(same, wrong) if backwards else with_slope(wrong, same)
-    refused(behind(run), rf"by pure_callback \(.*{NOT_SO}: of th", dtype)
+    refused(behind(run), rf"by pure_callback \(.*{NOT_SO}: of th")
 
 
-def centred_of(size: float) -> Any:
-    def kernel(x_ref: Any, out_ref: Any) -> None:
-        x = x_ref[...].astype(jnp.float32)
-        out_ref[...] = (x - size * x.mean(0)).astype(out_ref.dtype)
-
-    return kernel
+def centred_of(x_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = centred(x_ref[...].astype(jnp.float32)).astype(out_ref.dtype)
 
 
-@SIZES
 @pytest.mark.parametrize(("rows", "backwards"), deep_but([(2, True)], [(2, True), (0, False)]))
-def test_a_kernel_whose_blocks_mix_rows_is_refused(
-    rows: int, backwards: bool, size: float, dtype: Any
-):
-    wrong, same = functools.partial(in_blocks, centred_of(size), rows), lambda x: x
+def test_a_kernel_whose_blocks_mix_rows_is_refused(rows: int, backwards: bool):
+    wrong, same = functools.partial(in_blocks, centred_of, rows), lambda x: x
     run = with_slope(same, wrong) if backwards else with_slope(wrong, same)
-    refused(behind(run), NOT_SO, dtype)
+    refused(behind(run), NOT_SO)
 
 
-def of_centred_rows(size: float) -> Any:
-    """A product, whose gradient of its weight is that of centred rows."""
-    wrong = jax.custom_vjp(jnp.matmul)
+# A product, whose gradient of its weight is that of centred rows.
+of_centred_rows = jax.custom_vjp(jnp.matmul)
 
-    def pull(xw: Any, g: jax.Array) -> Any:
-        x, w = xw
-        return g @ w.T, jnp.einsum("nti,ntj->ij", x, g - size * g.mean(0)).astype(w.dtype)
 
-    wrong.defvjp(lambda x, w: (x @ w, (x, w)), pull)
-    return wrong
+def _pull(xw: Any, g: jax.Array) -> Any:
+    x, w = xw
+    return g @ w.T, jnp.einsum("nti,ntj->ij", x, centred(g)).astype(w.dtype)
+
+
+of_centred_rows.defvjp(lambda x, w: (x @ w, (x, w)), _pull)
 
 
 # What is wrong in it, and what is said.
-WRONG: dict[str, tuple[Callable[[float], Model], str]] = {
+WRONG: dict[str, tuple[Model, str]] = {
     "a gradient that is not linear": (
-        lambda size: behind(
-            with_slope(lambda x: x, called_back(of=lambda g: g + size * np.clip(g, -0.5, 0.5)))
-        ),
+        behind(with_slope(lambda x: x, called_back(of=lambda g: g + 0.01 * np.clip(g, -0.5, 0.5)))),
         "of the same rows scaled",
     ),
     "a word that is not kept": (
-        lambda size: behind(crossshard.rowwise(centred(size))),
-        rf"by rowwise\(<lambda>\).*{NOT_SO}",
+        behind(crossshard.rowwise(centred)),
+        rf"by rowwise\(centred\).*{NOT_SO}",
     ),
     "a word that is not kept backwards": (
-        lambda size: behind(crossshard.rowwise(with_slope(lambda x: x, centred(size)))),
+        behind(crossshard.rowwise(with_slope(lambda x: x, centred))),
         "the gradient of rowwise",
     ),
     "a sum over rows for a parameter": (
-        lambda size: crossshard.rowwise(of_centred_rows(size), in_axes=(0, None)),
+        crossshard.rowwise(of_centred_rows, in_axes=(0, None)),
         "the gradient of rowwise",
     ),
 }
 
 
-@SIZES
 @pytest.mark.parametrize("name", WRONG)
-def test_what_rows_have_in_common_is_found(name: str, size: float, dtype: Any):
-    make, said = WRONG[name]
-    refused(make(size), said, dtype)
-
-
-@pytest.mark.parametrize(
-    "where", deep_but(["cond"], ["scan", "while", "cond", "checkpoint", "jit"])
-)
-def test_an_operation_is_found_wherever_it_is(where: str):
-    def model(of: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-        run = with_slope(called_back(of=of), lambda g: g)
-        x = jnp.where(x == 0, 1, x) @ w
-        match where:
-            case "scan":
-                return lax.scan(lambda x, _: (run(x), None), x, None, length=3)[0]
-            case "while":
-                return lax.fori_loop(0, 3, lambda _, x: run(x), x)
-            case "cond":
-                return lax.cond(w[0, 0] > -100, run, lambda x: x, x)
-            case "checkpoint":
-                return jax.checkpoint(run)(x)
-            case _:
-                return jax.jit(run)(x)
-
-    step = step_of(functools.partial(model, lambda x: 2 * x))
-    step(step.init(W), BATCH)
-    refused(functools.partial(model, centred(0.01)), f"{NOT_SO}: of the same rows")
+def test_what_rows_have_in_common_is_found(name: str):
+    refused(*WRONG[name])
 
 
 TURNED = {name: x.swapaxes(0, 1) for name, x in BATCH.items()}
 
 
-@pytest.mark.parametrize("shards", deep_but([3], [2, 3]))
-def test_rows_along_another_axis(shards: int):
-    # Each row by itself may look at all of its time.
-    step = step_of(behind(with_tanh(called_back(of=centred(0.01)))), shards=shards, batch_axis=1)
-    step(step.init(W), TURNED)
-    wrong = with_tanh(called_back(of=lambda x: x - 0.01 * x.mean(1, keepdims=True)))
-    refused(behind(wrong), NOT_SO, batch=TURNED, shards=shards, batch_axis=1)
-
-
 def test_weights_that_start_at_zero_hide_nothing():
-    step = step_of(behind(with_tanh(called_back(of=centred(0.01)))))
+    step = step_of(behind(with_tanh(called_back(of=centred))))
     with pytest.raises(LossError, match=f"{NOT_SO}: of the same rows"):
         step(step.init(np.zeros_like(W)), BATCH)
 
@@ -382,7 +298,7 @@ def test_microbatches_along_another_axis():
     table = jnp.arange(1.0, TIME + 1)[:, None, None]
     model = behind(with_tanh(called_back()))
     loss = lambda x, w: model(x, w) * table
-    step = step_of(loss, F32, batch_axis=1, accumulate_steps=2)
+    step = step_of(loss, jnp.float32, batch_axis=1, accumulate_steps=2)
     step(step.init(W), {name: x[:, :12] for name, x in TURNED.items()})
 
 
@@ -404,7 +320,9 @@ def test_rowwise_is_transparent():
 def test_rowwise_costs_nothing_in_the_compiled_program():
     found = []
     for model in (behind(plain), crossshard.rowwise(behind(plain), in_axes=(0, None))):
-        compiled = jax.jit(jax.value_and_grad(loss_of(model, F32))).lower(W, BATCH).compile()
+        compiled = (
+            jax.jit(jax.value_and_grad(loss_of(model, jnp.float32))).lower(W, BATCH).compile()
+        )
         found.append([compiled.cost_analysis()["flops"], compiled.as_text().count(" fusion(")])
     assert found[0] == found[1]
 
@@ -432,9 +350,8 @@ def test_rowwise_refuses_in_words(call: Any, said: str):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("name", ["layer norm", "RMS norm", "attention"])
-def test_kernels_of_jax_run(name: str, dtype: Any):
+def test_kernels_of_jax_run(name: str):
     from jax.experimental.pallas.ops.gpu import attention as gpu
     from jax.experimental.pallas.ops.gpu import layer_norm, rms_norm
 
@@ -447,10 +364,9 @@ def test_kernels_of_jax_run(name: str, dtype: Any):
         heads = x.reshape(*x.shape[:2], 1, WIDTH)
         return gpu.mha(heads, heads, heads, None, interpret=True).reshape(x.shape)
 
-    step = step_of(model, dtype)
+    step = step_of(model)
     state, _ = step(step.init(W), BATCH)
     assert "each row is computed alone by pallas_call" in step.describe()
-    slope = jax.grad(loss_of(model, dtype))(W, BATCH)
+    slope = jax.grad(loss_of(model))(W, BATCH)
     moved = np.asarray(W - step.model(state)) / 0.5
-    coarse = 1e-4 if dtype == F32 else 3e-2
-    assert np.linalg.norm(moved - slope) <= coarse * np.linalg.norm(slope)
+    assert np.linalg.norm(moved - slope) <= 3e-2 * np.linalg.norm(slope)

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import crossshard
 from crossshard import CrossShardOptimizer
 from crossshard.errors import ArgumentError, WeightUpdateError
-from tests.quick import deep
 from tests.step.common import assert_close, on_one_device
 
 STEPS = 4
@@ -82,7 +81,6 @@ def test_shards_that_vmap_simulates():
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        deep((optax.lamb(0.1), "scale_by_trust_ratio")),
         (
             optax.adafactor(0.1, min_dim_size_to_factor=8),
             "cannot be traced on slices of the parameters .scale_by_factored_rms",

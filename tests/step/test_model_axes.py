@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from crossshard import CrossShardOptimizer, make_train_step
 from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
 from crossshard.testing import assert_communication
-from tests.quick import deep, deep_but
+from tests.quick import deep
 from tests.step.common import assert_close, on_one_device, train
 
 RNG = np.random.default_rng(0)
@@ -72,14 +72,11 @@ def language(params: Any, tokens: Any) -> jax.Array:
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
     "adamw": lambda: optax.adamw(1e-3, eps=1e-4),
-    "lamb": lambda: optax.lamb(1e-3, eps=1e-4),
-    "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=16),
     "muon": lambda: optax.contrib.muon(1e-3),
-    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0, 0.9)),
 }
 
 
-@pytest.mark.parametrize("name", deep_but(["sgd"], OPTIMIZERS))
+@pytest.mark.parametrize("name", ["sgd", deep("muon")])
 def test_a_model_split_over_the_model_axis_follows_one_device(name: str):
     optimizer, mesh = OPTIMIZERS[name](), mesh_of(4, 2)
     step = step_of(language, optimizer, mesh)
@@ -131,7 +128,6 @@ def constrained(params: Any, x: Any) -> jax.Array:
         ("sgd", "replicated", (4, 2)),
         ("sgd", "sharded", (2, 2, 2)),
         ("adamw", "sharded", (4, 2)),
-        deep(("adamw", "replicated", (2, 2, 2))),
     ],
 )
 def test_the_data_axes_carry_exactly_the_bound(name: str, update: str, sizes: tuple[int, ...]):
@@ -166,9 +162,8 @@ def test_a_loss_may_split_its_work_itself(loss: Any):
     assert_close(state.params, on_one_device(network, optimizer, PARAMS, BATCHES)[0], 1e-6)
 
 
-@pytest.mark.parametrize("name", ["sgd", deep("adamw")])
-def test_groups_on_the_data_axis(name: str):
-    mesh, inner, groups = mesh_of(4, 2), OPTIMIZERS[name](), [[0, 3], [1, 2]]
+def test_groups_on_the_data_axis():
+    mesh, inner, groups = mesh_of(4, 2), OPTIMIZERS["sgd"](), [[0, 3], [1, 2]]
     step = step_of(network, CrossShardOptimizer(inner, group_assignment=groups), mesh)
     state = train(step, step.init(placed(mesh, PARAMS, SPLIT)), BATCHES)
     saved = step.unshard(state)
@@ -181,6 +176,7 @@ def test_groups_on_the_data_axis(name: str):
         assert_close(of_group.inner_state, inner_state, 1e-6)
 
 
+@pytest.mark.deep
 def test_a_preprocessor_and_weights_see_whole_tensors():
     mesh, clip = mesh_of(4, 2), optax.clip_by_global_norm(0.02)
     mask = np.array([1] * 8 + [1] * 5 + [0] * 19, np.float32)

@@ -42,8 +42,6 @@ def loss_fn(params: Any, stats: Any, batch: Any) -> tuple[jax.Array, Any]:
 
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
-    # With a smaller eps, the rounding of a gradient near zero would be as large as a step.
-    "adamw": optax.adamw(1e-2, eps=1e-3),
     "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
 }
 
@@ -70,7 +68,7 @@ assert_close = functools.partial(common.assert_close, atol=1e-6, rtol=1e-5)
 @pytest.mark.parametrize("kind", ["mean", "per_shard"])
 @pytest.mark.parametrize(
     ("name", "weight_update"),
-    [("sgd", "replicated"), deep(("adamw", "sharded")), deep(("clip", "sharded"))],
+    [("sgd", "replicated"), deep(("clip", "sharded"))],
 )
 def test_batch_statistics_of_linen(name: str, kind: str, weight_update: str):
     step = make_train_step(

@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import crossshard
 from crossshard import make_train_step
 from crossshard.errors import ArgumentError
-from tests.quick import deep
 
 BATCH = {"x": np.ones((32, 4), np.float32), "class_weight": np.arange(16, dtype=np.float32)}
 W = np.ones(4, np.float32)
@@ -23,12 +22,9 @@ def loss_fn(w: Any, batch: Any) -> jax.Array:
 
 
 @pytest.mark.parametrize("weight", [None, lambda batch: batch["x"].shape[0]])
-@pytest.mark.parametrize("placed", [deep(False), True])
-def test_a_table_among_the_rows_is_refused_or_named(weight: Any, placed: bool):
+def test_a_table_among_the_rows_is_refused_or_named(weight: Any):
     step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=8, weight=weight)
-    batch: Any = BATCH
-    if placed:
-        batch = jax.device_put(batch, NamedSharding(step.mesh, PartitionSpec("shards")))
+    batch = jax.device_put(BATCH, NamedSharding(step.mesh, PartitionSpec("shards")))
     state = step.init(W)
     names = r"\['class_weight'\] has 16, and batch\['x'\] 32\..*replicated_entries"
     for call in (step, step.lower, jax.jit(lambda state, batch: step(state, batch))):

@@ -23,7 +23,7 @@ from crossshard.errors import (
 )
 from crossshard.tools.planning import topology
 from tests.optimizers.table import across_leaves
-from tests.quick import deep, deep_but
+from tests.quick import deep
 from tests.step import common
 from tests.step.common import sgd_step
 
@@ -98,7 +98,7 @@ EVERY = OPTIMIZERS | {
 }
 
 
-@pytest.mark.parametrize("name", deep_but(["clip, sgd"], EVERY))
+@pytest.mark.parametrize("name", ["clip, sgd", deep("lamb")])
 def test_one_two_and_eight_shards_have_the_same_bits_and_those_of_one_device_nearly(name: str):
     ways: list[Any] = [(1, {}), (2, {"weight_update": "sharded"}), (8, {"params": "sharded"})]
     found = [trained(n, optimizer=EVERY[name], virtual_shards=8, **way) for n, way in ways]
@@ -121,10 +121,9 @@ def test_norms_are_added_piece_by_piece_and_only_what_cannot_be_cut_is_whole():
     assert crossshard.inspect(lowered).ratio == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("shards", [deep(3), 4, deep(6)])
-def test_an_odd_part_is_added_in_the_same_order(shards: int):
+def test_an_odd_part_is_added_in_the_same_order():
     options: dict[str, Any] = {"virtual_shards": 12, "params": "sharded"}
-    found, _ = trained(shards, **options)
+    found, _ = trained(4, **options)
     assert sha(found) == sha(trained(2, **options)[0])
     near(found, on_one_device(loss_fn, OPTIMIZERS["sgd"]))
 
@@ -200,20 +199,9 @@ def test_tpus_exchange_slices_and_sum_nothing_large():
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    ("optimizer", "update"),
-    [
-        (optax.sgd(0.1), "replicated"),
-        (EVERY["lamb"], "sharded"),
-        (optax.contrib.muon(1e-2), "sharded"),
-    ],
-    ids=["sgd", "lamb", "muon"],
-)
-def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(
-    optimizer: Any, update: str, tmp_path: Path
-):
-    options = {"virtual_shards": 8, "ema": 0.9, "weight_update": update}
-    make = functools.partial(crossshard.make_train_step, loss_fn, optimizer, **options)
+def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(tmp_path: Path):
+    options = {"virtual_shards": 8, "ema": 0.9, "weight_update": "sharded"}
+    make = functools.partial(crossshard.make_train_step, loss_fn, OPTIMIZERS["adam"], **options)
     found = []
     for numbers in ([8] * 6, [8, 8, 2, 2, 4, 4]):
         folder = tmp_path / "-".join(map(str, numbers))

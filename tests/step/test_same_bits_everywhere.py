@@ -15,25 +15,17 @@ from tests.processes import join, run_processes
 pytestmark = pytest.mark.deep
 
 ROWS, STEPS = 48, 12
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": (0.05, {}),
-    "momentum": (0.02, {"momentum": 0.9, "nesterov": True}),
-    "adamw": (1e-2, {}),
-    "lion": (1e-3, {}),
-    "adagrad": (0.05, {}),
-    "rmsprop": (1e-3, {}),
-    "lamb": (1e-2, {}),
-    "adafactor": (1e-2, {}),
-    "novograd": (1e-2, {}),
-    "muon": (1e-2, {}),
-    "muon of layers": (1e-2, {}),
-    "clipped": (1e-2, {}),
+OPTIMIZERS = {
+    "sgd": 0.05,
+    "adamw": 1e-2,
+    "lamb": 1e-2,
+    "adafactor": 1e-2,
+    "muon of layers": 1e-2,
+    "clipped": 1e-2,
 }
 WAYS = [{"weight_update": "replicated"}, {"weight_update": "sharded"}, {"params": "sharded"}]
 # The options of steps that are to have the same bits, by a name.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "accumulated": {"accumulate_steps": 2},
-    "weighed": {"weight": "w"},
     "scaled": {"loss_scale": "dynamic", "nonfinite": "skip"},
     "averaged": {"ema": 0.9, "weight": "w", "accumulate_steps": 2},
     "masters": {"master_dtype": "float32"},
@@ -48,15 +40,14 @@ def optimizer_of(name: str) -> Any:
     import jax
     import optax
 
-    rate, options = OPTIMIZERS[name]
+    rate = OPTIMIZERS[name]
     if name == "clipped":
         return optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate))
     if name == "muon of layers":
         of = lambda x: optax.contrib.MuonDimensionNumbers((x.ndim - 2,), (x.ndim - 1,))
         matrices = lambda params: jax.tree.map(lambda x: of(x) if x.ndim > 1 else None, params)
         return optax.contrib.muon(rate, muon_weight_dimension_numbers=matrices)
-    make = getattr(optax, {"momentum": "sgd"}.get(name, name), None)
-    return (make or getattr(optax.contrib, name))(rate, **options)
+    return getattr(optax, name)(rate)
 
 
 def params_of(dtype: Any = "float32") -> Any:
@@ -183,33 +174,28 @@ def one_for_each(folder: Path, virtual: int, ways: Sequence[dict[str, Any]], nam
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "virtual"), [*((name, 8) for name in OPTIMIZERS), ("sgd", 12), ("muon", 12)]
-)
+@pytest.mark.parametrize(("name", "virtual"), [*((name, 8) for name in OPTIMIZERS), ("sgd", 12)])
 def test_an_optimizer_has_the_same_bits(name: str, virtual: int, tmp_path: Path):
     one_for_each(tmp_path, virtual, WAYS, name)
 
 
-@pytest.mark.parametrize(
-    ("name", "option"),
-    [*(("sgd", option) for option in OPTIONS), ("adamw", "masters"), ("muon", "averaged")],
-)
-def test_an_option_has_the_same_bits(name: str, option: str, tmp_path: Path):
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_has_the_same_bits(option: str, tmp_path: Path):
     ways = [OPTIONS[option] | {"weight_update": each} for each in ("replicated", "sharded")]
-    one_for_each(tmp_path, 8, ways, name)
+    one_for_each(tmp_path, 8, ways, "adamw")
 
 
-@pytest.mark.parametrize("name", ["sgd", "lamb"])
-def test_processes_have_the_same_bits(name: str, tmp_path: Path):
+def test_processes_have_the_same_bits(tmp_path: Path):
     calls = [
-        ("trained", [4, 8, name], options)
+        ("trained", [4, 8, "lamb"], options)
         for options in ({"weight_update": "sharded"}, {"accumulate_steps": 2})
     ]
     every = [
         bits(tmp_path / f"{processes}", calls, processes, 4 // processes) for processes in (1, 2, 4)
     ]
     assert every[0] == every[1] == every[2]
-    assert every[0] == bits(tmp_path / "one", [("trained", [1, 8, name], way) for *_, way in calls])
+    alone = [("trained", [1, 8, "lamb"], way) for *_, way in calls]
+    assert every[0] == bits(tmp_path / "one", alone)
 
 
 def test_without_virtual_shards_the_bits_differ(tmp_path: Path):

@@ -14,20 +14,15 @@ import pytest
 from flax import nnx
 
 import crossshard
-from tests.quick import deep, deep_but
+from tests.quick import deep
 from tests.step.common import assert_close, on_one_device, train
 from tests.step.layered import BATCHES, LAYERS, WIDTH, step_of
 
 SGD = optax.sgd(0.05)
-# The kinds of collectives that run once for each layer and move one of its matrices.
-EXPECTED = {
-    "replicated": {"all-reduce"},
-    "sharded": {"reduce-scatter"},
-    "parts": {"reduce-scatter", "all-gather"},
-}
 
 
 def in_loop(step: Any, model: Any) -> set[str]:
+    """The kinds of collectives that run once for each layer and move one of its matrices."""
     report = crossshard.inspect(step.lower(step.abstract_init(model), BATCHES[0]))
     moves = lambda each: each.bytes_sent >= LAYERS * WIDTH * WIDTH
     return {each.kind for each in report.collectives if each.times == LAYERS and moves(each)}
@@ -67,9 +62,8 @@ class Stack(nnx.Module):
         return self.out(run(self.layers, h))[:, 0]
 
 
-@pytest.mark.parametrize("mode", deep_but(["parts"], EXPECTED))
-def test_nnx_layers(mode: str):
-    step = step_of(mode, of_module, SGD)
+def test_nnx_layers():
+    step = step_of("parts", of_module, SGD)
     state = train(step, step.init(Stack()), BATCHES)
     model = Stack()
     plain = nnx.Optimizer(model, SGD, wrt=nnx.Param)
@@ -78,9 +72,10 @@ def test_nnx_layers(mode: str):
         plain.update(model, gradient(model, batch))
     got, want = (nnx.to_pure_dict(nnx.state(each)) for each in (step.model(state), model))
     assert_close(got, want)
-    assert in_loop(step, Stack()) == EXPECTED[mode]
+    assert in_loop(step, Stack()) == {"reduce-scatter", "all-gather"}
 
 
+@pytest.mark.deep
 def test_nnx_layers_that_only_some_train():
     step = step_of("parts", of_module, SGD, wrt=nnx.All(nnx.Param, nnx.PathContains("layers")))
     model = Stack()
@@ -99,35 +94,29 @@ class Net(eqx.Module):
     layers: eqx.nn.Linear
     out: eqx.nn.Linear
     steps: jax.Array
-    wrap: Any = eqx.field(static=True)
 
-    def __init__(self, wrap: Any):
+    def __init__(self) -> None:
         key = jax.random.key(0)
         make = lambda key: eqx.nn.Linear(WIDTH, WIDTH, key=key)
         self.layers = eqx.filter_vmap(make)(jax.random.split(key, LAYERS))
         self.out = eqx.nn.Linear(WIDTH, "scalar", key=key)
         self.steps = jnp.arange(4)
-        self.wrap = wrap
 
     def __call__(self, x: Any) -> Any:
         arrays, static = eqx.partition(self.layers, eqx.is_array)
 
         def turn(h: Any, arrays: Any) -> Any:
-            run = self.wrap(lambda layer, h: h + 0.5 * jnp.tanh(jax.vmap(layer)(h)))
+            run = eqx.filter_checkpoint(lambda layer, h: h + 0.5 * jnp.tanh(jax.vmap(layer)(h)))
             return run(eqx.combine(arrays, static), h), None
 
         h, _ = jax.lax.scan(turn, x, arrays)
         return jax.vmap(self.out)(h) + 0.0 * self.steps[0]
 
 
-@pytest.mark.parametrize(
-    ("wrap", "mode"),
-    [(eqx.filter_checkpoint, "parts"), deep((eqx.filter_jit, "sharded"))],
-    ids=["checkpoint", "jit"],
-)
-def test_equinox_layers(wrap: Any, mode: str):
-    model = Net(wrap)
-    step = step_of(mode, of_module, SGD)
+@pytest.mark.deep
+def test_equinox_layers():
+    model = Net()
+    step = step_of("parts", of_module, SGD)
     state = train(step, step.init(model), BATCHES)
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
     loss = lambda arrays, batch: of_module(eqx.combine(arrays, static), batch)
@@ -135,7 +124,7 @@ def test_equinox_layers(wrap: Any, mode: str):
     got = step.model(state)
     assert_close(jax.tree.leaves(eqx.filter(got, eqx.is_inexact_array)), jax.tree.leaves(want))
     np.testing.assert_array_equal(got.steps, np.arange(4))
-    assert in_loop(step, model) == EXPECTED[mode]
+    assert in_loop(step, model) == {"reduce-scatter", "all-gather"}
 
 
 # Linen and Haiku.
@@ -160,17 +149,16 @@ def _haiku(x: Any) -> Any:
     return hk.Linear(1)(hk.experimental.layer_stack(LAYERS)(layer)(x))[:, 0]
 
 
-@pytest.mark.parametrize("mode", deep_but(["parts"], ["parts", "sharded"]))
 @pytest.mark.parametrize(
     "module",
     [LinenStack(), deep(hk.without_apply_rng(hk.transform(_haiku)))],
     ids=["linen", "haiku"],
 )
-def test_functional_layers(module: Any, mode: str):
+def test_functional_layers(module: Any):
     params = module.init(jax.random.key(0), jnp.zeros((1, WIDTH)))
     loss = lambda params, batch: of_module(functools.partial(module.apply, params), batch)
-    step = step_of(mode, loss, SGD)
+    step = step_of("parts", loss, SGD)
     state = train(step, step.init(params), BATCHES)
     want, _ = on_one_device(loss, SGD, params, BATCHES)
     assert_close(state.params, want)
-    assert in_loop(step, params) == EXPECTED[mode]
+    assert in_loop(step, params) == {"reduce-scatter", "all-gather"}

@@ -150,9 +150,7 @@ EVERY = {"ema": 0.9, "loss_scale": DynamicLossScale(initial=1024.0), "accumulate
 # From a step to another one: number of shards, and options.
 PLACEMENTS: dict[str, tuple[int, dict[str, Any]]] = {
     "8 sharded": (8, {}),
-    "4 sharded": (4, {}),
     "3 sharded": (3, {}),
-    "1 sharded": (1, {}),
     "4 with a sharded update": (4, {"params": "replicated", "weight_update": "sharded"}),
     "2 replicated": (2, {"params": "replicated", "weight_update": "replicated"}),
 }
@@ -167,7 +165,6 @@ def bits(step: Any, state: Any) -> list[bytes]:
     [
         ("8 sharded", "adamw"),
         deep(("2 replicated", "sgd")),
-        *(deep((other, "adamw")) for other in [*PLACEMENTS][1:]),
         *(deep((other, "lamb")) for other in ("3 sharded", "4 with a sharded update")),
     ],
 )

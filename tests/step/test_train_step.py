@@ -108,11 +108,8 @@ def _zoo() -> Any:
 
 _MASK = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 ZOO_RULES = {
-    "sgd": optax.sgd(0.1),
-    "adam": optax.adam(0.1, mu_dtype=jnp.float32),
     "decay of matrices": optax.adamw(0.1, weight_decay=0.1, mask=_MASK),
     "global norm": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=8),
 }
 
 

@@ -50,6 +50,7 @@ def test_init_step_and_evaluate():
     assert jax.device_get(metrics["nonfinite"].in_a_row) == 0
 
 
+@pytest.mark.deep
 def test_a_module_and_a_seed():
     with jax.transfer_guard("allow"):
         model = nnx.Sequential(

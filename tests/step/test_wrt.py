@@ -56,14 +56,10 @@ def loss_of_trained(trained: Any, batch: Any) -> jax.Array:
 assert_close = functools.partial(common.assert_close, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "weight_update"),
-    [deep(("sgd", "sharded")), ("clip", "sharded"), *(deep((n, "replicated")) for n in OPTIMIZERS)],
-)
-def test_a_pytree_of_which_a_part_is_trained(name: str, weight_update: str):
-    kwargs = {"wrt": is_trained, "weight_update": weight_update}
-    step = make_train_step(loss_fn, OPTIMIZERS[name], num_shards=8, **kwargs)
-    other = make_train_step(loss_fn, OPTIMIZERS[name], num_shards=4, **kwargs)
+def test_a_pytree_of_which_a_part_is_trained():
+    kwargs = {"wrt": is_trained, "weight_update": "sharded"}
+    step = make_train_step(loss_fn, OPTIMIZERS["clip"], num_shards=8, **kwargs)
+    other = make_train_step(loss_fn, OPTIMIZERS["clip"], num_shards=4, **kwargs)
     state, _ = step(step.init(PARAMS), BATCH)
     # The optimizer has never seen what is frozen.
     assert {leaf.size for leaf in jax.tree.leaves(step.unshard(state).opt_state)} <= {1, 64, 4096}
@@ -71,7 +67,7 @@ def test_a_pytree_of_which_a_part_is_trained(name: str, weight_update: str):
     state, _ = other(other.reshard(step.unshard(state)), BATCH)
     trained, frozen = split(other.model(state))
     given = split(PARAMS)[0], [BATCH] * 2
-    assert_close(trained, on_one_device(loss_of_trained, OPTIMIZERS[name], *given)[0])
+    assert_close(trained, on_one_device(loss_of_trained, OPTIMIZERS["clip"], *given)[0])
     assert_same(frozen, split(PARAMS)[1])
 
 
@@ -87,6 +83,7 @@ def test_nothing_frozen_is_sent_or_copied(weight_update: str):
     assert report.memory.alias >= sum(leaf.nbytes for leaf in jax.tree.leaves((trained, frozen)))
 
 
+@pytest.mark.deep
 def test_each_group_trains_its_own_part():
     opt = CrossShardOptimizer(optax.sgd(0.1), group_assignment=[[0, 1], [2, 3]])
     step = make_train_step(loss_fn, opt, num_shards=4, wrt=is_trained)
@@ -123,9 +120,7 @@ def lora_loss(model: Any, batch: Any) -> jax.Array:
 @pytest.mark.parametrize(
     ("wrt", "kind", "optimizer"),
     [
-        deep((nnx.LoRAParam, nnx.LoRAParam, optax.sgd(0.1))),
         (lambda path, leaf: "lora" in path, nnx.LoRAParam, optax.adamw(0.1)),
-        deep((nnx.All(nnx.Param, nnx.PathContains("lora")), nnx.LoRAParam, optax.sgd(0.1))),
         deep((nnx.Param, nnx.Param, optax.sgd(0.1))),
     ],
 )
@@ -191,12 +186,9 @@ def leaving_alone(optimizer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "way", "weight_update"),
     [
-        deep(("sgd", "partition", "sharded")),
         ("sgd", "after", "replicated"),
         ("adamw", "norm", "sharded"),
         deep(("adamw", "partition", "replicated")),
-        deep(("adamw", "after", "sharded")),
-        deep(("sgd", "norm", "replicated")),
     ],
 )
 def test_what_an_optimizer_leaves_alone_is_not_sent(name: str, way: str, weight_update: str):

@@ -54,8 +54,9 @@ class Program:
         self._compiled: Any = self._jit(self._automatic)
         # JAX refuses compiler options inside another jit.
         self._traced = jax.jit(self._automatic)
-        # Whether the options may depend on the program, which has not been traced.
-        self._is_open = bool(self.options) and takes_o1()
+        # Whether the options may depend on the program, which has not been traced. The same bits on
+        # any number of shards take the same options on all of them.
+        self._is_open = bool(self.options) and takes_o1() and loss.same_bits is None
 
     def _jit(self, run: Callable[..., Any]) -> Any:
         donated = (0,) if self._config.donate else ()

@@ -88,26 +88,6 @@ def test_too_many_in_a_row_end_the_run_with_a_checkpoint_to_go_on_from(
     assert saved[0] == saved[1] != saved[2]
 
 
-@pytest.mark.deep
-def test_a_fault_in_the_last_step_ends_the_run_too(tmp_path, monkeypatch, capsys):
-    break_shard(monkeypatch, 1, range(2, 3))
-    words = ["--shards", 2, "--nonfinite", "raise", "--steps", 2]
-    assert run(tmp_path, "out", *words) == 3
-    said = capsys.readouterr().err
-    assert re.search(f"The gradient of {LEAF} is not finite on shard 1", said)
-    assert said.endswith("Nothing was saved, since that takes --save-every.\n")
-
-
-@pytest.mark.deep
-def test_parameters_that_overflowed_are_not_saved(tmp_path, capsys):
-    words = ["--shards", 2, "--nonfinite", "raise", "--save-every", 1, "--optimizer", "sgd"]
-    assert run(tmp_path, "out", *words, "--learning-rate", 1e39) == 3
-    said = capsys.readouterr().err
-    assert "shard 0, and on 1 more" in said
-    assert said.endswith("an update made parameters infinite, which are not saved: start again.\n")
-    assert numbers(tmp_path / "out") == []
-
-
 def flip_before(monkeypatch: pytest.MonkeyPatch, call: int, shard: int) -> None:
     """A bit of a shard's copy of the head flips before this step."""
     take, calls = Training.__call__, itertools.count(1)

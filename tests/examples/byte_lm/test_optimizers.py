@@ -1,7 +1,5 @@
 """Optimizers by name: found, given their learning rate, and refused for a reason."""
 
-import inspect
-
 import jax.numpy as jnp
 import optax
 import optax.contrib
@@ -41,24 +39,6 @@ def test_a_given_learning_rate_reaches_the_optimizer(name):
         return float(jnp.abs(updates["w"]).max())
 
     assert first_update(0.02) == pytest.approx(2 * first_update(0.01), rel=1e-4)
-
-
-@pytest.mark.deep
-@pytest.mark.filterwarnings("ignore:.*(deprecated|Specifying a key)")
-def test_every_optimizer_of_optax_that_takes_a_learning_rate_alone_can_be_named():
-    skipped = {"lbfgs", "sophia"}
-    made = []
-    for module in (optax, optax.contrib):
-        for name, factory in vars(module).items():
-            if not inspect.isfunction(factory) or name.startswith(("_", "scale_by")):
-                continue
-            parameters = inspect.signature(factory).parameters.values()
-            needed = {p.name for p in parameters if p.default is p.empty}
-            takes = {"learning_rate", "max_learning_rate"} & {p.name for p in parameters}
-            if takes and needed <= takes and name not in skipped:
-                assert make_optimizer(name, 0.01).learning_rate == 0.01
-                made.append(name)
-    assert len(made) > 40
 
 
 def test_steps_that_are_too_long_are_the_users_choice():

@@ -26,18 +26,9 @@ def lines_of(own: int, text: str) -> list[str]:
     return [line for line in ours if not re.search(r"Gloo|Rank|peer ranks|^[\s\d:]*$", line)]
 
 
-@pytest.mark.parametrize(
-    ("launch", "words"),
-    [
-        (
-            ["-n", "2", "--cpu-devices", "2"],
-            "--shards 4 --optimizer sgd --weight --batch 13 --accumulate-steps 2".split(),
-        ),
-        (["-n", "4"], ["--shards", "4", "--weight-update", "sharded", "--ema", "0.9"]),
-    ],
-    ids=["two", "four"],
-)
-def test_processes_train_as_one_does(tmp_path: Path, launch: list[str], words: list[str]):
+def test_processes_train_as_one_does(tmp_path: Path):
+    words = "--shards 4 --optimizer sgd --weight --batch 13 --accumulate-steps 2".split()
+    launch = ["-n", "2", "--cpu-devices", "2"]
     ran = start(tmp_path, *words, "--steps", "6", out="many", launch=launch)
     out, err = ran.communicate(timeout=PATIENCE)
     assert ran.returncode == 0, err
@@ -54,9 +45,8 @@ def test_processes_train_as_one_does(tmp_path: Path, launch: list[str], words: l
     assert summary["proof"]["same"]
     assert summary["verification"]["faults"] == []
     # Process 0 prints, the others are silent.
-    number = int(launch[1])
-    assert f"virtual CPU devices in {number} processes" in "\n".join(lines_of(0, out))
-    assert [lines_of(own, out) for own in range(1, number)] == [[]] * (number - 1)
+    assert "virtual CPU devices in 2 processes" in "\n".join(lines_of(0, out))
+    assert lines_of(1, out) == []
 
 
 def started_by(pid: int) -> list[int]:
@@ -68,7 +58,7 @@ def started_by(pid: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("number", "to"),
-    [(signal.SIGINT, "all"), (signal.SIGTERM, "all"), (signal.SIGTERM, "the last")],
+    [(signal.SIGINT, "all"), (signal.SIGTERM, "the last")],
 )
 def test_all_processes_stop_after_the_same_step(tmp_path: Path, number: signal.Signals, to: str):
     ran = start(tmp_path, "--steps", "1000000", launch=["-n", "2"])
@@ -81,15 +71,6 @@ def test_all_processes_stop_after_the_same_step(tmp_path: Path, number: signal.S
     why = ", as you asked" if number == signal.SIGINT else f", by {number.name}"
     assert f"after {summary['steps']:,} steps{why}" in out
     assert lines_of(0, err) == lines_of(1, err) == []
-
-
-def test_a_loss_that_is_not_finite_stops_all_processes(tmp_path: Path):
-    words = ["--optimizer", "sgd", "--learning-rate", "1e30", "--steps", "50"]
-    ran = start(tmp_path, *words, launch=["-n", "2", "--cpu-devices", "2"])
-    out, _ = ran.communicate(timeout=PATIENCE)
-    assert ran.returncode == 1
-    assert "is not finite: the run diverged" in out
-    summary_of(tmp_path / "out", "not finite")
 
 
 def test_shards_that_the_processes_cannot_share_are_refused(tmp_path: Path):

@@ -12,18 +12,12 @@ from examples.byte_lm.model import ByteTransformer, loss
 from examples.byte_lm.optimizers import make_optimizer
 from examples.byte_lm.proof import Batch, Comparison, compare, verify
 from tests.examples.byte_lm.small import own_loss, small_options
-from tests.quick import deep
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A job of which others are made, since it takes long to make one."""
     return prepare(small_options(tmp_path_factory.mktemp("proof"), optimizer="adam"))
-
-
-def change(job: Job, optimizer: str, reduction: str, **options: Any) -> Job:
-    given = dataclasses.replace(job.options, optimizer=optimizer, reduction=reduction, **options)
-    return dataclasses.replace(job, options=given, inner=make_optimizer(optimizer, None))
 
 
 def batches_of(job: Job) -> list[Batch]:
@@ -37,18 +31,15 @@ def of_run(job: Job) -> Comparison:
     return compare(job, batches_of(job), training.values(), skipped)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "reduction", "relative"),
-    [("sgd", "mean", 1e-5), *map(deep, [("adam", "mean", 1e-3), ("polyak_sgd", "sum", 1e-4)])],
-)
-def test_shards_train_as_one_does(job: Job, optimizer: str, reduction: str, relative: float):
-    one = of_run(change(job, optimizer, reduction))
+def test_shards_train_as_one_does(job: Job):
+    given = dataclasses.replace(job.options, optimizer="sgd")
+    one = of_run(dataclasses.replace(job, options=given, inner=make_optimizer("sgd", None)))
     assert one.same
-    assert one.relative < relative
-    assert one.largest_difference < relative * one.largest_change * 10
+    assert one.relative < 1e-5
+    assert one.largest_difference < 1e-4 * one.largest_change
     assert one.largest_change > 1e-3
     assert one.where
-    assert (one.optimizer, one.steps) == (optimizer, 3)
+    assert (one.optimizer, one.steps) == ("sgd", 3)
 
 
 def test_a_step_that_was_not_taken_is_found_unless_the_run_says_so(job: Job):
@@ -63,16 +54,8 @@ def test_a_step_that_was_not_taken_is_found_unless_the_run_says_so(job: Job):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"reduction": "sum", "accumulate_steps": 2},
-        {"weight": True, "batch": 10, "weight_update": "sharded"},
-        {"wrt": "*kernel", "master_dtype": "float32", "loss_scale": "dynamic"},
-    ],
-)
-def test_the_step_is_verified_with_sgd(job: Job, options: dict[str, Any]):
+def test_the_step_is_verified_with_sgd(job: Job):
+    options = {"weight": True, "batch": 10, "weight_update": "sharded"}
     given = dataclasses.replace(job.options, out=job.options.out / "again", **options)
     found = verify(prepare(given))
     assert found.ok, found

@@ -4,7 +4,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.examples.byte_lm.small import (
@@ -27,7 +26,7 @@ def values(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, number: signal.Signals):
     words = ["--shards", "2", "--save-every", "4", "--ema", "0.9"]
     process = start(tmp_path, "--steps", "1000000", *words)
@@ -38,7 +37,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, number: sign
     if number == signal.SIGTERM:
         assert process.returncode == 0
     else:
-        assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+        assert process.returncode == -number
     if number != signal.SIGKILL:
         assert saved == len(read_metrics(tmp_path / "out"))
         assert f"Saved after step {saved}: --resume goes on from there." in printed
@@ -48,25 +47,6 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, number: sign
     out, whole = tmp_path / "out", tmp_path / "whole"
     assert values(out) == values(whole)
     assert saved_hashes(out, steps) == saved_hashes(whole, steps)
-
-
-@pytest.mark.deep
-def test_on_another_number_of_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert run(tmp_path, "out", "--steps", 4, "--shards", 4, "--save-every", 9) == 0
-    assert numbers(tmp_path / "out") == [4]
-    assert run(tmp_path, "out", "--steps", 8, "--shards", 2, "--resume") == 0
-    assert "going on after step 4 …" in capsys.readouterr().out
-    assert run(tmp_path, "whole", "--steps", 8, "--shards", 4) == 0
-    losses = [[step["loss"] for step in read_metrics(tmp_path / out)] for out in ("out", "whole")]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    # Without --save-every nothing more is saved.
-    assert numbers(tmp_path / "out") == [4]
-
-
-@pytest.mark.deep
-def test_an_empty_folder_is_where_a_run_begins(tmp_path: Path):
-    assert run(tmp_path, "out", "--steps", 2, "--shards", 2, "--resume") == 0
-    assert len(read_metrics(tmp_path / "out")) == 2
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +62,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("words", "said"),
     [
         (["--seed", "1"], "drew batches with seed 0, and this one would with 1"),
-        (["--batch", "8"], "drew batches with rows 16, and this one would with 8"),
-        (["--optimizer", "sgd"], "is not of this step"),
         (["--width", "64"], "is not of this step"),
     ],
 )
