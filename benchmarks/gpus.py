@@ -183,7 +183,8 @@ split by rows. *O1* is XLA's optimization level, which NVIDIA recommends; MaxTex
 for FSDP on 1,024 H100s. Ours is compiled with `step.compiler_options`, all others as JAX does by
 default.
 *Guards* are `nonfinite="quarantine"`, `check_divergence=100` and the norms of gradient, update and
-parameters. *bfloat16* and *int8* are what gradients are summed in.
+parameters. *bfloat16* and *int8* are what gradients are summed in. Rows without bytes of kernels were measured
+before these were counted.
 
 GSPMD sums gradients in bfloat16, which is half the bytes; ours and those by hand sum in float32.
 The lower bound of our steps is 2(N−1)/N · P. With sharded parameters, gathered in bfloat16 as
