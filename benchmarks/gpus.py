@@ -183,8 +183,8 @@ split by rows. *O1* is XLA's optimization level, which NVIDIA recommends; MaxTex
 for FSDP on 1,024 H100s. Ours is compiled with `step.compiler_options`, all others as JAX does by
 default.
 *Guards* are `nonfinite="quarantine"`, `check_divergence=100` and the norms of gradient, update and
-parameters. *bfloat16* and *int8* are what gradients are summed in. Rows without bytes of kernels were measured
-before these were counted.
+parameters. *bfloat16* and *int8* are what gradients are summed in. Rows without bytes of kernels
+were measured before these were counted.
 
 GSPMD sums gradients in bfloat16, which is half the bytes; ours and those by hand sum in float32.
 The lower bound of our steps is 2(N−1)/N · P. With sharded parameters, gathered in bfloat16 as
@@ -250,7 +250,8 @@ def page(titles: Mapping[str, str], rows: Iterable[_Row]) -> str:
     for model, title in titles.items():
         if cells := [_cells(row) for row in rows if row["model"] == model]:
             parts += [f"## {title}", markdown.table(_HEADS, cells, names=(1, 2))]
-    parts.append(markdown.repeat("make bench-gpus"))
+    # The day stands above, and stays where rows do.
+    parts.append(f"JAX {jax.__version__}. To repeat: `make bench-gpus`.")
     return "\n\n".join(parts) + "\n"
 
 
