@@ -34,7 +34,7 @@ def loss_fn(params: Any, x: jax.Array) -> jax.Array:
 
 
 def test_two_axes_step_as_one_device_and_each_shard_has_a_slice():
-    """What pipeline/ways_in.py compares with NumPy has one axis, and no odd array."""
+    """What tests/pipeline/ways_in.py compares with NumPy has one axis, and no odd array."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
     opt = CrossShardOptimizer(MOMENTUM, axis_name=("x", "y"), weight_update="sharded")
     specs = opt.state_specs(START, mesh.size, mesh.axis_names)
