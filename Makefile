@@ -21,7 +21,7 @@ SOAK_STEPS ?= 20000
 CYCLES ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test test-deep check mutants test-matrix soak chaos bench bench-peers bench-pods bench-gpus docs docs-serve docs-browse tutorial release constraints clean
+.PHONY: help environment demo test test-deep check mutants test-matrix soak chaos bench bench-peers bench-pods bench-gpus bench-gpu docs docs-serve docs-browse tutorial release constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -78,6 +78,9 @@ bench-pods: environment  ## compile steps for TPU pods, and write down what they
 
 bench-gpus: environment  ## compile steps for H100 clusters (installs 5 GB), and write down what hides
 	$(VENV)/bin/python -m nox -s gpus -- $(BENCH)
+
+bench-gpu:  ## measure on this machine's GPU, with the Python that has JAX for CUDA (PYTHON=…)
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(BENCH)
 
 docs: environment  ## build the site, in site/; what does not fit together is an error
 	$(VENV)/bin/python -m nox -s docs

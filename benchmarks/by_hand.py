@@ -17,6 +17,8 @@ AXIS = "shards"
 _WHOLE = PartitionSpec()
 # Arrays of fewer numbers, such as scales, are not split where parameters are.
 _SMALL = 1 << 16
+# XLA's number of its optimization level O1.
+O1 = {"optimization_level": 19}
 # The flags of MaxText for FSDP on 1,024 H100s: src/maxtext/configs/gpu/a3/llama_3.1_405b/128vm.sh.
 # Left out is where it dumps programs to.
 MAXTEXT = {

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 import crossshard
@@ -56,7 +57,9 @@ def _models() -> dict[str, tuple[str, Shapes]]:
 def _ours(**options: Any) -> Callable[[Mesh, Shapes], Any]:
     def lowered(mesh: Mesh, model: Shapes) -> Any:
         step = crossshard.make_train_step(model.loss_fn, adamw(), mesh=mesh, **options)
-        return step.lower(step.abstract_init(model.params), model.batch(mesh.size))
+        # Each process passes its own rows.
+        rows = model.batch(mesh.size // jax.process_count())
+        return step.lower(step.abstract_init(model.params), rows)
 
     return lowered
 
@@ -67,15 +70,30 @@ def _theirs(step: Callable[..., Any], **options: Any) -> Callable[[Mesh, Shapes]
     )
 
 
+# Every guard, as a long run has them.
+_GUARDS: dict[str, Any] = {
+    "nonfinite": "quarantine",
+    "check_divergence": 100,
+    "metrics": ("grad_norm", "update_norm", "param_norm"),
+}
+_WITH_GUARDS = ", guards"
+
 STEPS: dict[str, Callable[[Mesh, Shapes], Any]] = {
     "ours, replicated": _ours(weight_update="replicated"),
+    f"ours, replicated{_WITH_GUARDS}": _ours(weight_update="replicated", **_GUARDS),
     "by hand, replicated": _theirs(by_hand.replicated),
     "ours, sharded": _ours(weight_update="sharded"),
+    f"ours, sharded{_WITH_GUARDS}": _ours(weight_update="sharded", **_GUARDS),
     "by hand, sharded": _theirs(by_hand.sharded),
     "GSPMD, ZeRO-1": _theirs(by_hand.gspmd),
+    "GSPMD, ZeRO-1, O1": _theirs(by_hand.gspmd, options=by_hand.O1),
     _PARAMS_SHARDED: _ours(params="sharded"),
+    f"{_PARAMS_SHARDED}{_WITH_GUARDS}": _ours(params="sharded", **_GUARDS),
+    f"{_PARAMS_SHARDED}, bfloat16": _ours(params="sharded", reduce_dtype="bfloat16"),
+    f"{_PARAMS_SHARDED}, int8": _ours(params="sharded", reduce_dtype="int8"),
     "by hand, params sharded": _theirs(by_hand.params_sharded),
     "GSPMD, FSDP": _theirs(by_hand.gspmd, split_params=True),
+    "GSPMD, FSDP, O1": _theirs(by_hand.gspmd, split_params=True, options=by_hand.O1),
     "GSPMD, FSDP, flags of MaxText": _theirs(
         by_hand.gspmd, split_params=True, options=by_hand.MAXTEXT
     ),
@@ -98,8 +116,9 @@ def measured(name: str, mesh: Mesh, model: Shapes) -> _Row:
         "least": _least(name, mesh.size, model),
         "behind_products": report.bytes_behind_matrix_products,
         "behind_nothing": report.bytes_exposed,
-        "gradients_hidden": report.hidden_share_of("reduce-scatter", "all-reduce"),
+        "gradients_hidden": report.hidden_share_of("reduce-scatter", "all-reduce", "all-to-all"),
         "gathers_hidden": report.hidden_share_of("all-gather"),
+        "kernels": report.kernel_bytes,
         "arguments": report.memory.argument,
         "peak": report.memory.peak,
     }
@@ -110,13 +129,14 @@ def _least(name: str, shards: int, model: Shapes) -> float | None:
     whole = 4 * model.parameters
     both = {"ours, replicated": 2 * whole, "ours, sharded": 2 * whole}
     both[_PARAMS_SHARDED] = whole + 2 * (model.parameters + model.read_again)
-    return (shards - 1) / shards * both[name] if name in both else None
+    least = both.get(name.removesuffix(_WITH_GUARDS))
+    return None if least is None else (shards - 1) / shards * least
 
 
 _HEADS = (
     *("GPUs", "step", "collectives", "GB sent by a GPU", "÷ lower bound"),
     *("gradients hidden", "gathers hidden", "all hidden", "GB not hidden"),
-    *("GB of arguments", "GB at the peak"),
+    *("GB of kernels", "GB of arguments", "GB at the peak"),
 )
 
 
@@ -132,6 +152,7 @@ def _cells(row: _Row) -> list[str]:
         _share(row["gathers_hidden"]),
         _share(hidden / sent),
         f"{(sent - hidden) / 1e9:.2f}",
+        f"{row['kernels'] / 1e9:.1f}" if "kernels" in row else "–",
         f"{row['arguments'] / 1e9:.1f}",
         f"{row['peak'] / 1e9:.1f}",
     ]
@@ -150,15 +171,19 @@ axis over all of them. Nothing here has run on a GPU, so these are not times.
 and end the program has a matrix product; *gathers hidden* is that of the gathers of parameters,
 and *GB not hidden* are the bytes of all collectives that have none beside them. In a loop every
 run counts. Any product hides a whole collective here, so a row with a single reduce-scatter has
-all of its gradients hidden or none. *Arguments* are what a GPU keeps
+all of its gradients hidden or none. *GB of kernels* is what all kernels but matrix products read
+and write, which at 3 TB/s is a third of a millisecond for each. *Arguments* are what a GPU keeps
 between two steps; the peak includes them.
 
 *Replicated* steps sum gradients and update all parameters on every GPU; *sharded* ones scatter the
 sums, update a slice and gather the parameters. With *params sharded* each GPU keeps a slice of the
 parameters, too, and each layer gathers its own. By hand they are written with `shard_map`; GSPMD is
 a `jax.jit` with shardings, from which XLA makes the collectives, and activations constrained to be
-split by rows. MaxText's flags are those for FSDP on 1,024 H100s. Ours is compiled with
-`step.compiler_options`, all others as JAX does by default.
+split by rows. *O1* is XLA's optimization level, which NVIDIA recommends; MaxText's flags are those
+for FSDP on 1,024 H100s. Ours is compiled with `step.compiler_options`, all others as JAX does by
+default.
+*Guards* are `nonfinite="quarantine"`, `check_divergence=100` and the norms of gradient, update and
+parameters. *bfloat16* and *int8* are what gradients are summed in.
 
 GSPMD sums gradients in bfloat16, which is half the bytes; ours and those by hand sum in float32.
 The lower bound of our steps is 2(N−1)/N · P. With sharded parameters, gathered in bfloat16 as

@@ -40,7 +40,7 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
             screen.tell(f"{name}: starting all of them")
             problem = {
                 "ranks": number,
-                "coordinator": f"127.0.0.1:{_free_port()}",
+                "coordinator": f"127.0.0.1:{free_port()}",
                 "width": width,
                 "layers": _LAYERS,
                 "rows": _ROWS,
@@ -64,7 +64,8 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
             yield Result(name, parameters, None, timing, differences)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of loopback that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

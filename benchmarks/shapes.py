@@ -112,6 +112,7 @@ def transformer(
     scan: bool = False,
     checkpoint: bool = False,
     heads: int = 16,
+    attention: str | None = None,
 ) -> Shapes:
     """A language model of 2,048 wide layers, in bfloat16 with float32 parameters.
 
@@ -123,6 +124,7 @@ def transformer(
       scan: whether the layers are stacked, and a ``lax.scan`` runs over them.
       checkpoint: whether the backward pass computes each layer again, ``jax.checkpoint``.
       heads: the number of heads, each 128 wide.
+      attention: the ``implementation`` of ``jax.nn.dot_product_attention``.
     """
     width = heads * _HEAD
     layer = {
@@ -141,7 +143,7 @@ def transformer(
     }
 
     def loss_fn(params: Any, tokens: jax.Array, read: Any = _as_they_are) -> jax.Array:
-        block = lambda x, layer: (_block(*read(layer, x)), None)
+        block = lambda x, layer: (_block(attention, *read(layer, x)), None)
         block = jax.checkpoint(block) if checkpoint else block
         embedding, tokens = read(params["words"], tokens)
         x = embedding.astype(jnp.bfloat16)[tokens[:, :-1]]
@@ -159,12 +161,12 @@ def transformer(
     return Shapes(params, loss_fn, jax.ShapeDtypeStruct((context + 1,), jnp.int32), rows, again)
 
 
-def _block(layer: Any, x: jax.Array) -> jax.Array:
+def _block(attention: Any, layer: Any, x: jax.Array) -> jax.Array:
     cast = lambda name: layer[name].astype(x.dtype)
     rows, length, width = x.shape
     mixed = _normed(x, layer["before"]) @ cast("attention")
     query, key, value = jnp.split(mixed.reshape(rows, length, -1, _HEAD), 3, axis=2)
-    seen = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    seen = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=attention)
     x = x + seen.reshape(rows, length, width) @ cast("out")
     return x + jax.nn.gelu(_normed(x, layer["between"]) @ cast("up")) @ cast("down")
 

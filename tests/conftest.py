@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 
 import hypothesis
 import jaxtyping
@@ -73,6 +74,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, thing in vars(errors).items():
         if isinstance(thing, type) and issubclass(thing, Warning):
             config.addinivalue_line("filterwarnings", f"error::{errors.__name__}.{name}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test that needs a GPU where there is none."""
+    if item.get_closest_marker("gpu") and not list(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("there is no GPU")
 
 
 def pytest_collection_finish() -> None:

@@ -42,6 +42,11 @@ def bound_axes() -> dict[str, int]:
     return dict(_core.get_axis_env().axis_sizes)
 
 
+def default_optimization_level() -> bool:
+    """Return whether the user has left JAX's level of optimization as it is."""
+    return getattr(jax.config, "jax_optimization_level", "UNKNOWN") == "UNKNOWN"
+
+
 def manual_axes() -> frozenset[str]:
     """Return the bound axes that are mesh axes (of shard_map or pmap) rather than vmap's."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)

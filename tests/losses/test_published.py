@@ -16,13 +16,17 @@ from tests.step.common import assert_close
 
 STEPS, RATE = 2, 0.3
 
-QUICK = ["easylm", "maxtext experts", "tunix dpo"]
+QUICK = ["easylm", "flax gemma", "maxtext experts", "qwix, one scale", "tunix dpo"]
 
 
 def named(has: Any = lambda published: True) -> Any:
     """Those of the losses that have something, of which few are quick."""
     names = [name for name, published in PUBLISHED.items() if has(published)]
     return pytest.mark.parametrize("name", deep_but(QUICK, names))
+
+
+of_losses = pytest.mark.parametrize("name", PUBLISHED)
+of_shards = pytest.mark.parametrize("shards", deep_but([3], (3, 8)))
 
 
 @functools.cache
@@ -38,8 +42,8 @@ def on_one_device(name: str) -> tuple[list[float], Any]:
     return losses, params
 
 
-def run(loss: Any, batch: Any, **options: Any) -> tuple[list[float], Any]:
-    step = make_train_step(loss, optax.sgd(RATE), **{"num_shards": 3} | options)
+def run(loss: Any, batch: Any, shards: int, **options: Any) -> tuple[list[float], Any]:
+    step = make_train_step(loss, optax.sgd(RATE), num_shards=shards, **options)
     state, losses = step.init(PARAMS), []
     for _ in range(STEPS):
         state, metrics = step(state, batch)
@@ -65,7 +69,7 @@ def check(found: tuple[list[float], Any], name: str) -> None:
 def test_none_is_trivial(name: str):
     """The mean of the shards' losses is another number, unless the loss passes as it is."""
     published = PUBLISHED[name]
-    found = run(published.as_published, published.batch, num_shards=8, loss_over="shard")
+    found = run(published.as_published, published.batch, 8, loss_over="shard")
     if published.passes is True:
         check(found, name)
     else:
@@ -73,10 +77,11 @@ def test_none_is_trivial(name: str):
         assert abs(found[0][0] / losses[0] - 1) > 1e-3
 
 
-@named()
-def test_as_it_is_it_passes_or_is_refused(name: str):
+@of_losses
+@of_shards
+def test_as_it_is_it_passes_or_is_refused(name: str, shards: int):
     published = PUBLISHED[name]
-    found, refusal = run_or_refusal(published.as_published, published.batch)
+    found, refusal = run_or_refusal(published.as_published, published.batch, shards)
     if found is not None:
         check(found, name)
     assert found is not None or published.passes is not True, refusal
@@ -87,25 +92,28 @@ def test_as_it_is_it_passes_or_is_refused(name: str):
 @named()
 def test_over_the_batch_it_passes_as_it_is(name: str):
     published = PUBLISHED[name]
-    check(run(published.as_published, published.batch, loss_over="batch"), name)
+    check(run(published.as_published, published.batch, 3, loss_over="batch"), name)
 
 
 @named(lambda published: published.weight is not None)
-def test_with_a_weight(name: str):
+@of_shards
+def test_with_a_weight(name: str, shards: int):
     published = PUBLISHED[name]
     options = {"weight": published.weight}
-    found, refusal = run_or_refusal(published.as_published, published.batch, **options)
+    found, refusal = run_or_refusal(published.as_published, published.batch, shards, **options)
     assert found is not None, refusal
     check(found, name)
 
 
 @named(lambda published: published.with_means)
-def test_with_means(name: str):
+@of_shards
+def test_with_means(name: str, shards: int):
     published = PUBLISHED[name]
-    check(run(published.with_means, published.batch), name)
+    check(run(published.with_means, published.batch, shards), name)
 
 
 @pytest.mark.parametrize("name", [name for name, x in PUBLISHED.items() if x.by_rows])
-def test_by_its_own_rows(name: str):
+@of_shards
+def test_by_its_own_rows(name: str, shards: int):
     loss, batch = PUBLISHED[name].by_rows
-    check(run(loss, batch), name)
+    check(run(loss, batch, shards), name)

@@ -14,6 +14,7 @@ from crossshard.step.program import compiler_options
 
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 THRESHOLD = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+LEVEL = "optimization_level"
 GROUPS = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
@@ -128,3 +129,71 @@ def test_an_option_given_to_compile_wins(asked: list[Any]):
 def test_shards_are_those_that_reduce_together(asked: list[Any]):
     make(group_assignment=GROUPS)
     assert asked == [("cpu", 4)]
+
+
+def layers(w: jax.Array, x: jax.Array, *, checkpoint: bool = True, chunks: int = 0) -> jax.Array:
+    """The loss of a scan over layers, or of one around it."""
+    layer = lambda x, w: (jnp.tanh(x @ w), None)
+    run = lambda x: jax.lax.scan(jax.checkpoint(layer) if checkpoint else layer, x, w)[0]
+    for _ in range(chunks):
+        return jnp.mean(jax.lax.scan(lambda x, _: (run(x), None), x, None, length=2)[0] ** 2)
+    return jnp.mean(run(x) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "flags", "chosen"),
+    [
+        ({}, {}, "", True),
+        ({}, {"nonfinite": "quarantine"}, "", True),
+        # XLA would carry what the backward pass reads from one copy to the next.
+        ({"checkpoint": False}, {}, "", False),
+        ({"chunks": 1}, {}, "", False),
+        ({}, {"accumulate_steps": 2}, "", False),
+        # One program for 8 shards, and another for fewer, would have other bits.
+        ({}, {"virtual_shards": 8}, "", False),
+        # The level sets these, whatever a flag says.
+        ({}, {}, "--xla_gpu_enable_while_loop_double_buffering=false", False),
+        ({}, {}, f"--{SCHEDULER}=false", False),
+    ],
+)
+def test_a_scan_over_checkpoints_is_compiled_at_a_higher_level(
+    asked: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    how: dict[str, Any],
+    options: dict[str, Any],
+    flags: str,
+    chosen: bool,
+):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    traced: list[int] = []
+
+    def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        traced.append(1)
+        return layers(w, x, **how)
+
+    params, given = jnp.full((3, 8, 8), 0.1), (loss_fn, optax.sgd(0.1))
+    step = crossshard.make_train_step(*given, num_shards=8, **options)
+    assert LEVEL not in step.compiler_options
+    state, metrics = step(step.init(params), BATCH)
+    assert (LEVEL in step.compiler_options) == chosen
+    times = len(traced)
+    loss = step(state, BATCH)[1]["loss"]
+    assert len(traced) == times
+    # Compiled on CPUs the options change nothing.
+    monkeypatch.setattr(program, "compiler_options", lambda *_, **__: {})
+    traced.clear()
+    plain = crossshard.make_train_step(*given, num_shards=8, **options)
+    state, expected = plain(plain.init(params), BATCH)
+    assert (metrics["loss"], loss) == (expected["loss"], plain(state, BATCH)[1]["loss"])
+    # Looking at the program has not traced the loss once more.
+    assert times == len(traced)
+
+
+def test_a_level_of_the_user_stays(asked: list[Any]):
+    jax.config.update("jax_optimization_level", "O0")
+    try:
+        step = crossshard.make_train_step(layers, optax.sgd(0.1), num_shards=8)
+        step.lower(step.abstract_init(jnp.ones((3, 8, 8))), BATCH)
+        assert step.compiler_options.keys() == {SCHEDULER, THRESHOLD}
+    finally:
+        jax.config.update("jax_optimization_level", "UNKNOWN")

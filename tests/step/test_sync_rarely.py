@@ -186,6 +186,24 @@ def test_few_bits_lose_nothing(workers: int, update: str, pieces: bool, wire: An
     np.testing.assert_allclose(ends - held, exact, rtol=0, atol=3e-6 if pieces else 2e-6)
 
 
+def test_what_is_held_back_of_an_array_that_is_not_split_counts_once():
+    # Fewer than 1,024 numbers stay whole where the update is sharded, and are sent in few bits.
+    shapes = {"large": (64, 40), "small": (15, 40)}
+    g = {name: RNG.normal(size=(4, N, *x)).astype(np.float32) for name, x in shapes.items()}
+    linear = lambda params, g: sum((params[name] * g[name].mean(0)).sum() for name in shapes)
+    opt = CrossShardOptimizer(optax.sgd(0.5), group_assignment=WORKERS[4])
+    options: Any = {"weight_update": "sharded", "outer_reduce_dtype": "int4", "sync_every": 2}
+    step = make_train_step(linear, opt, num_shards=N, loss_over="shard", **options)
+    state = step.init({name: np.zeros(x, np.float32) for name, x in shapes.items()})
+    for t in range(4):
+        state, _ = step(state, {name: x[t] for name, x in g.items()})
+    for name, end in step.model(state).items():
+        held = np.float64(state.opt_state.outer.aggregate.residual[name]).sum(0)
+        exact = -0.5 * np.float64(g[name]).mean(1).sum(0)
+        assert np.abs(end - exact).max() > 1e-3
+        np.testing.assert_allclose(np.float64(end) - held, exact, rtol=0, atol=2e-6)
+
+
 def test_a_nan_that_a_worker_holds_back_does_not_reach_the_anchor():
     step = step_of(8, sync_every=2, outer_reduce_dtype="int8")
     state = train(step, step.init(PARAMS), range(2))

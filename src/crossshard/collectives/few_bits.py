@@ -21,7 +21,7 @@ from crossshard.collectives.sums import (
     send_gathered,
     send_scattered,
 )
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
 
@@ -177,6 +177,7 @@ def _up_to_16_bits(x: jax.Array) -> jax.Array:
 # ---- Sums over the shards.
 
 
+_IN_16_BITS = "bfloat16"
 # Arrays of at least this many rows on each shard have a collective of their own.
 _MANY = 512
 
@@ -204,7 +205,8 @@ class Quantized:
       dtype: ``"int8"``, ``"int4"`` or ``"float8_e4m3fn"``.
       rounding: ``"nearest"`` or ``"stochastic"``.
       error_feedback: whether what was lost is added to the shard's next gradient (Seide et al.
-        2014; arXiv 1901.09847). It is kept in the state, one array per shard for each gradient.
+        2014; arXiv 1901.09847). It is kept in the state, one array per shard for each gradient, in
+        float32; with ``"bfloat16"`` in half the memory, rounded to 16 bits.
 
     >>> Quantized("int4").dtype
     'int4'
@@ -212,7 +214,7 @@ class Quantized:
 
     dtype: str
     rounding: str = Rounding.NEAREST
-    error_feedback: bool = True
+    error_feedback: bool | str = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
@@ -221,17 +223,28 @@ class Quantized:
                 f"bfloat16 write reduce_dtype='bfloat16'."
             )
         _check.choice("rounding", self.rounding, Rounding)
-        _check.flag("error_feedback", self.error_feedback)
+        kind = self.error_feedback
+        if not isinstance(kind, bool) and not (isinstance(kind, str) and kind == _IN_16_BITS):
+            raise ArgumentTypeError(
+                f"error_feedback must be True, which keeps float32, 'bfloat16' or False; got "
+                f"{_check.shown(self.error_feedback)}."
+            )
 
     def __str__(self) -> str:
         random = ", rounded at random" if self.is_random else ""
         feedback = " with error feedback" if self.error_feedback else ""
-        return f"{self.dtype}{random}{feedback}"
+        of_16_bits = " in bfloat16" if self.keeps_16_bits else ""
+        return f"{self.dtype}{random}{feedback}{of_16_bits}"
 
     @property
     def is_random(self) -> bool:
         """Whether it rounds at random."""
         return self.rounding == Rounding.STOCHASTIC
+
+    @property
+    def keeps_16_bits(self) -> bool:
+        """Whether what was lost is kept in 16 bits."""
+        return self.error_feedback == _IN_16_BITS
 
     def codec(self) -> Codec:
         """Return the codec that writes the numbers."""

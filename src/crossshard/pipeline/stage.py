@@ -45,6 +45,10 @@ class Updated(NamedTuple):
     # The parameters before it, split in the same way; ``None`` if the caller passed none.
     params: Any = None
     state: Any = None  # the optimizer's next state
+    # The updates even where the step is skipped, and the updated parameters, split in the same way;
+    # ``None`` if the caller applies the updates.
+    unskipped: Any = None
+    applied: Any = None
 
 
 @jax.tree_util.register_dataclass

@@ -317,8 +317,10 @@ class Donation:
             if self._skeleton is not state.skeleton:
                 self._note(state)
             piece = leaf.addressable_data(0)
-            for other in self._alike.get((piece.shape, piece.dtype), ()):
-                if not _shares(piece, jax.tree.leaves(state)[other]):
+            alike = self._alike.get((piece.shape, piece.dtype), ())
+            leaves = jax.tree.leaves(state) if alike else ()
+            for other in alike:
+                if not _shares(piece, leaves[other]):
                     continue
                 path, _ = jax.tree_util.tree_leaves_with_path(batch)[place]
                 raise ArgumentError(

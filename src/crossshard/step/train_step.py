@@ -73,8 +73,9 @@ class TrainStep:
         """The options that the step is compiled with, here or by ``lower(...).compile()``.
 
         On GPUs they overlap communication with matrix products; those that you have set in
-        XLA_FLAGS are left out. Empty on other devices. Within a ``jax.jit`` of your own JAX takes
-        only that one's: ``jax.jit(run, compiler_options=step.compiler_options)``.
+        XLA_FLAGS are left out. Empty on other devices. The level of a scan over checkpoints is
+        among them once the step has been called or lowered. Within a ``jax.jit`` of your own JAX
+        takes only that one's: ``jax.jit(run, compiler_options=step.compiler_options)``.
         """
         return dict(self._program.options)
 

@@ -145,7 +145,7 @@ class Aggregator(abc.ABC):
         """
 
         def one(x: jax.Array) -> jax.Array:
-            own = x.sum(0) / number if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
+            own = widen(x).sum(0) / number if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
             return jnp.broadcast_to(own, (number, *own.shape)).astype(x.dtype)
 
         return jax.tree.map(one, state)
@@ -276,7 +276,10 @@ class FewBits(BySlices):
     def init(self, params: PyTree) -> FewBitsState:
         """Return the state before the first step: nothing is held back yet."""
         is_held = lambda x: is_inexact(x) and not jnp.iscomplexobj(x)
-        zeros = lambda x: jnp.zeros(jnp.shape(x), wide(jnp.result_type(x))) if is_held(x) else None
+        feeding = [wire for wire in self._quantized if wire.error_feedback]
+        narrow = jnp.bfloat16 if all(wire.keeps_16_bits for wire in feeding) else None
+        dtype = lambda x: narrow or wide(jnp.result_type(x))
+        zeros = lambda x: jnp.zeros(jnp.shape(x), dtype(x)) if is_held(x) else None
         return FewBitsState(
             jax.tree.map(zeros, params) if self._feeds_back else (),
             jnp.int32(0) if self.is_random else (),
@@ -315,7 +318,7 @@ class FewBits(BySlices):
         if self._feeds_back:
             new = jax.tree.leaves(context.arrays.from_owners(tree.unflatten(held)))
             after = [
-                x if place in places and old is not None else old
+                x.astype(old.dtype) if place in places and old is not None else old
                 for place, (x, old) in enumerate(zip(new, before, strict=True))
             ]
             residual = tree.unflatten(after)
@@ -331,10 +334,11 @@ class FewBits(BySlices):
     ) -> tuple[jax.Array, jax.Array]:
         """Return this shard's slice of the sum of one gradient, and its next residual."""
         x = _add_residual(x, held)
-        if not takes_few_bits(x, shards):
-            return bucketed_sum([x], [partition], shards)[0], jnp.zeros_like(x)
-        (total,), (lost,) = sum_in_few_bits([x], [partition], shards, None, self._tiers(shards))
-        return total, lost
+        if takes_few_bits(x, shards):
+            (total,), (lost,) = sum_in_few_bits([x], [partition], shards, None, self._tiers(shards))
+        else:
+            total, lost = bucketed_sum([x], [partition], shards)[0], jnp.zeros_like(x)
+        return total, lost if held is None else lost.astype(held.dtype)
 
     def map_residuals(
         self, state: FewBitsState, change: Callable[[PyTree], PyTree]

@@ -196,7 +196,8 @@ class LocalSGD(Stage):
         take = functools.partial(_residuals_of_worker, arrays, groups.size)
         keep = functools.partial(_residuals_of_shard, arrays, groups.size)
         total, after = aggregator.sum(mean(moved), aggregator.map_residuals(state, take), across)
-        return arrays.gather(total), aggregator.map_residuals(after, keep)
+        after = aggregator.map_residuals(after, keep)
+        return arrays.gather(total), jax.tree.map(lambda x, old: x.astype(old.dtype), after, state)
 
     # One piece in each step.
 

@@ -7,12 +7,13 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from crossshard import _check
 from crossshard._annotations import Given
 from crossshard.collectives.sums import to_average
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
+from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged, Updated
 from crossshard.pipeline.update.arrays import squared_norm
 from crossshard.pipeline.update.optimize import Optimize
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
@@ -115,15 +116,14 @@ class Metrics(Stage):
                 "metrics has 'param_norm', which needs the parameters: opt.update(grads, state, "
                 "params)."
             )
-        trees = {
-            "grad_norm": lambda: gradients.settled().values,
-            "update_norm": lambda: updated.updates,
-            "param_norm": lambda: optax.apply_updates(updated.params, updated.updates),
+        norm = lambda tree: context.arrays.squared_norm(tree) ** 0.5
+        norms = {
+            "grad_norm": lambda: norm(gradients.settled().values),
+            "update_norm": lambda: _update_norm(norm, updated, gradients.skip),
+            "param_norm": lambda: norm(_updated_params(updated)),
         }
         found: dict[str, Any] = {
-            name: context.arrays.squared_norm(tree()) ** 0.5
-            for name, tree in trees.items()
-            if name in self.names
+            name: compute() for name, compute in norms.items() if name in self.names
         }
         if "learning_rate" in self.names:
             found["learning_rate"] = learning_rate(updated.state)
@@ -133,6 +133,20 @@ class Metrics(Stage):
 
     def describe(self) -> str:
         return ""
+
+
+def _update_norm(norm: Any, updated: Updated, skip: Any) -> Any:
+    if updated.unskipped is None:
+        return norm(updated.updates)
+    # A select of each update would be written to memory beside the loop's zeros.
+    return jnp.where(skip, 0, norm(updated.unskipped))
+
+
+def _updated_params(updated: Updated) -> Any:
+    if updated.applied is None:
+        return optax.apply_updates(updated.params, updated.updates)
+    # XLA would fuse the norms with the update, which then cannot overwrite the parameters.
+    return lax.optimization_barrier(updated.applied)
 
 
 def _of_noise(gradients: Gradients, context: StageContext) -> Mapping[str, Any]:

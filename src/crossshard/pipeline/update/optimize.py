@@ -112,6 +112,7 @@ class Optimize(Stage):
 
         before, loss = (state, params), extra_args.get("value", jnp.float32(0))
         run = functools.partial(self.optimizer.update, **extra_args)
+        unskipped = None
         with jax.named_scope("update"):
             if context.opaque_false is not None:
                 inputs = gradients.replace(skip=None, updated=None), context.opaque_false
@@ -127,11 +128,14 @@ class Optimize(Stage):
                 (after, updated), updates = _in_loop(update, before, skip=skip)
             else:
                 kept = before if applies else (state, None)
-                (after, updated), updates = _select(update(before), kept, skip)
+                new = update(before)
+                unskipped = new[1] if applies else None
+                (after, updated), updates = _select(new, kept, skip)
         with jax.named_scope("gather"):
             # Gathering parameters is cheaper than gathering updates and applying them everywhere.
             result = arrays.gather(updated if applies else updates)
-        return gradients.replace(updated=Updated(result, updates, params, after)), after
+        found = Updated(result, updates, params, after, unskipped, updated)
+        return gradients.replace(updated=found), after
 
     def describe(self, update: str = "update") -> str:
         """Describe the update, and what the optimizer keeps besides its own state."""

@@ -40,10 +40,10 @@ PRODUCTS, KERNELS, NOTHING = "matrix products", "other kernels", "nothing"
 _UNCHANGED = {"get-tuple-element", "bitcast", "copy", "reshape", "transpose"}
 
 # Attributes that name a called computation. to_apply also names reducers, which do not communicate.
-_CALLS = ("calls", "to_apply")
-_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+CALLS = ("calls", "to_apply")
+BRANCHES = ("branch_computations", "true_computation", "false_computation")
 _LOOP = ("condition", "body")
-_ALL = (*_CALLS, *_BRANCHES, *_LOOP)
+_ALL = (*CALLS, *BRANCHES, *_LOOP)
 
 # Ops that may stand between a loop's counter and its use.
 _COPIES = {"copy", "copy-start", "copy-done", "bitcast", "reshape"}
@@ -66,7 +66,7 @@ _FREE = {
 _ASYNC = {"async-start", "call-start"}
 _CALLING = {"fusion", "call", "while", "conditional", *_ASYNC}
 
-_NOTHING, _KERNEL, _PRODUCT = range(3)
+_NOTHING, _KERNEL, PRODUCT = range(3)
 
 
 def bytes_sent(kind: str, group_size: int, operand: float) -> float:
@@ -186,25 +186,30 @@ def executions(module: Module, at: Execution | None = None) -> Iterator[Executio
         # The end of an asynchronous computation repeats its name.
         if instruction.opcode.endswith(("-update", "-done")):
             continue
-        scopes = (instruction.quoted("metadata", "op_name") or "").split("/")
-        # Only the loop or the conditional itself, since all that runs in it names the scope, too.
-        rare = at.rare or (RARE in scopes and instruction.opcode in ("while", "conditional"))
+        rare = at.rare or is_rare(instruction)
         inner = dataclasses.replace(run, caller=instruction, around=at.computation, rare=rare)
-        for computation in called_computations(module, instruction, _CALLS):
+        for computation in called_computations(module, instruction, CALLS):
             yield from executions(module, dataclasses.replace(inner, computation=computation))
-        branches = called_computations(module, instruction, _BRANCHES)
+        branches = called_computations(module, instruction, BRANCHES)
         for number, computation in enumerate(branches):
             taken = (*at.branches, (instruction.name, number))
             branch = dataclasses.replace(inner, computation=computation, branches=taken)
             yield from executions(module, branch)
         if instruction.opcode == "while":
             # The loop of rare steps has one iteration, or none.
-            is_rare = rare and not at.rare
-            trips = 1 if is_rare else _trip_count(module, at.computation, instruction)
+            first_rare = rare and not at.rare
+            trips = 1 if first_rare else trip_count(module, at.computation, instruction)
             times = None if trips is None or at.times is None else at.times * trips
-            inner = dataclasses.replace(inner, in_loop=at.in_loop or not is_rare, times=times)
+            inner = dataclasses.replace(inner, in_loop=at.in_loop or not first_rare, times=times)
             for computation in called_computations(module, instruction, _LOOP):
                 yield from executions(module, dataclasses.replace(inner, computation=computation))
+
+
+def is_rare(instruction: Instruction) -> bool:
+    """Return whether this is a loop or a conditional that runs only if something is not finite."""
+    scopes = (instruction.quoted("metadata", "op_name") or "").split("/")
+    # Only the loop or the conditional itself, since all that runs in it names the scope, too.
+    return RARE in scopes and instruction.opcode in ("while", "conditional")
 
 
 def called_computations(
@@ -215,7 +220,7 @@ def called_computations(
     return [module.computations[name] for name in names]
 
 
-def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """Return the trip count of a ``while`` in this computation, or ``None`` if unknown.
 
     XLA annotates it on CPUs and GPUs. On TPUs it is found from the counter: an element of the carry
@@ -283,7 +288,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 # Overlap: what runs while a collective is under way.
 
 
-class _Overlaps:
+class Overlaps:
     """What runs while the collectives of a program are under way, from its schedule."""
 
     def __init__(self, module: Module) -> None:
@@ -313,7 +318,7 @@ class _Overlaps:
         work, ends = self._schedule(computation.name)
         first = list(computation.instructions).index(start.name) + 1
         meanwhile = work[first : ends.get(ended, first)]
-        return meanwhile.count(_PRODUCT), meanwhile.count(_KERNEL)
+        return meanwhile.count(PRODUCT), meanwhile.count(_KERNEL)
 
     def _schedule_of(self, name: str) -> tuple[list[int], dict[str, int]]:
         """Return what each instruction of a computation runs, and where asynchronous ones end.
@@ -335,12 +340,13 @@ class _Overlaps:
                     for inner in computation.instructions.values():
                         chain = inner.quoted("frontend_attributes", "chain_id")
                         ends |= {} if chain is None else {chain: place}
-        return [self._work(each) for each in instructions.values()], ends
+        return [self.work(each) for each in instructions.values()], ends
 
-    def _work(self, instruction: Instruction) -> int:
+    def work(self, instruction: Instruction) -> int:
+        """Return what an instruction runs at most: nothing, kernels, or matrix products."""
         opcode = instruction.opcode
         if opcode in _DOTS:
-            return _PRODUCT
+            return PRODUCT
         if opcode in _CALLING:
             called = called_computations(self._module, instruction)
             inner = (self._schedule(each.name)[0] for each in called)
@@ -349,7 +355,7 @@ class _Overlaps:
             target = instruction.attributes.get("custom_call_target", "").strip('"')
             if target in _MARKS:
                 return _NOTHING
-            return _PRODUCT if _PRODUCT_CALL.search(target) else _KERNEL
+            return PRODUCT if _PRODUCT_CALL.search(target) else _KERNEL
         is_end = opcode.endswith(("-update", "-done"))
         if is_end or opcode in _FREE or opcode.removesuffix("-start") in KINDS:
             return _NOTHING
@@ -366,7 +372,7 @@ def _is_sync(instruction: Instruction) -> bool:
 
 def collectives(module: Module) -> tuple[Collective, ...]:
     """Return the collectives of a program, in order of execution."""
-    overlaps = _Overlaps(module)
+    overlaps = Overlaps(module)
     runs = list(_runs_of_collectives(module))
     found = [(run, _collective_of(run, kind, module, overlaps.of(run))) for run, kind in runs]
     counted = {

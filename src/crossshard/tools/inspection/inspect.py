@@ -27,6 +27,7 @@ from crossshard.tools.inspection.collectives import (
     collectives,
 )
 from crossshard.tools.inspection.hlo import Groups, Module, parse, width
+from crossshard.tools.inspection.kernels import kernel_bytes
 
 # The dtype of parameters whose bytes are given, but not their arrays.
 UNKNOWN = "unknown"
@@ -87,6 +88,8 @@ class Communication:
       parameters: the bytes of one shard's copy of the parameters by dtype: ``f32``, ``bf16``, or
         ``unknown`` if their bytes were given; empty if they are not known.
       memory: the compiler's memory analysis, or ``None``.
+      kernel_bytes: what all kernels but matrix products read and write, in bytes. A fusion reads
+        each operand once; an array of which it uses a slice counts as the slice.
 
     >>> import jax, jax.numpy as jnp
     >>> import crossshard
@@ -100,6 +103,7 @@ class Communication:
     shards: int
     parameters: Mapping[str, int]
     memory: Memory | None
+    kernel_bytes: int
 
     @property
     def counted(self) -> tuple[Collective, ...]:
@@ -253,6 +257,9 @@ class Communication:
             kinds = dataclasses.asdict(self.memory).items()
             words = (f"{name} {exact_size(number)}" for name, number in kinds)
             lines.append(f"memory per device: {', '.join(words)}")
+        lines.append(
+            f"kernels besides matrix products read and write {exact_size(self.kernel_bytes)}"
+        )
         return "\n".join(lines)
 
 
@@ -552,6 +559,7 @@ def report_on(
         shards=joined_shards(sending, module.devices, axes, data_axes),
         parameters=dict(parameters or {}),
         memory=memory,
+        kernel_bytes=kernel_bytes(module),
     )
 
 
