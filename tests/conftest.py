@@ -2,6 +2,7 @@
 
 import gc
 import importlib.metadata
+import importlib.util
 import os
 import re
 import signal
@@ -77,9 +78,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a test that needs a GPU where there is none."""
-    if item.get_closest_marker("gpu") and not list(Path("/dev").glob("nvidia[0-9]*")):
-        pytest.skip("there is no GPU")
+    """Skips a test that needs a GPU where there is none, or no JAX for it."""
+    plugins = map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))
+    there = any(Path("/dev").glob("nvidia[0-9]*")) and any(plugins)
+    if item.get_closest_marker("gpu") and not there:
+        pytest.skip("there is no GPU, or no JAX for CUDA")
 
 
 def pytest_collection_finish() -> None:
