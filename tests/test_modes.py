@@ -102,20 +102,6 @@ def test_one_axis_of_two():
     np.testing.assert_allclose(updates, expected, rtol=2e-6, atol=1e-6)
 
 
-def test_a_thousand_and_twenty_four_shards_on_one_device():
-    x = np.random.default_rng(2).normal(size=(1024, 4, 3)).astype(np.float32)
-    y = np.zeros((1024, 4), np.float32)
-    groups = np.random.default_rng(3).permutation(1024).reshape(32, 32).tolist()
-    local = np.asarray(jax.vmap(jax.grad(loss), (None, 0, 0))(W, x, y), float)
-    run = lambda opt: jax.jit(jax.vmap(lambda x, y: step(opt, W, x, y), axis_name="shards"))(x, y)
-    np.testing.assert_allclose(run(sgd()), np.tile(-local.mean(0), (1024, 1)), rtol=1e-5)
-    updates = np.asarray(run(sgd(group_assignment=groups)))
-    expected = np.empty_like(local)
-    for group in groups:
-        expected[group] = -local[group].mean(0)
-    np.testing.assert_allclose(updates, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_the_result_is_typed_equal_so_it_can_leave_as_replicated():
     def of_one(w: Any, x: Any, y: Any) -> Any:
         return step(sgd(), w, x[0], y[0])

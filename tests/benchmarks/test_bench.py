@@ -89,6 +89,7 @@ def test_all_processes_take_memory_as_those_of_the_launcher_do():
     assert ranks.TUNABLES == TUNABLES
 
 
+@pytest.mark.deep
 def test_four_microbatches_by_hand_are_one_large_batch():
     # With SGD, where Adam would hide a sum in place of a mean.
     problem, sgd, k = mlp(1_000, 8 * accumulation.MICROBATCHES), optax.sgd(0.1), 4

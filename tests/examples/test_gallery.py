@@ -112,7 +112,7 @@ def same_bits(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
 
 EVERY = (batch_norm, diloco, experts, lora, quarantine, same_bits)
 CASES = {each.__name__: each for each in EVERY}
-QUICK = ["batch_norm", "lora"]
+QUICK = ["lora"]
 
 
 @pytest.mark.parametrize("name", deep_but(QUICK, CASES))

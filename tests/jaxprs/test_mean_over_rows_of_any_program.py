@@ -18,7 +18,6 @@ from crossshard.jaxprs.mean_over_rows import found
 from crossshard.jaxprs.row_facts import OverRows
 from tests.jaxprs.proving import proof_of
 from tests.jaxprs.test_row_draws import DISTRIBUTIONS
-from tests.quick import deep
 
 # The length of every axis but that of the rows.
 ROWS = 4
@@ -341,16 +340,16 @@ def check(program: Program, last: int, rows: int, shards: int, *, sums: bool = F
     return kind
 
 
-@pytest.mark.parametrize(
-    ("number", "sums"),
-    [(5, True), deep((300, False)), deep((300, True))],
+@pytest.mark.deep
+@pytest.mark.parametrize("sums", [False, True])
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(
+    program=PROGRAMS,
+    last=st.integers(0, len(LAST) - 1),
+    rows=st.integers(1, 12),
+    shards=st.integers(2, 8),
 )
-def test_what_is_proven_of_a_random_program_is_so(number: int, sums: bool):
-    @hypothesis.settings(max_examples=number, deadline=None)
-    @hypothesis.given(
-        PROGRAMS, st.integers(0, len(LAST) - 1), st.integers(1, 12), st.integers(2, 8)
-    )
-    def of(program: Program, last: int, rows: int, shards: int) -> None:
-        check(program, last, rows, shards, sums=sums)
-
-    of()
+def test_what_is_proven_of_a_random_program_is_so(
+    program: Program, last: int, rows: int, shards: int, sums: bool
+):
+    check(program, last, rows, shards, sums=sums)

@@ -310,9 +310,8 @@ def test_a_shard_that_is_left_out_sends_what_it_has_held_back():
     )
 
 
-@pytest.mark.parametrize(("how", "bad"), [("sharded", np.nan), deep(("params sharded", np.inf))])
-def test_what_is_held_back_counts_as_nothing_where_it_is_not_finite(how: str, bad: float):
-    step = sgd_step(loss_fn, 1.0, N, nonfinite="skip", reduce_dtype="int8", **HOW[how])
+def test_what_is_held_back_counts_as_nothing_where_it_is_not_finite():
+    step = sgd_step(loss_fn, 1.0, N, nonfinite="skip", reduce_dtype="int8", **HOW["sharded"])
     state, _ = step(step.init(PARAMS), batch_of(0))
 
     def gone_on(planted: float) -> Any:
@@ -329,7 +328,7 @@ def test_what_is_held_back_counts_as_nothing_where_it_is_not_finite(how: str, ba
             assert not metrics["skipped"]
         return jax.device_get((here.params, here.opt_state.aggregate))
 
-    jax.tree.map(np.testing.assert_array_equal, gone_on(bad), gone_on(0.0))
+    jax.tree.map(np.testing.assert_array_equal, gone_on(np.nan), gone_on(0.0))
 
 
 def test_a_loss_sees_parameters_as_they_are_gathered():

@@ -98,12 +98,8 @@ def _descend(w: Any, x: Any, steps: int = 2) -> jax.Array:
     return loss_fn(w, x)
 
 
-@pytest.mark.parametrize(
-    ("outer", "opt"),
-    [(lambda f: f, optax.sgd(0.1)), deep((jax.jit, optax.sgd(0.1, momentum=0.0)))],
-)
-def test_a_step_can_be_differentiated(outer: Any, opt: Any):
-    step = make_train_step(loss_fn, opt, num_shards=8)
+def test_a_step_can_be_differentiated():
+    step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=8)
     start = step.init(W)
 
     def through(w: Any, scale: Any) -> jax.Array:
@@ -112,7 +108,7 @@ def test_a_step_can_be_differentiated(outer: Any, opt: Any):
             state, metrics = step(state, scale * X)
         return metrics["loss"]
 
-    got = outer(jax.grad(through, argnums=(0, 1)))(W, 1.0)
+    got = jax.grad(through, argnums=(0, 1))(W, 1.0)
     expected = jax.grad(lambda w, scale: _descend(w, scale * X), argnums=(0, 1))(W, 1.0)
     assert_close(got, expected, 1e-6, 1e-4)
 

@@ -122,6 +122,7 @@ def test_a_run_stopped_within_its_proof_does_not_claim_one(tmp_path, monkeypatch
     assert "Not shown" in said
 
 
+@pytest.mark.deep
 def test_a_second_signal_ends_the_process_at_once():
     script = """
 import os, signal
