@@ -77,7 +77,6 @@ def test_numbers_are_those_of_numpy_and_what_is_lost_is_exact(dtype: str):
     assert np.all(np.float64(x) - np.float64(got) == np.float64(x - got))
 
 
-@pytest.mark.deep
 def test_stochastic_rounding_keeps_the_mean():
     x = jnp.float32(RNG.normal(size=(2, LANES)))
     codec = Codec("int4", stochastic=True)
