@@ -20,6 +20,7 @@ import crossshard
 from benchmarks import age, by_hand, markdown
 from benchmarks.problem import adamw
 from benchmarks.shapes import Shapes, mlp, transformer
+from crossshard.pipeline import Quantized
 
 GPUS = (8, 32, 256, 1024)
 _GPUS_OF_A_HOST = 8
@@ -91,6 +92,9 @@ STEPS: dict[str, Callable[[Mesh, Shapes], Any]] = {
     f"{_PARAMS_SHARDED}{_WITH_GUARDS}": _ours(params="sharded", **GUARDS),
     f"{_PARAMS_SHARDED}, bfloat16": _ours(params="sharded", reduce_dtype="bfloat16"),
     f"{_PARAMS_SHARDED}, int8": _ours(params="sharded", reduce_dtype="int8"),
+    f"{_PARAMS_SHARDED}, int8, bfloat16 feedback": _ours(
+        params="sharded", reduce_dtype=Quantized("int8", error_feedback="bfloat16")
+    ),
     "by hand, params sharded": _theirs(by_hand.params_sharded),
     "GSPMD, FSDP": _theirs(by_hand.gspmd, split_params=True),
     "GSPMD, FSDP, O1": _theirs(by_hand.gspmd, split_params=True, options=by_hand.O1),
@@ -181,10 +185,10 @@ parameters, too, and each layer gathers its own. By hand they are written with `
 a `jax.jit` with shardings, from which XLA makes the collectives, and activations constrained to be
 split by rows. *O1* is XLA's optimization level, which NVIDIA recommends; MaxText's flags are those
 for FSDP on 1,024 H100s. Ours is compiled with `step.compiler_options`, all others as JAX does by
-default.
-*Guards* are `nonfinite="quarantine"`, `check_divergence=100` and the norms of gradient, update and
-parameters. *bfloat16* and *int8* are what gradients are summed in. Rows without bytes of kernels
-were measured before these were counted.
+default. *Guards* are `nonfinite="quarantine"`, `check_divergence=100` and the norms of gradient,
+update and parameters. *bfloat16* and *int8* are what gradients are sent in, *bfloat16 feedback* is
+what int8 keeps what it has lost in. Rows without bytes of kernels were measured on 2026-11-23, with
+0.1.0; the others later, with 0.3.0.dev0.
 
 GSPMD sums gradients in bfloat16, which is half the bytes; ours and those by hand sum in float32.
 The lower bound of our steps is 2(N−1)/N · P. With sharded parameters, gathered in bfloat16 as

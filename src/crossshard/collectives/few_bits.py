@@ -177,6 +177,7 @@ def _up_to_16_bits(x: jax.Array) -> jax.Array:
 # ---- Sums over the shards.
 
 
+# The ``error_feedback`` that keeps what was lost in 16 bits.
 _IN_16_BITS = "bfloat16"
 # Arrays of at least this many rows on each shard have a collective of their own.
 _MANY = 512

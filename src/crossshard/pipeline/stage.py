@@ -45,9 +45,10 @@ class Updated(NamedTuple):
     # The parameters before it, split in the same way; ``None`` if the caller passed none.
     params: Any = None
     state: Any = None  # the optimizer's next state
-    # The updates even where the step is skipped, and the updated parameters, split in the same way;
-    # ``None`` if the caller applies the updates.
+    # The updates before a select has put zeros in their place in a skipped step; ``None`` without
+    # one.
     unskipped: Any = None
+    # The updated parameters, split in the same way; ``None`` if the caller applies the updates.
     applied: Any = None
 
 

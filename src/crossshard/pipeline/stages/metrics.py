@@ -136,13 +136,15 @@ class Metrics(Stage):
 
 
 def _update_norm(norm: Any, updated: Updated, skip: Any) -> Any:
+    """Return the norm of the update, 0 if it is skipped."""
     if updated.unskipped is None:
         return norm(updated.updates)
-    # A select of each update would be written to memory beside the loop's zeros.
+    # XLA would write the zeros of a select of each update to memory.
     return jnp.where(skip, 0, norm(updated.unskipped))
 
 
 def _updated_params(updated: Updated) -> Any:
+    """Return the parameters after the update, split as the optimizer's arrays are."""
     if updated.applied is None:
         return optax.apply_updates(updated.params, updated.updates)
     # XLA would fuse the norms with the update, which then cannot overwrite the parameters.

@@ -66,7 +66,7 @@ _FREE = {
 _ASYNC = {"async-start", "call-start"}
 _CALLING = {"fusion", "call", "while", "conditional", *_ASYNC}
 
-_NOTHING, _KERNEL, PRODUCT = range(3)
+_NOTHING, KERNEL, PRODUCT = range(3)
 
 
 def bytes_sent(kind: str, group_size: int, operand: float) -> float:
@@ -197,10 +197,10 @@ def executions(module: Module, at: Execution | None = None) -> Iterator[Executio
             yield from executions(module, branch)
         if instruction.opcode == "while":
             # The loop of rare steps has one iteration, or none.
-            first_rare = rare and not at.rare
-            trips = 1 if first_rare else trip_count(module, at.computation, instruction)
+            starts_rare = rare and not at.rare
+            trips = 1 if starts_rare else trip_count(module, at.computation, instruction)
             times = None if trips is None or at.times is None else at.times * trips
-            inner = dataclasses.replace(inner, in_loop=at.in_loop or not first_rare, times=times)
+            inner = dataclasses.replace(inner, in_loop=at.in_loop or not starts_rare, times=times)
             for computation in called_computations(module, instruction, _LOOP):
                 yield from executions(module, dataclasses.replace(inner, computation=computation))
 
@@ -318,7 +318,7 @@ class Overlaps:
         work, ends = self._schedule(computation.name)
         first = list(computation.instructions).index(start.name) + 1
         meanwhile = work[first : ends.get(ended, first)]
-        return meanwhile.count(PRODUCT), meanwhile.count(_KERNEL)
+        return meanwhile.count(PRODUCT), meanwhile.count(KERNEL)
 
     def _schedule_of(self, name: str) -> tuple[list[int], dict[str, int]]:
         """Return what each instruction of a computation runs, and where asynchronous ones end.
@@ -355,11 +355,11 @@ class Overlaps:
             target = instruction.attributes.get("custom_call_target", "").strip('"')
             if target in _MARKS:
                 return _NOTHING
-            return PRODUCT if _PRODUCT_CALL.search(target) else _KERNEL
+            return PRODUCT if _PRODUCT_CALL.search(target) else KERNEL
         is_end = opcode.endswith(("-update", "-done"))
         if is_end or opcode in _FREE or opcode.removesuffix("-start") in KINDS:
             return _NOTHING
-        return _KERNEL
+        return KERNEL
 
 
 def _is_sync(instruction: Instruction) -> bool:

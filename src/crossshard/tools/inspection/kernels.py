@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from crossshard.tools.inspection.collectives import (
     BRANCHES,
     CALLS,
-    PRODUCT,
+    KERNEL,
     Overlaps,
     called_computations,
     is_rare,
@@ -49,22 +49,20 @@ def kernel_bytes(module: Module) -> int:
         if each.opcode.endswith(("-update", "-done")):
             return 0
         if each.opcode == "while":
-            turns = 0 if is_rare(each) else trip_count(module, computation, each) or 1
+            known = trip_count(module, computation, each)
+            turns = 0 if is_rare(each) else 1 if known is None else known
             return turns * sum(of(name) for name in each.called("body"))
         if each.opcode == "conditional":
             branches = called_computations(module, each, BRANCHES)
             return 0 if is_rare(each) else max(of(branch.name) for branch in branches)
         if each.opcode in ("call", "async-start", "call-start"):
             return sum(of(inner.name) for inner in called_computations(module, each, CALLS))
-        if not is_kernel(each):
+        if kind_of(each) != KERNEL:
             return 0
         if each.opcode == "fusion":
             (fused,) = called_computations(module, each, CALLS)
             return _of_fusion(fused)
         return _of_alone(computation, each)
-
-    def is_kernel(each: Instruction) -> bool:
-        return 0 < kind_of(each) < PRODUCT
 
     return of(module.entry.name)
 
