@@ -248,6 +248,9 @@ def test_bytes_over_each_kind_of_link():
     # An all-to-all sends to all.
     found = sent("all-to-all", everyone, 31.0, cluster)
     assert found == {"inside a host": pytest.approx(7), "across": pytest.approx(24)}
+    many = [Device(i // 8) for i in range(256)]
+    found = sent("all-to-all", (tuple(range(256)),), 255.0, many)
+    assert found == {"inside a host": pytest.approx(7), "across": pytest.approx(248)}
     # Hosts of a TPU slice are inside it, and slices are not.
     slices = [Device(i // 4, "tpu", i // 8) for i in range(16)]
     found = sent("all-reduce", (tuple(range(16)),), 16.0, slices)

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -580,11 +580,10 @@ def bytes_by_link(each: Collective, devices: Sequence[Any]) -> dict[str, float]:
       each: the collective.
       devices: the devices of the program, in its order.
     """
-    shares = collections.Counter(
-        _link(one, other)
-        for group in each.groups
-        for one, other in _pairs(each.kind, [devices[place] for place in group])
-    )
+    shares: collections.Counter[str] = collections.Counter()
+    for group in each.groups:
+        for one, other, pairs in _pairs(each.kind, [devices[place] for place in group]):
+            shares[_link(one, other)] += pairs
     return {kind: each.bytes_sent * number / shares.total() for kind, number in shares.items()}
 
 
@@ -596,10 +595,17 @@ def _link(one: Any, other: Any) -> str:
     return "inside a slice" if is_tpu and same_slice else "across"
 
 
-def _pairs(kind: str, group: list[Any]) -> Iterable[tuple[Any, Any]]:
+def _pairs(kind: str, group: list[Any]) -> Iterator[tuple[Any, Any, int]]:
+    """Yield devices of which one sends to the other, and how many pairs lie so."""
     if kind == "collective-permute":
-        return [(group[0], group[1])]
-    if "to-all" in kind and len(group) <= 64:
-        return itertools.permutations(group, 2)
-    ring = sorted(group, key=lambda d: (getattr(d, "slice_index", None) or 0, d.process_index))
-    return zip(ring, [*ring[1:], ring[0]], strict=True)
+        yield group[0], group[1], 1
+        return
+    host_of = lambda device: (getattr(device, "slice_index", None) or 0, device.process_index)
+    if "to-all" in kind:
+        devices, sizes = {host_of(d): d for d in group}, collections.Counter(map(host_of, group))
+        for one, other in itertools.product(devices, devices):
+            if pairs := sizes[one] * (sizes[other] - (one == other)):
+                yield devices[one], devices[other], pairs
+        return
+    ring = sorted(group, key=host_of)
+    yield from ((one, other, 1) for one, other in zip(ring, ring[1:] + ring[:1], strict=True))
