@@ -1,5 +1,6 @@
 """All private or version-dependent JAX API; no other file imports private JAX."""
 
+import copy
 import ctypes
 import enum
 import linecache
@@ -94,6 +95,19 @@ def without_unread(jaxpr: Any, number: int | None = None) -> Any:
     outputs = [number is None or place < number for place in range(len(jaxpr.jaxpr.outvars))]
     found, _ = _partial_eval.dce_jaxpr(jaxpr.jaxpr, outputs, instantiate=True)
     return _ClosedJaxpr(found, jaxpr.consts)
+
+
+def with_trees(lowered: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return a lowered function whose arguments, and whose results, are those that it converts to.
+
+    ``convert`` takes a tuple, and returns one of the same leaves.
+    """
+    args, kwargs = lowered.args_info
+    results = lowered.out_tree.unflatten(range(lowered.out_tree.num_leaves))
+    again = copy.copy(lowered)
+    again.args_info = convert(args), kwargs
+    again.out_tree = jax.tree.structure(convert(results))
+    return again
 
 
 def with_equations(

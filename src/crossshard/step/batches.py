@@ -1,5 +1,6 @@
 """Batches: which arrays of one are split, its checks, and how it is padded and put on the mesh."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from crossshard._check import is_number
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.model.state import TrainState, names_of
+from crossshard.model.state import FlatState, TrainState, is_unread, names_of
 from crossshard.shards.batch_axes import (
     BatchAxes,
     check_batch_axis,
@@ -301,8 +302,8 @@ def _padding(leaf: Any, axis: int, rows: int, *, zeros: bool) -> Any:
 class Donation:
     """Refuses a batch that shares a buffer with the state, which would crash the interpreter.
 
-    It runs before every step, so an array of the batch is compared only with those of the state
-    that have the same type on a device.
+    It runs before every step. Only somebody who has read the trees of a state can pass an array of
+    them, and an array of the batch is compared only with those of the same type on a device.
     """
 
     def __init__(self) -> None:
@@ -311,39 +312,47 @@ class Donation:
 
     def check(self, state: TrainState, batch: Any) -> None:
         """Raise if an array of a batch is, or shares its buffer with, an array of a state."""
-        for place, leaf in enumerate(jax.tree.leaves(batch)):
-            if not isinstance(leaf, jax.Array) or leaf.is_deleted():
-                continue
-            if self._skeleton is not state.skeleton:
-                self._note(state)
-            piece = leaf.addressable_data(0)
-            alike = self._alike.get((piece.shape, piece.dtype), ())
-            leaves = jax.tree.leaves(state) if alike else ()
-            for other in alike:
-                if not _shares(piece, leaves[other]):
-                    continue
+        unread = is_unread(state)
+        pieces = [
+            (place, leaf.addressable_data(0))
+            for place, leaf in enumerate(jax.tree.leaves(batch))
+            if isinstance(leaf, jax.Array)
+            and not leaf.is_deleted()
+            and (leaf.shape == () or not unread)
+        ]
+        if not pieces:
+            return
+        if self._skeleton is not state.skeleton:
+            self._note(state)
+        # What a step has returned has its count, which is the first leaf, beside the trees.
+        kinds = {(piece.shape, piece.dtype) for _, piece in pieces}
+        alike = [0] if unread else itertools.chain(*(self._alike.get(kind, ()) for kind in kinds))
+        leaves = FlatState.of(state).leaves
+        owners = {buffer: place for place in alike for buffer in _buffers(leaves[place])}
+        for place, piece in pieces:
+            (buffer,) = _buffers(piece)
+            if buffer in owners:
                 path, _ = jax.tree_util.tree_leaves_with_path(batch)[place]
                 raise ArgumentError(
                     f"batch{jax.tree_util.keystr(path)} shares its buffer with "
-                    f"state.{names_of(state)[other]}, and the step donates the state: it would "
-                    f"overwrite what it reads. Pass jnp.copy(...) of it, or write "
+                    f"state.{names_of(state)[owners[buffer]]}, and the step donates the state: it "
+                    f"would overwrite what it reads. Pass jnp.copy(...) of it, or write "
                     f"make_train_step(..., donate=False), with memory for two states."
                 )
 
     def _note(self, state: TrainState) -> None:
         """Remember which leaves of such states have which type on a device."""
         self._alike = {}
-        for place, leaf in enumerate(jax.tree.leaves(state)):
+        for place, leaf in enumerate(FlatState.of(state).leaves):
             if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
                 kind = leaf.sharding.shard_shape(leaf.shape), leaf.dtype
                 self._alike.setdefault(kind, []).append(place)
         self._skeleton = state.skeleton
 
 
-def _shares(piece: jax.Array, x: Any) -> bool:
-    """Return whether an array on one device is a part of another array, or shares its buffer."""
+def _buffers(x: Any) -> list[tuple[int, Any]]:
+    """Return where the parts of an array lie: the address and the device of each."""
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-        return False
+        return []
     parts = map(x.addressable_data, range(len(x.sharding.addressable_devices)))
-    pointer, devices = piece.unsafe_buffer_pointer(), piece.devices()
-    return any(x.unsafe_buffer_pointer() == pointer and x.devices() == devices for x in parts)
+    return [(part.unsafe_buffer_pointer(), *part.devices()) for part in parts]

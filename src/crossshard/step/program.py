@@ -14,7 +14,7 @@ from crossshard.distributed.agreement import check_same_program, compare, proces
 from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.jaxprs.walk import CHECKPOINTS, equations_of, equations_within
-from crossshard.model.state import TrainState
+from crossshard.model.state import FlatState, TrainState
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.batches import BatchPlacer, Donation
@@ -53,6 +53,8 @@ class Program:
         self._compiled: Any = self._jit(self._automatic)
         # JAX refuses compiler options inside another jit.
         self._traced = jax.jit(self._automatic)
+        # With the names of a state, to be read.
+        self._nested = jax.jit(self._run_nested)
         # Whether the options may depend on the program, which has not been traced. The same bits on
         # any number of shards take the same options on all of them.
         self._is_open = bool(self.options) and takes_o1() and loss.same_bits is None
@@ -61,17 +63,26 @@ class Program:
         donated = (0,) if self._config.donate else ()
         return jax.jit(run, donate_argnums=donated, compiler_options=self.options or None)
 
-    def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        layout = self._states.layout(state)
-        layout.check(state)
-        return self._config.run(layout, state, batch)
+    # Programs and errors of JAX name the arguments as they are named here.
+    def _run(self, state: FlatState, batch: Any) -> tuple[FlatState, Metrics]:
+        nested = state.state()
+        layout = self._states.layout(nested)
+        layout.check(nested)
+        after, metrics = self._config.run(layout, nested, batch)
+        return FlatState.of(after), metrics
 
-    def _specs(self, found: tuple[TrainState, Metrics]) -> tuple[Any, Metrics]:
+    def _run_nested(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        after, metrics = self._automatic(FlatState.of(state), batch)
+        return after.state(), metrics
+
+    def _specs(self, found: tuple[FlatState, Metrics]) -> tuple[FlatState, Metrics]:
         """Return the specs of the next state and the metrics."""
-        state, metrics = found
+        flat, metrics = found
+        state = flat.state()
         layout = self._states.layout(state)
-        of_state = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(state))
-        return of_state, self._config.specs_of_metrics(layout, metrics)
+        shardings = FlatState.of(layout.shardings(state))
+        specs = FlatState([sharding.spec for sharding in shardings.leaves], flat.structure)
+        return specs, self._config.specs_of_metrics(layout, metrics)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take one step; see ``TrainStep``."""
@@ -88,13 +99,16 @@ class Program:
         return self._run_placed(state, self._place(batch), is_traced)
 
     def _run_placed(self, state: TrainState, batch: Any, is_traced: bool) -> Any:
+        flat = FlatState.of(state)
         try:
             if self._in_processes and not is_traced:
-                self._check_same(state, batch)
+                self._check_same(flat, batch)
             if is_traced:
-                return self._use_compiled(lambda _: self._traced(state, batch))
-            self._choose_options(state, batch)
-            return self._use_compiled(lambda compiled: compiled(state, batch))
+                after, metrics = self._use_compiled(lambda _: self._traced(flat, batch))
+                return after.state(), metrics
+            self._choose_options(flat, batch)
+            after, metrics = self._use_compiled(lambda compiled: compiled(flat, batch))
+            return after.state(), metrics
         except UndecidedError as error:
             if is_traced:
                 raise
@@ -117,18 +131,18 @@ class Program:
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
-            types = self._place.abstract(batch)
-            self._choose_options(state, types)
-            return self._use_compiled(lambda compiled: compiled.lower(state, types))
+            flat, types = FlatState.of(state), self._place.abstract(batch)
+            self._choose_options(flat, types)
+            lowered = self._use_compiled(lambda compiled: compiled.lower(flat, types))
+        nested = lambda both: (both[0].state(), both[1])
+        return _jax.with_trees(lowered, nested)
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """Trace the program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
-            types = self._place.abstract(batch)
-            self._choose_options(state, types)
-            return self._use_compiled(lambda compiled: compiled.trace(state, types))
+            return self._nested.trace(state, self._place.abstract(batch))
 
-    def _check_same(self, state: TrainState, batch: Any) -> None:
+    def _check_same(self, flat: FlatState, batch: Any) -> None:
         """Raise, before the first run of a program, unless every process runs the same one."""
         loss = self._config.loss
         # With weights each process may pass another number of rows, at any step.
@@ -142,17 +156,17 @@ class Program:
         mesh = self._config.outer_mesh
         rows = lambda: {"rows": str(loss.number_of_rows(batch))}
         if not free or compare("step", rows, mesh) is None:
-            lowered = self._use_compiled(lambda compiled: compiled.lower(state, batch))
+            lowered = self._use_compiled(lambda compiled: compiled.lower(flat, batch))
             check_same_program(lowered, mesh)
         self._agreed.add(key)
 
-    def _choose_options(self, state: Any, batch: Any) -> None:
+    def _choose_options(self, flat: FlatState, batch: Any) -> None:
         """Add the option that the program of this state and batch asks for, before it compiles."""
         if not self._is_open:
             return
         # JAX keeps the trace for the call that follows, which also tells what is wrong.
         with contextlib.suppress(Exception):
-            jaxpr = self._traced.trace(state, batch).jaxpr
+            jaxpr = self._traced.trace(flat, batch).jaxpr
             self._is_open = False
             if scans_checkpoints(jaxpr):
                 self.options["optimization_level"] = _O1
