@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec, Sharding
 
 from crossshard import _check, _jax, _mesh
@@ -68,7 +68,7 @@ class States:
     def __init__(self, config: StepConfig):
         self._config = config
         self._known: dict[Any, StateLayout] = {}
-        self._compiled: dict[Any, Callable[[TrainState], TrainState]] = {}
+        self._moves: dict[Any, _Move] = {}
 
     # Layouts.
 
@@ -247,19 +247,25 @@ class States:
         return bool(jax.jit(look)((state.params, state.opt_state.inner_state)))
 
     def _run(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
+        """Return what ``how`` makes of a state, which stays valid, with these shardings."""
+        leaves, tree = jax.tree.flatten(state)
+        shardings = jax.tree.leaves(to)
+        kinds = tuple(
+            (jnp.shape(x), jnp.result_type(x), not isinstance(x, jax.core.Tracer) and x.sharding)
+            for x in leaves
+        )
         # Or a loop that saves would compile it each time. Layouts live as long as this.
-        key = how, jax.tree.structure(state)
-        if key not in self._compiled:
-            run = lambda state: how(jax.tree.map(jnp.copy, state))
-            self._compiled[key] = jax.jit(run, out_shardings=to)
+        key = how, tree, kinds
+        if key not in self._moves:
+            self._moves[key] = _Move(how, state, shardings)
         # All processes of the job then exchange their parts.
         together = (
             are_of_all_processes(self._config.mesh)
             and _jax.at_top_level()
-            and not all(getattr(x, "is_fully_replicated", True) for x in jax.tree.leaves(state))
+            and not all(getattr(x, "is_fully_replicated", True) for x in leaves)
         )
         with waiting("unshard") if together else contextlib.nullcontext():
-            return self._compiled[key](state)
+            return self._moves[key](leaves)
 
     # Models.
 
@@ -312,6 +318,41 @@ class States:
         whole = self.collected(state) if self._config.params_sharded else self.unshard(state)
         average = optax.tree.get(whole.opt_state.inner_state, "ema")
         return jax.tree.map(lambda p, x: x.astype(p.dtype), state.params, average)
+
+
+class _Move:
+    """A function of a state, compiled for the arrays that it changes; the others are copied.
+
+    To compile a copy of thousands of arrays takes longer than to read them from a disk.
+    """
+
+    def __init__(self, how: Callable[[Any], Any], state: TrainState, shardings: Sequence[Sharding]):
+        leaves = jax.tree.leaves(state)
+        jaxpr, types = jax.make_jaxpr(how, return_shape=True)(state)
+        self._tree = jax.tree.structure(types)
+        place_of = {var: place for place, var in enumerate(jaxpr.jaxpr.invars)}
+        found = [place_of.get(var) if isinstance(var, Var) else None for var in jaxpr.jaxpr.outvars]
+        # For each output the input that it is, with the same sharding.
+        self._same = [
+            place if place is not None and _lies(leaves[place], sharding) else None
+            for place, sharding in zip(found, shardings, strict=True)
+        ]
+        changed = [place is None for place in self._same]
+        pruned, self._taken = _jax.pruned(jaxpr, changed)
+        run = lambda *args: jaxpr_as_fun(pruned)(*map(jnp.copy, args))
+        to = list(itertools.compress(shardings, changed))
+        self._changed = jax.jit(run, out_shardings=to)
+
+    def __call__(self, leaves: Sequence[Any]) -> TrainState:
+        made = iter(self._changed(*itertools.compress(leaves, self._taken)))
+        found = [next(made) if place is None else jnp.copy(leaves[place]) for place in self._same]
+        state: TrainState = self._tree.unflatten(found)
+        return state
+
+
+def _lies(x: Any, sharding: Sharding) -> bool:
+    """Return whether an array lies as a sharding says."""
+    return not isinstance(x, jax.core.Tracer) and x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
 def check_key(rng: Any) -> tuple[Any, jax.Array]:
