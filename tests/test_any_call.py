@@ -374,7 +374,8 @@ def is_of_a_function_of_ours(error: Exception) -> bool:
 @pytest.fixture(autouse=True, scope="module")
 def _folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     FOLDER.append(tmp_path_factory.mktemp("checkpoints"))
-    with crossshard.Checkpoints(FOLDER[0], a_step()) as checkpoints:
+    memory = {"memory": FOLDER[0] / "memory", "memory_every": 1}
+    with crossshard.Checkpoints(FOLDER[0], a_step(), **memory) as checkpoints:
         checkpoints.save(a_state())
         checkpoints.wait()
         FOLDER.append(checkpoints)

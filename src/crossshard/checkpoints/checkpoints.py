@@ -11,8 +11,9 @@ from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Json
 from crossshard.checkpoints.folder import Damaged, Folder
 from crossshard.checkpoints.manifest import Fingerprint, check_data, fingerprint
+from crossshard.checkpoints.memory import Snapshots
 from crossshard.checkpoints.preemption import Preemption
-from crossshard.checkpoints.reading import Found, read_state
+from crossshard.checkpoints.reading import Found, OnDisk, read_state
 from crossshard.checkpoints.saving import Saving, notes_of
 from crossshard.errors import (
     ArgumentError,
@@ -43,6 +44,13 @@ class Checkpoints:
       step: the step whose states are saved, from ``make_train_step``.
       keep: how many checkpoints to keep, the newest ones.
       keep_best: how many to keep of those that ``save`` was given the highest scores with.
+      memory: a folder in the memory of each host, such as ``"/dev/shm/my-run"``, for ``snapshot``.
+        It is this user's alone, and outlives the process, but not the host.
+      memory_every: how many calls of ``snapshot`` make one.
+
+    Attributes:
+      restored_from: what the last restore has read, such as ``"Checkpoint 3 in /my/run"``; empty
+        before.
 
     Raises:
       ArgumentError, ArgumentTypeError: not a folder, not a step, or not a number of at least 1.
@@ -62,7 +70,14 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], step: TrainStep, keep: int = 3, keep_best: int = 0
+        self,
+        folder: str | os.PathLike[str],
+        step: TrainStep,
+        keep: int = 3,
+        keep_best: int = 0,
+        *,
+        memory: str | os.PathLike[str] | None = None,
+        memory_every: int = 10,
     ):
         if not isinstance(step, TrainStep):
             raise ArgumentTypeError(
@@ -70,11 +85,18 @@ class Checkpoints:
             )
         _check.whole_number("keep", keep, most=None)
         _check.whole_number("keep_best", keep_best, least=0, most=None)
+        self._every = _check.whole_number("memory_every", memory_every, most=None)
         self._folder, self._step, self._keep = Folder(folder), step, keep
+        self.restored_from = ""
         self._preemption: Preemption | None = None
         self._fingerprints: dict[int, Fingerprint] = {}
         self._saving = Saving(self._folder, step.mesh, keep, keep_best)
         self._may_write = not self._saving.numbers
+        self._snapshots: Snapshots | None = None
+        self._calls = 0
+        if memory is not None:
+            self._snapshots = Snapshots(memory, self._folder.run(step.mesh), step.mesh)
+            self._may_write &= not self._snapshots.has_any
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self._folder.path)!r}, keep={self._keep})"
@@ -119,14 +141,70 @@ class Checkpoints:
             check_data(data)
             notes = notes_of(score, pin)
             _check_devices(layout, state)
-            if not self._may_write:
-                raise ArgumentError(
-                    f"{self._folder.path} has checkpoints of a run that this one has not restored, "
-                    f"and they would be deleted in time. Call restore_latest(state) before save, "
-                    f"or choose another folder."
-                )
+            self._check_may_write("save")
             found = self._fingerprint(layout)
-            self._saving.start(layout.own, collected(self._step, state), found, data, notes)
+            own, memory = collected(self._step, state), self._snapshots
+            at_least = 0 if memory is None else memory.after(int(state.step))
+            self._saving.start(layout.own, own, found, data, notes, at_least)
+
+    def snapshot(self, state: TrainState, data: Json = None) -> None:
+        """Keep every ``memory_every``-th state in the memory of the hosts; call it after each step.
+
+        The state is copied, and written to ``memory`` beside the next steps. The last two stay. A
+        process that starts again on its host finds them, and ``restore_latest`` takes the newest of
+        them and the checkpoints that is whole. What does not fit is a ``CheckpointWarning``, and
+        the run goes on with its checkpoints on disk.
+
+        Args:
+          state: a state of the step.
+          data: where the data stands, as for ``save``.
+
+        Raises:
+          ArgumentError, ArgumentTypeError: as for ``save``; or there is no ``memory``.
+
+        >>> import jax.numpy as jnp, optax, tempfile
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.5), num_shards=1)
+        >>> state, folder = step.init(jnp.float32(3)), tempfile.mkdtemp()
+        >>> memory = f"{folder}-memory"  # "/dev/shm/my-run", say
+        >>> checkpoints = Checkpoints(folder, step, memory=memory, memory_every=2)
+        >>> for batch in range(3):
+        ...     state, _ = step(state, jnp.ones(4))
+        ...     checkpoints.snapshot(state, {"batch": batch + 1})
+        >>> checkpoints.wait()
+        >>> again = Checkpoints(folder, step, memory=memory)
+        >>> state, data = again.restore_latest(state)
+        >>> float(state.params), data
+        (2.0, {'batch': 2})
+        """
+        if self._snapshots is None:
+            raise ArgumentError(
+                "These Checkpoints have no folder in memory. Write Checkpoints(folder, step, "
+                "memory='/dev/shm/my-run')."
+            )
+        check_is_state(state)
+        _check_at_top_level("snapshot")
+        self._calls += 1
+        if self._calls % self._every:
+            return
+        _check_call("snapshot", state, jax.Array)
+        with entering_of(self._step, "snapshot"):
+            layout = layout_of(self._step, state)
+            check_data(data)
+            _check_devices(layout, state)
+            self._check_may_write("snapshot")
+            found = self._fingerprint(layout)
+            newest = self._saving.newest, self._saving.taken
+            own = collected(self._step, state)
+            self._snapshots.take(layout.own, own, found, data, newest)
+
+    def _check_may_write(self, call: str) -> None:
+        if not self._may_write:
+            raise ArgumentError(
+                f"{self._folder.path} has checkpoints of a run that this one has not restored, "
+                f"and they would be deleted in time. Call restore_latest(state) before {call}, "
+                f"or choose another folder."
+            )
 
     def save_if_preempted(self, state: TrainState, data: Json = None) -> bool:
         """Save the state if ``SIGTERM`` asks the run to stop, and return whether it does.
@@ -173,6 +251,8 @@ class Checkpoints:
         """
         with entering_of(self._step, "wait", counts=False):
             self._saving.wait()
+            if self._snapshots is not None:
+                self._snapshots.wait()
 
     def close(self) -> None:
         """Wait until the last checkpoint is written; leaving the ``with`` block does it.
@@ -188,6 +268,8 @@ class Checkpoints:
             self._preemption.close()
             self._preemption = None
         self._saving.close()
+        if self._snapshots is not None:
+            self._snapshots.close(self._saving.newest)
 
     def restore_latest(
         self, state: TrainState, *, strict: bool = True
@@ -297,10 +379,10 @@ class Checkpoints:
             self._may_write = True
             if found is None:
                 return None
+            self.restored_from = found.source.name
             if found.notes:
                 warnings.warn(
-                    f"{self._folder.path}, checkpoint {found.number} is of a step that differs: "
-                    f"{'; '.join(found.notes)}.",
+                    f"{found.source.name} is of a step that differs: {'; '.join(found.notes)}.",
                     CheckpointWarning,
                     # Of the caller of restore or restore_latest.
                     stacklevel=3,
@@ -317,6 +399,19 @@ class Checkpoints:
         here = None if only_params else self._fingerprint(layout)
         types = jax.eval_shape(layout.collected, state)
         self._saving.wait()
+        if self._snapshots is not None and step is None and not only_params:
+            newest = max(self.steps(), default=-1)
+            for _, snapshot in reversed(self._snapshots.candidates()):
+                if snapshot.number < newest:
+                    break
+                try:
+                    return read_state(snapshot, layout.own, types, here, strict=strict)
+                except Damaged as damage:
+                    warnings.warn(
+                        f"{snapshot.name}: {damage}. It is passed over.",
+                        CheckpointWarning,
+                        stacklevel=4,
+                    )
         reasons: dict[int, str] = {}
         deleted = 0
         while True:
@@ -340,14 +435,15 @@ class Checkpoints:
             if not left:
                 break
             try:
-                found = read_state(self._folder, left[-1], layout.own, types, here, strict=strict)
+                source = OnDisk(self._folder, left[-1])
+                found = read_state(source, layout.own, types, here, strict=strict)
             except Damaged as damage:
                 reasons[left[-1]] = str(damage)
                 continue
             for each, why in reasons.items():
                 warnings.warn(
                     f"{self._folder.path}, checkpoint {each}: {why}. It is damaged and passed "
-                    f"over; checkpoint {found.number} is taken.",
+                    f"over; checkpoint {source.number} is taken.",
                     CheckpointWarning,
                     stacklevel=3 if only_params else 4,
                 )

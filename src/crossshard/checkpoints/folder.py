@@ -43,6 +43,8 @@ _REMOTE = "gs://"
 # A thousand times what the manifest of a large model needs. No file that is read at once may have
 # more.
 MOST_BYTES = 64 << 20
+# The file that tells this run from others, if it has snapshots in memory.
+_RUN = "run.txt"
 # The file that names the process which writes to the folder.
 WRITER = "writer.json"
 # How often a writer touches its file, and after how long without that it counts as dead, if it is
@@ -110,6 +112,32 @@ class Folder:
                 f"that this user may write to."
             )
         return [int(number) for number in first]
+
+    def run(self, mesh: Mesh) -> str:
+        """Return what tells the run of this folder from others; it is written at its first start.
+
+        Raises:
+          CheckpointError: in every process, if the first cannot read or write it.
+        """
+        own = ["", ""]
+        if jax.process_index() == 0:
+            try:
+                path = self.path / _RUN
+                if not path.exists():
+                    path.write_text(uuid.uuid4().hex[:16])
+                own[0] = read(path, 16).decode()
+                if not re.fullmatch(r"[0-9a-f]{16}", own[0]):
+                    raise ValueError("it has not 16 hexadecimal digits")
+            except (OSError, ValueError) as error:
+                own[1] = str(error)
+        run, why_not = json.loads(exchange("Checkpoints", json.dumps(own), mesh)[0])
+        if why_not:
+            raise CheckpointError(
+                f"{self.path / _RUN}, which names the run of the snapshots, cannot be used: "
+                f"{printable(why_not)}. Choose a folder that this user may write to, or delete "
+                f"that file."
+            )
+        return str(run)
 
     def _numbered(self) -> list[int]:
         names = {path.name for path in self.path.iterdir()}

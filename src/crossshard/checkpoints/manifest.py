@@ -141,6 +141,11 @@ def read_manifest(file: Path, number: int) -> Manifest:
         raise Damaged("it has no manifest") from None
     except (OSError, ValueError) as error:
         raise Damaged(f"the manifest cannot be read ({error!s:.100})") from None
+    return as_manifest(body, file, number)
+
+
+def as_manifest(body: dict[str, Any], file: Path, number: int) -> Manifest:
+    """Return the manifest that was read from a file; raise as ``read_manifest`` does."""
     checksum = body.pop("sha256", None)
     if checksum != sha256(body):
         raise Damaged("the manifest does not have the checksum that it was written with")

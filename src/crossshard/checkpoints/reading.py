@@ -3,8 +3,8 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -55,12 +55,45 @@ class Found(NamedTuple):
     data: Any
     # What differs between the two steps, in words.
     notes: list[str]
+    source: "Source"
+
+
+class Source(Protocol):
+    """What a state is read from: a checkpoint, or a snapshot."""
+
     number: int
+    name: str
+    has_hashes: bool
+
+    def manifest(self) -> Manifest:
+        """Return its manifest; raise as ``read_manifest`` does."""
+
+    def read(self, leaves: Mapping[int, storage.Leaf], number: int) -> dict[int, jax.Array]:
+        """Read arrays onto the mesh, by their places among so many, or raise ``Damaged``."""
+
+
+class OnDisk:
+    """A checkpoint of a folder."""
+
+    has_hashes = True
+
+    def __init__(self, folder: Folder, number: int):
+        self.number = number
+        self.name = f"Checkpoint {number} in {folder.path}"
+        self._folder = folder
+
+    def manifest(self) -> Manifest:
+        """Return the manifest of a checkpoint of which nothing is a link, a device or too large."""
+        self._folder.check(self.number)
+        return read_manifest(self._folder.note(self.number, FILE), self.number)
+
+    def read(self, leaves: Mapping[int, storage.Leaf], number: int) -> dict[int, jax.Array]:
+        """Read arrays, as ``storage.read`` does."""
+        return storage.read(self._folder.of(self.number), leaves, number)
 
 
 def read_state(
-    folder: Folder,
-    number: int,
+    source: Source,
     layout: StateLayout,
     state: TrainState,
     here: Fingerprint | None,
@@ -70,8 +103,7 @@ def read_state(
     """Read the state of a checkpoint, for a step that may have other options, or parameters alone.
 
     Args:
-      folder: the folder.
-      number: the number of the checkpoint.
+      source: the checkpoint, or the snapshot.
       layout: the layout of the step's states.
       state: such a state, or its types.
       here: the fingerprint of the step; ``None`` reads the parameters, whatever has trained them.
@@ -83,8 +115,7 @@ def read_state(
     """
     refused: Exception | None = None
     try:
-        folder.check(number)
-        manifest = read_manifest(folder.note(number, FILE), number)
+        manifest = source.manifest()
         known = here or manifest.fingerprint
         types = _as_written(manifest, state)
         own = _by_option(storage.leaves_of(layout, types, manifest.shards), known)
@@ -101,7 +132,7 @@ def read_state(
                 # An option may be the reason.
                 also = f" ({'; '.join(others)})" if others else ""
                 raise CheckpointMismatchError(
-                    f"Checkpoint {number} in {folder.path} is not of this step: {what}{also}. "
+                    f"{source.name} is not of this step: {what}{also}. "
                     f"Build the step as it was when it was saved, {becomes}."
                 )
         notes = [printable(what) for _, what in differences]
@@ -112,13 +143,14 @@ def read_state(
         at = {leaf.path: place for place, leaf in enumerate(manifest.leaves)}
         places = {key: at[written[key].path] for key in own if key in written}
         wanted = {place: own[key] for key, place in places.items()}
-        read = storage.read(folder.of(number), wanted, len(manifest.leaves))
+        read = source.read(wanted, len(manifest.leaves))
     except (Damaged, CheckpointMismatchError) as error:
         refused = error
     _agree(refused, layout)
     with _mesh.in_place_of_the_users_mesh(layout.mesh):
         # The processes compute the hashes together, so none may have been refused before.
-        hashes = {manifest.leaves[place]: hash_of(x) for place, x in read.items()}
+        hashed = read if source.has_hashes else {}
+        hashes = {manifest.leaves[place]: hash_of(x) for place, x in hashed.items()}
         wrong = [leaf.path for leaf, found in hashes.items() if found != leaf.hash]
         if wrong:
             more = f", as do {len(wrong) - 1} more arrays" if len(wrong) > 1 else ""
@@ -128,7 +160,7 @@ def read_state(
             params = jax.tree.structure(state.params).unflatten(read.values())
             shardings = layout.shardings(state).params
             params = jax.jit(lambda x: x, out_shardings=shardings)(params)
-            return Found(dataclasses.replace(state, params=params), None, [], number)
+            return Found(dataclasses.replace(state, params=params), None, [], source)
         like, tree = jax.tree.flatten(types)
         arrays = [
             storage.from_disk(x, read[places[key]]) if key in places else NEW
@@ -136,7 +168,7 @@ def read_state(
         ]
         shardings = [leaf.on_disk.sharding for leaf in own.values()]
         whole = completed(layout, tree.unflatten(arrays), shardings)
-    return Found(whole, manifest.data, notes, number)
+    return Found(whole, manifest.data, notes, source)
 
 
 def _agree(refused: Exception | None, layout: StateLayout) -> None:

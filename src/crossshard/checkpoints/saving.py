@@ -48,6 +48,11 @@ class Saving:
         self._pending: int | None = None
         self._deleting: list[threading.Thread] = []
 
+    @property
+    def newest(self) -> int:
+        """The number of the newest checkpoint, also of one that is being written; -1 if none is."""
+        return max(self.numbers, default=-1) if self._pending is None else self._pending
+
     def start(
         self,
         layout: StateLayout,
@@ -55,10 +60,12 @@ class Saving:
         fingerprint: Fingerprint,
         data: Any,
         notes: Mapping[str, str],
+        at_least: int = 0,
     ) -> None:
         """Begin to write a state, once the one before is written; the next step may donate it.
 
-        The notes are texts to write beside the manifest, by the names of their files.
+        The notes are texts to write beside the manifest, by the names of their files. Its number is
+        ``at_least`` this, so that it comes after all that was kept before.
 
         Raises:
           ArgumentError: the processes would write different states or data.
@@ -66,7 +73,7 @@ class Saving:
         """
         self._finish()
         taken, shards = int(state.step), layout.number_of_shards
-        number = max([taken, *(newest + 1 for newest in self.numbers[-1:])])
+        number = max([taken, at_least, *(newest + 1 for newest in self.numbers[-1:])])
         leaves = storage.leaves_of(layout, state, shards)
         written = [WrittenLeaf(leaf.path, leaf.on_disk.shape, leaf.dtype, "") for leaf in leaves]
         rng = str(state.rng_impl)

@@ -1,0 +1,441 @@
+"""Memory: keeps the last states of a run in the memory of each host, which outlives the process.
+
+Each process writes the parts of the state that its devices hold, once for each host, as bytes. A
+host reads only its own folder, so no process waits for another one's memory.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import mmap
+import os
+import re
+import shutil
+import stat
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+from crossshard import _check, _mesh
+from crossshard._hash import sha256
+from crossshard._text import size
+from crossshard.checkpoints import storage
+from crossshard.checkpoints.folder import MOST_BYTES, Damaged, in_words, read_json
+from crossshard.checkpoints.manifest import (
+    Fingerprint,
+    Manifest,
+    WrittenLeaf,
+    as_manifest,
+    groups_of,
+)
+from crossshard.distributed.agreement import exchange, processes_of
+from crossshard.distributed.identity import machine
+from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointWarning
+from crossshard.model.layout import StateLayout
+from crossshard.model.state import TrainState
+
+# How many whole snapshots are kept; a third one may be under way.
+_KEPT = 2
+# The number of a snapshot, and what tells the run and the processes that wrote it from others.
+_NAME = re.compile(r"(\d{8,10})-([0-9a-f]{16})-([0-9a-f]{16})", re.ASCII)
+
+Bounds = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Some elements of one array, in a file of bytes."""
+
+    leaf: int
+    bounds: list[list[int]]
+    dtype: str
+    offset: int
+    crc: int
+
+
+class Snapshots:
+    """The snapshots of a run in a folder of this host, of which the last two whole ones stay.
+
+    Args:
+      folder: the folder in memory; private to this user, and created so.
+      run: what tells the run from others.
+      mesh: the mesh of the step.
+
+    Raises:
+      ArgumentError, ArgumentTypeError: not a folder, or one that others may write to or read.
+      CheckpointError: it cannot be created.
+    """
+
+    def __init__(self, folder: Any, run: str, mesh: Mesh):
+        self.path = _private(folder)
+        self._run, self._mesh = run, mesh
+        told = exchange("Checkpoints", json.dumps([machine(), os.urandom(8).hex()]), mesh)
+        found = [json.loads(each) for each in told]
+        processes = processes_of(mesh) if len(found) > 1 else (jax.process_index(),)
+        # The processes of this host, and what tells this start of the run from earlier ones.
+        hosts = zip(processes, found, strict=True)
+        self._here = tuple(process for process, (host, _) in hosts if host == machine())
+        self._start: str = found[0][1]
+        self._writing: threading.Thread | None = None
+        self._failed = ""
+        # The name of the snapshot that this process has written last, and those that all have.
+        self._written, self._whole = "", [name for name, _ in self.candidates()][-_KEPT:]
+        self._last = max((int(name.partition("-")[0]) for name in self._whole), default=-1)
+        self._delete(lambda name: name in self._whole)
+        # How many steps the state of the last snapshot has taken; ``None`` before.
+        self._taken: int | None = None
+        self._is_off = False
+        self._leaves: tuple[StateLayout, list[storage.Leaf]] | None = None
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there are snapshots of this run."""
+        return bool(self._whole)
+
+    # Writing.
+
+    def after(self, taken: int) -> int:
+        """Return the least number of a checkpoint of the state after so many steps."""
+        self.wait()
+        return self._last if taken == self._taken else self._last + 1
+
+    def take(
+        self,
+        layout: StateLayout,
+        state: TrainState,
+        fingerprint: Fingerprint,
+        data: Any,
+        newest: tuple[int, int | None],
+    ) -> None:
+        """Copy a state, and begin to write it; the next step may donate it.
+
+        ``newest`` is the number of the newest checkpoint, and how many steps its state has taken.
+        What cannot be written is a warning, and the snapshots before it stay.
+        """
+        if self._is_off:
+            return
+        self.wait()
+        if self._leaves is None or self._leaves[0] is not layout:
+            self._leaves = layout, storage.leaves_of(layout, state, layout.number_of_shards)
+        leaves = self._leaves[1]
+        with _mesh.in_place_of_the_users_mesh(layout.mesh):
+            arrays = list(map(storage.to_disk, leaves, jax.tree.leaves(state)))
+            pieces = [
+                (place, bounds, _kept(piece))
+                for place, x in enumerate(arrays)
+                for bounds, piece in _own_pieces(x, self._here)
+            ]
+            count = _kept(state.step.addressable_data(0))
+        own = sum(piece.nbytes for *_, piece in pieces)
+        if not self._agree(own):
+            return
+        written = [WrittenLeaf(leaf.path, leaf.on_disk.shape, leaf.dtype, "") for leaf in leaves]
+        manifest = Manifest(
+            *(0, 0, layout.number_of_shards, groups_of(layout), str(state.rng_impl)),
+            *(fingerprint, written, data),
+        )
+        self._writing = threading.Thread(
+            target=self._write, args=(manifest, count, pieces, newest), name="crossshard"
+        )
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Wait until the last snapshot is written."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._failed:
+            warnings.warn(
+                f"A snapshot was not written to {self.path}: {self._failed}. The run goes on, with "
+                f"the snapshots before it and the checkpoints on disk.",
+                CheckpointWarning,
+                stacklevel=4,
+            )
+            self._failed = ""
+
+    def close(self, newest: int) -> None:
+        """Wait, and delete the snapshots that no restore would choose over that checkpoint."""
+        self.wait()
+        self._delete(lambda name: int(name.partition("-")[0]) > newest)
+
+    def _agree(self, own: int) -> bool:
+        """Tell the others what this process has written, and delete what is no longer needed.
+
+        Returns whether all hosts have memory for one more snapshot, of so many bytes here.
+        """
+        free = shutil.disk_usage(self.path).free
+        mine = json.dumps([machine(), self._written, own, free])
+        told = [json.loads(each) for each in exchange("snapshot", mine, self._mesh)]
+        names = {name for _, name, _, _ in told}
+        if names == {self._written} and self._written and self._written not in self._whole:
+            self._whole = [*self._whole, self._written][-_KEPT:]
+        # Another process of this host may have begun the next one.
+        self._delete(lambda name: name in self._whole or self._is_next(name))
+        # All snapshots have the same size.
+        for host, _, _, free in told if not self._written else ():
+            needed = sum(each for other, _, each, _ in told if other == host)
+            missing = _KEPT + 1 - len(self._whole)
+            if needed * missing > free:
+                self._is_off = True
+                warnings.warn(
+                    f"{self.path} has {size(free)} free, and {missing} more snapshots of "
+                    f"{size(needed)} do not fit. None is taken, and the run goes on with its "
+                    f"checkpoints. Give the folder more memory, or pass no memory=.",
+                    CheckpointWarning,
+                    stacklevel=4,
+                )
+                return False
+        return True
+
+    def _is_next(self, name: str) -> bool:
+        number, _, start = name.split("-")
+        return start == self._start and int(number) > self._last
+
+    def _delete(self, stays: Callable[[str], bool]) -> None:
+        """Delete what does not stay, in the first process of the host."""
+        if jax.process_index() == self._here[0]:
+            for path in self.path.iterdir():
+                if _NAME.fullmatch(path.name) and not stays(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _write(
+        self, manifest: Manifest, count: Any, pieces: list[Any], newest: tuple[int, int | None]
+    ) -> None:
+        # Only now, since the step may still run when the snapshot is taken.
+        step, (on_disk, taken) = int(np.asarray(count)), newest
+        number = max(step, self._last + 1, on_disk if step == taken else on_disk + 1)
+        self._last, self._taken = number, step
+        name = f"{number:08d}-{self._run}-{self._start}"
+        path, parts, offset = self.path / name, [], 0
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+            with open(path / f"{jax.process_index()}.bytes", "wb") as opened:
+                # Each is given back once it is written.
+                for place, bounds, piece in _taken(pieces):
+                    array = np.ascontiguousarray(np.asarray(piece))
+                    content = array.reshape(-1).view(np.uint8).data
+                    crc, within = zlib.crc32(content), list(map(list, bounds))
+                    parts.append(_Part(place, within, str(array.dtype), offset, crc))
+                    opened.write(content)
+                    offset += content.nbytes
+            manifest = dataclasses.replace(manifest, number=number, step=step)
+            body = {"here": self._here, "parts": list(map(dataclasses.astuple, parts))}
+            text = json.dumps({**body, "sha256": sha256(body), "manifest": manifest.to_json()})
+            # Its name is given last: with it the parts of this process are whole.
+            unnamed = path / f"{jax.process_index()}.unfinished"
+            unnamed.write_text(text)
+            unnamed.rename(path / f"{jax.process_index()}.json")
+        except Exception as error:
+            self._failed = in_words(error)
+            (path / f"{jax.process_index()}.bytes").unlink(missing_ok=True)
+            return
+        self._written = name
+
+    # Reading.
+
+    def candidates(self) -> list[tuple[str, "Snapshot"]]:
+        """Return the names of the snapshots that are whole on all hosts, ascending; all call it."""
+        own = {}
+        for path in sorted(self.path.iterdir()):
+            found = _NAME.fullmatch(path.name)
+            if found is not None and found[2] == self._run and path.is_dir():
+                own[path.name] = Snapshot(path, int(found[1]))
+        whole = [name for name, each in own.items() if each.is_whole()]
+        told = exchange("restore", json.dumps(whole), self._mesh)
+        everywhere = set.intersection(*(set(json.loads(each)) for each in told))
+        return [(name, own[name]) for name in sorted(everywhere)]
+
+
+class Snapshot:
+    """One snapshot, as this host has it: what ``read_state`` reads a state from.
+
+    Attributes:
+      number: its number.
+      name: what it is called in messages.
+      has_hashes: whether its manifest has the hashes of the arrays; each part has a checksum.
+    """
+
+    has_hashes = False
+
+    def __init__(self, path: Path, number: int):
+        self.number = number
+        self.name = f"Snapshot {number} in {path.parent}"
+        self._path = path
+
+    def is_whole(self) -> bool:
+        """Return whether all processes of this host have written their parts."""
+        found = {path.stem for path in self._path.glob("*.json")}
+        try:
+            return bool(found) and found == set(map(str, self._index(min(found))["here"]))
+        except Damaged:
+            return False
+
+    def manifest(self) -> Manifest:
+        """Return the manifest; raise as ``read_manifest`` does."""
+        names = sorted(path.stem for path in self._path.glob("*.json"))
+        if not names:
+            raise Damaged("it is gone")
+        return as_manifest(self._index(names[0])["manifest"], self._path, self.number)
+
+    def read(self, leaves: Mapping[int, storage.Leaf], number: int) -> dict[int, jax.Array]:
+        """Read arrays onto the mesh, by their places; each process reads what its devices hold.
+
+        Raises:
+          Damaged: a part is not what was written, or this host has not all parts.
+        """
+        parts: dict[int, list[tuple[_Part, memoryview]]] = {}
+        for file in sorted(self._path.glob("*.json")):
+            content = _mapped(file.with_suffix(".bytes"))
+            try:
+                for values in self._index(file.stem)["parts"]:
+                    part = _check.typed(_Part, dict(zip(_PART, values, strict=True)))
+                    parts.setdefault(part.leaf, []).append((part, content))
+            except (TypeError, ValueError):
+                raise Damaged("its index has values of a wrong type") from None
+        try:
+            return {place: _array(leaf, parts.get(place, [])) for place, leaf in leaves.items()}
+        except (TypeError, ValueError) as error:
+            raise Damaged(f"its parts are not those of the step ({error!s:.100})") from None
+
+    def _index(self, process: str) -> dict[str, Any]:
+        try:
+            found = read_json(self._path / f"{process}.json", MOST_BYTES)
+            body = {"here": found["here"], "parts": found["parts"]}
+            if found["sha256"] != sha256(body) or not isinstance(found["manifest"], dict):
+                raise ValueError("it does not have its checksum")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Damaged(f"its index cannot be read ({error!s:.100})") from None
+        return found
+
+
+_PART = [field.name for field in dataclasses.fields(_Part)]
+
+
+def _array(leaf: storage.Leaf, parts: Sequence[tuple[_Part, memoryview]]) -> jax.Array:
+    """Make an array of the parts that this host has."""
+    like = leaf.on_disk
+    found: dict[Bounds, np.ndarray] = {}
+
+    def piece(index: Any) -> np.ndarray:
+        bounds = _bounds(index, like.shape)
+        if bounds not in found:
+            found[bounds] = _filled(leaf, bounds, parts)
+        return found[bounds]
+
+    return jax.make_array_from_callback(like.shape, like.sharding, piece)
+
+
+def _filled(
+    leaf: storage.Leaf, bounds: Bounds, parts: Sequence[tuple[_Part, memoryview]]
+) -> np.ndarray:
+    """Return the elements of an array within bounds, out of the parts that hold some of them."""
+    dtype = np.dtype(leaf.on_disk.dtype)
+    made = np.empty([end - start for start, end in bounds], dtype)
+    missing = made.size
+    for part, content in parts:
+        both = [
+            (max(start, first), min(end, last))
+            for (start, end), (first, last) in zip(bounds, part.bounds, strict=True)
+        ]
+        if any(start >= end for start, end in both):
+            continue
+        shape = [last - first for first, last in part.bounds]
+        of_part = content[part.offset : part.offset + math.prod(shape) * dtype.itemsize]
+        if part.dtype != str(dtype) or zlib.crc32(of_part) != part.crc:
+            raise Damaged(f"{leaf.path} has not the values that were written")
+        values = np.frombuffer(of_part, np.uint8).view(dtype).reshape(shape)
+        made[_within(both, bounds)] = values[_within(both, part.bounds)]
+        missing -= math.prod(b - a for a, b in both)
+    if missing:
+        raise Damaged(f"this host has not all of {leaf.path}")
+    return made
+
+
+def _within(bounds: Sequence[Sequence[int]], outer: Sequence[Sequence[int]]) -> tuple[slice, ...]:
+    """Return where bounds lie in an array that has these outer bounds."""
+    pairs = zip(bounds, outer, strict=True)
+    return tuple(slice(start - first, end - first) for (start, end), (first, _) in pairs)
+
+
+def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> Bounds:
+    ranges = (along.indices(length) for along, length in zip(index, shape, strict=True))
+    return tuple((start, end) for start, end, _ in ranges)
+
+
+@functools.lru_cache(maxsize=4096)
+def _owned(sharding: Sharding, shape: tuple[int, ...], here: tuple[int, ...]) -> dict[Any, Bounds]:
+    """Return which elements each device of this process writes: each once on a host."""
+    first: dict[Bounds, Any] = {}
+    placed: dict[Any, Any] = {**sharding.devices_indices_map(shape)}
+    for device, index in placed.items():
+        if device.process_index in here:
+            first.setdefault(_bounds(index, shape), device)
+    own = jax.process_index()
+    return {device: bounds for bounds, device in first.items() if device.process_index == own}
+
+
+def _own_pieces(x: jax.Array, here: tuple[int, ...]) -> Iterator[tuple[Bounds, jax.Array]]:
+    owned = _owned(x.sharding, x.shape, here)
+    if owned:
+        for shard in x.addressable_shards:
+            if shard.device in owned:
+                yield owned[shard.device], shard.data
+
+
+def _kept(piece: jax.Array) -> Any:
+    """Return a copy of an array on one device, which stays when the array is donated."""
+    # A view of a CPU device's memory: JAX does not reuse that as long as there is one.
+    is_on_cpu = all(device.platform == "cpu" for device in piece.devices())
+    return np.asarray(piece) if is_on_cpu else jnp.copy(piece)
+
+
+def _taken(pieces: list[Any]) -> Iterator[Any]:
+    """Yield the elements of a list, which no longer has them."""
+    pieces.reverse()
+    while pieces:
+        yield pieces.pop()
+
+
+def _mapped(file: Path) -> memoryview:
+    try:
+        with open(file, "rb") as opened:
+            if not os.fstat(opened.fileno()).st_size:
+                return memoryview(b"")
+            return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError) as error:
+        raise Damaged(f"its parts cannot be read ({in_words(error)})") from None
+
+
+def _private(folder: Any) -> Path:
+    """Return a folder that belongs to this user alone; create it if it is not there."""
+    try:
+        path = Path(os.fspath(folder)).expanduser().absolute()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentTypeError(
+            f"memory must be the path of a folder; got {_check.described(folder)} ({error}). Pass "
+            f"one in memory, such as '/dev/shm/my-run'."
+        ) from None
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be used for snapshots: {in_words(error)}. Choose a folder in memory "
+            f"that this user may write to."
+        ) from None
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not own or found.st_mode & 0o077:
+        raise ArgumentError(
+            f"{path} is not a folder of this user alone, and a snapshot holds the model: choose "
+            f"another folder, or write chmod 700 {path}."
+        )
+    return path
