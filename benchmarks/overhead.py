@@ -1,6 +1,7 @@
 """Benchmark of call overhead: a step against a bare ``jax.jit`` of the same arrays."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -13,7 +14,6 @@ from benchmarks.options import BenchOptions
 from benchmarks.problem import Problem, adamw
 from benchmarks.progress import Screen
 from benchmarks.result import Result
-from crossshard._annotations import PyTree
 
 CALLED, BARE = "step(state, batch)", "a bare jax.jit of its arrays"
 
@@ -50,7 +50,7 @@ def _candidates(problem: Problem, shards: int) -> list[JaxCandidate]:
     state = step.init(problem.model)
     leaves, tree = jax.tree.flatten(state)
 
-    def of_leaves(leaves: list[jax.Array], batch: PyTree) -> tuple[list[jax.Array], PyTree]:
+    def of_leaves(leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], Any]:
         after, metrics = step(tree.unflatten(leaves), batch)
         return jax.tree.leaves(after), metrics
 

@@ -23,7 +23,7 @@ PUBLIC = {
     """,
     "crossshard.checkpoints": "Checkpoints",
     "crossshard.distributed": """
-        PROCESS_LOST PROCESS_STALLED Job check_same_program entering initialize
+        PROCESS_LOST PROCESS_STALLED Job check_same_program entering initialize keep_programs
     """,
     "crossshard.errors": """
         ArgumentError ArgumentTypeError AxisError CheckpointDamagedError CheckpointError

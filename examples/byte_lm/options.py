@@ -151,6 +151,12 @@ class TrainOptions:
     save_every: int | None = None
     """Save a checkpoint in the --out folder every so many steps, and where the run ends."""
 
+    memory: Path | None = None
+    """With --out, also keep the state in this folder in memory, such as /dev/shm/my-run."""
+
+    memory_every: int = 10
+    """How many steps there are from one state in --memory to the next."""
+
     profile: bool = False
     """Write a trace of three steps to the --out folder, for Perfetto or XProf."""
 
@@ -160,11 +166,11 @@ class TrainOptions:
     def check(self) -> None:
         """Raise an ``ArgumentError`` for an impossible number."""
         numbers = "shards", "accumulate_steps", "virtual_shards", "steps", "batch", "context"
-        for name in (*numbers, "save_every", "workers"):
+        for name in (*numbers, "save_every", "memory_every", "workers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ArgumentError(f"{_flag(name)} must be at least 1; got {value}.")
-        for name in ("save_every", "resume"):
+        for name in ("save_every", "resume", "memory"):
             if getattr(self, name) and self.out is None:
                 raise ArgumentError(f"{_flag(name)} needs the folder of the run. Pass --out too.")
         if self.profile and self.steps < PROFILED:

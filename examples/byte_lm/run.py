@@ -38,7 +38,7 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
     taken = saving.resume()
     record.keep(taken)
     if taken:
-        screen.tell(f"going on after step {taken}")
+        screen.say(f"{saving.source} is restored: the run goes on after step {taken}.")
     sent: Sent | None = None
     early: Values = {}
     fault = ""

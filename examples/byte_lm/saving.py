@@ -38,16 +38,24 @@ class Saving:
             "weight": options.weight,
         }
         self._checkpoints: crossshard.Checkpoints | None = None
-        if options.out is not None and (options.save_every or options.resume):
+        self._memory, self._memory_every = options.memory, options.memory_every
+        if options.out is not None and (options.save_every or options.resume or options.memory):
             self._folder = options.out / FOLDER
             keep = _kept(options.check_divergence, options.save_every)
-            self._checkpoints = crossshard.Checkpoints(self._folder, training.step, keep)
+            self._checkpoints = crossshard.Checkpoints(
+                self._folder, training.step, keep, memory=options.memory, memory_every=1
+            )
 
     def close(self) -> None:
         """Wait until the last checkpoint is written."""
         if self._checkpoints is not None:
             with self._stopping.writing(FOLDER):
                 self._checkpoints.close()
+
+    @property
+    def source(self) -> str:
+        """What the run goes on from, such as ``"Checkpoint 3 in /my/run"``."""
+        return "" if self._checkpoints is None else self._checkpoints.restored_from
 
     def resume(self) -> int:
         """Go on from the latest checkpoint; the number of steps that were taken before it.
@@ -78,13 +86,17 @@ class Saving:
         Not if its parameters are not finite, or differ between shards.
         """
         checkpoints, state = self._checkpoints, self._training.state
-        if checkpoints is None or not self._every or steps == self._latest:
+        if checkpoints is None or steps == self._latest:
             return
-        if not (last or steps % self._every == 0):
+        saves = self._every and (last or steps % self._every == 0)
+        keeps = self._memory is not None and steps % self._memory_every == 0
+        if not (saves or keeps):
             return
         if self._training.differs is None and self._training.is_finite:
             data: Any = {"steps": steps, "batches": self._drawn}
             with self._stopping.writing(FOLDER):
+                if not saves:
+                    return checkpoints.snapshot(state, data)
                 checkpoints.save(state, data)
                 self._latest = steps
 
@@ -109,6 +121,8 @@ class Saving:
 
     def _put_aside(self, good: int) -> str:
         """Rename the checkpoints of later steps than this one, since --resume takes the latest."""
+        if self._memory is not None:
+            shutil.rmtree(self._memory, ignore_errors=True)
         found = {int(path.name): path for path in self._folder.iterdir() if path.name.isdigit()}
         doubtful = sorted(number for number in found if number > good)
         for number in doubtful if self._is_first else []:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src import cache_key as _cache_key
 from jax._src import clusters as _clusters
 from jax._src import core as _core
 from jax._src import custom_partitioning as _custom_partitioning
@@ -95,6 +96,20 @@ def without_unread(jaxpr: Any, number: int | None = None) -> Any:
     outputs = [number is None or place < number for place in range(len(jaxpr.jaxpr.outvars))]
     found, _ = _partial_eval.dce_jaxpr(jaxpr.jaxpr, outputs, instantiate=True)
     return _ClosedJaxpr(found, jaxpr.consts)
+
+
+def share_programs_between_cpus() -> None:
+    """Let each process of this machine take what process 0 has compiled for the CPUs of all.
+
+    JAX's compilation cache, to which only process 0 writes, tells processes of CPUs apart.
+    """
+    hash_devices, hash_accelerators = _cache_key._hash_devices, _cache_key._hash_accelerator_config
+
+    def of_kinds(hash_object: Any, devices: Any) -> None:
+        on_cpu = all(device.platform == "cpu" for device in devices.flat)
+        (hash_devices if on_cpu else hash_accelerators)(hash_object, devices)
+
+    setattr(_cache_key, "_hash_accelerator_config", of_kinds)  # noqa: B010
 
 
 def with_trees(lowered: Any, convert: Callable[[Any], Any]) -> Any:

@@ -15,6 +15,7 @@ from crossshard.checkpoints.memory import Snapshots
 from crossshard.checkpoints.preemption import Preemption
 from crossshard.checkpoints.reading import Found, OnDisk, read_state
 from crossshard.checkpoints.saving import Saving, notes_of
+from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -55,6 +56,7 @@ class Checkpoints:
     Raises:
       ArgumentError, ArgumentTypeError: not a folder, not a step, or not a number of at least 1.
       CheckpointError: the folder cannot be created.
+      DistributedError: the folder in memory cannot be created.
 
     >>> import jax.numpy as jnp, optax, tempfile
     >>> from crossshard import make_train_step
@@ -380,6 +382,7 @@ class Checkpoints:
             if found is None:
                 return None
             self.restored_from = found.source.name
+            PROGRESS.restored(int(found.state.step), self.restored_from)
             if found.notes:
                 warnings.warn(
                     f"{found.source.name} is of a step that differs: {'; '.join(found.notes)}.",

@@ -12,7 +12,6 @@ import mmap
 import os
 import re
 import shutil
-import stat
 import threading
 import warnings
 import zlib
@@ -38,8 +37,8 @@ from crossshard.checkpoints.manifest import (
     groups_of,
 )
 from crossshard.distributed.agreement import exchange, processes_of
-from crossshard.distributed.identity import machine
-from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointWarning
+from crossshard.distributed.identity import machine, private_folder
+from crossshard.errors import CheckpointWarning
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 
@@ -72,11 +71,11 @@ class Snapshots:
 
     Raises:
       ArgumentError, ArgumentTypeError: not a folder, or one that others may write to or read.
-      CheckpointError: it cannot be created.
+      DistributedError: it cannot be created.
     """
 
     def __init__(self, folder: Any, run: str, mesh: Mesh):
-        self.path = _private(folder)
+        self.path = private_folder("memory", folder, "'/dev/shm/my-run'")
         self._run, self._mesh = run, mesh
         told = exchange("Checkpoints", json.dumps([machine(), os.urandom(8).hex()]), mesh)
         found = [json.loads(each) for each in told]
@@ -413,29 +412,3 @@ def _mapped(file: Path) -> memoryview:
             return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError) as error:
         raise Damaged(f"its parts cannot be read ({in_words(error)})") from None
-
-
-def _private(folder: Any) -> Path:
-    """Return a folder that belongs to this user alone; create it if it is not there."""
-    try:
-        path = Path(os.fspath(folder)).expanduser().absolute()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentTypeError(
-            f"memory must be the path of a folder; got {_check.described(folder)} ({error}). Pass "
-            f"one in memory, such as '/dev/shm/my-run'."
-        ) from None
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be used for snapshots: {in_words(error)}. Choose a folder in memory "
-            f"that this user may write to."
-        ) from None
-    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if not own or found.st_mode & 0o077:
-        raise ArgumentError(
-            f"{path} is not a folder of this user alone, and a snapshot holds the model: choose "
-            f"another folder, or write chmod 700 {path}."
-        )
-    return path

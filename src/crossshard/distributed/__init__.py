@@ -3,6 +3,7 @@
 from crossshard.distributed.agreement import check_same_program
 from crossshard.distributed.job import Job, initialize
 from crossshard.distributed.judge import PROCESS_LOST, PROCESS_STALLED
+from crossshard.distributed.programs import keep_programs
 from crossshard.distributed.watch import entering
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "check_same_program",
     "entering",
     "initialize",
+    "keep_programs",
 ]

@@ -1,12 +1,16 @@
-"""Identity: names this machine and its processes, and tells which of these have ended."""
+"""Identity: names this machine and its processes, and tells what has ended, and what is private."""
 
 import contextlib
 import os
 import re
 import socket
+import stat
 from pathlib import Path
+from typing import Any
 
+from crossshard import _check
 from crossshard._hash import sha256
+from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
 
 _PROC = Path("/proc")
 
@@ -53,3 +57,38 @@ def _state_and_beginning(pid: int) -> tuple[str, int]:
     except OSError as error:
         return "X" if isinstance(error, ProcessLookupError) else "", 0
     return "", 0
+
+
+def private_folder(name: str, folder: Any, example: str) -> Path:
+    """Return a folder that is this user's alone; create it if it does not exist.
+
+    Args:
+      name: the name of the argument.
+      folder: what the user passed.
+      example: what he could pass, as Python.
+
+    Raises:
+      ArgumentError, ArgumentTypeError: it is no folder, or others may read or write it.
+      DistributedError: it cannot be created.
+    """
+    try:
+        path = Path(os.fspath(folder)).expanduser().absolute()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentTypeError(
+            f"{name} must be the path of a folder; got {_check.described(folder)} ({error}). Pass "
+            f"one such as {example}."
+        ) from None
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except (OSError, ValueError) as error:
+        raise DistributedError(
+            f"The folder {path} cannot be used: {error}. Choose one that this user may write to."
+        ) from None
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not own or found.st_mode & 0o077:
+        raise ArgumentError(
+            f"{path} is not a folder of this user alone: choose another one, or write chmod 700 "
+            f"{path}."
+        )
+    return path

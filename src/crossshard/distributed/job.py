@@ -158,6 +158,7 @@ def _connect(job: Job, address: str, bind: str | None, timeout: float) -> None:
         check_unused(*split_address(listens))
     of_launcher = environ.get(NUMBER) == str(job.num_processes)
     if of_launcher:
+        _jax.share_programs_between_cpus()
         tell_launcher(job.process_id, CONNECTS)
     try:
         _jax.start_coordination(

@@ -1,6 +1,7 @@
 """Launcher: starts the processes of a job on this machine, and ends them together."""
 
 import contextlib
+import dataclasses
 import inspect
 import math
 import os
@@ -18,7 +19,15 @@ from typing import IO
 
 from crossshard.distributed.job import ADDRESS, DEVICES, LOOPBACK, NUMBER, OWN, check_unused
 from crossshard.distributed.judge import PROCESS_LOST, PROCESS_STALLED, Kind, Verdict, left_before
-from crossshard.distributed.watch import CONNECTS, VERDICTS, told_launcher
+from crossshard.distributed.programs import variables_for
+from crossshard.distributed.watch import (
+    CONNECTS,
+    RESTORED,
+    RUNS,
+    STANDS,
+    VERDICTS,
+    told_launcher,
+)
 from crossshard.errors import ArgumentError
 
 # How long a process may take to end after a signal, to save a checkpoint; as under Slurm.
@@ -76,40 +85,74 @@ def launch(
     """
     # For each process which GPU it has.
     slots = list(range(number))
-    for left in range(restarts, -1, -1):
-        if port is not None:
-            check_unused(LOOPBACK, port)
-        given = {ADDRESS: f"{LOOPBACK}:{port or free_port(LOOPBACK)}", NUMBER: str(len(slots))}
-        given["PYTHONUNBUFFERED"] = "1"
-        if cpu_devices is not None:
-            given |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cpu_devices)}
-            # Enough threads that collectives of virtual devices never deadlock.
-            given["NPROC"] = str(4 * cpu_devices)
-            given["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", TUNABLES)
-        with _Run(stdout, stderr, grace) as run:
-            for own, slot in enumerate(slots):
-                if run.asked is not None:
-                    break
-                # One GPU each, as under Slurm and Open MPI.
-                of_slot = {DEVICES: str(slot)} if cpu_devices is None else {}
-                environment = {**os.environ, **given, OWN: str(own), **of_slot}
-                run.start(command, environment, f"[{own:>{len(str(len(slots) - 1))}}] ")
-            code, failed = run.wait(len(slots))
-        if code == 0 or run.received or left == 0:
-            break
-        if failed is not None and min_processes is not None and len(slots) > min_processes:
-            del slots[failed]
-        many = f"{len(slots)} process{'es' * (len(slots) > 1)}"
-        times = f"{left - 1} more restart{'s' * (left != 2)}"
-        stderr.write(f"crossshard: started again with {many}; {times} left.\n".encode())
-        stderr.flush()
+    failure: _Failure | None = None
+    with tempfile.TemporaryDirectory(prefix="crossshard-", ignore_cleanup_errors=True) as programs:
+        for left in range(restarts, -1, -1):
+            if port is not None:
+                check_unused(LOOPBACK, port)
+            given = {ADDRESS: f"{LOOPBACK}:{port or free_port(LOOPBACK)}", NUMBER: str(len(slots))}
+            given["PYTHONUNBUFFERED"] = "1"
+            # What one run has compiled, the next one takes.
+            given |= variables_for(programs) if restarts else {}
+            if cpu_devices is not None:
+                given |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cpu_devices)}
+                # Enough threads that collectives of virtual devices never deadlock.
+                given["NPROC"] = str(4 * cpu_devices)
+                given["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", TUNABLES)
+            with _Run(stdout, stderr, grace, failure) as run:
+                for own, slot in enumerate(slots):
+                    if run.asked is not None:
+                        break
+                    # One GPU each, as under Slurm and Open MPI.
+                    of_slot = {DEVICES: str(slot)} if cpu_devices is None else {}
+                    environment = {**os.environ, **given, OWN: str(own), **of_slot}
+                    run.start(command, environment, f"[{own:>{len(str(len(slots) - 1))}}] ")
+                code, failed = run.wait(len(slots))
+            if code == 0 or run.received or left == 0:
+                break
+            failure = run.failure or failure
+            if failed is not None and min_processes is not None and len(slots) > min_processes:
+                del slots[failed]
+            many = f"{len(slots)} process{'es' * (len(slots) > 1)}"
+            times = f"{left - 1} more restart{'s' * (left != 2)}"
+            stderr.write(f"crossshard: started again with {many}; {times} left.\n".encode())
+            stderr.flush()
     return code
+
+
+@dataclasses.dataclass
+class _Failure:
+    """How a run ended: in words, when, and after how many steps, if that is known."""
+
+    sentence: str
+    since: float
+    steps: int | None = None
+
+    def told(self, restored: str | None) -> str:
+        """Return the line that says what it has cost, once the next run has taken a step.
+
+        ``restored`` is what that has restored, and the number of steps before it; ``None`` if
+        nothing.
+        """
+        steps, _, source = (restored or "0 the beginning").partition(" ")
+        seconds = time.monotonic() - self.since
+        line = f"{self.sentence}; trains again after {seconds:.1f} seconds, from {source}"
+        if self.steps is None or not steps.isdecimal() or self.steps < int(steps):
+            return line
+        lost = self.steps - int(steps)
+        return f"{line}: {lost} step{'s' * (lost != 1)} of {self.steps} were lost"
 
 
 class _Run:
     """The processes of a run, which get the launcher's signals and end together."""
 
-    def __init__(self, stdout: IO[bytes], stderr: IO[bytes], grace: float) -> None:
+    def __init__(
+        self, stdout: IO[bytes], stderr: IO[bytes], grace: float, before: _Failure | None
+    ) -> None:
+        # How it ends, and how the run before it has ended, until that has been told.
+        self.failure: _Failure | None = None
+        self._before_it = before
+        self._looked = 0.0
         self.received: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
@@ -164,6 +207,10 @@ class _Run:
             process.wait()
         self._guard.kill()
         self._guard.communicate()
+        if self.failure is not None:
+            told = [what.split() for _, what in told_launcher(self._verdicts)]
+            steps = [int(words[1]) for words in told if words[0] == STANDS and len(words) == 2]
+            self.failure.steps = max(steps, default=None)
         Path(self._verdicts).unlink(missing_ok=True)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -222,6 +269,7 @@ class _Run:
         left = dict(enumerate(self._processes))
         while left and time.monotonic() < self._until:
             self._pass_on()
+            self._tell_failure()
             for own, process in list(left.items()):
                 if process.poll() is not None:
                     del left[own]
@@ -268,11 +316,24 @@ class _Run:
         return self._ended(code if code > 0 else 128 - code, own, f"process {own} ended {how}")
 
     def _ended(self, code: int, failed: int | None, sentence: str) -> tuple[int, int | None]:
+        # The first sentence of a verdict says enough.
+        sentence = sentence.partition(". ")[0].rstrip(".")
+        self.failure = _Failure(sentence, time.monotonic())
         # After Ctrl-C everybody knows why.
         if len(self._processes) > 1 and not self.received:
-            # The first sentence of a verdict says enough.
-            self._say(f"{sentence.partition('. ')[0].rstrip('.')}; the others are ended")
+            self._say(f"{sentence}; the others are ended")
         return code, failed
+
+    def _tell_failure(self) -> None:
+        """Say what the end of the run before this one has cost, once process 0 trains again."""
+        if self._before_it is None or time.monotonic() < self._looked + 0.2:
+            return
+        self._looked = time.monotonic()
+        told = [what for who, what in told_launcher(self._verdicts) if who == "0"]
+        if RUNS in told:
+            restored = [what.removeprefix(f"{RESTORED} ") for what in told if RESTORED in what]
+            self._say(self._before_it.told(restored[-1] if restored else None))
+            self._before_it = None
 
     def _say(self, what: str) -> None:
         self._lines.put((self._stderr, f"crossshard: {what}.\n".encode()))

@@ -54,6 +54,8 @@ _FOLDER = "crossshard/watch"
 VERDICTS = "CROSSSHARD_VERDICTS"
 # What they write there before they wait for each other to connect.
 CONNECTS = "connects"
+# And how far they are: at which step they leave, from what they go on, and that they do.
+STANDS, RESTORED, RUNS = "stands", "restored", "runs"
 # Never released: the first thread that leaves ends the process, and has the last word.
 _LEAVING = threading.Lock()
 _NOT_THE_USERS = tuple(
@@ -77,6 +79,11 @@ class Progress:
         self.inside = 0
         # Whether a job of one process is watched, so that its steps are entered, too.
         self.is_alone = False
+        # Which process this is.
+        self.process = 0
+        # How many steps the run had taken before those that this process has entered, and whether
+        # the launcher waits for the first of these.
+        self.before, self.is_awaited = 0, True
         # For how many seconds others may wait in a call; ``None`` if nobody watches them.
         self.seconds: Callable[[str], float] | None = None
 
@@ -90,6 +97,16 @@ class Progress:
             rows = f"{rows[:_LONGEST]}...{crc32(rows)}"
         if rows != self.now.rows:
             self.note(rows=rows, rows_since=self.now.calls)
+
+    @property
+    def steps(self) -> int:
+        """How many steps the run has taken, as far as this process knows."""
+        return self.before + self.of_name["step"] - (self.inside > 0)
+
+    def restored(self, steps: int, source: str) -> None:
+        """Note that the run goes on after so many steps, from what ``source`` names."""
+        self.before, self.is_awaited = steps - self.of_name["step"], True
+        tell_launcher(self.process, f"{RESTORED} {steps} {source}")
 
 
 PROGRESS = Progress()
@@ -137,6 +154,9 @@ def _inside(name: str, *, stays: bool) -> Iterator[None]:
     PROGRESS.inside += 1
     try:
         yield
+        if PROGRESS.is_awaited and name == "step":
+            PROGRESS.is_awaited = False
+            tell_launcher(PROGRESS.process, RUNS)
     except BaseException:
         stays = False
         raise
@@ -220,7 +240,7 @@ class Watch:
 
     def start(self) -> None:
         """Begin to watch, in two threads."""
-        PROGRESS.seconds = self._timeouts.of
+        PROGRESS.seconds, PROGRESS.process = self._timeouts.of, self._process
         _jax.kv_set(f"{_FOLDER}/{self._machine}/{self._process}", identity.own_identity())
         # JAX's runtime aborts a process whose coordinator is gone; this says why before it does.
         _kept.append(_Handler(self._speak_before_abort))
@@ -351,6 +371,7 @@ class Watch:
         # Python has printed an exception that nobody caught.
         failed: Any = getattr(sys, "last_type", None)
         if not was_over:
+            tell_launcher(self._process, f"{STANDS} {PROGRESS.steps}")
             error = "" if failed is None else failed.__name__[:60]
             PROGRESS.note(state=State.LEFT if failed is None else State.FAILED, error=error)
         # If it is over, another thread may be about to say why this process leaves.
@@ -390,6 +411,7 @@ def _leave(process: int, verdict: Verdict, stood: str | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     with contextlib.suppress(OSError):
         os.write(error, f"{line}\n".encode())
+    tell_launcher(process, f"{STANDS} {PROGRESS.steps}")
     # Exit codes alone would not tell which process left because of which.
     tell_launcher(process, str(verdict))
     os._exit(verdict.code)
