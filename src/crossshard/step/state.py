@@ -250,10 +250,7 @@ class States:
         """Return what ``how`` makes of a state, which stays valid, with these shardings."""
         leaves, tree = jax.tree.flatten(state)
         shardings = jax.tree.leaves(to)
-        kinds = tuple(
-            (jnp.shape(x), jnp.result_type(x), not isinstance(x, jax.core.Tracer) and x.sharding)
-            for x in leaves
-        )
+        kinds = tuple((jnp.shape(x), jnp.result_type(x), _sharding_of(x)) for x in leaves)
         # Or a loop that saves would compile it each time. Layouts live as long as this.
         key = how, tree, kinds
         if key not in self._moves:
@@ -334,7 +331,7 @@ class _Move:
         found = [place_of.get(var) if isinstance(var, Var) else None for var in jaxpr.jaxpr.outvars]
         # For each output the input that it is, with the same sharding.
         self._same = [
-            place if place is not None and _lies(leaves[place], sharding) else None
+            place if place is not None and _lies_so(leaves[place], sharding) else None
             for place, sharding in zip(found, shardings, strict=True)
         ]
         changed = [place is None for place in self._same]
@@ -350,9 +347,15 @@ class _Move:
         return state
 
 
-def _lies(x: Any, sharding: Sharding) -> bool:
-    """Return whether an array lies as a sharding says."""
-    return not isinstance(x, jax.core.Tracer) and x.sharding.is_equivalent_to(sharding, x.ndim)
+def _sharding_of(x: Any) -> Any:
+    """Return the sharding of an array; ``None`` of one that is traced or on the host."""
+    is_traced = isinstance(x, jax.core.Tracer)
+    return x.sharding if isinstance(x, jax.Array) and not is_traced else None
+
+
+def _lies_so(x: Any, sharding: Sharding) -> bool:
+    own = _sharding_of(x)
+    return own is not None and own.is_equivalent_to(sharding, x.ndim)
 
 
 def check_key(rng: Any) -> tuple[Any, jax.Array]:
