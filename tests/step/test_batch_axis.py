@@ -201,6 +201,17 @@ def test_noise_of_a_row_goes_with_it():
     assert np.abs(step.model(state) - models[0]).max() > 1e-3
 
 
+def test_no_two_rows_have_the_same_noise():
+    drawn = lambda w, x, keys: ((w * x).mean(), jax.vmap(jax.random.normal)(keys))
+    found = []
+    for number in (1, 4):
+        step = sgd_step(drawn, 0.1, number, rng_per="row", has_aux=True)
+        _, metrics = step(step.init(np.float32(1), 3), np.ones(8, np.float32))
+        found.append(np.ravel(metrics["aux"]))
+    assert len({*found[0].tolist()}) == 8
+    np.testing.assert_array_equal(*found)
+
+
 def test_state_that_a_loss_returns():
     loss = lambda w, mean, x: ((x @ w).mean(), 0.5 * (mean + x.mean()))
     step = sgd_step(loss, 0.1, 4, batch_axis=1, model_state="mean")
