@@ -18,6 +18,7 @@ import optax
 import pytest
 
 from crossshard import Checkpoints, CrossShardOptimizer, make_train_step
+from crossshard.checkpoints import memory
 from crossshard.errors import ArgumentError, CheckpointMismatchError, CheckpointWarning
 from tests.checkpoints.common import (
     PARAMS,
@@ -131,6 +132,19 @@ def test_arrays_of_all_kinds(folders: dict[str, Any]):
     found, data = opened(folders, step).restore_latest(step.abstract_init(params))
     assert data is None
     check_same_bits(arrays(step, found), arrays(step, state))
+
+
+@pytest.mark.parametrize("update", ["replicated", "parts"])
+def test_devices_that_are_no_cpus_copy_it_first(
+    folders: dict[str, Any], update: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(memory, "_is_on_cpu", lambda x: False)
+    step = step_on(4, update)
+    with jax.set_mesh(step.mesh):
+        state = train(opened(folders, step, memory_every=1), step, step.init(PARAMS), range(3))
+    found, data, _ = restored(folders, step)
+    check_same_bits(arrays(step, found), arrays(step, state))
+    assert data == {"at": 3}
 
 
 # Faults.

@@ -128,6 +128,8 @@ class Snapshots:
         leaves = self._leaves[1]
         with _mesh.in_place_of_the_users_mesh(layout.mesh):
             arrays = list(map(storage.to_disk, leaves, jax.tree.leaves(state)))
+        # JAX refuses an array on one device while a mesh of several is set.
+        with _mesh.without_mesh():
             pieces = [
                 (place, bounds, _kept(piece))
                 for place, x in enumerate(arrays)
@@ -393,8 +395,11 @@ def _own_pieces(x: jax.Array, here: tuple[int, ...]) -> Iterator[tuple[Bounds, j
 def _kept(piece: jax.Array) -> Any:
     """Return a copy of an array on one device, which stays when the array is donated."""
     # A view of a CPU device's memory: JAX does not reuse that as long as there is one.
-    is_on_cpu = all(device.platform == "cpu" for device in piece.devices())
-    return np.asarray(piece) if is_on_cpu else jnp.copy(piece)
+    return np.asarray(piece) if _is_on_cpu(piece) else jnp.copy(piece)
+
+
+def _is_on_cpu(x: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in x.devices())
 
 
 def _taken(pieces: list[Any]) -> Iterator[Any]:

@@ -49,6 +49,35 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, number: sign
     assert saved_hashes(out, steps) == saved_hashes(whole, steps)
 
 
+@pytest.mark.deep
+def test_a_killed_run_goes_on_from_the_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    memory = tmp_path / "memory"
+    words = [
+        "--shards",
+        "2",
+        "--save-every",
+        "1000",
+        "--memory",
+        str(memory),
+        "--memory-every",
+        "3",
+    ]
+    process = start(tmp_path, "--steps", "1000000", *words)
+    wait_for_steps(process, tmp_path / "out", 10)
+    process.kill()
+    process.communicate(timeout=PATIENCE)
+    kept = max(int(path.parent.name[:8]) for path in memory.glob("*/*.json"))
+    steps = kept + 2
+    assert run(tmp_path, "out", "--steps", steps, *words, "--resume") == 0
+    assert f"Snapshot {kept} in {memory} is restored" in " ".join(capsys.readouterr().out.split())
+    assert run(tmp_path, "whole", "--steps", steps, *words[:4]) == 0
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    assert values(out) == values(whole)
+    assert saved_hashes(out, steps) == saved_hashes(whole, steps)
+    # What the last checkpoint has as well does not stay.
+    assert list(memory.iterdir()) == []
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the run ``out`` was saved, for those that may not go on with it."""
