@@ -68,6 +68,10 @@ def test_sharded_parameters_travel_beside_the_sums(monkeypatch: pytest.MonkeyPat
         limit: 3,
     }
     assert limit not in compiler_options("gpu", 8, params_sharded=True)
+    # Few bits are two collectives each, and within a host, too, they wait for none.
+    for number in (8, 32):
+        assert compiler_options("gpu", number, params_sharded=True, few_bits=True)[limit] == 4
+    assert limit not in compiler_options("gpu", 8, few_bits=True)
     monkeypatch.setenv("XLA_FLAGS", f"--{limit}=1")
     assert limit not in compiler_options("gpu", 32, params_sharded=True)
 

@@ -15,6 +15,7 @@ from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.jaxprs.walk import CHECKPOINTS, equations_of, equations_within
 from crossshard.model.state import FlatState, TrainState
+from crossshard.pipeline.stages.aggregate import FewBits
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.batches import BatchPlacer, Donation
@@ -48,6 +49,7 @@ class Program:
             reduce_together,
             params_sharded=config.params_sharded,
             beside=any(stage.sends_beside for stage in config.pipeline.stages),
+            few_bits=isinstance(config.pipeline.aggregator, FewBits),
         )
         self._automatic = _mesh.under_automatic_axes(self._run, mesh, self._specs)
         self._compiled: Any = self._jit(self._automatic)
@@ -211,7 +213,12 @@ _OF_O1 = re.compile(r"^xla_gpu_enable_(pipelined|while_loop|latency_hiding|analy
 
 
 def compiler_options(
-    platform: str, shards: int, *, params_sharded: bool = False, beside: bool = False
+    platform: str,
+    shards: int,
+    *,
+    params_sharded: bool = False,
+    beside: bool = False,
+    few_bits: bool = False,
 ) -> dict[str, bool | int]:
     """Return the compiler options of a step, without those that the user has set in XLA_FLAGS.
 
@@ -226,6 +233,7 @@ def compiler_options(
       shards: the number of shards that reduce together.
       params_sharded: whether parameters are gathered, too.
       beside: whether a stage communicates at the same time.
+      few_bits: whether gradients are sent in few bits.
 
     >>> compiler_options("cpu", 8)
     {}
@@ -238,8 +246,10 @@ def compiler_options(
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": _COMBINED // shards,
     }
-    if params_sharded and shards > _OF_A_HOST:
-        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 3
+    # A gradient in few bits is two collectives, of the numbers and of their scales.
+    if params_sharded and (shards > _OF_A_HOST or few_bits):
+        limit = 4 if few_bits else 3
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = limit
     if beside:
         # Otherwise its collectives and those of the gradients would wait for each other.
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 2
