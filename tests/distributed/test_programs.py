@@ -1,117 +1,339 @@
-"""What one start has compiled, the next one takes: for train, evaluate, save, snapshot, restore."""
+"""Processes that would run different steps: all are told before the first sum, and which is odd."""
 
+import functools
 import json
 import re
-import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple, cast
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from jax.experimental import io_callback
+from jax.experimental.custom_partitioning import custom_partitioning
 
-from crossshard.distributed import keep_programs
-from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
-from tests.checkpoints.common import line_of, program
-from tests.distributed.jobs import PATIENCE, launch
-
-# Each start goes on from the one before, and prints how many programs it asked for, how many it
-# found, and what JAX has written to the folder.
-RUN = """
-import collections, json, os, sys
 import crossshard
-from pathlib import Path
-folder, launched = Path(sys.argv[1]), len(sys.argv) > 2
-if launched:
+from crossshard import CrossShardOptimizer, _jax
+from tests.distributed.jobs import PATIENCE, launch
+from tests.quick import deep
+
+PROCESSES = 3
+W = {"b": np.ones(40, np.float32), "w": np.ones((64, 40), np.float32)}
+X = np.ones((3, 64), np.float32)
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    return (jnp.tanh(batch["x"] @ params["w"] + params["b"]) ** 2).mean()
+
+
+def other_constant(params: Any, batch: Any) -> jax.Array:
+    return 1.001 * loss_fn(params, batch)
+
+
+def other_order(params: Any, batch: Any) -> jax.Array:
+    return (jnp.tanh(params["b"] + batch["x"] @ params["w"]) ** 2).mean()
+
+
+def in_bfloat16(params: Any, batch: Any) -> jax.Array:
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    return loss_fn(low, batch).astype(jnp.float32)
+
+
+def of_a_part(params: Any, batch: Any) -> jax.Array:
+    return loss_fn({**params, "b": jax.lax.stop_gradient(params["b"])}, batch)
+
+
+def with_noise(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
+    return loss_fn(params, batch) * jax.random.uniform(rng)
+
+
+def with_collectives(*names: str) -> Any:
+    """A loss with a sum or a maximum of something over the shards, in this order."""
+    collectives = {"sum": jax.lax.psum, "max": jax.lax.pmax}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        own = jax.lax.stop_gradient(params["b"].sum())
+        return loss_fn(params, batch) + sum(0 * collectives[name](own, "shards") for name in names)
+
+    return loss
+
+
+def _as_it_lies(mesh: Any, args: Any, out: Any) -> Any:
+    return mesh, jnp.tanh, args[0].sharding, (args[0].sharding,)
+
+
+def _scaled_as_it_lies(scale: float, mesh: Any, args: Any, out: Any) -> Any:
+    return mesh, lambda x: scale * jnp.tanh(x), args[0].sharding, (args[0].sharding,)
+
+
+def _in_python(x: Any) -> Any:
+    return np.tanh(x)
+
+
+# Each as cuDNN's attention is: an operation that its own code partitions, and its derivative.
+def _partitioned(function: Any, partition: Any, *static: float) -> Callable[[Any], jax.Array]:
+    operation = custom_partitioning(function, static_argnums=tuple(range(len(static))))
+    operation.def_partition(partition=partition, sharding_rule="i j -> i j")
+    run = jax.custom_vjp(functools.partial(operation, *static))
+    run.defvjp(lambda x: (run(x), x), lambda x, c: (c / jnp.cosh(x) ** 2,))
+    return run
+
+
+_own_tanh = _partitioned(jnp.tanh, _as_it_lies)
+_scaled_tanh, _other_tanh = (
+    _partitioned(lambda scale, x: scale * jnp.tanh(x), _scaled_as_it_lies, scale)
+    for scale in (1.0, 1.5)
+)
+
+
+@jax.custom_jvp
+def _tanh_in_python(x: jax.Array) -> jax.Array:
+    return jax.pure_callback(_in_python, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+@_tanh_in_python.defjvp
+def _(x: Any, tangents: Any) -> Any:
+    return _tanh_in_python(*x), tangents[0] / jnp.cosh(x[0]) ** 2
+
+
+def of_operation(tanh: Any, constant: float = 1.0) -> Any:
+    """A loss whose lowered text names Python objects by their addresses."""
+    return lambda params, batch: (
+        constant * (tanh(batch["x"] @ params["w"] + params["b"]) ** 2).mean()
+    )
+
+
+def printing(params: Any, batch: Any) -> jax.Array:
+    loss = loss_fn(params, batch)
+    jax.debug.print("the loss is {}", loss)
+    jax.debug.callback(lambda _: None, loss)
+    io_callback(lambda _: None, None, jax.lax.stop_gradient(loss))
+    return loss
+
+
+def with_aux(params: Any, batch: Any) -> Any:
+    return loss_fn(params, batch), {"mean": batch["x"].mean()}
+
+
+def run(
+    loss: Any = loss_fn,
+    optimizer: Any = None,
+    *,
+    params: Any = None,
+    x: Any = X,
+    entries: Any = None,
+    rng: Any = 0,
+    order: int = 1,
+    axis: str = "shards",
+    **options: Any,
+) -> None:
+    """Build a step, and take one."""
+    mesh = jax.sharding.Mesh(
+        np.array(jax.devices()[::order]), (axis,), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    step = crossshard.make_train_step(
+        loss, optimizer or optax.sgd(0.1, momentum=0.9), mesh=mesh, **options
+    )
+    step(step.init(params or W, rng), {"x": x[:1], **(entries or {})})
+
+
+def of(optimizer: Any) -> dict[str, Any]:
+    return {"optimizer": optimizer}
+
+
+SGD = optax.sgd(0.1)
+PLAIN = of(CrossShardOptimizer(SGD))
+
+
+def over_batch(tanh: Any, constant: float = 1.0) -> dict[str, Any]:
+    return {"loss": of_operation(tanh, constant), "loss_over": "batch"}
+
+
+# What the odd process passes, and what the others do if it is not what `run` does by itself.
+# Nothing here may start JAX, whose processes are connected later.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # Optimizers.
+    "learning rate": (of(optax.sgd(0.1001, momentum=0.9)), {}),
+    "another optimizer": (of(optax.adam(0.1)), {}),
+    "schedule": (
+        of(optax.sgd(optax.linear_schedule(0.1, 0.0, 10))),
+        of(optax.sgd(optax.linear_schedule(0.1, 0.0, 20))),
+    ),
+    "order of a chain": (
+        of(optax.chain(optax.scale(0.1), optax.add_decayed_weights(0.1))),
+        of(optax.chain(optax.add_decayed_weights(0.1), optax.scale(0.1))),
+    ),
+    # Options.
+    "reduction": (of(CrossShardOptimizer(optax.sgd(0.1, momentum=0.9), "sum")), {}),
+    "preprocess": (of(CrossShardOptimizer(SGD, preprocess=optax.clip(0.1))), PLAIN),
+    "groups": (of(CrossShardOptimizer(SGD, group_assignment=[[0], [1], [2]])), PLAIN),
+    "weight update": ({"weight_update": "sharded"}, {"weight_update": "replicated"}),
+    "metrics": ({"metrics": "grad_norm"}, {}),
+    "wire": ({"reduce_dtype": "bfloat16"}, {}),
+    "loss scale": ({"loss_scale": "dynamic"}, {}),
+    "moving average": ({"ema": 0.9}, {}),
+    "nonfinite": ({"nonfinite": "skip"}, {}),
+    "what is trained": ({"wrt": lambda path, _: "w" in str(path)}, {}),
+    "name": (
+        of(CrossShardOptimizer(SGD, group_assignment=[[0, 1, 2]], reduction="sum")),
+        PLAIN,
+    ),
+    # Losses.
+    "constant": ({"loss": other_constant}, {}),
+    "order of a sum": ({"loss": other_order}, {}),
+    "dtype of the loss": ({"loss": in_bfloat16}, {}),
+    "stopped gradient": ({"loss": of_a_part}, {}),
+    "noise": ({"loss": with_noise}, {}),
+    "a maximum for a sum": ({"loss": with_collectives("max")}, {"loss": with_collectives("sum")}),
+    "order of collectives": (
+        {"loss": with_collectives("sum", "max")},
+        {"loss": with_collectives("max", "sum")},
+    ),
+    "aux": ({"loss": with_aux, "has_aux": True}, {}),
+    # Losses that name Python objects by their addresses.
+    "constant beside a partitioner": (over_batch(_own_tanh, 1.001), over_batch(_own_tanh)),
+    "partitioner": (over_batch(_own_tanh), over_batch(_scaled_tanh)),
+    "argument of a partitioner": (over_batch(_scaled_tanh), over_batch(_other_tanh)),
+    "constant beside a callback": (
+        {"loss": of_operation(_tanh_in_python, 1.001), "loss_over": "shard"},
+        {"loss": of_operation(_tanh_in_python), "loss_over": "shard"},
+    ),
+    "print": ({"loss": printing}, {}),
+    # What they are given.
+    "parameters": ({"params": {**W, "b": 2 * W["b"]}}, {}),
+    "shape of a parameter": ({"params": {**W, "b": np.ones(1, np.float32)}}, {}),
+    "dtype of a parameter": ({"params": {**W, "b": np.float16(W["b"])}}, {}),
+    "another parameter": ({"params": {**W, "c": W["b"]}}, {}),
+    "key": ({"rng": 1}, {}),
+    "rows": ({"entries": {"x": np.ones((2, 64), np.float32)}}, {}),
+    "columns": (
+        {"entries": {"y": np.ones((1, 4), np.float32)}},
+        {"entries": {"y": np.ones((1, 5), np.float32)}},
+    ),
+    "dtype of a batch": ({"x": np.ones((3, 64), np.float16)}, {}),
+    "a further entry": ({"entries": {"y": np.ones(1, np.float32)}}, {}),
+    "order of devices": ({"order": -1}, {}),
+    "name of an axis": ({"axis": "data"}, {}),
+}
+# What all pass alike, and is taken: the addresses differ.
+ALIKE: dict[str, dict[str, Any]] = {
+    "partitioner": over_batch(_own_tanh),
+    "partitioner with an argument": over_batch(_other_tanh),
+    "partitioner of a shard": {"loss": of_operation(_own_tanh)},
+    "callback": {"loss": of_operation(_tanh_in_python)},
+    "callback over the batch": over_batch(_tanh_in_python),
+    "prints": {"loss": printing},
+    "prints over the batch": {"loss": printing, "loss_over": "batch"},
+}
+# One of each sort.
+FEW = [
+    "constant",
+    "order of collectives",
+    "rows",
+    "key",
+    "constant beside a partitioner",
+    "argument of a partitioner",
+]
+
+
+def main(out: str, *names: str) -> None:
+    """One process: what it is told of these kinds."""
     job = crossshard.distributed.initialize()
-else:
-    crossshard.cpu_devices(4)
-    crossshard.distributed.keep_programs(folder / "programs")
-import jax, jax.numpy as jnp, numpy as np, optax
-jax.config.update("jax_disable_most_optimizations", False)
-found = collections.Counter()
-jax.monitoring.register_event_listener(lambda name, **_: found.update([name.split("/")[-1]]))
-loss_fn = lambda w, x: jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"] - 1) ** 2)
-params = {"up": np.ones((16, 64), np.float32), "down": np.ones((64, 4), np.float32)}
-step = crossshard.make_train_step(
-    loss_fn, optax.adamw(1e-3), params="sharded", nonfinite="quarantine", check_divergence=2
+    found = {}
+    for number, name in enumerate(names):
+        odd, others = KINDS[name]
+        try:
+            run(**(odd if job.process_id == number % PROCESSES else others))
+            found[name] = "taken"
+        except crossshard.CrossshardError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    # What is equal is taken, and lowered once.
+    run()
+    # Other objects in each process, so that no two have the same addresses.
+    held = [object() for _ in range(1000 * job.process_id)]
+    for name, passed in ALIKE.items():
+        try:
+            run(**passed)
+        except crossshard.CrossshardError as error:
+            found[f"alike: {name}"] = f"{type(error).__name__}: {error}"
+    del held
+    Path(out, f"{job.process_id}.json").write_text(json.dumps(found))
+
+
+class Text(NamedTuple):
+    """A lowered program with one operation."""
+
+    target: str
+    config: str
+
+    def as_text(self) -> str:
+        return (
+            f"  %1 = stablehlo.custom_call @{self.target}(%0) {{api_version = 2 : i32, "
+            f'backend_config = "{self.config}", mhlo.backend_config = {{index = 1 : ui64}}}}\n'
+            f"  %cst = stablehlo.constant dense<[{self.config!r}]>\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("target", "one", "other"),
+    [
+        ("CustomSPMDPartitioning", "140219", "139965"),
+        ("InspectSharding", r"\\10\\05@<\\22", r"\\20\\05@<"),
+        ("xla_python_cpu_callback", "140219", "139965"),
+        ("xla_ffi_partitioned_python_gpu_callback", "140219", "139965"),
+    ],
 )
-options = {"memory": folder / "memory", "memory_every": 1}
-with crossshard.Checkpoints(folder / "disk", step, **options) as checkpoints:
-    before = checkpoints.restore_latest(step.abstract_init(params))
-    state = before[0] if before else step.init(params)
-    x = np.ones((8, 16), np.float32)
-    for _ in range(3):
-        state, _ = step(state, x)
-        checkpoints.snapshot(state)
-    values = lambda w, x: jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"] - 1) ** 2, axis=1)
-    step.evaluate(state, [x], values)
-    checkpoints.wait()
-    if not before:
-        checkpoints.save(state)
-step.unshard(state)
-asked, hits, misses = (
-    found[name] for name in ("compile_requests_use_cache", "cache_hits", "cache_misses")
-)
-told = json.dumps([int(state.step), asked, hits, misses])
-if launched:
-    (folder / f"{state.step}-{job.process_id}").write_text(told)
-    sys.exit(int(state.step) < 9)
-print(told)
-"""
+def test_an_address_is_left_out_and_nothing_else(target: str, one: str, other: str):
+    found, others = (
+        _jax.without_addresses(cast(Any, Text(target, config))).splitlines()
+        for config in (one, other)
+    )
+    assert found[0] == others[0]
+    assert "an address" in found[0]
+    assert "index = 1" in found[0]
+    assert found[1] != others[1]
 
 
-def started(folder: Path) -> list[int]:
-    running = program(RUN, folder)
-    told = line_of(running)
-    assert running.wait(60) == 0, running.stderr.read()
-    running.communicate()
-    return json.loads(told)
+@pytest.mark.parametrize("target", ["tpu_custom_call", "lapack_spotrf_ffi", "my_callback"])
+def test_the_configuration_of_another_operation_counts(target: str):
+    texts = [Text(target, config) for config in ("140219", "139965")]
+    assert [_jax.without_addresses(cast(Any, text)) for text in texts] == [
+        text.as_text() for text in texts
+    ]
 
 
-def test_a_start_compiles_nothing_that_another_one_has_compiled(tmp_path: Path):
-    steps, asked, hits, misses = started(tmp_path)
-    assert (steps, hits) == (3, 0)
-    assert asked == misses > 5
-    # What restores is compiled at the first restore.
-    started(tmp_path)
-    steps, asked, hits, misses = started(tmp_path)
-    assert steps == 9
-    assert (hits, misses) == (asked, 0)
-    assert stat.S_IMODE((tmp_path / "programs").stat().st_mode) == 0o700
+def test_an_operation_is_told_by_what_partitions_it():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("shards",))
+
+    def text(tanh: Any) -> str:
+        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("shards"))
+        lowered = jax.jit(lambda x: tanh(x), in_shardings=split).lower(np.ones((2, 4)))
+        return _jax.without_addresses(lowered)
+
+    assert "test_programs._as_it_lies" in text(_own_tanh)
+    assert text(_own_tanh) == text(_own_tanh)
+    assert len({text(tanh) for tanh in (_own_tanh, _scaled_tanh, _other_tanh)}) == 3
 
 
 @pytest.mark.multiprocess
-def test_processes_that_are_started_again_compile_nothing_of_the_mesh(tmp_path: Path):
-    script = tmp_path / "run.py"
-    script.write_text(RUN)
-    words = "-n", 2, "--cpu-devices", 2, "--restarts", 2, "--", sys.executable
-    ran = launch(*words, script, tmp_path, "launched")
-    _, said = ran.communicate(timeout=PATIENCE)
-    assert ran.returncode == 0, said
-    # Nothing is lost: each run ends when its last step has a snapshot.
-    costs = re.findall(r"ended with code 1; trains again after \d+\.\d seconds, from (.*)\n", said)
-    assert costs == [
-        f"Checkpoint 3 in {tmp_path / 'disk'}: 0 steps of 3 were lost.",
-        f"Snapshot 6 in {tmp_path / 'memory'}: 0 steps of 6 were lost.",
-    ]
-    first, last = (
-        [json.loads((tmp_path / f"{steps}-{process}").read_text()) for process in (0, 1)]
-        for steps in (3, 9)
-    )
-    assert first[0][2] == 0
-    _, asked, hits, misses = last[0]
-    assert (hits, misses) == (asked, 0)
-    # JAX lets process 0 alone write, so the other one compiles what runs on its own devices.
-    _, asked, hits, _ = last[1]
-    assert asked - hits <= 3
-    assert hits > 5
-
-
-def test_a_folder_of_others_is_refused(tmp_path: Path):
-    tmp_path.chmod(0o755)
-    with pytest.raises(ArgumentError, match="chmod 700"):
-        keep_programs(tmp_path)
-    with pytest.raises(ArgumentTypeError, match="folder must be the path of a folder; got 3"):
-        keep_programs(3)
-    (tmp_path / "file").touch()
-    with pytest.raises(DistributedError, match="cannot be used"):
-        keep_programs(tmp_path / "file" / "within")
+@pytest.mark.parametrize("names", [FEW, deep([*KINDS])], ids=["few", "all"])
+def test_the_odd_process_is_named(names: list[str], tmp_path: Path):
+    root = str(Path(__file__).parents[2])
+    code = f"import sys; sys.path.insert(0, {root!r}); from tests.distributed import test_programs"
+    words = [sys.executable, "-c", f"{code} as t; t.main(*sys.argv[1:])", tmp_path, *names]
+    process = launch("-n", PROCESSES, "--", *words)
+    output = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, output
+    told = [json.loads((tmp_path / f"{n}.json").read_text()) for n in range(PROCESSES)]
+    wrong = {}
+    for number, name in enumerate(names):
+        first, *others = (each[name] for each in told)
+        named = re.search(f"process {number % PROCESSES} (differs|passed)", first)
+        if first == "taken" or not named or others != [first] * len(others):
+            wrong[name] = [each[name] for each in told]
+    assert not wrong
+    assert [{key for key in each if key.startswith("alike: ")} for each in told] == [set()] * 3

@@ -1,0 +1,117 @@
+"""What one start has compiled, the next one takes: for train, evaluate, save, snapshot, restore."""
+
+import json
+import re
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from crossshard.distributed import keep_programs
+from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
+from tests.checkpoints.common import line_of, program
+from tests.distributed.jobs import PATIENCE, launch
+
+# Each start goes on from the one before, and prints how many programs it asked for, how many it
+# found, and what JAX has written to the folder.
+RUN = """
+import collections, json, os, sys
+import crossshard
+from pathlib import Path
+folder, launched = Path(sys.argv[1]), len(sys.argv) > 2
+if launched:
+    job = crossshard.distributed.initialize()
+else:
+    crossshard.cpu_devices(4)
+    crossshard.distributed.keep_programs(folder / "programs")
+import jax, jax.numpy as jnp, numpy as np, optax
+jax.config.update("jax_disable_most_optimizations", False)
+found = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **_: found.update([name.split("/")[-1]]))
+loss_fn = lambda w, x: jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"] - 1) ** 2)
+params = {"up": np.ones((16, 64), np.float32), "down": np.ones((64, 4), np.float32)}
+step = crossshard.make_train_step(
+    loss_fn, optax.adamw(1e-3), params="sharded", nonfinite="quarantine", check_divergence=2
+)
+options = {"memory": folder / "memory", "memory_every": 1}
+with crossshard.Checkpoints(folder / "disk", step, **options) as checkpoints:
+    before = checkpoints.restore_latest(step.abstract_init(params))
+    state = before[0] if before else step.init(params)
+    x = np.ones((8, 16), np.float32)
+    for _ in range(3):
+        state, _ = step(state, x)
+        checkpoints.snapshot(state)
+    values = lambda w, x: jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"] - 1) ** 2, axis=1)
+    step.evaluate(state, [x], values)
+    checkpoints.wait()
+    if not before:
+        checkpoints.save(state)
+step.unshard(state)
+asked, hits, misses = (
+    found[name] for name in ("compile_requests_use_cache", "cache_hits", "cache_misses")
+)
+told = json.dumps([int(state.step), asked, hits, misses])
+if launched:
+    (folder / f"{state.step}-{job.process_id}").write_text(told)
+    sys.exit(int(state.step) < 9)
+print(told)
+"""
+
+
+def started(folder: Path) -> list[int]:
+    running = program(RUN, folder)
+    told = line_of(running)
+    assert running.wait(60) == 0, running.stderr.read()
+    running.communicate()
+    return json.loads(told)
+
+
+def test_a_start_compiles_nothing_that_another_one_has_compiled(tmp_path: Path):
+    steps, asked, hits, misses = started(tmp_path)
+    assert (steps, hits) == (3, 0)
+    assert asked == misses > 5
+    # What restores is compiled at the first restore.
+    started(tmp_path)
+    steps, asked, hits, misses = started(tmp_path)
+    assert steps == 9
+    assert (hits, misses) == (asked, 0)
+    assert stat.S_IMODE((tmp_path / "programs").stat().st_mode) == 0o700
+
+
+@pytest.mark.multiprocess
+def test_processes_that_are_started_again_compile_nothing_of_the_mesh(tmp_path: Path):
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+    words = "-n", 2, "--cpu-devices", 2, "--restarts", 2, "--", sys.executable
+    ran = launch(*words, script, tmp_path, "launched")
+    _, said = ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == 0, said
+    # Nothing is lost: each run ends when its last step has a snapshot.
+    costs = re.findall(r"ended with code 1; trains again after \d+\.\d seconds, from (.*)\n", said)
+    assert costs == [
+        f"Checkpoint 3 in {tmp_path / 'disk'}: 0 steps of 3 were lost.",
+        f"Snapshot 6 in {tmp_path / 'memory'}: 0 steps of 6 were lost.",
+    ]
+    first, last = (
+        [json.loads((tmp_path / f"{steps}-{process}").read_text()) for process in (0, 1)]
+        for steps in (3, 9)
+    )
+    assert first[0][2] == 0
+    _, asked, hits, misses = last[0]
+    assert (hits, misses) == (asked, 0)
+    # JAX lets process 0 alone write, so the other one compiles what runs on its own devices.
+    _, asked, hits, _ = last[1]
+    assert asked - hits <= 3
+    assert hits > 5
+
+
+def test_a_folder_of_others_is_refused(tmp_path: Path):
+    tmp_path.chmod(0o755)
+    with pytest.raises(ArgumentError, match="chmod 700"):
+        keep_programs(tmp_path)
+    with pytest.raises(ArgumentTypeError, match="folder must be the path of a folder; got 3"):
+        keep_programs(3)
+    (tmp_path / "file").touch()
+    with pytest.raises(DistributedError, match="cannot be used"):
+        keep_programs(tmp_path / "file" / "within")
