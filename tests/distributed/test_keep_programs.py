@@ -90,8 +90,8 @@ def test_processes_that_are_started_again_compile_nothing_of_the_mesh(tmp_path: 
     # Nothing is lost: each run ends when its last step has a snapshot.
     costs = re.findall(r"ended with code 1; trains again after \d+\.\d seconds, from (.*)\n", said)
     assert costs == [
-        f"Checkpoint 3 in {tmp_path / 'disk'}: 0 steps of 3 were lost.",
-        f"Snapshot 6 in {tmp_path / 'memory'}: 0 steps of 6 were lost.",
+        f"Checkpoint 3 in {tmp_path / 'disk'}: 0 steps were lost, of 3.",
+        f"Snapshot 6 in {tmp_path / 'memory'}: 0 steps were lost, of 6.",
     ]
     first, last = (
         [json.loads((tmp_path / f"{steps}-{process}").read_text()) for process in (0, 1)]

@@ -140,7 +140,8 @@ class _Failure:
         if self.steps is None or not steps.isdecimal() or self.steps < int(steps):
             return line
         lost = self.steps - int(steps)
-        return f"{line}: {lost} step{'s' * (lost != 1)} of {self.steps} were lost"
+        were = "step was" if lost == 1 else "steps were"
+        return f"{line}: {lost} {were} lost, of {self.steps}"
 
 
 class _Run:
@@ -208,9 +209,9 @@ class _Run:
         self._guard.kill()
         self._guard.communicate()
         if self.failure is not None:
-            told = [what.split() for _, what in told_launcher(self._verdicts)]
-            steps = [int(words[1]) for words in told if words[0] == STANDS and len(words) == 2]
-            self.failure.steps = max(steps, default=None)
+            steps = _behind(STANDS, told_launcher(self._verdicts))
+            known = [int(each) for each in steps if each.isdecimal()]
+            self.failure.steps = max(known, default=None)
         Path(self._verdicts).unlink(missing_ok=True)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -329,10 +330,9 @@ class _Run:
         if self._before_it is None or time.monotonic() < self._looked + 0.2:
             return
         self._looked = time.monotonic()
-        told = [what for who, what in told_launcher(self._verdicts) if who == "0"]
-        if RUNS in told:
-            restored = [what.removeprefix(f"{RESTORED} ") for what in told if RESTORED in what]
-            self._say(self._before_it.told(restored[-1] if restored else None))
+        told = [(who, what) for who, what in told_launcher(self._verdicts) if who == "0"]
+        if ("0", RUNS) in told:
+            self._say(self._before_it.told(next(reversed(_behind(RESTORED, told)), None)))
             self._before_it = None
 
     def _say(self, what: str) -> None:
@@ -360,6 +360,12 @@ class _Run:
             self._passed_on += 1
             for process in self._processes:
                 _send(process.pid, number)
+
+
+def _behind(word: str, told: Iterable[tuple[str, str]]) -> list[str]:
+    """Return what processes have told their launcher behind a word."""
+    texts = (what.partition(" ") for _, what in told)
+    return [text for first, _, text in texts if first == word]
 
 
 def _send(group: int, number: int) -> bool:
