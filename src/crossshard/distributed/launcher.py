@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +15,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import IO
 
 from crossshard.distributed.job import ADDRESS, DEVICES, LOOPBACK, NUMBER, OWN, check_unused
@@ -86,20 +86,20 @@ def launch(
     # For each process which GPU it has.
     slots = list(range(number))
     failure: _Failure | None = None
-    with tempfile.TemporaryDirectory(prefix="crossshard-", ignore_cleanup_errors=True) as programs:
+    with tempfile.TemporaryDirectory(prefix="crossshard-", ignore_cleanup_errors=True) as folder:
         for left in range(restarts, -1, -1):
             if port is not None:
                 check_unused(LOOPBACK, port)
             given = {ADDRESS: f"{LOOPBACK}:{port or free_port(LOOPBACK)}", NUMBER: str(len(slots))}
             given["PYTHONUNBUFFERED"] = "1"
             # What one run has compiled, the next one takes.
-            given |= variables_for(programs) if restarts else {}
+            given |= variables_for(folder) if restarts else {}
             if cpu_devices is not None:
                 given |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cpu_devices)}
                 # Enough threads that collectives of virtual devices never deadlock.
                 given["NPROC"] = str(4 * cpu_devices)
                 given["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", TUNABLES)
-            with _Run(stdout, stderr, grace, failure) as run:
+            with _Run(folder, stdout, stderr, grace, failure) as run:
                 for own, slot in enumerate(slots):
                     if run.asked is not None:
                         break
@@ -148,7 +148,12 @@ class _Run:
     """The processes of a run, which get the launcher's signals and end together."""
 
     def __init__(
-        self, stdout: IO[bytes], stderr: IO[bytes], grace: float, before: _Failure | None
+        self,
+        folder: str,
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        grace: float,
+        before: _Failure | None,
     ) -> None:
         # How it ends, and how the run before it has ended, until that has been told.
         self.failure: _Failure | None = None
@@ -164,15 +169,15 @@ class _Run:
         self._stdout, self._stderr = stdout, stderr
         self._grace = grace
         # In which they write why they leave.
-        number, self._verdicts = tempfile.mkstemp(prefix="crossshard-")
+        number, self._verdicts = tempfile.mkstemp(dir=folder)
         os.close(number)
         # It gets the id of each process group that is started, and ends them if this process is
         # killed. It imports no package, and so begins at once.
-        program = "import contextlib, os, signal, sys, time\n"
+        program = "import contextlib, os, shutil, signal, sys, time\n"
         program += inspect.getsource(_send) + inspect.getsource(_guard)
         program += "_guard(float(sys.argv[1]), sys.argv[2])"
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", program, str(grace), self._verdicts],
+            [sys.executable, "-I", "-S", "-c", program, str(grace), folder],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -212,7 +217,6 @@ class _Run:
             steps = _behind(STANDS, told_launcher(self._verdicts))
             known = [int(each) for each in steps if each.isdecimal()]
             self.failure.steps = max(known, default=None)
-        Path(self._verdicts).unlink(missing_ok=True)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         until = time.monotonic() + _DRAIN_SECONDS
@@ -379,8 +383,8 @@ def _send(group: int, number: int) -> bool:
     return False
 
 
-def _guard(grace: float, file: str) -> None:
-    """End the groups that standard input names, and remove a file, once the launcher is killed.
+def _guard(grace: float, folder: str) -> None:
+    """End the groups that standard input names, and remove a folder, once the launcher is killed.
 
     Then the pipe closes. A launcher that has ended its processes itself ends this program before.
     """
@@ -392,7 +396,9 @@ def _guard(grace: float, file: str) -> None:
     while left and time.monotonic() < until:
         time.sleep(0.1)
         left = [group for group in left if _send(group, 0)]
-    for group in left:
-        _send(group, signal.SIGKILL)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(file)
+    # Until none of them writes any more, or what is left of them is there for nobody to collect.
+    until = time.monotonic() + 1
+    while left and time.monotonic() < until:
+        left = [group for group in left if _send(group, signal.SIGKILL)]
+        time.sleep(0.05)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -194,7 +194,7 @@ class Chaos:
             time.sleep(rng.uniform(0, self._starts))
             return
         # The steps after the checkpoint are forgotten first.
-        goes_on = lambda: not before or f"going on after step {before}" in run.printed()
+        goes_on = lambda: not before or f"goes on after step {before}" in run.printed()
         self._wait(run, lambda: goes_on() and self._steps(since=run.began) > before)
         self._starts = time.time() - run.began
         if moment == "a save":
@@ -214,7 +214,7 @@ class Chaos:
     def _check_log(self, printed: str, before: int, *, said: bool) -> None:
         """That it has gone on from the newest checkpoint, and that what it has told of is there."""
         assert "CheckpointWarning" not in printed, printed
-        found = re.findall(r"going on after step (\d+)", printed)
+        found = re.findall(r"goes on after step (\d+)", printed)
         assert found == [str(before)] * bool(before) or not (said or found), printed
         for step in re.findall(r"Saved after step (\d+)", printed):
             self._acknowledge(int(step))
