@@ -158,7 +158,10 @@ def test_an_update_that_is_not_elementwise_is_replicated_where_its_pieces_do_not
     make = functools.partial(crossshard.make_train_step, loss_fn, EVERY["lamb"], virtual_shards=8)
     step = make(num_shards=3, params="sharded")
     step.abstract_init(params_of())
-    assert "replicated: it is not elementwise, and 8 virtual shards do not divide over 3" in step.describe()
+    assert (
+        "replicated: it is not elementwise, and 8 virtual shards do not divide over 3"
+        in step.describe()
+    )
 
 
 def test_weights_count_and_padding_divides_over_virtual_shards():
