@@ -314,7 +314,7 @@ def _of_jax(seconds: float) -> Job | None:
     )
     if on_this_host == str(number) and not environ.get(ADDRESS):
         address = f"{LOOPBACK}:{address.rpartition(':')[2]}"
-    return Job(number, own, address, devices, name)
+    return Job(number, own, address, _devices() or devices, name)
 
 
 def _number(name: str) -> int:
