@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.jobs import launch
+from tests.distributed.test_engines import file_of, hashes, kill_the_writer
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "guide" / "engines.md"
 PATIENCE = 300
 
 # What workers do, also those of `crossshard launch`. One that is to be killed says so, and waits.
@@ -63,7 +63,7 @@ if __name__ == "__main__":
 
 # Ray's part. Each of its processes writes what it has found into a file of its own.
 DRIVER = """
-import dataclasses, json, os, pathlib, sys, time
+import dataclasses, json, os, pathlib, runpy, sys, time
 import crossshard, ray, ray.train, ray.tune
 from crossshard.distributed.job import find_job
 from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -117,6 +117,10 @@ match sys.argv[1]:
         # Ray's own branch for CPUs, in which JAX is connected before the function begins.
         on_cpus = JaxConfig(use_gpu=True)
         fit("connected", work.train, failures=1, kills={7: 1}, options={}, jax_config=on_cpus)
+    case "page":
+        run, memory, storage = (str(here / name) for name in ("run", "memory", "ray"))
+        sys.argv[1:] = [run, memory, "1500", storage]
+        runpy.run_path(str(here / "train_ray.py"), run_name="__main__")
     case "found":
         note("driver")
         ray.get(ray.remote(note).remote("task"))
@@ -252,3 +256,18 @@ def test_who_is_a_worker_of_ray_and_who_is_not(tmp_path: Path):
         "DistributedError: Process 0 of 2 did not meet the other workers of Ray in 2 seconds: "
         "another one has not called initialize."
     )
+
+
+@pytest.mark.deep
+@pytest.mark.multiprocess
+def test_the_files_of_the_page_come_back_twice_with_the_same_bits(tmp_path: Path):
+    (tmp_path / "train.py").write_text(file_of("python"))
+    (tmp_path / "train_ray.py").write_text(file_of("py"))
+    with ray("page", tmp_path) as running:
+        saved = kill_the_writer(tmp_path / "run", running, 0)
+        kill_the_writer(tmp_path / "run", running, saved)
+    words = [tmp_path / "train.py", tmp_path / "quiet", tmp_path / "other", 1500]
+    ran = launch("-n", 2, "--cpu-devices", 1, "--", sys.executable, *words)
+    _, said = ran.communicate(timeout=PATIENCE)
+    assert ran.returncode == 0, said
+    assert hashes(tmp_path / "run", 1500) == hashes(tmp_path / "quiet", 1500)
