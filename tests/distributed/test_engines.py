@@ -143,13 +143,12 @@ def wait_for(what: Any, running: subprocess.Popen[Any]) -> None:
         time.sleep(0.02)
 
 
-def kill_the_writer(folder: Path, running: subprocess.Popen[Any], beyond: int) -> int:
-    """Kill process 0, by what it says of itself, once a checkpoint is newer than ``beyond``."""
-    newer = lambda: [int(each.name) for each in folder.glob("[0-9]" * 8) if int(each.name) > beyond]
-    wait_for(newer, running)
-    wait_for((folder / "writer.json").exists, running)
+def kill_the_writer(folder: Path, running: subprocess.Popen[Any]) -> int:
+    """Kill process 0, by what it says of itself, once it has saved; return when it last did."""
+    saved = lambda: [int(each.name) for each in folder.glob("[0-9]" * 8)]
+    wait_for(saved, running)
     os.kill(json.loads((folder / "writer.json").read_text())["process"], signal.SIGKILL)
-    return max(newer(), default=beyond)
+    return max(saved())
 
 
 # Enough that a fast machine is stopped before it comes to the end.
@@ -181,7 +180,7 @@ def test_the_batch_script_begins_again_from_memory_and_from_the_queue(tmp_path: 
 
     folder = tmp_path / "runs" / "mine"
     running = begin()
-    saved = kill_the_writer(folder, running, 0)
+    saved = kill_the_writer(folder, running)
     wait_for(lambda: len(attempts()) == 2, running)
     # The second attempt has gone on, and is told that the time is over.
     wait_for(lambda: (folder / f"{saved + 100:08}").exists(), running)

@@ -148,6 +148,7 @@ def ray(case: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
             "HOME": short,
             # As trainers of other frameworks do it.
             "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "1",
+            "CUDA_VISIBLE_DEVICES": "4,5",
             "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder)]),
         }
         words = [sys.executable, str(folder / "driver.py"), case]
@@ -189,8 +190,10 @@ def kill(running: subprocess.Popen[bytes], asked: Path) -> None:
     os.kill(int(asked.read_text()), signal.SIGKILL)
 
 
-def bits_of_a_quiet_run(folder: Path) -> str:
+@pytest.fixture(scope="module")
+def quiet_bits(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the same work ends with where nobody is killed, and Ray is not there."""
+    folder = tmp_path_factory.mktemp("quiet")
     script = folder / "quiet.py"
     script.write_text(WORK)
     ran = launch("-n", 2, "--cpu-devices", 1, "--", sys.executable, script, folder)
@@ -205,13 +208,12 @@ def lines(file: Path) -> list[list[str]]:
 
 @pytest.mark.deep
 @pytest.mark.multiprocess
-def test_killed_workers_come_back_from_memory_with_the_same_bits(tmp_path: Path):
+def test_killed_workers_come_back_from_memory_with_the_same_bits(tmp_path: Path, quiet_bits: str):
     folder = tmp_path / "killed"
     folder.mkdir()
     with ray("killed", tmp_path) as running:
         kill(running, folder / "kill-7")
         kill(running, folder / "kill-13")
-    expected = bits_of_a_quiet_run(tmp_path)
     for process in range(2):
         begun = lines(folder / f"from-{process}")
         assert [words[0] for words in begun] == ["0", "7", "13"]
@@ -219,24 +221,23 @@ def test_killed_workers_come_back_from_memory_with_the_same_bits(tmp_path: Path)
         # All are on one host, so nobody else needs to reach them; each start has a port of its own.
         addresses = [words[3] for words in begun]
         assert all(re.fullmatch(r"127\.0\.0\.1:\d+", each) for each in addresses)
-        assert (folder / f"bits-{process}").read_text() == expected
+        assert (folder / f"bits-{process}").read_text() == quiet_bits
 
 
 @pytest.mark.deep
 @pytest.mark.multiprocess
-def test_a_job_that_ray_has_connected_is_watched_and_comes_back(tmp_path: Path):
+def test_a_job_that_ray_has_connected_is_watched_and_comes_back(tmp_path: Path, quiet_bits: str):
     folder = tmp_path / "connected"
     folder.mkdir()
     with ray("connected", tmp_path) as running:
         kill(running, folder / "kill-7")
     assert "crossshard: process 1 died. Process 0 leaves." in (tmp_path / "log").read_text()
-    expected = bits_of_a_quiet_run(tmp_path)
     for process in range(2):
         assert [words[:2] for words in lines(folder / f"from-{process}")] == [
             ["0", "jax.distributed"],
             ["5", "jax.distributed"],
         ]
-        assert (folder / f"bits-{process}").read_text() == expected
+        assert (folder / f"bits-{process}").read_text() == quiet_bits
 
 
 @pytest.mark.deep
@@ -260,12 +261,11 @@ def test_who_is_a_worker_of_ray_and_who_is_not(tmp_path: Path):
 
 @pytest.mark.deep
 @pytest.mark.multiprocess
-def test_the_files_of_the_page_come_back_twice_with_the_same_bits(tmp_path: Path):
+def test_the_files_of_the_page_come_back_with_the_same_bits(tmp_path: Path):
     (tmp_path / "train.py").write_text(file_of("python"))
     (tmp_path / "train_ray.py").write_text(file_of("py"))
     with ray("page", tmp_path) as running:
-        saved = kill_the_writer(tmp_path / "run", running, 0)
-        kill_the_writer(tmp_path / "run", running, saved)
+        kill_the_writer(tmp_path / "run", running)
     words = [tmp_path / "train.py", tmp_path / "quiet", tmp_path / "other", 1500]
     ran = launch("-n", 2, "--cpu-devices", 1, "--", sys.executable, *words)
     _, said = ran.communicate(timeout=PATIENCE)

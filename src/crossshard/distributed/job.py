@@ -255,32 +255,45 @@ def _of_ray(seconds: float) -> Job | None:
     # Whoever runs in a worker of Ray Train has it loaded.
     if "ray.train" not in sys.modules:
         return None
-    import ray.train.collective
+    import ray.train
 
     try:
         worker = ray.train.get_context()
+        number, own = worker.get_world_size(), worker.get_world_rank()
     except (RuntimeError, DeprecationWarning):
         # The driver, a task, or an actor of one's own; a function that Ray Tune runs.
         return None
-    number, own = worker.get_world_size(), worker.get_world_rank()
+    if number == 1 and not type(worker).__module__.startswith("ray.train.v2"):
+        # The first version of Ray Train says so everywhere.
+        return None
     # Some trainers show a worker the GPUs of all workers of its host.
     visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     devices = [visible.index(each) for each in map(str, ray.get_gpu_ids()) if each in visible]
     address = None
-    if own == 0 and number > 1:
+    if number > 1:
         alone = worker.get_local_world_size() == number
         host = LOOPBACK if alone else ray.util.get_node_ip_address()
-        address = _joined(host, _listen(host, 0))
-    if number > 1:
-        tell = lambda: ray.train.collective.broadcast_from_rank_zero(address)
-        try:
-            address = _jax.within(seconds, tell)
-        except TimeoutError:
-            raise DistributedError(
-                f"Process {own} of {number} did not meet the other workers of Ray in {seconds:g} "
-                f"seconds: another one has not called initialize."
-            ) from None
+        own_address = _joined(host, _listen(host, 0)) if own == 0 else None
+        address = _told_by_first(own_address, f"Process {own} of {number}", seconds)
     return Job(number, own, address, tuple(devices) or None, "Ray Train")
+
+
+def _told_by_first(address: str | None, who: str, seconds: float) -> str:
+    """Return what process 0 passes here, in all workers of Ray Train, which call this together."""
+    try:
+        from ray.train.collective import broadcast_from_rank_zero
+
+        return str(_jax.within(seconds, lambda: broadcast_from_rank_zero(address)))
+    except TimeoutError:
+        raise DistributedError(
+            f"{who} did not meet the other workers of Ray in {seconds:g} seconds: another one has "
+            f"not called initialize."
+        ) from None
+    except ImportError as error:
+        raise DistributedError(
+            f"{who} cannot meet the other workers of Ray: {error} Or pass coordinator_address, "
+            f"num_processes and process_id."
+        ) from None
 
 
 def _of_open_mpi_5() -> Job | None:
