@@ -100,7 +100,8 @@ def initialize(
       ArgumentError: only a part of the job is described, or process 0 cannot listen there, or
         something else does.
       ArgumentTypeError: an argument has a wrong type.
-      DistributedError: JAX is running already, or the others did not come in time.
+      DistributedError: JAX is running already, or the others did not come in time; JAX is connected
+        already, and an argument says where.
 
     >>> initialize().num_processes
     1
@@ -275,7 +276,7 @@ def _of_ray(seconds: float) -> Job | None:
         host = LOOPBACK if alone else ray.util.get_node_ip_address()
         own_address = _joined(host, _listen(host, 0)) if own == 0 else None
         address = _told_by_first(own_address, f"Process {own} of {number}", seconds)
-    return Job(number, own, address, tuple(devices) or None, "Ray Train")
+    return Job(number, own, address, _devices() or tuple(devices) or None, "Ray Train")
 
 
 def _told_by_first(address: str | None, who: str, seconds: float) -> str:
