@@ -420,12 +420,7 @@ class TrainStep:
         Raises:
           ArgumentError: neither ``init`` nor ``abstract_init`` has been called.
         """
-        if self._latest is None:
-            raise ArgumentError(
-                "How the weights are updated depends on the parameters: call init(params), or "
-                "abstract_init(params), first."
-            )
-        return describe(self._config, *self._latest)
+        return describe(self._config, *latest_of(self))
 
 
 def _not_finite(found: NonfiniteState, number: int, state: TrainState) -> NonfiniteError:
@@ -462,6 +457,20 @@ def _inside(tree: Any) -> Any:
 def config_of(step: TrainStep) -> StepConfig:
     """Return the configuration of a step."""
     return step._config
+
+
+def latest_of(step: TrainStep) -> tuple[StateLayout, TrainState]:
+    """Return the layout and the types of the last state that a step has made.
+
+    Raises:
+      ArgumentError: it has made none.
+    """
+    if step._latest is None:
+        raise ArgumentError(
+            "How the weights are updated depends on the parameters: call init(params), or "
+            "abstract_init(params), first."
+        )
+    return step._latest
 
 
 def entering_of(
