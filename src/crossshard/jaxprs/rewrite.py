@@ -154,8 +154,11 @@ def without_repeats(jaxpr: Any) -> Any:
 
 def without_checkpoints(jaxpr: Any) -> Any:
     """Inline every ``jax.checkpoint`` of a closed jaxpr, so that autodiff recomputes nothing."""
-    within = lambda equation: writer.add(_with_jaxprs(equation, without_checkpoints))
-    writer = Writer(within, CALLS - CHECKPOINTS)
+
+    def emit(equation: Any) -> list[Any]:
+        return writer.add(_with_jaxprs(equation, without_checkpoints))
+
+    writer = Writer(emit, CALLS - CHECKPOINTS)
     return writer.closed(jaxpr)
 
 

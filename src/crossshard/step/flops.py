@@ -33,10 +33,11 @@ def number_of_rows(step: TrainStep, batch: Any) -> int:
 def products_of(step: TrainStep, batch: Any) -> tuple[Products, Products]:
     """Count the products of the loss of a batch and its gradient, of all shards and microbatches.
 
-    The first result is without what ``jax.checkpoint`` computes again, and the second with it.
+    The first result is without what ``jax.checkpoint`` computes again and without the rows that pad
+    a batch, and the second with both.
     """
     config, (layout, types) = config_of(step), latest_of(step)
-    loss, axes = config.loss, config.loss.batch_axes
+    loss, axes, rows = config.loss, config.loss.batch_axes, number_of_rows(step, batch)
     batch = BatchPlacer(config.outer_mesh, config.axes, loss).abstract(batch)
     is_whole = loss.over is LossOver.BATCH
     shards = 1 if is_whole else config.number_of_shards
@@ -85,4 +86,7 @@ def products_of(step: TrainStep, batch: Any) -> tuple[Products, Products]:
 
     with _mesh.in_place_of_the_users_mesh(config.mesh):
         traced = jax.make_jaxpr(value)(own.params, own, piece)
-        return count(without_checkpoints(traced), again=False), count(traced, again=True)
+        model, hardware = count(without_checkpoints(traced), again=False), count(traced, again=True)
+    # Rows of padding are computed, but nobody asked for them.
+    own_rows = model.flops * rows // loss.number_of_rows(batch)
+    return dataclasses.replace(model, flops=own_rows), hardware
