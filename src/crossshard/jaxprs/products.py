@@ -4,7 +4,6 @@ A multiplication and an addition are two. Everything else is left out, as by tho
 hand. What no rule here counts is named, so that nobody takes the rest for all.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,60 +16,44 @@ from crossshard.jaxprs.primitives import KNOWN
 from crossshard.jaxprs.walk import Call, Cond, Scan, control_flow, jaxprs_within, opened
 
 
-@dataclasses.dataclass(frozen=True)
-class Products:
-    """How many floating-point operations there are, and what may have more that are not counted."""
-
-    flops: int = 0
-    uncounted: frozenset[str] = frozenset()
-
-    def __add__(self, other: "Products") -> "Products":
-        return Products(self.flops + other.flops, self.uncounted | other.uncounted)
-
-    def times(self, number: int) -> "Products":
-        """Return those of as many runs."""
-        return dataclasses.replace(self, flops=self.flops * number)
-
-
-_NONE = Products()
-
-
-def products(jaxpr: Any, *, again: bool = True) -> Products:
+def products(jaxpr: Any, uncounted: set[str]) -> int:
     """Count the products of a jaxpr: of a scan in each turn, of branches the largest.
 
-    Args:
-      jaxpr: the jaxpr, closed or open.
-      again: whether to count the product that the backward pass of cuDNN's attention recomputes.
+    ``uncounted`` gets the names of what may have more of them.
 
     >>> import jax, jax.numpy as jnp
-    >>> products(jax.make_jaxpr(lambda x: x @ x)(jnp.ones((2, 2)))).flops
+    >>> products(jax.make_jaxpr(lambda x: x @ x)(jnp.ones((2, 2))), set())
     16
     """
-    return sum((_of(each, again=again) for each in opened(jaxpr).eqns), _NONE)
+    return sum(_of(each, uncounted) for each in opened(jaxpr).eqns)
 
 
-def _of(equation: Any, *, again: bool) -> Products:
+def _of(equation: Any, uncounted: set[str]) -> int:
     name, params = equation.primitive.name, equation.params
     if name in _RULES:
-        return Products(2 * _RULES[name](equation, again))
-    flow, inner = control_flow(equation), jaxprs_within(equation)
-    each = [products(jaxpr, again=again) for jaxpr in inner]
-    together = sum(each, _NONE)
-    if isinstance(flow, Cond):
-        return dataclasses.replace(together, flops=max(x.flops for x in each))
-    if isinstance(flow, Scan):
-        return together.times(params["length"])
-    if name == "shard_map":
-        manual = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
-        return together.times(math.prod(params["mesh"].shape[axis] for axis in manual))
-    is_known = isinstance(flow, Call) or name in _CALLS or (inner and together == _NONE)
-    if is_known or name in _NO_PRODUCTS or not equation.outvars:
-        return together
+        return 2 * _RULES[name](equation)
+    flow, inner, within = control_flow(equation), jaxprs_within(equation), set[str]()
+    each = [products(jaxpr, within) for jaxpr in inner]
+    if isinstance(flow, Call | Cond | Scan) or name in _CALLS:
+        uncounted |= within
+        return max(each) if isinstance(flow, Cond) else sum(each) * _turns(equation)
+    has_none = inner or name in _NO_PRODUCTS or not equation.outvars
+    if has_none and not (sum(each) or within):
+        return 0
     # A kernel, or a loop that does not say how often it runs.
     estimate = getattr(params.get("cost_estimate"), "flops", None)
     if estimate is None:
-        return Products(0, frozenset({f"{name} ({_jax.source_of(equation)})"}))
-    return Products(int(estimate))
+        uncounted.add(f"{name} ({_jax.source_of(equation)})")
+    return int(estimate or 0)
+
+
+def _turns(equation: Any) -> int:
+    """Return how often a call runs its jaxpr: in turns, or on shards."""
+    params = equation.params
+    if equation.primitive.name != "shard_map":
+        return int(params.get("length", 1))
+    manual = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
+    return math.prod(params["mesh"].shape[axis] for axis in manual)
 
 
 # Of those that no other analysis knows, these have no products.
@@ -82,18 +65,18 @@ _NO_PRODUCTS = KNOWN | frozenset(
     """.split()
 )
 # Their jaxprs are all that they run.
-_CALLS = frozenset(("custom_partitioning", "run_state", *DEFINED_BY_JAXPR))
+_CALLS = frozenset(("custom_partitioning", "run_state", "shard_map", *DEFINED_BY_JAXPR))
 
 
 # How often each product multiplies.
 
 
-def _dot(equation: Any, again: bool) -> int:
+def _dot(equation: Any) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
     return _contracted(equation, contracted)
 
 
-def _ragged_dot(equation: Any, again: bool) -> int:
+def _ragged_dot(equation: Any) -> int:
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     # The groups split what is contracted, or the rows of the output.
@@ -107,7 +90,7 @@ def _contracted(equation: Any, dimensions: Any) -> int:
     return int(out.size * math.prod(left.shape[axis] for axis in dimensions))
 
 
-def _convolution(equation: Any, again: bool) -> int:
+def _convolution(equation: Any) -> int:
     """Count what is multiplied with numbers, and not with padding or the zeros of a dilation."""
     params = equation.params
     left, right, out = params["dimension_numbers"]
@@ -128,10 +111,10 @@ def _attention(equation: Any, products: int) -> int:
     return math.prod(query) * key[2 if equation.params["layout"] else 1] * products
 
 
-_RULES: dict[str, Callable[[Any, bool], int]] = {
+_RULES: dict[str, Callable[[Any], int]] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
-    "dot_product_attention_fwd_wrapper": lambda equation, again: _attention(equation, 2),
-    "dot_product_attention_bwd_wrapper": lambda equation, again: _attention(equation, 4 + again),
+    "dot_product_attention_fwd_wrapper": lambda equation: _attention(equation, 2),
+    "dot_product_attention_bwd_wrapper": lambda equation: _attention(equation, 4),
 }

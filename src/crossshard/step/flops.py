@@ -1,15 +1,16 @@
-"""Flops: how many rows a call of a step takes, and the floating-point operations of its loss."""
+"""Flops: the floating-point operations of a step's loss and gradient, as its jaxprs have them."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from crossshard import _jax, _mesh
+from crossshard._annotations import PyTree
 from crossshard.gradients.mean import Mean
-from crossshard.jaxprs.products import Products, products
+from crossshard.jaxprs.products import products
 from crossshard.jaxprs.rewrite import without_checkpoints
 from crossshard.pipeline.stage import CrossShardState
 from crossshard.shards.axes import shard_context
@@ -20,73 +21,94 @@ from crossshard.step.losses.rows import LossOver
 from crossshard.step.train_step import TrainStep, config_of, latest_of
 
 
-def number_of_rows(step: TrainStep, batch: Any) -> int:
+class Flops(NamedTuple):
+    """The floating-point operations of a step.
+
+    >>> Flops(6_000, 8_000).uncounted
+    ()
+
+    Attributes:
+      model: those on the rows of a batch, each product once: what MFU counts.
+      hardware: with what ``jax.checkpoint`` computes again, and with rows of padding: for HFU.
+      uncounted: operations that may have more, such as kernels, each with its line.
+    """
+
+    model: int
+    hardware: int
+    uncounted: tuple[str, ...] = ()
+
+
+def number_of_rows(step: TrainStep, batch: PyTree) -> int:
     """Return the rows of a call of all processes, which are taken to pass as many each."""
     config = config_of(step)
     where = BatchPlacer(config.outer_mesh, config.axes, config.loss)
     rows, _ = where.split(batch, or_types=True)
     leaf, axis = jax.tree.leaves(rows)[0], where.batch_axes.of_rows(rows)[0]
-    own = leaf.shape[axis]
-    return int(own if where.is_placed(leaf, axis) else own * where.number // where.parts)
+    own: int = leaf.shape[axis]
+    return own if where.is_placed(leaf, axis) else own * where.number // where.parts
 
 
-def products_of(step: TrainStep, batch: Any) -> tuple[Products, Products]:
-    """Count the products of the loss of a batch and its gradient, of all shards and microbatches.
+def count_flops(step: TrainStep, batch: PyTree) -> Flops:
+    """Count the floating-point operations of a step's loss and gradient, on all shards.
 
-    The first result is without what ``jax.checkpoint`` computes again and without the rows that pad
-    a batch, and the second with both.
+    Counted are matrix products, convolutions, cuDNN's attention and kernels with a
+    ``cost_estimate``; a multiplication and an addition are two. A scan counts with every turn, of
+    branches the largest. Elementwise operations, decompositions and the optimizer are left out.
+
+    Args:
+      step: a step whose ``init`` or ``abstract_init`` has been called.
+      batch: the batch of a call, as arrays or types.
+
+    Raises:
+      ArgumentError: there was no ``init``, or the batch cannot be split.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from crossshard import make_train_step
+    >>> step = make_train_step(lambda w, x: ((x @ w) ** 2).mean(), optax.sgd(0.1), num_shards=1)
+    >>> state = step.init(jnp.zeros((16, 4)))
+    >>> count_flops(step, jnp.zeros((8, 16))).model  # 2 · 8 · 16 · 4, and as many for w's gradient
+    2048
     """
     config, (layout, types) = config_of(step), latest_of(step)
-    loss, axes, rows = config.loss, config.loss.batch_axes, number_of_rows(step, batch)
+    loss, rows = config.loss, number_of_rows(step, batch)
     batch = BatchPlacer(config.outer_mesh, config.axes, loss).abstract(batch)
     is_whole = loss.over is LossOver.BATCH
     shards = 1 if is_whole else config.number_of_shards
-    number = loss.accumulate_steps if is_whole else shards * loss.pieces(shards)
+    pieces = loss.accumulate_steps if is_whole else shards * loss.pieces(shards)
 
     def of_piece(x: Any, axis: int | None) -> Any:
-        rows = 0 if axis is None else x.shape[axis] // number
-        return jax.ShapeDtypeStruct(resized(x.shape, axis, rows), x.dtype)
+        number = 0 if axis is None else x.shape[axis] // pieces
+        return jax.ShapeDtypeStruct(resized(x.shape, axis, number), x.dtype)
 
     leaves, tree = jax.tree.flatten(batch)
-    piece = tree.unflatten(map(of_piece, leaves, axes.of(batch)))
+    piece = tree.unflatten(map(of_piece, leaves, loss.batch_axes.of(batch)))
     at_use, own = to_read(layout, types), jax.eval_shape(layout.local, types)
-    own = dataclasses.replace(
-        own,
-        params=at_use.types(own.params),
-        frozen=at_use.types_of_frozen(own.frozen),
-        opt_state=CrossShardState(),
-        grouped=False,
-        per_shard=False,
-    )
+    params, frozen = at_use.types(own.params), at_use.types_of_frozen(own.frozen)
+    own = dataclasses.replace(own, params=params, frozen=frozen, opt_state=CrossShardState())
 
     def value(params: Any, state: Any, batch: Any) -> Any:
-        state = dataclasses.replace(state, params=params)
         with shard_context(shards, axis_name=() if is_whole else config.axes):
             keys = loss._keys(state, batch, 0, 0)
             found = loss.run(state, (params, state.frozen), batch, keys).loss
         return found.value() if isinstance(found, Mean) else found
 
     if not is_whole:
-        everywhere: Any = PartitionSpec()
-        value = _jax.shard_map(
-            value,
-            mesh=config.mesh,
-            axis_names=frozenset(config.axes),
-            in_specs=(everywhere,) * 3,
-            out_specs=everywhere,
-        )
+        spec: Any = PartitionSpec()
+        where = {"mesh": config.mesh, "axis_names": frozenset(config.axes)}
+        value = _jax.shard_map(value, in_specs=(spec, spec, spec), out_specs=spec, **where)
 
-    def count(jaxpr: Any, *, again: bool) -> Products:
-        params, others = jax.tree.leaves(own.params), jax.tree.leaves((own, piece))
-        run = lambda params, others: jaxpr_as_fun(jaxpr)(*params, *others)[0]
-        both = jax.make_jaxpr(jax.value_and_grad(run))(params, others)
+    uncounted: set[str] = set()
+
+    def count(jaxpr: Any) -> int:
+        trained, others = jax.tree.leaves(params), jax.tree.leaves((own, piece))
+        run = lambda trained, others: jaxpr_as_fun(jaxpr)(*trained, *others)[0]
+        both = jax.make_jaxpr(jax.value_and_grad(run))(trained, others)
         # The body of ``shard_map`` counts once for each shard.
-        found = products(_jax.without_unread(both), again=again)
-        return found.times(number // shards)
+        return products(_jax.without_unread(both), uncounted) * pieces // shards
 
     with _mesh.in_place_of_the_users_mesh(config.mesh):
-        traced = jax.make_jaxpr(value)(own.params, own, piece)
-        model, hardware = count(without_checkpoints(traced), again=False), count(traced, again=True)
+        traced = jax.make_jaxpr(value)(params, own, piece)
+        model, hardware = count(without_checkpoints(traced)), count(traced)
     # Rows of padding are computed, but nobody asked for them.
-    own_rows = model.flops * rows // loss.number_of_rows(batch)
-    return dataclasses.replace(model, flops=own_rows), hardware
+    asked = model * rows // loss.number_of_rows(batch)
+    return Flops(asked, hardware, tuple(sorted(uncounted)))

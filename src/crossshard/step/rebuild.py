@@ -26,15 +26,17 @@ from crossshard.pipeline.stages.nonfinite import RARE
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.batch_axes import BatchAxes, take_rows
 from crossshard.step.describe import bytes_on_device
-from crossshard.step.flops import number_of_rows, products_of
+from crossshard.step.flops import Flops, count_flops, number_of_rows
 from crossshard.step.losses import changed
 from crossshard.step.losses.rows import LossOver
 from crossshard.step.train_step import TrainStep, config_of
 
 __all__ = [
     "RARE",
+    "Flops",
     "axes_of_batch",
     "bytes_on_device",
+    "count_flops",
     "draws",
     "groups_of",
     "loss_over_rows_of",
@@ -43,7 +45,6 @@ __all__ = [
     "of_few_bits",
     "on_part_of_mesh",
     "own_rows",
-    "products_of",
     "with_optimizer",
 ]
 

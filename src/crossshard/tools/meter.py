@@ -2,34 +2,34 @@
 
 import collections
 import contextlib
-import dataclasses
 import math
 import re
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from crossshard import TrainStep, _check
 from crossshard._annotations import PyTree
-from crossshard._text import count
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.step.rebuild import number_of_rows, products_of
+from crossshard.step.rebuild import Flops as Flops
+from crossshard.step.rebuild import count_flops as count_flops
+from crossshard.step.rebuild import number_of_rows
 
-# Dense products of bfloat16 in a second, as the makers state them, by what ``device_kind`` ends in.
-# A TPU v4 or v5p is one device of two cores.
+# Dense products of bfloat16 in a second, as the makers state them, by the kind of device. A TPU v4
+# or v5p is one device of two cores.
 _PEAKS = {
-    r"A100-(SXM4|PCIE)-[48]0GB|A100 80GB PCIe": 312e12,
-    "H100 80GB HBM3|H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "B200": 2250e12,
-    "TPU v4": 275e12,
-    "TPU v5( lite|e)": 197e12,
-    "TPU v5p?": 459e12,
-    "TPU v6( lite|e)": 918e12,
+    r"NVIDIA A100(-SXM4|-PCIE)?[- ][48]0GB( PCIe)?": 312e12,
+    r"NVIDIA (H100 80GB HBM3|H200)": 989e12,
+    r"NVIDIA H100 NVL": 835e12,
+    r"NVIDIA H100 PCIe": 756e12,
+    r"NVIDIA B200": 2250e12,
+    r"TPU v4": 275e12,
+    r"TPU v5( lite|e)": 197e12,
+    r"TPU v5p?": 459e12,
+    r"TPU v6( lite|e)": 918e12,
 }
 
 
@@ -39,83 +39,27 @@ def peak_flops(device: jax.Device) -> float | None:
     >>> peak_flops(jax.devices("cpu")[0]) is None
     True
     """
-    kind = re.sub("^NVIDIA ", "", device.device_kind)
-    return next((peak for name, peak in _PEAKS.items() if re.fullmatch(name, kind)), None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Flops:
-    """The floating-point operations of a step's matrix products, convolutions and kernels.
-
-    >>> Flops(6_000, 8_000, ()).model
-    6000
-
-    Attributes:
-      model: those of the loss and its gradient, of all rows: what MFU counts.
-      hardware: those with what ``jax.checkpoint`` computes again, too: what HFU counts.
-      uncounted: operations that may have more of them, such as kernels without a
-        ``cost_estimate``, each with its line.
-    """
-
-    model: int
-    hardware: int
-    uncounted: tuple[str, ...]
-
-
-def count_flops(step: TrainStep, batch: PyTree) -> Flops:
-    """Count the floating-point operations of a step's loss and gradient, from their jaxprs.
-
-    A multiplication and an addition are two. A scan counts with every turn, a branch as the largest
-    of its kind. Elementwise operations, decompositions and the optimizer are not counted.
-
-    Args:
-      step: a step whose ``init`` or ``abstract_init`` has been called.
-      batch: the batch of a call, as arrays or types.
-
-    Raises:
-      ArgumentError: there was no ``init``, or the batch cannot be split.
-
-    >>> import jax.numpy as jnp, optax
-    >>> from crossshard import make_train_step
-    >>> step = make_train_step(lambda w, x: ((x @ w) ** 2).mean(), optax.sgd(0.1), num_shards=1)
-    >>> state = step.init(jnp.zeros((16, 4)))
-    >>> count_flops(step, jnp.zeros((8, 16))).model  # 2 · 8 · 16 · 4, forward and for w's gradient
-    2048
-    """
-    model, hardware = products_of(step, batch)
-    return Flops(model.flops, hardware.flops, tuple(sorted(model.uncounted | hardware.uncounted)))
-
-
-class _Work(NamedTuple):
-    """What a call of one kind does, or several calls together."""
-
-    steps: float = 0
-    rows: float = 0
-    model: float = 0
-    hardware: float = 0
-
-
-class _Point(NamedTuple):
-    seconds: float  # while the clock ran
-    done: _Work
+    return next((x for kind, x in _PEAKS.items() if re.fullmatch(kind, device.device_kind)), None)
 
 
 class Meter:
     """Measures how fast a loop trains, without making it wait for the devices.
 
-    A call of a step returns before the devices have computed it. So the meter counts a step once
-    its loss is there, which it looks at in every ``update``, and the time between two such moments.
-    It leaves out the time of a call with a batch of new shapes, which compiles, and that in
-    ``paused``, with the steps that were running then. ``report`` returns the means over the last
-    ``window`` steps.
+    A call of a step returns before the devices have computed it. The meter counts a step once its
+    loss is there, at which it looks in every ``update``, and divides by the time between two such
+    moments. The time of a call with new shapes, which compiles, is left out, and that in
+    ``paused``, with the steps that were running then.
 
     Args:
       step: the step of the loop.
-      tokens_per_row: how many tokens a row has, to report tokens; ``None`` to report none.
+      tokens_per_row: how many tokens a row has, to report tokens.
       flops_per_row: your own count of a row's floating-point operations, forward and backward, in
         place of ``count_flops``.
-      peak: the FLOP/s of one device; ``None`` for that of ``peak_flops``.
-      window: how many steps the means are over, unless ``update`` sees more of them at once.
+      peak: the FLOP/s of one device, in place of ``peak_flops``.
+      window: how many steps the means are over, at least.
+
+    Attributes:
+      flops: those of the last batch with new shapes; ``None`` if they were not counted.
 
     Raises:
       ArgumentError, ArgumentTypeError: not a step, or not positive numbers.
@@ -123,10 +67,11 @@ class Meter:
     >>> import jax.numpy as jnp, optax
     >>> from crossshard import make_train_step
     >>> step = make_train_step(lambda w, x: ((x @ w) ** 2).mean(), optax.sgd(0.1), num_shards=1)
-    >>> state, meter = step.init(jnp.zeros((16, 4))), Meter(step, tokens_per_row=16, peak=1e12)
+    >>> state, x = step.init(jnp.zeros((16, 4))), jnp.zeros((8, 16))
+    >>> meter = Meter(step, tokens_per_row=16, peak=1e12)
     >>> for _ in range(3):
-    ...     state, metrics = step(state, jnp.zeros((8, 16)))
-    ...     meter.update(jnp.zeros((8, 16)), metrics)
+    ...     state, metrics = step(state, x)
+    ...     meter.update(x, metrics)
     >>> float(metrics["loss"])  # waits for the devices
     0.0
     >>> list(meter.report())
@@ -146,20 +91,22 @@ class Meter:
             raise ArgumentTypeError(
                 f"step must be what make_train_step returns; got {_check.described(step)}."
             )
+        self.flops: Flops | None = None
         self._step, self._window = step, _check.whole_number("window", window)
         self._tokens_per_row = _positive("tokens_per_row", tokens_per_row)
         self._flops_per_row = _positive("flops_per_row", flops_per_row)
-        own = peak_flops(step.mesh.devices.flat[0]) if peak is None else peak
-        self._peak = _positive("peak", own)
-        self._uncounted: set[str] = set()
-        self._kinds: dict[Any, _Work] = {}
-        # The losses of steps that may still run; ``None`` for work that does not count.
-        self._running: collections.deque[tuple[Any, _Work | None]] = collections.deque()
-        self._points: collections.deque[_Point] = collections.deque()
-        self._stopped = 0.0  # for how long the clock stood still, since the clock's own zero
+        known = peak_flops(step.mesh.devices.flat[0]) if peak is None else peak
+        self._peak = _positive("peak", known)
+        # The work of each kind of call: its seconds, which are not known, steps, rows and FLOPs.
+        self._kinds: dict[Any, Any] = {}
+        # The losses of steps that may still run, and their work; ``None`` if they do not count.
+        self._running: collections.deque[Any] = collections.deque()
+        # What was done when steps were seen to be done, with the seconds of a clock that may stop.
+        self._seen: collections.deque[Any] = collections.deque()
+        self._stood = 0.0
 
     def update(self, batch: PyTree, metrics: Mapping[str, PyTree]) -> None:
-        """Note a call of the step. It waits for nothing.
+        """Note a call of the step, and wait for nothing.
 
         Args:
           batch: the batch that was passed.
@@ -171,7 +118,7 @@ class Meter:
         loss = metrics.get("loss") if isinstance(metrics, Mapping) else None
         if not isinstance(loss, jax.Array):
             raise ArgumentTypeError(
-                f"metrics must be what step(state, batch) returned beside the state; got "
+                f"metrics must be what step(state, batch) returns beside the state; got "
                 f"{_check.described(metrics)}."
             )
         leaves, tree = jax.tree.flatten(batch)
@@ -184,33 +131,31 @@ class Meter:
         self._look()
 
     def report(self) -> dict[str, float]:
-        """Return the means over the last steps, by name, for any logger.
+        """Return the means over the last ``window`` steps, by name, for any logger.
 
         Returns:
-          ``steps_per_second``, ``rows_per_second`` of all processes, ``tokens_per_second`` if
-          ``tokens_per_row`` is given, and, if the peak is known and all products were counted,
-          ``mfu`` and ``hfu``, as shares of 1. Empty before the second step is done.
+          ``steps_per_second``; ``rows_per_second``, of all processes; ``tokens_per_second``, if
+          ``tokens_per_row`` is given; and if the peak is known and all products were counted,
+          ``mfu`` and ``hfu``, of 1. Empty until the second step is done.
         """
         self._look()
-        if len(self._points) < 2:
+        if len(self._seen) < 2:
             return {}
-        (began, before), (ended, after) = self._points[0], self._points[-1]
-        steps, rows, model, hardware = (
-            (b - a) / (ended - began) for a, b in zip(before, after, strict=True)
-        )
+        seconds, *done = (self._seen[-1] - self._seen[0]).tolist()
+        steps, rows, model, hardware = (x / seconds for x in done)
         found = {"steps_per_second": steps, "rows_per_second": rows}
         if self._tokens_per_row is not None:
             found["tokens_per_second"] = rows * self._tokens_per_row
-        if self._peak is not None and not self._uncounted:
-            all_devices = self._peak * self._step.mesh.size
-            found["mfu"] = model / all_devices
-            if self._flops_per_row is None:
-                found["hfu"] = hardware / all_devices
+        if self._peak is not None and not (self.flops and self.flops.uncounted):
+            of_all = self._peak * self._step.mesh.size
+            found["mfu"] = model / of_all
+            if self.flops is not None:
+                found["hfu"] = hardware / of_all
         return found
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what runs inside, such as an evaluation, and the steps that still run now."""
+        """Leave out what runs inside, such as an evaluation, and the steps that still run."""
         self._look()
         self._stop()
         try:
@@ -218,76 +163,46 @@ class Meter:
         finally:
             self._look()
             if not self._running:
-                self._restart()
+                self._go_on(time.perf_counter())
 
-    def describe(self) -> str:
-        """Say what ``mfu`` and ``hfu`` count, or why they are not reported."""
-        if self._peak is None:
-            kind = self._step.mesh.devices.flat[0].device_kind
-            return f"No MFU: the peak of {kind!r} is not known. Pass peak=, its FLOP/s."
-        if self._uncounted:
-            return (
-                f"No MFU: nothing is known of the floating-point operations of "
-                f"{', '.join(sorted(self._uncounted))}. Pass flops_per_row=, your own count; or "
-                f"give a Pallas kernel a cost_estimate."
-            )
-        number = self._step.mesh.size
-        lines = [
-            f"The peak is {self._peak / 1e12:,.4g} TFLOP/s on each of {count(number, 'device')}."
-        ]
-        for work in self._kinds.values():
-            again = f"; {work.hardware:,} with what is recomputed" if work.hardware else ""
-            lines.append(f"A step of {work.rows} rows has {work.model:,} FLOPs{again}.")
-        return "\n".join(lines)
-
-    def _work(self, batch: Any) -> _Work:
+    def _work(self, batch: Any) -> Any:
         """Return what a call with such a batch does."""
-        rows = number_of_rows(self._step, batch)
+        rows, model, hardware = number_of_rows(self._step, batch), 0.0, 0.0
         if self._flops_per_row is not None:
-            return _Work(1, rows, rows * self._flops_per_row)
-        if self._peak is None:
-            return _Work(1, rows)
-        found = count_flops(self._step, batch)
-        self._uncounted.update(found.uncounted)
-        return _Work(1, rows, found.model, found.hardware)
+            model = rows * self._flops_per_row
+        elif self._peak is not None:
+            self.flops = count_flops(self._step, batch)
+            model, hardware, _ = self.flops
+        return np.array([0, 1, rows, model, hardware], float)
 
     def _look(self) -> None:
         """Note which steps are done by now."""
-        now, done = time.perf_counter(), list[_Work | None]()
-        while self._running and _is_there(self._running[0][0]):
+        now, done = time.perf_counter(), []
+        while self._running and self._running[0][0].is_ready():
             done.append(self._running.popleft()[1])
-        if not done:
-            return
-        if None in done:
-            # Nobody saw when the first of them was done.
-            return self._restart(now)
-        total = map(sum, zip(self._points[-1].done, *done, strict=True))
-        self._points.append(_Point(now - self._stopped, _Work(*total)))
-        oldest = self._points[-1].done.steps - self._window
-        while self._points[1].done.steps <= oldest:
-            self._points.popleft()
+        if any(work is None for work in done):
+            # Nobody saw when the last of these was done.
+            self._go_on(now)
+        elif done:
+            total = self._seen[-1] + sum(done)
+            total[0] = now - self._stood
+            self._seen.append(total)
+            while self._seen[1][1] <= total[1] - self._window:
+                self._seen.popleft()
 
     def _stop(self) -> None:
-        """Stop the clock until all steps that still run are done, which do not count."""
+        """Stop the clock until the steps that still run are done; they do not count."""
         self._running = collections.deque((loss, None) for loss, _ in self._running)
 
-    def _restart(self, now: float | None = None) -> None:
-        """Let the clock go on from where it stood at the last point."""
-        now = time.perf_counter() if now is None else now
-        if not self._points:
-            self._points.append(_Point(0.0, _Work()))
-        self._stopped = now - self._points[-1].seconds
-
-
-def _is_there(x: Any) -> bool:
-    """Return whether an array has been computed. Nobody waits for one that was deleted."""
-    return bool(x.is_deleted() or x.is_ready())
+    def _go_on(self, now: float) -> None:
+        """Let the clock go on from where it stood when steps were last seen to be done."""
+        if not self._seen:
+            self._seen.append(np.zeros(5))
+        self._stood = now - self._seen[-1][0]
 
 
 def _positive(name: str, given: Any) -> float | None:
-    if given is None:
-        return None
-    found = _check.number(name, given)
-    if not 0 < found < math.inf:
+    found = None if given is None else _check.number(name, given)
+    if found is not None and not 0 < found < math.inf:
         raise ArgumentError(f"{name} must be positive and finite; got {found}.")
     return found
