@@ -467,7 +467,7 @@ def latest_of(step: TrainStep) -> tuple[StateLayout, TrainState]:
     """
     if step._latest is None:
         raise ArgumentError(
-            "How the weights are updated depends on the parameters: call init(params), or "
+            "What a step does depends on the parameters: call init(params), or "
             "abstract_init(params), first."
         )
     return step._latest

@@ -47,8 +47,8 @@ class Meter:
 
     A call of a step returns before the devices have computed it. The meter counts a step once its
     loss is there, at which it looks in every ``update``, and divides by the time between two such
-    moments. The time of a call with new shapes, which compiles, is left out, and that in
-    ``paused``, with the steps that were running then.
+    moments. It leaves out the first call with each kind of batch, which compiles, and the time in
+    ``paused``.
 
     Args:
       step: the step of the loop.
@@ -126,7 +126,8 @@ class Meter:
         work = self._kinds.get(key)
         if work is None:
             self._kinds[key] = self._work(batch)
-            self._stop()
+            # The clock stands still until this step is done; what runs until then does not count.
+            self._running = collections.deque((each, None) for each, _ in self._running)
         self._running.append((loss, work))
         self._look()
 
@@ -155,15 +156,13 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what runs inside, such as an evaluation, and the steps that still run."""
+        """Wait for the steps that still run, and leave out what follows, such as an evaluation."""
+        jax.block_until_ready([loss for loss, _ in self._running])
         self._look()
-        self._stop()
         try:
             yield
         finally:
-            self._look()
-            if not self._running:
-                self._go_on(time.perf_counter())
+            self._go_on(time.perf_counter())
 
     def _work(self, batch: Any) -> Any:
         """Return what a call with such a batch does."""
@@ -189,10 +188,6 @@ class Meter:
             self._seen.append(total)
             while self._seen[1][1] <= total[1] - self._window:
                 self._seen.popleft()
-
-    def _stop(self) -> None:
-        """Stop the clock until the steps that still run are done; they do not count."""
-        self._running = collections.deque((loss, None) for loss, _ in self._running)
 
     def _go_on(self, now: float) -> None:
         """Let the clock go on from where it stood when steps were last seen to be done."""
