@@ -195,7 +195,7 @@ def test_it_counts_what_is_done_and_between_two_readings_of_a_stopwatch():
     state, metrics = step(state, x)
     jax.block_until_ready(metrics)
     before = time.perf_counter()
-    meter.update(x, metrics)  # the first step is done, and the clock starts
+    meter.update(x, metrics)  # the first step, which has compiled; the clock starts
     began, most_running = time.perf_counter(), 0
     for _ in range(number):
         state, metrics = step(state, x)
@@ -290,18 +290,16 @@ def test_the_means_are_over_the_last_steps():
         jax.block_until_ready(metrics)
         meter.update(x, metrics)
     assert [int(point[1]) for point in meter._seen] == [5, 6, 7, 8]
-    # Where the loop waits once in a while, many steps are seen at once.
-    losses = []
+    # Of a loop that waits once in a while, all steps between two looks are seen at once.
+    (work,) = meter._kinds.values()
     for _ in range(10):
         state, metrics = step(state, x)
-        losses.append(metrics)
-    for metrics in losses:
-        jax.block_until_ready(metrics)
-    for metrics in losses:
-        meter._running.append((metrics["loss"], meter._kinds[next(iter(meter._kinds))]))
-    began = meter._seen[-1][0]
-    found = meter.report()
-    assert found["steps_per_second"] == pytest.approx(10 / (meter._seen[-1][0] - began))
+        meter._running.append((metrics["loss"], work))
+    jax.block_until_ready(metrics)
+    before = meter._seen[-1]
+    found, after = meter.report(), meter._seen[-1]
+    assert after[1] - before[1] == 10
+    assert found["steps_per_second"] == pytest.approx(10 / (after[0] - before[0]))
 
 
 def test_what_is_not_counted_is_named_and_gives_no_mfu():

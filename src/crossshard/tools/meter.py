@@ -99,14 +99,14 @@ class Meter:
         self._peak = _positive("peak", known)
         # The work of each kind of call: its seconds, which are not known, steps, rows and FLOPs.
         self._kinds: dict[Any, Any] = {}
-        # The losses of steps that may still run, and their work; ``None`` if they do not count.
+        # The losses of steps that may still run, and their work.
         self._running: collections.deque[Any] = collections.deque()
         # What was done when steps were seen to be done, with the seconds of a clock that may stop.
-        self._seen: collections.deque[Any] = collections.deque()
+        self._seen: collections.deque[Any] = collections.deque([np.zeros(5)])
         self._stood = 0.0
 
     def update(self, batch: PyTree, metrics: Mapping[str, PyTree]) -> None:
-        """Note a call of the step, and wait for nothing.
+        """Note a call of the step; it waits for it only if such a batch is new.
 
         Args:
           batch: the batch that was passed.
@@ -122,14 +122,17 @@ class Meter:
                 f"{_check.described(metrics)}."
             )
         leaves, tree = jax.tree.flatten(batch)
-        key = tree, *((np.shape(x), getattr(x, "sharding", None)) for x in leaves)
+        kind = lambda x: (np.shape(x), getattr(x, "dtype", None), getattr(x, "sharding", None))
+        key = tree, *map(kind, leaves)
         work = self._kinds.get(key)
-        if work is None:
-            self._kinds[key] = self._work(batch)
-            # The clock stands still until this step is done; what runs until then does not count.
-            self._running = collections.deque((each, None) for each, _ in self._running)
-        self._running.append((loss, work))
-        self._look()
+        if work is not None:
+            self._running.append((loss, work))
+            return self._look()
+        # The call has compiled. What ran before has ended since, and nobody saw when.
+        self._kinds[key] = self._work(batch)
+        jax.block_until_ready(loss)
+        self._running.clear()
+        self._go_on()
 
     def report(self) -> dict[str, float]:
         """Return the means over the last ``window`` steps, by name, for any logger.
@@ -162,7 +165,7 @@ class Meter:
         try:
             yield
         finally:
-            self._go_on(time.perf_counter())
+            self._go_on()
 
     def _work(self, batch: Any) -> Any:
         """Return what a call with such a batch does."""
@@ -176,24 +179,18 @@ class Meter:
 
     def _look(self) -> None:
         """Note which steps are done by now."""
-        now, done = time.perf_counter(), []
+        now, total = time.perf_counter(), self._seen[-1]
         while self._running and self._running[0][0].is_ready():
-            done.append(self._running.popleft()[1])
-        if any(work is None for work in done):
-            # Nobody saw when the last of these was done.
-            self._go_on(now)
-        elif done:
-            total = self._seen[-1] + sum(done)
+            total = total + self._running.popleft()[1]
+        if total is not self._seen[-1]:
             total[0] = now - self._stood
             self._seen.append(total)
             while self._seen[1][1] <= total[1] - self._window:
                 self._seen.popleft()
 
-    def _go_on(self, now: float) -> None:
+    def _go_on(self) -> None:
         """Let the clock go on from where it stood when steps were last seen to be done."""
-        if not self._seen:
-            self._seen.append(np.zeros(5))
-        self._stood = now - self._seen[-1][0]
+        self._stood = time.perf_counter() - self._seen[-1][0]
 
 
 def _positive(name: str, given: Any) -> float | None:
