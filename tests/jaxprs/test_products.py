@@ -77,7 +77,7 @@ def turns(x: jax.Array) -> jax.Array:
 WITHIN: dict[str, tuple[Any, int]] = {
     "loops": (turns, 15),
     "a map": (lambda x: lax.map(lambda row: x @ row, x), 1),
-    "a branch": (lambda x: lax.cond(x[0, 0] > 0, lambda x: x, lambda x: x @ x @ x, x), 2),
+    "a branch": (lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x @ x @ x, x), 2),
     "a call": (lambda x: jax.jit(jnp.dot)(x, jax.checkpoint(jnp.dot)(x, x)), 2),
     "vmap": (lambda x: jax.vmap(lambda x: x @ x)(jnp.stack([x, x, x])), 3),
     "a rule": (jax.nn.relu, 0),

@@ -1,7 +1,7 @@
 """Flops: the floating-point operations of a step's loss and gradient, as its jaxprs have them."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
@@ -21,7 +21,8 @@ from crossshard.step.losses.rows import LossOver
 from crossshard.step.train_step import TrainStep, config_of, latest_of
 
 
-class Flops(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Flops:
     """The floating-point operations of a step.
 
     >>> Flops(6_000, 8_000).uncounted

@@ -174,7 +174,7 @@ class Meter:
             model = rows * self._flops_per_row
         elif self._peak is not None:
             self.flops = count_flops(self._step, batch)
-            model, hardware, _ = self.flops
+            model, hardware = self.flops.model, self.flops.hardware
         return np.array([0, 1, rows, model, hardware], float)
 
     def _look(self) -> None:
