@@ -30,7 +30,8 @@ class Flops:
 
     Attributes:
       model: those on the rows of a batch, each product once: what MFU counts.
-      hardware: with what ``jax.checkpoint`` computes again, and with rows of padding: for HFU.
+      hardware: with what ``jax.checkpoint`` computes again, and with rows that only fill shards up:
+        what HFU counts.
       uncounted: operations that may have more, such as kernels, each with its line.
     """
 
@@ -40,13 +41,9 @@ class Flops:
 
 
 def number_of_rows(step: TrainStep, batch: PyTree) -> int:
-    """Return the rows of a call of all processes, which are taken to pass as many each."""
+    """Return the rows of a call of all processes, of whose shards all are taken to have as many."""
     config = config_of(step)
-    where = BatchPlacer(config.outer_mesh, config.axes, config.loss)
-    rows, _ = where.split(batch, or_types=True)
-    leaf, axis = jax.tree.leaves(rows)[0], where.batch_axes.of_rows(rows)[0]
-    own: int = leaf.shape[axis]
-    return own if where.is_placed(leaf, axis) else own * where.number // where.parts
+    return BatchPlacer(config.outer_mesh, config.axes, config.loss).number_of_rows(batch)
 
 
 def count_flops(step: TrainStep, batch: PyTree) -> Flops:
@@ -110,6 +107,6 @@ def count_flops(step: TrainStep, batch: PyTree) -> Flops:
     with _mesh.in_place_of_the_users_mesh(config.mesh):
         traced = jax.make_jaxpr(value)(params, own, piece)
         model, hardware = count(without_checkpoints(traced)), count(traced)
-    # Rows of padding are computed, but nobody asked for them.
+    # Rows that fill shards up are computed, but nobody asked for them.
     asked = model * rows // loss.number_of_rows(batch)
     return Flops(asked, hardware, tuple(sorted(uncounted)))
