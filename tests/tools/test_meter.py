@@ -371,8 +371,11 @@ def test_the_peak_of_a_device_is_that_of_its_kind():
 
 def test_what_is_no_step_and_no_number_is_refused():
     step, state, x = slow(1)
-    with pytest.raises(ArgumentTypeError, match="step must be what make_train_step returns"):
-        Meter(lambda state, batch: (state, {}))
+    for call in (Meter, lambda other: count_flops(other, x)):
+        with pytest.raises(ArgumentTypeError, match="step must be what make_train_step returns"):
+            call(lambda state, batch: (state, {}))
+    with pytest.raises(ArgumentTypeError, match=r"device must be one of jax\.devices\(\)"):
+        peak_flops("H100")
     for options in ({"peak": 0}, {"tokens_per_row": -1.5}, {"flops_per_row": math.inf}):
         (name,) = options
         with pytest.raises(ArgumentError, match=f"{name} must be positive and finite"):
@@ -383,6 +386,9 @@ def test_what_is_no_step_and_no_number_is_refused():
     for wrong in (state, metrics["loss"], {}, {"loss": 1.0}):
         with pytest.raises(ArgumentTypeError, match="metrics must be what step"):
             Meter(step).update(x, wrong)
+    for wrong in ({}, 3.0, np.ones((0, 4))):
+        with pytest.raises(ArgumentError, match=r"The batch is empty|a scalar|has 0 rows"):
+            Meter(step).update(wrong, metrics)
     other = make_train_step(lambda w, x: (x @ w).mean(), optax.sgd(0.1), num_shards=1)
     with pytest.raises(ArgumentError, match="call init"):
         count_flops(other, x)

@@ -7,8 +7,9 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from crossshard import _jax, _mesh
+from crossshard import _check, _jax, _mesh
 from crossshard._annotations import PyTree
+from crossshard.errors import ArgumentTypeError
 from crossshard.gradients.mean import Mean
 from crossshard.jaxprs.products import products
 from crossshard.jaxprs.rewrite import without_checkpoints
@@ -40,6 +41,14 @@ class Flops:
     uncounted: tuple[str, ...] = ()
 
 
+def check_is_step(step: object) -> None:
+    """Raise ArgumentTypeError unless this is a step."""
+    if not isinstance(step, TrainStep):
+        raise ArgumentTypeError(
+            f"step must be what make_train_step returns; got {_check.described(step)}."
+        )
+
+
 def number_of_rows(step: TrainStep, batch: PyTree) -> int:
     """Return the rows of a call of all processes, of whose shards all are taken to have as many."""
     config = config_of(step)
@@ -58,7 +67,7 @@ def count_flops(step: TrainStep, batch: PyTree) -> Flops:
       batch: the batch of a call, as arrays or types.
 
     Raises:
-      ArgumentError: there was no ``init``, or the batch cannot be split.
+      ArgumentError, ArgumentTypeError: not a step, no ``init``, or a batch that cannot be split.
 
     >>> import jax.numpy as jnp, optax
     >>> from crossshard import make_train_step
@@ -67,6 +76,7 @@ def count_flops(step: TrainStep, batch: PyTree) -> Flops:
     >>> count_flops(step, jnp.zeros((8, 16))).model  # 2 · 8 · 16 · 4, and as many for w's gradient
     2048
     """
+    check_is_step(step)
     config, (layout, types) = config_of(step), latest_of(step)
     loss, rows = config.loss, number_of_rows(step, batch)
     batch = BatchPlacer(config.outer_mesh, config.axes, loss).abstract(batch)

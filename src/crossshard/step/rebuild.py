@@ -26,7 +26,7 @@ from crossshard.pipeline.stages.nonfinite import RARE
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.batch_axes import BatchAxes, take_rows
 from crossshard.step.describe import bytes_on_device
-from crossshard.step.flops import Flops, count_flops, number_of_rows
+from crossshard.step.flops import Flops, check_is_step, count_flops, number_of_rows
 from crossshard.step.losses import changed
 from crossshard.step.losses.rows import LossOver
 from crossshard.step.train_step import TrainStep, config_of
@@ -36,6 +36,7 @@ __all__ = [
     "Flops",
     "axes_of_batch",
     "bytes_on_device",
+    "check_is_step",
     "count_flops",
     "draws",
     "groups_of",

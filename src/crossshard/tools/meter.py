@@ -15,8 +15,8 @@ from crossshard import TrainStep, _check
 from crossshard._annotations import PyTree
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.step.rebuild import Flops as Flops
+from crossshard.step.rebuild import check_is_step, number_of_rows
 from crossshard.step.rebuild import count_flops as count_flops
-from crossshard.step.rebuild import number_of_rows
 
 # Dense products of bfloat16 in a second, as the makers state them, by the kind of device. A TPU v4
 # or v5p is one device of two cores.
@@ -36,10 +36,18 @@ _PEAKS = {
 def peak_flops(device: jax.Device) -> float | None:
     """Return the dense bfloat16 FLOP/s of a device, as its maker states it; ``None`` if unknown.
 
+    Raises:
+      ArgumentTypeError: not a device.
+
     >>> peak_flops(jax.devices("cpu")[0]) is None
     True
     """
-    return next((x for kind, x in _PEAKS.items() if re.fullmatch(kind, device.device_kind)), None)
+    found = getattr(device, "device_kind", None)
+    if not isinstance(found, str):
+        raise ArgumentTypeError(
+            f"device must be one of jax.devices(); got {_check.described(device)}."
+        )
+    return next((peak for kind, peak in _PEAKS.items() if re.fullmatch(kind, found)), None)
 
 
 class Meter:
@@ -87,10 +95,7 @@ class Meter:
         peak: float | None = None,
         window: int = 100,
     ):
-        if not isinstance(step, TrainStep):
-            raise ArgumentTypeError(
-                f"step must be what make_train_step returns; got {_check.described(step)}."
-            )
+        check_is_step(step)
         self.flops: Flops | None = None
         self._step, self._window = step, _check.whole_number("window", window)
         self._tokens_per_row = _positive("tokens_per_row", tokens_per_row)
