@@ -16,10 +16,9 @@ from crossshard.jaxprs.rewrite import without_checkpoints
 from crossshard.pipeline.stage import CrossShardState
 from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import resized
-from crossshard.step.batches import BatchPlacer
 from crossshard.step.function import to_read
 from crossshard.step.losses.rows import LossOver
-from crossshard.step.train_step import TrainStep, config_of, latest_of
+from crossshard.step.train_step import TrainStep, config_of, latest_of, placer_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +50,7 @@ def check_is_step(step: object) -> None:
 
 def number_of_rows(step: TrainStep, batch: PyTree) -> int:
     """Return the rows of a call of all processes, of whose shards all are taken to have as many."""
-    config = config_of(step)
-    return BatchPlacer(config.outer_mesh, config.axes, config.loss).number_of_rows(batch)
+    return placer_of(step).number_of_rows(batch)
 
 
 def count_flops(step: TrainStep, batch: PyTree) -> Flops:
@@ -79,7 +77,7 @@ def count_flops(step: TrainStep, batch: PyTree) -> Flops:
     check_is_step(step)
     config, (layout, types) = config_of(step), latest_of(step)
     loss, rows = config.loss, number_of_rows(step, batch)
-    batch = BatchPlacer(config.outer_mesh, config.axes, loss).abstract(batch)
+    batch = placer_of(step).abstract(batch)
     is_whole = loss.over is LossOver.BATCH
     shards = 1 if is_whole else config.number_of_shards
     pieces = loss.accumulate_steps if is_whole else shards * loss.pieces(shards)

@@ -21,6 +21,7 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, check_is_state, check_state
 from crossshard.pipeline.stages.nonfinite import NonfiniteState
 from crossshard.shards.devices import are_of_all_processes
+from crossshard.step.batches import BatchPlacer
 from crossshard.step.describe import describe
 from crossshard.step.function import StepConfig, to_read
 from crossshard.step.over_data import OverData, ToRead
@@ -479,6 +480,11 @@ def _inside(tree: Any) -> Any:
 def config_of(step: TrainStep) -> StepConfig:
     """Return the configuration of a step."""
     return step._config
+
+
+def placer_of(step: TrainStep) -> BatchPlacer:
+    """Return what puts the batches of a step on its mesh."""
+    return step._program.placer
 
 
 def latest_of(step: TrainStep) -> tuple[StateLayout, TrainState]:
