@@ -21,7 +21,7 @@ SOAK_STEPS ?= 20000
 CYCLES ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test test-deep check mutants test-matrix soak chaos bench bench-peers bench-pods bench-gpus bench-gpu docs docs-serve docs-browse tutorial release constraints clean
+.PHONY: help environment demo test test-deep check mutants test-matrix soak chaos bench bench-peers bench-pods bench-gpus bench-gpu docs docs-serve docs-browse tutorial notebook release constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -45,7 +45,7 @@ test: environment  ## run the tests, in seven minutes on two cores
 	$(VENV)/bin/python -m pytest $(SHARED) $(PYTEST_ARGS)
 
 test-deep: environment  ## run the tests that make test leaves out (installs Ray, 0.5 GB)
-	$(VENV)/bin/python -m pip -qq --disable-pip-version-check install -r constraints/ray.txt
+	$(VENV)/bin/python -m pip -qq --disable-pip-version-check install -r constraints/ray.txt -r constraints/notebook.txt
 	$(VENV)/bin/python -m pytest $(SHARED) -m "deep and not soak" $(PYTEST_ARGS)
 
 check: environment  ## lint, formatting, types, and which folder may import which
@@ -96,6 +96,9 @@ tutorial: environment  ## follow the tutorial word by word, in an empty environm
 	pins=$$PWD/constraints/$$($(VENV)/bin/python -c \
 	    'import sys; print("py%d%d-newest.txt" % sys.version_info[:2])'); \
 	  PIP_CONSTRAINT=$$pins $(VENV)/bin/python tools/follow.py --clone . docs/tutorial/*.md
+
+notebook: environment  ## make a notebook for Kaggle and Colab of examples/notebook.py, and its wheel
+	$(VENV)/bin/python -m nox -s notebook
 
 release: environment  ## build the wheel and the source distribution, and try them in empty environments
 	$(VENV)/bin/python -m nox -s release

@@ -73,6 +73,16 @@ def gpus(session: nox.Session) -> None:
     session.run("python", "-m", "benchmarks.gpus", *session.posargs)
 
 
+@nox.session(reuse_venv=True)
+def notebook(session: nox.Session) -> None:
+    """Make a notebook of examples/notebook.py, in build/notebook, beside the wheel it installs."""
+    session.install("-r", "constraints/notebook.txt")
+    there = Path("build/notebook")
+    session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(there), ".")
+    options = ["--to", "notebook", "--output", str(there / "crossshard.ipynb")]
+    session.run("jupytext", *options, "examples/notebook.py")
+
+
 # The reference is read from the source, so neither JAX nor the package is installed.
 @nox.session(reuse_venv=True)
 def docs(session: nox.Session) -> None:
