@@ -25,6 +25,7 @@ if importlib.util.find_spec("crossshard") is None:
     wheels = [wheel for place in places for wheel in place.rglob("crossshard-*.whl")]
     what = f"{wheels[0]}[{EXTRA}]" if EXTRA else str(wheels[0])
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", what], check=True)
+    importlib.invalidate_caches()
 
 # %% [markdown]
 """## Devices

@@ -23,7 +23,7 @@ README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 GUIDE = sorted(
     page
-    for folder in ("concepts", "guide", "reference", "ways-in")
+    for folder in (".", "concepts", "guide", "reference", "ways-in")
     for page in (ROOT / "docs" / folder).glob("*.md")
 )
 PAGES = [
