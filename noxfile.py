@@ -79,7 +79,7 @@ def notebook(session: nox.Session) -> None:
     session.install("-r", "constraints/notebook.txt")
     there = Path("build/notebook")
     session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(there), ".")
-    options = ["--to", "notebook", "--output", str(there / "crossshard.ipynb")]
+    options = ["--to", "notebook", "--output", str(there / "notebook.ipynb")]
     session.run("jupytext", *options, "examples/notebook.py")
 
 
