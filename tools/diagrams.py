@@ -1,4 +1,4 @@
-"""Draws the diagrams of docs/concepts: `python tools/diagrams.py` writes them all."""
+"""Draws the diagrams in docs/concepts: `python tools/diagrams.py` writes them all."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -260,6 +260,58 @@ def communication() -> Drawing:
     return picture
 
 
+def choosing() -> Drawing:
+    """Which option a run needs, question by question."""
+    groups = (
+        (
+            "the loss",
+            SHARDS[0],
+            ("It compares rows: batch norm, contrastive", 'loss_over="batch"'),
+            ("It divides by a count: tokens, a mask", "Mean(total, count), weight="),
+        ),
+        (
+            "memory",
+            SHARDS[2],
+            ("The optimizer's state does not fit", 'weight_update="sharded"'),
+            ("The parameters do not fit", 'params="sharded"'),
+            ("The activations do not fit", "accumulate_steps=, jax.checkpoint"),
+            ("One layer does not fit", "a mesh with a model axis, axis_name="),
+        ),
+        (
+            "network",
+            SHARDS[1],
+            ("It takes longer than the computation", 'reduce_dtype="bfloat16", "int8"'),
+            ("Between sites it is slow", "sync_every=, outer_optimizer="),
+        ),
+        (
+            "the run",
+            SHARDS[3],
+            ("A NaN may come", 'nonfinite="skip"'),
+            ("It must repeat on any number of devices", "virtual_shards="),
+            ("It lasts for days", "Checkpoints, initialize()"),
+        ),
+    )
+    said = "; ".join(f"{what}: {option}" for _, _, *rows in groups for what, option in rows)
+    number = sum(len(rows) for _, _, *rows in groups)
+    picture = Drawing(
+        60 + 42 * number + 14 * len(groups),
+        "Begin with make_train_step(loss_fn, optimizer) and no option. Then answer each question "
+        f"by itself; where the answer is yes, add the option. {said}.",
+    )
+    picture.text(15, 24, "begin with make_train_step(loss_fn, optimizer)", "start", bold=True)
+    picture.text(520, 24, "if so, add", "start", bold=True)
+    top = 42
+    for name, colour, *rows in groups:
+        picture.text(15, top + 22, name, "start", bold=True)
+        for what, option in rows:
+            picture.box(110, top, 350, 34, what)
+            picture.arrow(462, top + 17, 516, top + 17)
+            picture.box(520, top, 325, 34, option, colour)
+            top += 42
+        top += 14
+    return picture
+
+
 DIAGRAMS: Sequence[Callable[[], Drawing]] = (
     shards,
     numbers,
@@ -267,6 +319,7 @@ DIAGRAMS: Sequence[Callable[[], Drawing]] = (
     losses,
     state,
     communication,
+    choosing,
 )
 
 if __name__ == "__main__":
