@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
+import crossshard
 from examples.ways_in import ddp_port, record
 from tests.quick import deep_but
 from tests.test_docs import ROOT, blocks
@@ -69,7 +70,7 @@ def test_pytorch_prints_what_was_recorded(name: str):
 
 def test_the_page_shows_the_programs():
     texts = {name: (FOLDER / f"{name}.py").read_text() for name in [*OPTIONS, "ddp_port"]}
-    assert [block.lstrip("\n") for block in blocks(PAGE, "py")] == [texts["torch_ddp"]]
+    assert blocks(PAGE, "py")[0].lstrip("\n") == texts["torch_ddp"]
     assert blocks(PAGE, "python")[0].lstrip("\n") == texts["ddp_port"]
     shown = [block.lstrip("\n") for block in blocks(PAGE, "diff")]
     before = texts["torch_ddp"].splitlines(keepends=True)
@@ -142,3 +143,75 @@ def test_layers_differ_as_the_page_says():
     exact = jax.nn.gelu(x, approximate=False)
     np.testing.assert_allclose(exact, DIFFERENCES["gelu"], atol=1e-6)
     assert abs(jax.nn.gelu(x) - exact).max() > 1e-4
+
+
+# With PyTorch itself, where it is installed.
+
+
+def test_a_state_dict_of_pytorch_is_the_same_model_in_nnx():
+    torch = pytest.importorskip("torch")
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = torch.nn.Embedding(32, 8)
+            self.conv = torch.nn.Conv2d(8, 16, 3, padding=1)
+            self.norm = torch.nn.LayerNorm(16)
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(2)])
+            self.head = torch.nn.Linear(16, 4)
+
+        def forward(self, grid):
+            x = self.conv(self.words(grid).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+            x = self.norm(x).mean((1, 2))
+            for layer in self.layers:
+                x = torch.nn.functional.gelu(layer(x))
+            return self.head(x)
+
+    torch.manual_seed(0)
+    theirs, grid = Net(), np.random.default_rng(0).integers(0, 32, (4, 5, 6))
+    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "np": np, "nnx": nnx}
+    for code in blocks(PAGE, "python"):
+        if "class Net(" in code or "def state_dict(" in code:
+            exec(code, names)
+    ours = names["Net"](nnx.Rngs(0))
+    names["load_state_dict"](ours, {name: x.numpy() for name, x in theirs.state_dict().items()})
+    ours.eval()
+    expected = theirs(torch.from_numpy(grid)).detach().numpy()
+    np.testing.assert_allclose(ours(grid), expected, atol=1e-6)
+
+    # And back, into another one.
+    again = Net()
+    back = {name: torch.from_numpy(x.copy()) for name, x in names["state_dict"](ours).items()}
+    again.load_state_dict(back)
+    np.testing.assert_array_equal(again(torch.from_numpy(grid)).detach().numpy(), expected)
+
+
+@pytest.mark.deep
+def test_the_data_loader_of_the_page_trains():
+    torch = pytest.importorskip("torch")
+    x, y = ddp_port.data()
+    dataset = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    step = crossshard.make_train_step(ddp_port.loss_fn, ddp_port.OPTIMIZERS["sgd"], num_shards=4)
+    names = {"dataset": dataset, "torch": torch, "DataLoader": torch.utils.data.DataLoader}
+    names |= {"step": step, "state": step.init(ddp_port.Network())}
+    _, loop = blocks(PAGE, "py")
+    exec(loop, names)
+    state = step.init(ddp_port.Network())
+    # The order that PyTorch draws of this seed.
+    order = torch.randperm(512, generator=of_the_loader(torch)).numpy()
+    for rows in np.split(order, 8):
+        state, _ = step(state, {"x": x[rows], "y": y[rows]})
+    for one, other in zip(
+        jax.tree.leaves(names["state"].params), jax.tree.leaves(state.params), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+    with pytest.raises(crossshard.errors.ArgumentTypeError, match="must be an array or a number"):
+        step(state, {"x": torch.from_numpy(x), "y": y})
+
+
+def of_the_loader(torch: Any) -> Any:
+    """A generator that has drawn what a DataLoader draws before it shuffles."""
+    generator = torch.Generator().manual_seed(0)
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
+    return generator
