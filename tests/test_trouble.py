@@ -20,14 +20,15 @@ PAGE = (ROOT / "docs" / "guide" / "trouble.md").read_text()
 
 def plain(text: str) -> str:
     """Without what another machine, version or port would write otherwise."""
-    return re.sub(r"`[^`]*`", "``", re.sub(r"[\d.]*\d", "0", text)).strip()
+    text = re.sub(r"`[^`]*`", "``", re.sub(r"[\d.]*\d", "0", text))
+    return " ".join(text.split())
 
 
-# The lines of the page's console blocks.
+# The messages of the page's console blocks, whose further lines are indented.
 SHOWN = {
-    plain(line)
+    plain(message)
     for block in re.findall(r"^```console\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    for line in block.splitlines()
+    for message in re.split(r"\n(?! )", block.strip())
 }
 
 ONE_SHARD = """
