@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from crossshard import _check, _jax, _mesh
 from crossshard._check import is_number
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
-from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 from crossshard.model.state import FlatState, TrainState, is_unread, names_of
 from crossshard.shards.batch_axes import (
     BatchAxes,
@@ -69,6 +69,16 @@ def check_same_rows(rows: Any, axes: BatchAxes) -> None:
         )
 
 
+def check_batches(batches: Any) -> None:
+    """Raise unless this is an iterable of batches, and not a single one."""
+    is_one = isinstance(batches, dict | str | bytes) or hasattr(batches, "dtype")
+    if is_one or not isinstance(batches, Iterable):
+        raise ArgumentTypeError(
+            f"batches is an iterable of batches; got {type(batches).__name__}. Write [batch] for a "
+            f"single one."
+        )
+
+
 class BatchPlacer:
     """Puts the batches of a loss on a mesh: rows split over the shards in order, the rest whole.
 
@@ -91,6 +101,13 @@ class BatchPlacer:
         # The kinds of batches whose padding weighs nothing, and those that all processes passed.
         self._padded: set[Any] = set()
         self._agreed: set[Any] = set()
+        # Whether all processes must pass as many rows, and what to write where they do not.
+        self._compares_rows = self.parts < self.number and self._weight is None
+        or_weight = "" if self._loss.has_one_state else ", or pass weight="
+        self._same_rows = (
+            "Every process must pass arrays of the same dtypes. The mean over the shards is that "
+            f"over all rows only if all pass as many rows: pass as many{or_weight}."
+        )
 
     def along(self, axis: int) -> NamedSharding:
         """Return the sharding of an array that is split along an axis."""
@@ -155,6 +172,37 @@ class BatchPlacer:
             with _mesh.in_place_of_the_users_mesh(_mesh.with_automatic_axes(self.mesh)):
                 return join(self._place(rows, whole), placed)
 
+    def ahead(self) -> Callable[[Any], Any]:
+        """Return what puts the rows of one batch after the other on the devices, in any thread.
+
+        It leaves to the call that takes the batch what that would refuse, pad, compile for, or
+        compare with other processes. ``evaluate`` pads a batch with fewer rows than one before.
+        """
+        longest = 0
+
+        def place(batch: Any) -> Any:
+            nonlocal longest
+            # The loader may fill its arrays again, before a step has read them.
+            batch = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
+            try:
+                rows, whole = self.batch_axes.split(batch)
+                self.check_rows(rows)
+            except CrossshardError:
+                return batch
+            leaves, axes = jax.tree.leaves(rows), self.batch_axes.of_rows(rows)
+            number, before = leaves[0].shape[axes[0]], longest
+            longest = max(longest, number)
+            is_ready = number >= before and all(type(x) is np.ndarray for x in leaves)
+            if not is_ready or any(map(self._missing, leaves, axes)):
+                return batch
+            if self._compares_rows and self._kind(self._same_rows, rows) not in self._agreed:
+                return batch
+            with jax.transfer_guard("allow"):
+                put_rows = lambda x, axis: put(x, self.along(axis))
+                return join(jax.tree.map(put_rows, rows, self.batch_axes.tree_of(rows)), whole)
+
+        return place
+
     def rows_of(self, batch: Any) -> str:
         """Describe what this process passes, for the others: with weights, any number of rows."""
         words = []
@@ -164,7 +212,7 @@ class BatchPlacer:
                 if self.is_placed(leaf, axis):
                     sizes[axis] = sizes[axis] * self.parts // self.number
                 sizes[axis] = "any" if self._weight else sizes[axis]
-            words.append(f"{getattr(leaf, 'dtype', '')}[{','.join(map(str, sizes))}]")
+            words.append(f"{dtype_on_device(leaf)}[{','.join(map(str, sizes))}]")
         return ",".join(words)
 
     def place_whole(self, whole: Any) -> Any:
@@ -184,14 +232,9 @@ class BatchPlacer:
 
     def _place(self, rows: Any, whole: Any) -> Any:
         self._check(rows, whole)
-        if self.parts < self.number and self._weight is None:
-            or_weight = "" if self._loss.has_one_state else ", or pass weight="
-            self._check_agreement(
-                rows,
-                lambda leaf: f"{leaf.dtype}{list(leaf.shape)}",
-                "Every process must pass arrays of the same dtypes. The mean over the shards is "
-                f"that over all rows only if all pass as many rows: pass as many{or_weight}.",
-            )
+        if self._compares_rows:
+            shown = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}"
+            self._check_agreement(rows, shown, self._same_rows)
 
         def one(x: Any, axis: int) -> jax.Array:
             number = x.shape[axis] + self._missing(x, axis)
@@ -206,13 +249,18 @@ class BatchPlacer:
     def _check_agreement(self, tree: Any, shown: Callable[[Any], str], mend: str) -> None:
         """Raise unless ``shown`` says the same of every process's leaves; once for each kind."""
         paths = jax.tree_util.tree_leaves_with_path(tree)
-        key = mend, tuple((path, leaf.shape, str(leaf.dtype)) for path, leaf in paths)
+        key = self._kind(mend, tree)
         if not paths or key in self._agreed:
             return
         name = lambda path: f"batch{jax.tree_util.keystr(path)}"
         given = lambda: {name(path): shown(leaf) for path, leaf in paths}
         check_agreement("step", given, self.mesh, mend)
         self._agreed.add(key)
+
+    @staticmethod
+    def _kind(mend: str, tree: Any) -> Any:
+        paths = jax.tree_util.tree_leaves_with_path(tree)
+        return mend, tuple((path, leaf.shape, str(leaf.dtype)) for path, leaf in paths)
 
     def check_rows(self, rows: Any, *, or_types: bool = False) -> None:
         """Raise unless a batch without its whole arrays has some, all of them with rows."""
@@ -279,6 +327,13 @@ class BatchPlacer:
                 f"{each} of them. Add a mask to the batch and pass its name as weight."
             )
         self._padded.add(key)
+
+
+def dtype_on_device(leaf: Any) -> Any:
+    """Return the dtype that an array has, or will have, on a device; empty if it has none."""
+    dtype: Any = getattr(leaf, "dtype", "")
+    is_known = isinstance(leaf, np.ndarray) and dtype.kind in "biufc"
+    return jax.dtypes.canonicalize_dtype(dtype) if is_known else dtype
 
 
 def padded(leaf: Any, axis: int, number: int, *, zeros: bool = False) -> Any:

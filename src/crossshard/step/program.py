@@ -32,6 +32,7 @@ class Program:
 
     Attributes:
       options: the options of XLA that it is compiled with.
+      ahead: see ``BatchPlacer.ahead``.
     """
 
     def __init__(self, config: StepConfig, states: States):
@@ -39,6 +40,7 @@ class Program:
         self._config = config
         self._states = states
         self._place = BatchPlacer(mesh, config.axes, loss)
+        self.ahead = self._place.ahead
         self._in_processes = len(processes_of(mesh)) > 1
         self._is_watched = are_of_all_processes(mesh)
         self._agreed: set[Any] = set()
