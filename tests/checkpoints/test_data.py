@@ -209,7 +209,9 @@ def test_an_iterator_without_a_state_is_refused(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path, step)
     with pytest.raises(ArgumentTypeError, match="data cannot be written as JSON"):
         checkpoints.save(trained(step), iter([1]))
-    with pytest.raises(ArgumentTypeError, match=r"list_iterator.* has no get_state\. Save where"):
+    with pytest.raises(
+        ArgumentTypeError, match=r"list_iterator.* get_state and set_state, .* Save where"
+    ):
         checkpoints.save(trained(step), step.prefetch(iter([ROWS])))
 
 

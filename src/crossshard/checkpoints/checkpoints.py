@@ -353,19 +353,15 @@ class Checkpoints:
         Returns:
           The state, the data that was saved with it, the number of the checkpoint, its score.
 
-        Raises:
-          ArgumentError, ArgumentTypeError: the state is not of this step.
-          CheckpointDamagedError: there are checkpoints with a score, and none is whole.
-          CheckpointError: there is none with a score, or the folder cannot be read.
-          CheckpointMismatchError: as for ``restore_latest``.
+        Raises: as for ``restore_latest``; and CheckpointError if none has a score.
         """
         found = self._restored(state, None, strict, best=True)
-        if found is None or found[3] is None:
+        if found is None:
             raise CheckpointError(
                 f"{self._folder.path} has no checkpoint with a score. Pass one to "
                 f"save(state, score=...), and keep_best= to Checkpoints."
             )
-        return (*found[:3], found[3])
+        return found
 
     def restore_params(self, state: TrainState, step: int | None = None) -> TrainState:
         """Return a state with the parameters of a checkpoint, whichever optimizer has trained them.
@@ -416,7 +412,7 @@ class Checkpoints:
 
     def _restored(
         self, state: TrainState, step: int | None, strict: bool, best: bool = False
-    ) -> tuple[TrainState, Any, int, float | None] | None:
+    ) -> tuple[TrainState, Any, int, float] | None:
         _check.flag("strict", strict)
         with entering_of(self._step, "restore"):
             found = self._found(state, step, strict=strict, best=best)
@@ -436,15 +432,10 @@ class Checkpoints:
             return self._step.reshard(found.state), data, found.source.number, found.score
 
     def _found(
-        self,
-        state: TrainState,
-        step: int | None,
-        *,
-        strict: bool = True,
-        only_params: bool = False,
-        best: bool = False,
+        self, state: TrainState, step: int | None, *, strict: bool = True, **which: bool
     ) -> Found | None:
         """Read a checkpoint, or the latest that is whole; return ``None`` if there is none."""
+        only_params, best = which.get("only_params", False), which.get("best", False)
         call = "restore_params" if only_params else "restore"
         _check_call(call, state, jax.Array, jax.ShapeDtypeStruct)
         layout = layout_of(self._step, state)
@@ -484,9 +475,8 @@ class Checkpoints:
                 )
             self._saving.damaged |= reasons.keys()
             left = [each for each in numbers if each not in reasons and step in (None, each)]
-            scores = self._saving.scores() if best else dict.fromkeys(left)
-            if best:
-                left = sorted(scores.keys() & left, key=lambda each: (scores[each], each))
+            scores = self._saving.scores() if best else dict.fromkeys(left, 0.0)
+            left = sorted(scores.keys() & left, key=lambda each: (scores[each], each))
             if not left:
                 break
             try:

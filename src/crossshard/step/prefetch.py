@@ -73,34 +73,27 @@ class Prefetch(Iterator[PyTree]):
         """Return the state of the iterable after the last batch that was taken, not read ahead.
 
         Raises:
-          ArgumentTypeError: it has no ``get_state``.
+          ArgumentTypeError: it has no ``get_state`` and ``set_state``.
         """
-        if not hasattr(self._source, "get_state"):
-            raise ArgumentTypeError(
-                f"The batches come from {_check.described(self._source)}, which has no get_state. "
-                f"Save where they stand as JSON, such as data={{'batch': 3}}; or give them "
-                f"get_state and set_state, as Grain's iterators have them."
-            )
-        is_ahead = self._end is not None or not self._ready.empty()
-        return copy.deepcopy(self._state) if is_ahead else _state_of(self._source)
+        source, is_ahead = self._stateful(), self._end is not None or not self._ready.empty()
+        return copy.deepcopy(self._state) if is_ahead else _state_of(source)
 
     def set_state(self, state: Json | bytes) -> None:
-        """Go on after the batch at which ``get_state`` returned this state.
-
-        Raises:
-          ArgumentTypeError: the iterable has no ``set_state``.
-        """
-        source: Any = self._source
-        if not hasattr(source, "set_state"):
-            raise ArgumentTypeError(
-                f"The batches come from {_check.described(source)}, which has no set_state. Begin "
-                f"them at the right batch, or give them get_state and set_state, as Grain's "
-                f"iterators have them."
-            )
+        """Go on after the batch at which ``get_state`` returned this state; raise as it does."""
+        source = self._stateful()
         self._stop()
         self._join()
         self._ready = queue.SimpleQueue()
         source.set_state(copy.deepcopy(state))
+
+    def _stateful(self) -> Any:
+        if all(hasattr(self._source, each) for each in ("get_state", "set_state")):
+            return self._source
+        raise ArgumentTypeError(
+            f"The batches come from {_check.described(self._source)}, which has no get_state and "
+            f"set_state, as Grain's iterators have. Save where they stand as JSON, such as "
+            f"data={{'batch': 3}}, and begin at that batch."
+        )
 
     def _start(self) -> None:
         self._join()
@@ -128,12 +121,7 @@ class Prefetch(Iterator[PyTree]):
 
 
 def _read(
-    source: Iterator[PyTree],
-    place: Callable[[PyTree], PyTree],
-    x64: bool,
-    wanted: "queue.SimpleQueue[bool]",
-    ready: "queue.SimpleQueue[Any]",
-    stopped: threading.Event,
+    source: Any, place: Any, x64: bool, wanted: Any, ready: Any, stopped: threading.Event
 ) -> None:
     """Read as many batches as are wanted, until an error or the end, which is one."""
     with jax.enable_x64(x64):
@@ -152,9 +140,7 @@ def _state_of(source: Any) -> Any:
     return copy.deepcopy(source.get_state()) if hasattr(source, "get_state") else None
 
 
-def _end(
-    thread: threading.Thread, wanted: "queue.SimpleQueue[bool]", stopped: threading.Event
-) -> None:
+def _end(thread: threading.Thread, wanted: Any, stopped: threading.Event) -> None:
     stopped.set()
     wanted.put(False)
     # A cycle of references may end in the thread itself.
