@@ -332,8 +332,7 @@ class Checkpoints:
     ) -> tuple[TrainState, Json | bytes, int, float]:
         """Restore the checkpoint that was saved with the highest score, as ``restore_latest`` does.
 
-        Of equal scores the newest is taken. Snapshots have no score. A run that goes on from it
-        saves under higher numbers than those that are there.
+        Of equal scores the newest is taken; snapshots have none.
 
         >>> import jax.numpy as jnp, optax, tempfile
         >>> from crossshard import make_train_step

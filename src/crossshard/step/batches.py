@@ -101,13 +101,8 @@ class BatchPlacer:
         # The kinds of batches whose padding weighs nothing, and those that all processes passed.
         self._padded: set[Any] = set()
         self._agreed: set[Any] = set()
-        # Whether all processes must pass as many rows, and what to write where they do not.
-        self._compares_rows = self.parts < self.number and self._weight is None
-        or_weight = "" if self._loss.has_one_state else ", or pass weight="
-        self._same_rows = (
-            "Every process must pass arrays of the same dtypes. The mean over the shards is that "
-            f"over all rows only if all pass as many rows: pass as many{or_weight}."
-        )
+        # The kinds of batches that a call has put on the devices of several processes.
+        self._placed: set[Any] = set()
 
     def along(self, axis: int) -> NamedSharding:
         """Return the sharding of an array that is split along an axis."""
@@ -195,7 +190,7 @@ class BatchPlacer:
             is_ready = number >= before and all(type(x) is np.ndarray for x in leaves)
             if not is_ready or any(map(self._missing, leaves, axes)):
                 return batch
-            if self._compares_rows and self._kind(self._same_rows, rows) not in self._agreed:
+            if self.parts < self.number and _kind(rows) not in self._placed:
                 return batch
             with jax.transfer_guard("allow"):
                 put_rows = lambda x, axis: put(x, self.along(axis))
@@ -232,9 +227,16 @@ class BatchPlacer:
 
     def _place(self, rows: Any, whole: Any) -> Any:
         self._check(rows, whole)
-        if self._compares_rows:
-            shown = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}"
-            self._check_agreement(rows, shown, self._same_rows)
+        if self.parts < self.number and self._weight is None:
+            or_weight = "" if self._loss.has_one_state else ", or pass weight="
+            self._check_agreement(
+                rows,
+                lambda leaf: f"{leaf.dtype}{list(leaf.shape)}",
+                "Every process must pass arrays of the same dtypes. The mean over the shards is "
+                f"that over all rows only if all pass as many rows: pass as many{or_weight}.",
+            )
+        if self.parts < self.number:
+            self._placed.add(_kind(rows))
 
         def one(x: Any, axis: int) -> jax.Array:
             number = x.shape[axis] + self._missing(x, axis)
@@ -249,18 +251,13 @@ class BatchPlacer:
     def _check_agreement(self, tree: Any, shown: Callable[[Any], str], mend: str) -> None:
         """Raise unless ``shown`` says the same of every process's leaves; once for each kind."""
         paths = jax.tree_util.tree_leaves_with_path(tree)
-        key = self._kind(mend, tree)
+        key = mend, _kind(tree)
         if not paths or key in self._agreed:
             return
         name = lambda path: f"batch{jax.tree_util.keystr(path)}"
         given = lambda: {name(path): shown(leaf) for path, leaf in paths}
         check_agreement("step", given, self.mesh, mend)
         self._agreed.add(key)
-
-    @staticmethod
-    def _kind(mend: str, tree: Any) -> Any:
-        paths = jax.tree_util.tree_leaves_with_path(tree)
-        return mend, tuple((path, leaf.shape, str(leaf.dtype)) for path, leaf in paths)
 
     def check_rows(self, rows: Any, *, or_types: bool = False) -> None:
         """Raise unless a batch without its whole arrays has some, all of them with rows."""
@@ -327,6 +324,11 @@ class BatchPlacer:
                 f"{each} of them. Add a mask to the batch and pass its name as weight."
             )
         self._padded.add(key)
+
+
+def _kind(tree: Any) -> Any:
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return tuple((path, leaf.shape, str(leaf.dtype)) for path, leaf in paths)
 
 
 def dtype_on_device(leaf: Any) -> Any:

@@ -1,7 +1,6 @@
 """Prefetch: reads batches in a thread, and puts them on the devices while a step runs."""
 
 import copy
-import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -22,13 +21,6 @@ class Prefetch(Iterator[PyTree]):
     """The batches of an iterable, in their order, read ahead by a thread; see ``TrainStep``.
 
     The thread ends with the loop, however that ends. Another loop goes on with the next batch.
-
-    >>> import jax.numpy as jnp, optax
-    >>> from crossshard import make_train_step
-    >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
-    >>> batches = step.prefetch([jnp.ones(4), 2 * jnp.ones(4)])
-    >>> [float(batch.sum()) for batch in batches]
-    [4.0, 8.0]
     """
 
     def __init__(self, batches: Iterable[PyTree], size: int, place: Callable[[PyTree], PyTree]):
@@ -37,8 +29,7 @@ class Prefetch(Iterator[PyTree]):
         # Here, since what starts processes may want the main thread.
         self._source, self._place = iter(batches), place
         # What was read and not taken: a batch and the state of the source after it, or an error.
-        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._ready, self._wanted = _queue(), _queue()
         self._thread: threading.Thread | None = None
         # Ends the thread; also when nothing refers to this any longer, and at exit.
         self._end: weakref.finalize[..., Any] | None = None
@@ -75,15 +66,16 @@ class Prefetch(Iterator[PyTree]):
         Raises:
           ArgumentTypeError: it has no ``get_state`` and ``set_state``.
         """
-        source, is_ahead = self._stateful(), self._end is not None or not self._ready.empty()
-        return copy.deepcopy(self._state) if is_ahead else _state_of(source)
+        source = self._stateful()
+        # The source itself may be ahead, or has failed in a batch.
+        return _state_of(source) if self._thread is None else copy.deepcopy(self._state)
 
     def set_state(self, state: Json | bytes) -> None:
         """Go on after the batch at which ``get_state`` returned this state; raise as it does."""
         source = self._stateful()
         self._stop()
         self._join()
-        self._ready = queue.SimpleQueue()
+        self._ready, self._thread = _queue(), None
         source.set_state(copy.deepcopy(state))
 
     def _stateful(self) -> Any:
@@ -99,7 +91,7 @@ class Prefetch(Iterator[PyTree]):
         self._join()
         if self._ready.empty():
             self._state = _state_of(self._source)
-        self._wanted, stopped = queue.SimpleQueue(), threading.Event()
+        self._wanted, stopped = _queue(), threading.Event()
         for _ in range(self._size - self._ready.qsize()):
             self._wanted.put(True)
         # A thread has JAX's settings of its own, and this one decides on the dtypes of batches.
@@ -118,6 +110,13 @@ class Prefetch(Iterator[PyTree]):
         # What it is about to read comes next.
         if self._thread is not None:
             self._thread.join()
+
+
+def _queue() -> Any:
+    # Not loaded by every program.
+    from queue import SimpleQueue
+
+    return SimpleQueue()
 
 
 def _read(
