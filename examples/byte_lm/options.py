@@ -196,8 +196,8 @@ class TrainOptions:
             raise ArgumentError(f"--learning-rate must be a number above 0; got {rate}.")
 
     def pieces(self, shards: int) -> int:
-        """How many pieces each of this many shards cuts its rows into."""
-        return (self.virtual_shards or shards) // shards * self.accumulate_steps
+        """How many pieces a global batch is cut into on this many shards."""
+        return (self.virtual_shards or shards) * self.accumulate_steps
 
     @property
     def sends_few_bits(self) -> bool:
@@ -218,15 +218,12 @@ class TrainOptions:
         """Rows of the global batch on this many shards.
 
         Raises:
-          ArgumentError: the batch does not divide by the shards and their microbatches, or the
-            shards do not divide the virtual ones.
+          ArgumentError: the batch does not divide by the shards and their microbatches, or there
+            are more shards than virtual ones.
         """
-        virtual = self.virtual_shards or shards
-        if virtual % shards:
-            raise ArgumentError(
-                f"--virtual-shards {virtual} must be a multiple of {shards} shards."
-            )
-        parts = virtual * self.accumulate_steps
+        virtual, parts = self.virtual_shards or shards, self.pieces(shards)
+        if virtual < shards:
+            raise ArgumentError(f"--virtual-shards {virtual} must be at least the {shards} shards.")
         if self.batch is None:
             return math.ceil(DEFAULT_BATCH / parts) * parts
         # crossshard refuses it too, but not where each process cuts out its own rows.

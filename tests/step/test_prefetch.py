@@ -95,6 +95,9 @@ CASES: dict[str, Any] = {
     "skip": lambda: (loss_fn, {"nonfinite": "skip"}, with_nan(BATCHES), W),
     "quarantine": lambda: (loss_fn, {"nonfinite": "quarantine"}, with_nan(BATCHES), W),
     "virtual shards": lambda: (loss_fn, {"virtual_shards": 16}, BATCHES, W),
+    "uneven virtual shards": lambda: (
+        *(loss_fn, {"virtual_shards": 16, "num_shards": 3}, BATCHES, W),
+    ),
     "over the batch": lambda: (loss_fn, {"loss_over": "batch"}, BATCHES, W),
     "bfloat16": lambda: (
         *(loss_fn, {}, [jax.tree.map(lambda x: x.astype(jnp.bfloat16), b) for b in BATCHES]),
@@ -135,8 +138,8 @@ CASES: dict[str, Any] = {
 @pytest.mark.parametrize("name", deep_but(["sizes and weights"], CASES))
 def test_the_same_bits_as_without(name: str):
     loss, options, batches, params = CASES[name]()
-    kinds = {} if "mesh" in options else {"num_shards": 8}
-    step = make_train_step(loss, optax.sgd(0.1, 0.9), **kinds, **options)
+    options = options if "mesh" in options else {"num_shards": 8, **options}
+    step = make_train_step(loss, optax.sgd(0.1, 0.9), **options)
     batches = list(batches)
     expected = run(step, batches, params)
     COMPILED.clear()
