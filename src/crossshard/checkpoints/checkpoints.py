@@ -126,8 +126,9 @@ class Checkpoints:
 
         Args:
           state: a state of the step.
-          data: where the data stands, as JSON; ``restore_latest`` returns it. If there are several
-            processes, all pass the same.
+          data: where the data stands, as JSON, of which all processes pass the same; or an iterator
+            with ``get_state`` and ``set_state``, each process its own, of which the state is saved.
+            ``restore_latest`` returns it.
           score: how good the state is, for ``keep_best``: the higher the better, as ``-loss`` is.
           pin: whether to keep this checkpoint for ever.
 
@@ -288,11 +289,13 @@ class Checkpoints:
           state: a state of the step, such as ``step.init(params)``, of which only the types are
             read; ``step.abstract_init(params)`` takes no memory.
           strict: whether to refuse what changes the meaning of a step: the reduction, another
-            preprocessor, another update or outer update, dtypes. If not, this is said by the
-            warning, too, and what of the optimizer's state is not in the checkpoint is made anew.
+            preprocessor, another update or outer update, dtypes, different iterators of another
+            number of processes. If not, this is said by the warning, too, and what of the
+            optimizer's state is not in the checkpoint is made anew, and such data is ``None``.
 
         Returns:
-          The state, and the data that was saved with it; ``None`` if there is no checkpoint.
+          The state, and the data that was saved with it, of an iterator its state, for
+          ``set_state``; ``None`` if there is no checkpoint.
 
         Raises:
           ArgumentError, ArgumentTypeError: the state is not of this step.
