@@ -157,6 +157,9 @@ class TrainOptions:
     memory_every: int = 10
     """How many steps there are from one state in --memory to the next."""
 
+    memory_copies: int = 1
+    """With 2, each host keeps the parts of the next one in --memory, too."""
+
     profile: bool = False
     """Write a trace of three steps to the --out folder, for Perfetto or XProf."""
 
@@ -166,7 +169,7 @@ class TrainOptions:
     def check(self) -> None:
         """Raise an ``ArgumentError`` for an impossible number."""
         numbers = "shards", "accumulate_steps", "virtual_shards", "steps", "batch", "context"
-        for name in (*numbers, "save_every", "memory_every", "workers"):
+        for name in (*numbers, "save_every", "memory_every", "memory_copies", "workers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ArgumentError(f"{_flag(name)} must be at least 1; got {value}.")
