@@ -164,6 +164,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "lowered": lambda: a_step().lower(a_state(), rows()),
     "mesh": lambda: a_step().mesh,
     "step": a_step,
+    "device": lambda: jax.devices()[0],
     "folder": lambda: FOLDER[0],
     "array": lambda: jnp.ones((2, 3)),
     "index": lambda: 0,
@@ -172,6 +173,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "topology": lambda: "cpu:2",
     "topology.name": lambda: "cpu:2",
     "number_of_shards": lambda: 2,
+    "TrainStep.own_rows.rows": lambda: 8,
 }
 # Whatever the folder is called in which it lies.
 PACKAGE = Path(crossshard.__file__).parent
@@ -191,7 +193,7 @@ ON: dict[type, Callable[[], Any]] = {
 # Called by the package, and what it calls them with.
 OF_STAGES = {*vars(Stage), *vars(Aggregator)}
 HANDED_OUT = """
-    Collective Communication CrossShardState Diagnosis Divergence Fault FewBitsState Gradients
+    Collective Communication CrossShardState Diagnosis Divergence Fault FewBitsState Flops Gradients
     LeafReport NonfiniteState Options Peers PerShardArray Placement Plan StageContext StepOptions
     TrainState Verification
     Aggregator.__init__ ShardedFunction.__init__ Stage.__init__ TrainStep.__init__
@@ -376,7 +378,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     FOLDER.append(tmp_path_factory.mktemp("checkpoints"))
     memory = {"memory": FOLDER[0] / "memory", "memory_every": 1}
     with crossshard.Checkpoints(FOLDER[0], a_step(), **memory) as checkpoints:
-        checkpoints.save(a_state())
+        checkpoints.save(a_state(), score=0.5)
         checkpoints.wait()
         FOLDER.append(checkpoints)
         yield
