@@ -217,6 +217,17 @@ def test_an_iterator_without_a_state_is_refused(tmp_path: Path):
         checkpoints.save(trained(step), step.prefetch(iter([ROWS])))
 
 
+def test_the_state_of_what_is_read_ahead_is_refused(tmp_path: Path):
+    step, own = step_on(2), Drawn()
+    batches = step.prefetch(own)
+    next(batches)
+    with Checkpoints(tmp_path, step) as checkpoints:
+        with pytest.raises(ArgumentError, match=r"Drawn.* is read ahead by step\.prefetch, so"):
+            checkpoints.save(trained(step), own)
+        checkpoints.save(trained(step), batches)
+        checkpoints.save(trained(step), Drawn())
+
+
 # The best one.
 
 

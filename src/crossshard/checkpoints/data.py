@@ -8,9 +8,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from crossshard import _check
 from crossshard.checkpoints.folder import MOST_BYTES
 from crossshard.distributed.agreement import exchange, processes_of
 from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.step.prefetch import is_read_ahead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,11 @@ def data_of(given: Any, mesh: Mesh) -> Data:
     if not all(callable(getattr(given, each, None)) for each in ("get_state", "set_state")):
         # A copy, since it is written later, and the loop goes on to change it.
         return Data(json.loads(_as_json("data", given)))
+    if is_read_ahead(given):
+        raise ArgumentError(
+            f"{_check.described(given)} is read ahead by step.prefetch, so its state is that of a "
+            f"batch that no step has taken. Pass what step.prefetch has returned."
+        )
     told = _told(given.get_state())
     number = len(processes_of(mesh))
     if len(told) * number > MOST_BYTES // 2:

@@ -1,5 +1,6 @@
 """Prefetch: reads batches in a thread, and puts them on the devices while a step runs."""
 
+import contextlib
 import copy
 import threading
 import weakref
@@ -15,6 +16,13 @@ from crossshard.step.batches import check_batches
 
 # For how many seconds the end of a loop waits for a loader that is in the middle of a batch.
 _PATIENCE = 2.0
+# The iterators that are read ahead, by their ids.
+_AHEAD: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+
+
+def is_read_ahead(iterator: Any) -> bool:
+    """Return whether the state of an iterator may be that of a batch which no loop has taken."""
+    return _AHEAD.get(id(iterator)) is iterator
 
 
 class Prefetch(Iterator[PyTree]):
@@ -28,6 +36,9 @@ class Prefetch(Iterator[PyTree]):
         self._size = _check.whole_number("size", size, most=None)
         # Here, since what starts processes may want the main thread.
         self._source, self._place = iter(batches), place
+        # A generator has no state, and some iterators no weak references.
+        with contextlib.suppress(TypeError):
+            _AHEAD[id(self._source)] = self._source
         # What was read and not taken: a batch and the state of the source after it, or an error.
         self._ready, self._wanted = _queue(), _queue()
         self._thread: threading.Thread | None = None
