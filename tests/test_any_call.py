@@ -378,7 +378,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     FOLDER.append(tmp_path_factory.mktemp("checkpoints"))
     memory = {"memory": FOLDER[0] / "memory", "memory_every": 1}
     with crossshard.Checkpoints(FOLDER[0], a_step(), **memory) as checkpoints:
-        checkpoints.save(a_state())
+        checkpoints.save(a_state(), score=0.5)
         checkpoints.wait()
         FOLDER.append(checkpoints)
         yield

@@ -2,6 +2,7 @@
 
 from crossshard.model.state import TrainState
 from crossshard.step.make_train_step import StepOptions, make_train_step
+from crossshard.step.prefetch import Prefetch
 from crossshard.step.train_step import TrainStep
 
-__all__ = ["StepOptions", "TrainState", "TrainStep", "make_train_step"]
+__all__ = ["Prefetch", "StepOptions", "TrainState", "TrainStep", "make_train_step"]

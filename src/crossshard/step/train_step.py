@@ -25,6 +25,7 @@ from crossshard.step.batches import BatchPlacer
 from crossshard.step.describe import describe
 from crossshard.step.function import StepConfig, to_read
 from crossshard.step.over_data import OverData, ToRead
+from crossshard.step.prefetch import Prefetch
 from crossshard.step.program import Program
 from crossshard.step.state import States
 
@@ -182,6 +183,40 @@ class TrainStep:
         if not self._is_watched:
             return contextlib.nullcontext()
         return entering(call) if counts else for_now(call)
+
+    def prefetch(self, batches: Iterable[PyTree], size: int = 2) -> Prefetch:
+        """Read the next batches in a thread, and put them on the devices while a step runs.
+
+        It yields the batches in their order, as a call of the step, ``evaluate`` or ``predict``
+        takes them. Rows of numpy arrays are on the devices; what has to be padded is left to the
+        call, and so is, if there are several processes, the first batch of each kind. An error of
+        the loader is raised in the loop. The thread ends with the loop, also when a ``break`` or an
+        error ends it.
+
+        Args:
+          batches: an iterable of batches: a list, a generator, a loader. Only its ``iter`` is
+            called in this thread. If there are several processes, each passes its own rows.
+          size: how many batches are read ahead at most.
+
+        Returns:
+          An iterator. If ``batches`` has ``get_state`` and ``set_state``, as Grain's iterators do,
+          so has this one, with the state after the last batch that was taken: pass it to
+          ``Checkpoints.save`` as ``data``.
+
+        Raises:
+          ArgumentError: ``size`` is less than 1.
+          ArgumentTypeError: ``batches`` is a single batch, or ``size`` is no int.
+
+        >>> import numpy as np, optax
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> state, loader = step.init(np.float32(3)), (np.ones(4, np.float32) for _ in range(5))
+        >>> for batch in step.prefetch(loader):
+        ...     state, metrics = step(state, batch)
+        >>> int(state.step)
+        5
+        """
+        return Prefetch(batches, size, self._program.placer.ahead())
 
     def finish(self, state: TrainState) -> None:
         """Wait for the last steps, and raise what they have found, as further calls would.
