@@ -207,6 +207,41 @@ def code_of(equation: Any) -> str:
     return linecache.getline(own[0].file_name, own[0].start_line).strip() if own else ""
 
 
+Frame = tuple[str, int, str]  # the file, the line and the function
+
+
+def frames_of(equations: Iterable[Any], caller: Sequence[Frame] = ()) -> list[Frame]:
+    """Return the stack frames of an equation, and of the calls and loops around it, ours left out.
+
+    Args:
+      equations: the equation and those around it, innermost first; JAX records of each only the
+        frames within the function that it was traced in.
+      caller: the frames of the code that began the trace, which are left out.
+    """
+    found = []
+    for each in equations:
+        frames = _frames(each.source_info.traceback)
+        end = len(frames) - len(caller)
+        found += frames[:end] if caller and frames[end:] == list(caller) else frames
+    return found
+
+
+def frames_here() -> list[Frame]:
+    """Return the stack frames of the code that calls the package."""
+    return _frames(_source_info_util.current().traceback)
+
+
+def _frames(trace: Any) -> list[Frame]:
+    frames = _source_info_util.user_frames(trace)
+    found = [(f.file_name, f.start_line, f.function_name) for f in frames]
+    return [frame for frame in found if not frame[0].startswith(_OURS)]
+
+
+def is_of_library(frame: Frame) -> bool:
+    """Return whether a stack frame is in an installed package."""
+    return re.search("(site|dist)-packages", frame[0]) is not None
+
+
 def has_source(equation: Any) -> bool:
     """Return whether the source line of an equation is known."""
     return equation is not None and bool(source_of(equation))

@@ -23,6 +23,7 @@ from crossshard.pipeline.stages.nonfinite import NonfiniteState
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.describe import describe
 from crossshard.step.function import StepConfig, to_read
+from crossshard.step.nonfinite_origin import NonfiniteOrigin, find
 from crossshard.step.over_data import OverData, ToRead
 from crossshard.step.program import Program
 from crossshard.step.state import States
@@ -413,6 +414,55 @@ class TrainStep:
             first, again = run(), run()
         with _mesh.in_place_of_the_users_mesh(self._config.mesh):
             return differing(self._states.layout(state), first, again)
+
+    def find_nonfinite(self, state: TrainState, batch: PyTree) -> NonfiniteOrigin | None:
+        """Find where the first NaN or infinity of a step comes from: the line, the shard, the rows.
+
+        Call it after a step that was not finite, with the state from before it. The loss, the
+        gradient and the optimizer's update are computed again on one device, shard after shard and
+        one equation at a time. What is not finite is followed back to the first equation that made
+        it of finite numbers, or to the array that it came in with. An infinity that only constants
+        make, as a mask does, is not taken for the fault.
+
+        If there are several processes, each looks at its own shards, and none waits for another;
+        unless parameters are sharded, which all processes then gather in the same call.
+
+        Args:
+          state: the state before the step; it stays valid. Steps that are skipped return it.
+          batch: the batch of the step, as for a call.
+
+        Returns:
+          A ``NonfiniteOrigin``, which prints as text; ``None`` if all is finite here.
+
+        Raises:
+          ArgumentError: the state was donated; or the loss is over the batch of several processes.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from crossshard import make_train_step
+        >>> loss_fn = lambda w, x: jnp.where(x > 0, jnp.log(w * x), 0).mean()
+        >>> step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=1, donate=False)
+        >>> found = step.find_nonfinite(step.init(jnp.float32(3)), jnp.array([1.0, 0.0]))
+        >>> found.result, found.phase, found.primitive, found.rows
+        ('the gradient of `gradient`', 'the backward pass', 'div', (1,))
+        """
+        donated = isinstance(state, TrainState) and getattr(state.step, "is_deleted", bool)()
+        if donated:
+            raise ArgumentError(
+                "find_nonfinite takes the step again from the state before it, and this state was "
+                "donated to a step, so that its arrays are gone. Restore a checkpoint or a snapshot "
+                "from before the step. For the next time: with nonfinite='skip' the state that the "
+                "step returns is the one before it; and with donate=False each state stays valid."
+            )
+        check_state(state, or_types=False)
+        if not _jax.at_top_level():
+            raise ArgumentError("find_nonfinite runs on the host. Call it outside of jax.jit.")
+        inside: TrainState = _inside(state)
+        read = inside.params, inside.frozen
+        if not all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(read)):
+            inside = _inside(self.unshard(state))
+        layout = layout_of(self, state)
+        unshard = lambda: _inside(self.unshard(state))
+        return find(self._config, layout, inside, batch, unshard)
 
     def describe(self) -> str:
         """Describe the pipeline, the weight update and its reason, and the arrays with their sizes.
