@@ -202,7 +202,8 @@ class _Node:
     def __init__(self, scope: _Scope, atom: Any, index: Index):
         self.scope, self.atom, self.index = scope, atom, index
         self.key = id(scope), atom if not isinstance(atom, Literal) else id(atom), index
-        self.value = np.asarray(scope.read(atom))[index]
+        value = np.asarray(scope.read(atom))
+        self.value, self._shape = value[index], value.shape
         is_made = not isinstance(atom, Literal) and atom in scope.maker
         # The equation that makes it, and which of its outputs it is.
         self.equation, self._output = scope.maker[atom] if is_made else (None, 0)
@@ -284,7 +285,7 @@ class _Node:
         """Yield the elements of operands that suffice to make this one non-finite."""
         equation = self.equation
         given = [np.asarray(x) if is_inexact(x) else x for x in self.scope.given(equation)]
-        aligned = equation.primitive.name in ELEMENTWISE
+        aligned, shape = equation.primitive.name in ELEMENTWISE, self._shape
 
         def groups() -> Iterator[tuple[int, np.ndarray]]:
             """Yield operands with the places of their NaN, and then of their infinities."""
@@ -292,12 +293,11 @@ class _Node:
                 for operand, x in enumerate(given):
                     if not is_inexact(x) or (kind is not np.isnan and np.iscomplexobj(x)):
                         continue
-                    if aligned:
-                        index = self.index if x.shape else ()
-                        places = [np.ravel_multi_index(index, x.shape) if index else 0]
-                        places = np.array(places)[kind(x[index])[None]]
-                    else:
-                        places = np.flatnonzero(kind(x))
+                    is_bad = kind(x)
+                    if aligned and x.shape == shape:
+                        is_bad = np.zeros_like(is_bad)
+                        is_bad[self.index] = kind(x[self.index])
+                    places = np.flatnonzero(is_bad)
                     if places.size:
                         yield operand, places
 

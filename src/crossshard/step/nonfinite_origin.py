@@ -36,8 +36,9 @@ from crossshard.step.losses import changed
 from crossshard.step.losses.rows import LossOver, StepLoss
 from crossshard.step.over_rows import OverRowsRecord, UndecidedError
 
-# After so many guilty rows no more are looked for.
-_MOST_ROWS = 16
+# After so many bad rows no more are looked for. Of a loss that compares rows each row is left out
+# once, so there must not be many.
+_MOST_ROWS, _MOST_COMPARED = 16, 256
 _FORWARD, _BACKWARD, _UPDATE = "the forward pass", "the backward pass", "the optimizer's update"
 
 
@@ -157,6 +158,7 @@ class _Search:
                 "batch and a state that it has restored."
             )
         losses, gradients, weights = [], [], []
+        first: Any = None  # what was found
         for place, (shard, key) in enumerate(self._parts):
             rows = np.arange(place * self._size, (place + 1) * self._size)
             args = self._arguments(shard, key, rows)
@@ -167,11 +169,14 @@ class _Search:
             if weight is not None and not weight:
                 continue  # it may hold NaN
             bad = program.first_bad(found, jax.tree.leaves(args))
-            if bad is not None:
-                return self._described(program, args, bad, shard, rows)
+            # The forward pass of another shard came before a backward pass.
+            if bad is not None and (first is None or (bad[0] == 0 < first[1][0])):
+                first = args, bad, shard, rows
             losses.append(loss)
             gradients.append(gradient)
             weights.append(1.0 if weight is None else weight)
+        if first is not None:
+            return self._described(program, *first)
         if not weights or len(self._own) < number or self._layout.groups is not None:
             return None
         return self._in_update(losses, gradients, weights, unshard())
@@ -260,25 +265,19 @@ class _Search:
             if axis is not None:
                 row = int(rows[index[axis]])
                 index, guilty = (*index[:axis], row, *index[axis + 1 :]), (row,)
-        elif not found.array and self._config.loss.over is LossOver.ROWS:
-            guilty = tuple(itertools.islice(self._guilty(program, args, shard, rows), _MOST_ROWS))
+        elif not found.array:
+            is_bad = lambda rows: self._is_bad(program, shard, int(args[-1]), rows)
+            if self._config.loss.over is LossOver.ROWS:
+                guilty = tuple(itertools.islice(_bad_alone(is_bad, rows), _MOST_ROWS))
+            else:
+                guilty = _only_bad(is_bad, rows)
         changes = {"index": index, "loops": loops, "microbatch": microbatch}
         return dataclasses.replace(found, shard=shard, rows=guilty, **changes)
 
-    def _guilty(
-        self, program: "_Program", args: tuple[Any, ...], shard: int | None, rows: Any
-    ) -> Iterator[int]:
-        """Yield the rows that each make something non-finite where all rows are that one."""
-        # The loss is a mean over the rows, so that copies change nothing.
-        key = int(args[-1])
+    def _is_bad(self, program: "_Program", shard: int | None, key: int, rows: Any) -> bool:
+        """Return whether something is not finite where a shard has copies of these rows alone."""
         inputs = jax.tree.leaves(self._arguments(shard, key, np.resize(rows, self._size)))
-        if program.first_bad(evaluate(program.jaxpr, inputs), inputs) is None:
-            return
-        if len(rows) == 1:
-            yield int(rows[0])
-            return
-        for half in np.array_split(rows, 2):
-            yield from self._guilty(program, args, shard, half)
+        return program.first_bad(evaluate(program.jaxpr, inputs), inputs) is not None
 
     # The update.
 
@@ -316,6 +315,28 @@ class _Search:
             return None
         found = program.described(find_origin(program.jaxpr, inputs, *bad), bad)
         return dataclasses.replace(found, phase=_UPDATE if found.phase else "")
+
+
+def _bad_alone(is_bad: Callable[[Any], bool], rows: Any) -> Iterator[int]:
+    """Yield the rows that are bad alone, given whether some rows are."""
+    if not is_bad(rows):
+        return
+    if len(rows) == 1:
+        yield int(rows[0])
+        return
+    for half in np.array_split(rows, 2):
+        yield from _bad_alone(is_bad, half)
+
+
+def _only_bad(is_bad: Callable[[Any], bool], rows: Any) -> tuple[int, ...]:
+    """Return the row without which the others are not bad, if there is only one, in a tuple.
+
+    A loss that compares rows may be at fault where all of them are the same.
+    """
+    if not 1 < len(rows) <= _MOST_COMPARED:
+        return ()
+    found = [int(row) for row in rows if not is_bad(rows[rows != row])]
+    return tuple(found) if len(found) == 1 else ()
 
 
 def _here(x: Any, shard: int | None = None) -> Any:
