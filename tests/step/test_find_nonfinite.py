@@ -1,6 +1,6 @@
-"""Where a NaN comes from: `find_nonfinite` names the line, the shard and the rows of planted faults.
+"""`find_nonfinite` names the line, the shard and the rows of planted faults.
 
-`pytest -m deep -s tests/step/test_find_nonfinite.py -k all_models` prints the table of all of them.
+`pytest -m deep -n 0 tests/step/test_find_nonfinite.py` prints how many of 110 are right.
 """
 
 from typing import Any

@@ -18,7 +18,7 @@ from crossshard.model.state import FlatState, TrainState
 from crossshard.pipeline.stages.aggregate import FewBits
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
-from crossshard.step.batches import BatchPlacer, Donation
+from crossshard.step.batches import BatchPlacer, Donation, check_same_rows
 from crossshard.step.by_numbers import check_by_numbers
 from crossshard.step.function import StepConfig
 from crossshard.step.over_rows import UndecidedError
@@ -129,6 +129,11 @@ class Program:
         check_by_numbers(self._config, self._states.layout(state), state, batch, doubt)
         self._config.loss.record.by_numbers.add(doubt)
         return self._run_placed(state, batch, is_traced)
+
+    def check_batch(self, batch: Any) -> None:
+        """Raise unless a batch can be split over the shards."""
+        self._place.abstract(batch)
+        check_same_rows(self._config.loss.split(batch)[0], self._config.loss.batch_axes)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the program for a state and a batch, or for their types."""

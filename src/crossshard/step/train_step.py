@@ -443,19 +443,19 @@ class TrainStep:
         >>> step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=1, donate=False)
         >>> found = step.find_nonfinite(step.init(jnp.float32(3)), jnp.array([1.0, 0.0]))
         >>> found.result, found.phase, found.primitive, found.rows
-        ('the gradient of `gradient`', 'the backward pass', 'div', (1,))
+        ('the gradient of `gradient`', 'backward pass', 'div', (1,))
         """
-        donated = isinstance(state, TrainState) and getattr(state.step, "is_deleted", bool)()
-        if donated:
-            raise ArgumentError(
-                "find_nonfinite takes the step again from the state before it, and this state was "
-                "donated to a step, so that its arrays are gone. Restore a checkpoint or a snapshot "
-                "from before the step. For the next time: with nonfinite='skip' the state that the "
-                "step returns is the one before it; and with donate=False each state stays valid."
-            )
-        check_state(state, or_types=False)
         if not _jax.at_top_level():
             raise ArgumentError("find_nonfinite runs on the host. Call it outside of jax.jit.")
+        if isinstance(state, TrainState) and getattr(state.step, "is_deleted", bool)():
+            raise ArgumentError(
+                "find_nonfinite takes the step again, from the state before it, and the arrays of "
+                "this state are gone: it was donated to a step. Restore a checkpoint or a snapshot "
+                "from before the step. For the next time: with nonfinite='skip' the state that the "
+                "step returns is the one before it; with donate=False each state stays valid."
+            )
+        check_state(state, or_types=False)
+        self._program.check_batch(batch)
         inside: TrainState = _inside(state)
         read = inside.params, inside.frozen
         if not all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(read)):
