@@ -3,12 +3,38 @@
 `pytest -m deep -n 0 tests/step/test_find_nonfinite.py` prints how many of 110 are right.
 """
 
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax import lax
 
-from tests.step.planted import FAULTS, MODELS, ROWS, SHARDS, batch, line_of, nothing
+import crossshard
+from crossshard.errors import ArgumentError
+from tests.processes import DEVICES, PROCESSES, join, run_processes
+from tests.quick import deep_but
+from tests.step.planted import (
+    FAULTS,
+    LENGTH,
+    MODELS,
+    ROWS,
+    SHARDS,
+    WIDTH,
+    batch,
+    divide,
+    line_of,
+    mse,
+    normal,
+    nothing,
+    planted,
+    where_log,
+)
 
 
 def _planted(name: str, kind: str, number: int) -> tuple[Any, Any, int]:
@@ -52,3 +78,198 @@ def test_of_all_models(capsys: Any):
         print("", *wrong, f"{lines} lines and {rows} rows of {number} are right", sep="\n")
     assert lines >= 0.97 * number
     assert rows >= 0.95 * number
+
+
+PARAMS = {"first": normal(LENGTH * WIDTH, WIDTH), "second": normal(WIDTH, WIDTH)}
+
+
+# The neighbours: each is a loss, and the options of its step.
+
+
+def hidden(params: Any, batch: Any, fault: Any = where_log) -> Any:
+    h = jax.nn.relu(batch["x"].reshape(len(batch["x"]), -1) @ params["first"])
+    return planted(fault, h, batch) @ params["second"]
+
+
+def mean(params: Any, batch: Any) -> Any:
+    return mse(hidden(params, batch), batch)
+
+
+def ratio(params: Any, batch: Any) -> Any:
+    each = ((hidden(params, batch) - batch["y"]) ** 2).mean(-1)
+    return (each * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def counted(params: Any, batch: Any) -> Any:
+    each = ((hidden(params, batch) - batch["y"]) ** 2).mean(-1)
+    return crossshard.Mean((each * batch["mask"]).sum(), batch["mask"].sum())
+
+
+def with_noise(params: Any, batch: Any, rng: Any) -> Any:
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, (WIDTH,)))(rng)
+    return mse(hidden(params, batch) * kept, batch)
+
+
+def synchronised(params: Any, batch: Any) -> Any:
+    out = hidden(params, batch)
+    return mse(out - lax.pmean(out.mean(0), "shards"), batch)
+
+
+NEIGHBOURS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "quarantine": (mean, {"nonfinite": "quarantine"}),
+    "int8": (mean, {"reduce_dtype": "int8"}),
+    "weight": (ratio, {"weight": "mask"}),
+    "weight, microbatches": (ratio, {"weight": "mask", "accumulate_steps": 2}),
+    "Mean": (counted, {"accumulate_steps": 2}),
+    "virtual shards": (mean, {"virtual_shards": 16}),
+    "batch": (mean, {"loss_over": "batch", "accumulate_steps": 2}),
+    "sharded": (mean, {"params": "sharded", "gather_dtype": "int8"}),
+    "workers": (mean, {"sync_every": 4}),
+    "keys": (with_noise, {"rng_per": "row"}),
+    "a named axis": (synchronised, {"loss_over": "shard"}),
+    "two axes": (mean, {"mesh": (2, 4)}),
+}
+
+
+@pytest.mark.parametrize("name", deep_but({"weight"}, NEIGHBOURS))
+def test_beside_other_options(name: str):
+    loss, options = NEIGHBOURS[name]
+    if "mesh" in options:
+        options = {"mesh": jax.make_mesh(options["mesh"], ("a", "b"))}
+    else:
+        options = {"num_shards": SHARDS, **options}
+    step = crossshard.make_train_step(loss, optax.sgd(0.1), donate=False, **options)
+    state, given = step.init(PARAMS), batch()
+    # The first two shards count nothing, which is no fault.
+    given["mask"] = np.float32((np.arange(ROWS) >= 8) & (np.arange(ROWS) % 3 != 0))
+    assert step.find_nonfinite(state, given) is None
+    given["bad"][13] = 1
+    found = step.find_nonfinite(state, given)
+    assert (found.line, found.rows) == (line_of(where_log), (13,))
+    assert found.shard == (None if name == "batch" else 3)
+
+
+# What came in, and what is meant.
+
+
+def test_an_array_that_came_in_is_named():
+    step = crossshard.make_train_step(mean, optax.adam(0.1), num_shards=SHARDS, donate=False)
+    state, given = step.init(PARAMS), batch()
+    at = lambda x: x.at[3, 4].set(jnp.nan)
+    params = {**state.params, "second": at(state.params["second"])}
+    found = step.find_nonfinite(dataclasses.replace(state, params=params), given)
+    assert (found.array, found.index, found.shard) == ("the parameter `second`", (3, 4), None)
+    inner = jax.tree.map(at, step.unshard(state).opt_state.inner_state[0].mu)
+    whole = step.unshard(state)
+    first = whole.opt_state.inner_state[0]._replace(mu=inner)
+    opt_state = whole.opt_state._replace(inner_state=(first, *whole.opt_state.inner_state[1:]))
+    damaged = step.reshard(dataclasses.replace(whole, opt_state=opt_state))
+    found = step.find_nonfinite(damaged, given)
+    assert (found.array, found.index) == ("the optimizer's state `0/mu/first`", (3, 4))
+    assert "it came in with the optimizer's state `0/mu/first`[3, 4], which is nan" in str(found)
+
+
+def test_an_update_that_divides_by_zero():
+    divides = lambda updates, params: jax.tree.map(lambda g: g / (g.max() - g.max()), updates)
+    optimizer = optax.chain(optax.stateless(divides), optax.sgd(0.1))
+    step = crossshard.make_train_step(mean, optimizer, num_shards=SHARDS)
+    found = step.find_nonfinite(step.init(PARAMS), batch())
+    assert (found.phase, found.primitive, found.shard) == ("update", "div", None)
+    assert found.text.startswith("divides = lambda")
+    assert found.operands[1] == 0
+
+
+def test_infinities_that_are_meant_are_not_the_fault():
+    def loss(params: Any, batch: Any) -> Any:
+        h = hidden(params, {**batch, "bad": 0 * batch["bad"]})
+        h = h + jax.nn.softmax(jnp.where(h > 0, h, -jnp.inf).at[:, 0].set(0.0))
+        # Masked, and no path of a gradient leads through it.
+        h = h + jnp.where(batch["bad"][:, None] > 2, lax.stop_gradient(jnp.log(0 * h)), 0)
+        return mse(planted(divide, h, batch), {**batch, "y": batch["y"] + batch["mask"].max()})
+
+    axes = {"x": 0, "y": 0, "bad": 0, "mask": None}
+    step = crossshard.make_train_step(loss, optax.sgd(0.1), num_shards=SHARDS, batch_axis=axes)
+    state, given = step.init(PARAMS), batch()
+    given["mask"] = np.array([-np.inf, 0], np.float32)
+    assert step.find_nonfinite(state, given) is None
+    given["bad"][30] = 1
+    found = step.find_nonfinite(state, given)
+    assert (found.line, found.rows, found.phase) == (line_of(divide), (30,), "forward pass")
+
+
+def test_the_turns_of_loops():
+    model, given, row = _planted("checkpointed", "where_log", 0)
+    found = model.step.find_nonfinite(model.step.init(model.initial), given)
+    assert found.loops == ((1, 3),)
+    assert found.phase == "backward pass"
+    assert f"from row {row} of the batch" in str(found)
+
+    def loss(params: Any, batch: Any) -> Any:
+        def turn(carry: Any) -> Any:
+            count, h = carry
+            scale = jnp.where(count == 2, 1 / (1 - batch["bad"]), 1.0)
+            return count + 1, h * scale[:, None]
+
+        h = hidden(params, {**batch, "bad": 0 * batch["bad"]})
+        h = h + lax.stop_gradient(lax.while_loop(lambda x: x[0] < 4, turn, (0, h))[1])
+        return mse(h, batch)
+
+    step = crossshard.make_train_step(loss, optax.sgd(0.1), num_shards=SHARDS)
+    given = batch()
+    given["bad"][5] = 1
+    found = step.find_nonfinite(step.init(PARAMS), given)
+    assert (found.loops, found.rows, found.operands) == (((2, 4),), (5,), (1.0, 0.0))
+    assert found.text.startswith("scale =")
+
+
+def test_refusals():
+    step = crossshard.make_train_step(mean, optax.sgd(0.1), num_shards=SHARDS)
+    before = step.init(PARAMS)
+    after, _ = step(before, batch())
+    with pytest.raises(ArgumentError, match=r"gone: it was donated.*Restore.*nonfinite='skip'"):
+        step.find_nonfinite(before, batch())
+    with pytest.raises(ArgumentError, match=r"outside of jax\.jit"):
+        jax.jit(lambda state: step.find_nonfinite(state, batch()))(after)
+    with pytest.raises(ArgumentError, match="do not divide evenly"):
+        step.find_nonfinite(after, jax.tree.map(lambda x: x[1:], batch()))
+
+
+def test_the_skipped_step_returns_the_state_before_it():
+    model, given, _ = _planted("mlp", "norm", 3)
+    state, metrics = model.step(model.step.init(model.initial), given)
+    assert metrics["skipped"]
+    found = model.step.find_nonfinite(state, given)
+    assert found.shard == int(metrics["nonfinite"].shard)
+    assert found.result == "the gradient of `first`"
+
+
+# Several processes.
+
+
+def main(process: int, port: int, out: str) -> None:
+    """One process: look at its own rows of the batch."""
+    join(process, port)
+    rows = slice(process * ROWS // PROCESSES, (process + 1) * ROWS // PROCESSES)
+    given = batch()
+    given["bad"][20] = 1
+    given = {name: x[rows] for name, x in given.items()}
+    found = []
+    for options in ({}, {"params": "sharded"}, {"sync_every": 2}):
+        step = crossshard.make_train_step(
+            mean, optax.adam(0.1), num_shards=PROCESSES * DEVICES, donate=False, **options
+        )
+        state = step.init(PARAMS)
+        if process == 0 and not options:
+            # Alone, and before any step: it waits for nobody.
+            found.append(str(step.find_nonfinite(state, given)))
+        origin = step.find_nonfinite(state, given)
+        found.append(origin and (origin.line, origin.shard, origin.rows))
+    Path(out).write_text(json.dumps(found))
+    jax.distributed.shutdown()
+
+
+@pytest.mark.deep
+def test_each_process_looks_at_its_own_shards(tmp_path: Path):
+    first, second = run_processes("step.test_find_nonfinite", tmp_path)
+    assert first == ["None", None, None, None]
+    assert second == [[line_of(where_log), 2, [4]]] * 3

@@ -27,7 +27,7 @@ _FINITE = 0.5, 2.0
 class Origin(NamedTuple):
     """Where a non-finite element comes from: an equation, or an input of the jaxpr."""
 
-    index: Index  # the element, of the equation's output or of the input
+    element: Index  # of the equation's output, or of the input
     value: Any  # what it is
     place: int | None  # the number of the input; ``None`` if it is made inside
     # The equation and the calls, branches and loops around it, innermost first.
@@ -129,7 +129,7 @@ class _Scope:
         for number, (variable, value) in enumerate(zip(variables, values, strict=True)):
             self._values[variable], self._makers[variable] = value, (maker, number)
 
-    def read(self, atom: Any) -> tuple[Any, Any, int | None]:
+    def read(self, atom: Any) -> tuple[Any, Any, Any]:
         """Return the value of an atom, the equation that makes it, and the number of the output.
 
         Without an equation the number is that of the input; ``None`` of a constant.

@@ -133,7 +133,7 @@ class _Program:
         index = first_nonfinite(self(args)[place])
         assert index is not None
         found = find_origin(self.jaxpr, leaves, place, index)
-        described = NonfiniteOrigin(self.outputs[place], found.value.item(), found.index)
+        described = NonfiniteOrigin(self.outputs[place], found.value.item(), found.element)
         if not found.equations:
             array = "a constant" if found.place is None else self.inputs[found.place]
             return dataclasses.replace(described, array=array), found.place
@@ -154,7 +154,7 @@ class _Program:
             line=line,
             function=function,
             text=linecache.getline(file, line).strip(),
-            operands=tuple(x[found.index] if is_same and x.shape == shape else x for x in arrays),
+            operands=tuple(x[found.element] if is_same and x.shape == shape else x for x in arrays),
             loops=found.loops,
         )
         return described, None
@@ -297,8 +297,8 @@ class _Search:
                 )
             return jax.tree.map(lambda x: x[(0,) * len(axes)], alone(batch))
 
-        names = "parameter", "frozen array", "model state", "loss scale"
-        names = *(f"the {name} {{}}" for name in names), "batch{1}", "shard"
+        arrays = "parameter", "frozen array", "model state", "loss scale"
+        names = *(f"the {name} {{}}" for name in arrays), "batch{1}", "shard"
         results = "the loss", "the weight", "the model state {}", "the gradient of {}"
         trace = lambda run: _Program(run, args, names, results, 3)
         try:
@@ -322,7 +322,8 @@ class _Search:
             found = program(self._arguments(shard, int(args[-1]), repeated))
             return bool(found[1]) and _bad(found) is not None
 
-        bad, index = (), origin.index
+        bad: tuple[int, ...] = ()
+        index = origin.index
         if came_in is None:
             if self._config.loss.over is LossOver.ROWS:
                 bad = tuple(itertools.islice(_bad_alone(is_bad, rows), _MOST_ROWS))

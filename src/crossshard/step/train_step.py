@@ -481,7 +481,10 @@ class TrainStep:
 def _not_finite(found: NonfiniteState, number: int, state: TrainState) -> NonfiniteError:
     """Return the error for ``number`` steps in a row, which names what the last of them found."""
     what, of_state = found.describe(state.params, state.model_state), _first_nan(state)
-    then = "Parameters and state hold nothing of it: save them, and look at the batch of that step."
+    then = (
+        "Parameters and state hold nothing of it: save them, and look at the batch of that step: "
+        "step.find_nonfinite(state, batch) names the line and the rows."
+    )
     if of_state:
         then = f"{of_state} of the state is NaN, whatever the batch is: restore a checkpoint."
     many = f"Something was not finite in {number} steps in a row; in the last of them "
