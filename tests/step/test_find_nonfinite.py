@@ -198,11 +198,20 @@ def test_infinities_that_are_meant_are_not_the_fault():
 
 
 def test_the_turns_of_loops():
-    model, given, row = _planted("checkpointed", "where_log", 0)
-    found = model.step.find_nonfinite(model.step.init(model.initial), given)
-    assert found.loops == ((1, 3),)
-    assert found.phase == "backward pass"
-    assert f"from row {row} of the batch" in str(found)
+    def layers(params: Any, batch: Any) -> Any:
+        @jax.checkpoint
+        def layer(h: Any, given: Any) -> Any:
+            kernel, place = given
+            return planted(where_log, h @ kernel, {"bad": batch["bad"] * (place == 1)}), None
+
+        return mse(lax.scan(layer, batch["x"][:, 0], (params["layers"], jnp.arange(3)))[0], batch)
+
+    step = crossshard.make_train_step(layers, optax.sgd(0.1), num_shards=SHARDS)
+    given = batch()
+    given["bad"][5] = 1
+    found = step.find_nonfinite(step.init({"layers": normal(3, WIDTH, WIDTH)}), given)
+    assert (found.loops, found.rows, found.phase) == (((1, 3),), (5,), "backward pass")
+    assert "backward pass, turn 1 of 3 of a loop: " in str(found)
 
     def loss(params: Any, batch: Any) -> Any:
         def turn(carry: Any) -> Any:
@@ -210,15 +219,13 @@ def test_the_turns_of_loops():
             scale = jnp.where(count == 2, 1 / (1 - batch["bad"]), 1.0)
             return count + 1, h * scale[:, None]
 
-        h = hidden(params, {**batch, "bad": 0 * batch["bad"]})
-        h = h + lax.stop_gradient(lax.while_loop(lambda x: x[0] < 4, turn, (0, h))[1])
-        return mse(h, batch)
+        h = lax.while_loop(lambda x: x[0] < 4, turn, (0, batch["x"][:, 0]))[1]
+        return mse(h @ params["second"], batch)
 
     step = crossshard.make_train_step(loss, optax.sgd(0.1), num_shards=SHARDS)
-    given = batch()
-    given["bad"][5] = 1
-    found = step.find_nonfinite(step.init(PARAMS), given)
+    found = step.find_nonfinite(step.init({"second": PARAMS["second"]}), given)
     assert (found.loops, found.rows, found.operands) == (((2, 4),), (5,), (1.0, 0.0))
+    assert found.phase == "forward pass"
     assert found.text.startswith("scale =")
 
 
