@@ -159,6 +159,10 @@ def test_an_array_that_came_in_is_named():
     params = {**state.params, "second": at(state.params["second"])}
     found = step.find_nonfinite(dataclasses.replace(state, params=params), given)
     assert (found.array, found.index, found.shard) == ("the parameter `second`", (3, 4), None)
+    wrong = {**given, "x": given["x"].copy()}
+    wrong["x"][21, 1, 2] = np.nan
+    found = step.find_nonfinite(state, wrong)
+    assert (found.array, found.index, found.rows) == ("batch['x']", (21, 1, 2), (21,))
     inner = jax.tree.map(at, step.unshard(state).opt_state.inner_state[0].mu)
     whole = step.unshard(state)
     first = whole.opt_state.inner_state[0]._replace(mu=inner)
@@ -176,7 +180,13 @@ def test_an_update_that_divides_by_zero():
     found = step.find_nonfinite(step.init(PARAMS), batch())
     assert (found.phase, found.primitive, found.shard) == ("update", "div", None)
     assert found.text.startswith("divides = lambda")
+    # Of the gradient of the whole batch, as one device computes it.
+    gradients = jax.grad(mean)(PARAMS, batch())
+    np.testing.assert_allclose(found.operands[0], gradients["first"][found.index], rtol=1e-4)
     assert found.operands[1] == 0
+    # A library's line, and not that of the call below.
+    step = crossshard.make_train_step(mean, optax.sgd(jnp.inf), num_shards=SHARDS)
+    assert "optax" in step.find_nonfinite(step.init(PARAMS), batch()).file
 
 
 def test_infinities_that_are_meant_are_not_the_fault():
