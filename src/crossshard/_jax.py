@@ -207,39 +207,20 @@ def code_of(equation: Any) -> str:
     return linecache.getline(own[0].file_name, own[0].start_line).strip() if own else ""
 
 
-Frame = tuple[str, int, str]  # the file, the line and the function
+def frames_of(equations: Iterable[Any]) -> list[tuple[str, int, str]]:
+    """Return the file, line and function of the stack frames of an equation, innermost first.
 
-
-def frames_of(equations: Iterable[Any], caller: Sequence[Frame] = ()) -> list[Frame]:
-    """Return the stack frames of an equation, and of the calls and loops around it, ours left out.
-
-    Args:
-      equations: the equation and those around it, innermost first; JAX records of each only the
-        frames within the function that it was traced in.
-      caller: the frames of the code that began the trace, which are left out.
+    JAX records for an equation the frames within the function that it was traced in, so pass those
+    of the calls and loops around it, too, innermost first.
     """
-    found = []
-    for each in equations:
-        frames = _frames(each.source_info.traceback)
-        end = len(frames) - len(caller)
-        found += frames[:end] if caller and frames[end:] == list(caller) else frames
-    return found
+    traces = [each.source_info.traceback for each in equations]
+    frames = [frame for each in traces for frame in _source_info_util.user_frames(each)]
+    return [(f.file_name, f.start_line, f.function_name) for f in frames]
 
 
-def frames_here() -> list[Frame]:
-    """Return the stack frames of the code that calls the package."""
-    return _frames(_source_info_util.current().traceback)
-
-
-def _frames(trace: Any) -> list[Frame]:
-    frames = _source_info_util.user_frames(trace)
-    found = [(f.file_name, f.start_line, f.function_name) for f in frames]
-    return [frame for frame in found if not frame[0].startswith(_OURS)]
-
-
-def is_of_library(frame: Frame) -> bool:
-    """Return whether a stack frame is in an installed package."""
-    return re.search("(site|dist)-packages", frame[0]) is not None
+def is_of_library(file: str) -> bool:
+    """Return whether a file is in an installed package, or in this one."""
+    return file.startswith(_OURS) or re.search("(site|dist)-packages", file) is not None
 
 
 def has_source(equation: Any) -> bool:

@@ -117,7 +117,6 @@ class _Program:
         results: Sequence[str],
         forward: int,
     ):
-        self._caller = _jax.frames_here()
         jaxpr, types = jax.make_jaxpr(run, return_shape=True)(*args)
         self.jaxpr = _jax.without_unread(jaxpr)
         self.inputs, self.outputs = _named(names, args), _named(results, types)
@@ -138,8 +137,8 @@ class _Program:
             array = "a constant" if found.place is None else self.inputs[found.place]
             return dataclasses.replace(described, array=array), found.place
         equation = found.equations[0]
-        frames = _jax.frames_of(found.equations, self._caller)
-        own = [frame for frame in frames if not _jax.is_of_library(frame)]
+        frames = _jax.frames_of(found.equations)
+        own = [frame for frame in frames if not _jax.is_of_library(frame[0])]
         file, line, function = next(iter(own or frames), ("", 0, ""))
         forward = equations_of(_jax.without_unread(self.jaxpr, self._forward))
         is_forward = any(equation.outvars[0] in each.outvars for each in forward)
