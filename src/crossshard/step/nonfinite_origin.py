@@ -1,5 +1,6 @@
 """Where a NaN comes from: the step's loss, gradient and update, one equation at a time."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -62,10 +63,14 @@ class NonfiniteOrigin:
       shard: the shard whose rows it was; ``None`` if it was of all of them.
       rows: the rows of the batch, as this process passes it, that make it, at most 16; empty if it
         is not of single rows.
+
+    >>> print(NonfiniteOrigin("the loss", np.nan, (5,), array="batch['x']", shard=1, rows=(5,)))
+    the loss is not finite on shard 1, from row 5 of the batch
+    it came in with batch['x'][5], which is nan
     """
 
     result: str
-    value: Any
+    value: complex
     index: tuple[int, ...]
     array: str = ""
     phase: str = ""
@@ -74,7 +79,7 @@ class NonfiniteOrigin:
     line: int = 0
     function: str = ""
     text: str = ""
-    operands: tuple[Any, ...] = ()
+    operands: tuple[np.ndarray | np.generic, ...] = ()
     loops: tuple[tuple[int, int], ...] = ()
     shard: int | None = None
     rows: tuple[int, ...] = ()
@@ -193,7 +198,11 @@ def find(
       unshard: returns the state with the optimizer's state in its own shapes.
     """
     here = [x for x in layout.mesh.devices.flat if x.process_index == jax.process_index()]
-    with jax.default_device(here[0]), jax.transfer_guard("allow"), _mesh.without_mesh():
+    # JAX's own checks would stop at the first NaN, which may be masked.
+    quiet = jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow")
+    with contextlib.ExitStack() as stack:
+        for context in (*quiet, jax.default_device(here[0]), _mesh.without_mesh()):
+            stack.enter_context(context)
         return _Search(config, layout, state, batch).run(unshard)
 
 

@@ -456,13 +456,13 @@ class TrainStep:
             )
         check_state(state, or_types=False)
         self._program.check_batch(batch)
-        inside: TrainState = _inside(state)
-        read = inside.params, inside.frozen
-        if not all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(read)):
-            inside = _inside(self.unshard(state))
-        layout = layout_of(self, state)
-        unshard = lambda: _inside(self.unshard(state))
-        return find(self._config, layout, inside, batch, unshard)
+        layout, unshard = layout_of(self, state), lambda: _inside(self.unshard(state))
+        is_here = lambda x: x.is_fully_addressable or x.is_fully_replicated
+        with self._entering("find_nonfinite", counts=False):
+            whole = all(map(is_here, jax.tree.leaves((state.params, state.frozen))))
+            return find(
+                self._config, layout, _inside(state) if whole else unshard(), batch, unshard
+            )
 
     def describe(self) -> str:
         """Describe the pipeline, the weight update and its reason, and the arrays with their sizes.
