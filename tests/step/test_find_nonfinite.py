@@ -115,6 +115,18 @@ def synchronised(params: Any, batch: Any) -> Any:
     return mse(out - lax.pmean(out.mean(0), "shards"), batch)
 
 
+def over_model_axis(params: Any, batch: Any) -> Any:
+    h = jax.nn.relu(batch["x"].reshape(len(batch["x"]), -1) @ params["first"])
+    h = lax.with_sharding_constraint(planted(where_log, h, batch), jax.P(None, "b"))
+    product = jax.shard_map(
+        lambda h, kernel: lax.psum(h @ kernel, "b"),
+        in_specs=(jax.P(None, "b"), jax.P("b", None)),
+        out_specs=jax.P(None, None),
+        axis_names={"b"},
+    )
+    return mse(product(h, params["second"]), batch)
+
+
 NEIGHBOURS: dict[str, tuple[Any, dict[str, Any]]] = {
     "quarantine": (mean, {"nonfinite": "quarantine"}),
     "int8": (mean, {"reduce_dtype": "int8"}),
@@ -128,6 +140,7 @@ NEIGHBOURS: dict[str, tuple[Any, dict[str, Any]]] = {
     "keys": (with_noise, {"rng_per": "row"}),
     "a named axis": (synchronised, {"loss_over": "shard"}),
     "two axes": (mean, {"mesh": (2, 4)}),
+    "a model axis": (over_model_axis, {"mesh": (4, 2), "axis_name": "a"}),
 }
 
 
@@ -135,7 +148,7 @@ NEIGHBOURS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_beside_other_options(name: str):
     loss, options = NEIGHBOURS[name]
     if "mesh" in options:
-        options = {"mesh": jax.make_mesh(options["mesh"], ("a", "b"))}
+        options = {**options, "mesh": jax.make_mesh(options["mesh"], ("a", "b"))}
     else:
         options = {"num_shards": SHARDS, **options}
     step = crossshard.make_train_step(loss, optax.sgd(0.1), donate=False, **options)
@@ -146,7 +159,8 @@ def test_beside_other_options(name: str):
     given["bad"][13] = 1
     found = step.find_nonfinite(state, given)
     assert (found.line, found.rows) == (line_of(where_log), (13,))
-    assert found.shard == (None if name == "batch" else 3)
+    of_rows = {"batch": None, "a model axis": 1}
+    assert found.shard == of_rows.get(name, 3)
 
 
 # What came in, and what is meant.

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crossshard import _jax, _mesh
+from crossshard import _jax
 from crossshard._check import is_inexact
 from crossshard._text import listed
 from crossshard.collectives.sums import widen
@@ -197,11 +197,14 @@ def find(
       batch: the rows of this process.
       unshard: returns the state with the optimizer's state in its own shapes.
     """
-    here = [x for x in layout.mesh.devices.flat if x.process_index == jax.process_index()]
+    mesh, own = layout.mesh, jax.process_index()
+    device = next(x for x in mesh.devices.flat if x.process_index == own)
+    # A loss may name its axes, as for the shardings of a model that is split over some of them.
+    alone = Mesh(np.reshape(device, [1] * len(mesh.axis_names)), mesh.axis_names)
     # JAX's own checks would stop at the first NaN, which may be masked.
     quiet = jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow")
     with contextlib.ExitStack() as stack:
-        for context in (*quiet, jax.default_device(here[0]), _mesh.without_mesh()):
+        for context in (*quiet, jax.default_device(device), jax.set_mesh(alone)):
             stack.enter_context(context)
         return _Search(config, layout, state, batch).run(unshard)
 
