@@ -44,7 +44,8 @@ demo: environment  ## train a small model on eight virtual CPU devices
 test: environment  ## run the tests, in seven minutes on two cores
 	$(VENV)/bin/python -m pytest $(SHARED) $(PYTEST_ARGS)
 
-test-deep: environment  ## run the tests that make test leaves out
+test-deep: environment  ## run the tests that make test leaves out (installs Ray, 0.5 GB)
+	$(VENV)/bin/python -m pip -qq --disable-pip-version-check install -r constraints/ray.txt
 	$(VENV)/bin/python -m pytest $(SHARED) -m "deep and not soak" $(PYTEST_ARGS)
 
 check: environment  ## lint, formatting, types, and which folder may import which

@@ -47,7 +47,7 @@ class HeldOut:
         rows = self._sample if sample else np.arange(len(self._rows["read"]))
         of_call = np.split(rows, range(len(self._sample), len(rows), len(self._sample)))
         batches = [
-            training.own_rows({name: all_[part] for name, all_ in self._rows.items()})
+            training.processes.equal_rows({name: x[part] for name, x in self._rows.items()})
             for part in of_call
         ]
         means = training.step.evaluate(training.state, batches, _costs, ema=ema)

@@ -19,7 +19,7 @@ from examples.byte_lm.optimizers import InnerOptimizer, make_optimizer
 from examples.byte_lm.options import MOST_SHARDS, TrainOptions
 from examples.byte_lm.processes import ALONE, Processes
 from examples.byte_lm.text import Text, batches, gzip_bits_per_byte, read_text
-from examples.byte_lm.training import Training
+from examples.byte_lm.training import Training, own_rows
 
 CPU_DEVICES = 8
 
@@ -49,8 +49,7 @@ class Job:
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
         """The program of that step, which is compiled once for reports and for the run."""
-        parts = self.options.pieces(self.shards)
-        rows = self.processes.own_rows(self.step.mesh, next(self.batches()), parts)
+        rows = own_rows(self.step, next(self.batches()), self.options.pieces(self.shards))
         return self.step.lower(self.step.abstract_init(self.first_model), rows)
 
     def new_training(self) -> Training:

@@ -42,13 +42,15 @@ def train(job: Job, training: Training, held_out: HeldOut, taken: int = 0) -> It
         metrics = training(batch)
         seconds = time.perf_counter() - began
         aux, faults = metrics.pop("aux"), metrics.pop("faults")
-        # [shards, microbatches]
-        nats, counted = (aux[name].reshape(job.shards, -1) for name in ("nats", "bytes"))
+        # [shards or virtual shards, microbatches]
+        nats, counted = (x.reshape(len(x), -1) for x in (aux["nats"], aux["bytes"]))
+        of_shards = np.array_split(np.arange(len(nats)), job.shards)
         # What does not count for the parameters does not count here.
-        good = np.isfinite(nats).all(axis=1, keepdims=True) if guarded else True
+        good = [np.full((len(own), 1), np.isfinite(nats[own]).all()) for own in of_shards]
+        where = np.concatenate(good) if guarded else True
         with np.errstate(invalid="ignore"):  # a shard may have nothing that counts
-            loss = float(nats.sum(where=good) / counted.sum(where=good))
-            losses = (nats.sum(axis=1) / counted.sum(axis=1)).tolist()
+            loss = float(nats.sum(where=where) / counted.sum(where=where))
+            losses = [float(nats[own].sum() / counted[own].sum()) for own in of_shards]
         step = {
             "step": number,
             "loss": loss,

@@ -157,6 +157,9 @@ class TrainOptions:
     memory_every: int = 10
     """How many steps there are from one state in --memory to the next."""
 
+    memory_copies: int = 1
+    """With 2, each host keeps the parts of the next one in --memory, too."""
+
     profile: bool = False
     """Write a trace of three steps to the --out folder, for Perfetto or XProf."""
 
@@ -166,7 +169,7 @@ class TrainOptions:
     def check(self) -> None:
         """Raise an ``ArgumentError`` for an impossible number."""
         numbers = "shards", "accumulate_steps", "virtual_shards", "steps", "batch", "context"
-        for name in (*numbers, "save_every", "memory_every", "workers"):
+        for name in (*numbers, "save_every", "memory_every", "memory_copies", "workers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ArgumentError(f"{_flag(name)} must be at least 1; got {value}.")
@@ -196,8 +199,8 @@ class TrainOptions:
             raise ArgumentError(f"--learning-rate must be a number above 0; got {rate}.")
 
     def pieces(self, shards: int) -> int:
-        """How many pieces each of this many shards cuts its rows into."""
-        return (self.virtual_shards or shards) // shards * self.accumulate_steps
+        """How many pieces a global batch is cut into on this many shards."""
+        return (self.virtual_shards or shards) * self.accumulate_steps
 
     @property
     def sends_few_bits(self) -> bool:
@@ -218,15 +221,12 @@ class TrainOptions:
         """Rows of the global batch on this many shards.
 
         Raises:
-          ArgumentError: the batch does not divide by the shards and their microbatches, or the
-            shards do not divide the virtual ones.
+          ArgumentError: the batch does not divide by the shards and their microbatches, or there
+            are more shards than virtual ones.
         """
-        virtual = self.virtual_shards or shards
-        if virtual % shards:
-            raise ArgumentError(
-                f"--virtual-shards {virtual} must be a multiple of {shards} shards."
-            )
-        parts = virtual * self.accumulate_steps
+        virtual, parts = self.virtual_shards or shards, self.pieces(shards)
+        if virtual < shards:
+            raise ArgumentError(f"--virtual-shards {virtual} must be at least the {shards} shards.")
         if self.batch is None:
             return math.ceil(DEFAULT_BATCH / parts) * parts
         # crossshard refuses it too, but not where each process cuts out its own rows.

@@ -110,7 +110,7 @@ def verify(job: Job) -> crossshard.tools.Verification | None:
     """The step of the run with plain SGD on all shards and on one; ``None`` if there is one."""
     if job.shards == 1:
         return None
-    parts = job.shards * job.options.pieces(job.shards)
+    parts = job.options.pieces(job.shards)
     batch = {name: filled(rows, parts) for name, rows in next(job.batches()).items()}
     return crossshard.verify(job.step, job.first_model, batch)
 

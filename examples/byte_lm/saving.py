@@ -43,7 +43,12 @@ class Saving:
             self._folder = options.out / FOLDER
             keep = _kept(options.check_divergence, options.save_every)
             self._checkpoints = crossshard.Checkpoints(
-                self._folder, training.step, keep, memory=options.memory, memory_every=1
+                self._folder,
+                training.step,
+                keep,
+                memory=options.memory,
+                memory_every=1,
+                memory_copies=options.memory_copies,
             )
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from crossshard import TrainState, TrainStep
 from crossshard.errors import DivergenceWarning
 from crossshard.guards import Divergence
 from examples.byte_lm.model import params_by_name
-from examples.byte_lm.processes import ALONE, Processes, whole
+from examples.byte_lm.processes import ALONE, Processes, filled, whole
 
 Values = dict[str, np.ndarray]
 # Arrays that a line names: a fault may be in every array.
@@ -28,7 +28,7 @@ class Training:
       step: the step.
       state: the state after the last step.
       processes: those that train together.
-      pieces: how many pieces each shard cuts its rows into.
+      pieces: how many pieces a global batch is cut into.
       repairs: whether copies that differ are repaired.
       differs: the step count at which copies were found to differ and were not repaired.
     """
@@ -48,7 +48,7 @@ class Training:
         Raises:
           NonfiniteError, DivergenceError: earlier steps have found too many faults.
         """
-        rows = self.own_rows(batch, self.pieces)
+        rows = own_rows(self.step, batch, self.pieces)
         with warnings.catch_warnings():
             # A line among the faults says it, two steps earlier.
             warnings.simplefilter("ignore", DivergenceWarning)
@@ -105,9 +105,15 @@ class Training:
         both = params_by_name(self.state.frozen) | params_by_name(trained)
         return {name: whole(value) for name, value in both.items()}
 
-    def own_rows(self, batch: Any, parts: int = 1) -> Any:
-        """The rows that this process passes of a batch that each shard takes in so many parts."""
-        return self.processes.own_rows(self.step.mesh, batch, parts)
+
+def own_rows(step: TrainStep, batch: Any, pieces: int) -> Any:
+    """The rows of a global batch that this process passes, filled up to so many pieces."""
+
+    def cut(rows: np.ndarray) -> np.ndarray:
+        rows = filled(rows, pieces)
+        return rows[step.own_rows(len(rows))]
+
+    return jax.tree.map(cut, batch)
 
 
 @jax.jit

@@ -314,36 +314,47 @@ def start_coordination(
       TimeoutError: the other processes have not connected within ``seconds``.
     """
     before = signal.getsignal(signal.SIGTERM)
-    raised: list[BaseException] = []
-
-    def connect() -> None:
-        try:
-            jax.distributed.initialize(
-                address,
-                number,
-                own,
-                None if devices is None else list(devices),
-                cluster_detection_method="deactivate",
-                coordinator_bind_address=bind_address,
-                initialization_timeout=_NEVER,
-                heartbeat_timeout_seconds=heartbeat_seconds,
-            )
-        except BaseException as error:
-            raised.append(error)
-
+    connect = lambda: jax.distributed.initialize(
+        address,
+        number,
+        own,
+        None if devices is None else list(devices),
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=bind_address,
+        initialization_timeout=_NEVER,
+        heartbeat_timeout_seconds=heartbeat_seconds,
+    )
     # After a timeout of its own JAX aborts the process instead of raising, and it ignores Ctrl-C.
-    connecting = threading.Thread(target=connect, name="crossshard connects", daemon=True)
-    connecting.start()
-    connecting.join(seconds)
-    if connecting.is_alive():
+    try:
+        within(seconds, connect)
+    except TimeoutError:
         abandon_coordination()
-        raise TimeoutError
-    if raised:
-        raise raised[0]
+        raise
     # JAX replaces the handler of SIGTERM, even if the caller has set one.
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and before not in (None, signal.SIG_DFL):
         signal.signal(signal.SIGTERM, before)
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """Return what ``call`` returns; raise TimeoutError and leave it alone if it takes longer."""
+    returned: list[Any] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(call())
+        except BaseException as error:
+            raised.append(error)
+
+    calling = threading.Thread(target=run, name="crossshard connects", daemon=True)
+    calling.start()
+    calling.join(seconds)
+    if raised:
+        raise raised[0]
+    if not returned:
+        raise TimeoutError
+    return returned[0]
 
 
 def has_coordinator() -> bool:
@@ -353,6 +364,11 @@ def has_coordinator() -> bool:
 
 def _coordinator() -> Any:
     return _distributed.global_state.client
+
+
+def coordinator_address() -> str | None:
+    """Return the address of the coordinator to which this process is connected, if it is."""
+    return _distributed.global_state.coordinator_address if has_coordinator() else None
 
 
 def processes_of_job() -> tuple[int, int]:

@@ -31,6 +31,7 @@ from tests.checkpoints.common import (
     trained,
 )
 from tests.processes import join, run_processes
+from tests.quick import deep
 
 
 @pytest.fixture
@@ -235,7 +236,7 @@ def change(file: Path, how: Any) -> None:
 
     body = json.loads(file.read_text())
     how(body)
-    body["sha256"] = sha256({"here": body["here"], "parts": body["parts"]})
+    body["sha256"] = sha256({key: body[key] for key in ("here", "held", "all", "parts")})
     file.write_text(json.dumps(body))
 
 
@@ -307,11 +308,29 @@ def test_the_folder_is_private(folders: dict[str, Any], tmp_path: Path):
 # Several processes.
 
 
-def main(process: int, port: int, out: str, folder: str, processes: str, steps: str) -> None:
+def main(
+    process: int,
+    port: int,
+    out: str,
+    folder: str,
+    processes: str,
+    steps: str,
+    hosts: str = "1",
+    update: str = "parts",
+) -> None:
     join(process, port, int(processes), 4 // int(processes))
-    step = step_on(4, "parts")
-    checkpoints = Checkpoints(f"{folder}/disk", step, memory=f"{folder}/memory", memory_every=1)
-    found = checkpoints.restore_latest(step.abstract_init(PARAMS))
+    step = step_on(4, update)
+    # As many processes on each host, whose memory is a folder of its own.
+    host = process * int(hosts) // int(processes)
+    memory.machine = lambda: f"host {host}"
+    own = f"{folder}/memory" if hosts == "1" else f"{folder}/memory-{host}"
+    checkpoints = Checkpoints(
+        f"{folder}/disk", step, memory=own, memory_every=1, memory_copies=1 + (hosts != "1")
+    )
+    with warnings.catch_warnings():
+        # What is not whole is none, rather than damaged.
+        warnings.simplefilter("error", CheckpointWarning)
+        found = checkpoints.restore_latest(step.abstract_init(PARAMS))
     state, data = found or (step.init(PARAMS), 0)
     first, last = data, int(steps)
     half = 16 // int(processes)
@@ -346,6 +365,38 @@ def test_processes_write_each_part_once_and_any_number_of_them_goes_on(tmp_path:
     expected = trained(step_on(4, "parts"), 5).params
     expected = [np.asarray(x).tobytes().hex() for x in jax.tree.leaves(expected)]
     assert one[0][2] == expected
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("hosts", "update"), [(2, "parts"), deep((4, "sharded"))])
+def test_a_host_that_has_lost_its_memory_gets_its_parts_from_another(
+    hosts: int, update: str, tmp_path: Path
+):
+    lost = [1] if hosts < 4 else [1, 3]
+    run_processes("checkpoints.test_memory", tmp_path, tmp_path, 4, 2, hosts, update, processes=4)
+    of_state = sum(x.nbytes for x in jax.tree.leaves(trained(step_on(4, update), 1)))
+    files = [*tmp_path.glob("memory-*/00000002-*/*.bytes")]
+    # Two hosts have all of it, four have half of what is sharded.
+    written = sum(file.stat().st_size for file in files)
+    assert written == 2 * of_state or (hosts == 4 and written > 2 * of_state)
+    for host in lost:
+        shutil.rmtree(tmp_path / f"memory-{host}")
+    # A checkpoint on disk would be found, had there been one.
+    again = run_processes(
+        "checkpoints.test_memory", tmp_path, tmp_path, 4, 5, hosts, update, processes=4
+    )
+    assert {first for first, *_ in again} == {2}
+    assert again[1][1].startswith("Snapshot 2 in")
+    expected = trained(step_on(4, update), 5).params
+    expected = [np.asarray(x).tobytes().hex() for x in jax.tree.leaves(expected)]
+    assert all(content == expected for *_, content in again)
+    # Neighbours that are both lost are too much, and the run begins anew.
+    for host in (0, 1):
+        shutil.rmtree(tmp_path / f"memory-{host}")
+    begun = run_processes(
+        "checkpoints.test_memory", tmp_path, tmp_path, 4, 1, hosts, update, processes=4
+    )
+    assert {first for first, *_ in begun} == {0}
 
 
 def test_what_is_kept_after_an_older_one_was_restored_is_the_newest(folders: dict[str, Any]):

@@ -1,5 +1,6 @@
 """The tree in which virtual shards are added, against the same tree in numpy."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from crossshard.collectives import in_order
+from crossshard.collectives.in_order import VirtualShards
 from tests.quick import deep_but
 
 
@@ -19,16 +21,14 @@ def tree_sum(leaves: list[Any]) -> Any:
     return leaves[0]
 
 
-@jax.jit
-def nodes(leaves: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=1)
+def nodes(leaves: jax.Array, virtual: VirtualShards) -> jax.Array:
     """What a shard with these summands sends."""
-    count = len(leaves)
-    sums = in_order.empty_sums([jax.ShapeDtypeStruct(leaves.shape[1:], jnp.float32)], count)
+    sums = in_order.empty_sums([jax.ShapeDtypeStruct(leaves.shape[1:], jnp.float32)], virtual)
     for index, leaf in enumerate(leaves):
-        levels = jnp.int32(in_order.levels_within(count))
+        levels = jnp.int32(virtual.levels)
         sums = in_order.add_summand(sums, [leaf], jnp.int32(index), levels)
-    (found,) = in_order.nodes_of(sums, count)
-    return found
+    return sums[0][virtual.levels :]
 
 
 @pytest.mark.parametrize("virtual", deep_but([1, 6], [1, 2, 5, 6, 8, 12, 24]))
@@ -37,13 +37,19 @@ def test_every_number_of_shards_has_the_sum_of_one_tree(virtual: int):
     wanted = tree_sum(list(leaves))
     # Which the order of the terms decides.
     assert virtual < 5 or not np.array_equal(wanted, np.add.accumulate(leaves)[-1])
-    for number in [n for n in range(1, virtual + 1) if virtual % n == 0]:
-        count = virtual // number
-        found = [nodes(own) for own in np.split(leaves, number)]
-        assert all(len(own) == in_order.nodes_within(count) for own in found)
-        np.testing.assert_array_equal(in_order.sum_of_nodes(jnp.concatenate(found)), wanted)
+    for number in range(1, virtual + 1):
+        dealt = VirtualShards(virtual, number)
+        # As numpy splits rows that do not divide.
+        for shard, own in enumerate(np.array_split(np.arange(virtual), number)):
+            assert (dealt.first(shard), dealt.count(shard)) == (own[0], len(own))
+            assert dealt.first(jnp.int32(shard)) == own[0]
+        found = [nodes(own, dealt) for own in np.array_split(leaves, number)]
+        assert all(len(own) == dealt.nodes for own in found)
+        filled = dealt.filled(jnp.concatenate(found))
+        np.testing.assert_array_equal(in_order.sum_of_nodes(filled), wanted)
 
 
 @pytest.mark.parametrize(("count", "sent"), [(1, 1), (2, 1), (3, 3), (6, 3), (8, 1), (12, 3)])
 def test_a_shard_sends_the_odd_part_of_its_number(count: int, sent: int):
-    assert in_order.nodes_within(count) == sent
+    assert VirtualShards(5 * count, 5).nodes == sent
+    assert VirtualShards(5 * count + 1, 5).nodes == count + 1

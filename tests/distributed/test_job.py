@@ -8,10 +8,12 @@ import jax
 import pytest
 
 import crossshard
+from crossshard.distributed import PROCESS_LOST
 from crossshard.distributed.job import ALL_INTERFACES, Job, bind_address, find_job, split_address
 from crossshard.distributed.launcher import free_port
 from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
+from tests.distributed.jobs import PATIENCE
 from tests.quick import deep
 
 # As prterun of Open MPI 5.0.11 sets them, on one host and on two.
@@ -78,6 +80,7 @@ def environment(monkeypatch: pytest.MonkeyPatch):
         ),
         (SLURM, Job(4, 2, "node001:61441", (0,), "slurm")),
         (SLURM | {"SLURM_STEP_NUM_NODES": "1"}, Job(4, 2, "127.0.0.1:61441", (0,), "slurm")),
+        (SLURM | {"JAX_LOCAL_DEVICE_IDS": "3"}, Job(4, 2, "node001:61441", (3,), "slurm")),
         (OPEN_MPI_4, Job(4, 3, "10.96.0.1:62624", (1,), "ompi")),
     ],
 )
@@ -183,6 +186,53 @@ def test_who_does_not_meet_the_others_says_so_and_goes_on(own: int, why: str):
     assert (ran.returncode, ran.stderr) == (3, "")
     met = f"Process {own} of 2 did not meet the others at {address} in 2 seconds: {why}"
     assert ran.stdout.startswith(met)
+
+
+CONNECTED = """
+import os, sys, time
+import jax
+import crossshard
+
+address, own = sys.argv[1], int(sys.argv[2])
+jax.distributed.initialize(address, 2, own, coordinator_bind_address=address)
+for given in ({"bind": "127.0.0.1"}, {"local_device_ids": (0,)}):
+    try:
+        crossshard.distributed.initialize(**given)
+    except crossshard.errors.DistributedError as error:
+        print(error)
+print(crossshard.distributed.initialize(stall_timeout=20))
+try:
+    crossshard.distributed.initialize()
+except crossshard.errors.DistributedError as error:
+    print(error, flush=True)
+with crossshard.distributed.entering("step"):
+    jax.device_count()
+    if own:
+        os._exit(7)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_job_to_which_jax_is_connected_already_is_watched():
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    start = lambda own: subprocess.Popen(
+        [sys.executable, "-c", CONNECTED, address, str(own)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    running = [start(own) for own in range(2)]
+    said = [each.communicate(timeout=PATIENCE) for each in running]
+    assert [each.returncode for each in running] == [PROCESS_LOST, 7]
+    for own, (printed, _) in enumerate(said):
+        job = Job(2, own, address, None, "jax.distributed")
+        again, alike, found, second = printed.splitlines()
+        assert again == alike
+        assert again.startswith("JAX is connected already, by Ray's JaxTrainer or jax.distributed")
+        assert found == str(job)
+        assert second == "initialize is called once in a process; this is the second time."
+    assert "crossshard: process 1 died. Process 0 leaves." in said[0][1]
 
 
 def test_the_coordinator_listens_where_it_is_named():

@@ -134,6 +134,7 @@ NEIGHBOURS: dict[str, tuple[Any, dict[str, Any]]] = {
     "weight, microbatches": (ratio, {"weight": "mask", "accumulate_steps": 2}),
     "Mean": (counted, {"accumulate_steps": 2}),
     "virtual shards": (mean, {"virtual_shards": 16}),
+    "uneven virtual shards": (mean, {"virtual_shards": 32, "num_shards": 6}),
     "batch": (mean, {"loss_over": "batch", "accumulate_steps": 2}),
     "sharded": (mean, {"params": "sharded", "gather_dtype": "int8"}),
     "workers": (mean, {"sync_every": 4}),
@@ -159,7 +160,7 @@ def test_beside_other_options(name: str):
     given["bad"][13] = 1
     found = step.find_nonfinite(state, given)
     assert (found.line, found.rows) == (line_of(where_log), (13,))
-    of_rows = {"batch": None, "a model axis": 1}
+    of_rows = {"batch": None, "a model axis": 1, "uneven virtual shards": 2}
     assert found.shard == of_rows.get(name, 3)
 
 

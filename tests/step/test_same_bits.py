@@ -128,11 +128,47 @@ def test_an_odd_part_is_added_in_the_same_order():
     near(found, on_one_device(loss_fn, OPTIMIZERS["sgd"]))
 
 
+@pytest.mark.parametrize("options", [{"params": "sharded"}, deep({"accumulate_steps": 3})])
+def test_a_number_that_does_not_divide_has_the_bits_of_one_shard(options: dict[str, Any]):
+    found = [trained(n, virtual_shards=12, rows=72, **options) for n in (1, 5)]
+    assert sha(found[0]) == sha(found[1])
+
+
+def test_a_batch_that_lies_on_the_mesh_is_dealt_out_again():
+    step = sgd_step(loss_fn, 0.1, 3, virtual_shards=8, donate=False)
+    state, batch = step.init(params_of()), batch_of(0)
+    rows = jax.NamedSharding(step.mesh, jax.P("shards"))
+    wanted = step(state, batch)
+    for given in (jax.device_put(batch, rows), jax.device_put(batch)):
+        assert sha(step(state, given)) == sha(wanted)
+    assert sha(jax.jit(step)(state, batch)) == sha(wanted)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    compiled = step.lower(step.abstract_init(params_of()), types).compile()
+    near(compiled(state, step._program.placer(batch))[1]["loss"], wanted[1]["loss"])
+    means = [
+        step.evaluate(state, [each], costs_of)
+        for each in (batch, jax.device_put(batch, rows), batch)
+    ]
+    near(means, [costs_of(params_of(), batch).mean()] * 3)
+    with pytest.raises(ArgumentError, match="with rows that do not count"):
+        step.evaluate(state, [step._program.placer(batch)], costs_of)
+
+
+def test_an_update_that_is_not_elementwise_is_replicated_where_its_pieces_do_not_divide():
+    make = functools.partial(crossshard.make_train_step, loss_fn, EVERY["lamb"], virtual_shards=8)
+    step = make(num_shards=3, params="sharded")
+    step.abstract_init(params_of())
+    assert (
+        "replicated: it is not elementwise, and 8 virtual shards do not divide over 3"
+        in step.describe()
+    )
+
+
 def test_weights_count_and_padding_divides_over_virtual_shards():
     options: dict[str, Any] = {"loss": weighed, "rows": 21, "weight": "w"}
     options |= {"virtual_shards": 8, "accumulate_steps": 2}
-    found = [trained(shards, **options) for shards in (1, 4)]
-    assert sha(found[0]) == sha(found[1])
+    found = [trained(shards, **options) for shards in (1, 4, 3)]
+    assert sha(found[0]) == sha(found[1]) == sha(found[2])
     assert found[0][1]["weight"] == 14
     weights = (np.arange(21) % 3 > 0).astype(np.float32)
     batches = [batch_of(seed, 21) | {"w": weights} for seed in range(3)]
@@ -155,7 +191,7 @@ def test_each_part_has_the_keys_state_and_aux_of_a_shard():
         "aux_reduction": {"key": None, "rows": "sum", "cost": "mean"},
     }
     found = []
-    for shards, virtual in ((8, None), (2, 8)):
+    for shards, virtual in ((8, None), (2, 8), (3, 8)):
         options |= {} if virtual is None else {"virtual_shards": virtual}
         step = sgd_step(noisy, 0.1, shards, **options)
         before = {"mean": jnp.zeros(64), "count": jnp.int32(0)}
@@ -163,8 +199,9 @@ def test_each_part_has_the_keys_state_and_aux_of_a_shard():
         for seed in range(2):
             state, metrics = step(state, batch_of(seed))
         found.append(jax.device_get((step.model(state), metrics["aux"], metrics["loss"])))
-    plain, virtual = found
+    plain, virtual, uneven = found
     near(virtual, plain)
+    assert sha(uneven) == sha(virtual)
     np.testing.assert_array_equal(virtual[1]["key"], plain[1]["key"])
     assert virtual[1]["key"].shape == (8,)
     assert virtual[0][1]["count"] == 2
@@ -225,7 +262,7 @@ def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(tmp_path: Pat
     [
         (2.0, ArgumentTypeError, "virtual_shards must be an int"),
         (0, ArgumentError, "virtual_shards must be at least 1"),
-        (6, ArgumentError, "there are 4. Pass a multiple of 4"),
+        (3, ArgumentError, "there are 4, of which some would have none. Pass at least 4"),
     ],
 )
 def test_a_number_that_is_none_is_refused(number: Any, error: Any, says: str):

@@ -48,13 +48,16 @@ class Checkpoints:
       memory: a folder in the memory of each host, such as ``"/dev/shm/my-run"``, for ``snapshot``.
         It is this user's alone, and outlives the process, but not the host.
       memory_every: how many calls of ``snapshot`` make one.
+      memory_copies: how many hosts keep each part of the state. With 2, each host has those of the
+        next one too, and one that has lost its memory gets its parts from there.
 
     Attributes:
       restored_from: what the last restore has read, such as ``"Checkpoint 3 in /my/run"``; empty
         before.
 
     Raises:
-      ArgumentError, ArgumentTypeError: not a folder, not a step, or not a number of at least 1.
+      ArgumentError, ArgumentTypeError: not a folder, not a step, or not a number of at least 1; or
+        there are copies, and the hosts do not have equally many devices.
       CheckpointError: the folder cannot be created.
       DistributedError: the folder in memory cannot be created.
 
@@ -80,6 +83,7 @@ class Checkpoints:
         *,
         memory: str | os.PathLike[str] | None = None,
         memory_every: int = 10,
+        memory_copies: int = 1,
     ):
         if not isinstance(step, TrainStep):
             raise ArgumentTypeError(
@@ -88,6 +92,7 @@ class Checkpoints:
         _check.whole_number("keep", keep, most=None)
         _check.whole_number("keep_best", keep_best, least=0, most=None)
         self._every = _check.whole_number("memory_every", memory_every, most=None)
+        _check.whole_number("memory_copies", memory_copies, most=2)
         self._folder, self._step, self._keep = Folder(folder), step, keep
         self.restored_from = ""
         self._preemption: Preemption | None = None
@@ -97,7 +102,8 @@ class Checkpoints:
         self._snapshots: Snapshots | None = None
         self._calls = 0
         if memory is not None:
-            self._snapshots = Snapshots(memory, self._folder.run(step.mesh), step.mesh)
+            run = self._folder.run(step.mesh)
+            self._snapshots = Snapshots(memory, run, step.mesh, memory_copies)
             self._may_write &= not self._snapshots.has_any
 
     def __repr__(self) -> str:

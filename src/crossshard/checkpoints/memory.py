@@ -1,9 +1,11 @@
 """Memory: keeps the last states of a run in the memory of each host, which outlives the process.
 
-Each process writes the parts of the state that its devices hold, once for each host, as bytes. A
-host reads only its own folder, so no process waits for another one's memory.
+Each process writes the parts of the state that its devices hold, once for each host, as bytes;
+with two copies, those of the next host as well. A host that has come back without its memory gets
+its parts from the one that has the copies, over the mesh.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -22,7 +24,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from crossshard import _check, _mesh
 from crossshard._hash import sha256
@@ -38,7 +41,7 @@ from crossshard.checkpoints.manifest import (
 )
 from crossshard.distributed.agreement import exchange, processes_of
 from crossshard.distributed.identity import machine, private_folder
-from crossshard.errors import CheckpointWarning
+from crossshard.errors import ArgumentError, CheckpointWarning
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 
@@ -68,22 +71,33 @@ class Snapshots:
       folder: the folder in memory; private to this user, and created so.
       run: what tells the run from others.
       mesh: the mesh of the step.
+      copies: how many hosts have each part of the state, at least.
 
     Raises:
-      ArgumentError, ArgumentTypeError: not a folder, or one that others may write to or read.
+      ArgumentError, ArgumentTypeError: not a folder, or one that others may write to or read; or
+        there are copies, and the hosts do not have equally many devices.
       DistributedError: it cannot be created.
     """
 
-    def __init__(self, folder: Any, run: str, mesh: Mesh):
+    def __init__(self, folder: Any, run: str, mesh: Mesh, copies: int = 1):
         self.path = private_folder("memory", folder, "'/dev/shm/my-run'")
         self._run, self._mesh = run, mesh
         told = exchange("Checkpoints", json.dumps([machine(), os.urandom(8).hex()]), mesh)
         found = [json.loads(each) for each in told]
         processes = processes_of(mesh) if len(found) > 1 else (jax.process_index(),)
+        by_host: dict[str, list[int]] = {}
+        for process, (host, _) in zip(processes, found, strict=True):
+            by_host.setdefault(host, []).append(process)
+        self._hosts = _Hosts(mesh, tuple(map(tuple, by_host.values())))
         # The processes of this host, and what tells this start of the run from earlier ones.
-        hosts = zip(processes, found, strict=True)
-        self._here = tuple(process for process, (host, _) in hosts if host == machine())
+        self._here = tuple(by_host[machine()])
         self._start: str = found[0][1]
+        self._copies = copies if len(by_host) > 1 else 1
+        if self._copies > 1 and not self._hosts.are_alike:
+            raise ArgumentError(
+                f"memory_copies={copies} gives each device's part to a device of another host, and "
+                f"they have {self._hosts.numbers} devices. Pass memory_copies=1."
+            )
         self._writing: threading.Thread | None = None
         self._failed = ""
         # The name of the snapshot that this process has written last, and those that all have.
@@ -128,13 +142,15 @@ class Snapshots:
         leaves = self._leaves[1]
         with _mesh.in_place_of_the_users_mesh(layout.mesh):
             arrays = list(map(storage.to_disk, leaves, jax.tree.leaves(state)))
+            of_next = self._of_next_host(arrays)
         # JAX refuses an array on one device while a mesh of several is set.
         with _mesh.without_mesh():
             pieces = [
                 (place, bounds, _kept(piece))
                 for place, x in enumerate(arrays)
-                for bounds, piece in _own_pieces(x, self._here)
+                for bounds, piece in _own_pieces(x, x, self._here)
             ]
+            pieces += [(place, bounds, _kept(piece)) for place, bounds, piece in of_next]
             count = _kept(state.step.addressable_data(0))
         own = sum(piece.nbytes for *_, piece in pieces)
         if not self._agree(own):
@@ -148,6 +164,19 @@ class Snapshots:
             target=self._write, args=(manifest, count, pieces, newest), name="crossshard"
         )
         self._writing.start()
+
+    def _of_next_host(self, arrays: list[jax.Array]) -> list[tuple[int, Bounds, jax.Array]]:
+        """Return the parts that the next host writes and this one has not, sent to its devices."""
+        if self._copies == 1:
+            return []
+        lacking = [place for place, x in enumerate(arrays) if not self._hosts.have_all(x)]
+        sent = self._hosts.sent_back([arrays[place] for place in lacking])
+        after, next_host = self._hosts.devices_after(1), self._hosts.processes_after(self._here, 1)
+        return [
+            (place, bounds, piece)
+            for place, x in zip(lacking, sent, strict=True)
+            for bounds, piece in _own_pieces(x, arrays[place], next_host, after)
+        ]
 
     def wait(self) -> None:
         """Wait until the last snapshot is written."""
@@ -229,7 +258,15 @@ class Snapshots:
                     opened.write(content)
                     offset += content.nbytes
             manifest = dataclasses.replace(manifest, number=number, step=step)
-            body = {"here": self._here, "parts": list(map(dataclasses.astuple, parts))}
+            held = self._here
+            if self._copies > 1:
+                held += self._hosts.processes_after(held, 1)
+            body = {
+                "here": self._here,
+                "held": held,
+                "all": self._hosts.processes,
+                "parts": list(map(dataclasses.astuple, parts)),
+            }
             text = json.dumps({**body, "sha256": sha256(body), "manifest": manifest.to_json()})
             # Its name is given last: with it the parts of this process are whole.
             unnamed = path / f"{jax.process_index()}.unfinished"
@@ -244,16 +281,142 @@ class Snapshots:
     # Reading.
 
     def candidates(self) -> list[tuple[str, "Snapshot"]]:
-        """Return the names of the snapshots that are whole on all hosts, ascending; all call it."""
-        own = {}
+        """Return the names of the snapshots that are whole, ascending; all processes call it.
+
+        Of each the hosts together have the parts of all processes that wrote it.
+        """
+        own: dict[str, Any] = {}
         for path in sorted(self.path.iterdir()):
             found = _NAME.fullmatch(path.name)
             if found is not None and found[2] == self._run and path.is_dir():
-                own[path.name] = Snapshot(path, int(found[1]))
-        whole = [name for name, each in own.items() if each.is_whole()]
-        told = exchange("restore", json.dumps(whole), self._mesh)
-        everywhere = set.intersection(*(set(json.loads(each)) for each in told))
-        return [(name, own[name]) for name in sorted(everywhere)]
+                held = Snapshot(path, self._hosts, self._here).held()
+                own |= {path.name: held} if held else {}
+        told = [json.loads(each) for each in exchange("restore", json.dumps(own), self._mesh)]
+        whole = []
+        for name in sorted({name for each in told for name in each}):
+            having = [each[name] for each in told if name in each]
+            if {process for held, _ in having for process in held} >= set(having[0][1]):
+                here = Snapshot(self.path / name, self._hosts, self._here)
+                if len(having) < len(told):
+                    here.share_manifest(name in own)
+                whole.append((name, here))
+        return whole
+
+
+class _Hosts:
+    """The hosts of a mesh in a ring, and what they send each other.
+
+    Attributes:
+      mesh: the mesh.
+      processes: the processes of all hosts.
+      numbers: how many devices each host has.
+    """
+
+    def __init__(self, mesh: Mesh, of_host: tuple[tuple[int, ...], ...]):
+        self.mesh, self._of_host = mesh, of_host
+        flat: list[Any] = list(mesh.devices.flat)
+        # The places of the devices of each host in the mesh.
+        self._places = [
+            [place for place, device in enumerate(flat) if device.process_index in own]
+            for own in of_host
+        ]
+        self.processes = [process for own in of_host for process in own]
+        self.numbers = [len(own) for own in self._places]
+
+    def __len__(self) -> int:
+        return len(self._of_host)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all hosts have equally many devices."""
+        return len(set(self.numbers)) == 1
+
+    def index(self, here: tuple[int, ...]) -> int:
+        """Return the place in the ring of the host with these processes."""
+        return self._of_host.index(here)
+
+    def processes_after(self, here: tuple[int, ...], distance: int) -> tuple[int, ...]:
+        """Return the processes of the host so many places after that with these processes."""
+        return self._of_host[(self.index(here) + distance) % len(self)]
+
+    def devices_after(self, distance: int) -> dict[Any, Any]:
+        """Return, for each device, the one in its place on the host so many places after its."""
+        flat = self.mesh.devices.flat
+        return {flat[to]: flat[source] for source, to in self._pairs(distance)}
+
+    def have_all(self, x: jax.Array) -> bool:
+        """Return whether each host has all elements of an array."""
+        return all(
+            sum(_size(bounds) for bounds in _owned(x.sharding, x.shape, own).values()) == x.size
+            for own in self._of_host
+        )
+
+    def _pairs(self, distance: int) -> list[tuple[int, int]]:
+        """Return which device sends to which, so that each host sends so many places back."""
+        return [
+            pair
+            for place, to in enumerate(self._places)
+            for pair in zip(self._places[(place + distance) % len(self)], to, strict=True)
+        ]
+
+    def sent_back(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """Return arrays of which each device has what its neighbour on the next host had."""
+        if not arrays:
+            return []
+        shardings: list[Any] = [x.sharding for x in arrays]
+        specs = tuple(each.spec for each in shardings)
+        return _sender(shardings[0].mesh, specs, tuple(self._pairs(1)))(arrays)
+
+    def chosen(
+        self, arrays: Mapping[int, list[jax.Array]], source: Sequence[int]
+    ) -> list[jax.Array]:
+        """Return arrays that each host gets from one so many places before it.
+
+        Args:
+          arrays: what the devices of each host have for those so many places after it.
+          source: for each host how many places before it the one is that sends to it.
+        """
+        each = np.zeros(self.mesh.size, np.int32)
+        for places, distance in zip(self._places, source, strict=True):
+            each[places] = distance
+        shardings: list[Any] = [x.sharding for x in arrays[0]]
+        specs, mesh = [each.spec for each in shardings], shardings[0].mesh
+        rows = PartitionSpec(mesh.axis_names)
+        of_device = jax.make_array_from_callback(
+            each.shape, NamedSharding(mesh, rows), lambda index: each[index]
+        )
+
+        def choose(chosen: jax.Array, every: dict[int, list[jax.Array]]) -> list[jax.Array]:
+            found = every[0]
+            for distance in sorted(every)[1:]:
+                # What a host has for one after it goes forward.
+                sent = _sent(every[distance], mesh, self._pairs(-distance))
+                pairs = zip(sent, found, strict=True)
+                found = [jnp.where(chosen[0] == distance, new, old) for new, old in pairs]
+            return found
+
+        given = rows, dict.fromkeys(arrays, specs)
+        run = jax.shard_map(choose, mesh=mesh, in_specs=given, out_specs=specs, check_vma=False)
+        found: list[jax.Array] = jax.jit(run)(of_device, dict(arrays))
+        return found
+
+
+# Cached, or each snapshot would trace it again.
+@functools.lru_cache(maxsize=8)
+def _sender(
+    mesh: Mesh, specs: tuple[PartitionSpec, ...], pairs: tuple[tuple[int, int], ...]
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    send: Callable[[list[jax.Array]], list[jax.Array]] = lambda xs: _sent(xs, mesh, pairs)
+    of_each = [*specs]
+    return jax.jit(
+        jax.shard_map(send, mesh=mesh, in_specs=(of_each,), out_specs=of_each, check_vma=False)
+    )
+
+
+def _sent(
+    arrays: Sequence[jax.Array], mesh: Mesh, pairs: Sequence[tuple[int, int]]
+) -> list[jax.Array]:
+    return [lax.ppermute(x, mesh.axis_names, pairs) for x in arrays]
 
 
 class Snapshot:
@@ -267,31 +430,46 @@ class Snapshot:
 
     has_hashes = False
 
-    def __init__(self, path: Path, number: int):
-        self.number = number
-        self.name = f"Snapshot {number} in {path.parent}"
-        self._path = path
+    def __init__(self, path: Path, hosts: _Hosts, here: tuple[int, ...]):
+        self.number = int(path.name.partition("-")[0])
+        self.name = f"Snapshot {self.number} in {path.parent}"
+        self._path, self._hosts, self._here = path, hosts, here
+        # Its manifest from another host; ``None`` if this one has it.
+        self._shared: dict[str, Any] | None = None
 
-    def is_whole(self) -> bool:
-        """Return whether all processes of this host have written their parts."""
+    def held(self) -> tuple[list[int], list[int]] | None:
+        """Return whose parts are here, and who wrote it; ``None`` unless all are here."""
         found = {path.stem for path in self._path.glob("*.json")}
         try:
-            return bool(found) and found == set(map(str, self._index(min(found))["here"]))
+            index = self._index(min(found)) if found else {"here": [-1]}
+            return (index["held"], index["all"]) if found == {*map(str, index["here"])} else None
         except Damaged:
-            return False
+            return None
+
+    def share_manifest(self, has_it: bool) -> None:
+        """Send the manifest to the hosts that have none; all processes call it."""
+        own = ""
+        with contextlib.suppress(Damaged):
+            own = json.dumps(self._first_index()["manifest"]) if has_it else ""
+        of_all = exchange("restore", own, self._hosts.mesh)
+        self._shared = None if own else json.loads(next(filter(None, of_all), "null"))
 
     def manifest(self) -> Manifest:
         """Return the manifest; raise as ``read_manifest`` does."""
+        found = self._shared or self._first_index()["manifest"]
+        return as_manifest(found, self._path, self.number)
+
+    def _first_index(self) -> dict[str, Any]:
         names = sorted(path.stem for path in self._path.glob("*.json"))
         if not names:
             raise Damaged("it is gone")
-        return as_manifest(self._index(names[0])["manifest"], self._path, self.number)
+        return self._index(names[0])
 
     def read(self, leaves: Mapping[int, storage.Leaf], number: int) -> dict[int, jax.Array]:
         """Read arrays onto the mesh, by their places; each process reads what its devices hold.
 
         Raises:
-          Damaged: a part is not what was written, or this host has not all parts.
+          Damaged: a part is not what was written, or no host has the parts of another one.
         """
         parts: dict[int, list[tuple[_Part, memoryview]]] = {}
         for file in sorted(self._path.glob("*.json")):
@@ -303,14 +481,56 @@ class Snapshot:
             except (TypeError, ValueError):
                 raise Damaged("its index has values of a wrong type") from None
         try:
-            return {place: _array(leaf, parts.get(place, [])) for place, leaf in leaves.items()}
+            source = self._sources(leaves, parts)
+            if not any(source):
+                return {place: _array(leaf, parts.get(place, [])) for place, leaf in leaves.items()}
+            own, arrays = self._hosts.index(self._here), dict[int, list[jax.Array]]()
+            for distance in sorted({0, *source}):
+                # What this host has for another one; without it, zeros that nobody takes.
+                gives = source[(own + distance) % len(source)] == distance
+                devices = self._hosts.devices_after(distance)
+                arrays[distance] = [
+                    _array_for(leaf, parts.get(place, []) if gives else None, devices)
+                    for place, leaf in leaves.items()
+                ]
+            with _mesh.in_place_of_the_users_mesh(self._hosts.mesh):
+                found = self._hosts.chosen(arrays, source)
+            return dict(zip(leaves, found, strict=True))
         except (TypeError, ValueError) as error:
             raise Damaged(f"its parts are not those of the step ({error!s:.100})") from None
+
+    def _sources(self, leaves: Mapping[int, storage.Leaf], parts: Mapping[int, Any]) -> list[int]:
+        """Return for each host how many places before it the next one is that has its parts."""
+        hosts = self._hosts
+        if len(hosts) == 1:
+            return [0]
+        distances = range(len(hosts) if hosts.are_alike else 1)
+        has = [
+            all(
+                _has_all(bounds, parts.get(place, []))
+                for place, leaf in leaves.items()
+                for bounds in _owned(
+                    leaf.on_disk.sharding,
+                    leaf.on_disk.shape,
+                    hosts.processes_after(self._here, distance),
+                ).values()
+            )
+            for distance in distances
+        ]
+        told = exchange("restore", json.dumps([hosts.index(self._here), has]), hosts.mesh)
+        of_hosts = dict(map(json.loads, told))
+        found = []
+        for host in range(len(hosts)):
+            near = (each for each in distances if of_hosts[(host - each) % len(hosts)][each])
+            found.append(next(near, -1))
+        if -1 in found:
+            raise Damaged("no host has the parts of one that has lost them")
+        return found
 
     def _index(self, process: str) -> dict[str, Any]:
         try:
             found = read_json(self._path / f"{process}.json", MOST_BYTES)
-            body = {"here": found["here"], "parts": found["parts"]}
+            body = {key: found[key] for key in ("here", "held", "all", "parts")}
             if found["sha256"] != sha256(body) or not isinstance(found["manifest"], dict):
                 raise ValueError("it does not have its checksum")
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -335,6 +555,37 @@ def _array(leaf: storage.Leaf, parts: Sequence[tuple[_Part, memoryview]]) -> jax
     return jax.make_array_from_callback(like.shape, like.sharding, piece)
 
 
+def _array_for(
+    leaf: storage.Leaf, parts: Sequence[tuple[_Part, memoryview]] | None, after: Mapping[Any, Any]
+) -> jax.Array:
+    """Make an array whose devices hold the parts of those after them; zeros without parts."""
+    like, found = leaf.on_disk, list[jax.Array]()
+    indices = like.sharding.devices_indices_map(like.shape)
+    for device in like.sharding.addressable_devices:
+        bounds = _bounds(indices[after[device]], like.shape)
+        zeros = np.zeros([end - start for start, end in bounds], np.dtype(like.dtype))
+        values = zeros if parts is None else _filled(leaf, bounds, parts)
+        found.append(jax.device_put(values, device))
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, found)
+
+
+def _has_all(bounds: Bounds, parts: Sequence[tuple[_Part, memoryview]]) -> bool:
+    """Return whether parts, of which no two overlap, have all elements within bounds."""
+    return _size(bounds) == sum(_size(_both(bounds, part.bounds)) for part, _ in parts)
+
+
+def _both(bounds: Bounds, other: Sequence[Sequence[int]]) -> Bounds:
+    """Return the bounds within both, empty if there is nothing."""
+    return tuple(
+        (max(start, first), max(start, first, min(end, last)))
+        for (start, end), (first, last) in zip(bounds, other, strict=True)
+    )
+
+
+def _size(bounds: Bounds) -> int:
+    return math.prod(end - start for start, end in bounds)
+
+
 def _filled(
     leaf: storage.Leaf, bounds: Bounds, parts: Sequence[tuple[_Part, memoryview]]
 ) -> np.ndarray:
@@ -343,11 +594,8 @@ def _filled(
     made = np.empty([end - start for start, end in bounds], dtype)
     missing = made.size
     for part, content in parts:
-        both = [
-            (max(start, first), min(end, last))
-            for (start, end), (first, last) in zip(bounds, part.bounds, strict=True)
-        ]
-        if any(start >= end for start, end in both):
+        both = _both(bounds, part.bounds)
+        if not _size(both):
             continue
         shape = [last - first for first, last in part.bounds]
         of_part = content[part.offset : part.offset + math.prod(shape) * dtype.itemsize]
@@ -355,7 +603,7 @@ def _filled(
             raise Damaged(f"{leaf.path} has not the values that were written")
         values = np.frombuffer(of_part, np.uint8).view(dtype).reshape(shape)
         made[_within(both, bounds)] = values[_within(both, part.bounds)]
-        missing -= math.prod(b - a for a, b in both)
+        missing -= _size(both)
     if missing:
         raise Damaged(f"this host has not all of {leaf.path}")
     return made
@@ -374,22 +622,24 @@ def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> Bounds:
 
 @functools.lru_cache(maxsize=4096)
 def _owned(sharding: Sharding, shape: tuple[int, ...], here: tuple[int, ...]) -> dict[Any, Bounds]:
-    """Return which elements each device of this process writes: each once on a host."""
+    """Return which elements each device of a host writes: each once, given the host's processes."""
     first: dict[Bounds, Any] = {}
     placed: dict[Any, Any] = {**sharding.devices_indices_map(shape)}
     for device, index in placed.items():
         if device.process_index in here:
             first.setdefault(_bounds(index, shape), device)
-    own = jax.process_index()
-    return {device: bounds for bounds, device in first.items() if device.process_index == own}
+    return {device: bounds for bounds, device in first.items()}
 
 
-def _own_pieces(x: jax.Array, here: tuple[int, ...]) -> Iterator[tuple[Bounds, jax.Array]]:
-    owned = _owned(x.sharding, x.shape, here)
-    if owned:
-        for shard in x.addressable_shards:
-            if shard.device in owned:
-                yield owned[shard.device], shard.data
+def _own_pieces(
+    x: jax.Array, of: jax.Array, here: tuple[int, ...], after: Mapping[Any, Any] | None = None
+) -> Iterator[tuple[Bounds, jax.Array]]:
+    """Yield what this process writes of ``x``: parts of ``of``, which ``after`` has had."""
+    owned = _owned(of.sharding, of.shape, here)
+    for shard in x.addressable_shards:
+        device = shard.device if after is None else after[shard.device]
+        if device in owned:
+            yield owned[device], shard.data
 
 
 def _kept(piece: jax.Array) -> Any:

@@ -1,16 +1,18 @@
 """In order: adds the parts of virtual shards in one binary tree, whatever the number of shards.
 
 Level by level, adjacent summands are added, and an odd last one is carried to the next level.
-Each shard has equally many adjacent summands. It adds those that form a whole subtree for any
-number of shards, ``2**levels_within(count)`` at a time, and keeps the sums, its nodes, apart.
+Each shard has adjacent summands, equally many if their number divides. It adds those that form a
+whole subtree, ``2**levels`` at a time, and keeps the sums, its nodes, apart.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from crossshard.collectives.sums import Bucket, by_bucket, exchange, gather_slices, split_bucket
@@ -18,27 +20,69 @@ from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition
 
 
-def levels_within(count: int) -> int:
-    """Return how many levels of the tree a shard with ``count`` summands adds by itself.
+@dataclasses.dataclass(frozen=True)
+class VirtualShards:
+    """How many virtual shards each shard has: as many as any other, or the first ones one more.
 
-    >>> levels_within(8), levels_within(6), levels_within(3)
-    (3, 1, 0)
+    >>> uneven = VirtualShards(8, 3)
+    >>> [uneven.count(shard) for shard in range(3)], uneven.first(2)
+    ([3, 3, 2], 6)
     """
-    return (count & -count).bit_length() - 1
+
+    number: int  # how many there are on all shards together
+    shards: int  # how many shards there are, at most ``number``
+
+    @property
+    def is_even(self) -> bool:
+        """Whether each shard has as many."""
+        return self.number % self.shards == 0
+
+    @property
+    def most(self) -> int:
+        """How many a shard has at most, and has room for."""
+        return -(-self.number // self.shards)
+
+    def first(self, shard: Any) -> Any:
+        """Return the first virtual shard of a shard, whose index is an int or int32[]."""
+        if self.is_even:
+            return shard * self.most
+        least = jnp.minimum if isinstance(shard, jax.Array) else min
+        return shard * (self.most - 1) + least(shard, self.number % self.shards)
+
+    def count(self, shard: Any) -> Any:
+        """Return how many a shard has."""
+        return self.most if self.is_even else self.first(shard + 1) - self.first(shard)
+
+    @property
+    def levels(self) -> int:
+        """How many levels of the tree a shard adds by itself: no subtree may end elsewhere.
+
+        >>> [VirtualShards(number, 4).levels for number in (32, 24, 12, 7)]
+        [3, 1, 0, 0]
+        """
+        return (self.most & -self.most).bit_length() - 1 if self.is_even else 0
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes that leaves, or how many a shard has room for."""
+        return self.most >> self.levels
+
+    def filled(self, nodes: Any) -> Any:
+        """Return those of all shards' ``[shards · nodes, …]`` that virtual shards have filled."""
+        if self.is_even:
+            return nodes
+        room = np.arange(self.shards * self.most).reshape(self.shards, -1)
+        own = [room[shard, : self.count(shard)] for shard in range(self.shards)]
+        return nodes[np.concatenate(own)]
 
 
-def nodes_within(count: int) -> int:
-    """Return how many nodes that leaves: 1 if ``count`` is a power of two, else its odd part."""
-    return count >> levels_within(count)
-
-
-def empty_sums(types: Sequence[Any], count: int) -> list[jax.Array]:
-    """Return the sums before the first of ``count`` summands.
+def empty_sums(types: Sequence[Any], virtual: VirtualShards) -> list[jax.Array]:
+    """Return the sums before a shard's first summand.
 
     Each is ``[levels + nodes, …]``: at each level the last sum that waits for its neighbour, and
     then the nodes.
     """
-    length = levels_within(count) + nodes_within(count)
+    length = virtual.levels + virtual.nodes
     return [jnp.zeros((length, *x.shape), x.dtype) for x in types]
 
 
@@ -73,11 +117,6 @@ def add_summand(
     return [put(x, own) for x, own in zip(sums, total, strict=True)]
 
 
-def nodes_of(sums: Sequence[jax.Array], count: int) -> list[jax.Array]:
-    """Return the nodes, ``[nodes, …]``, once all ``count`` summands are added."""
-    return [x[levels_within(count) :] for x in sums]
-
-
 def sum_of_nodes(nodes: jax.Array) -> jax.Array:
     """Return the sum of ``[nodes, …]`` along the first axis, by the rest of the tree.
 
@@ -92,7 +131,7 @@ def sum_of_nodes(nodes: jax.Array) -> jax.Array:
 
 
 def sum_in_order(
-    xs: Sequence[jax.Array], partitions: Sequence[Partition], shards: Shards
+    xs: Sequence[jax.Array], partitions: Sequence[Partition], shards: Shards, virtual: VirtualShards
 ) -> list[jax.Array]:
     """Return this shard's slice of the sum of each array over the nodes of all shards.
 
@@ -103,6 +142,7 @@ def sum_in_order(
       xs: ``[nodes, …]`` each.
       partitions: the partition of each sum.
       shards: the shards.
+      virtual: which of the nodes there are.
     """
     if shards.number == 1:
         return [sum_of_nodes(x) for x in xs]
@@ -120,7 +160,7 @@ def sum_in_order(
             width = (width + padding) // shards.number
             columns = columns.reshape(nodes, shards.number, width)
         received = exchange(columns, 1, shards).reshape(shards.number * nodes, width)
-        total = sum_of_nodes(received)
+        total = sum_of_nodes(virtual.filled(received))
         if not split:
             total = gather_slices(total, 0, shards)
         return split_bucket(total, bucket)

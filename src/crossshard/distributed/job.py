@@ -5,6 +5,7 @@ import errno
 import ipaddress
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from os import environ
 
@@ -14,6 +15,7 @@ from crossshard import _check, _jax
 from crossshard.distributed.judge import Kind, Timeouts, Verdict, check_seconds
 from crossshard.distributed.watch import (
     CONNECTS,
+    PROGRESS,
     Watch,
     answers,
     tell_launcher,
@@ -64,9 +66,10 @@ def initialize(
 ) -> Job:
     """Connect this process with the others of its job, before the first JAX operation.
 
-    Without arguments it finds the job: from ``crossshard launch`` or its environment variables,
-    Open MPI 5, and what JAX knows, which are Slurm, Open MPI 4, Kubernetes and TPU pods. If there
-    is none, the process works alone, so that one script runs with a launcher and without.
+    Without arguments it finds the job: from ``crossshard launch`` or its environment variables, a
+    worker of Ray Train, Open MPI 5, and what JAX knows, which are Slurm, Open MPI 4, Kubernetes and
+    TPU pods. If there is none, the process works alone, so that one script runs with a launcher and
+    without. Where JAX is connected already, as by Ray's ``JaxTrainer``, it watches that job.
 
     Process 0 listens only at the interface that ``coordinator_address`` names, where JAX listens
     at all of them: anyone who reaches the coordinator can end the job.
@@ -97,7 +100,8 @@ def initialize(
       ArgumentError: only a part of the job is described, or process 0 cannot listen there, or
         something else does.
       ArgumentTypeError: an argument has a wrong type.
-      DistributedError: JAX is running already, or the others did not come in time.
+      DistributedError: JAX is running already, or the others did not come in time; JAX is connected
+        already, and an argument says where.
 
     >>> initialize().num_processes
     1
@@ -116,6 +120,16 @@ def initialize(
             _check.whole_number(name, number, least=None)
     check_seconds("timeout", timeout)
     timeouts = Timeouts.read(stall_timeout, _STALL_SECONDS)
+    connected = _jax.has_coordinator()
+    if connected and PROGRESS.seconds is not None:
+        raise DistributedError("initialize is called once in a process; this is the second time.")
+    given = (coordinator_address, num_processes, process_id, local_device_ids, bind)
+    if connected and any(each is not None for each in given):
+        raise DistributedError(
+            "JAX is connected already, by Ray's JaxTrainer or jax.distributed.initialize. Call "
+            "initialize without coordinator_address, num_processes, process_id, local_device_ids "
+            "and bind to watch that job, or call it alone to connect."
+        )
     match coordinator_address, num_processes, process_id:
         case None, None, None:
             job = find_job(timeout)
@@ -135,7 +149,8 @@ def initialize(
             f"{job.num_processes}, from {job.found_in}."
         )
     if job.coordinator_address is not None and job.num_processes > 1:
-        _connect(job, job.coordinator_address, bind, timeout)
+        if not connected:
+            _connect(job, job.coordinator_address, bind, timeout)
         Watch(job.num_processes, job.process_id, job.coordinator_address, timeouts).start()
     elif "alone" in timeouts.others:
         watch_alone(timeouts.others["alone"])
@@ -144,8 +159,6 @@ def initialize(
 
 def _connect(job: Job, address: str, bind: str | None, timeout: float) -> None:
     split_address(address)
-    if _jax.has_coordinator():
-        raise DistributedError("initialize is called once in a process; this is the second time.")
     if _jax.backend_is_running():
         raise DistributedError(
             "JAX is running already and has counted its devices. Call "
@@ -199,7 +212,14 @@ def find_job(seconds: float) -> Job:
 
     A cluster's own service may take so many seconds to answer.
     """
-    job = _of_variables() or _of_open_mpi_5() or _of_jax(seconds)
+    # Ray's workers have the variables of what has started Ray, such as Slurm, too.
+    job = (
+        _of_connected()
+        or _of_variables()
+        or _of_ray(seconds)
+        or _of_open_mpi_5()
+        or _of_jax(seconds)
+    )
     # Under another launcher, as torchrun, MPICH or Open MPI, each process would train alone.
     for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if job is None else ():
         if environ.get(name, "").isdecimal() and int(environ[name]) > 1:
@@ -209,6 +229,13 @@ def find_job(seconds: float) -> Job:
                 f"{NUMBER} and {OWN}."
             )
     return job or Job()
+
+
+def _of_connected() -> Job | None:
+    address = _jax.coordinator_address()
+    if address is None:
+        return None
+    return Job(*_jax.processes_of_job(), address, None, "jax.distributed")
 
 
 def _of_variables() -> Job | None:
@@ -223,6 +250,51 @@ def _of_variables() -> Job | None:
         )
     number, own = (_number(name) for name in (NUMBER, OWN))
     return Job(number, own, environ[ADDRESS], _devices(), "environment variables")
+
+
+def _of_ray(seconds: float) -> Job | None:
+    # Whoever runs in a worker of Ray Train has it loaded.
+    if "ray.train" not in sys.modules:
+        return None
+    import ray.train
+
+    try:
+        worker = ray.train.get_context()
+        number, own = worker.get_world_size(), worker.get_world_rank()
+    except (RuntimeError, DeprecationWarning):
+        # The driver, a task, or an actor of one's own; a function that Ray Tune runs.
+        return None
+    if number == 1 and not type(worker).__module__.startswith("ray.train.v2"):
+        # The first version of Ray Train says so everywhere.
+        return None
+    # Some trainers show a worker the GPUs of all workers of its host.
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    devices = [visible.index(each) for each in map(str, ray.get_gpu_ids()) if each in visible]
+    address = None
+    if number > 1:
+        alone = worker.get_local_world_size() == number
+        host = LOOPBACK if alone else ray.util.get_node_ip_address()
+        own_address = _joined(host, _listen(host, 0)) if own == 0 else None
+        address = _told_by_first(own_address, f"Process {own} of {number}", seconds)
+    return Job(number, own, address, _devices() or tuple(devices) or None, "Ray Train")
+
+
+def _told_by_first(address: str | None, who: str, seconds: float) -> str:
+    """Return what process 0 passes here, in all workers of Ray Train, which call this together."""
+    try:
+        from ray.train.collective import broadcast_from_rank_zero
+
+        return str(_jax.within(seconds, lambda: broadcast_from_rank_zero(address)))
+    except TimeoutError:
+        raise DistributedError(
+            f"{who} did not meet the other workers of Ray in {seconds:g} seconds: another one has "
+            f"not called initialize."
+        ) from None
+    except ImportError as error:
+        raise DistributedError(
+            f"{who} cannot meet the other workers of Ray: {error} Or pass coordinator_address, "
+            f"num_processes and process_id."
+        ) from None
 
 
 def _of_open_mpi_5() -> Job | None:
@@ -256,7 +328,7 @@ def _of_jax(seconds: float) -> Job | None:
     )
     if on_this_host == str(number) and not environ.get(ADDRESS):
         address = f"{LOOPBACK}:{address.rpartition(':')[2]}"
-    return Job(number, own, address, devices, name)
+    return Job(number, own, address, _devices() or devices, name)
 
 
 def _number(name: str) -> int:
@@ -292,7 +364,11 @@ def bind_address(coordinator_address: str, bind: str | None) -> str:
             f"bind={bind!r} listens on every interface of this machine, to anyone who reaches it. "
             f"If that is meant, write bind={ALL_INTERFACES!r}."
         )
-    return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
+    return _joined(found, port)
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -321,10 +397,11 @@ def check_unused(host: str, port: int) -> None:
             ) from None
 
 
-def _listen(host: str, port: int) -> None:
-    """Raise OSError unless this process can listen there."""
+def _listen(host: str, port: int) -> int:
+    """Raise OSError unless this process can listen there; return the port, any free one for 0."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # The connections of a job that has ended do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
+        return int(probe.getsockname()[1])

@@ -37,10 +37,10 @@ from crossshard.shards.axes import check_num_shards, get_shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, axes_of, check_batch_axis, spec_along
 from crossshard.shards.devices import (
     are_of_all_processes,
-    count_own_shards,
     mesh_for,
     mesh_in_force,
     on_every_device,
+    own_shards,
     put,
     put_whole,
 )
@@ -165,7 +165,7 @@ def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> P
             f"every shard with None in input_shard_axes, or in batch_axis."
         )
     is_own = getattr(leaf, "is_fully_addressable", True)
-    shards = count_own_shards(NamedSharding(mesh, PartitionSpec(mesh.axis_names)), mesh.size)
+    shards = len(own_shards(NamedSharding(mesh, PartitionSpec(mesh.axis_names)), mesh.size))
     shards = shards if is_own else mesh.size
     if shape[axis] % shards:
         of_process = "" if shards == mesh.size else " of this process"

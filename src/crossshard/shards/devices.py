@@ -323,16 +323,17 @@ def put_whole_unless_on(x: Any, sharding: NamedSharding) -> jax.Array:
     return x if on_mesh else put_whole(x, sharding)
 
 
-def count_own_shards(sharding: NamedSharding, number: int) -> int:
-    """Return the number of shards, of ``number``, whose rows this process passes.
+def own_shards(sharding: NamedSharding, number: int) -> Sequence[int]:
+    """Return the shards, of ``number``, whose rows this process passes, in order.
 
     A mesh of absent devices, for which a step is only compiled, counts as this process's.
     """
     if jax.process_count() == 1:
-        return number
+        return range(number)
     pieces: Any = sharding.devices_indices_map((number,)).items()
     own = jax.process_index()
-    return len({str(piece) for device, piece in pieces if device.process_index == own})
+    # A mesh of one shard has no piece that begins anywhere.
+    return sorted({piece[0].start or 0 for device, piece in pieces if device.process_index == own})
 
 
 def on_every_device(x: jax.Array) -> jax.Array:

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard import _check, _jax, _mesh
 from crossshard._check import is_number
 from crossshard._hash import checksum
+from crossshard.collectives.in_order import VirtualShards
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.model.state import FlatState, TrainState, is_unread, names_of
@@ -24,9 +26,17 @@ from crossshard.shards.batch_axes import (
     spec_along,
     take_rows,
 )
-from crossshard.shards.devices import count_own_shards, number_of_shards, put
+from crossshard.shards.devices import number_of_shards, own_shards, put
 from crossshard.step.losses.rows import StepLoss
 from crossshard.step.microbatches import SumOf, Weight, weight_of
+
+# Rows that lie on a mesh with room for a further virtual shard on some shards, by their ids.
+_UNEVEN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def is_uneven(leaf: Any) -> bool:
+    """Return whether rows were put on a mesh with room that is not theirs."""
+    return _UNEVEN.get(id(leaf)) is leaf
 
 
 def check_entries(batch_axis: Any, names: Any, weight: Weight | None) -> BatchAxes:
@@ -80,9 +90,9 @@ class BatchPlacer:
     def __init__(self, mesh: Mesh, axes: tuple[str, ...], loss: StepLoss):
         self.mesh, self.axes, self.batch_axes = mesh, axes, loss.batch_axes
         self.number: int = number_of_shards(mesh, axes)
-        self.parts: int = count_own_shards(NamedSharding(mesh, PartitionSpec(axes)), self.number)
-        # Rows are split over the shards, and a shard's rows into microbatches.
-        self._multiple = self.parts * loss.pieces(self.number)
+        self._own = own_shards(NamedSharding(mesh, PartitionSpec(axes)), self.number)
+        self.parts: int = len(self._own)
+        self._virtual = VirtualShards(loss.parts(self.number), self.number)
         self._loss, self._weight = loss, loss.weight
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._shardings: dict[int, NamedSharding] = {}
@@ -100,6 +110,9 @@ class BatchPlacer:
 
     def is_placed(self, leaf: Any, axis: int) -> bool:
         """Return whether an array is split along an axis already."""
+        if not self._virtual.is_even:
+            # The caller would have split it evenly.
+            return is_uneven(leaf)
         return getattr(leaf, "sharding", None) == self.along(axis)
 
     def split(self, batch: Any, *, or_types: bool = False) -> tuple[Any, Any]:
@@ -116,7 +129,7 @@ class BatchPlacer:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
             if axis is None:
                 return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=self._everywhere)
-            rows = (leaf.shape[axis] + self._missing(leaf, axis)) * self.number // self.parts
+            rows = self._length_with_room(leaf, axis, self.number)
             rows = leaf.shape[axis] if self.is_placed(leaf, axis) else rows
             shape = resized(leaf.shape, axis, rows)
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self.along(axis))
@@ -155,6 +168,21 @@ class BatchPlacer:
             with _mesh.in_place_of_the_users_mesh(_mesh.with_automatic_axes(self.mesh)):
                 return join(self._place(rows, whole), placed)
 
+    def own_rows(self, rows: int) -> np.ndarray:
+        """Return the places of this process's rows among those of all processes."""
+        virtual, microbatches = self._virtual, self._loss.accumulate_steps
+        rows = _check.whole_number("rows", rows)
+        pieces = virtual.number * microbatches
+        if rows % pieces:
+            kind = "shards" if self._loss.same_bits is None else "virtual shards"
+            raise ArgumentError(
+                f"{rows} rows do not divide over {virtual.number} {kind}"
+                f"{f' of {microbatches} microbatches' * (microbatches > 1)}. Pass a multiple of "
+                f"{pieces}; with weight=, fill the batch with rows of weight 0."
+            )
+        first = lambda shard: virtual.first(shard) * (rows // virtual.number)
+        return np.concatenate([np.arange(first(own), first(own + 1)) for own in self._own])
+
     def rows_of(self, batch: Any) -> str:
         """Describe what this process passes, for the others: with weights, any number of rows."""
         words = []
@@ -163,6 +191,8 @@ class BatchPlacer:
             if axis is not None and sizes:
                 if self.is_placed(leaf, axis):
                     sizes[axis] = sizes[axis] * self.parts // self.number
+                elif not self._virtual.is_even:
+                    sizes[axis] = self._length_with_room(leaf, axis, self.parts)
                 sizes[axis] = "any" if self._weight else sizes[axis]
             words.append(f"{getattr(leaf, 'dtype', '')}[{','.join(map(str, sizes))}]")
         return ",".join(words)
@@ -172,7 +202,7 @@ class BatchPlacer:
 
         If there are several processes, the arrays are compared when their shapes are new.
         """
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(whole)):
+        if not any(map(_is_traced, jax.tree.leaves(whole))):
             self._check_agreement(
                 whole,
                 checksum,
@@ -184,6 +214,8 @@ class BatchPlacer:
 
     def _place(self, rows: Any, whole: Any) -> Any:
         self._check(rows, whole)
+        axes = self.batch_axes.tree_of(rows)
+        rows = jax.tree.map(self._filled, rows, axes)
         if self.parts < self.number and self._weight is None:
             or_weight = "" if self._loss.has_one_state else ", or pass weight="
             self._check_agreement(
@@ -192,16 +224,44 @@ class BatchPlacer:
                 "Every process must pass arrays of the same dtypes. The mean over the shards is "
                 f"that over all rows only if all pass as many rows: pass as many{or_weight}.",
             )
+        placed = jax.tree.map(lambda x, axis: self._put(x, self.along(axis)), rows, axes)
+        if not self._virtual.is_even:
+            _UNEVEN.update((id(x), x) for x in jax.tree.leaves(placed) if not _is_traced(x))
+        return placed
 
-        def one(x: Any, axis: int) -> jax.Array:
-            number = x.shape[axis] + self._missing(x, axis)
-            return self._put(padded(x, axis, number, zeros=True), self.along(axis))
+    def _shards_of(self, leaf: Any) -> Sequence[int]:
+        """Return the shards whose rows an array has: those of this process, or all."""
+        is_of_all = _is_traced(leaf) or not getattr(leaf, "is_fully_addressable", True)
+        return range(self.number) if is_of_all else self._own
 
-        return jax.tree.map(one, rows, self.batch_axes.tree_of(rows))
+    def _multiple(self, leaf: Any) -> int:
+        """Return by what the rows of an array must divide: the microbatches of its shards."""
+        of_shards = sum(map(self._virtual.count, self._shards_of(leaf)))
+        return int(of_shards * self._loss.accumulate_steps)
+
+    def _length_with_room(self, leaf: Any, axis: int, shards: int) -> int:
+        """Return the number of rows for which so many shards have room, given an array of rows."""
+        of_piece = math.ceil(leaf.shape[axis] / self._multiple(leaf))
+        return of_piece * self._loss.pieces(self.number) * shards
+
+    def _filled(self, x: Any, axis: int) -> Any:
+        """Fill rows up with zeros until they divide; repeat some if virtual shards do not."""
+        x = padded(x, axis, x.shape[axis] + self._missing(x, axis), zeros=True)
+        if self._virtual.is_even:
+            return x
+        # Each shard gets as many. It skips those after its own, here copies of its last.
+        places, before = list[int](), 0
+        for own in map(self._virtual.count, self._shards_of(x)):
+            places += [before + min(nth, own - 1) for nth in range(self._virtual.most)]
+            before += own
+        each = x.shape[axis] // before
+        rows = (np.asarray(places)[:, None] * each + np.arange(each)).ravel()
+        xp: Any = jnp if isinstance(x, jax.Array) else np
+        return xp.take(x, rows, axis)
 
     @staticmethod
     def _put(x: Any, to: NamedSharding) -> jax.Array:
-        return _mesh.constrained(x, to) if isinstance(x, jax.core.Tracer) else put(x, to)
+        return _mesh.constrained(x, to) if _is_traced(x) else put(x, to)
 
     def _check_agreement(self, tree: Any, shown: Callable[[Any], str], mend: str) -> None:
         """Raise unless ``shown`` says the same of every process's leaves; once for each kind."""
@@ -237,16 +297,17 @@ class BatchPlacer:
         paths = jax.tree_util.tree_leaves_with_path(rows)
         for (path, leaf), axis in zip(paths, self.batch_axes.of_rows(rows), strict=True):
             if self._missing(leaf, axis):
-                self._check_padding(path, leaf.shape[axis], rows, whole)
+                self._check_padding(path, leaf, axis, rows, whole)
                 break
 
     def _missing(self, leaf: Any, axis: int) -> int:
         """Return how many rows of padding an array needs."""
-        return int(-leaf.shape[axis] % self._multiple)
+        return int(-leaf.shape[axis] % self._multiple(leaf))
 
-    def _check_padding(self, path: Any, number: int, rows: Any, whole: Any) -> None:
+    def _check_padding(self, path: Any, leaf: Any, axis: int, rows: Any, whole: Any) -> None:
         check_same_rows(rows, self.batch_axes)
-        parts, microbatches = self._multiple, self._loss.accumulate_steps
+        number, parts = leaf.shape[axis], self._multiple(leaf)
+        microbatches = self._loss.accumulate_steps
         kind = "shards" if self._loss.same_bits is None else "virtual shards"
         pieces = f"{parts // microbatches} {kind}"
         pieces += f" of {microbatches} microbatches" * (microbatches > 1)
@@ -279,6 +340,10 @@ class BatchPlacer:
                 f"{each} of them. Add a mask to the batch and pass its name as weight."
             )
         self._padded.add(key)
+
+
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
 
 
 def padded(leaf: Any, axis: int, number: int, *, zeros: bool = False) -> Any:

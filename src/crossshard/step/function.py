@@ -247,13 +247,14 @@ class StepConfig:
     def _context(self, layout: StateLayout, batch: Any) -> StageContext:
         shards = layout.shards
         is_global, weight = isinstance(layout.arrays, Global), self.loss.weight
-        parts = self.loss.parts(shards.number)
+        rows, pieces = self.loss.number_of_rows(batch), self.loss.pieces(shards.number)
+        of_part = rows * self.loss.accumulate_steps // (pieces * shards.number)
         context = StageContext(
             shards,
             arrays=layout.arrays,
             divisor=self.pipeline.divisor(self.loss.parts(shards.size)),
             unread=layout.arrays.unread,
-            examples=self.loss.number_of_rows(batch) // parts if weight is None else 1,
+            examples=of_part if weight is None else 1,
             skips_by_loop=shards.groups is None and not is_global and shards.platform == "cpu",
             apply_updates=True,
         )
@@ -293,7 +294,7 @@ class StepConfig:
         names, per_shard = layout.axes, PartitionSpec(layout.axes)
         replicated: Any = PartitionSpec()
         per_group: Any = replicated if layout.groups is None else per_shard
-        aux = self.loss.aux_specs(per_shard, per_group)
+        aux = self.loss.aux_specs(per_shard, per_group, layout.shards.number)
         if updates:
             return Progress(layout.specs(state), aux, per_group)
         spec_of = lambda partition, _: PartitionSpec(*only(partition.spec(names), names))
@@ -306,7 +307,8 @@ class StepConfig:
         """Return the specs of a step's metrics, by name."""
         replicated, per_shard = PartitionSpec(), PartitionSpec(layout.axes)
         per_group = replicated if layout.groups is None else per_shard
-        kinds = {"aux": self.loss.aux_specs(per_shard, per_group), "divergence": replicated}
+        aux = self.loss.aux_specs(per_shard, per_group, layout.shards.number)
+        kinds = {"aux": aux, "divergence": replicated}
         spread = lambda spec, tree: jax.tree.map(lambda _: spec, tree)
         is_spec = lambda x: isinstance(x, PartitionSpec)
         return {

@@ -67,9 +67,9 @@ class StepOptions(Options, total=False):
         the array. ``"repair"``: all get the copy that more than half of the shards have, with a
         DivergenceWarning; without such a majority it is an error.
       virtual_shards: split the batch into this number V of parts, each with a loss and a random key
-        of its own. The number N of shards divides V. Each shard computes V/N parts, one after the
-        other, and their gradients are added in one fixed order: the parameters have the same bits
-        for every N. See the guide, "The same bits at any number of shards".
+        of its own. There are at most V shards. Each computes its parts, V/N of them or one more,
+        one after the other, and their gradients are added in one fixed order: the parameters have
+        the same bits for every N. See the guide, "The same bits at any number of shards".
 
     >>> StepOptions(check_divergence=100, on_divergence="repair")
     {'check_divergence': 100, 'on_divergence': 'repair'}

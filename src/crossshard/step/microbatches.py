@@ -11,6 +11,7 @@ from jax import lax
 
 from crossshard import _check
 from crossshard._check import is_inexact, is_number
+from crossshard.collectives.in_order import VirtualShards
 from crossshard.collectives.sums import average, sum_over_shards, to_average, to_sum
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, part_of_mean
@@ -227,7 +228,7 @@ class Counting:
     """How the counts of a ``Mean`` are summed over the parts of the batch."""
 
     shards: Shards  # the shards that have the parts
-    pieces: int  # how many parts each shard has
+    parts: int  # how many parts they have together
     weight: Any = None  # float[], 0 if this shard is left out, else 1; ``None`` if none is
     # The count of each term over the whole batch, float[]; ``None`` if each shard has one part: it
     # sums them where they are computed.
@@ -236,10 +237,11 @@ class Counting:
     def part(self, mean: Mean) -> jax.Array:
         """Return the loss of one part, such that the mean of the parts' losses is the batch's."""
         counts = self.counts or self.over_shards(jnp.stack(counts_of(mean)))
-        parts = self.shards.size
+        parts: Any = self.parts
         if self.weight is not None:
-            parts = sum_over_shards(self.weight, self.shards)
-        return part_of_mean(mean, counts, parts * self.pieces)
+            of_shard = self.parts // self.shards.size
+            parts = sum_over_shards(self.weight, self.shards) * of_shard
+        return part_of_mean(mean, counts, parts)
 
     def over_shards(self, counts: jax.Array) -> tuple[Any, ...]:
         """Sum a shard's counts over the shards that are not left out."""
@@ -247,12 +249,11 @@ class Counting:
         own = own if self.weight is None else jnp.where(self.weight != 0, own, 0)
         return tuple(sum_over_shards(own, self.shards))
 
-    def in_order(self, counts: jax.Array) -> tuple[Any, ...]:
+    def in_order(self, counts: jax.Array, virtual: VirtualShards) -> tuple[Any, ...]:
         """Sum counts ``[virtual shards here, terms]`` in one order for any number of shards."""
-        each = len(counts)
         every = jnp.zeros((self.shards.number, *counts.shape), counts.dtype)
         every = sum_over_shards(every.at[self.shards.index()].set(counts), self.shards)
-        rows = list(every.reshape(self.shards.number * each, -1))
+        rows = list(virtual.filled(every.reshape(-1, counts.shape[-1])))
         while len(rows) > 1:
             odd = rows[len(rows) // 2 * 2 :]
             pairs = zip(rows[::2], rows[1::2], strict=False)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard import _jax
 from crossshard._check import is_inexact
 from crossshard._text import listed
+from crossshard.collectives.in_order import VirtualShards
 from crossshard.collectives.sums import widen
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import Reduction, leaf_name
@@ -30,8 +31,9 @@ from crossshard.pipeline.update.optimize import takes
 from crossshard.shards.axes import Shards
 from crossshard.shards.batch_axes import join, take_rows
 from crossshard.shards.cut import Partition
+from crossshard.shards.devices import own_shards
 from crossshard.shards.random_streams import is_key
-from crossshard.step.batches import padded
+from crossshard.step.batches import check_same_rows, is_uneven, padded
 from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
 from crossshard.step.losses import changed
@@ -216,14 +218,19 @@ class _Search:
         loss, number = config.loss, config.number_of_shards
         self._config, self._layout, self._state = config, layout, state
         self._loss = changed(loss, same_bits=None, record=OverRowsRecord())
-        placed = NamedSharding(layout.mesh, PartitionSpec(layout.axes))
-        places: Any = placed.addressable_devices_indices_map((number,)).values()
-        # The shards of this process, and the numbers that their parts have for random keys.
-        self._own = sorted({range(number)[place[0]][0] for place in places})
-        each = loss.parts(number) // number
-        parts: Any = [(s, s * each + i) for s in self._own for i in range(each)]
+        self._own = own_shards(NamedSharding(layout.mesh, PartitionSpec(layout.axes)), number)
+        # The shards, and the numbers that their parts have for random keys.
+        virtual = VirtualShards(loss.parts(number), number)
+        numbers = [(s, virtual.first(s), virtual.count(s)) for s in self._own]
+        parts: Any = [(s, first + i) for s, first, count in numbers for i in range(count)]
         self._parts = [(None, 0)] if loss.has_one_state else parts
         rows, self._whole = loss.split(batch)
+        check_same_rows(rows, loss.batch_axes)
+        if any(map(is_uneven, jax.tree.leaves(rows))):
+            raise ArgumentError(
+                "The rows of this batch were put on the devices for virtual shards that do not "
+                "divide over the shards, with room between them. Pass the batch of the host."
+            )
         self._axes = loss.batch_axes.tree_of(rows)
         multiple = len(self._parts) * loss.accumulate_steps
         filled = lambda x, axis: padded(

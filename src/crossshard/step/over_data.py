@@ -19,9 +19,10 @@ from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import join, resized
 from crossshard.shards.cut import only
 from crossshard.shards.devices import put
-from crossshard.step.batches import BatchPlacer, check_same_rows, padded
+from crossshard.step.batches import BatchPlacer, check_same_rows, is_uneven, padded
 from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
+from crossshard.step.losses import changed
 from crossshard.step.microbatches import SumOf
 
 # A model that every shard reads: its static part, how a shard gets its parameters, and its
@@ -38,7 +39,7 @@ class OverData:
 
     def __init__(self, config: StepConfig, entering: Callable[[str], Any]):
         self._loss, self._entering = config.loss, entering
-        self._where = BatchPlacer(config.mesh, config.axes, config.loss)
+        self._where = BatchPlacer(config.mesh, config.axes, changed(config.loss, same_bits=None))
         once, rows = functools.partial(jax.jit, static_argnums=(0, 1, 2)), self._where.along(0)
         sums = functools.partial(self._on_shards, self._summed, PartitionSpec())
         as_is = functools.partial(self._on_shards, lambda values, *_: values, rows.spec)
@@ -100,6 +101,11 @@ class OverData:
         batch = jax.tree.map(lambda leaf: _mesh.on_mesh(leaf, None), batch)
         rows, whole = where.split(batch)
         where.check_rows(rows)
+        if any(map(is_uneven, jax.tree.leaves(rows))):
+            raise ArgumentError(
+                "This batch was placed for a step whose virtual shards do not divide over the "
+                "shards, with rows that do not count. Pass it as it was loaded."
+            )
         check_same_rows(rows, where.batch_axes)
         axes, leaves = where.batch_axes.of_rows(rows), jax.tree.leaves(rows)
         length = leaves[0].shape[axes[0]]

@@ -18,7 +18,7 @@ from crossshard.model.state import FlatState, TrainState
 from crossshard.pipeline.stages.aggregate import FewBits
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
-from crossshard.step.batches import BatchPlacer, Donation, check_same_rows
+from crossshard.step.batches import BatchPlacer, Donation
 from crossshard.step.by_numbers import check_by_numbers
 from crossshard.step.function import StepConfig
 from crossshard.step.over_rows import UndecidedError
@@ -32,13 +32,14 @@ class Program:
 
     Attributes:
       options: the options of XLA that it is compiled with.
+      placer: what puts batches on the mesh.
     """
 
     def __init__(self, config: StepConfig, states: States):
         mesh, loss, groups = config.outer_mesh, config.loss, config.pipeline.groups
         self._config = config
         self._states = states
-        self._place = BatchPlacer(mesh, config.axes, loss)
+        self.placer = BatchPlacer(mesh, config.axes, loss)
         self._in_processes = len(processes_of(mesh)) > 1
         self._is_watched = are_of_all_processes(mesh)
         self._agreed: set[Any] = set()
@@ -95,10 +96,10 @@ class Program:
         if self._in_processes or _mesh.another_mesh_is_set(self._config.outer_mesh):
             with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
                 if self._is_watched and self._in_processes:
-                    PROGRESS.take(self._place.rows_of(batch))
-                return self._run_placed(state, self._place(batch), is_traced)
+                    PROGRESS.take(self.placer.rows_of(batch))
+                return self._run_placed(state, self.placer(batch), is_traced)
         # The context above costs a microsecond at every step.
-        return self._run_placed(state, self._place(batch), is_traced)
+        return self._run_placed(state, self.placer(batch), is_traced)
 
     def _run_placed(self, state: TrainState, batch: Any, is_traced: bool) -> Any:
         flat = FlatState.of(state)
@@ -130,15 +131,10 @@ class Program:
         self._config.loss.record.by_numbers.add(doubt)
         return self._run_placed(state, batch, is_traced)
 
-    def check_batch(self, batch: Any) -> None:
-        """Raise unless a batch can be split over the shards."""
-        self._place.abstract(batch)
-        check_same_rows(self._config.loss.split(batch)[0], self._config.loss.batch_axes)
-
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
-            flat, types = FlatState.of(state), self._place.abstract(batch)
+            flat, types = FlatState.of(state), self.placer.abstract(batch)
             self._choose_options(flat, types)
             lowered = self._use_compiled(lambda compiled: compiled.lower(flat, types))
         nested = lambda both: (both[0].state(), both[1])
@@ -147,7 +143,7 @@ class Program:
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """Trace the program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
-            return self._nested.trace(state, self._place.abstract(batch))
+            return self._nested.trace(state, self.placer.abstract(batch))
 
     def _check_same(self, flat: FlatState, batch: Any) -> None:
         """Raise, before the first run of a program, unless every process runs the same one."""

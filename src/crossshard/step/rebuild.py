@@ -134,25 +134,13 @@ def own_rows(step: TrainStep, batch: Any) -> Any:
     """Return the rows that this process passes of a batch of all processes."""
     if jax.process_count() == 1:
         return batch
-    config = config_of(step)
-    rows_of_shards = NamedSharding(config.mesh, PartitionSpec(config.axes))
-    shards = config.number_of_shards
 
     def cut(leaf: Any, axis: int | None) -> Any:
         if axis is None:
             return leaf
-        rows = leaf.shape[axis]
-        if rows % shards:
-            raise ArgumentError(
-                f"Each process passes its own shards' rows, and {rows} rows do not divide over "
-                f"{shards} shards. Pass a multiple of {shards} rows."
-            )
-        pieces = (rows_of_shards.addressable_devices_indices_map((rows,)) or {}).values()
-        own = sorted({piece[0].indices(rows) for piece in pieces if piece})
-        taken = np.concatenate([np.arange(*each) for each in own])
-        return take_rows(np.asarray(leaf), axis, taken)
+        return take_rows(np.asarray(leaf), axis, step.own_rows(leaf.shape[axis]))
 
-    return jax.tree.map(cut, batch, config.loss.batch_axes.tree_of(batch))
+    return jax.tree.map(cut, batch, axes_of_batch(step).tree_of(batch))
 
 
 def loss_over_rows_of(step: TrainStep) -> str:
@@ -173,6 +161,12 @@ def groups_of(step: TrainStep) -> tuple[tuple[tuple[int, ...], ...], float]:
     is_sum = config.pipeline.reduction is Reduction.SUM
     parts = config.loss.parts(len(members[0]))
     return members, float(parts) if is_sum else 1.0
+
+
+def has_equal_shards(step: TrainStep) -> bool:
+    """Return whether each shard computes as many virtual shards, or there are none."""
+    config = config_of(step)
+    return config.loss.parts(config.number_of_shards) % config.number_of_shards == 0
 
 
 def axes_of_batch(step: TrainStep) -> BatchAxes:

@@ -129,6 +129,28 @@ class TrainStep:
             self._found.append({name: metrics[name] for name in names})
             return after, metrics
 
+    def own_rows(self, rows: int) -> np.ndarray:
+        """Return which rows of a global batch this process passes to the step.
+
+        With ``virtual_shards`` that do not divide over the shards, the first processes pass more.
+
+        Args:
+          rows: the number of rows that all processes pass together.
+
+        Returns:
+          The places of the rows, int[own rows], in their order.
+
+        Raises:
+          ArgumentError: they do not divide over the shards and their microbatches.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> step.own_rows(4)
+        array([0, 1, 2, 3])
+        """
+        return self._program.placer.own_rows(rows)
+
     def _check_found(self, state: TrainState, running: int) -> None:
         """Raise what steps have found, except the last ``running`` ones, which may still run."""
         config, nonfinite = self._config, self._config.pipeline.nonfinite
@@ -455,7 +477,7 @@ class TrainStep:
                 "step returns is the one before it; with donate=False each state stays valid."
             )
         check_state(state, or_types=False)
-        self._program.check_batch(batch)
+        self._program.placer.abstract(batch)
         layout, unshard = layout_of(self, state), lambda: _inside(self.unshard(state))
         is_here = lambda x: x.is_fully_addressable or x.is_fully_replicated
         with self._entering("find_nonfinite", counts=False):

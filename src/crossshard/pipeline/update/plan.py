@@ -96,8 +96,8 @@ class Planner:
     leave_unread: bool = False  # whether gradients that the optimizer does not read may be left out
     # For each parameter its spec on other axes; empty if none is split over these.
     other_axes: Sequence[PartitionSpec] = ()
-    # ``None``, or a multiple of the number of shards: the update then has the same bits on any
-    # number of shards that divides it.
+    # ``None``, or a number of at least as many as there are shards: the update then has the same
+    # bits on any number of shards up to it.
     virtual_shards: int | None = None
 
     def __post_init__(self) -> None:
@@ -156,6 +156,12 @@ class Planner:
     def _if_not_elementwise(self, params: Partitions, arguments: Any) -> tuple[Arrays, str]:
         """Plan the update leaf by leaf if possible, else replicated, or on global arrays."""
         auto, same_bits = self.wanted is WeightUpdate.AUTO, self.virtual_shards is not None
+        if self.virtual_shards is not None and self.virtual_shards % self.shards.number:
+            whole = dataclasses.replace(self._replicated, params_sharded=self.params_sharded)
+            return whole, (
+                f"it is not elementwise, and {self.virtual_shards} virtual shards do not divide "
+                f"over {self.shards.number}"
+            )
         only_slices = self.mesh is None or self.shards.groups is not None
         not_leafwise = ""
         if only_slices and not auto:

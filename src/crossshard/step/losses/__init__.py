@@ -29,11 +29,10 @@ def check_virtual_shards(given: Any, shards: int) -> int | None:
     if given is None:
         return None
     number = _check.whole_number("virtual_shards", given)
-    if number % shards:
+    if number < shards:
         raise ArgumentError(
-            f"virtual_shards={number} are divided evenly over the shards, and there are {shards}. "
-            f"Pass a multiple of {shards}, or as num_shards one of "
-            f"{', '.join(str(n) for n in range(1, number + 1) if number % n == 0)}."
+            f"virtual_shards={number} are divided over the shards, and there are {shards}, of "
+            f"which some would have none. Pass at least {shards}, or at most num_shards={number}."
         )
     return number
 

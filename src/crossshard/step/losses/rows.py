@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import enum
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -14,6 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from crossshard import _check, _jax
 from crossshard._check import is_inexact
+from crossshard.collectives.in_order import VirtualShards
 from crossshard.collectives.sums import average, to_sum
 from crossshard.errors import ArgumentError
 from crossshard.gradients.local import split_loss
@@ -192,9 +194,10 @@ class StepLoss(abc.ABC):
         leaves = [one(leaf, each) for (_, leaf), each in pairs]
         return jax.tree.structure(local.aux).unflatten(leaves)
 
-    def aux_specs(self, each: Any, reduced: Any) -> Any:
+    def aux_specs(self, each: Any, reduced: Any, shards: int) -> Any:
         """Return the specs of ``aux``, given that of per-shard and that of reduced values."""
-        if self.has_one_state:
+        # Parts that the shards do not have in equal numbers are gathered.
+        if self.has_one_state or self.parts(shards) % shards:
             return reduced
         is_each = lambda x: x is AuxReduction.PER_SHARD
         return jax.tree.map(lambda x: each if is_each(x) else reduced, self.aux_reduction)
@@ -223,8 +226,8 @@ class StepLoss(abc.ABC):
         return None if self.same_bits is None else opaque_false(state.step)
 
     def pieces(self, shards: int) -> int:
-        """Return how many pieces a shard's rows are cut into."""
-        return self.parts(shards) // shards * self.accumulate_steps
+        """Return how many pieces a shard's rows are cut into, at most."""
+        return math.ceil(self.parts(shards) / shards) * self.accumulate_steps
 
     def is_of_parts(self, shards: int) -> bool:
         """Return whether it is computed in pieces, so that it matters if it is a mean over rows."""
@@ -251,8 +254,9 @@ class StepLoss(abc.ABC):
     def start_counting(self, state: TrainState, batch: Any, at_use: AtUse, weight: Any) -> Counting:
         """Forget old traces, and find how a ``Mean`` is counted in the step that is traced now."""
         self.record.traces.clear()
-        counting = Counting(at_use.shards, self.pieces(at_use.shards.number), weight)
-        if counting.pieces == 1 and self.same_bits is None:
+        parts = self.parts(at_use.shards.size) * self.accumulate_steps
+        counting = Counting(at_use.shards, parts, weight)
+        if parts == at_use.shards.size and self.same_bits is None:
             return counting
         return dataclasses.replace(counting, counts=self._counts(state, batch, at_use, counting))
 
@@ -261,7 +265,8 @@ class StepLoss(abc.ABC):
     ) -> tuple[Any, ...] | None:
         """Return the counts of a ``Mean`` over the whole batch; ``None`` if it is a number."""
         shard, (rows, whole) = at_use.shards.index(), self.split(batch)
-        number = self.accumulate_steps
+        number, shards = self.accumulate_steps, at_use.shards.number
+        virtual = VirtualShards(self.parts(shards), shards)
 
         def of_piece(rows: Any, model_state: Any, shard: Any, index: Any) -> tuple[Any, Any]:
             here, batch = dataclasses.replace(state, model_state=model_state), join(rows, whole)
@@ -284,19 +289,19 @@ class StepLoss(abc.ABC):
             return lax.scan(one, state.model_state, (jnp.arange(number), pieces))[1].sum(0)
 
         def of_parts(rows: Any) -> Any:
-            count = counting.pieces // number
-            of_one = lambda given: of_shard(given[1], shard * count + given[0])
+            count = virtual.most
+            of_one = lambda given: of_shard(given[1], virtual.first(shard) + given[0])
             return lax.map(of_one, (jnp.arange(count), pieces_of(rows, self.batch_axes, count)))
 
-        with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
-            pieces = pieces_of(rows, self.batch_axes, counting.pieces)
+        with shard_context(shards, axis_name=at_use.shards.axes):
+            pieces = pieces_of(rows, self.batch_axes, self.pieces(shards))
             of_one = jax.tree.map(lambda x: x[0], pieces)
             types, _ = jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
             if not types:
                 return None
             if self.same_bits is None:
                 return counting.over_shards(_pruned(of_shard, rows, shard))
-            return counting.in_order(_pruned(of_parts, rows))
+            return counting.in_order(_pruned(of_parts, rows), virtual)
 
     def compute_part(
         self, state: TrainState, batch: Any, at_use: AtUse, shard: Any, counting: Counting

@@ -16,15 +16,13 @@ from jax.extend.core import jaxpr_as_fun
 from crossshard import _jax
 from crossshard._annotations import PyTree
 from crossshard.collectives.in_order import (
+    VirtualShards,
     add_summand,
     empty_sums,
-    levels_within,
-    nodes_of,
-    nodes_within,
     sum_in_order,
     sum_of_nodes,
 )
-from crossshard.collectives.sums import to_average
+from crossshard.collectives.sums import send_gathered, to_average
 from crossshard.errors import ArgumentError, AxisError
 from crossshard.jaxprs.rewrite import opaque_false, without_repeats
 from crossshard.jaxprs.walk import equations_of, named_axes
@@ -71,7 +69,8 @@ class VirtualLoss(StepLoss):
             state = dataclasses.replace(state, frozen=frozen)
             at_use = dataclasses.replace(at_use, frozen=None)
         number, shard = at_use.shards.number, at_use.shards.index()
-        count = self.parts(number) // number
+        virtual = VirtualShards(self.parts(number), number)
+        count = virtual.most
         size, microbatches = self.number_of_rows(given), self.accumulate_steps
         if size % (count * microbatches):
             of = f" of {microbatches} microbatches each" if microbatches > 1 else ""
@@ -92,7 +91,7 @@ class VirtualLoss(StepLoss):
         def one(index: Any, rows: Any, given: Any) -> tuple[Any, Any, Any]:
             params, frozen, model_state, whole, counts = given
             here = dataclasses.replace(state, params=params, frozen=frozen, model_state=model_state)
-            index, own = shard * count + index, dataclasses.replace(counting, counts=counts)
+            index, own = virtual.first(shard) + index, dataclasses.replace(counting, counts=counts)
             local = self.compute_part(here, join(rows, whole), at_use, index, own)
             weigh = lambda x: to_average(x, local.weight)
             values = zip(jax.tree.leaves(local.values), unread, strict=True)
@@ -111,7 +110,7 @@ class VirtualLoss(StepLoss):
         to_sum, of_sums = jax.tree.flatten(types[0])
         # So that XLA keeps the loops, and compiles them alike for any count.
         opaque_zero = opaque_false(state.step).astype(jnp.int32)
-        levels = levels_within(count) + opaque_zero
+        levels = virtual.levels + opaque_zero
 
         def turn(carry: Any) -> Any:
             index, sums, _, every = carry
@@ -125,12 +124,15 @@ class VirtualLoss(StepLoss):
             return index + 1, sums, model_state, every
 
         every = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), types[2])
-        start = first, empty_sums(to_sum, count), state.model_state, every
-        is_left = lambda carry: carry[0] < count + opaque_zero
+        start = first, empty_sums(to_sum, virtual), state.model_state, every
+        is_left = lambda carry: carry[0] < virtual.count(shard) + opaque_zero
         _, sums, model_state, aux = lax.while_loop(is_left, turn, start)
-        read, loss, weight, others = of_sums.unflatten(nodes_of(sums, count))
+        if not virtual.is_even:
+            gather = lambda x: virtual.filled(send_gathered(x, 0, at_use.shards))
+            aux = jax.tree.map(gather, aux)
+        read, loss, weight, others = of_sums.unflatten([x[virtual.levels :] for x in sums])
         found = iter(read)
-        shape = lambda x: (nodes_within(count), *jnp.shape(x))
+        shape = lambda x: (virtual.nodes, *jnp.shape(x))
         values = [
             jnp.zeros(shape(x), x.dtype) if is_unread else next(found)
             for x, is_unread in zip(params, unread, strict=True)
@@ -172,7 +174,8 @@ class InOrder(Aggregator):
 
     def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
         """Return the sums of arrays ``[nodes, …]``, one by one."""
-        of_all = lambda x: peers.gather(x).reshape(-1, *x.shape[1:])
+        virtual = VirtualShards(self.virtual_shards, peers.number)
+        of_all = lambda x: virtual.filled(peers.gather(x).reshape(-1, *x.shape[1:]))
         return jax.tree.map(lambda x: sum_of_nodes(of_all(x)), values), state
 
     def reduce(
@@ -184,7 +187,8 @@ class InOrder(Aggregator):
             each if each.number > 1 else dataclasses.replace(each, shape=x.shape[1:])
             for x, each in zip(arrays, whole, strict=True)
         ]
-        return sum_in_order(arrays, partitions, context.shards), state
+        virtual = VirtualShards(self.virtual_shards, context.shards.number)
+        return sum_in_order(arrays, partitions, context.shards, virtual), state
 
     def describe(self) -> str:
         """Describe how many virtual shards there are."""

@@ -198,6 +198,8 @@ class Measurement:
         key: Any,
         groups: Sequence[tuple[int, ...]],
         factor: float = 1.0,
+        *,
+        has_equal_shards: bool = True,
     ) -> None:
         self._batch, self._axes, self._key = batch, axes, key
         self._groups, self._factor = groups, factor
@@ -208,7 +210,7 @@ class Measurement:
                 "crossshard.cpu_devices(8) before the first JAX operation."
             )
         self.rows: int = rows_of(batch, self._axes)
-        divides = self.rows % self.number == 0
+        divides = has_equal_shards and self.rows % self.number == 0
         self._blocks = np.arange(self.rows).reshape(self.number, -1) if divides else None
         self.notes: list[str] = []  # what could not be measured
         if self._blocks is None and len(groups) > 1:
@@ -244,6 +246,8 @@ class Measurement:
             self.notes.append(
                 f"the {self.rows} rows do not divide over {self.number} shards, so no shard's rows "
                 "were run alone"
+                if has_equal_shards
+                else "shards have unequal numbers of virtual shards, so none's rows were run alone"
             )
             return
         self._own = [self._run(self._alone, self._rows_of([i])) for i in range(self.number)]

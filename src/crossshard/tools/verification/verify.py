@@ -22,6 +22,7 @@ from crossshard.shards.batch_axes import axes_of, check_batch_axis
 from crossshard.step.rebuild import (
     axes_of_batch,
     groups_of,
+    has_equal_shards,
     loss_over_rows_of,
     of_few_bits,
     on_part_of_mesh,
@@ -281,7 +282,8 @@ def _measure_train_step(
         return built if alone else take, state
 
     axes = axes_of_batch(step).of(batch)
-    return Measurement(make, (batch,), axes, None, shards, factor)
+    equal = has_equal_shards(step)
+    return Measurement(make, (batch,), axes, None, shards, factor, has_equal_shards=equal)
 
 
 def _with_faults_of_others(found: Verification, mesh: Mesh) -> Verification:
