@@ -25,20 +25,6 @@ Index = tuple[int, ...]
 _FINITE = 0.5, 2.0
 
 
-class Origin(NamedTuple):
-    """Where a non-finite element comes from: an equation, or an input of the jaxpr."""
-
-    element: Index  # of the equation's output, or of the input
-    value: Any  # what it is
-    place: int | None  # the number of the input; ``None`` if it is made inside
-    # The equation and the calls, branches and loops around it, innermost first.
-    equations: tuple[Any, ...] = ()
-    given: tuple[Any, ...] = ()  # the equation's operands
-    # For each loop around it, outermost first, the turn and the number of turns. The turn of a scan
-    # is the place in its arrays, in reverse, too.
-    loops: tuple[tuple[int, int], ...] = ()
-
-
 def first_nonfinite(x: Any) -> Index | None:
     """Return the index of the first NaN of an array, or else of its first infinity."""
     x = np.asarray(x) if is_inexact(x) else np.zeros(())
@@ -103,14 +89,20 @@ def _turns(loop: Scan | While, given: Sequence[Any]) -> list[_Turn]:
     return turns
 
 
-class _Scope:
-    """A jaxpr on its inputs, with the values of all its variables, and where they come from."""
+class Scope:
+    """A jaxpr on its inputs, with the values of all its variables, and where they come from.
+
+    Attributes:
+      around: the calls, branches and loops around it, innermost first.
+      loops: for each loop around it, outermost first, the turn and the number of turns. The turn of
+        a scan is the place in its arrays, in reverse, too.
+    """
 
     def __init__(
         self,
         jaxpr: Any,
         inputs: Sequence[Any],
-        outer: "Callable[[int, Index], _Element] | None" = None,
+        outer: "Callable[[int, Index], Element] | None" = None,
         around: tuple[Any, ...] = (),
         loops: tuple[tuple[int, int], ...] = (),
     ):
@@ -142,24 +134,26 @@ class _Scope:
         return self._values[atom], *self._makers.get(atom, (None, None))
 
 
-class _Element:
-    """A non-finite element of a value."""
+class Element:
+    """A non-finite element of a value.
 
-    def __init__(self, scope: _Scope, atom: Any, index: Index):
+    Attributes:
+      index: which element it is.
+      value: NaN or an infinity.
+      equation: the equation that makes it; ``None`` if none does.
+      number: which of its outputs it is in, or which input of the jaxpr; ``None`` of a constant.
+      given: the values of the equation's operands.
+      scope: the jaxpr that the equation is in.
+    """
+
+    def __init__(self, scope: Scope, atom: Any, index: Index):
         self.scope, self.atom, self.index = scope, atom, index
         value, self.equation, self.number = scope.read(atom)
         self.value = np.asarray(value)[index]
         atoms = self.equation.invars if self.equation is not None else ()
         self.given = [scope.read(each)[0] for each in atoms]
 
-    def origin(self) -> Origin:
-        """Return it as the result."""
-        if self.equation is None:
-            return Origin(self.index, self.value, self.number)
-        around = self.equation, *self.scope.around
-        return Origin(self.index, self.value, None, around, tuple(self.given), self.scope.loops)
-
-    def sources(self) -> "Iterator[_Element | None]":
+    def sources(self) -> "Iterator[Element | None]":
         """Yield the elements that it comes from; ``None`` if it is the origin."""
         scope, equation, number, given = self.scope, self.equation, self.number, self.given
         if equation is None:
@@ -168,7 +162,7 @@ class _Element:
             elif number is not None and self.value != -np.inf:
                 yield None  # -inf may be a mask that is passed as an argument
             return
-        outside = lambda place, index: _Element(scope, equation.invars[place], index)
+        outside = lambda place, index: Element(scope, equation.invars[place], index)
         flow, around = control_flow(equation), (equation, *scope.around)
         if flow is None:
             for found in _guilty(equation, given, number, self.index):
@@ -176,27 +170,27 @@ class _Element:
         elif isinstance(flow, Call | Cond):
             jaxpr, first = _called(flow, given)
             outer = lambda place, index: outside(first + place, index)
-            within = _Scope(jaxpr, given[first:], outer, around, scope.loops)
-            yield _Element(within, opened(jaxpr).outvars[number], self.index)
+            within = Scope(jaxpr, given[first:], outer, around, scope.loops)
+            yield Element(within, opened(jaxpr).outvars[number], self.index)
         else:
             first, start, end = _parts(flow, given)
             turns = _turns(flow, given)
 
-            def after(turn: int, output: int, index: Index) -> _Element:
+            def after(turn: int, output: int, index: Index) -> Element:
                 """Return an element of what a turn returns, or of what the first one is given."""
                 if turn < 0:
                     return outside(start + output, index)
                 place = turns[turn].place
 
-                def outer(number: int, index: Index) -> _Element:
+                def outer(number: int, index: Index) -> Element:
                     number += first
                     if start <= number < end:
                         return after(turn - 1, number - start, index)
                     return outside(number, index if number < start else (place, *index))
 
                 loops = (*scope.loops, (place, len(turns)))
-                within = _Scope(flow.body, turns[turn].given, outer, around, loops)
-                return _Element(within, opened(flow.body).outvars[output], index)
+                within = Scope(flow.body, turns[turn].given, outer, around, loops)
+                return Element(within, opened(flow.body).outvars[output], index)
 
             if number < end - start:
                 yield after(len(turns) - 1, number, self.index)
@@ -205,7 +199,7 @@ class _Element:
                 yield after(places.index(self.index[0]), number, self.index[1:])
 
 
-def find_origin(jaxpr: Any, inputs: Sequence[Any], output: int, index: Index) -> Origin:
+def find_origin(jaxpr: Any, inputs: Sequence[Any], output: int, index: Index) -> Element:
     """Return where a non-finite element of an output comes from.
 
     Args:
@@ -214,13 +208,13 @@ def find_origin(jaxpr: Any, inputs: Sequence[Any], output: int, index: Index) ->
       output: the number of the output.
       index: the element.
     """
-    first = _Element(_Scope(jaxpr, inputs), opened(jaxpr).outvars[output], index)
-    path, seen, deepest = [(first, first.sources())], dict[Any, _Element](), None
+    first = Element(Scope(jaxpr, inputs), opened(jaxpr).outvars[output], index)
+    path, seen, deepest = [(first, first.sources())], dict[Any, Element](), None
     while path:
         element, sources = path[-1]
         source = next(sources, element)
         if source is None:
-            return element.origin()
+            return element
         if source is not element:
             key = id(source.scope), id(source.atom), source.index
             if seen.setdefault(key, source) is source:
@@ -229,10 +223,10 @@ def find_origin(jaxpr: Any, inputs: Sequence[Any], output: int, index: Index) ->
         # Only infinities of constants are behind it. A NaN of these is made here.
         if element.equation is not None:
             if np.isnan(element.value):
-                return element.origin()
+                return element
             deepest = deepest or element
         path.pop()
-    return (deepest or first).origin()
+    return deepest or first
 
 
 def _guilty(

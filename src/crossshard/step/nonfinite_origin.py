@@ -139,12 +139,12 @@ class _Program:
         index = first_nonfinite(self(args)[place])
         assert index is not None
         found = find_origin(self.jaxpr, leaves, place, index)
-        described = NonfiniteOrigin(self.outputs[place], found.value.item(), found.element)
-        if not found.equations:
-            array = "a constant" if found.place is None else self.inputs[found.place]
-            return dataclasses.replace(described, array=array), found.place
-        equation = found.equations[0]
-        frames = _jax.frames_of(found.equations)
+        described = NonfiniteOrigin(self.outputs[place], found.value.item(), found.index)
+        equation = found.equation
+        if equation is None:
+            array = "a constant" if found.number is None else self.inputs[found.number]
+            return dataclasses.replace(described, array=array), found.number
+        frames = _jax.frames_of((equation, *found.scope.around))
         own = [frame for frame in frames if not _jax.is_of_library(frame[0])]
         file, line, function = next(iter(own or frames), ("", 0, ""))
         forward = equations_of(_jax.without_unread(self.jaxpr, self._forward))
@@ -160,8 +160,8 @@ class _Program:
             line=line,
             function=function,
             text=linecache.getline(file, line).strip(),
-            operands=tuple(x[found.element] if is_same and x.shape == shape else x for x in arrays),
-            loops=found.loops,
+            operands=tuple(x[found.index] if is_same and x.shape == shape else x for x in arrays),
+            loops=found.scope.loops,
         )
         return described, None
 
@@ -192,12 +192,8 @@ def find(
 ) -> NonfiniteOrigin | None:
     """Return where the first non-finite value of a step comes from; ``None`` if all is finite.
 
-    Args:
-      config: the step.
-      layout: the layout of the state.
-      state: the state before the step, whose parameters this process has in full.
-      batch: the rows of this process.
-      unshard: returns the state with the optimizer's state in its own shapes.
+    This process has all of the parameters in ``state``, the one before the step, and the rows in
+    ``batch``. ``unshard`` returns the state with the optimizer's state in its own shapes.
     """
     mesh, own = layout.mesh, jax.process_index()
     device = next(x for x in mesh.devices.flat if x.process_index == own)
