@@ -204,6 +204,17 @@ def test_an_update_that_divides_by_zero():
     assert "optax" in step.find_nonfinite(step.init(PARAMS), batch()).file
 
 
+def test_your_line_is_named_and_not_that_of_the_library_that_it_calls():
+    def loss(params: Any, batch: Any) -> Any:
+        decay = optax.tree.norm(params["second"])
+        return mse(batch["x"][:, 0] @ params["second"], batch) + decay
+
+    step = crossshard.make_train_step(loss, optax.sgd(0.1), num_shards=SHARDS)
+    found = step.find_nonfinite(step.init({"second": 0 * PARAMS["second"]}), batch())
+    assert (found.phase, found.operands[1]) == ("backward pass", 0)
+    assert found.text == 'decay = optax.tree.norm(params["second"])'
+
+
 def test_infinities_that_are_meant_are_not_the_fault():
     def loss(params: Any, batch: Any) -> Any:
         h = hidden(params, {**batch, "bad": 0 * batch["bad"]})
