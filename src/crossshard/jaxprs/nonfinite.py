@@ -29,7 +29,8 @@ def first_nonfinite(x: Any) -> Index | None:
     """Return the index of the first NaN of an array, or else of its first infinity."""
     x = np.asarray(x) if is_inexact(x) else np.zeros(())
     is_bad = np.isnan(x) if np.isnan(x).any() else ~np.isfinite(x)
-    return tuple(map(int, np.argwhere(is_bad)[0])) if is_bad.any() else None
+    place = np.unravel_index(int(is_bad.argmax()), x.shape) if is_bad.any() else None
+    return None if place is None else tuple(map(int, place))
 
 
 def evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:

@@ -42,7 +42,7 @@ from crossshard.step.over_rows import OverRowsRecord, UndecidedError
 
 # After so many bad rows no more are looked for. Of a loss that compares rows each row is left out
 # once, so there must not be many.
-_MOST_ROWS, _MOST_COMPARED = 16, 256
+_MOST_ROWS, _MOST_COMPARED = 16, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +112,8 @@ def _shown(x: Any) -> str:
 class _Program:
     """A traced function with its arguments, and names for these and for the results.
 
-    Results are lists of trees, each with its name. The first ``forward`` of them are made before
-    the backward pass.
+    Results are a tuple of trees, each with its name. The first ``forward`` of them are made before
+    the backward pass. If the function names ``axes``, it is run as if there were no other shards.
     """
 
     def __init__(
@@ -123,8 +123,21 @@ class _Program:
         names: Sequence[str],
         results: Sequence[str],
         forward: int,
+        axes: Sequence[str],
     ):
-        jaxpr, types = jax.make_jaxpr(run, return_shape=True)(*args)
+        def alone(*args: Any) -> Any:
+            one: Callable[..., Any] = lambda _: run(*args)
+            for axis in axes:
+                one = jax.vmap(one, axis_name=axis)
+            found = one(np.zeros([1] * len(axes)))
+            return jax.tree.map(lambda x: x[(0,) * len(axes)], found)
+
+        try:
+            jaxpr, types = jax.make_jaxpr(run, return_shape=True)(*args)
+        except NameError as error:
+            if _jax.unbound_axis(error, axes) is None:
+                raise
+            jaxpr, types = jax.make_jaxpr(alone, return_shape=True)(*args)
         self.jaxpr = _jax.without_unread(jaxpr)
         self.inputs, self.outputs = _named(names, args), _named(results, types)
         self._forward = len(jax.tree.leaves(types[:forward]))
@@ -177,10 +190,10 @@ def _bad(found: Sequence[Any]) -> int | None:
     return next((i for i, x in enumerate(found) if first_nonfinite(x) is not None), None)
 
 
-def _nans(new: Any, old: Any) -> Any:
+def _nans(new: Any, *old: Any) -> Any:
     """Return a state with its new NaN alone: infinities may be meant, as the best loss so far."""
-    one = lambda x, y: jnp.where(jnp.isnan(x) & ~jnp.isnan(y), x, 0) if is_inexact(x) else x
-    return jax.tree.map(one, new, old)
+    one = lambda x, y=0: jnp.where(jnp.isnan(x) & ~jnp.isnan(y), x, 0) if is_inexact(x) else x
+    return jax.tree.map(one, new, *old)
 
 
 def find(
@@ -256,6 +269,8 @@ class _Search:
             # The forward pass of another shard comes before a backward pass.
             if place is not None and (first is None or place == 0 < first[0]):
                 first = place, args, shard, rows
+            if place == 0:
+                break
             gradients = others[len(others) - len(jax.tree.leaves(args[0])) :]
             weighed = [widen(x) * weight if is_inexact(x) else x for x in (loss, *gradients)]
             total = weighed if total is None else list(map(jnp.add, total, weighed))
@@ -300,29 +315,14 @@ class _Search:
             weight = weight if found.terms is None else found.terms.counts[-1]
             return found.loss, weight, _nans(found.model_state, model_state), found.values
 
-        def named(*given: Any) -> Any:
-            """Bind the axes that the loss names: as if there were no other shards."""
-            *others, batch, shard = given
-            alone = lambda batch: run(self._loss, *others, batch, shard)
-            for axis in axes:
-                alone, batch = (
-                    jax.vmap(alone, axis_name=axis),
-                    jax.tree.map(lambda x: x[None], batch),
-                )
-            return jax.tree.map(lambda x: x[(0,) * len(axes)], alone(batch))
-
         arrays = "parameter", "frozen array", "model state", "loss scale"
         names = *(f"the {name} {{}}" for name in arrays), "batch{1}", "shard"
         results = "the loss", "the weight", "the model state {}", "the gradient of {}"
-        trace = lambda run: _Program(run, args, names, results, 3)
+        of = lambda loss: _Program(functools.partial(run, loss), args, names, results, 3, axes)
         try:
-            return trace(functools.partial(run, self._loss))
+            return of(self._loss)
         except UndecidedError:  # of microbatches; the step has checked it by numbers
-            return trace(functools.partial(run, changed(self._loss, over=LossOver.SHARD)))
-        except NameError as error:
-            if _jax.unbound_axis(error, axes) is None:
-                raise
-            return trace(named)
+            return of(changed(self._loss, over=LossOver.SHARD))
 
     def _in_rows(
         self, program: _Program, place: int, args: tuple[Any, ...], shard: int | None, rows: Any
@@ -366,12 +366,12 @@ class _Search:
 
         def run(params: Any, inner: Any, gradients: Any) -> Any:
             updates, after = pipeline.optimizer.update(gradients, inner, params, **more)
-            return optax.apply_updates(params, updates), _nans(
-                after, jax.tree.map(jnp.zeros_like, after)
-            )
+            return optax.apply_updates(params, updates), _nans(after)
 
         names = "the parameter {}", "the optimizer's state {}", "the reduced gradient of {}"
-        program = _Program(run, args, names, ("the next parameter {}", names[1]), 2)
+        program = _Program(
+            run, args, names, ("the next parameter {}", names[1]), 2, self._config.axes
+        )
         place = _bad(program(args))
         if place is None:
             return None
