@@ -22,8 +22,6 @@ from benchmarks.jax_baselines import JaxCandidate
 from benchmarks.problem import adamw
 from benchmarks.shapes import Shapes, transformer
 
-# Dense products of bfloat16 in a second, by a part of the name of a device.
-_PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12, "A100": 312e12}
 JIT = "a bare jax.jit"
 _STEPS: dict[str, dict[str, Any]] = {
     "ours": {},
@@ -58,8 +56,7 @@ def pair(name: str, reference: str, other: str, optimizer: str, quick: bool) -> 
     embedding = model.params["words"]
     of_layers = model.parameters - embedding.size
     per_token = 6 * model.parameters + of_layers * length / embedding.shape[1]
-    kind = jax.devices()[0].device_kind
-    peak = next((peak for name, peak in _PEAKS.items() if name in kind), None)
+    peak = crossshard.tools.peak_flops(jax.devices()[0])
     speed = rows.shape[0] * length / seconds
     return {
         "ms": 1e3 * seconds,

@@ -164,6 +164,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "lowered": lambda: a_step().lower(a_state(), rows()),
     "mesh": lambda: a_step().mesh,
     "step": a_step,
+    "device": lambda: jax.devices()[0],
     "folder": lambda: FOLDER[0],
     "array": lambda: jnp.ones((2, 3)),
     "index": lambda: 0,
@@ -172,6 +173,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "topology": lambda: "cpu:2",
     "topology.name": lambda: "cpu:2",
     "number_of_shards": lambda: 2,
+    "TrainStep.own_rows.rows": lambda: 8,
 }
 # Whatever the folder is called in which it lies.
 PACKAGE = Path(crossshard.__file__).parent
@@ -191,9 +193,9 @@ ON: dict[type, Callable[[], Any]] = {
 # Called by the package, and what it calls them with.
 OF_STAGES = {*vars(Stage), *vars(Aggregator)}
 HANDED_OUT = """
-    Collective Communication CrossShardState Diagnosis Divergence Fault FewBitsState Gradients
-    LeafReport NonfiniteOrigin NonfiniteState Options Peers PerShardArray Placement Plan
-    StageContext StepOptions TrainState Verification
+    Collective Communication CrossShardState Diagnosis Divergence Fault FewBitsState Flops Gradients
+    LeafReport NonfiniteOrigin NonfiniteState Options Peers PerShardArray Placement Plan StageContext
+    StepOptions TrainState Verification
     Aggregator.__init__ ShardedFunction.__init__ Stage.__init__ TrainStep.__init__
 """.split()
 

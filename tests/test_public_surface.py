@@ -53,8 +53,8 @@ PUBLIC = {
     """,
     "crossshard.tools": """
         Array Candidate Collective CollectiveTest Communication Devices Diagnosis Fault Finding
-        LeafReport LinkUse Memory MemoryUse Plan Topology Verification doctor
-        inspect plan topology verify
+        Flops LeafReport LinkUse Memory MemoryUse Meter Plan Topology Verification count_flops
+        doctor inspect peak_flops plan topology verify
     """,
 }
 EVERYTHING = {

@@ -25,5 +25,5 @@ def test_every_fault_can_be_planted(tmp_path):
     folders = (
         "_check.py _hash.py _jax.py _mesh.py gradients collectives jaxprs optimizer pipeline shards"
     )
-    folders += " model step guards.py checkpoints distributed"
+    folders += " model step guards.py checkpoints distributed tools"
     assert {fault.path.split("/")[0] for fault in faults} == set(folders.split())

@@ -126,21 +126,21 @@ def test_one_axis_of_all_with_names_of_what_is_whole():
 
 def test_every_shard_has_its_rows_and_whole_entries_are_everywhere():
     step = sgd_step(recurrent, 0.1, 4, batch_axis=AXES)
-    abstract = step._program._place.abstract(batch_of(12))
+    abstract = step._program.placer.abstract(batch_of(12))
     shapes = {name: x.sharding.shard_shape(x.shape) for name, x in abstract.items()}
     assert shapes["x"] == (TIME, 3, WIDTH)
     assert shapes["words"] == (TIME, 3)
     assert shapes["image"] == (3, 3, WIDTH, 3)
     assert (shapes["label"], shapes["table"], shapes["heat"]) == ((3,), (WORDS, WIDTH), ())
     # What lies on the mesh so is not moved.
-    one, two = (step._program._place(batch) for batch in [batch_of(12)] * 2)
-    again = step._program._place(one)
+    one, two = (step._program.placer(batch) for batch in [batch_of(12)] * 2)
+    again = step._program.placer(one)
     assert all(again[name] is one[name] for name in one)
     assert_close(one, two)
 
 
 def test_the_last_axis_is_another_one_where_an_array_has_more():
-    place = sgd_step(last, 0.1, 4, batch_axis=-1)._program._place
+    place = sgd_step(last, 0.1, 4, batch_axis=-1)._program.placer
     one = place(place(np.arange(8.0)))
     assert place(one) is one
     two = jax.device_put(np.ones((8, 8)), one.sharding)
@@ -152,7 +152,7 @@ def test_what_processes_tell_each_other_of_a_batch():
     for weight, rows in ((None, "12"), ("y", "any")):
         axes = {"x": 1, "y": 0, "table": None}
         step = sgd_step(recurrent, 0.1, 4, batch_axis=axes, weight=weight)
-        told = step._program._place.rows_of(batch)
+        told = step._program.placer.rows_of(batch)
         assert told == f"float64[3],float32[8,{rows},4],float64[{rows}]"
 
 

@@ -16,7 +16,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from crossshard import _jax
 from crossshard.jaxprs.primitives import BINARY
-from crossshard.jaxprs.walk import CHECKPOINTS, Call, constants, control_flow, jaxprs_within, opened
+from crossshard.jaxprs.walk import (
+    CALLS,
+    CHECKPOINTS,
+    Call,
+    constants,
+    control_flow,
+    jaxprs_within,
+    opened,
+)
 
 
 def evaluate(
@@ -141,6 +149,16 @@ def without_repeats(jaxpr: Any) -> Any:
         return once(equation.replace(invars=given))
 
     writer = Writer(emit, CHECKPOINTS)
+    return writer.closed(jaxpr)
+
+
+def without_checkpoints(jaxpr: Any) -> Any:
+    """Inline every ``jax.checkpoint`` of a closed jaxpr, so that autodiff recomputes nothing."""
+
+    def emit(equation: Any) -> list[Any]:
+        return writer.add(_with_jaxprs(equation, without_checkpoints))
+
+    writer = Writer(emit, CALLS - CHECKPOINTS)
     return writer.closed(jaxpr)
 
 

@@ -123,7 +123,7 @@ class Scan(NamedTuple):
 
 
 CHECKPOINTS = frozenset("checkpoint remat remat2".split())
-_CALLS = CHECKPOINTS | frozenset(
+CALLS = CHECKPOINTS | frozenset(
     "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
 )
 
@@ -142,7 +142,7 @@ def control_flow(equation: Any) -> Call | Cond | While | Scan | None:
             constant, carry, _ = params["ft_in"].unpack()
             return Scan(params["jaxpr"], len(list(constant)), len(list(carry)), steps)
         return Scan(params["jaxpr"], params["num_consts"], params["num_carry"], steps)
-    if name in _CALLS:
+    if name in CALLS:
         inner = [params[key] for key in ("jaxpr", "call_jaxpr") if key in params]
         if len(inner) == 1 and len(opened(inner[0]).invars) == len(equation.invars):
             return Call(inner[0])

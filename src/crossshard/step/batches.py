@@ -183,6 +183,14 @@ class BatchPlacer:
         first = lambda shard: virtual.first(shard) * (rows // virtual.number)
         return np.concatenate([np.arange(first(own), first(own + 1)) for own in self._own])
 
+    def number_of_rows(self, batch: Any) -> int:
+        """Return the rows of all processes, given those of this one, or their types."""
+        rows, _ = self.split(batch, or_types=True)
+        self.check_rows(rows, or_types=True)
+        leaf, axis = jax.tree.leaves(rows)[0], self.batch_axes.of_rows(rows)[0]
+        pieces = self._loss.parts(self.number) * self._loss.accumulate_steps
+        return int(leaf.shape[axis] * pieces // self._multiple(leaf))
+
     def rows_of(self, batch: Any) -> str:
         """Describe what this process passes, for the others: with weights, any number of rows."""
         words = []

@@ -26,18 +26,23 @@ from crossshard.pipeline.stages.nonfinite import RARE
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.batch_axes import BatchAxes, take_rows
 from crossshard.step.describe import bytes_on_device
+from crossshard.step.flops import Flops, check_is_step, count_flops, number_of_rows
 from crossshard.step.losses import changed
 from crossshard.step.losses.rows import LossOver
 from crossshard.step.train_step import TrainStep, config_of
 
 __all__ = [
     "RARE",
+    "Flops",
     "axes_of_batch",
     "bytes_on_device",
+    "check_is_step",
+    "count_flops",
     "draws",
     "groups_of",
     "loss_over_rows_of",
     "number_of_parameters",
+    "number_of_rows",
     "of_few_bits",
     "on_part_of_mesh",
     "own_rows",

@@ -21,6 +21,7 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, check_is_state, check_state
 from crossshard.pipeline.stages.nonfinite import NonfiniteState
 from crossshard.shards.devices import are_of_all_processes
+from crossshard.step.batches import BatchPlacer
 from crossshard.step.describe import describe
 from crossshard.step.function import StepConfig, to_read
 from crossshard.step.nonfinite_origin import NonfiniteOrigin, find
@@ -492,12 +493,7 @@ class TrainStep:
         Raises:
           ArgumentError: neither ``init`` nor ``abstract_init`` has been called.
         """
-        if self._latest is None:
-            raise ArgumentError(
-                "How the weights are updated depends on the parameters: call init(params), or "
-                "abstract_init(params), first."
-            )
-        return describe(self._config, *self._latest)
+        return describe(self._config, *latest_of(self))
 
 
 def _not_finite(found: NonfiniteState, number: int, state: TrainState) -> NonfiniteError:
@@ -537,6 +533,25 @@ def _inside(tree: Any) -> Any:
 def config_of(step: TrainStep) -> StepConfig:
     """Return the configuration of a step."""
     return step._config
+
+
+def placer_of(step: TrainStep) -> BatchPlacer:
+    """Return what puts the batches of a step on its mesh."""
+    return step._program.placer
+
+
+def latest_of(step: TrainStep) -> tuple[StateLayout, TrainState]:
+    """Return the layout and the types of the last state that a step has made.
+
+    Raises:
+      ArgumentError: it has made none.
+    """
+    if step._latest is None:
+        raise ArgumentError(
+            "What a step does depends on the parameters: call init(params), or "
+            "abstract_init(params), first."
+        )
+    return step._latest
 
 
 def entering_of(

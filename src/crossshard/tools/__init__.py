@@ -1,4 +1,4 @@
-"""Tools: inspect, plan, verify, doctor and the command; ``crossshard`` loads them when asked."""
+"""Tools: inspect, plan, verify, doctor, meter, the command; ``crossshard`` loads them if asked."""
 
 from crossshard.tools.diagnosis import (
     CollectiveTest,
@@ -10,6 +10,7 @@ from crossshard.tools.diagnosis import (
 from crossshard.tools.inspection.collectives import Collective
 from crossshard.tools.inspection.hlo import Array
 from crossshard.tools.inspection.inspect import Communication, Memory, inspect
+from crossshard.tools.meter import Flops, Meter, count_flops, peak_flops
 from crossshard.tools.planning import Candidate, LinkUse, MemoryUse, Plan, Topology, plan, topology
 from crossshard.tools.verification.verify import Fault, LeafReport, Verification, verify
 
@@ -23,15 +24,19 @@ __all__ = [
     "Diagnosis",
     "Fault",
     "Finding",
+    "Flops",
     "LeafReport",
     "LinkUse",
     "Memory",
     "MemoryUse",
+    "Meter",
     "Plan",
     "Topology",
     "Verification",
+    "count_flops",
     "doctor",
     "inspect",
+    "peak_flops",
     "plan",
     "topology",
     "verify",
