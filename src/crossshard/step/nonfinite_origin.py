@@ -233,6 +233,7 @@ class _Search:
         numbers = [(s, virtual.first(s), virtual.count(s)) for s in self._own]
         parts: Any = [(s, first + i) for s, first, count in numbers for i in range(count)]
         self._parts = [(None, 0)] if loss.has_one_state else parts
+        self._arrays = functools.lru_cache(1)(self._arrays_of)
         rows, self._whole = loss.split(batch)
         check_same_rows(rows, loss.batch_axes)
         if any(map(is_uneven, jax.tree.leaves(rows))):
@@ -283,19 +284,25 @@ class _Search:
 
     def _arguments(self, shard: int | None, key: int, rows: Any) -> tuple[Any, ...]:
         """Return the arguments of ``_of_loss``, for some rows of this process."""
+        of_each = self._state.per_shard or self._layout.groups is not None
+        arrays = self._arrays(shard if of_each else None)
+        taken = jax.tree.map(lambda x, axis: take_rows(x, axis, rows), self._rows, self._axes)
+        batch = join(taken, jax.tree.map(_here, self._whole))
+        return *arrays, *jax.tree.map(jnp.asarray, (batch, np.int32(key)))
+
+    def _arrays_of(self, shard: int | None) -> tuple[Any, ...]:
+        """Return the parameters, frozen arrays, model state and loss scale, of one shard or all."""
         state, number = self._state, self._config.number_of_shards
 
         def own(placement: Any, x: Any) -> Any:
             x = _here(x)
-            is_all = placement.per_shard and len(x) == number
-            place = (shard or 0) if is_all else self._own.index(shard or 0)
-            return x[place] if placement.per_shard else x
+            if placement.per_shard and shard is not None:
+                x = x[shard if len(x) == number else self._own.index(shard)]
+            return jnp.asarray(x)
 
         get = lambda s: (s.params, s.frozen, s.model_state, s.opt_state.loss_scale)
-        arrays = jax.tree.map(own, get(self._layout.placements(state)), get(state))
-        taken = jax.tree.map(lambda x, axis: take_rows(x, axis, rows), self._rows, self._axes)
-        batch = join(taken, jax.tree.map(_here, self._whole))
-        return jax.tree.map(jnp.asarray, (*arrays, batch, np.int32(key)))
+        found: tuple[Any, ...] = jax.tree.map(own, get(self._layout.placements(state)), get(state))
+        return found
 
     def _of_loss(self, args: tuple[Any, ...]) -> _Program:
         """Trace what a shard computes of its rows alone, without communication."""
