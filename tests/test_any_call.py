@@ -194,8 +194,8 @@ ON: dict[type, Callable[[], Any]] = {
 OF_STAGES = {*vars(Stage), *vars(Aggregator)}
 HANDED_OUT = """
     Collective Communication CrossShardState Diagnosis Divergence Fault FewBitsState Flops Gradients
-    LeafReport NonfiniteState Options Peers PerShardArray Placement Plan StageContext StepOptions
-    TrainState Verification
+    LeafReport NonfiniteOrigin NonfiniteState Options Peers PerShardArray Placement Plan
+    StageContext StepOptions TrainState Verification
     Aggregator.__init__ ShardedFunction.__init__ Stage.__init__ TrainStep.__init__
 """.split()
 

@@ -44,7 +44,9 @@ PUBLIC = {
         NonfiniteState Options PER_SHARD Peers Phase Placement Quantized REPLICATED Stage
         StageContext
     """,
-    "crossshard.step": "Prefetch StepOptions TrainState TrainStep make_train_step",
+    "crossshard.step": """
+        NonfiniteOrigin Prefetch StepOptions TrainState TrainStep make_train_step
+    """,
     "crossshard.testing": "assert_communication",
     "crossshard.tf1": """
         CrossShardOptimizer Reduction ShardContext TpuContext all_to_all batch_parallel
