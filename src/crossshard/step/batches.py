@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard import _check, _jax, _mesh
 from crossshard._check import is_number
 from crossshard._hash import checksum
-from crossshard.collectives.in_order import VirtualShards
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 from crossshard.model.state import FlatState, TrainState, is_unread, names_of
 from crossshard.shards.batch_axes import (
     BatchAxes,
+    VirtualShards,
     check_batch_axis,
     join,
     resized,

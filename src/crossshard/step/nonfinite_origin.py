@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard import _jax
 from crossshard._check import is_inexact
 from crossshard._text import listed
-from crossshard.collectives.in_order import VirtualShards
 from crossshard.collectives.sums import widen
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import Reduction, leaf_name
@@ -29,7 +28,7 @@ from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import CrossShardState
 from crossshard.pipeline.update.optimize import takes
 from crossshard.shards.axes import Shards
-from crossshard.shards.batch_axes import join, take_rows
+from crossshard.shards.batch_axes import VirtualShards, join, take_rows
 from crossshard.shards.cut import Partition
 from crossshard.shards.devices import own_shards
 from crossshard.shards.random_streams import is_key
