@@ -194,8 +194,8 @@ ON: dict[type, Callable[[], Any]] = {
 OF_STAGES = {*vars(Stage), *vars(Aggregator)}
 HANDED_OUT = """
     Collective Communication CrossShardState Diagnosis Divergence Fault FewBitsState Flops Gradients
-    LeafReport NonfiniteState Options Peers PerShardArray Placement Plan StageContext StepOptions
-    TrainState Verification
+    LeafReport NonfiniteOrigin NonfiniteState Options Peers PerShardArray Placement Plan
+    StageContext StepOptions TrainState Verification
     Aggregator.__init__ ShardedFunction.__init__ Stage.__init__ TrainStep.__init__
 """.split()
 
@@ -378,7 +378,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     FOLDER.append(tmp_path_factory.mktemp("checkpoints"))
     memory = {"memory": FOLDER[0] / "memory", "memory_every": 1}
     with crossshard.Checkpoints(FOLDER[0], a_step(), **memory) as checkpoints:
-        checkpoints.save(a_state())
+        checkpoints.save(a_state(), score=0.5)
         checkpoints.wait()
         FOLDER.append(checkpoints)
         yield

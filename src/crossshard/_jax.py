@@ -207,6 +207,22 @@ def code_of(equation: Any) -> str:
     return linecache.getline(own[0].file_name, own[0].start_line).strip() if own else ""
 
 
+def frames_of(equations: Iterable[Any]) -> list[tuple[str, int, str]]:
+    """Return the file, line and function of the stack frames of an equation, innermost first.
+
+    JAX records for an equation the frames within the function that it was traced in, so pass those
+    of the calls and loops around it, too, innermost first.
+    """
+    traces = [each.source_info.traceback for each in equations]
+    frames = [frame for each in traces for frame in _source_info_util.user_frames(each)]
+    return [(f.file_name, f.start_line, f.function_name) for f in frames]
+
+
+def is_of_library(file: str) -> bool:
+    """Return whether a file is in an installed package, or in this one."""
+    return file.startswith(_OURS) or re.search("(site|dist)-packages", file) is not None
+
+
 def has_source(equation: Any) -> bool:
     """Return whether the source line of an equation is known."""
     return equation is not None and bool(source_of(equation))

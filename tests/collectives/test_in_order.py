@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from crossshard.collectives import in_order
-from crossshard.collectives.in_order import VirtualShards
+from crossshard.shards.batch_axes import VirtualShards
 from tests.quick import deep_but
 
 

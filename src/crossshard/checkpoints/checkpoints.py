@@ -9,8 +9,9 @@ import jax
 
 from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Json
+from crossshard.checkpoints.data import data_of
 from crossshard.checkpoints.folder import Damaged, Folder
-from crossshard.checkpoints.manifest import Fingerprint, check_data, fingerprint
+from crossshard.checkpoints.manifest import Fingerprint, fingerprint
 from crossshard.checkpoints.memory import Snapshots
 from crossshard.checkpoints.preemption import Preemption
 from crossshard.checkpoints.reading import Found, OnDisk, read_state
@@ -131,8 +132,9 @@ class Checkpoints:
 
         Args:
           state: a state of the step.
-          data: where the data stands, as JSON; ``restore_latest`` returns it. If there are several
-            processes, all pass the same.
+          data: where the data stands, as JSON, of which all processes pass the same; or an iterator
+            with ``get_state`` and ``set_state``, each process its own, of which the state is saved.
+            ``restore_latest`` returns it.
           score: how good the state is, for ``keep_best``: the higher the better, as ``-loss`` is.
           pin: whether to keep this checkpoint for ever.
 
@@ -146,14 +148,14 @@ class Checkpoints:
         _check_call("save", state, jax.Array)
         with entering_of(self._step, "save"):
             layout = layout_of(self._step, state)
-            check_data(data)
             notes = notes_of(score, pin)
             _check_devices(layout, state)
             self._check_may_write("save")
             found = self._fingerprint(layout)
             own, memory = collected(self._step, state), self._snapshots
             at_least = 0 if memory is None else memory.after(int(state.step))
-            self._saving.start(layout.own, own, found, data, notes, at_least)
+            where = data_of(data, self._step.mesh)
+            self._saving.start(layout.own, own, found, where, notes, at_least)
 
     def snapshot(self, state: TrainState, data: Json = None) -> None:
         """Keep every ``memory_every``-th state in the memory of the hosts; call it after each step.
@@ -198,13 +200,13 @@ class Checkpoints:
         _check_call("snapshot", state, jax.Array)
         with entering_of(self._step, "snapshot"):
             layout = layout_of(self._step, state)
-            check_data(data)
+            where = data_of(data, self._step.mesh)
             _check_devices(layout, state)
             self._check_may_write("snapshot")
             found = self._fingerprint(layout)
             newest = self._saving.newest, self._saving.taken
             own = collected(self._step, state)
-            self._snapshots.take(layout.own, own, found, data, newest)
+            self._snapshots.take(layout.own, own, found, where, newest)
 
     def _check_may_write(self, call: str) -> None:
         if not self._may_write:
@@ -293,11 +295,13 @@ class Checkpoints:
           state: a state of the step, such as ``step.init(params)``, of which only the types are
             read; ``step.abstract_init(params)`` takes no memory.
           strict: whether to refuse what changes the meaning of a step: the reduction, another
-            preprocessor, another update or outer update, dtypes. If not, this is said by the
-            warning, too, and what of the optimizer's state is not in the checkpoint is made anew.
+            preprocessor, another update or outer update, dtypes, different iterators of another
+            number of processes. If not, this is said by the warning, too, and what of the
+            optimizer's state is not in the checkpoint is made anew, and such data is ``None``.
 
         Returns:
-          The state, and the data that was saved with it; ``None`` if there is no checkpoint.
+          The state, and the data that was saved with it, of an iterator its state, for
+          ``set_state``; ``None`` if there is no checkpoint.
 
         Raises:
           ArgumentError, ArgumentTypeError: the state is not of this step.
@@ -305,7 +309,8 @@ class Checkpoints:
           CheckpointError: the folder cannot be read.
           CheckpointMismatchError: it is another model's or optimizer's, or has other dtypes.
         """
-        return self._restored(state, None, strict)
+        found = self._restored(state, None, strict)
+        return None if found is None else found[:2]
 
     def restore(
         self, state: TrainState, step: int, *, strict: bool = True
@@ -329,6 +334,41 @@ class Checkpoints:
         number = _check.whole_number("step", step, least=0, hint="It is one of steps().")
         found = self._restored(state, number, strict)
         assert found is not None
+        return found[:2]
+
+    def restore_best(
+        self, state: TrainState, *, strict: bool = True
+    ) -> tuple[TrainState, Json | bytes, int, float]:
+        """Restore the checkpoint that was saved with the highest score, as ``restore_latest`` does.
+
+        Of equal scores the newest is taken; snapshots have none.
+
+        >>> import jax.numpy as jnp, optax, tempfile
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(1.0), num_shards=1)
+        >>> state, folder = step.init(jnp.float32(3)), tempfile.mkdtemp()
+        >>> with Checkpoints(folder, step, keep=1, keep_best=1) as checkpoints:
+        ...     for score in (0.5, 0.7, 0.6):
+        ...         state, _ = step(state, jnp.ones(4))
+        ...         checkpoints.save(state, score=score)
+        ...     state, _, number, score = checkpoints.restore_best(state)
+        >>> number, score, float(state.params)
+        (2, 0.7, 1.0)
+
+        Args:
+          state: as for ``restore_latest``, like ``strict``.
+
+        Returns:
+          The state, the data that was saved with it, the number of the checkpoint, its score.
+
+        Raises: as for ``restore_latest``; and CheckpointError if none has a score.
+        """
+        found = self._restored(state, None, strict, best=True)
+        if found is None:
+            raise CheckpointError(
+                f"{self._folder.path} has no checkpoint with a score. Pass one to "
+                f"save(state, score=...), and keep_best= to Checkpoints."
+            )
         return found
 
     def restore_params(self, state: TrainState, step: int | None = None) -> TrainState:
@@ -379,11 +419,11 @@ class Checkpoints:
         return self._folder.numbers(self._step.mesh)
 
     def _restored(
-        self, state: TrainState, step: int | None, strict: bool
-    ) -> tuple[TrainState, Any] | None:
+        self, state: TrainState, step: int | None, strict: bool, best: bool = False
+    ) -> tuple[TrainState, Any, int, float] | None:
         _check.flag("strict", strict)
         with entering_of(self._step, "restore"):
-            found = self._found(state, step, strict=strict)
+            found = self._found(state, step, strict=strict, best=best)
             self._may_write = True
             if found is None:
                 return None
@@ -396,19 +436,21 @@ class Checkpoints:
                     # Of the caller of restore or restore_latest.
                     stacklevel=3,
                 )
-            return self._step.reshard(found.state), found.data
+            data = found.data.of_process(self._step.mesh)
+            return self._step.reshard(found.state), data, found.source.number, found.score
 
     def _found(
-        self, state: TrainState, step: int | None, *, strict: bool = True, only_params: bool = False
+        self, state: TrainState, step: int | None, *, strict: bool = True, **which: bool
     ) -> Found | None:
         """Read a checkpoint, or the latest that is whole; return ``None`` if there is none."""
+        only_params, best = which.get("only_params", False), which.get("best", False)
         call = "restore_params" if only_params else "restore"
         _check_call(call, state, jax.Array, jax.ShapeDtypeStruct)
         layout = layout_of(self._step, state)
         here = None if only_params else self._fingerprint(layout)
         types = jax.eval_shape(layout.collected, state)
         self._saving.wait()
-        if self._snapshots is not None and step is None and not only_params:
+        if self._snapshots is not None and step is None and not (only_params or best):
             newest = max(self.steps(), default=-1)
             for _, snapshot in reversed(self._snapshots.candidates()):
                 if snapshot.number < newest:
@@ -441,6 +483,8 @@ class Checkpoints:
                 )
             self._saving.damaged |= reasons.keys()
             left = [each for each in numbers if each not in reasons and step in (None, each)]
+            scores = self._saving.scores() if best else dict.fromkeys(left, 0.0)
+            left = sorted(scores.keys() & left, key=lambda each: (scores[each], each))
             if not left:
                 break
             try:
@@ -456,10 +500,10 @@ class Checkpoints:
                     CheckpointWarning,
                     stacklevel=3 if only_params else 4,
                 )
-            return found
+            return found._replace(score=scores[source.number])
         if not reasons:
             return None
-        what, whole = "No checkpoint", "is whole"
+        what, whole = f"No checkpoint{' with a score' if best else ''}", "is whole"
         if step is not None:
             what, whole = f"Checkpoint {step}", "is not whole"
         whys = "; ".join(f"checkpoint {each}: {why}" for each, why in reasons.items())

@@ -6,7 +6,6 @@ the step's optimizer the types of the state and the operations of the update.
 
 import dataclasses
 import enum
-import json
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -21,8 +20,9 @@ from jax.extend.core import Literal
 from crossshard import _jax
 from crossshard._check import typed
 from crossshard._hash import sha256
+from crossshard.checkpoints.data import Data
 from crossshard.checkpoints.folder import MOST_BYTES, Damaged, read_json
-from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointMismatchError
+from crossshard.errors import CheckpointMismatchError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.walk import constants, jaxprs_within, opened
@@ -35,7 +35,7 @@ from crossshard.step.function import StepConfig
 from crossshard.step.losses import written
 from crossshard.step.state import OPTIMIZER, PREPROCESS
 
-VERSION = 4
+VERSION = 5
 # All that version 3 tells of an option: that it was on, or that the loss was not over the batch.
 ON, NOT_BATCH = "on", "not batch"
 FILE = "manifest.json"
@@ -93,7 +93,7 @@ class Manifest:
     fingerprint: Fingerprint
     leaves: list[WrittenLeaf]
     # What the user saved beside the state.
-    data: Any
+    data: Data
 
     def to_json(self, hashes: Sequence[str] = ()) -> dict[str, Any]:
         """Return it as it is written, with the hashes of its arrays if these are known."""
@@ -106,26 +106,6 @@ class Manifest:
 def groups_of(layout: StateLayout) -> list[list[int]] | None:
     """Return the groups whose parameters differ, as a manifest has them."""
     return None if layout.groups is None else [list(group) for group in layout.groups.groups]
-
-
-def check_data(data: Any) -> None:
-    """Raise unless JSON returns the data as it was given.
-
-    Raises:
-      ArgumentError: it would come back as something else, or it is too large.
-      ArgumentTypeError: it has values that JSON does not know.
-    """
-    advice = "Write numbers, strings, lists and dicts with strings as keys, as in {'epoch': 3}."
-    try:
-        text = json.dumps(data, allow_nan=False)
-        is_same = json.loads(text) == data
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ArgumentTypeError(f"data cannot be written as JSON: {error}. {advice}") from error
-    if not is_same or len(text) > MOST_BYTES // 2:
-        raise ArgumentError(
-            f"data would not come back from JSON as it is, or is larger than {MOST_BYTES // 2:,} "
-            f"bytes; got {data!r:.80}. {advice}"
-        )
 
 
 def read_manifest(file: Path, number: int) -> Manifest:
@@ -150,9 +130,9 @@ def as_manifest(body: dict[str, Any], file: Path, number: int) -> Manifest:
     if checksum != sha256(body):
         raise Damaged("the manifest does not have the checksum that it was written with")
     form = body.pop("version", None)
-    if form not in (3, VERSION):
+    if form not in (3, 4, VERSION):
         raise CheckpointMismatchError(
-            f"{file} has version {form!r:.20}, and this crossshard reads versions 3 and "
+            f"{file} has version {form!r:.20}, and this crossshard reads versions 3 to "
             f"{VERSION}. Install the crossshard that wrote it, or choose another folder."
         )
     for key in sorted(body.keys() ^ {field.name for field in dataclasses.fields(Manifest)}):
@@ -161,13 +141,16 @@ def as_manifest(body: dict[str, Any], file: Path, number: int) -> Manifest:
             f"{file} has {what} {key!r:.60}, so something else wrote it. Choose another folder."
         )
     try:
+        if form != VERSION:
+            body["data"] = dataclasses.asdict(Data(body["data"]))
         if form == 3:
             body["fingerprint"] = _of_version_3(**body["fingerprint"])
         manifest: Manifest = typed(Manifest, body)
         paths = [leaf.path for leaf in manifest.leaves]
+        manifest.data.check()
         if manifest.shards > _MOST_SHARDS or len({*paths}) < len(paths):
             raise ValueError("It has too many shards, or a path twice.")
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise Damaged("the manifest has values of a wrong type") from None
     if manifest.number != number:
         raise Damaged(f"its manifest is that of checkpoint {manifest.number}")

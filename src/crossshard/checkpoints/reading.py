@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from crossshard import _mesh
 from crossshard._hash import hash_of
 from crossshard.checkpoints import storage
+from crossshard.checkpoints.data import Data
 from crossshard.checkpoints.folder import Damaged, Folder, printable
 from crossshard.checkpoints.manifest import (
     FILE,
@@ -52,10 +53,11 @@ class Found(NamedTuple):
     """What a checkpoint has for a step: the unsharded state, and what the user saved beside it."""
 
     state: TrainState
-    data: Any
+    data: Data
     # What differs between the two steps, in words.
     notes: list[str]
     source: "Source"
+    score: float = 0.0
 
 
 class Source(Protocol):
@@ -160,7 +162,7 @@ def read_state(
             params = jax.tree.structure(state.params).unflatten(read.values())
             shardings = layout.shardings(state).params
             params = jax.jit(lambda x: x, out_shardings=shardings)(params)
-            return Found(dataclasses.replace(state, params=params), None, [], source)
+            return Found(dataclasses.replace(state, params=params), Data(None), [], source)
         like, tree = jax.tree.flatten(types)
         arrays = [
             storage.from_disk(x, read[places[key]]) if key in places else NEW
@@ -230,6 +232,8 @@ def _differences(
         yield _REFUSED, _differ("the number of shards of its groups is", *shards)
     if here is not None and manifest.rng != rng:
         yield _REFUSED, f"its random key is of {manifest.rng}, and here of {rng}"
+    if here is not None:
+        yield _STRICT, manifest.data.misfit(layout.mesh)
     yield _STRICT, option("reduction")
     yield from _of_arrays(before, now, written, own)
     new, gone, kept = (

@@ -14,6 +14,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from crossshard import _check, _mesh
 from crossshard._hash import crc32, hash_later
 from crossshard.checkpoints import storage
+from crossshard.checkpoints.data import Data
 from crossshard.checkpoints.folder import LARGEST, Folder, Lock, in_words, read
 from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, WrittenLeaf, groups_of
 from crossshard.distributed.agreement import check_agreement, exchange
@@ -58,7 +59,7 @@ class Saving:
         layout: StateLayout,
         state: TrainState,
         fingerprint: Fingerprint,
-        data: Any,
+        data: Data,
         notes: Mapping[str, str],
         at_least: int = 0,
     ) -> None:
@@ -83,8 +84,8 @@ class Saving:
         check_agreement(
             "save",
             lambda: {
-                "a state": _checksum(dataclasses.replace(manifest, data=None).to_json()),
-                "data": _checksum(data),
+                "a state": _checksum(dataclasses.replace(manifest, data=Data(None)).to_json()),
+                "data": _checksum(dataclasses.asdict(data)),
             },
             self._mesh,
             "Every process passes the same; where all of them stand is one dict.",
@@ -142,6 +143,12 @@ class Saving:
                 self._orbax.close()
                 self._orbax = None
             self._lock.release()
+
+    def scores(self) -> dict[int, float]:
+        """Return the scores of the checkpoints that have one, as the first process sees them."""
+        own = {each: self._score(each) for each in self.numbers} if jax.process_index() == 0 else {}
+        told = exchange("restore", json.dumps(list(own.items())), self._mesh)[0]
+        return {number: score for number, score in json.loads(told) if score is not None}
 
     def _to_delete(self) -> list[int]:
         """Return the checkpoints that do not stay."""

@@ -5,75 +5,18 @@ Each shard has adjacent summands, equally many if their number divides. It adds 
 whole subtree, ``2**levels`` at a time, and keeps the sums, its nodes, apart.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from crossshard.collectives.sums import Bucket, by_bucket, exchange, gather_slices, split_bucket
 from crossshard.shards.axes import Shards
+from crossshard.shards.batch_axes import VirtualShards
 from crossshard.shards.cut import Partition
-
-
-@dataclasses.dataclass(frozen=True)
-class VirtualShards:
-    """How many virtual shards each shard has: as many as any other, or the first ones one more.
-
-    >>> uneven = VirtualShards(8, 3)
-    >>> [uneven.count(shard) for shard in range(3)], uneven.first(2)
-    ([3, 3, 2], 6)
-    """
-
-    number: int  # how many there are on all shards together
-    shards: int  # how many shards there are, at most ``number``
-
-    @property
-    def is_even(self) -> bool:
-        """Whether each shard has as many."""
-        return self.number % self.shards == 0
-
-    @property
-    def most(self) -> int:
-        """How many a shard has at most, and has room for."""
-        return -(-self.number // self.shards)
-
-    def first(self, shard: Any) -> Any:
-        """Return the first virtual shard of a shard, whose index is an int or int32[]."""
-        if self.is_even:
-            return shard * self.most
-        least = jnp.minimum if isinstance(shard, jax.Array) else min
-        return shard * (self.most - 1) + least(shard, self.number % self.shards)
-
-    def count(self, shard: Any) -> Any:
-        """Return how many a shard has."""
-        return self.most if self.is_even else self.first(shard + 1) - self.first(shard)
-
-    @property
-    def levels(self) -> int:
-        """How many levels of the tree a shard adds by itself: no subtree may end elsewhere.
-
-        >>> [VirtualShards(number, 4).levels for number in (32, 24, 12, 7)]
-        [3, 1, 0, 0]
-        """
-        return (self.most & -self.most).bit_length() - 1 if self.is_even else 0
-
-    @property
-    def nodes(self) -> int:
-        """How many nodes that leaves, or how many a shard has room for."""
-        return self.most >> self.levels
-
-    def filled(self, nodes: Any) -> Any:
-        """Return those of all shards' ``[shards · nodes, …]`` that virtual shards have filled."""
-        if self.is_even:
-            return nodes
-        room = np.arange(self.shards * self.most).reshape(self.shards, -1)
-        own = [room[shard, : self.count(shard)] for shard in range(self.shards)]
-        return nodes[np.concatenate(own)]
 
 
 def empty_sums(types: Sequence[Any], virtual: VirtualShards) -> list[jax.Array]:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard import _check, _jax, _mesh
 from crossshard._check import is_number
 from crossshard._hash import checksum
-from crossshard.collectives.in_order import VirtualShards
 from crossshard.distributed.agreement import check_agreement
-from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 from crossshard.model.state import FlatState, TrainState, is_unread, names_of
 from crossshard.shards.batch_axes import (
     BatchAxes,
+    VirtualShards,
     check_batch_axis,
     join,
     resized,
@@ -79,6 +79,16 @@ def check_same_rows(rows: Any, axes: BatchAxes) -> None:
         )
 
 
+def check_batches(batches: Any) -> None:
+    """Raise unless this is an iterable of batches, and not a single one."""
+    is_one = isinstance(batches, dict | str | bytes) or hasattr(batches, "dtype")
+    if is_one or not isinstance(batches, Iterable):
+        raise ArgumentTypeError(
+            f"batches is an iterable of batches; got {type(batches).__name__}. Write [batch] for a "
+            f"single one."
+        )
+
+
 class BatchPlacer:
     """Puts the batches of a loss on a mesh: rows split over the shards in order, the rest whole.
 
@@ -101,6 +111,8 @@ class BatchPlacer:
         # The kinds of batches whose padding weighs nothing, and those that all processes passed.
         self._padded: set[Any] = set()
         self._agreed: set[Any] = set()
+        # The kinds of batches that a call has put on the devices of several processes.
+        self._placed: set[Any] = set()
 
     def along(self, axis: int) -> NamedSharding:
         """Return the sharding of an array that is split along an axis."""
@@ -191,6 +203,37 @@ class BatchPlacer:
         pieces = self._loss.parts(self.number) * self._loss.accumulate_steps
         return int(leaf.shape[axis] * pieces // self._multiple(leaf))
 
+    def ahead(self) -> Callable[[Any], Any]:
+        """Return what puts the rows of one batch after the other on the devices, in any thread.
+
+        It leaves to the call that takes the batch what that would refuse, pad, compile for, or
+        compare with other processes. ``evaluate`` pads a batch with fewer rows than one before.
+        """
+        longest = 0
+
+        def place(batch: Any) -> Any:
+            nonlocal longest
+            # The loader may fill its arrays again, before a step has read them.
+            batch = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
+            try:
+                rows, whole = self.batch_axes.split(batch)
+                self.check_rows(rows)
+            except CrossshardError:
+                return batch
+            leaves, axes = jax.tree.leaves(rows), self.batch_axes.of_rows(rows)
+            number, before = leaves[0].shape[axes[0]], longest
+            longest = max(longest, number)
+            is_ready = self._virtual.is_even and all(type(x) is np.ndarray for x in leaves)
+            if not is_ready or number < before or any(map(self._missing, leaves, axes)):
+                return batch
+            if self.parts < self.number and _kind(rows) not in self._placed:
+                return batch
+            with jax.transfer_guard("allow"):
+                put_rows = lambda x, axis: put(x, self.along(axis))
+                return join(jax.tree.map(put_rows, rows, self.batch_axes.tree_of(rows)), whole)
+
+        return place
+
     def rows_of(self, batch: Any) -> str:
         """Describe what this process passes, for the others: with weights, any number of rows."""
         words = []
@@ -202,7 +245,7 @@ class BatchPlacer:
                 elif not self._virtual.is_even:
                     sizes[axis] = self._length_with_room(leaf, axis, self.parts)
                 sizes[axis] = "any" if self._weight else sizes[axis]
-            words.append(f"{getattr(leaf, 'dtype', '')}[{','.join(map(str, sizes))}]")
+            words.append(f"{dtype_on_device(leaf)}[{','.join(map(str, sizes))}]")
         return ",".join(words)
 
     def place_whole(self, whole: Any) -> Any:
@@ -232,6 +275,8 @@ class BatchPlacer:
                 "Every process must pass arrays of the same dtypes. The mean over the shards is "
                 f"that over all rows only if all pass as many rows: pass as many{or_weight}.",
             )
+        if self.parts < self.number:
+            self._placed.add(_kind(rows))
         placed = jax.tree.map(lambda x, axis: self._put(x, self.along(axis)), rows, axes)
         if not self._virtual.is_even:
             _UNEVEN.update((id(x), x) for x in jax.tree.leaves(placed) if not _is_traced(x))
@@ -274,7 +319,7 @@ class BatchPlacer:
     def _check_agreement(self, tree: Any, shown: Callable[[Any], str], mend: str) -> None:
         """Raise unless ``shown`` says the same of every process's leaves; once for each kind."""
         paths = jax.tree_util.tree_leaves_with_path(tree)
-        key = mend, tuple((path, leaf.shape, str(leaf.dtype)) for path, leaf in paths)
+        key = mend, _kind(tree)
         if not paths or key in self._agreed:
             return
         name = lambda path: f"batch{jax.tree_util.keystr(path)}"
@@ -348,6 +393,18 @@ class BatchPlacer:
                 f"{each} of them. Add a mask to the batch and pass its name as weight."
             )
         self._padded.add(key)
+
+
+def _kind(tree: Any) -> Any:
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return tuple((path, leaf.shape, str(leaf.dtype)) for path, leaf in paths)
+
+
+def dtype_on_device(leaf: Any) -> Any:
+    """Return the dtype that an array has, or will have, on a device; empty if it has none."""
+    dtype: Any = getattr(leaf, "dtype", "")
+    is_known = isinstance(leaf, np.ndarray) and dtype.kind in "biufc"
+    return jax.dtypes.canonicalize_dtype(dtype) if is_known else dtype
 
 
 def _is_traced(x: Any) -> bool:

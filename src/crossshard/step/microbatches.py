@@ -11,14 +11,13 @@ from jax import lax
 
 from crossshard import _check
 from crossshard._check import is_inexact, is_number
-from crossshard.collectives.in_order import VirtualShards
 from crossshard.collectives.sums import average, sum_over_shards, to_average, to_sum
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, part_of_mean
 from crossshard.jaxprs.walk import depends
 from crossshard.pipeline.stages.aggregate import as_weight
 from crossshard.shards.axes import Shards
-from crossshard.shards.batch_axes import BatchAxes
+from crossshard.shards.batch_axes import BatchAxes, VirtualShards
 
 
 class LocalResult(NamedTuple):

@@ -19,7 +19,14 @@ from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import join, resized
 from crossshard.shards.cut import only
 from crossshard.shards.devices import put
-from crossshard.step.batches import BatchPlacer, check_same_rows, is_uneven, padded
+from crossshard.step.batches import (
+    BatchPlacer,
+    check_batches,
+    check_same_rows,
+    dtype_on_device,
+    is_uneven,
+    padded,
+)
 from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
 from crossshard.step.losses import changed
@@ -74,12 +81,7 @@ class OverData:
         self, call: str, batches: Iterable[Any], run: Callable[[Any, jax.Array], Any]
     ) -> Iterator[Any]:
         """Yield what ``run(batch, counted)`` returns for each batch, once it is on the devices."""
-        is_one = isinstance(batches, dict | str | bytes) or hasattr(batches, "dtype")
-        if is_one or not isinstance(batches, Iterable):
-            raise ArgumentTypeError(
-                f"batches is an iterable of batches; got {type(batches).__name__}. Write [batch] "
-                f"for a single one."
-            )
+        check_batches(batches)
         where = self._where
         longest, number = 0, 0
         for batch in batches:
@@ -114,7 +116,7 @@ class OverData:
         own = length * where.parts // where.number if is_placed else length
         number = own if is_placed else max(longest, math.ceil(own / where.parts) * where.parts)
         each = ", ".join(
-            f"{leaf.dtype}{list(resized(leaf.shape, axis, number))}"
+            f"{dtype_on_device(leaf)}{list(resized(leaf.shape, axis, number))}"
             for leaf, axis in zip(leaves, axes, strict=True)
         )
         self._check_agreement(call, f"{before} and a further one of {each}")

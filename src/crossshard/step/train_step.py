@@ -24,7 +24,9 @@ from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.batches import BatchPlacer
 from crossshard.step.describe import describe
 from crossshard.step.function import StepConfig, to_read
+from crossshard.step.nonfinite_origin import NonfiniteOrigin, find
 from crossshard.step.over_data import OverData, ToRead
+from crossshard.step.prefetch import Prefetch
 from crossshard.step.program import Program
 from crossshard.step.state import States
 
@@ -182,6 +184,40 @@ class TrainStep:
         if not self._is_watched:
             return contextlib.nullcontext()
         return entering(call) if counts else for_now(call)
+
+    def prefetch(self, batches: Iterable[PyTree], size: int = 2) -> Prefetch:
+        """Read the next batches in a thread, and put them on the devices while a step runs.
+
+        It yields the batches in their order, as a call of the step, ``evaluate`` or ``predict``
+        takes them. Rows of numpy arrays are on the devices; what has to be padded is left to the
+        call, and so is, if there are several processes, the first batch of each kind. An error of
+        the loader is raised in the loop. The thread ends with the loop, also when a ``break`` or an
+        error ends it.
+
+        Args:
+          batches: an iterable of batches: a list, a generator, a loader. Only its ``iter`` is
+            called in this thread. If there are several processes, each passes its own rows.
+          size: how many batches are read ahead at most.
+
+        Returns:
+          An iterator. If ``batches`` has ``get_state`` and ``set_state``, as Grain's iterators do,
+          so has this one, with the state after the last batch that was taken: pass it to
+          ``Checkpoints.save`` as ``data``.
+
+        Raises:
+          ArgumentError: ``size`` is less than 1.
+          ArgumentTypeError: ``batches`` is a single batch, or ``size`` is no int.
+
+        >>> import numpy as np, optax
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(0.1), num_shards=1)
+        >>> state, loader = step.init(np.float32(3)), (np.ones(4, np.float32) for _ in range(5))
+        >>> for batch in step.prefetch(loader):
+        ...     state, metrics = step(state, batch)
+        >>> int(state.step)
+        5
+        """
+        return Prefetch(batches, size, self._program.placer.ahead())
 
     def finish(self, state: TrainState) -> None:
         """Wait for the last steps, and raise what they have found, as further calls would.
@@ -437,6 +473,55 @@ class TrainStep:
         with _mesh.in_place_of_the_users_mesh(self._config.mesh):
             return differing(self._states.layout(state), first, again)
 
+    def find_nonfinite(self, state: TrainState, batch: PyTree) -> NonfiniteOrigin | None:
+        """Find where the first NaN or infinity of a step comes from: the line, the shard, the rows.
+
+        Call it after a step that was not finite, with the state from before it. The loss, the
+        gradient and the optimizer's update are computed again on one device, shard after shard and
+        one equation at a time. What is not finite is followed back to the first equation that made
+        it of finite numbers, or to the array that it came in with. An infinity that only constants
+        make, as a mask does, is not taken for the fault.
+
+        If there are several processes, each looks at its own shards, and none waits for another;
+        unless parameters are sharded, which all processes then gather in the same call.
+
+        Args:
+          state: the state before the step; it stays valid. Steps that are skipped return it.
+          batch: the batch of the step, as for a call.
+
+        Returns:
+          A ``NonfiniteOrigin``, which prints as text; ``None`` if all is finite here.
+
+        Raises:
+          ArgumentError: the state was donated; or the loss is over the batch of several processes.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from crossshard import make_train_step
+        >>> loss_fn = lambda w, x: jnp.where(x > 0, jnp.log(w * x), 0).mean()
+        >>> step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=1, donate=False)
+        >>> found = step.find_nonfinite(step.init(jnp.float32(3)), jnp.array([1.0, 0.0]))
+        >>> found.result, found.phase, found.primitive, found.rows
+        ('the gradient of `gradient`', 'backward pass', 'div', (1,))
+        """
+        if not _jax.at_top_level():
+            raise ArgumentError("find_nonfinite runs on the host. Call it outside of jax.jit.")
+        if isinstance(state, TrainState) and getattr(state.step, "is_deleted", bool)():
+            raise ArgumentError(
+                "find_nonfinite takes the step again, from the state before it, and the arrays of "
+                "this state are gone: it was donated to a step. Restore a checkpoint or a snapshot "
+                "from before the step. For the next time: with nonfinite='skip' the state that the "
+                "step returns is the one before it; with donate=False each state stays valid."
+            )
+        check_state(state, or_types=False)
+        self._program.placer.abstract(batch)
+        layout, unshard = layout_of(self, state), lambda: _inside(self.unshard(state))
+        is_here = lambda x: x.is_fully_addressable or x.is_fully_replicated
+        with self._entering("find_nonfinite", counts=False):
+            whole = all(map(is_here, jax.tree.leaves((state.params, state.frozen))))
+            return find(
+                self._config, layout, _inside(state) if whole else unshard(), batch, unshard
+            )
+
     def describe(self) -> str:
         """Describe the pipeline, the weight update and its reason, and the arrays with their sizes.
 
@@ -449,7 +534,10 @@ class TrainStep:
 def _not_finite(found: NonfiniteState, number: int, state: TrainState) -> NonfiniteError:
     """Return the error for ``number`` steps in a row, which names what the last of them found."""
     what, of_state = found.describe(state.params, state.model_state), _first_nan(state)
-    then = "Parameters and state hold nothing of it: save them, and look at the batch of that step."
+    then = (
+        "Parameters and state hold nothing of it: save them, and look at the batch of that step: "
+        "step.find_nonfinite(state, batch) names the line and the rows."
+    )
     if of_state:
         then = f"{of_state} of the state is NaN, whatever the batch is: restore a checkpoint."
     many = f"Something was not finite in {number} steps in a row; in the last of them "

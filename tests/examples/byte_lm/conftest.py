@@ -1,4 +1,6 @@
-"""Programs that several runs of the example compile are compiled once."""
+"""Programs that several runs of the example compile are compiled once; lines are told at once."""
+
+from collections.abc import Callable
 
 import jax
 import pytest
@@ -14,6 +16,17 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory):
     _set(tmp_path_factory.mktemp("compiled").as_posix(), 0.0)
     yield
     _set(*before)
+
+
+@pytest.fixture
+def tell(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Prints lines while the test runs."""
+
+    def told(text: str) -> None:
+        with capsys.disabled():
+            print(f"\n{text}", end="", flush=True)
+
+    return told
 
 
 def _set(*values: object) -> None:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,17 +32,6 @@ STAGES = {
     "streaming": ("--sync-every 4 --sync-streaming --outer-reduce-dtype int8", [(2, 2)]),
     "virtual shards": ("--virtual-shards 4 --weight-update sharded", [(2, 2), (1, 4), (2, 1)]),
 }
-
-
-@pytest.fixture
-def tell(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Prints lines while the test runs."""
-
-    def told(text: str) -> None:
-        with capsys.disabled():
-            print(f"\n{text}", end="", flush=True)
-
-    return told
 
 
 def arrays(out: Path, number: int) -> dict[str, np.ndarray]:

@@ -15,7 +15,6 @@ from jax.extend.core import jaxpr_as_fun
 
 from crossshard import _check, _jax
 from crossshard._check import is_inexact
-from crossshard.collectives.in_order import VirtualShards
 from crossshard.collectives.sums import average, to_sum
 from crossshard.errors import ArgumentError
 from crossshard.gradients.local import split_loss
@@ -32,7 +31,7 @@ from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, add, mean, zeros
 from crossshard.shards.axes import get_shard_context, shard_context
-from crossshard.shards.batch_axes import FIRST, BatchAxes, join
+from crossshard.shards.batch_axes import FIRST, BatchAxes, VirtualShards, join
 from crossshard.shards.random_streams import keys_of_rows
 from crossshard.step.gather import AtUse
 from crossshard.step.microbatches import (

@@ -16,7 +16,6 @@ from jax.extend.core import jaxpr_as_fun
 from crossshard import _jax
 from crossshard._annotations import PyTree
 from crossshard.collectives.in_order import (
-    VirtualShards,
     add_summand,
     empty_sums,
     sum_in_order,
@@ -30,7 +29,7 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import StageContext
 from crossshard.pipeline.stages.aggregate import Aggregator, Peers, Sent
-from crossshard.shards.batch_axes import join
+from crossshard.shards.batch_axes import VirtualShards, join
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.rows import StepLoss
 from crossshard.step.microbatches import LocalResult, pieces_of

@@ -1,0 +1,91 @@
+"""How long a loop waits for its loader, with and without `step.prefetch`.
+
+`python -m benchmarks.prefetch`: a loader that takes 20 ms for a batch, and a step that takes 50.
+"""
+
+import argparse
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import crossshard
+from benchmarks import age, markdown
+from benchmarks.machine import this_machine
+
+_LOADER, _STEP = 0.020, 0.050
+_HEADS = ("loop", "ms a step", "least", "most", "threads left")
+
+
+def main() -> None:
+    """Measure, and print or write a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100, help="steps of each loop")
+    parser.add_argument("--out", type=Path, help="write a page, such as docs/benchmarks/x.md")
+    options = parser.parse_args()
+    crossshard.cpu_devices(8)
+    machine = this_machine()
+    table = markdown.table(_HEADS, measured(options.steps), names=(0,))
+    print(table)
+    if options.out is None:
+        return
+    paragraphs = (
+        "# Prefetch",
+        f"How long a step takes in a loop whose loader takes {1000 * _LOADER:.0f} ms for a batch, "
+        f"and whose step takes {1000 * _STEP:.0f}.",
+        table,
+        f"Medians of {options.steps} steps on eight virtual devices, from batch to batch. A real "
+        f"step of a small model is waited for, and the loop sleeps until the time of a step is "
+        f"over, so that only the loader is compared. How it is used is in "
+        f"[its guide](../guide/data.md).",
+        markdown.measured_on(machine, f"python -m benchmarks.prefetch --steps {options.steps}"),
+    )
+    age.write(options.out, "\n\n".join(paragraphs) + "\n")
+
+
+def measured(steps: int) -> list[list[str]]:
+    """The rows of the table: a loop without, and one with two batches ahead."""
+    loss = lambda w, x: jnp.mean((x @ w - 1) ** 2)
+    step = crossshard.make_train_step(loss, optax.sgd(0.1), num_shards=8)
+    ways: dict[str, Callable[[Iterable[Any]], Iterable[Any]]] = {
+        "for batch in loader": lambda batches: batches,
+        "for batch in step.prefetch(loader, 2)": lambda batches: step.prefetch(batches, 2),
+    }
+    return [[f"`{name}`", *_loop(step, way(_loader(steps + 3)))] for name, way in ways.items()]
+
+
+def _loader(number: int) -> Iterator[np.ndarray]:
+    """Batches of 256 rows, each of which takes its time."""
+    rng = np.random.default_rng(0)
+    for _ in range(number):
+        began = time.perf_counter()
+        batch = rng.normal(size=(256, 64)).astype(np.float32)
+        time.sleep(max(0.0, began + _LOADER - time.perf_counter()))
+        yield batch
+
+
+def _loop(step: crossshard.TrainStep, batches: Iterable[Any]) -> list[str]:
+    """The cells of a loop, without its first steps, which compile."""
+    state, times = step.init(np.zeros((64, 8), np.float32)), list[float]()
+    for batch in batches:
+        began = time.perf_counter()
+        state, metrics = step(state, batch)
+        jax.block_until_ready(metrics)
+        time.sleep(max(0.0, began + _STEP - time.perf_counter()))
+        times.append(time.perf_counter())
+    each = [1000 * (b - a) for a, b in itertools.pairwise(times[2:])]
+    figures = (statistics.median(each), min(each), max(each))
+    left = sum(each.name == "crossshard" for each in threading.enumerate())
+    return [*(f"{figure:.1f}" for figure in figures), f"{left}"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Runs under ``crossshard launch`` that are killed go on out of memory, and lose no bit."""
+
+import contextlib
+import os
+import re
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.restarts import EVERY, PROCESSES, Run
+from tests.examples.byte_lm.small import COMMAND, SMALL, bare_environment, small_text
+from tests.examples.byte_lm.test_chaos import arrays, sha256
+
+# Steps before the first kill, between one and the next, and after the last.
+SOME = 80
+PATIENCE = 300
+WAYS = {
+    f"{optimizer}, {name}": ["--optimizer", optimizer, *words.split()]
+    for optimizer in ("adamw", "muon")
+    for name, words in {
+        "replicated": "--weight-update replicated",
+        "sharded": "--weight-update sharded",
+        "parameters sharded": "--params sharded",
+    }.items()
+}
+
+
+def started(folder: Path, steps: int, restarts: int, *words: str) -> Run:
+    """A run; if it may be started again, one with snapshots and spare processes."""
+    folder.mkdir()
+    # The disk has nothing before the end: whatever is restored was in memory.
+    words = ("--steps", str(steps), "--save-every", str(steps), "--resume", *SMALL, *words)
+    options = ["--data", small_text(folder), "--out", folder / "out", "--batch", 8, *words]
+    if restarts:
+        options += ["--memory", folder / "memory", "--memory-every", EVERY]
+    spares = ["--spares", PROCESSES] if restarts else []
+    return Run([*spares, "--", *COMMAND, *options], bare_environment(), restarts)
+
+
+def kill(run: Run, rng: np.random.Generator) -> str:
+    """Kill one process, or two at once; any may be meant, the first one and a spare one too."""
+    there = run.processes()
+    number = min(len(there), int(rng.integers(1, 3)))
+    for pid in rng.choice(there, number, replace=False) if number else ():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    return f"{number} of {len(there)}"
+
+
+@pytest.mark.soak
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(
+    way: str, tmp_path: Path, tell, soak_steps
+):
+    kills = max(1, soak_steps // 600)
+    rng, steps = np.random.default_rng(17 + list(WAYS).index(way)), SOME * (kills + 2)
+    run, known = started(tmp_path / "run", steps, 10 * kills, *WAYS[way]), 0
+    memory = tmp_path / "run" / "memory"
+    parts: dict[str, list[float]] = {}
+    try:
+        until = time.monotonic() + PATIENCE
+        while not [*memory.glob("*/*.json")]:
+            assert time.monotonic() < until, run.printed()
+            time.sleep(0.02)
+        for number in range(kills):
+            time.sleep(rng.uniform(0, 1))
+            known, began = len(run.lines), time.monotonic()
+            kill(run, rng)
+            if not run.wait_for("started again", known, 5):
+                # Only spare ones were killed.
+                continue
+            if number % 4 == 3:
+                # Once more, while it comes back.
+                time.sleep(rng.uniform(0, 2))
+                kill(run, rng)
+            if not run.wait_for("trains again after", known):
+                assert run.process.poll() == 0, run.printed()
+                break
+            for part, taken in run.parts(began, known).items():
+                parts.setdefault(part, []).append(taken)
+        assert run.process.wait(PATIENCE) == 0, run.printed()
+    finally:
+        run.end()
+    printed = run.printed()
+    told = re.findall(r"trains again after ([\d.]+) seconds, from (\w+).*: (\d+) steps? w", printed)
+    assert {source for _, source, _ in told} <= {"Snapshot"}, printed
+    seconds, lost = [float(each) for each, *_ in told], [int(each) for *_, each in told]
+    # A kill while one is written costs those since the one before it.
+    assert max(lost, default=0) <= 2 * EVERY, printed
+    assert not memory.exists() or list(memory.iterdir()) == []
+    whole = started(tmp_path / "whole", steps, 0, *WAYS[way])
+    try:
+        assert whole.process.wait(PATIENCE) == 0, whole.printed()
+    finally:
+        whole.end()
+    one, other = (sha256(arrays(tmp_path / each / "out", steps)) for each in ("run", "whole"))
+    tell(f"{way}: {len(told)} deaths told in {steps} steps; steps done again {sorted(lost)}")
+    if seconds:
+        of_all = np.percentile(seconds, [50, 95])
+        tell("seconds to the next step, median and 95%: {:.1f} {:.1f}".format(*of_all))
+        told_parts = {part: round(statistics.median(x), 1) for part, x in parts.items()}
+        tell(f"of which, at the median: {told_parts}")
+    tell(f"sha256 of the state, killed and undisturbed: {one[:16]} {other[:16]}")
+    assert one == other
