@@ -23,6 +23,8 @@ EXTRA = "tpu"
 if importlib.util.find_spec("crossshard") is None:
     places = [Path(place) for place in ("/kaggle/input", "/content", ".") if Path(place).is_dir()]
     wheels = [wheel for place in places for wheel in place.rglob("crossshard-*.whl")]
+    if not wheels:
+        raise FileNotFoundError("There is no crossshard-….whl: upload that of build/notebook.")
     what = f"{wheels[0]}[{EXTRA}]" if EXTRA else str(wheels[0])
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", what], check=True)
     importlib.invalidate_caches()
