@@ -51,7 +51,9 @@ def test_make_environment_says_which_jax_it_has(tmp_path: Path):
 
 # Asks pip's index, as the installation does.
 @pytest.mark.deep
-@pytest.mark.parametrize("name", ["docs.txt", "ray.txt", "py311-oldest.txt", "py311-newest.txt"])
+@pytest.mark.parametrize(
+    "name", ["docs.txt", "ray.txt", "notebook.txt", "py311-oldest.txt", "py311-newest.txt"]
+)
 def test_what_is_pinned_takes_the_first_python_that_is_promised(name: str, tmp_path: Path):
     first = PROJECT["requires-python"].removeprefix(">=")
     subprocess.run(
