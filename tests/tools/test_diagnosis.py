@@ -1,6 +1,7 @@
 """`doctor`: right sums pass, wrong ones are named, and so is what looks wrong with the job."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import time
@@ -220,6 +221,10 @@ def test_where_jax_does_not_start_and_what_xla_says_before_it_ends_the_process()
         "The start of JAX with JAX_PLATFORMS=no_such_platform failed: ",
     ):
         assert part in ran.stdout
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        ran = run("--no-self-test", JAX_PLATFORMS="cuda")
+        assert ran.returncode == 1, ran
+        assert "JAX has no plugin for a platform. Install it, such as by" in ran.stdout
     ran = run("--no-self-test", XLA_FLAGS="--xla_no_such_flag=1")
     assert ran.returncode == 1, ran
     assert "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1" in ran.stderr

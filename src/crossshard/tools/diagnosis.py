@@ -302,7 +302,12 @@ def _find_devices() -> Devices:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines() or [type(error).__name__]
+    # JAX asserts that a platform of JAX_PLATFORMS has a plugin, and says nothing else.
+    silent = (
+        f"{type(error).__name__}, without a word, as where JAX has no plugin for a platform. "
+        f"Install it, such as by pip install 'jax[cuda12]'"
+    )
+    lines = str(error).splitlines() or [silent]
     return f"{lines[0].rstrip('.'):.300}"
 
 
