@@ -317,6 +317,7 @@ def main(
     steps: str,
     hosts: str = "1",
     update: str = "parts",
+    on_damage: Any = "error",
 ) -> None:
     join(process, port, int(processes), 4 // int(processes))
     step = step_on(4, update)
@@ -329,7 +330,7 @@ def main(
     )
     with warnings.catch_warnings():
         # What is not whole is none, rather than damaged.
-        warnings.simplefilter("error", CheckpointWarning)
+        warnings.simplefilter(on_damage, CheckpointWarning)
         found = checkpoints.restore_latest(step.abstract_init(PARAMS))
     state, data = found or (step.init(PARAMS), 0)
     first, last = data, int(steps)
@@ -397,6 +398,37 @@ def test_a_host_that_has_lost_its_memory_gets_its_parts_from_another(
         "checkpoints.test_memory", tmp_path, tmp_path, 4, 1, hosts, update, processes=4
     )
     assert {first for first, *_ in begun} == {0}
+
+
+# What is done to the memory of two hosts, and after how many steps a run then goes on.
+DAMAGES: dict[str, tuple[Any, int]] = {
+    "bytes are gone": (lambda newest: (newest[1] / "1.bytes").unlink(), 2),
+    "a host and the copies of its parts": (
+        lambda newest: (shutil.rmtree(newest[1].parent), flip(newest[0] / "0.bytes")),
+        1,
+    ),
+    "one of two manifests": (
+        lambda newest: change(newest[1] / "1.json", lambda body: body["manifest"].update(number=7)),
+        1,
+    ),
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.deep
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_one_host_finds_damaged_keeps_none_waiting(name: str, tmp_path: Path):
+    damage, expected = DAMAGES[name]
+    run_processes("checkpoints.test_memory", tmp_path, tmp_path, 2, 2, 2)
+    damage([next(tmp_path.glob(f"memory-{host}/00000002-*")) for host in range(2)])
+    words = (2, 3, 2, "parts", "ignore")
+    again = run_processes("checkpoints.test_memory", tmp_path, tmp_path, *words, patience=60)
+    assert {first for first, *_ in again} == {expected}
+    whole = [
+        np.asarray(x).tobytes().hex()
+        for x in jax.tree.leaves(trained(step_on(4, "parts"), 3).params)
+    ]
+    assert all(content == whole for *_, content in again)
 
 
 def test_what_is_kept_after_an_older_one_was_restored_is_the_newest(folders: dict[str, Any]):

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from crossshard.distributed.launcher import _Spares
 from tests.distributed.jobs import PATIENCE, launch
 
 # In the first run process 1 fails, once two more processes have begun, and the others are ended.
 RUN = """
-import os, sys, time
+import os, subprocess, sys, time
 from pathlib import Path
 folder, fails = Path(sys.argv[1]), sys.argv[2]
+if fails == "600":
+    (folder / f"child-{subprocess.Popen(['sleep', '600']).pid}").touch()
 (folder / f"began-{os.getpid()}").touch()
 print("begins")
 import crossshard, numpy as np, optax
@@ -67,9 +70,30 @@ def test_they_end_with_the_launcher(tmp_path: Path):
         time.sleep(0.05)
     ran.send_signal(signal.SIGKILL)
     ran.communicate()
+    # And what they have started.
+    found |= numbers(tmp_path, "child")
     while any(Path(f"/proc/{pid}/cmdline").exists() and is_there(pid) for pid in found):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_what_a_spare_has_started_keeps_no_launcher_waiting():
+    code = (
+        "import subprocess, time\n"
+        "own = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "print(own.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    spares = _Spares([sys.executable, "-S", "-c", code])
+    spares.wanted, spares.environment = 1, {**os.environ}
+    spares.fill()
+    (spare,) = spares._waiting
+    assert spare.stdout is not None
+    # It has the spare's standard output, which does not end.
+    own, begun = int(spare.stdout.readline()), time.monotonic()
+    spares.close()
+    assert time.monotonic() < begun + 30
+    os.kill(own, signal.SIGKILL)
 
 
 def is_there(pid: str) -> bool:

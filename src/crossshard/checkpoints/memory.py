@@ -471,6 +471,41 @@ class Snapshot:
         Raises:
           Damaged: a part is not what was written, or no host has the parts of another one.
         """
+        parts, why = dict[int, list[tuple[_Part, memoryview]]](), ""
+        try:
+            parts = self._parts()
+        except Damaged as error:
+            if len(self._hosts) == 1:
+                raise
+            # The others would wait for this host, which gets its parts from another one.
+            why = str(error)
+        source = self._sources(leaves, parts, why)
+        if not any(source):
+            with _as_damaged():
+                return {place: _array(leaf, parts.get(place, [])) for place, leaf in leaves.items()}
+        own, arrays = self._hosts.index(self._here), dict[int, list[jax.Array]]()
+        refused = ""
+        try:
+            for distance in sorted({0, *source}):
+                # What this host has for another one; without it, zeros that nobody takes.
+                gives = source[(own + distance) % len(source)] == distance
+                devices = self._hosts.devices_after(distance)
+                with _as_damaged():
+                    arrays[distance] = [
+                        _array_for(leaf, parts.get(place, []) if gives else None, devices)
+                        for place, leaf in leaves.items()
+                    ]
+        except Damaged as error:
+            refused = str(error)
+        # All of them send, or none does.
+        for each in filter(None, exchange("restore", refused, self._hosts.mesh)):
+            raise Damaged(each)
+        with _mesh.in_place_of_the_users_mesh(self._hosts.mesh):
+            found = self._hosts.chosen(arrays, source)
+        return dict(zip(leaves, found, strict=True))
+
+    def _parts(self) -> dict[int, list[tuple[_Part, memoryview]]]:
+        """Return the parts that this host has, by their arrays."""
         parts: dict[int, list[tuple[_Part, memoryview]]] = {}
         for file in sorted(self._path.glob("*.json")):
             content = _mapped(file.with_suffix(".bytes"))
@@ -480,51 +515,43 @@ class Snapshot:
                     parts.setdefault(part.leaf, []).append((part, content))
             except (TypeError, ValueError):
                 raise Damaged("its index has values of a wrong type") from None
-        try:
-            source = self._sources(leaves, parts)
-            if not any(source):
-                return {place: _array(leaf, parts.get(place, [])) for place, leaf in leaves.items()}
-            own, arrays = self._hosts.index(self._here), dict[int, list[jax.Array]]()
-            for distance in sorted({0, *source}):
-                # What this host has for another one; without it, zeros that nobody takes.
-                gives = source[(own + distance) % len(source)] == distance
-                devices = self._hosts.devices_after(distance)
-                arrays[distance] = [
-                    _array_for(leaf, parts.get(place, []) if gives else None, devices)
-                    for place, leaf in leaves.items()
-                ]
-            with _mesh.in_place_of_the_users_mesh(self._hosts.mesh):
-                found = self._hosts.chosen(arrays, source)
-            return dict(zip(leaves, found, strict=True))
-        except (TypeError, ValueError) as error:
-            raise Damaged(f"its parts are not those of the step ({error!s:.100})") from None
+        return parts
 
-    def _sources(self, leaves: Mapping[int, storage.Leaf], parts: Mapping[int, Any]) -> list[int]:
-        """Return for each host how many places before it the next one is that has its parts."""
+    def _sources(
+        self, leaves: Mapping[int, storage.Leaf], parts: Mapping[int, Any], why: str
+    ) -> list[int]:
+        """Return for each host how many places before it the next one is that has its parts.
+
+        ``why`` says what is wrong with those of this host; empty if nothing is known.
+        """
         hosts = self._hosts
         if len(hosts) == 1:
             return [0]
         distances = range(len(hosts) if hosts.are_alike else 1)
-        has = [
-            all(
+
+        def has(distance: int) -> bool:
+            its = hosts.processes_after(self._here, distance)
+            return all(
                 _has_all(bounds, parts.get(place, []))
                 for place, leaf in leaves.items()
-                for bounds in _owned(
-                    leaf.on_disk.sharding,
-                    leaf.on_disk.shape,
-                    hosts.processes_after(self._here, distance),
-                ).values()
+                for bounds in _owned(leaf.on_disk.sharding, leaf.on_disk.shape, its).values()
             )
-            for distance in distances
-        ]
-        told = exchange("restore", json.dumps([hosts.index(self._here), has]), hosts.mesh)
-        of_hosts = dict(map(json.loads, told))
+
+        here = [False for _ in distances]
+        try:
+            with _as_damaged():
+                here = [not why and has(distance) for distance in distances]
+        except Damaged as error:
+            why = str(error)
+        told = exchange("restore", json.dumps([hosts.index(self._here), here, why]), hosts.mesh)
+        read = list(map(json.loads, told))
+        of_hosts, whys = {host: has for host, has, _ in read}, [why for *_, why in read if why]
         found = []
         for host in range(len(hosts)):
             near = (each for each in distances if of_hosts[(host - each) % len(hosts)][each])
             found.append(next(near, -1))
         if -1 in found:
-            raise Damaged("no host has the parts of one that has lost them")
+            raise Damaged(*whys[:1] or ["no host has the parts of one that has lost them"])
         return found
 
     def _index(self, process: str) -> dict[str, Any]:
@@ -539,6 +566,15 @@ class Snapshot:
 
 
 _PART = [field.name for field in dataclasses.fields(_Part)]
+
+
+@contextlib.contextmanager
+def _as_damaged() -> Iterator[None]:
+    """Say of an index whose numbers do not fit the step that the snapshot is damaged."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise Damaged(f"its parts are not those of the step ({error!s:.100})") from None
 
 
 def _array(leaf: storage.Leaf, parts: Sequence[tuple[_Part, memoryview]]) -> jax.Array:

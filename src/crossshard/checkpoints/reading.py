@@ -145,8 +145,13 @@ def read_state(
         at = {leaf.path: place for place, leaf in enumerate(manifest.leaves)}
         places = {key: at[written[key].path] for key in own if key in written}
         wanted = {place: own[key] for key, place in places.items()}
-        read = source.read(wanted, len(manifest.leaves))
     except (Damaged, CheckpointMismatchError) as error:
+        refused = error
+    # Hosts read a snapshot together, so none may have been refused before.
+    _agree(refused, layout)
+    try:
+        read = source.read(wanted, len(manifest.leaves))
+    except Damaged as error:
         refused = error
     _agree(refused, layout)
     with _mesh.in_place_of_the_users_mesh(layout.mesh):

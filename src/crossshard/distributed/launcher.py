@@ -193,11 +193,16 @@ class _Spares:
                     return process
         return None
 
+    def groups(self) -> list[int]:
+        """Return the process groups of those that wait."""
+        return [process.pid for process in self._waiting]
+
     def close(self) -> None:
-        """End all of them."""
+        """End all of them, without waiting for what they have started, which may have the pipes."""
         for process in self._waiting:
             _send(process.pid, signal.SIGKILL)
-            process.communicate()
+            with process:
+                pass
 
 
 def _started(
@@ -310,13 +315,16 @@ class _Run:
                 f"{command[0]!r:.100} cannot be started: {error.strerror or error}."
             ) from None
         self._processes.append(process)
-        assert self._guard.stdin is not None
-        with contextlib.suppress(OSError):
-            self._guard.stdin.write(f"{process.pid}\n".encode())
+        self._tell_guard(process.pid)
         for pipe, to in ((process.stdout, self._stdout), (process.stderr, self._stderr)):
             given = pipe, prefix.encode(), to
             self._readers.append(threading.Thread(target=self._read, args=given, daemon=True))
             self._readers[-1].start()
+
+    def _tell_guard(self, group: int) -> None:
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):
+            self._guard.stdin.write(f"{group}\n".encode())
 
     def _read(self, pipe: IO[bytes], prefix: bytes, to: IO[bytes]) -> None:
         for line in pipe:
@@ -409,6 +417,9 @@ class _Run:
         if self._before_it is not None:
             self._say(self._before_it.told(next(reversed(_behind(RESTORED, told)), None)))
         self._waiting.fill()
+        # Each run has a guard of its own. Spares end by themselves, but not what they have started.
+        for group in self._waiting.groups():
+            self._tell_guard(group)
 
     def _say(self, what: str) -> None:
         self._lines.put((self._stderr, f"crossshard: {what}.\n".encode()))

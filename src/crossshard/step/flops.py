@@ -80,7 +80,9 @@ def count_flops(step: TrainStep, batch: PyTree) -> Flops:
     batch = placer_of(step).abstract(batch)
     is_whole = loss.over is LossOver.BATCH
     shards = 1 if is_whole else config.number_of_shards
+    # Shards have room for ``pieces``; where virtual shards do not divide, some are skipped.
     pieces = loss.accumulate_steps if is_whole else shards * loss.pieces(shards)
+    computed = loss.accumulate_steps * (1 if is_whole else loss.parts(shards))
 
     def of_piece(x: Any, axis: int | None) -> Any:
         number = 0 if axis is None else x.shape[axis] // pieces
@@ -110,11 +112,11 @@ def count_flops(step: TrainStep, batch: PyTree) -> Flops:
         run = lambda trained, others: jaxpr_as_fun(jaxpr)(*trained, *others)[0]
         both = jax.make_jaxpr(jax.value_and_grad(run))(trained, others)
         # The body of ``shard_map`` counts once for each shard.
-        return products(_jax.without_unread(both), uncounted) * pieces // shards
+        return products(_jax.without_unread(both), uncounted) * computed // shards
 
     with _mesh.in_place_of_the_users_mesh(config.mesh):
         traced = jax.make_jaxpr(value)(params, own, piece)
         model, hardware = count(without_checkpoints(traced)), count(traced)
     # Rows that fill shards up are computed, but nobody asked for them.
-    asked = model * rows // loss.number_of_rows(batch)
+    asked = model * rows // (loss.number_of_rows(batch) // pieces * computed)
     return Flops(asked, hardware, tuple(sorted(uncounted)))
