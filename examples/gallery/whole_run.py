@@ -4,7 +4,6 @@ import argparse
 import gzip
 import hashlib
 import json
-import math
 import sysconfig
 from pathlib import Path
 
@@ -24,8 +23,7 @@ crossshard.cpu_devices(8)  # virtual devices for a laptop; on GPUs and TPUs this
 LAYERS, WIDTH, HEADS, CONTEXT, DROPOUT = 2, 128, 4, 64, 0.05
 # The run. After each `EVERY` steps it is evaluated, logged and saved. It ends when `PATIENCE`
 # evaluations in a row were not better than the best.
-STEPS, ROWS, RATE, EVERY, PATIENCE = 400, 32, 4e-3, 50, 3
-HELD_OUT = 32 * 1024
+STEPS, ROWS, RATE, EVERY, PATIENCE, HELD_OUT = 400, 32, 4e-3, 50, 3, 32 * 1024
 # A fault to be found: the fifth row of this batch is damaged.
 DAMAGED, ROW = 20, 5
 
@@ -33,10 +31,11 @@ DAMAGED, ROW = 20, 5
 def text():
     """The bytes to train on, and those held out: sources that every machine with Python has."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    files = [p for p in folder.rglob("*.py") if not {"test", "site-packages"} & set(p.parts)]
+    names = [p.relative_to(folder).as_posix() for p in folder.rglob("*.py")]
+    names = [name for name in names if not {"test", "site-packages"} & set(name.split("/"))]
     # In the order of a hash, so that what is held out is a mixture, and the same in each run.
-    files.sort(key=lambda p: hashlib.sha256(p.relative_to(folder).as_posix().encode()).digest())
-    whole = np.frombuffer(b"".join(p.read_bytes() for p in files), np.uint8)
+    names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    whole = np.frombuffer(b"".join((folder / name).read_bytes() for name in names), np.uint8)
     return whole[:-HELD_OUT], whole[-HELD_OUT:]
 
 
@@ -84,16 +83,16 @@ class Transformer(nnx.Module):
         self.head = nnx.Linear(WIDTH, 256, use_bias=False, rngs=rngs)
 
     def __call__(self, read):
-        mask = nnx.make_causal_mask(read)
         x = self.bytes(read.astype(jnp.int32))
         x = x + self.near(x)
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, nnx.make_causal_mask(read))
         return self.head(self.norm(x))
 
 
-def costs(model, batch):
+def costs(model, batch, training=False):
     """The loss of each byte, in nats, and whether it counts; both [rows, CONTEXT]."""
+    model.set_attributes(deterministic=not training)  # dropout is for training alone
     wanted = batch["wanted"].astype(jnp.int32)
     nats = optax.softmax_cross_entropy_with_integer_labels(model(batch["read"]), wanted)
     return {"nats": nats * batch["counts"], "bytes": batch["counts"]}
@@ -101,15 +100,8 @@ def costs(model, batch):
 
 def loss_fn(model, batch):
     """A sum and its count, which the step divides once, over all shards."""
-    model.train()  # dropout is on
-    sums = {name: each.sum() for name, each in costs(model, batch).items()}
-    return crossshard.Mean(sums["nats"], sums["bytes"], "bytes")
-
-
-def held_out_costs(model, batch):
-    """What `evaluate` takes the mean of."""
-    model.eval()  # dropout is off
-    return costs(model, batch)
+    found = costs(model, batch, training=True)
+    return crossshard.Mean(found["nats"].sum(), found["bytes"].sum(), "bytes")
 
 
 def optimizer(steps):
@@ -122,11 +114,10 @@ def optimizer(steps):
 
 def bits_per_byte(step, state, held_out):
     """How many bits a byte of the held-out text takes, if the model's guesses compress it."""
-    parts = range(ROWS, len(held_out["read"]), ROWS)
-    split = {name: np.split(x, parts) for name, x in held_out.items()}
-    some = [dict(zip(split, part, strict=True)) for part in zip(*split.values(), strict=True)]
-    mean = step.evaluate(state, some, held_out_costs)
-    return float(mean["nats"].sum() / mean["bytes"].sum()) / math.log(2)
+    starts = range(0, len(held_out["read"]), ROWS)
+    some = ({name: x[at : at + ROWS] for name, x in held_out.items()} for at in starts)
+    mean = step.evaluate(state, some, costs)
+    return float(mean["nats"].sum() / mean["bytes"].sum()) / np.log(2)
 
 
 def train(folder, steps, training, held_out):
@@ -142,12 +133,12 @@ def train(folder, steps, training, held_out):
         (folder / "metrics.jsonl").open("a") as log,
     ):
         found = checkpoints.restore_latest(step.abstract_init(model))
-        start = {"batches": ahead.get_state(), "best": [math.inf, 0]}
+        start = {"batches": ahead.get_state(), "best": [np.inf, 0]}
         state, data = found or (step.init(model), start)
         ahead.set_state(data["batches"])
-        number, (best, at) = int(state.step), data["best"]
+        number, best = int(state.step), data["best"]
         print(f"{'goes on from' if found else 'begins at'} step {number}", flush=True)
-        while number < steps and number - at < PATIENCE * EVERY:
+        while number < steps and number - best[1] < PATIENCE * EVERY:
             batch = next(ahead)
             state, metrics = step(state, batch)
             meter.update(batch, metrics)
@@ -159,22 +150,17 @@ def train(folder, steps, training, held_out):
                 continue
             with meter.paused():
                 bits = bits_per_byte(step, state, held_out)
-                if bits < best:
-                    best, at = bits, number
-                # The state of the iterator and the best evaluation go on with the run.
-                data = {"batches": ahead.get_state(), "best": [best, at]}
+                best = min(best, [bits, number])
+                # Where the iterator stands and what was best, for the run to go on with.
+                data = {"batches": ahead.get_state(), "best": best}
                 checkpoints.save(state, data, score=-bits)
-            seen = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
-            seen |= {"step": number, "held_out_bits_per_byte": bits, **meter.report()}
+            seen = {"step": number, "loss": float(metrics["loss"]), "held_out": bits}
+            seen |= {"grad_norm": float(metrics["grad_norm"]), **meter.report()}
             # What is done again after a kill is logged again: of each step the last line counts.
             print(json.dumps(seen), file=log, flush=True)
-            print(
-                f"step {number:4}  loss {seen['loss']:.3f}  held out {bits:.3f} bits per byte  "
-                f"{seen['rows_per_second']:.0f} rows/s, {seen['tokens_per_second']:.0f} tokens/s",
-                flush=True,
-            )
+            print(*(f"{name} {round(value, 2)} " for name, value in seen.items()), flush=True)
         state, _, number, score = checkpoints.restore_best(step.abstract_init(model))
-        print(f"the best is step {number}, with {-score:.3f} bits per byte")
+        print(f"the best is step {number}: {-score:.2f} bits per byte of held-out text")
     return step, state
 
 
@@ -189,31 +175,27 @@ def write(model, prompt, length, temperature=0.7):
     return bytes(window[-length:]).decode(errors="replace")
 
 
-def main(folder="runs/whole_run", steps=STEPS, picture=None):
+def main(folder=Path("runs/whole_run"), steps=STEPS, picture=None):
     """Train, compare with gzip, and show what the model writes."""
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     training, held_out = text()
     step, state = train(folder, steps, rows(training), rows(held_out))
     zipped = 8 * len(gzip.compress(held_out.tobytes(), 9)) / len(held_out)
-    print(f"gzip -9 takes {zipped:.3f} bits per byte for the same text")
+    print(f"gzip -9 takes {zipped:.2f} for the same text")
     model = jax.device_get(step.model(state))  # to write, one device is enough
     print("the model writes:", write(model, held_out, 300), sep="\n")
     if picture:
         from _picture import lines
 
         logged = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        curve = {each["step"]: each["held_out_bits_per_byte"] for each in logged}
-        curves = {
-            "the model": curve.items(),
-            "gzip -9": [(min(curve), zipped), (max(curve), zipped)],
-        }
+        curve = {each["step"]: each["held_out"] for each in logged}
+        curves = {"the model": curve.items(), "gzip -9": [(x, zipped) for x in curve]}
         lines(picture, ("step", "held-out bits per byte"), curves, behind=["gzip -9"])
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", default="runs/whole_run", help="of this run, to go on with")
+    parser.add_argument("--folder", type=Path, default="runs/whole_run", help="to write to")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--picture", metavar="PATH", help="draw the curve to this file")
     main(**vars(parser.parse_args()))
