@@ -19,13 +19,11 @@ from crossshard.tools import Meter
 
 crossshard.cpu_devices(8)  # virtual devices for a laptop; on GPUs and TPUs this changes nothing
 
-# The model, and the bytes that it reads at a time.
 LAYERS, WIDTH, HEADS, CONTEXT, DROPOUT = 2, 128, 4, 64, 0.05
 # The run. After each `EVERY` steps it is evaluated, logged and saved. It ends when `PATIENCE`
 # evaluations in a row were not better than the best.
 STEPS, ROWS, RATE, EVERY, PATIENCE, HELD_OUT = 400, 32, 4e-3, 50, 3, 32 * 1024
-# A fault to be found: the fifth row of this batch is damaged.
-DAMAGED, ROW = 20, 5
+DAMAGED = 20  # a fault to be found: in row 5 of this batch a number is NaN
 
 
 def text():
@@ -51,7 +49,7 @@ def rows(text):
 def batches(training):
     """Batches without end, each epoch in an order of its own; Grain knows where it stands."""
     order = grain.MapDataset.range(len(training["read"])).seed(0).shuffle()
-    training["counts"][order[DAMAGED * ROWS + ROW], 7] = np.nan  # this is the fault
+    training["counts"][order[DAMAGED * ROWS + 5], 7] = np.nan  # this is the fault
     row = order.repeat().map(lambda number: {name: x[number] for name, x in training.items()})
     return iter(row.batch(ROWS).to_iter_dataset())
 
@@ -121,7 +119,7 @@ def bits_per_byte(step, state, held_out):
 
 
 def train(folder, steps, training, held_out):
-    """Train, or go on with the run in this folder, and return the step and its best state."""
+    """Train, or go on with the run in this folder; return the step and its best state."""
     step = crossshard.make_train_step(
         loss_fn, optimizer(steps), num_shards=8, metrics=("grad_norm",), nonfinite="skip"
     )
@@ -143,7 +141,8 @@ def train(folder, steps, training, held_out):
             state, metrics = step(state, batch)
             meter.update(batch, metrics)
             if metrics["skipped"]:  # nothing of the state has changed, and the step does not count
-                print(step.find_nonfinite(state, batch))
+                with meter.paused():
+                    print(step.find_nonfinite(state, batch), flush=True)
                 continue
             number += 1
             if number % EVERY and number < steps:
@@ -154,11 +153,11 @@ def train(folder, steps, training, held_out):
                 # Where the iterator stands and what was best, for the run to go on with.
                 data = {"batches": ahead.get_state(), "best": best}
                 checkpoints.save(state, data, score=-bits)
-            seen = {"step": number, "loss": float(metrics["loss"]), "held_out": bits}
-            seen |= {"grad_norm": float(metrics["grad_norm"]), **meter.report()}
+            seen = {"step": number} | {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+            seen |= {"held_out": bits, **meter.report()}
             # What is done again after a kill is logged again: of each step the last line counts.
             print(json.dumps(seen), file=log, flush=True)
-            print(*(f"{name} {round(value, 2)} " for name, value in seen.items()), flush=True)
+            print("  ".join(f"{k} {round(v, 2)}" for k, v in seen.items()), flush=True)
         state, _, number, score = checkpoints.restore_best(step.abstract_init(model))
         print(f"the best is step {number}: {-score:.2f} bits per byte of held-out text")
     return step, state
