@@ -119,9 +119,9 @@ def bits_per_byte(step, state, held_out):
 
 
 def train(folder, steps, training, held_out):
-    """Train, or go on with the run in this folder; return the step and its best state."""
+    """Train on all devices, or go on with the run in this folder; return step and best state."""
     step = crossshard.make_train_step(
-        loss_fn, optimizer(steps), num_shards=8, metrics=("grad_norm",), nonfinite="skip"
+        loss_fn, optimizer(steps), metrics=("grad_norm",), nonfinite="skip"
     )
     model = Transformer(nnx.Rngs(0))
     ahead = step.prefetch(batches(training), 2)  # read while a step runs

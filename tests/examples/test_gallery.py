@@ -138,7 +138,13 @@ def whole_run(module: ModuleType, optimizer: Any) -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory() as folder:
         step, state = module.train(Path(folder), STEPS, training, held_out)
     assert int(state.step) == STEPS
-    return nnx.state(step.model(state), nnx.Param), wanted
+    model = step.model(state)
+    model.eval()
+    logits = np.asarray(model(held_out["read"]), np.float64).reshape(-1, 256)[:100]  # all bytes
+    chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    bits = -np.log2(chances[range(100), held_out["wanted"].ravel()[:100]]).mean()
+    np.testing.assert_allclose(module.bits_per_byte(step, state, held_out), bits, rtol=1e-5)
+    return nnx.state(model, nnx.Param), wanted
 
 
 EVERY = (batch_norm, diloco, experts, lora, quarantine, same_bits, whole_run)
