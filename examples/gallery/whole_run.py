@@ -22,7 +22,7 @@ crossshard.cpu_devices(8)  # virtual devices for a laptop; on GPUs and TPUs this
 LAYERS, WIDTH, HEADS, CONTEXT, DROPOUT = 2, 128, 4, 64, 0.05
 # The run. After each `EVERY` steps it is evaluated, logged and saved. It ends when `PATIENCE`
 # evaluations in a row were not better than the best.
-STEPS, ROWS, RATE, EVERY, PATIENCE, HELD_OUT = 400, 32, 4e-3, 50, 3, 32 * 1024
+STEPS, ROWS, RATE, EVERY, PATIENCE, HELD_OUT = 300, 32, 4e-3, 50, 3, 32 * 1024
 DAMAGED = 20  # a fault to be found: in row 5 of this batch a number is NaN
 
 
