@@ -4,6 +4,7 @@ import copy
 import ctypes
 import enum
 import linecache
+import math
 import os
 import re
 import signal
@@ -165,7 +166,14 @@ def shard_map(
         spread = lambda spec, below: jax.tree.map(lambda _: spec, below)
         specs = tree.flatten_up_to(jax.tree.map(spread, in_specs, args))
         mesh = where.get("mesh") or jax.sharding.get_abstract_mesh()
-        shape = lambda x, spec: jax.sharding.NamedSharding(mesh, spec).shard_shape(x.shape)
+
+        # JAX's own ``shard_shape`` knows no mesh of which another ``shard_map`` has taken an axis.
+        def shape(x: Any, spec: Any) -> tuple[int, ...]:
+            along = (*spec, *[None] * (x.ndim - len(spec)))
+            axes = [each if isinstance(each, tuple) else (each,) for each in along]
+            ways = [math.prod(mesh.shape[axis] for axis in each if axis) for each in axes]
+            return tuple(size // way for size, way in zip(x.shape, ways, strict=True))
+
         pairs = zip(leaves, specs, is_empty, strict=True)
         types = [(shape(x, spec), x.dtype) if empty else None for x, spec, empty in pairs]
 

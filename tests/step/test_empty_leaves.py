@@ -49,3 +49,12 @@ def test_a_step_trains_as_one_device_and_passes_none(
     assert all(atom.aval.size for each in mapped for atom in each.invars)
     found = step.model(train(step, state, [BATCH] * 2))
     assert_close(found, on_one_device(loss_fn, optimizer, params_of(), [BATCH] * 2)[0], 2e-5)
+
+
+def test_they_may_lie_beside_parameters_that_are_split_over_another_axis():
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    split = jax.NamedSharding(mesh, jax.P(None, "model"))
+    params = params_of() | {"in": jax.device_put(params_of()["in"], split)}
+    step = crossshard.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, axis_name="data")
+    state, _ = step(step.init(params), BATCH)
+    assert_close(state.params, on_one_device(loss_fn, optax.sgd(0.1), params_of(), [BATCH])[0])
