@@ -169,7 +169,9 @@ def _wait_as_spare() -> None:
     # Where the launcher writes what this process would have had in its environment.
     given = sys.stdin.readline()
     if not given:
-        os._exit(0)
+        # Or another program of the same command has been told already.
+        print("crossshard: a spare process ends, since its launcher has.", file=sys.stderr)
+        os._exit(1)
     environ.update(json.loads(given))
 
 

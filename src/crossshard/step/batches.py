@@ -167,7 +167,7 @@ class BatchPlacer:
         placed = self.place_whole(whole)
         leaves, axes = jax.tree.leaves(rows), self.batch_axes.of_rows(rows)
         if leaves and all(map(self.is_placed, leaves, axes)):
-            if whole is None:
+            if whole is None and self._virtual.is_even:
                 self._known[tree] = [
                     (self.along(axis), x.ndim) for x, axis in zip(leaves, axes, strict=True)
                 ]
