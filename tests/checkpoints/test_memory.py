@@ -1,5 +1,6 @@
 """Snapshots in memory: a process that starts again goes on from the newest that is whole."""
 
+import functools
 import json
 import os
 import resource
@@ -26,6 +27,7 @@ from tests.checkpoints.common import (
     arrays,
     check_same_bits,
     line_of,
+    loss_fn,
     program,
     step_on,
     trained,
@@ -308,6 +310,12 @@ def test_the_folder_is_private(folders: dict[str, Any], tmp_path: Path):
 # Several processes.
 
 
+def two_axes() -> Any:
+    """A step on two shards, each of two devices that have the same slices."""
+    mesh = jax.make_mesh((2, 2), ("shards", "model"))
+    return make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, axis_name="shards", params="sharded")
+
+
 def main(
     process: int,
     port: int,
@@ -320,7 +328,7 @@ def main(
     on_damage: Any = "error",
 ) -> None:
     join(process, port, int(processes), 4 // int(processes))
-    step = step_on(4, update)
+    step = two_axes() if update == "two axes" else step_on(4, update)
     # As many processes on each host, whose memory is a folder of its own.
     host = process * int(hosts) // int(processes)
     memory.machine = lambda: f"host {host}"
@@ -334,9 +342,8 @@ def main(
         found = checkpoints.restore_latest(step.abstract_init(PARAMS))
     state, data = found or (step.init(PARAMS), 0)
     first, last = data, int(steps)
-    half = 16 // int(processes)
     for number in range(first, last):
-        state, _ = step(state, XS[number][half * process : half * (process + 1)])
+        state, _ = step(state, XS[number][step.own_rows(16)])
         checkpoints.snapshot(state, number + 1)
     checkpoints.wait()
     whole = step.unshard(state)
@@ -429,6 +436,22 @@ def test_what_one_host_finds_damaged_keeps_none_waiting(name: str, tmp_path: Pat
         for x in jax.tree.leaves(trained(step_on(4, "parts"), 3).params)
     ]
     assert all(content == whole for *_, content in again)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.deep
+def test_a_host_that_has_what_the_next_one_writes_keeps_it_once(tmp_path: Path):
+    run = functools.partial(run_processes, "checkpoints.test_memory", processes=4)
+    (tmp_path / "whole").mkdir()
+    whole = run(tmp_path / "whole", tmp_path / "whole", 4, 4, 4, "two axes")
+    run(tmp_path, tmp_path, 4, 2, 4, "two axes")
+    for file in tmp_path.glob("memory-*/*/*.json"):
+        parts = [str(part[:2]) for part in json.loads(file.read_text())["parts"]]
+        assert len({*parts}) == len(parts)
+    shutil.rmtree(tmp_path / "memory-2")
+    again = run(tmp_path, tmp_path, 4, 4, 4, "two axes")
+    assert {(first, *words) for first, _, words in again} == {(2, *whole[0][2])}
+    assert all(source.startswith("Snapshot 2 in") for _, source, _ in again)
 
 
 def test_what_is_kept_after_an_older_one_was_restored_is_the_newest(folders: dict[str, Any]):

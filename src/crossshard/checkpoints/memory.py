@@ -7,7 +7,6 @@ its parts from the one that has the copies, over the mesh.
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import mmap
@@ -24,14 +23,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh
 
 from crossshard import _check, _mesh
 from crossshard._hash import sha256
 from crossshard._text import size
 from crossshard.checkpoints import storage
 from crossshard.checkpoints.folder import MOST_BYTES, Damaged, in_words, read_json
+from crossshard.checkpoints.hosts import Bounds, Hosts, bounds_of, own_pieces, owned, size_of
 from crossshard.checkpoints.manifest import (
     Fingerprint,
     Manifest,
@@ -49,8 +48,6 @@ from crossshard.model.state import TrainState
 _KEPT = 2
 # The number of a snapshot, and what tells the run and the processes that wrote it from others.
 _NAME = re.compile(r"(\d{8,10})-([0-9a-f]{16})-([0-9a-f]{16})", re.ASCII)
-
-Bounds = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +85,7 @@ class Snapshots:
         by_host: dict[str, list[int]] = {}
         for process, (host, _) in zip(processes, found, strict=True):
             by_host.setdefault(host, []).append(process)
-        self._hosts = _Hosts(mesh, tuple(map(tuple, by_host.values())))
+        self._hosts = Hosts(mesh, tuple(map(tuple, by_host.values())))
         # The processes of this host, and what tells this start of the run from earlier ones.
         self._here = tuple(by_host[machine()])
         self._start: str = found[0][1]
@@ -148,7 +145,7 @@ class Snapshots:
             pieces = [
                 (place, bounds, _kept(piece))
                 for place, x in enumerate(arrays)
-                for bounds, piece in _own_pieces(x, x, self._here)
+                for bounds, piece in own_pieces(x, x, self._here)
             ]
             pieces += [(place, bounds, _kept(piece)) for place, bounds, piece in of_next]
             count = _kept(state.step.addressable_data(0))
@@ -175,7 +172,8 @@ class Snapshots:
         return [
             (place, bounds, piece)
             for place, x in zip(lacking, sent, strict=True)
-            for bounds, piece in _own_pieces(x, arrays[place], next_host, after)
+            for bounds, piece in own_pieces(x, arrays[place], next_host, after)
+            if bounds not in owned(arrays[place].sharding, x.shape, self._here).values()
         ]
 
     def wait(self) -> None:
@@ -303,122 +301,6 @@ class Snapshots:
         return whole
 
 
-class _Hosts:
-    """The hosts of a mesh in a ring, and what they send each other.
-
-    Attributes:
-      mesh: the mesh.
-      processes: the processes of all hosts.
-      numbers: how many devices each host has.
-    """
-
-    def __init__(self, mesh: Mesh, of_host: tuple[tuple[int, ...], ...]):
-        self.mesh, self._of_host = mesh, of_host
-        flat: list[Any] = list(mesh.devices.flat)
-        # The places of the devices of each host in the mesh.
-        self._places = [
-            [place for place, device in enumerate(flat) if device.process_index in own]
-            for own in of_host
-        ]
-        self.processes = [process for own in of_host for process in own]
-        self.numbers = [len(own) for own in self._places]
-
-    def __len__(self) -> int:
-        return len(self._of_host)
-
-    @property
-    def are_alike(self) -> bool:
-        """Whether all hosts have equally many devices."""
-        return len(set(self.numbers)) == 1
-
-    def index(self, here: tuple[int, ...]) -> int:
-        """Return the place in the ring of the host with these processes."""
-        return self._of_host.index(here)
-
-    def processes_after(self, here: tuple[int, ...], distance: int) -> tuple[int, ...]:
-        """Return the processes of the host so many places after that with these processes."""
-        return self._of_host[(self.index(here) + distance) % len(self)]
-
-    def devices_after(self, distance: int) -> dict[Any, Any]:
-        """Return, for each device, the one in its place on the host so many places after its."""
-        flat = self.mesh.devices.flat
-        return {flat[to]: flat[source] for source, to in self._pairs(distance)}
-
-    def have_all(self, x: jax.Array) -> bool:
-        """Return whether each host has all elements of an array."""
-        return all(
-            sum(_size(bounds) for bounds in _owned(x.sharding, x.shape, own).values()) == x.size
-            for own in self._of_host
-        )
-
-    def _pairs(self, distance: int) -> list[tuple[int, int]]:
-        """Return which device sends to which, so that each host sends so many places back."""
-        return [
-            pair
-            for place, to in enumerate(self._places)
-            for pair in zip(self._places[(place + distance) % len(self)], to, strict=True)
-        ]
-
-    def sent_back(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        """Return arrays of which each device has what its neighbour on the next host had."""
-        if not arrays:
-            return []
-        shardings: list[Any] = [x.sharding for x in arrays]
-        specs = tuple(each.spec for each in shardings)
-        return _sender(shardings[0].mesh, specs, tuple(self._pairs(1)))(arrays)
-
-    def chosen(
-        self, arrays: Mapping[int, list[jax.Array]], source: Sequence[int]
-    ) -> list[jax.Array]:
-        """Return arrays that each host gets from one so many places before it.
-
-        Args:
-          arrays: what the devices of each host have for those so many places after it.
-          source: for each host how many places before it the one is that sends to it.
-        """
-        each = np.zeros(self.mesh.size, np.int32)
-        for places, distance in zip(self._places, source, strict=True):
-            each[places] = distance
-        shardings: list[Any] = [x.sharding for x in arrays[0]]
-        specs, mesh = [each.spec for each in shardings], shardings[0].mesh
-        rows = PartitionSpec(mesh.axis_names)
-        of_device = jax.make_array_from_callback(
-            each.shape, NamedSharding(mesh, rows), lambda index: each[index]
-        )
-
-        def choose(chosen: jax.Array, every: dict[int, list[jax.Array]]) -> list[jax.Array]:
-            found = every[0]
-            for distance in sorted(every)[1:]:
-                # What a host has for one after it goes forward.
-                sent = _sent(every[distance], mesh, self._pairs(-distance))
-                pairs = zip(sent, found, strict=True)
-                found = [jnp.where(chosen[0] == distance, new, old) for new, old in pairs]
-            return found
-
-        given = rows, dict.fromkeys(arrays, specs)
-        run = jax.shard_map(choose, mesh=mesh, in_specs=given, out_specs=specs, check_vma=False)
-        found: list[jax.Array] = jax.jit(run)(of_device, dict(arrays))
-        return found
-
-
-# Cached, or each snapshot would trace it again.
-@functools.lru_cache(maxsize=8)
-def _sender(
-    mesh: Mesh, specs: tuple[PartitionSpec, ...], pairs: tuple[tuple[int, int], ...]
-) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    send: Callable[[list[jax.Array]], list[jax.Array]] = lambda xs: _sent(xs, mesh, pairs)
-    of_each = [*specs]
-    return jax.jit(
-        jax.shard_map(send, mesh=mesh, in_specs=(of_each,), out_specs=of_each, check_vma=False)
-    )
-
-
-def _sent(
-    arrays: Sequence[jax.Array], mesh: Mesh, pairs: Sequence[tuple[int, int]]
-) -> list[jax.Array]:
-    return [lax.ppermute(x, mesh.axis_names, pairs) for x in arrays]
-
-
 class Snapshot:
     """One snapshot, as this host has it: what ``read_state`` reads a state from.
 
@@ -430,7 +312,7 @@ class Snapshot:
 
     has_hashes = False
 
-    def __init__(self, path: Path, hosts: _Hosts, here: tuple[int, ...]):
+    def __init__(self, path: Path, hosts: Hosts, here: tuple[int, ...]):
         self.number = int(path.name.partition("-")[0])
         self.name = f"Snapshot {self.number} in {path.parent}"
         self._path, self._hosts, self._here = path, hosts, here
@@ -534,7 +416,7 @@ class Snapshot:
             return all(
                 _has_all(bounds, parts.get(place, []))
                 for place, leaf in leaves.items()
-                for bounds in _owned(leaf.on_disk.sharding, leaf.on_disk.shape, its).values()
+                for bounds in owned(leaf.on_disk.sharding, leaf.on_disk.shape, its).values()
             )
 
         here = [False for _ in distances]
@@ -583,7 +465,7 @@ def _array(leaf: storage.Leaf, parts: Sequence[tuple[_Part, memoryview]]) -> jax
     found: dict[Bounds, np.ndarray] = {}
 
     def piece(index: Any) -> np.ndarray:
-        bounds = _bounds(index, like.shape)
+        bounds = bounds_of(index, like.shape)
         if bounds not in found:
             found[bounds] = _filled(leaf, bounds, parts)
         return found[bounds]
@@ -598,7 +480,7 @@ def _array_for(
     like, found = leaf.on_disk, list[jax.Array]()
     indices = like.sharding.devices_indices_map(like.shape)
     for device in like.sharding.addressable_devices:
-        bounds = _bounds(indices[after[device]], like.shape)
+        bounds = bounds_of(indices[after[device]], like.shape)
         zeros = np.zeros([end - start for start, end in bounds], np.dtype(like.dtype))
         values = zeros if parts is None else _filled(leaf, bounds, parts)
         found.append(jax.device_put(values, device))
@@ -607,7 +489,7 @@ def _array_for(
 
 def _has_all(bounds: Bounds, parts: Sequence[tuple[_Part, memoryview]]) -> bool:
     """Return whether parts, of which no two overlap, have all elements within bounds."""
-    return _size(bounds) == sum(_size(_both(bounds, part.bounds)) for part, _ in parts)
+    return size_of(bounds) == sum(size_of(_both(bounds, part.bounds)) for part, _ in parts)
 
 
 def _both(bounds: Bounds, other: Sequence[Sequence[int]]) -> Bounds:
@@ -616,10 +498,6 @@ def _both(bounds: Bounds, other: Sequence[Sequence[int]]) -> Bounds:
         (max(start, first), max(start, first, min(end, last)))
         for (start, end), (first, last) in zip(bounds, other, strict=True)
     )
-
-
-def _size(bounds: Bounds) -> int:
-    return math.prod(end - start for start, end in bounds)
 
 
 def _filled(
@@ -631,7 +509,7 @@ def _filled(
     missing = made.size
     for part, content in parts:
         both = _both(bounds, part.bounds)
-        if not _size(both):
+        if not size_of(both):
             continue
         shape = [last - first for first, last in part.bounds]
         of_part = content[part.offset : part.offset + math.prod(shape) * dtype.itemsize]
@@ -639,7 +517,7 @@ def _filled(
             raise Damaged(f"{leaf.path} has not the values that were written")
         values = np.frombuffer(of_part, np.uint8).view(dtype).reshape(shape)
         made[_within(both, bounds)] = values[_within(both, part.bounds)]
-        missing -= _size(both)
+        missing -= size_of(both)
     if missing:
         raise Damaged(f"this host has not all of {leaf.path}")
     return made
@@ -649,33 +527,6 @@ def _within(bounds: Sequence[Sequence[int]], outer: Sequence[Sequence[int]]) -> 
     """Return where bounds lie in an array that has these outer bounds."""
     pairs = zip(bounds, outer, strict=True)
     return tuple(slice(start - first, end - first) for (start, end), (first, _) in pairs)
-
-
-def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> Bounds:
-    ranges = (along.indices(length) for along, length in zip(index, shape, strict=True))
-    return tuple((start, end) for start, end, _ in ranges)
-
-
-@functools.lru_cache(maxsize=4096)
-def _owned(sharding: Sharding, shape: tuple[int, ...], here: tuple[int, ...]) -> dict[Any, Bounds]:
-    """Return which elements each device of a host writes: each once, given the host's processes."""
-    first: dict[Bounds, Any] = {}
-    placed: dict[Any, Any] = {**sharding.devices_indices_map(shape)}
-    for device, index in placed.items():
-        if device.process_index in here:
-            first.setdefault(_bounds(index, shape), device)
-    return {device: bounds for bounds, device in first.items()}
-
-
-def _own_pieces(
-    x: jax.Array, of: jax.Array, here: tuple[int, ...], after: Mapping[Any, Any] | None = None
-) -> Iterator[tuple[Bounds, jax.Array]]:
-    """Yield what this process writes of ``x``: parts of ``of``, which ``after`` has had."""
-    owned = _owned(of.sharding, of.shape, here)
-    for shard in x.addressable_shards:
-        device = shard.device if after is None else after[shard.device]
-        if device in owned:
-            yield owned[device], shard.data
 
 
 def _kept(piece: jax.Array) -> Any:

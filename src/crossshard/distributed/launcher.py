@@ -200,9 +200,9 @@ class _Spares:
     def close(self) -> None:
         """End all of them, without waiting for what they have started, which may have the pipes."""
         for process in self._waiting:
-            _send(process.pid, signal.SIGKILL)
+            # Which closes its pipes, and collects it.
             with process:
-                pass
+                _send(process.pid, signal.SIGKILL)
 
 
 def _started(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from crossshard import _check
 from crossshard._annotations import Json, PyTree
@@ -106,7 +107,7 @@ class Prefetch(Iterator[PyTree]):
         for _ in range(self._size - self._ready.qsize()):
             self._wanted.put(True)
         # A thread has JAX's settings of its own, and this one decides on the dtypes of batches.
-        x64: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+        x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
         given = self._source, self._place, x64, self._wanted, self._ready, stopped
         self._thread = threading.Thread(target=_read, args=given, name="crossshard", daemon=True)
         self._thread.start()

@@ -1,0 +1,164 @@
+"""Hosts: which parts of an array each host of a mesh holds, and what the hosts send each other."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+# Where the elements of a part begin and end, along each axis of its array.
+Bounds = tuple[tuple[int, int], ...]
+
+
+class Hosts:
+    """The hosts of a mesh in a ring, and what they send each other.
+
+    Attributes:
+      mesh: the mesh.
+      processes: the processes of all hosts.
+      numbers: how many devices each host has.
+    """
+
+    def __init__(self, mesh: Mesh, of_host: tuple[tuple[int, ...], ...]):
+        self.mesh, self._of_host = mesh, of_host
+        flat: list[Any] = list(mesh.devices.flat)
+        # The places of the devices of each host in the mesh.
+        self._places = [
+            [place for place, device in enumerate(flat) if device.process_index in own]
+            for own in of_host
+        ]
+        self.processes = [process for own in of_host for process in own]
+        self.numbers = [len(own) for own in self._places]
+
+    def __len__(self) -> int:
+        return len(self._of_host)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all hosts have equally many devices."""
+        return len(set(self.numbers)) == 1
+
+    def index(self, here: tuple[int, ...]) -> int:
+        """Return the place in the ring of the host with these processes."""
+        return self._of_host.index(here)
+
+    def processes_after(self, here: tuple[int, ...], distance: int) -> tuple[int, ...]:
+        """Return the processes of the host so many places after that with these processes."""
+        return self._of_host[(self.index(here) + distance) % len(self)]
+
+    def devices_after(self, distance: int) -> dict[Any, Any]:
+        """Return, for each device, the one in its place on the host so many places after its."""
+        flat = self.mesh.devices.flat
+        return {flat[to]: flat[source] for source, to in self._pairs(distance)}
+
+    def have_all(self, x: jax.Array) -> bool:
+        """Return whether each host has all elements of an array."""
+        return all(
+            sum(size_of(bounds) for bounds in owned(x.sharding, x.shape, own).values()) == x.size
+            for own in self._of_host
+        )
+
+    def _pairs(self, distance: int) -> list[tuple[int, int]]:
+        """Return which device sends to which, so that each host sends so many places back."""
+        return [
+            pair
+            for place, to in enumerate(self._places)
+            for pair in zip(self._places[(place + distance) % len(self)], to, strict=True)
+        ]
+
+    def sent_back(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """Return arrays of which each device has what its neighbour on the next host had."""
+        if not arrays:
+            return []
+        shardings: list[Any] = [x.sharding for x in arrays]
+        specs = tuple(each.spec for each in shardings)
+        return _sender(shardings[0].mesh, specs, tuple(self._pairs(1)))(arrays)
+
+    def chosen(
+        self, arrays: Mapping[int, list[jax.Array]], source: Sequence[int]
+    ) -> list[jax.Array]:
+        """Return arrays that each host gets from one so many places before it.
+
+        Args:
+          arrays: what the devices of each host have for those so many places after it.
+          source: for each host how many places before it the one is that sends to it.
+        """
+        each = np.zeros(self.mesh.size, np.int32)
+        for places, distance in zip(self._places, source, strict=True):
+            each[places] = distance
+        shardings: list[Any] = [x.sharding for x in arrays[0]]
+        specs, mesh = [each.spec for each in shardings], shardings[0].mesh
+        rows = PartitionSpec(mesh.axis_names)
+        of_device = jax.make_array_from_callback(
+            each.shape, NamedSharding(mesh, rows), lambda index: each[index]
+        )
+
+        def choose(chosen: jax.Array, every: dict[int, list[jax.Array]]) -> list[jax.Array]:
+            found = every[0]
+            for distance in sorted(every)[1:]:
+                # What a host has for one after it goes forward.
+                sent = _sent(every[distance], mesh, self._pairs(-distance))
+                pairs = zip(sent, found, strict=True)
+                found = [jnp.where(chosen[0] == distance, new, old) for new, old in pairs]
+            return found
+
+        given = rows, dict.fromkeys(arrays, specs)
+        run = jax.shard_map(choose, mesh=mesh, in_specs=given, out_specs=specs, check_vma=False)
+        found: list[jax.Array] = jax.jit(run)(of_device, dict(arrays))
+        return found
+
+
+# Cached, or each snapshot would trace it again.
+@functools.lru_cache(maxsize=8)
+def _sender(
+    mesh: Mesh, specs: tuple[PartitionSpec, ...], pairs: tuple[tuple[int, int], ...]
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    send: Callable[[list[jax.Array]], list[jax.Array]] = lambda xs: _sent(xs, mesh, pairs)
+    of_each = [*specs]
+    return jax.jit(
+        jax.shard_map(send, mesh=mesh, in_specs=(of_each,), out_specs=of_each, check_vma=False)
+    )
+
+
+def _sent(
+    arrays: Sequence[jax.Array], mesh: Mesh, pairs: Sequence[tuple[int, int]]
+) -> list[jax.Array]:
+    return [lax.ppermute(x, mesh.axis_names, pairs) for x in arrays]
+
+
+def size_of(bounds: Bounds) -> int:
+    """Return how many elements there are within bounds."""
+    return math.prod(end - start for start, end in bounds)
+
+
+def bounds_of(index: tuple[slice, ...], shape: Sequence[int]) -> Bounds:
+    """Return the bounds of a device's part, given as JAX tells it."""
+    ranges = (along.indices(length) for along, length in zip(index, shape, strict=True))
+    return tuple((start, end) for start, end, _ in ranges)
+
+
+@functools.lru_cache(maxsize=4096)
+def owned(sharding: Sharding, shape: tuple[int, ...], here: tuple[int, ...]) -> dict[Any, Bounds]:
+    """Return which elements each device of a host writes: each once, given the host's processes."""
+    first: dict[Bounds, Any] = {}
+    placed: dict[Any, Any] = {**sharding.devices_indices_map(shape)}
+    for device, index in placed.items():
+        if device.process_index in here:
+            first.setdefault(bounds_of(index, shape), device)
+    return {device: bounds for bounds, device in first.items()}
+
+
+def own_pieces(
+    x: jax.Array, of: jax.Array, here: tuple[int, ...], after: Mapping[Any, Any] | None = None
+) -> Iterator[tuple[Bounds, jax.Array]]:
+    """Yield what this process writes of ``x``: parts of ``of``, which ``after`` has had."""
+    written = owned(of.sharding, of.shape, here)
+    for shard in x.addressable_shards:
+        device = shard.device if after is None else after[shard.device]
+        if device in written:
+            yield written[device], shard.data
