@@ -12,7 +12,6 @@ from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import Job
 from examples.byte_lm.loop import traced, train
 from examples.byte_lm.options import PROFILED
-from examples.byte_lm.plots import draw_curves
 from examples.byte_lm.proof import STEPS, Comparison, compare, verify
 from examples.byte_lm.record import Record
 from examples.byte_lm.saving import Saving
@@ -77,7 +76,10 @@ def run(job: Job, record: Record, screen: Screen, stopping: Stopping) -> Summary
         sent=sent,
     )
     record.write_json("summary.json", summary)
-    if steps:
+    if steps and job.processes.is_first:
+        # Matplotlib takes half a second to import, in which a run that starts again has begun.
+        from examples.byte_lm.plots import draw_curves
+
         record.write("curves.png", draw_curves(steps, summary))
     if summary.ended == "finished" and early:
         proof = verification = None

@@ -102,15 +102,26 @@ def without_unread(jaxpr: Any, number: int | None = None) -> Any:
 def share_programs_between_cpus() -> None:
     """Let each process of this machine take what process 0 has compiled for the CPUs of all.
 
-    JAX's compilation cache, to which only process 0 writes, tells processes of CPUs apart.
+    JAX's compilation cache, to which only process 0 writes, tells processes of CPUs apart, and
+    the devices on which one of them works alone. What is loaded runs on the devices of the process
+    that loads it.
     """
     hash_devices, hash_accelerators = _cache_key._hash_devices, _cache_key._hash_accelerator_config
+    hash_options = _cache_key._hash_serialized_compile_options
 
     def of_kinds(hash_object: Any, devices: Any) -> None:
         on_cpu = all(device.platform == "cpu" for device in devices.flat)
         (hash_devices if on_cpu else hash_accelerators)(hash_object, devices)
 
+    def of_any_device(
+        hash_object: Any, options: Any, strip_device_assignment: bool = False
+    ) -> None:
+        # As JAX does for GPUs.
+        strip = strip_device_assignment or jax.default_backend() == "cpu"
+        hash_options(hash_object, options, strip_device_assignment=strip)
+
     setattr(_cache_key, "_hash_accelerator_config", of_kinds)  # noqa: B010
+    setattr(_cache_key, "_hash_serialized_compile_options", of_any_device)  # noqa: B010
 
 
 def with_trees(lowered: Any, convert: Callable[[Any], Any]) -> Any:

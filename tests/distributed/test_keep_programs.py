@@ -80,7 +80,7 @@ def test_a_start_compiles_nothing_that_another_one_has_compiled(tmp_path: Path):
 
 
 @pytest.mark.multiprocess
-def test_processes_that_are_started_again_compile_nothing_of_the_mesh(tmp_path: Path):
+def test_processes_that_are_started_again_compile_nothing(tmp_path: Path):
     script = tmp_path / "run.py"
     script.write_text(RUN)
     words = "-n", 2, "--cpu-devices", 2, "--restarts", 2, "--", sys.executable
@@ -98,12 +98,8 @@ def test_processes_that_are_started_again_compile_nothing_of_the_mesh(tmp_path: 
         for steps in (3, 9)
     )
     assert first[0][2] == 0
-    _, asked, hits, misses = last[0]
-    assert (hits, misses) == (asked, 0)
-    # JAX lets process 0 alone write, so the other one compiles what runs on its own devices.
-    _, asked, hits, _ = last[1]
-    assert asked - hits <= 3
-    assert hits > 5
+    for _, asked, hits, misses in last:
+        assert (hits, misses) == (asked, 0)
 
 
 def test_a_folder_of_others_is_refused(tmp_path: Path):
