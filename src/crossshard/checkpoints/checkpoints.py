@@ -16,6 +16,7 @@ from crossshard.checkpoints.memory import Snapshots
 from crossshard.checkpoints.preemption import Preemption
 from crossshard.checkpoints.reading import Found, OnDisk, read_state
 from crossshard.checkpoints.saving import Saving, notes_of
+from crossshard.checkpoints.storage import compile_copies
 from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import (
     ArgumentError,
@@ -101,7 +102,7 @@ class Checkpoints:
         self._saving = Saving(self._folder, step.mesh, keep, keep_best)
         self._may_write = not self._saving.numbers
         self._snapshots: Snapshots | None = None
-        self._calls = 0
+        self._calls, self._compiles = 0, False
         if memory is not None:
             run = self._folder.run(step.mesh)
             self._snapshots = Snapshots(memory, run, step.mesh, memory_copies)
@@ -195,6 +196,9 @@ class Checkpoints:
         check_is_state(state)
         _check_at_top_level("snapshot")
         self._calls += 1
+        if not self._compiles:
+            layout = layout_of(self._step, state)
+            self._compile_beside(layout, jax.eval_shape(layout.collected, state))
         if self._calls % self._every:
             return
         _check_call("snapshot", state, jax.Array)
@@ -449,6 +453,8 @@ class Checkpoints:
         layout = layout_of(self._step, state)
         here = None if only_params else self._fingerprint(layout)
         types = jax.eval_shape(layout.collected, state)
+        if not only_params:
+            self._compile_beside(layout, types)
         self._saving.wait()
         if self._snapshots is not None and step is None and not (only_params or best):
             newest = max(self.steps(), default=-1)
@@ -511,6 +517,12 @@ class Checkpoints:
             f"{what} in {self._folder.path} {whole}: {whys}. Bring back a copy of it, take another "
             f"one of steps(), or choose another folder to start again in."
         )
+
+    def _compile_beside(self, layout: StateLayout, types: TrainState) -> None:
+        """Begin to compile what the first save or snapshot runs, if nothing has."""
+        if not self._compiles:
+            self._compiles = True
+            compile_copies(layout.own, types)
 
     def _fingerprint(self, layout: StateLayout) -> Fingerprint:
         # Kept, since it traces the optimizer, and a loop saves states of one layout, which the step
