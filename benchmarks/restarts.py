@@ -28,8 +28,8 @@ PATIENCE = 300.0
 # What ends each part: the lines of the new run, in their order.
 PARTS = {
     "noticed, the others ended": r"crossshard: started again",
-    "Python and JAX imported": r"\[0\] crossshard \d",
-    "connected": r"\[0\] \[Gloo\]",
+    "Python and the script started": r"\[0\] crossshard \d",
+    "step traced, connected": r"\[0\] \[Gloo\]",
     "state restored": r"\[0\] .*is restored",
     "a step taken": r"trains again after",
 }
