@@ -34,6 +34,7 @@ _WIDE = (
     "tests/test_modes.py",
     "tests/pipeline/test_combinations.py",
 )
+_PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +85,11 @@ def read_faults() -> list[Fault]:
     ]
 
 
-def run(fault: Fault, caught_by: str | None) -> str | None:
-    """The test that catches a fault, or ``a time of … s``; ``None`` if none does."""
+def run(fault: Fault, caught_by: str | None, passing: set[str]) -> str | None:
+    """The test that catches a fault, or ``a time of … s``; ``None`` if none does.
+
+    ``passing`` are tests that pass without a fault.
+    """
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "crossshard"
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -94,7 +98,7 @@ def run(fault: Fault, caught_by: str | None) -> str | None:
         near = [room] if (ROOT / room).is_dir() else []
         for tests in (caught_by, *near, *_WIDE, "tests"):
             found = _first_failure(tests, folder) if tests else None
-            if found and ("::" not in found or _passes(found)):
+            if found and ("::" not in found or found in passing or _passes(found)):
                 return found
     return None
 
@@ -107,11 +111,22 @@ def _passes(test: str) -> bool:
         return _first_failure(test, folder) is None
 
 
+def that_pass(tests: set[str], jobs: int) -> set[str]:
+    """Those that pass without a fault, of tests that are run together; none if one is gone."""
+    command = [*_PYTEST, "-n", str(jobs), *sorted(tests)]
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", ran.stdout, re.MULTILINE)
+    return tests - set(failed) if tests and ran.returncode in (0, 1) else set()
+
+
 def _first_failure(tests: str, folder: str) -> str | None:
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider"]
+    command = [*_PYTEST, "-n", "0", "-x", tests]
     environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
-        [*command, tests],
+        command,
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -147,8 +162,11 @@ def main() -> int:
     key = lambda fault: f"{fault.path}: {fault.what}"
     survivors = []
     started = time.monotonic()
+    passing = that_pass(set(filter(None, map(recorded.get, map(key, faults)))), arguments.jobs)
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        running = {pool.submit(run, fault, recorded.get(key(fault))): fault for fault in faults}
+        running = {
+            pool.submit(run, fault, recorded.get(key(fault)), passing): fault for fault in faults
+        }
         for done in concurrent.futures.as_completed(running):
             fault, by = running[done], done.result()
             if by is None:
