@@ -37,6 +37,20 @@ _HEADS = (
     "written after, ms",
     "Orbax's, ms",
 )
+# Steps from one snapshot to the next.
+_EVERY = 10
+_MEMORY_HEADS = (
+    "shards",
+    "weight update",
+    "MB",
+    f"{_EVERY} steps, s",
+    "with a snapshot",
+    "with Orbax's",
+    "a snapshot stalls, ms",
+    "most",
+    "Orbax's, ms",
+    "most",
+)
 
 
 def main() -> None:
@@ -56,6 +70,13 @@ def main() -> None:
     print(file=sys.stderr)
     table = markdown.table(_HEADS, rows, names=(1,))
     print(table)
+    of_memory = []
+    for shards, update in _KINDS:
+        print(f"\r{shards} shards, {update}, in memory  ", end="", file=sys.stderr)
+        of_memory.append([f"{shards}", update, *in_memory(shards, update, width, options.rounds)])
+    print(file=sys.stderr)
+    in_memory_table = markdown.table(_MEMORY_HEADS, of_memory, names=(1,))
+    print(in_memory_table)
     if options.out is None:
         return
     paragraphs = (
@@ -67,6 +88,12 @@ def main() -> None:
         f"Orbax's `AsyncCheckpointer` take turns; after each comes a step, and once all is written "
         f"*another step*. The step after a save finds the memory of its state in use, and takes "
         f"new. Ours also hashes every array, before the next step.",
+        "## Snapshots in memory",
+        f"`Checkpoints(..., memory=...)` against Orbax's `AsyncCheckpointer` that writes to memory "
+        f"too, once in {_EVERY} steps of a batch that keeps both cores busy for seconds: runs of "
+        f"{_EVERY} steps take turns, with a snapshot after the first, with one of Orbax's, and "
+        f"without any. Each ends when all is written.",
+        in_memory_table,
         markdown.measured_on(machine, f"python -m benchmarks.saves --rounds {options.rounds}"),
     )
     age.write(options.out, "\n\n".join(paragraphs) + "\n")
@@ -74,17 +101,9 @@ def main() -> None:
 
 def measured(shards: int, update: str, width: int, rounds: int) -> list[str]:
     """The cells of a row."""
-    normal = np.random.default_rng(0).normal
-    params = {f"{n}": normal(size=(width, width)).astype(np.float32) for n in range(17)}
     loss = lambda params, x: sum((w**2).mean() for w in params.values()) * x.mean()
-    step: Any = crossshard.make_train_step(
-        loss,
-        optax.adam(1e-3),
-        num_shards=shards,
-        weight_update=update,  # type: ignore[arg-type]
-    )
-    state, x = step.init(params), np.ones(8, np.float32)
-    megabytes = sum(each.nbytes for each in jax.tree.leaves(step.unshard(state))) / 1e6
+    step, state, megabytes = _begun(loss, shards, update, width)
+    x = np.ones(8, np.float32)
     times: dict[str, list[float]] = {name: [] for name in ("ours", "orbax", "another")}
     times |= {f"{what} {who}": [] for what in ("step", "written") for who in ("ours", "orbax")}
 
@@ -120,6 +139,65 @@ def measured(shards: int, update: str, width: int, rounds: int) -> list[str]:
         *(median(name) for name in ("step ours", "step orbax", "another")),
         *(median("written ours"), median("written orbax")),
     ]
+
+
+def in_memory(shards: int, update: str, width: int, rounds: int) -> list[str]:
+    """The cells of a row about snapshots."""
+
+    def loss(params: Any, x: Any) -> Any:
+        for w in params.values():
+            x = jax.numpy.tanh(x @ w)
+        return (x**2).mean()
+
+    step, state, megabytes = _begun(loss, shards, update, width)
+    x = np.random.default_rng(1).normal(size=(width, width)).astype(np.float32)
+    stalls: dict[str, list[float]] = {"ours": [], "orbax": []}
+    runs: dict[str, list[float]] = {"none": [], "ours": [], "orbax": []}
+    with (
+        tempfile.TemporaryDirectory(prefix="crossshard-") as disk,
+        tempfile.TemporaryDirectory(prefix="crossshard-", dir="/dev/shm") as folder,
+        crossshard.Checkpoints(disk, step, memory=f"{folder}/ours", memory_every=1) as checkpoints,
+        ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()) as orbax,
+    ):
+        leaves = lambda: {"leaves": jax.tree.leaves(state)}
+        by_orbax = lambda: orbax.save(Path(folder, "orbax"), leaves(), force=True)
+        ways: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+            "none": (lambda: None, lambda: None),
+            "ours": (lambda: checkpoints.snapshot(state), checkpoints.wait),
+            "orbax": (by_orbax, orbax.wait_until_finished),
+        }
+        for who in list(ways) * (1 + rounds):
+            keep, wait = ways[who]
+            began = time.perf_counter()
+            for number in range(_EVERY):
+                state, _ = jax.block_until_ready(step(state, x))
+                if number == 0 and who in stalls:
+                    asked = time.perf_counter()
+                    keep()
+                    stalls[who].append(time.perf_counter() - asked)
+            wait()
+            runs[who].append(time.perf_counter() - began)
+    # The first of each compiles.
+    plain = statistics.median(runs["none"][1:])
+    more = lambda who: f"{100 * (statistics.median(runs[who][1:]) / plain - 1):+.1f}%"
+    shown = [f"{megabytes:.0f}", three_digits(plain), more("ours"), more("orbax")]
+    for each in stalls.values():
+        shown += [three_digits(1000 * f(each[1:])) for f in (statistics.median, max)]
+    return shown
+
+
+def _begun(loss: Any, shards: int, update: str, width: int) -> tuple[Any, Any, float]:
+    """A step, its first state, and how many megabytes that has."""
+    normal = np.random.default_rng(0).normal
+    params = {f"{n}": normal(size=(width, width)).astype(np.float32) for n in range(17)}
+    step: Any = crossshard.make_train_step(
+        loss,
+        optax.adam(1e-3),
+        num_shards=shards,
+        weight_update=update,  # type: ignore[arg-type]
+    )
+    state = step.init(params)
+    return step, state, sum(x.nbytes for x in jax.tree.leaves(step.unshard(state))) / 1e6
 
 
 if __name__ == "__main__":
