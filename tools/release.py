@@ -1,9 +1,10 @@
 """Builds the wheel and the source distribution, and tries them in empty environments.
 
-For each Python that is here: a new environment, `pip install` of the wheel, the README's code, the
-command and `crossshard doctor`, all in a folder outside of the clone. What was run and how long it
-took is printed as a table at the end; the first thing that fails ends it with 1. dist/ then has
-what was tried, to be uploaded as it is.
+For each Python that is here, with the oldest JAX that the wheel takes, one between, and what pip
+chooses: a new environment, `pip install` of the wheel, the README's code, the command and
+`crossshard doctor`, all in a folder outside of the clone. What was run and how long it took is
+printed as a table at the end; the first thing that fails ends it with 1. dist/ then has what was
+tried, to be uploaded as it is.
 """
 
 import os
@@ -22,6 +23,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 PYTHONS = ("3.11", "3.12", "3.13")
+# The JAX of an environment, as what pip is told besides the wheel, and the first Python it takes.
+JAX = {
+    "oldest": (["-c", "constraints/py{}-oldest.txt"], "3.11"),
+    "between": (["jax==0.11.2"], "3.12"),
+    "newest": ([], "3.11"),
+}
 # What people need of the repository to build, to test and to read.
 _IN_SOURCE = ("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "docs", "src", "tests", "tools")
 
@@ -30,7 +37,8 @@ def main() -> int:
     """Build, check and try; the exit code."""
     wheel, source = build()
     check_contents(wheel, source)
-    rows = [row for python in PYTHONS if (row := tried(python, wheel))]
+    every = [(python, jax) for python in PYTHONS for jax in JAX if python >= JAX[jax][1]]
+    rows = [row for python, jax in every if (row := tried(python, jax, wheel))]
     if not rows:
         print(f"No Python of {', '.join(PYTHONS)} is on PATH.")
         return 1
@@ -73,8 +81,8 @@ def check_contents(wheel: Path, source: Path) -> None:
         raise SystemExit(f"CHANGELOG.md has no dated section of {metadata['Version']} on top.")
 
 
-def tried(python: str, wheel: Path) -> dict[str, str] | None:
-    """What was run with a Python, and the seconds; `None` if there is no such Python."""
+def tried(python: str, jax: str, wheel: Path) -> dict[str, str] | None:
+    """What was run with a Python and a JAX, and the seconds; `None` if there is no such Python."""
     interpreter = shutil.which(f"python{python}")
     if interpreter is None:
         return None
@@ -84,7 +92,9 @@ def tried(python: str, wheel: Path) -> dict[str, str] | None:
         bin_ = here / "env" / "bin"
         first, *others = readme_blocks()
         began = time.monotonic()
-        run([bin_ / "python", "-m", "pip", "-qq", "--disable-pip-version-check", "install", wheel])
+        told = [word.format(python.replace(".", "")) for word in JAX[jax][0]]
+        pip = [bin_ / "python", "-m", "pip", "--disable-pip-version-check"]
+        run([*pip, "-qq", "install", wheel, *told])
         installed = time.monotonic() - began
         script(here, bin_, first)
         to_output = time.monotonic() - began
@@ -92,12 +102,16 @@ def tried(python: str, wheel: Path) -> dict[str, str] | None:
         script(here, bin_, _IS_INSTALLED)
         run([bin_ / "crossshard", "--help"], here, quiet=True)
         run([bin_ / "crossshard", "doctor"], here)
-        run([bin_ / "python", "-m", "pip", "check"], here)
-        version = subprocess.run([interpreter, "-V"], capture_output=True, text=True, check=True)
+        run([*pip, "check"], here)
+        versions = subprocess.run(
+            [bin_ / "python", "-c", _VERSIONS], capture_output=True, text=True, check=True
+        )
+    version, of_jax = versions.stdout.split()
     return {
-        "Python": version.stdout.split()[1],
+        "Python": version,
+        "JAX": of_jax,
         "pip install, s": f"{installed:.0f}",
-        "to the six lines' output, s": f"{to_output:.0f}",
+        "to the first output, s": f"{to_output:.0f}",
         "README": f"{1 + len(others)} blocks",
         "--help, doctor, py.typed, pip check": "fine",
     }
@@ -111,6 +125,7 @@ assert crossshard.__file__.startswith(sys.prefix), crossshard.__file__
 assert (importlib.resources.files("crossshard") / "py.typed").is_file()
 assert importlib.metadata.version("crossshard") == crossshard.__version__
 """
+_VERSIONS = "import jax, platform; print(platform.python_version(), jax.__version__)"
 
 
 def readme_blocks() -> list[str]:

@@ -21,6 +21,7 @@ _PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
 }
+_VERSIONED = ROOT / "src" / "crossshard" / "__init__.py"
 _log = logging.getLogger("mkdocs.site_pages")
 _KINDS = {".py": "python", ".toml": "toml"}
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]+)?\))")
@@ -110,7 +111,9 @@ def _content(file: Path) -> str:
 
 
 def on_config(config: MkDocsConfig) -> Any:
-    """Watch what else is shown, while the site is served."""
+    """Say below each page of which version it is; watch what else is shown, while it is served."""
+    (version,) = re.findall(r'^__version__ = "(.+)"$', _VERSIONED.read_text(), re.MULTILINE)
+    config.copyright = f"crossshard {version}"
     config.watch += [str(ROOT / path) for path in [*_PAGES, "src", "examples"]]
     return config
 

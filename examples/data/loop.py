@@ -53,13 +53,15 @@ def train(batches, folder, steps):
     batches = step.prefetch(batches, 2)
     with crossshard.Checkpoints(folder, step) as checkpoints:
         found = checkpoints.restore_latest(step.abstract_init(params))
-        state, where = found or (step.init(params), batches.get_state())
-        batches.set_state(where)
-        for number, batch in enumerate(batches, int(state.step) + 1):
+        # `state.step` does not count batches whose step was skipped, so this loop counts its own.
+        start = {"number": 0, "batches": batches.get_state()}
+        state, data = found or (step.init(params), start)
+        batches.set_state(data["batches"])
+        for number, batch in enumerate(batches, data["number"] + 1):
             state, metrics = step(state, batch)
             print(number, f"{metrics['loss']:.9f}", flush=True)
             if number % 5 == 0:
-                checkpoints.save(state, data=batches)
+                checkpoints.save(state, data={"number": number, "batches": batches})
             if number == steps:
                 break
     return state

@@ -151,7 +151,7 @@ def train(folder, steps, training, held_out):
                 bits = bits_per_byte(step, state, held_out)
                 best = min(best, [bits, number])
                 # Where the iterator stands and what was best, for the run to go on with.
-                data = {"batches": ahead.get_state(), "best": best}
+                data = {"batches": ahead, "best": best}
                 checkpoints.save(state, data, score=-bits)
             seen = {"step": number} | {name: float(metrics[name]) for name in ("loss", "grad_norm")}
             seen |= {"held_out": bits, **meter.report()}

@@ -128,6 +128,55 @@ def test_numbers_are_those_of_the_same_rows(tmp_path: Path):
                 np.testing.assert_array_equal(batch, expected)
 
 
+@pytest.mark.parametrize("where", deep_but(["folder"], ["folder", "memory"]))
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda rows, other: {"epoch": 3, "rows": rows, "none": None, "seen": [1.5, {"a": "b"}]},
+        lambda rows, other: (rows, {"seen": 5}),
+        lambda rows, other: [{"rows": [other, rows]}, [], other],
+    ],
+    ids=["dict", "tuple", "nested"],
+)
+def test_json_beside_iterators_comes_back(of: Any, where: str, tmp_path: Path):
+    step, batches = step_on(2), Drawn()
+    folders = {"folder": tmp_path / "run", "memory": tmp_path / "memory"}
+    checkpoints = Checkpoints(step=step, **folders, memory_every=1)
+    put = checkpoints.save if where == "folder" else checkpoints.snapshot
+    next(batches)
+    expected = of(json.loads(json.dumps(batches.get_state())), Bytes(7).get_state())
+    given = of(step.prefetch(batches), Bytes(7))
+    put(trained(step, 1), given)
+    # What the loop changes now is of a later row.
+    next(batches)
+    if isinstance(given, dict):
+        given["seen"].append(2)
+    checkpoints.wait()
+    _, data = Checkpoints(step=step, **folders).restore_latest(step.abstract_init(PARAMS))
+    assert data == expected
+    assert type(data) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("of", "error", "says"),
+    [
+        (lambda rows: {3: rows}, ArgumentError, r"data would not come back.* got \{3: None\}"),
+        (lambda rows: [rows, (1, 2)], ArgumentError, r"data would not come back.* got \(1, 2\)"),
+        (lambda rows: [rows, {1}], ArgumentTypeError, "Object of type set is not JSON"),
+        (lambda rows: [rows, float("inf")], ArgumentTypeError, "Out of range float values"),
+        (lambda rows: [Of((1, 2)), rows], ArgumentError, "The state of the iterator would not"),
+    ],
+    ids=["keys", "tuple", "set", "inf", "state"],
+)
+def test_what_json_does_not_know_is_refused_beside_iterators(
+    of: Any, error: type[Exception], says: str, tmp_path: Path
+):
+    step = step_on(2)
+    with Checkpoints(tmp_path, step) as checkpoints, pytest.raises(error, match=says):
+        checkpoints.save(trained(step), of(Drawn()))
+    assert checkpoints.steps() == []
+
+
 def test_what_is_saved_is_the_data_of_that_moment(tmp_path: Path):
     # So large that it is still hashed when the loop goes on.
     step, data = sgd_step(lambda w, x: (w[0] * x).mean(), 0.1, 2), {"at": [0]}
@@ -156,7 +205,8 @@ def test_a_state_that_is_changed_on_disk_is_found(tmp_path: Path):
     file.write_text(text.replace(json.dumps(state_of), json.dumps(changed)))
     with pytest.warns(CheckpointWarning, match="checkpoint 3: the manifest does not have the che"):
         assert checkpoints.restore_latest(state)[1] == {"first": True}
-    for forged in ('["bytes", "?"]', "{}", '["bytes", 3]', "[" * 9999):
+    forgeries = '["bytes", "?"]', "{}", '["bytes", 3]', '["dict", 3]', '["list", 3]', "[" * 9999
+    for forged in forgeries:
         file.write_text(text)
         edit(file, lambda body, forged=forged: body["data"].update(iterators=[forged]))
         with pytest.warns(CheckpointWarning, match="checkpoint 3: the manifest has values of a wr"):
@@ -222,8 +272,9 @@ def test_the_state_of_what_is_read_ahead_is_refused(tmp_path: Path):
     batches = step.prefetch(own)
     next(batches)
     with Checkpoints(tmp_path, step) as checkpoints:
-        with pytest.raises(ArgumentError, match=r"Drawn.* is read ahead by step\.prefetch, so"):
-            checkpoints.save(trained(step), own)
+        for data in (own, {"rows": own}):
+            with pytest.raises(ArgumentError, match=r"Drawn.* is read ahead by step\.prefetch, so"):
+                checkpoints.save(trained(step), data)
         checkpoints.save(trained(step), batches)
         checkpoints.save(trained(step), Drawn())
 
@@ -241,6 +292,7 @@ def test_the_best_comes_back_with_its_number_and_its_score(tmp_path: Path):
         for number, score in enumerate((0.75, 0.25, 0.75, None)):
             checkpoints.save(states[number], {"at": number}, score=score)
         found, *others = checkpoints.restore_best(like)
+        assert checkpoints.scores() == {0: 0.75, 1: 0.25, 2: 0.75}
     assert others == [{"at": 2}, 2, 0.75]
     check_same_bits(arrays(step, found), arrays(step, states[2]))
     assert checkpoints.restored_from == f"Checkpoint 2 in {tmp_path / 'run'}"
@@ -336,7 +388,7 @@ def test_each_process_goes_on_with_its_own(what: str, tmp_path: Path):
     if what == "folder":
         step = step_on(4)
         checkpoints, like = Checkpoints(folder, step), step.abstract_init(PARAMS)
-        says = "the iterators of its 2 processes have different states, and here are 1 processes"
+        says = "its 2 processes have different states, or other JSON beside them, and here are 1"
         with pytest.raises(CheckpointMismatchError, match=says):
             checkpoints.restore_latest(like)
         with pytest.warns(CheckpointWarning, match=says):

@@ -1,13 +1,20 @@
 """The guide to data: loops with each loader go on after a restart as if there had been none."""
 
+import functools
+import itertools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+import crossshard
+from examples.data import loop
 from tests.distributed.jobs import PATIENCE, launch
 from tests.test_docs import ROOT
 
@@ -44,6 +51,35 @@ def losses(name: str, folder: Path, steps: int, processes: int) -> dict[int, lis
     for number, loss in re.findall(r"^(?:\[\d\] )?(\d+) (\d+\.\d{9})$", out, re.MULTILINE):
         found.setdefault(int(number), []).append(loss)
     return found
+
+
+def test_a_run_goes_on_at_the_right_row_after_a_batch_was_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    skipping = functools.partial(crossshard.make_train_step, nonfinite="skip")
+    monkeypatch.setattr(crossshard, "make_train_step", skipping)
+    read = []
+
+    def make(start: int) -> Iterator[dict[str, np.ndarray]]:
+        for number in itertools.count(start):
+            read.append(number)
+            rows = {name: x[np.arange(64) + number] for name, x in loop.data().items()}
+            yield rows | {"y": rows["y"] + np.float32(np.nan if number == 7 else 0)}
+
+    def printed(folder: str, steps: int) -> tuple[list[str], Any]:
+        read.clear()
+        state = loop.train(loop.Numbered(make), tmp_path / folder, steps)
+        return capsys.readouterr().out.splitlines(), state
+
+    whole, expected = printed("whole", 20)
+    assert [line for line in whole if "nan" in line] == ["8 nan"]
+    assert int(expected.step) == 19
+    assert printed("two", 13)[0] == whole[:13]
+    again, found = printed("two", 20)
+    assert read[0] == 10
+    assert again == whole[10:]
+    for name, x in expected.params.items():
+        np.testing.assert_array_equal(found.params[name], x)
 
 
 @pytest.mark.deep

@@ -309,4 +309,8 @@ def test_it_is_described():
     assert (
         found.describe(PARAMS) == "the gradient of `kernel` is not finite on shard 3, and on 1 more"
     )
+    # A model, or its state, may be a single array, which has no name.
+    bare = lambda leaf: found._replace(leaf=leaf).describe(np.ones(3), np.ones(3))
+    assert bare(0) == "the gradient is not finite on shard 3, and on 1 more"
+    assert bare(2) == "the model state, but no gradient, is not finite on shard 3, and on 1 more"
     assert dataclasses.replace(Nonfinite("raise"), max_consecutive=9).max_consecutive == 1

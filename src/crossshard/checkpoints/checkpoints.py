@@ -134,7 +134,8 @@ class Checkpoints:
         Args:
           state: a state of the step.
           data: where the data stands, as JSON, of which all processes pass the same; or an iterator
-            with ``get_state`` and ``set_state``, each process its own, of which the state is saved.
+            with ``get_state`` and ``set_state``, or JSON in which there are some, each process its
+            own: ``{"epoch": 3, "rows": iterator}``. Of iterators the states are saved.
             ``restore_latest`` returns it.
           score: how good the state is, for ``keep_best``: the higher the better, as ``-loss`` is.
           pin: whether to keep this checkpoint for ever.
@@ -304,7 +305,7 @@ class Checkpoints:
             optimizer's state is not in the checkpoint is made anew, and such data is ``None``.
 
         Returns:
-          The state, and the data that was saved with it, of an iterator its state, for
+          The state, and the data that was saved with it, in the place of an iterator its state, for
           ``set_state``; ``None`` if there is no checkpoint.
 
         Raises:
@@ -422,6 +423,16 @@ class Checkpoints:
         """
         return self._folder.numbers(self._step.mesh)
 
+    def scores(self) -> dict[int, float]:
+        """Return the scores that complete checkpoints were saved with, by their ``steps()``.
+
+        If there are several processes, all of them call this.
+
+        Raises:
+          CheckpointError: the folder cannot be read.
+        """
+        return self._saving.scores(self.steps())
+
     def _restored(
         self, state: TrainState, step: int | None, strict: bool, best: bool = False
     ) -> tuple[TrainState, Any, int, float] | None:
@@ -489,7 +500,7 @@ class Checkpoints:
                 )
             self._saving.damaged |= reasons.keys()
             left = [each for each in numbers if each not in reasons and step in (None, each)]
-            scores = self._saving.scores() if best else dict.fromkeys(left, 0.0)
+            scores = self._saving.scores(numbers) if best else dict.fromkeys(left, 0.0)
             left = sorted(scores.keys() & left, key=lambda each: (scores[each], each))
             if not left:
                 break

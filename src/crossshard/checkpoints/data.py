@@ -1,6 +1,7 @@
-"""Data: where the data of a run stands: JSON, or the state of the iterator of each process."""
+"""Data: where the data of a run stands: JSON, or in each process JSON with states of iterators."""
 
 import base64
+import contextlib
 import dataclasses
 import json
 from typing import Any
@@ -20,49 +21,44 @@ class Data:
     """Where the data stands, as a manifest has it."""
 
     json: Any  # what the user passed, if that is JSON
-    # Otherwise the states of iterators, in the order of the processes, as texts; see ``_told``.
+    # With iterators, what each process has passed, in their order, as texts; see ``_told``.
     iterators: list[str] | None = None
 
     def misfit(self, mesh: Mesh) -> str | None:
-        """Return why not each process of a mesh has a state, its own or that of all, or None."""
-        states, here = self.iterators, len(processes_of(mesh))
-        if states is None or len(states) == here or len({*states}) == 1:
+        """Return why not each process of a mesh has data, its own or that of all, or None."""
+        told, here = self.iterators, len(processes_of(mesh))
+        if told is None or len(told) == here or len({*told}) == 1:
             return None
         return (
-            f"the iterators of its {len(states)} processes have different states, and here are "
-            f"{here} processes"
+            f"the iterators of its {len(told)} processes have different states, or other JSON "
+            f"beside them, and here are {here} processes"
         )
 
     def of_process(self, mesh: Mesh) -> Any:
-        """Return what the user saved, or the state of this process's iterator; None without one."""
+        """Return what this process saved, with states in the places of iterators, if it fits."""
         if self.iterators is None or self.misfit(mesh):
             return self.json
         processes = processes_of(mesh)
         place = processes.index(jax.process_index()) if len(processes) > 1 else 0
-        return _state_of(self.iterators[place % len(self.iterators)])
+        return _back(json.loads(self.iterators[place % len(self.iterators)]))
 
     def check(self) -> None:
-        """Raise ValueError or TypeError unless the states are what was written."""
+        """Raise ValueError or TypeError unless the texts are what was written."""
         for text in self.iterators or ():
-            _state_of(text)
+            _back(json.loads(text))
 
 
 def data_of(given: Any, mesh: Mesh) -> Data:
-    """Return where the data stands, given JSON, or an iterator in each process of a mesh.
+    """Return where the data stands, given JSON, in which iterators may be, in each process.
 
     Raises:
       ArgumentError: JSON would return something else, it is too large, or processes pass others.
       ArgumentTypeError: there are values that JSON does not know.
     """
-    if not all(callable(getattr(given, each, None)) for each in ("get_state", "set_state")):
+    if not _has_iterator(given):
         # A copy, since it is written later, and the loop goes on to change it.
         return Data(json.loads(_as_json("data", given)))
-    if is_read_ahead(given):
-        raise ArgumentError(
-            f"{_check.described(given)} is read ahead by step.prefetch, so its state is that of a "
-            f"batch that no step has taken. Pass what step.prefetch has returned."
-        )
-    told = _told(given.get_state())
+    told = json.dumps(_told(given))
     number = len(processes_of(mesh))
     if len(told) * number > MOST_BYTES // 2:
         raise ArgumentError(
@@ -72,17 +68,50 @@ def data_of(given: Any, mesh: Mesh) -> Data:
     return Data(None, list(exchange("save an iterator", told, mesh, within="save")))
 
 
-def _told(state: Any) -> str:
-    """Return the state of an iterator as a text."""
-    if isinstance(state, bytes):
-        return json.dumps(["bytes", base64.b64encode(state).decode()])
-    return json.dumps(["json", json.loads(_as_json("The state of the iterator", state))])
+def _is_iterator(given: Any) -> bool:
+    return all(callable(getattr(given, each, None)) for each in ("get_state", "set_state"))
 
 
-def _state_of(text: str) -> Any:
+def _has_iterator(given: Any) -> bool:
+    """Return whether it is an iterator, or JSON with one in it."""
+    others: list[Any] = []
+    # What is no JSON in another way is refused later, in words.
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        json.dumps(given, default=others.append)
+    return any(map(_is_iterator, others))
+
+
+def _told(given: Any) -> list[Any]:
+    """Return as JSON what ``_back`` makes the same of, with states in the places of iterators."""
+    if _is_iterator(given):
+        if is_read_ahead(given):
+            raise ArgumentError(
+                f"{_check.described(given)} is read ahead by step.prefetch, so its state is that "
+                f"of a batch that no step has taken. Pass what step.prefetch has returned."
+            )
+        state = given.get_state()
+        if isinstance(state, bytes):
+            return ["bytes", base64.b64encode(state).decode()]
+        return ["json", json.loads(_as_json("The state of the iterator", state))]
+    if type(given) in (list, tuple) and _has_iterator(given):
+        return [type(given).__name__, [_told(each) for each in given]]
+    if isinstance(given, dict) and _has_iterator(given):
+        _as_json("data", dict.fromkeys(given))
+        return ["dict", {key: _told(each) for key, each in given.items()}]
+    return ["json", json.loads(_as_json("data", given))]
+
+
+def _back(told: Any) -> Any:
     """Undo ``_told``."""
-    kind, value = json.loads(text)
-    return base64.b64decode(value, validate=True) if kind == "bytes" else value
+    kind, value = told
+    if kind == "bytes":
+        return base64.b64decode(value, validate=True)
+    if kind in ("list", "tuple"):
+        found = [_back(each) for each in value]
+        return found if kind == "list" else tuple(found)
+    if kind == "dict":
+        return {key: _back(each) for key, each in dict(value).items()}
+    return value
 
 
 def _as_json(what: str, value: Any) -> str:

@@ -144,10 +144,10 @@ class Saving:
                 self._orbax = None
             self._lock.release()
 
-    def scores(self) -> dict[int, float]:
-        """Return the scores of the checkpoints that have one, as the first process sees them."""
-        own = {each: self._score(each) for each in self.numbers} if jax.process_index() == 0 else {}
-        told = exchange("restore", json.dumps(list(own.items())), self._mesh)[0]
+    def scores(self, numbers: list[int]) -> dict[int, float]:
+        """Return the scores of those checkpoints that have one, as the first process sees them."""
+        own = {each: self._score(each) for each in numbers} if jax.process_index() == 0 else {}
+        told = exchange("Checkpoints", json.dumps(list(own.items())), self._mesh)[0]
         return {number: score for number, score in json.loads(told) if score is not None}
 
     def _to_delete(self) -> list[int]:

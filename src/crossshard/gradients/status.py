@@ -93,7 +93,7 @@ def statuses_of(
     """
     found: list[GradientStatus | None] = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients, is_leaf=is_sparse):
-        name = leaf_name(path)
+        name = leaf_name(path, "gradient")
         check_gradient_dtype(name, leaf)
         is_float0 = jnp.result_type(leaf) == jax.dtypes.float0
         known = None if is_float0 else _status(name, leaf, shards, declared, reduction, grouped)
@@ -156,9 +156,9 @@ def _axes(names: tuple[str, ...]) -> str:
     return ("axis " if len(names) == 1 else "axes ") + ", ".join(map(repr, names))
 
 
-def leaf_name(path: tuple[Any, ...]) -> str:
-    """Return the path of a leaf, as in ``layers/0/kernel``."""
-    return f"`{jax.tree_util.keystr(path, simple=True, separator='/') or 'gradient'}`"
+def leaf_name(path: tuple[Any, ...], bare: str = "params") -> str:
+    """Return the path of a leaf, as in ``layers/0/kernel``, or what a tree of one array is."""
+    return f"`{jax.tree_util.keystr(path, simple=True, separator='/') or bare}`"
 
 
 def is_sparse(leaf: Any) -> bool:
@@ -201,7 +201,7 @@ def check_shapes(gradients: Any, like: Any, what: str = "its parameter") -> None
     for (path, gradient), (_, other) in zip(given, expected, strict=True):
         if jnp.shape(gradient) != jnp.shape(other):
             raise ArgumentError(
-                f"{leaf_name(path)} has shape {jnp.shape(gradient)} and {what} "
+                f"{leaf_name(path, 'gradient')} has shape {jnp.shape(gradient)} and {what} "
                 f"{jnp.shape(other)}. Gradients are averaged over the shards one by one, so "
                 f"per-example gradients, as optax.contrib.dpsgd takes them, cannot be reduced. "
                 f"Aggregate them on each shard first, with preprocess="

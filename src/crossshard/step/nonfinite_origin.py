@@ -181,7 +181,12 @@ class _Program:
 def _named(names: Sequence[str], trees: Any) -> list[str]:
     paths = jax.tree_util.tree_leaves_with_path
     pairs = [(name, path) for name, x in zip(names, trees, strict=True) for path, _ in paths(x)]
-    return [name.format(leaf_name(path), jax.tree_util.keystr(path)) for name, path in pairs]
+    # A model may be a single array, which has no name.
+    bare = lambda name: name.replace(" of {}", "").replace(" {}", "")
+    return [
+        (name if path else bare(name)).format(leaf_name(path), jax.tree_util.keystr(path))
+        for name, path in pairs
+    ]
 
 
 def _bad(found: Sequence[Any]) -> int | None:

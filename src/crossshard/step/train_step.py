@@ -242,7 +242,7 @@ class TrainStep:
         ...     step.finish(state)
         ... except NonfiniteError as error:
         ...     print(str(error).partition(".")[0])
-        The gradient of `gradient` is not finite on shard 0
+        The gradient is not finite on shard 0
         """
         with self._entering("finish"):
             check_is_state(state)
@@ -501,7 +501,7 @@ class TrainStep:
         >>> step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=1, donate=False)
         >>> found = step.find_nonfinite(step.init(jnp.float32(3)), jnp.array([1.0, 0.0]))
         >>> found.result, found.phase, found.primitive, found.rows
-        ('the gradient of `gradient`', 'backward pass', 'div', (1,))
+        ('the gradient', 'backward pass', 'div', (1,))
         """
         if not _jax.at_top_level():
             raise ArgumentError("find_nonfinite runs on the host. Call it outside of jax.jit.")

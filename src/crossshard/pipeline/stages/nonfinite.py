@@ -268,11 +268,12 @@ def _name_of_leaf(leaf: int, params: PyTree, model_state: PyTree) -> str:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     of_state = [path for path, _ in jax.tree_util.tree_leaves_with_path(model_state)]
     if leaf < len(paths):
-        return f"the gradient of {leaf_name(paths[leaf])}"
+        return f"the gradient of {leaf_name(paths[leaf])}" if paths[leaf] else "the gradient"
     if leaf == len(paths):
         return "the loss, but no gradient,"
     after = leaf - len(paths) - 1
-    name = f" {leaf_name(of_state[after])}" if after < len(of_state) else ""
+    path = of_state[after] if after < len(of_state) else ()
+    name = f" {leaf_name(path)}" if path else ""
     return f"the model state{name}, but no gradient,"
 
 
