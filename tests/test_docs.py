@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import crossshard
@@ -264,7 +265,8 @@ def test_an_error_names_its_section_once_wherever_it_goes():
             raise errors.LossError("outer") from error
     except errors.LossError as error:
         printed = "".join(traceback.format_exception(error))
-    assert printed.endswith("LossError: outer\nSee crossshard's docs/reference/errors.md#losserror\n")
+    last = "LossError: outer\nSee crossshard's docs/reference/errors.md#losserror\n"
+    assert printed.endswith(last)
     assert printed.count("#argumenterror") == printed.count("#losserror") == 1
 
 
@@ -281,11 +283,37 @@ def test_the_stage_that_contributing_shows_is_the_one_that_is_tested():
 
 
 def test_the_picture_shows_what_was_recorded():
-    from benchmarks.picture import PICTURE, figures
+    from benchmarks.picture import PICTURE, figures, rows
 
     text = figures().in_words()
-    assert f"![{text}]({name_of(PICTURE)})" in README.read_text()
+    assert f"![{text}]({PICTURE.name})" in (PICTURE.parent / "index.md").read_text()
     assert description_of(PICTURE) == text
+    assert "\n".join(rows()) in README.read_text()
+
+
+def test_the_front_picture_shows_what_was_recorded():
+    from tools import front_picture
+
+    curves = front_picture.recorded()
+    assert front_picture.PICTURE.read_text(encoding="utf-8") == front_picture.draw(curves)
+    alt = f"![{front_picture.in_words(curves)}]({name_of(front_picture.PICTURE)})"
+    assert alt in README.read_text()
+    assert front_picture.furthest(curves) < 1e-4
+
+
+# Two minutes on two cores.
+@pytest.mark.deep
+def test_what_the_front_picture_shows_is_what_the_tutorial_trains(monkeypatch: pytest.MonkeyPatch):
+    from tools import front_picture
+
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    curves, recorded = front_picture.train(), front_picture.recorded()
+    assert front_picture.furthest(curves) < 1e-4
+    for name, pair in recorded.items():
+        for who, points in pair.items():
+            # Another CPU rounds otherwise, and the difference grows with the steps.
+            np.testing.assert_allclose(curves[name][who], points, rtol=0.1)
 
 
 def description_of(png: Path) -> str:

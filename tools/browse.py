@@ -1,9 +1,9 @@
 """Opens every page of the built site in headless Chromium, and says what is wrong with it.
 
 `make docs-browse` runs it. Each page is opened as wide as a laptop and as narrow as a phone, light
-and dark. A page is at fault where it scrolls sideways, where a name that fits on a line is torn, where
-a picture does not load, where a link leads to no page or to no heading, or where its scripts fail.
-Pictures of pages are kept in `--shots`, for people to look at.
+and dark. A page is at fault where it scrolls sideways, where a name that fits on a line is torn,
+where a picture does not load, where a link leads to no page or to no heading, or where its scripts
+fail. Pictures of pages are kept in `--shots`, for people to look at.
 """
 
 import argparse

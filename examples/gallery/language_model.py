@@ -41,7 +41,8 @@ def initial_params():
     normal = lambda *shape: jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
     layers = {"qkv": normal(LAYERS, WIDTH, 3 * WIDTH), "out": normal(LAYERS, WIDTH, WIDTH)}
     layers |= {"up": normal(LAYERS, WIDTH, 4 * WIDTH), "down": normal(LAYERS, 4 * WIDTH, WIDTH)}
-    return {"symbols": normal(WIDTH, len(SYMBOLS)), "places": normal(CONTEXT, WIDTH), "layers": layers}
+    symbols, places = normal(WIDTH, len(SYMBOLS)), normal(CONTEXT, WIDTH)
+    return {"symbols": symbols, "places": places, "layers": layers}
 
 
 @jax.checkpoint
