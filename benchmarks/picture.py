@@ -1,7 +1,7 @@
-"""The README's picture: time and memory of a step, ours beside the one written by hand.
+"""The picture of the benchmarks' first page, and the README's rows: a step beside one by hand.
 
 Times are those that `python -m benchmarks step` recorded, memory is counted from the arrays of the
-same problem. `python -m benchmarks.picture` draws it and prints what the README says of it.
+same problem. `python -m benchmarks.picture` draws it, and prints its words and the README's rows.
 """
 
 import dataclasses
@@ -60,18 +60,36 @@ class Figures:
 def figures() -> Figures:
     """The recorded times and the counted memory."""
     problem = mlp(_SIZE, max(_SHARDS))
-    record = json.loads((FOLDER / "step.json").read_text(encoding="utf-8"))
-    timings = {
-        result["shards"]: Timing(**result["timing"])
-        for result in record["results"]
-        if result["parameters"] == problem.parameters
-    }
+    timings = _timings(problem.parameters)
     medians = lambda name: [1000 * timings[n].spread(name).median for n in _SHARDS]
     whole = _megabytes(jax.eval_shape(adamw().init, problem.params))
     return Figures(
         (medians(OURS_AUTO), medians(HAND_WRITTEN)),
         ([_held(problem, shards) for shards in _SHARDS], [whole] * len(_SHARDS)),
     )
+
+
+def rows() -> list[str]:
+    """The README's rows, of the model where most is gained and the one where nothing is."""
+    most, nothing = mlp(_SIZE, max(_SHARDS)).parameters, 1_004_640
+    names = {most: "MLP, 10 million parameters", nothing: "the demo's transformer, 1 million"}
+    found = []
+    for parameters, name in names.items():
+        timing = _timings(parameters)[max(_SHARDS)]
+        by_hand, ours = (1000 * timing.spread(x).median for x in (HAND_WRITTEN, OURS_AUTO))
+        ratio = timing.ratio(OURS_AUTO, HAND_WRITTEN).median
+        found.append(f"| {name} | {by_hand:.0f} ms | {ours:.0f} ms | {ratio:.2f} |")
+    return found
+
+
+def _timings(parameters: int) -> dict[int, Timing]:
+    """What was recorded of the problem with so many parameters, by the number of shards."""
+    record = json.loads((FOLDER / "step.json").read_text(encoding="utf-8"))
+    return {
+        result["shards"]: Timing(**result["timing"])
+        for result in record["results"]
+        if result["parameters"] == parameters
+    }
 
 
 def _held(problem: Any, shards: int) -> float:
@@ -128,11 +146,11 @@ def _listed(numbers: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Draw it, and print its description, which is its text in the README."""
+    """Draw it, and print its description and the rows of the README."""
     crossshard.cpu_devices(max(_SHARDS))
     drawn = figures()
     draw(drawn, PICTURE)
-    print(drawn.in_words())
+    print(drawn.in_words(), *rows(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Opens every page of the built site in headless Chromium, and says what is wrong with it.
 
 `make docs-browse` runs it. Each page is opened as wide as a laptop and as narrow as a phone, light
-and dark. A page is at fault where it scrolls sideways, where a picture does not load, where a
-link leads to no page or to no heading, or where its scripts fail. Pictures of pages are kept in
-`--shots`, for people to look at.
+and dark. A page is at fault where it scrolls sideways, where a name that fits on a line is torn,
+where a picture does not load, where a link leads to no page or to no heading, or where its scripts
+fail. Pictures of pages are kept in `--shots`, for people to look at.
 """
 
 import argparse
@@ -24,6 +24,11 @@ _WAYS = (("laptop", 1280, "light"), ("phone", 375, "dark"))
 _LINKS = "Array.from(document.querySelectorAll('a[href]'), a => a.href)"
 _NAMES = "Array.from(document.querySelectorAll('[id]'), e => e.id)"
 _BROKEN = "Array.from(document.images).filter(i => !i.naturalWidth).map(i => i.src)"
+_TORN = """Array.from(document.querySelectorAll('.md-content code')).filter(e => {
+  const around = e.closest('p, li, td, th, dt, dd, h1, h2, h3, h4'), parts = [...e.getClientRects()]
+  return around && !e.closest('pre') && /^[\\w.=]+$/.test(e.textContent) && parts.length > 1
+    && parts.reduce((sum, part) => sum + part.width, 0) < around.clientWidth - 40
+}).map(e => e.textContent)"""
 _OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -62,6 +67,7 @@ def browse(browser: Browser, address: str, pages: list[str], shots: Path | None)
                 faults.append(f"{page}: {over} pixels too wide on a {way}")
             tab.evaluate("document.querySelectorAll('img').forEach(i => i.loading = 'eager')")
             faults += [f"{page}: no picture at {each}" for each in tab.evaluate(_BROKEN)]
+            faults += [f"{page}: {each} is torn on a {way}" for each in tab.evaluate(_TORN)]
             faults += [f"{page}: {each}" for each in said]
             links[page], names[page] = set(tab.evaluate(_LINKS)), set(tab.evaluate(_NAMES))
             if shots:

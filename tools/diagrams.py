@@ -90,7 +90,7 @@ def shards() -> Drawing:
         "whole batch, with which each shard takes the same step.",
     )
     picture.text(75, 24, "a batch, 64 rows", bold=True)
-    picture.text(330, 24, "each shard: the same parameters, its own rows", bold=True)
+    picture.text(330, 24, "same parameters, own rows", bold=True)
     picture.text(640, 24, "the mean", bold=True)
     picture.text(785, 24, "the same step", bold=True)
     for place, colour in enumerate(SHARDS):

@@ -2,7 +2,7 @@
 
 An index of packages shows the README away from its repository, where a relative link leads nowhere.
 With a `Repository` in pyproject.toml's `[project.urls]`, links and pictures lead there, to the tag
-of this version. Without one, as now, a link becomes its own words, and a picture is left out.
+of this version. Without one, as now, a link becomes its own words, and pictures are left out.
 """
 
 import re
@@ -32,7 +32,8 @@ def long_description(readme: str, repository: str | None, version: str) -> str:
         return "" if mark else words
 
     if repository is None:
-        readme = re.sub(r"^!\[.*\]\(.*\)\n\n", "", readme, flags=re.MULTILINE)
+        # A picture with what is said of it, and the line of links to begin with.
+        readme = re.sub(r"^(?:!\[|\*\*\[)(?:.+\n)+\n", "", readme, flags=re.MULTILINE)
     # Code has brackets of its own.
     parts = re.split(r"(^```.*?^```$)", readme, flags=re.DOTALL | re.MULTILINE)
     return "".join(part if part.startswith("```") else _RELATIVE.sub(one, part) for part in parts)

@@ -25,6 +25,8 @@ _VERSIONED = ROOT / "src" / "crossshard" / "__init__.py"
 _log = logging.getLogger("mkdocs.site_pages")
 _KINDS = {".py": "python", ".toml": "toml"}
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]+)?\))")
+# Links in bold between dots, which the front page shows as buttons.
+_BUTTON = re.compile(r"\*\*(\[[^]]+\]\([^)]+\))\*\*(?: · )?")
 _FENCE = re.compile(r"^ *(`{3,}).*?^ *\1 *$", re.DOTALL | re.MULTILINE)
 
 # What the site shows of the rest of the repository: the file of each page.
@@ -54,7 +56,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Make a page's links those of the site."""
     uri = page.file.src_uri
     if uri == "index.md":
-        page.meta["hide"] = ["navigation"]
+        page.meta["hide"] = ["navigation", "toc"]
+        markdown = _BUTTON.sub(r"\1{ .md-button .md-button--primary } ", markdown)
+    # Whoever searches looks for pages; sources and what each version changed come up otherwise.
+    if uri.startswith("files/") and not _shown[uri].endswith(".md"):
+        page.meta["search"] = {"exclude": True}
+    if uri == "changelog.md":
+        page.meta["search"] = {"boost": 0.2}
     here = _shown.get(uri, f"docs/{uri}")
     return with_links_of_site(markdown, here, uri) if here.endswith(".md") else markdown
 

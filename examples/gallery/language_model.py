@@ -13,26 +13,26 @@ crossshard.cpu_devices(8)  # virtual devices for a laptop
 
 OPTIMIZER = optax.adamw(3e-3)
 LAYERS, WIDTH, HEADS, CONTEXT, ROWS = 4, 128, 4, 32, 32
-SIGNS = "\n .adefghinorstuvwxz"
+SYMBOLS = "\n .adefghinorstuvwxz"
 DIGITS = "zero one two three four five six seven eight nine".split()
 WAYS = ("weight_update", "replicated"), ("weight_update", "sharded"), ("params", "sharded")
-loss_fn = lambda params, signs: losses(params, signs).mean()
+loss_fn = lambda params, symbols: losses(params, symbols).mean()
 normed = lambda x: x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
 
 def text():
-    """Ten thousand sums, spelled out, as numbers of signs; the last tenth is held out."""
+    """Ten thousand sums, spelled out, as numbers of symbols; the last tenth is held out."""
     spell = lambda n: " ".join(DIGITS[int(digit)] for digit in str(n))
     pairs = np.random.default_rng(0).permutation([divmod(n, 100) for n in range(10_000)])
     sums = (f"{spell(a)} and {spell(b)} is {spell(a + b)}.\n" for a, b in pairs.tolist())
-    signs = np.array([SIGNS.index(sign) for sign in "".join(sums)])
-    return np.split(signs, [len(signs) * 9 // 10])
+    symbols = np.array([SYMBOLS.index(symbol) for symbol in "".join(sums)])
+    return np.split(symbols, [len(symbols) * 9 // 10])
 
 
-def rows(signs, number, seed):
+def rows(symbols, number, seed):
     """Pieces of the text, [number, CONTEXT + 1]."""
-    start = np.random.default_rng(seed).integers(0, len(signs) - CONTEXT, size=(number, 1))
-    return signs[start + np.arange(CONTEXT + 1)]
+    start = np.random.default_rng(seed).integers(0, len(symbols) - CONTEXT, size=(number, 1))
+    return symbols[start + np.arange(CONTEXT + 1)]
 
 
 def initial_params():
@@ -41,7 +41,8 @@ def initial_params():
     normal = lambda *shape: jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
     layers = {"qkv": normal(LAYERS, WIDTH, 3 * WIDTH), "out": normal(LAYERS, WIDTH, WIDTH)}
     layers |= {"up": normal(LAYERS, WIDTH, 4 * WIDTH), "down": normal(LAYERS, 4 * WIDTH, WIDTH)}
-    return {"signs": normal(WIDTH, len(SIGNS)), "places": normal(CONTEXT, WIDTH), "layers": layers}
+    symbols, places = normal(WIDTH, len(SYMBOLS)), normal(CONTEXT, WIDTH)
+    return {"symbols": symbols, "places": places, "layers": layers}
 
 
 @jax.checkpoint
@@ -53,12 +54,12 @@ def block(x, layer):
     return x + jax.nn.gelu(normed(x) @ layer["up"]) @ layer["down"], None
 
 
-def losses(params, signs):
-    """The mean cross-entropy of the next sign, for each row."""
-    x = params["signs"].T[signs[:, :-1]] + params["places"]
+def losses(params, symbols):
+    """The mean cross-entropy of the next symbol, for each row."""
+    x = params["symbols"].T[symbols[:, :-1]] + params["places"]
     x, _ = jax.lax.scan(block, x, params["layers"])
-    logits = normed(x) @ params["signs"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, signs[:, 1:]).mean(1)
+    logits = normed(x) @ params["symbols"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, symbols[:, 1:]).mean(1)
 
 
 def train(step, steps, training, held_out):
@@ -100,7 +101,7 @@ def main(optimizer=OPTIMIZER, steps=60, picture=None):
     if picture:
         from _picture import lines
 
-        lines(picture, ("step", "held-out loss (nats per sign)"), {"params sharded": curve})
+        lines(picture, ("step", "held-out loss (nats per symbol)"), {"params sharded": curve})
 
 
 if __name__ == "__main__":

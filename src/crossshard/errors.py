@@ -31,7 +31,13 @@ __all__ = [
 
 
 class CrossshardError(Exception):
-    """The base class of all crossshard errors."""
+    """The base class of all crossshard errors; a note below the message names the docs' section."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        # A class that is derived elsewhere has the section of the one of ours that it derives from.
+        ours = next(each for each in type(self).__mro__ if each.__module__ == __name__)
+        self.add_note(f"See crossshard's docs/reference/errors.md#{ours.__name__.lower()}")
 
 
 class ArgumentError(CrossshardError, ValueError):

@@ -377,8 +377,9 @@ def test_an_unknown_word_and_rows_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ArgumentError, match="loss_over must be 'rows', 'batch' or 'shard'"):
         make_train_step(contrastive, SGD, num_shards=2, loss_over="global")
     step, ten = _step(), jax.tree.map(lambda x: x[:10], BATCHES[0])
-    with pytest.raises(ArgumentError, match=r"Pass 8 or 12\.$"):
+    with pytest.raises(ArgumentError) as caught:
         step(step.init(PARAMS), ten)
+    assert str(caught.value).endswith("Pass 8 or 12.")
 
 
 def _mesh(axis: str) -> Any:
