@@ -117,6 +117,7 @@ def _back(told: Any) -> Any:
 def _as_json(what: str, value: Any) -> str:
     """Return a value as JSON, which returns it as it was given."""
     advice = "Write numbers, strings, lists and dicts with strings as keys, as in {'epoch': 3}."
+    advice += " An iterator has get_state and set_state." * (what == "data")
     try:
         text = json.dumps(value, allow_nan=False)
         is_same = json.loads(text) == value
