@@ -193,12 +193,11 @@ def drawn(medians: dict[str, dict[str, float]]) -> str:
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="32" fill="{color}"/>'
             )
             x += width
-        total = f"{sum(parts.values()):.1f} s"
-        lines.append(f'<text x="{x - 8:.1f}" y="{y + 21}" text-anchor="end">{total}</text>')
-    for place, (color, part) in enumerate(zip(_COLORS, PARTS, strict=True)):
-        x = 12 + 170 * place
-        lines.append(f'<rect x="{x}" y="{height - 30}" width="14" height="14" fill="{color}"/>')
-        lines.append(f'<text x="{x + 19}" y="{height - 18}" font-size="12">{part}</text>')
+    x = 12.0
+    for color, part in zip(_COLORS, PARTS, strict=True):
+        lines.append(f'<rect x="{x:g}" y="{height - 30}" width="14" height="14" fill="{color}"/>')
+        lines.append(f'<text x="{x + 19:g}" y="{height - 18}" font-size="12">{part}</text>')
+        x += 29 + 6.5 * len(part)
     return "\n".join([*lines, "</svg>", ""])
 
 

@@ -301,7 +301,7 @@ def test_the_front_picture_shows_what_was_recorded():
     assert front_picture.furthest(curves) < 1e-4
 
 
-# Two minutes on two cores.
+# Two minutes of two cores, six beside other work.
 @pytest.mark.deep
 def test_what_the_front_picture_shows_is_what_the_tutorial_trains(monkeypatch: pytest.MonkeyPatch):
     from tools import front_picture

@@ -93,7 +93,7 @@ def tried(python: str, jax: str, wheel: Path) -> dict[str, str] | None:
         first, *others = readme_blocks()
         began = time.monotonic()
         told = [word.format(python.replace(".", "")) for word in JAX[jax][0]]
-        pip = [bin_ / "python", "-m", "pip", "--disable-pip-version-check"]
+        pip: list[str | Path] = [bin_ / "python", "-m", "pip", "--disable-pip-version-check"]
         run([*pip, "-qq", "install", wheel, *told])
         installed = time.monotonic() - began
         script(here, bin_, first)

@@ -38,11 +38,10 @@ def rows(symbols, number, seed):
 def initial_params():
     """Stacked layers: the first axis is their number, as a `lax.scan` takes them."""
     keys = iter(jax.random.split(jax.random.key(0), 6))
-    normal = lambda *shape: jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
-    layers = {"qkv": normal(LAYERS, WIDTH, 3 * WIDTH), "out": normal(LAYERS, WIDTH, WIDTH)}
-    layers |= {"up": normal(LAYERS, WIDTH, 4 * WIDTH), "down": normal(LAYERS, 4 * WIDTH, WIDTH)}
-    symbols, places = normal(WIDTH, len(SYMBOLS)), normal(CONTEXT, WIDTH)
-    return {"symbols": symbols, "places": places, "layers": layers}
+    draw = lambda *shape: jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
+    layers = {"qkv": draw(LAYERS, WIDTH, 3 * WIDTH), "out": draw(LAYERS, WIDTH, WIDTH)}
+    layers |= {"up": draw(LAYERS, WIDTH, 4 * WIDTH), "down": draw(LAYERS, 4 * WIDTH, WIDTH)}
+    return {"symbols": draw(WIDTH, len(SYMBOLS)), "places": draw(CONTEXT, WIDTH), "layers": layers}
 
 
 @jax.checkpoint
