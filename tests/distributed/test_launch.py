@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from crossshard.tools.cli import main
-from tests.distributed.jobs import PATIENCE, launch, python, wait_until_ready
+from tests.distributed.jobs import PATIENCE, launch, launched, python, wait_until_ready
 from tests.quick import deep
 
 TRAIN = """
@@ -93,9 +93,9 @@ def test_between_cpus_larger_arrays_share_a_bucket_and_memory_comes_in_large_pag
     assert sorted(out.splitlines()) == [f"[{own}] {tunables} [1]" for own in range(2)], err
 
 
-def test_lines_have_the_number_of_their_process():
+def test_lines_have_the_number_of_their_process(capfd: pytest.CaptureFixture[str]):
     write = "import os, sys; print('out'); print('err', file=sys.stderr); print('end', end='')"
-    out, err = launch("-n", 12, *python(write)).communicate(timeout=PATIENCE)
+    _, out, err = launched(capfd, "-n", 12, *python(write))
     assert sorted(out.splitlines()) == sorted(
         f"[{own:>2}] {word}" for own in range(12) for word in ("out", "end")
     )
@@ -110,11 +110,10 @@ def test_long_lines_of_two_processes_do_not_mix():
     assert all(re.fullmatch(r"\[[01]\] (x{3000}|y{3000})", line) for line in out.splitlines())
 
 
-def test_when_one_is_killed_the_others_end():
+def test_when_one_is_killed_the_others_end(capfd: pytest.CaptureFixture[str]):
     kills_itself = "[ $JAX_PROCESS_ID = 1 ] && kill -KILL $$; exec sleep 600"
-    ran = launch("-n", 3, "--", "sh", "-c", kills_itself)
-    _, err = ran.communicate(timeout=PATIENCE / 2)
-    assert ran.returncode == 128 + signal.SIGKILL
+    code, _, err = launched(capfd, "-n", 3, "--", "sh", "-c", kills_itself)
+    assert code == 128 + signal.SIGKILL
     assert "crossshard: process 1 ended by SIGKILL; the others are ended.\n" in err
 
 
@@ -253,11 +252,10 @@ time.sleep(0.5)
         ),
     ],
 )
-def test_a_failed_run_is_started_again(tmp_path: Path, flags, runs, code, starts):
+def test_a_failed_run_is_started_again(tmp_path: Path, capfd, flags, runs, code, starts):
     log = tmp_path / "log"
-    ran = launch("-n", 3, *flags, *python(FAILS_AT_FIRST), log, runs)
-    _, err = ran.communicate(timeout=PATIENCE)
-    assert ran.returncode == code, err
+    found, _, err = launched(capfd, "-n", 3, *flags, *python(FAILS_AT_FIRST), log, runs)
+    assert found == code, err
     assert log.read_text().split() == [start[0] for start in starts]
     said = [line for line in err.splitlines() if "started again" in line]
     assert said == [f"crossshard: started again with {start} left." for start in starts[1:]]
