@@ -39,6 +39,8 @@ def _set_up_cpu_devices() -> None:
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     # Read when Keras is imported.
     os.environ["KERAS_BACKEND"] = "jax"
+    # Else each of the processes that tests start compiles the package again, for half a second.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # JAX refuses a count that is given in both ways, and xdist's workers inherit ours.
     os.environ.pop("JAX_NUM_CPU_DEVICES", None)
     count = "--xla_force_host_platform_device_count"
