@@ -33,7 +33,7 @@ SWALLOWS = "lambda number, _: None"
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         ),
         # Python's own words on Ctrl-C are left out.
-        (signal.SIGINT, "signal.SIG_DFL", 128 + signal.SIGINT, ""),
+        deep((signal.SIGINT, "signal.SIG_DFL", 128 + signal.SIGINT, "")),
         deep((signal.SIGQUIT, "signal.SIG_DFL", 128 + signal.SIGQUIT, "")),
         (signal.SIGTERM, SWALLOWS, 128 + signal.SIGTERM, ""),
     ],

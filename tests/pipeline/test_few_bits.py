@@ -113,7 +113,7 @@ HOW = {
 # A dict has tiers: another wire along each axis.
 SUMS: list[Any] = [
     ("int4", "replicated", "mean"),
-    ("int4", "params sharded", "mean"),
+    deep(("int4", "params sharded", "mean")),
     ({"host": "int4", "chip": "int8"}, "sharded", "mean"),
     deep(("int8", "sharded", "sum")),
     deep(("float8_e4m3fn", "params sharded", "mean")),

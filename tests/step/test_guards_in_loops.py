@@ -62,7 +62,7 @@ def test_guards_send_what_a_step_without_them_sends(mode: str, nonfinite: str):
 @pytest.mark.parametrize(
     ("mode", "value", "shards"),
     [
-        ("replicated", np.nan, [1]),
+        deep(("replicated", np.nan, [1])),
         ("parts", np.nan, [1]),
         deep(("sharded", np.inf, [0, 3])),
         deep(("parts", np.inf, [3])),
