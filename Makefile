@@ -35,7 +35,8 @@ $(READY): pyproject.toml $(wildcard constraints/*.txt)
 	@pins=constraints/$$($(VENV)/bin/python -c \
 	    'import sys; print("py%d%d-newest.txt" % sys.version_info[:2])'); \
 	  [ -f $$pins ] || pins=/dev/null; echo "installing into $(VENV) with $$pins (about a minute) …"; \
-	  $(VENV)/bin/python -m pip -qq --disable-pip-version-check install -c $$pins -e ".[test,dev]"
+	  $(VENV)/bin/python -m pip -qq --disable-pip-version-check install --no-compile -c $$pins -e ".[test,dev]"
+	@$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip compiles on one core
 	@touch $@
 
 demo: environment  ## train a small model on eight virtual CPU devices

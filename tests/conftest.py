@@ -1,8 +1,10 @@
 """Gives every test eight virtual CPU devices, and makes our own warnings errors."""
 
+import functools
 import gc
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import re
 import signal
@@ -37,6 +39,8 @@ def _set_up_cpu_devices() -> None:
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     # Read when Keras is imported.
     os.environ["KERAS_BACKEND"] = "jax"
+    # Else each of the processes that tests start compiles the package again, for half a second.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # JAX refuses a count that is given in both ways, and xdist's workers inherit ours.
     os.environ.pop("JAX_NUM_CPU_DEVICES", None)
     count = "--xla_force_host_platform_device_count"
@@ -75,6 +79,18 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, thing in vars(errors).items():
         if isinstance(thing, type) and issubclass(thing, Warning):
             config.addinivalue_line("filterwarnings", f"error::{errors.__name__}.{name}")
+    _share_contexts()
+
+
+def _share_contexts() -> None:
+    """Lower a hundred programs in one context of MLIR.
+
+    JAX makes one for each, which takes longer than to lower a small program.
+    """
+    from jax._src.interpreters import mlir
+
+    uses, made = itertools.count(), functools.lru_cache(1)(lambda _: make())
+    make, mlir.make_ir_context = mlir.make_ir_context, lambda: made(next(uses) // 100)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -111,6 +111,7 @@ def test_no_row_is_begun_when_the_time_is_over(tmp_path: Path, monkeypatch: pyte
     assert "The time was over" in (tmp_path / "gpu.md").read_text()
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("real_devices")
 def test_the_small_form_measures_models(tmp_path: Path):
     check_models(measured(tmp_path, "--quick", "--parts", "models")["models"])

@@ -376,12 +376,19 @@ def test_processes_write_each_part_once_and_any_number_of_them_goes_on(tmp_path:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("hosts", "update"), [(2, "parts"), deep((4, "sharded"))])
+@pytest.mark.parametrize(
+    ("processes", "hosts", "update"),
+    [(2, 2, "parts"), deep((4, 2, "parts")), deep((4, 4, "sharded"))],
+)
 def test_a_host_that_has_lost_its_memory_gets_its_parts_from_another(
-    hosts: int, update: str, tmp_path: Path
+    processes: int, hosts: int, update: str, tmp_path: Path
 ):
+    def run(steps: int) -> list[Any]:
+        words = tmp_path, tmp_path, processes, steps, hosts, update
+        return run_processes("checkpoints.test_memory", *words, processes=processes)
+
     lost = [1] if hosts < 4 else [1, 3]
-    run_processes("checkpoints.test_memory", tmp_path, tmp_path, 4, 2, hosts, update, processes=4)
+    run(2)
     of_state = sum(x.nbytes for x in jax.tree.leaves(trained(step_on(4, update), 1)))
     files = [*tmp_path.glob("memory-*/00000002-*/*.bytes")]
     # Two hosts have all of it, four have half of what is sharded.
@@ -390,21 +397,17 @@ def test_a_host_that_has_lost_its_memory_gets_its_parts_from_another(
     for host in lost:
         shutil.rmtree(tmp_path / f"memory-{host}")
     # A checkpoint on disk would be found, had there been one.
-    again = run_processes(
-        "checkpoints.test_memory", tmp_path, tmp_path, 4, 5, hosts, update, processes=4
-    )
+    again = run(5)
     assert {first for first, *_ in again} == {2}
     assert again[1][1].startswith("Snapshot 2 in")
     expected = trained(step_on(4, update), 5).params
     expected = [np.asarray(x).tobytes().hex() for x in jax.tree.leaves(expected)]
     assert all(content == expected for *_, content in again)
-    # Neighbours that are both lost are too much, and the run begins anew.
-    for host in (0, 1):
-        shutil.rmtree(tmp_path / f"memory-{host}")
-    begun = run_processes(
-        "checkpoints.test_memory", tmp_path, tmp_path, 4, 1, hosts, update, processes=4
-    )
-    assert {first for first, *_ in begun} == {0}
+    if processes == 4:
+        # Neighbours that are both lost are too much, and the run begins anew.
+        for host in (0, 1):
+            shutil.rmtree(tmp_path / f"memory-{host}")
+        assert {first for first, *_ in run(1)} == {0}
 
 
 # What is done to the memory of two hosts, and after how many steps a run then goes on.

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import pytest
+
 from crossshard.distributed.launcher import free_port
+from crossshard.tools.cli import main
 
 # For a machine on which everything else happens, too.
 PATIENCE = 240
@@ -40,6 +43,11 @@ def launch(*arguments: object) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "crossshard.tools.cli", "launch", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(words, env=environment, **pipes)
+
+
+def launched(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Run the command in this process, which is to get no signal: its code and what it wrote."""
+    return main(["launch", *map(str, arguments)]), *capfd.readouterr()
 
 
 def python(text: str) -> list[str]:

@@ -13,6 +13,7 @@ from tests.distributed.jobs import (
     STALL_SECONDS,
     TRAIN,
     launch,
+    launched,
     python,
     wait_until_ready,
 )
@@ -32,7 +33,7 @@ SWALLOWS = "lambda number, _: None"
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         ),
         # Python's own words on Ctrl-C are left out.
-        (signal.SIGINT, "signal.SIG_DFL", 128 + signal.SIGINT, ""),
+        deep((signal.SIGINT, "signal.SIG_DFL", 128 + signal.SIGINT, "")),
         deep((signal.SIGQUIT, "signal.SIG_DFL", 128 + signal.SIGQUIT, "")),
         (signal.SIGTERM, SWALLOWS, 128 + signal.SIGTERM, ""),
     ],
@@ -80,18 +81,17 @@ def test_a_signal_while_processes_are_started_reaches_all_of_them():
     assert ran.returncode == 128 + signal.SIGTERM
 
 
-def test_a_port_at_which_another_job_meets_is_refused():
+def test_a_port_at_which_another_job_meets_is_refused(capfd: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        ran = launch("-n", 2, "--port", port, *python("print('started')"))
-        out, err = ran.communicate(timeout=PATIENCE)
-    assert (ran.returncode, out) == (2, "")
-    assert err == (
+        refused = launched(capfd, "-n", 2, "--port", port, *python("print('started')"))
+    assert refused == (
+        *(2, ""),
         f"crossshard: Something listens at port {port} of 127.0.0.1 already, perhaps another job. "
-        f"Name another port, or none.\n"
+        f"Name another port, or none.\n",
     )
     # The port of a job that has ended can be used at once.
-    assert launch("-n", 1, "--port", port, *python("pass")).wait(PATIENCE) == 0
+    assert launched(capfd, "-n", 1, "--port", port, *python("pass")) == (0, "", "")
 
 
 # All leave with the same code, the one that stands still, too, unless it dies.
@@ -126,13 +126,16 @@ STOOD = "has not entered step 7 for 120 seconds, and others wait for it"
     ids=["stood still", "died", "of another job", "unknown"],
 )
 def test_the_launcher_leaves_out_whom_the_processes_name(
-    tmp_path: Path, verdict: object, is_left_out: bool, says: str
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    verdict: object,
+    is_left_out: bool,
+    says: str,
 ):
     log = tmp_path / "log"
     flags = ["--restarts", 1, "--min-processes", 1]
-    ran = launch("-n", 3, *flags, *python(ALL_LEAVE), log, verdict)
-    _, err = ran.communicate(timeout=PATIENCE)
-    assert ran.returncode == (0 if is_left_out else PROCESS_STALLED), err
+    code, _, err = launched(capfd, "-n", 3, *flags, *python(ALL_LEAVE), log, verdict)
+    assert code == (0 if is_left_out else PROCESS_STALLED), err
     again = ["00", "12"] if is_left_out else ["00", "11", "22"]
     assert sorted(log.read_text().split()) == sorted(["00", "11", "22", *again])
     assert f"{says}; the others are ended." in err

@@ -11,7 +11,6 @@ import pytest
 
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
 from tests.distributed.jobs import PATIENCE, launch
-from tests.quick import deep_but
 
 STALL_SECONDS, MORE_SECONDS = 5, 15
 # For processes to connect; as long as it takes, unless that is the fault.
@@ -68,11 +67,11 @@ FAULTS = [
     (0, "before evaluate", FAIL, 7, "ended with code 7"),
     (1, "the end", FAIL, 7, "ended with code 7"),
 ]
-QUICK = [FAULTS[2], FAULTS[12], FAULTS[32]]
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("who", "stage", "fault", "code", "says"), deep_but(QUICK, FAULTS))
+@pytest.mark.parametrize(("who", "stage", "fault", "code", "says"), FAULTS)
 def test_a_job_ends_soon_after_a_fault_and_names_the_process(
     tmp_path: Path, who: int, stage: str, fault: str, code: int, says: str
 ):

@@ -132,7 +132,7 @@ def test_a_carry_that_starts_equal_on_all_shards(loss: Any, idiom: Any):
 
 
 def test_what_the_words_say_is_right():
-    expected = jax.grad(scanned)(W, X)
+    expected = jax.jit(jax.grad(scanned))(W, X)
     cast = on_shards(functional(lambda w, x: scanned(w, x, varying)))
     unchecked = on_shards(functional(scanned), **BOTH, check_vma=False)
     for run in (cast, unchecked):

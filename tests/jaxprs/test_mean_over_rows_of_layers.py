@@ -1,5 +1,6 @@
 """What losses with layers of Flax, Equinox and Keras are in the rows of their batch."""
 
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +8,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 import pytest
 from flax import linen, nnx
-from keras import layers
 
 from crossshard.jaxprs.mean_over_rows import Finding
 from crossshard.jaxprs.row_facts import OverRows
@@ -59,6 +58,11 @@ def of_lengths(module: Any) -> Loss:
     return loss
 
 
+def keras() -> Any:
+    """Keras, which is imported by the process that runs these tests, and takes it two seconds."""
+    return importlib.import_module("keras")
+
+
 def of_keras(layer: Any, name: str, **options: Any) -> Loss:
     layer.build((None, *SHAPES[name][0]))
     trained, others = (
@@ -102,12 +106,14 @@ MEANS: dict[str, Callable[[], Loss]] = {
     "nnx attention": lambda: masked_heads(nnx.Rngs(0)),
     "nnx decoding": lambda: decoding,
     "equinox dropout": lambda: equinox_dropout,
-    "keras both ways": lambda: of_keras(layers.Bidirectional(layers.GRU(5)), "sequence"),
+    "keras both ways": lambda: of_keras(
+        keras().layers.Bidirectional(keras().layers.GRU(5)), "sequence"
+    ),
     "keras entropy": lambda: (
-        lambda b, w, k: keras.losses.SparseCategoricalCrossentropy(True)(b["y"], b["x"] @ w)
+        lambda b, w, k: keras().losses.SparseCategoricalCrossentropy(True)(b["y"], b["x"] @ w)
     ),
     "keras squares of sequences": lambda: (
-        lambda b, w, k: keras.losses.MeanSquaredError()(b["sequence"], b["sequence"] @ w)
+        lambda b, w, k: keras().losses.MeanSquaredError()(b["sequence"], b["sequence"] @ w)
     ),
 }
 
@@ -120,7 +126,7 @@ def linen_batch_norm() -> Loss:
 
 
 def keras_batch_norm() -> Loss:
-    return of_keras(layers.BatchNormalization(), "x", training=True)
+    return of_keras(keras().layers.BatchNormalization(), "x", training=True)
 
 
 # Their layer, and the function of this file that calls it.

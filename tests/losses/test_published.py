@@ -25,7 +25,6 @@ def named(has: Any = lambda published: True) -> Any:
     return pytest.mark.parametrize("name", deep_but(QUICK, names))
 
 
-of_losses = pytest.mark.parametrize("name", PUBLISHED)
 of_shards = pytest.mark.parametrize("shards", deep_but([3], (3, 8)))
 
 
@@ -77,7 +76,7 @@ def test_none_is_trivial(name: str):
         assert abs(found[0][0] / losses[0] - 1) > 1e-3
 
 
-@of_losses
+@named()
 @of_shards
 def test_as_it_is_it_passes_or_is_refused(name: str, shards: int):
     published = PUBLISHED[name]
@@ -112,7 +111,7 @@ def test_with_means(name: str, shards: int):
     check(run(published.with_means, published.batch, shards), name)
 
 
-@pytest.mark.parametrize("name", [name for name, x in PUBLISHED.items() if x.by_rows])
+@named(lambda published: published.by_rows)
 @of_shards
 def test_by_its_own_rows(name: str, shards: int):
     loss, batch = PUBLISHED[name].by_rows

@@ -225,6 +225,7 @@ class Recurrent(nnx.Module):
         return self.head(self.cell(x.reshape(-1, 3, 2))[:, -1])[:, 0]
 
 
+@pytest.mark.deep
 def test_a_loop_that_jax_cannot_type():
     model, opt = Recurrent(), momentum()
 
@@ -522,7 +523,7 @@ def test_collectives_that_jax_cannot_type(collective: Any):
 @pytest.mark.parametrize(
     ("shape", "kind", "how"),
     [
-        ({"slice": 2, "chip": 4}, AxisType.Explicit, "split"),
+        deep(({"slice": 2, "chip": 4}, AxisType.Explicit, "split")),
         deep(({"slice": 2, "chip": 4}, AxisType.Explicit, "host")),
         deep(({"slice": 2, "chip": 4}, AxisType.Auto, "split")),
         deep(({"data": 8}, AxisType.Auto, "host")),

@@ -173,6 +173,7 @@ def test_gradients_that_are_never_applied_keep_no_model():
     assert_kept_nowhere(step, lambda: opt)
 
 
+@pytest.mark.deep
 def test_gradients_of_one_model_are_remembered_once():
     model, opt = Big(), sgd(0.1)
     with crossshard.shard_context(1):

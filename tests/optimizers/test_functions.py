@@ -85,6 +85,7 @@ def test_on_global_arrays_they_see_all_rows(name: str):
     assert_close(found, trained(opt, taken, anywhere))
 
 
+@pytest.mark.deep
 def test_a_loss_that_is_reduced_by_its_type_is_taken():
     opt, taken = TAKEN["value_fn"]
     pmean = lambda loss: lambda p: jax.lax.pmean(loss(p), "shards")

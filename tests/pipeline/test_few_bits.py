@@ -21,7 +21,7 @@ from crossshard import Checkpoints, CrossShardOptimizer, make_train_step
 from crossshard.collectives.few_bits import DTYPES, LANES, Codec
 from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
 from crossshard.pipeline import Quantized
-from tests.quick import deep
+from tests.quick import deep, deep_but
 from tests.reference.pipeline_model import FEW_BITS, each_row, to_few_bits
 from tests.step.common import sgd_step, train
 
@@ -63,7 +63,7 @@ def one_unit(x: np.ndarray, terms: int) -> np.ndarray:
 # The codec, by itself.
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", deep_but(["int4"], DTYPES))
 def test_numbers_are_those_of_numpy_and_what_is_lost_is_exact(dtype: str):
     x = np.float32(RNG.normal(size=(4, 256, LANES)) * 10.0 ** RNG.integers(-6, 6, size=(4, 1, 1)))
     x[0, 1] = 0
@@ -113,7 +113,7 @@ HOW = {
 # A dict has tiers: another wire along each axis.
 SUMS: list[Any] = [
     ("int4", "replicated", "mean"),
-    ("int4", "params sharded", "mean"),
+    deep(("int4", "params sharded", "mean")),
     ({"host": "int4", "chip": "int8"}, "sharded", "mean"),
     deep(("int8", "sharded", "sum")),
     deep(("float8_e4m3fn", "params sharded", "mean")),
@@ -268,7 +268,7 @@ def test_each_tier_sends_in_its_own_way():
 def test_what_is_held_back_stays_on_other_shards(tmp_path: Path, way: str, how: str):
     before: Any = None
     state: Any = None
-    for t, number in enumerate((8, 2, 4)):
+    for t, number in enumerate((8, 2)):
         step = sgd_step(loss_fn, 1.0, number, reduce_dtype="int4", **HOW[how])
         if before is None:
             state = step.init(PARAMS)
@@ -283,12 +283,13 @@ def test_what_is_held_back_stays_on_other_shards(tmp_path: Path, way: str, how: 
             check_sum(step, state, t, N)
         state, _ = step(state, batch_of(t, number))
         before = step
-    check_sum(before, state, STEPS, N)
+    check_sum(before, state, 2, N)
 
 
 # What goes with it.
 
 
+@pytest.mark.deep
 def test_a_shard_that_is_left_out_sends_what_it_has_held_back():
     options: Any = {"nonfinite": "quarantine", "reduce_dtype": "int4"}
     step = sgd_step(loss_fn, 1.0, N, loss_over="shard", **options)

@@ -276,6 +276,7 @@ def test_too_many_in_a_row_raise_and_leave_a_state_that_is_good(
     step.finish(state)
 
 
+@pytest.mark.deep
 def test_in_a_loop_of_ones_own_the_state_tells_and_goes_to_other_shards():
     step, other = make("raise"), make("skip", 2)
     batches = jax.tree.map(lambda *x: np.stack(x), *map(batch_of, range(3)))

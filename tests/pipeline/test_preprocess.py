@@ -40,7 +40,7 @@ def test_its_state_is_one_per_shard_and_goes_to_another_number_of_shards(weight_
     state, _ = eight(eight.init(W), X)
     trace = state.opt_state.preprocess.trace
     assert trace.sharding.spec == P(("shards",))
-    want = [jax.grad(loss_fn)(W, each) for each in np.split(X, 8)]
+    want = [jax.jit(jax.grad(loss_fn))(W, each) for each in np.split(X, 8)]
     np.testing.assert_allclose(trace, want, atol=1e-6)
     saved = eight.unshard(state)
     one, other = eight.reshard(saved), two.reshard(saved)

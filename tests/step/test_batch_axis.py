@@ -174,7 +174,9 @@ def test_what_is_of_the_rows_alone_counts_them():
         **options,
     )
     state, metrics = step(step.init(w), batch)
-    of_rows = lambda rows: np.float64(jax.grad(loss)(w, {**batch, "x": batch["x"][:, rows]}))
+    of_rows = lambda rows: np.float64(
+        jax.jit(jax.grad(loss))(w, {**batch, "x": batch["x"][:, rows]})
+    )
     gradient = of_rows(slice(None))
     np.testing.assert_allclose(step.model(state), w - 0.1 * gradient, rtol=1e-5)
     of_shards = np.mean([(of_rows(slice(s, s + 4)) ** 2).sum() for s in range(0, 16, 4)])
@@ -313,7 +315,7 @@ def test_variables_train_on_time_major_batches():
     plain = jnp.ones(WIDTH)
     for _ in range(2):
         step(w, opt, x, y)
-        plain -= 0.01 * jax.grad(of_sums)(plain, x, y)
+        plain -= 0.01 * jax.jit(jax.grad(of_sums))(plain, x, y)
     assert_close(w[...], plain)
 
 

@@ -102,7 +102,7 @@ def test_a_mean_runs_and_what_compares_rows_is_refused(options: dict[str, Any]):
     assert "if each row is computed alone by pure_callback" in step.describe()
     assert "; by numbers it is" in step.describe()
     if "optimizer" not in options:
-        want = W - 0.1 * jax.grad(plain)(W, BATCH)
+        want = W - 0.1 * jax.jit(jax.grad(plain))(W, BATCH)
         np.testing.assert_allclose(step.model(state), want, rtol=0, atol=1e-6)
 
 
@@ -242,13 +242,14 @@ def test_by_numbers_it_is_so(name: str):
     loss, same, batch, options = TAKEN[name]
     found = moved(made(loss, **options), batch)
     if same is not None:
-        want = jax.grad(same)(W, batch)
+        want = jax.jit(jax.grad(same))(W, batch)
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.deep
 def test_a_mean_in_chunks_of_16_bits_runs():
     step = made(in_chunks(lambda x: (x**2).mean()), params="sharded")
-    want = 100 * jax.grad(plain)(W, MANY)
+    want = 100 * jax.jit(jax.grad(plain))(W, MANY)
     assert np.linalg.norm(moved(step, MANY) - want) <= 2e-2 * np.linalg.norm(want)
     assert "by numbers it is a mean over the rows" in step.describe()
 
@@ -297,5 +298,5 @@ def test_on_the_mesh_that_is_set():
         jax.make_mesh((SHARDS,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:SHARDS])
     ):
         found = moved(made(a_mean), BATCH)
-        np.testing.assert_allclose(found, jax.grad(plain)(W, BATCH), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found, jax.jit(jax.grad(plain))(W, BATCH), rtol=1e-5, atol=1e-5)
         refused(compared, NOT_SO)

@@ -264,19 +264,22 @@ def test_what_stands_beside_it_is_that_of_one_device():
     }
     step = made(CLIP_MUON, "parts", loss_scale=crossshard.DynamicLossScale(8.0), **options)
     state, average = step.init(PARAMS), PARAMS
+    mixed = jax.jit(lambda old, new: jax.tree.map(lambda a, b: 0.5 * (a + b), old, new))
+    gradient_norm = jax.jit(lambda params, x: optax.tree.norm(jax.grad(loss_fn)(params, x)))
+    norm_of = jax.jit(optax.tree.norm)
     for count, x in enumerate(BATCHES):
         before, _ = on_one_device(loss_fn, CLIP_MUON, PARAMS, BATCHES[:count])
         after, _ = on_one_device(loss_fn, CLIP_MUON, PARAMS, BATCHES[: count + 1])
-        average = jax.tree.map(lambda old, new: 0.5 * (old + new), average, after)
+        average = mixed(average, after)
         state, metrics = step(state, x)
         assert not metrics["divergence"].diverged
-        norms = optax.tree.norm(jax.grad(loss_fn)(before, x)), optax.tree.norm(after)
+        norms = gradient_norm(before, x), norm_of(after)
         found = metrics["grad_norm"], metrics["param_norm"]
         np.testing.assert_allclose(found, norms, rtol=1e-5)
     assert_close(step.unshard(state).params, after)
     assert_close(step.model(state, ema=True), average)
     metric = lambda params, x: x.sum(1) * params["in"].sum() + params["more"].sum()
-    want = np.mean([metric(average, x).mean() for x in BATCHES])
+    want = np.mean([metric(jax.device_get(average), x).mean() for x in BATCHES])
     np.testing.assert_allclose(step.evaluate(state, BATCHES, metric, ema=True), want, rtol=1e-5)
     assert step.replay(state, BATCHES[2]) == {}
     # A step that is skipped changes no bit.
@@ -332,6 +335,7 @@ def test_what_needs_all_leaves_at_once_says_both_reasons():
     assert "; nor leaf by leaf: a leaf is computed from the arrays of another one" in text
 
 
+@pytest.mark.deep
 def test_it_sends_what_has_to_be_sent_in_two_large_collectives():
     params = {f"w{i:02}": np.zeros((96, 96), np.float32) for i in range(2 * N)}
     loss = lambda params, x: sum(jnp.mean((x @ p) ** 2) for p in params.values())

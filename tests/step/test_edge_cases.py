@@ -99,6 +99,7 @@ def normed_loss(model: Any, batch: Any) -> jax.Array:
     return (model(batch) ** 2).mean()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("first", "then"), [(4, 2), deep((1, 4))])
 def test_statistics_and_streams_are_of_each_shard_and_go_on_with_others(first: int, then: int):
     model = Normed()

@@ -171,6 +171,7 @@ def test_a_guard_raises_its_own_error():
             step.finish(after)
 
 
+@pytest.mark.deep
 def test_checkpoints_restore_the_types_of_the_axes(tmp_path: Path):
     make = lambda: crossshard.make_train_step(loss_fn, optax.adam(0.1), params="sharded")
     batch = BATCHES[0]

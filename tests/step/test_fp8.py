@@ -121,6 +121,7 @@ def test_scales_and_histories_are_one_devices(operation: Any, shards: int, optio
     assert float(history[0]) == np.abs(X[-1]).max()
 
 
+@pytest.mark.deep
 def test_a_loss_scale_is_in_the_gradients_that_fp8_sees():
     loss_fn, variables = of()
     larger = lambda *args: (1024 * (out := loss_fn(*args))[0], out[1])

@@ -189,7 +189,7 @@ def test_a_kernel_runs_and_follows_one_device(name: str):
     step = step_of(model)
     state, metrics = step(step.init(W), BATCH)
     assert ("each row is computed alone" not in step.describe()) == is_proven
-    want, slope = jax.value_and_grad(loss_of(same))(W, BATCH)
+    want, slope = jax.jit(jax.value_and_grad(loss_of(same)))(W, BATCH)
     np.testing.assert_allclose(metrics["loss"], want, rtol=3e-2)
     moved = np.asarray(W - step.model(state)) / 0.5
     assert np.linalg.norm(moved - slope) <= 3e-2 * np.linalg.norm(slope)
@@ -239,6 +239,7 @@ def centred_of(x_ref: Any, out_ref: Any) -> None:
     out_ref[...] = centred(x_ref[...].astype(jnp.float32)).astype(out_ref.dtype)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("rows", "backwards"), deep_but([(2, True)], [(2, True), (0, False)]))
 def test_a_kernel_whose_blocks_mix_rows_is_refused(rows: int, backwards: bool):
     wrong, same = functools.partial(in_blocks, centred_of, rows), lambda x: x
@@ -293,6 +294,7 @@ def test_weights_that_start_at_zero_hide_nothing():
         step(step.init(np.zeros_like(W)), BATCH)
 
 
+@pytest.mark.deep
 def test_microbatches_along_another_axis():
     """Of a loss that takes as many steps in time as there are."""
     table = jnp.arange(1.0, TIME + 1)[:, None, None]
@@ -311,7 +313,7 @@ def test_rowwise_is_transparent():
     loss = lambda f: lambda w, x: (f(x, w) ** 2).sum()
     scan = lambda f: lambda x, w: lax.scan(lambda x, _: (f(x, w), None), x, None, length=2)[0]
     for way in (lambda f: f, lambda f: scan(jax.checkpoint(jax.jit(f)))):
-        got, want = (jax.grad(loss(way(f)))(W, X) for f in (run, experts))
+        got, want = (jax.jit(jax.grad(loss(way(f))))(W, X) for f in (run, experts))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     transposed = crossshard.rowwise(lambda x: x.T, out_axes=1)
     np.testing.assert_array_equal(jax.vmap(transposed)(X), X.swapaxes(1, 2))
@@ -367,6 +369,6 @@ def test_kernels_of_jax_run(name: str):
     step = step_of(model)
     state, _ = step(step.init(W), BATCH)
     assert "each row is computed alone by pallas_call" in step.describe()
-    slope = jax.grad(loss_of(model))(W, BATCH)
+    slope = jax.jit(jax.grad(loss_of(model)))(W, BATCH)
     moved = np.asarray(W - step.model(state)) / 0.5
     assert np.linalg.norm(moved - slope) <= 3e-2 * np.linalg.norm(slope)

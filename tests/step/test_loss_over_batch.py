@@ -228,6 +228,7 @@ def test_a_module_has_one_state_which_goes_to_other_shards() -> None:
     np.testing.assert_allclose(other.evaluate(state, BATCHES[:1], _evaluated), expected, rtol=1e-5)
 
 
+@pytest.mark.deep
 def test_model_state_goes_from_microbatch_to_microbatch() -> None:
     trained, before = _of_linen()
     expected, model_state = trained, before

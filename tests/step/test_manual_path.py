@@ -60,6 +60,7 @@ def test_two_axes_step_as_one_device_and_each_shard_has_a_slice():
     )
 
 
+@pytest.mark.deep
 def test_shards_that_vmap_simulates():
     opt = CrossShardOptimizer(MOMENTUM, weight_update="sharded")
 

@@ -65,7 +65,7 @@ def of_one_device(kind: str, optimizer: Any, shards: int) -> tuple[Any, Any]:
 assert_close = functools.partial(common.assert_close, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["mean", "per_shard"])
+@pytest.mark.parametrize("kind", ["mean", deep("per_shard")])
 @pytest.mark.parametrize(
     ("name", "weight_update"),
     [("sgd", "replicated"), deep(("clip", "sharded"))],
@@ -157,6 +157,7 @@ def test_what_has_no_weight_does_not_count(kind: str, shards: int, microbatches:
 # Equinox, aux.
 
 
+@pytest.mark.deep
 def test_a_state_of_equinox_with_aux():
     class Model(eqx.Module):
         norm: eqx.nn.BatchNorm

@@ -86,7 +86,7 @@ def test_parameters_may_be_gathered_in_16_bits():
         # Only what travels is rounded.
         seen = {**params, "embed": rounded(params["embed"])}
         seen["layers"] = {"w": rounded(params["layers"]["w"]), "b": params["layers"]["b"]}
-        gradients = jax.grad(scan_loss)(seen, batch)
+        gradients = jax.jit(jax.grad(scan_loss))(seen, batch)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, gradients)
 
     state, params = step.init(PARAMS), PARAMS
@@ -166,6 +166,7 @@ def wide() -> Iterator[Any]:
         yield lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
 
+@pytest.mark.deep
 def test_64_bits_stay_64_bits(wide: Any):
     params, batches = wide(PARAMS), wide(BATCHES)
     state = after(params_sharded(), params, batches)
@@ -181,7 +182,7 @@ METRICS = ["grad_norm", "param_norm", "update_norm", "learning_rate"]
 LOCAL = ["local_grad_norm", "noise_scale", "noise_variance", "noise_signal"]
 
 
-@pytest.mark.parametrize("names", [METRICS, LOCAL], ids=["reduced", "local"])
+@pytest.mark.parametrize("names", [deep(METRICS), LOCAL], ids=["reduced", "local"])
 def test_metrics_are_those_of_whole_arrays(names: list[str]):
     found = []
     for mode in ("replicated", "parts"):
@@ -191,12 +192,13 @@ def test_metrics_are_those_of_whole_arrays(names: list[str]):
         found.append({name: np.asarray(metrics[name]) for name in names})
     assert_close(*found, 1e-6, 1e-4)
     if names is METRICS:
-        gradients = jax.grad(scan_loss)(jax.tree.map(jnp.asarray, PARAMS), BATCHES[0])
+        gradients = jax.jit(jax.grad(scan_loss))(PARAMS, BATCHES[0])
         np.testing.assert_allclose(found[1]["grad_norm"], optax.tree.norm(gradients), rtol=1e-5)
         norm = np.sqrt(sum((np.asarray(x) ** 2).sum() for x in jax.tree.leaves(state.params)))
         np.testing.assert_allclose(found[1]["param_norm"], norm, rtol=1e-5)
 
 
+@pytest.mark.deep
 def test_a_shard_that_is_not_finite_is_quarantined():
     bad = {**BATCHES[0], "y": np.where(np.arange(24) == 3, np.nan, BATCHES[0]["y"])}
     step = params_sharded(nonfinite="quarantine")
@@ -226,7 +228,7 @@ def test_a_preprocessor_sees_whole_gradients_of_its_shard():
 @pytest.mark.parametrize(
     ("is_trained", "scatters"),
     [
-        (lambda path: path == "['layers']['w']", [(*SCATTER, LAYERS)]),
+        deep((lambda path: path == "['layers']['w']", [(*SCATTER, LAYERS)])),
         # All that is trained is tiny.
         (lambda path: path == "['out']", []),
     ],
@@ -345,6 +347,7 @@ def _of_waves(params: Any, batch: Any) -> Any:
     return (jnp.abs(jax.lax.scan(turn, batch["x"] * (1 + 0j), params)[0]) ** 2).sum(-1).mean()
 
 
+@pytest.mark.deep
 def test_complex_layers():
     w = PARAMS["layers"]["w"]
     waves = (w + 1j * w[::-1]).astype(np.complex64)

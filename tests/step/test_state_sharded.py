@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from crossshard import DynamicLossScale, make_train_step
 from crossshard.errors import ArgumentError, CheckpointWarning, DivergenceWarning
 from crossshard.step import state as step_state
-from tests.quick import deep
 from tests.step.common import assert_close, assert_same, on_one_device, train
 
 RNG = np.random.default_rng(0)
@@ -111,8 +110,9 @@ def mesh_of(number: int, *names: str) -> Any:
     return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
-    "specs", [deep(RESTS), {"layers": P(None, None, "shards"), "out": P(None, "shards")}]
+    "specs", [RESTS, {"layers": P(None, None, "shards"), "out": P(None, "shards")}]
 )
 def test_parameters_that_are_split_already_are_taken(specs: Any):
     params, step = made(mesh_of(4), specs), step_of()
@@ -160,12 +160,13 @@ def bits(step: Any, state: Any) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(step.unshard(state))]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("other", "optimizer"),
     [
         ("8 sharded", "adamw"),
-        deep(("2 replicated", "sgd")),
-        *(deep((other, "lamb")) for other in ("3 sharded", "4 with a sharded update")),
+        ("2 replicated", "sgd"),
+        *((other, "lamb") for other in ("3 sharded", "4 with a sharded update")),
     ],
 )
 def test_it_goes_to_another_placement_and_back_bit_for_bit(other: str, optimizer: str):

@@ -122,12 +122,13 @@ def test_each_loss_trains_as_one_device_does(mode: str, name: str, request: pyte
 # Rings.
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("torus")
 @pytest.mark.parametrize(
     ("options", "atol"),
     [
         ({"reduce_dtype": "bfloat16", "gather_dtype": "bfloat16"}, 3e-4),
-        deep(({"accumulate_steps": 2}, 1e-6)),
+        ({"accumulate_steps": 2}, 1e-6),
     ],
 )
 def test_options_do_in_rings_what_they_did(
@@ -180,7 +181,7 @@ def test_a_replicated_step_is_a_psum_of_the_gradients_bit_for_bit():
     @jax.jit
     def plain(params: Any, batch: Any) -> Any:
         def on_one(params: Any, batch: Any) -> Any:
-            gradients = jax.grad(scan_loss)(params, batch)
+            gradients = jax.jit(jax.grad(scan_loss))(params, batch)
             return jax.tree.map(lambda g: lax.psum(g, "i") / SHARDS, gradients)
 
         over = {"mesh": mesh, "in_specs": (P(), P("i")), "out_specs": P(), "check_vma": False}
@@ -215,6 +216,7 @@ def _stacks(params: Any, batch: Any) -> Any:
     return (lax.scan(lambda h, ws: lax.scan(_turn, h, ws), batch["x"], params)[0] ** 2).mean()
 
 
+@pytest.mark.deep
 def test_stacks_of_stacks_are_summed_one_layer_at_a_time():
     params = normal(2, 3, WIDTH, WIDTH, scale=0.05)
     step = step_of("parts", _stacks)
@@ -253,6 +255,7 @@ def _beside_a_model_axis(params: Any, mode: str, **split: Any) -> tuple[Any, Any
     return step, jax.tree.map(put, params, specs)
 
 
+@pytest.mark.deep
 def test_layers_that_are_dealt_out_over_another_axis():
     """As in a pipeline: the axis of the layers is split over ``model``."""
     layers = jax.tree.map(lambda x: np.concatenate([x, x[:1]]), PARAMS["layers"])
@@ -281,6 +284,7 @@ def test_a_sum_of_gradients_is_the_mean_times_the_shards():
     same_as_one_device(step_of("parts", scan_loss, optimizer), scan_loss)
 
 
+@pytest.mark.deep
 def test_groups_sum_in_loops_for_themselves():
     optimizer = CrossShardOptimizer(SGD, group_assignment=[[0, 1], [2, 3]])
     step = step_of("sharded", scan_loss, optimizer)

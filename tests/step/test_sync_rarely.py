@@ -83,6 +83,7 @@ def streaming(workers: int, inner: Any = None, **options: Any) -> Any:
 # Identities.
 
 
+@pytest.mark.deep
 def test_any_shape_is_cut_into_pieces_that_lose_nothing():
     params: Any = {
         "number": jnp.float32(0.5),
@@ -153,7 +154,7 @@ BYTES: dict[str, tuple[int, dict[str, Any], float, float]] = {
 }
 
 
-@pytest.mark.parametrize("name", deep_but([*BYTES][:1] + [*BYTES][-1:], BYTES))
+@pytest.mark.parametrize("name", deep_but([*BYTES][-1:], BYTES))
 def test_the_bytes_of_a_step_and_of_a_synchronisation(name: str):
     workers, options, *parts = BYTES[name]
     inner = optax.adam(1e-3) if "slices" in name else None
@@ -247,7 +248,8 @@ def test_what_workers_hold_back_goes_to_others():
 # Going on.
 
 
-@pytest.mark.parametrize("pieces", [deep(False), True])
+@pytest.mark.deep
+@pytest.mark.parametrize("pieces", [False, True])
 def test_a_run_goes_on_in_the_middle_of_a_round(tmp_path: Path, pieces: bool):
     options = {**OUTER, "outer_reduce_dtype": "int8", "sync_streaming": pieces}
     step = step_of(4, optax.adam(0.01), **options)
@@ -437,6 +439,7 @@ def test_parameters_may_be_split_over_other_axes():
     assert_close(*found)
 
 
+@pytest.mark.deep
 def test_parameters_of_sixteen_bits_are_rounded_from_the_anchor():
     halves = {name: jnp.asarray(x, jnp.bfloat16) for name, x in PARAMS.items()}
     step, whole = (streaming(8, optax.sgd(0.3), **OUTER) for _ in range(2))
@@ -480,6 +483,7 @@ def test_an_outer_optimizer_that_looks_at_more_than_a_piece_is_refused(name: str
             step.init(params)
 
 
+@pytest.mark.deep
 def test_a_mask_by_dimensions_is_that_of_the_parameters():
     # A piece of a small matrix has as many dimensions as the matrix.
     matrices = lambda params: jax.tree.map(lambda x: jnp.ndim(x) > 1, params)

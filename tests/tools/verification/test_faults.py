@@ -344,7 +344,7 @@ OWN_NOISE = {
 QUICK = {
     *("sum instead of mean", "one leaf not reduced", "rows dropped", "a sum over rows, averaged"),
     *("a group's sum over all shards", "a schedule that advances N times", "loss summed"),
-    *("equal keys from the count", "mean", "mean of statistics", "stochastic depth by shard"),
+    *("equal keys from the count", "mean", "mean of statistics"),
 }
 
 

@@ -7,7 +7,6 @@ import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 import optax
 import pytest
@@ -266,6 +265,8 @@ def nnx_dropout_in_nnx_jit(optimizer, n):
 
 @right()
 def keras_stateless_with_seeds_of_shards(optimizer, n):
+    import keras  # it takes two seconds, and the default run needs none of it
+
     keras.utils.set_random_seed(0)
     layers = [keras.Input((4,)), keras.layers.Dense(16), keras.layers.GaussianNoise(0.3, seed=2)]
     model = keras.Sequential([*layers, keras.layers.Dense(1)])
