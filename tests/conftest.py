@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import hypothesis
@@ -83,14 +84,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _share_contexts() -> None:
-    """Lower a hundred programs in one context of MLIR.
+    """Lower a hundred programs of a thread in one context of MLIR.
 
-    JAX makes one for each, which takes longer than to lower a small program.
+    JAX made one for each until 0.12, which lowers ten in one: it takes longer than to lower a small
+    program.
     """
     from jax._src.interpreters import mlir
 
-    uses, made = itertools.count(), functools.lru_cache(1)(lambda _: make())
-    make, mlir.make_ir_context = mlir.make_ir_context, lambda: made(next(uses) // 100)
+    uses, made = itertools.count(), functools.lru_cache(4)(lambda *_: make())
+    own = lambda: made(threading.get_ident(), next(uses) // 100)
+    make, mlir.make_ir_context = mlir.make_ir_context, own
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
