@@ -2,12 +2,15 @@
 
 import json
 import re
+import resource
 import stat
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from benchmarks.restarts import Run
 from crossshard.distributed import keep_programs
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
 from tests.checkpoints.common import line_of, program
@@ -100,6 +103,41 @@ def test_processes_that_are_started_again_compile_nothing(tmp_path: Path):
     assert first[0][2] == 0
     for _, asked, hits, misses in last:
         assert (hits, misses) == (asked, 0)
+
+
+@pytest.mark.soak
+@pytest.mark.multiprocess
+def test_restarts_in_a_row_leave_the_launcher_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], soak_steps: int
+):
+    restarts = max(4, soak_steps // 200)
+    script = tmp_path / "run.py"
+    script.write_text(RUN.replace("< 9)", f"< {3 * (restarts + 1)})"))
+    before = {*Path(tempfile.gettempdir()).iterdir()}
+    run = Run(["--", sys.executable, script, tmp_path, "launched"], None, restarts)
+    memory, handles, known = list[int](), list[int](), 0
+    try:
+        for _ in range(restarts):
+            assert run.wait_for("trains again after", known), run.printed()
+            known = next(
+                place + 1
+                for place, (_, line) in enumerate(run.lines)
+                if place >= known and "trains again after" in line
+            )
+            of_launcher = Path(f"/proc/{run.process.pid}")
+            pages = int((of_launcher / "statm").read_text().split()[1])
+            memory.append(pages * resource.getpagesize())
+            handles.append(len([*(of_launcher / "fd").iterdir()]))
+        assert run.process.wait(PATIENCE) == 0, run.printed()
+    finally:
+        run.end()
+    with capsys.disabled():
+        print(f"\n{restarts} restarts: MB {[each >> 20 for each in memory]}, handles {handles}")
+    assert max(handles) <= handles[0] + 2
+    # What Python keeps of the first ones does not count.
+    assert memory[-1] < memory[len(memory) // 2] + (2 << 20)
+    left = {*Path(tempfile.gettempdir()).iterdir()} - before
+    assert not [path for path in left if "crossshard" in path.name]
 
 
 def test_a_folder_of_others_is_refused(tmp_path: Path):
