@@ -67,7 +67,7 @@ soak: environment  ## the long runs: make soak SOAK_STEPS=20000
 chaos: environment  ## kill, resume and stall runs at random moments: make chaos CYCLES=100
 	SOAK_STEPS=$$((200 * $(CYCLES))) $(VENV)/bin/python -m pytest -m soak -n 0 $(PYTEST_ARGS) \
 	  tests/examples/byte_lm/test_chaos.py tests/examples/byte_lm/test_comes_back.py \
-	  tests/distributed/test_watch.py
+	  tests/distributed/test_watch.py tests/distributed/test_keep_programs.py
 
 bench: environment  ## measure against baselines written by hand, and against peers that are there
 	$(VENV)/bin/python -m benchmarks $(BENCH)
