@@ -63,20 +63,16 @@ def main() -> None:
     crossshard.cpu_devices(8)
     machine = this_machine()
     width = 64 if options.quick else 1024
-    rows = []
+    rows, of_memory = [], []
     for shards, update in _KINDS:
         print(f"\r{shards} shards, {update}  ", end="", file=sys.stderr)
-        rows.append([f"{shards}", update, *measured(shards, update, width, options.rounds)])
+        given = shards, update, width, options.rounds
+        rows.append([f"{shards}", update, *measured(*given)])
+        of_memory.append([f"{shards}", update, *in_memory(*given)])
     print(file=sys.stderr)
     table = markdown.table(_HEADS, rows, names=(1,))
-    print(table)
-    of_memory = []
-    for shards, update in _KINDS:
-        print(f"\r{shards} shards, {update}, in memory  ", end="", file=sys.stderr)
-        of_memory.append([f"{shards}", update, *in_memory(shards, update, width, options.rounds)])
-    print(file=sys.stderr)
     in_memory_table = markdown.table(_MEMORY_HEADS, of_memory, names=(1,))
-    print(in_memory_table)
+    print(table, in_memory_table, sep="\n\n")
     if options.out is None:
         return
     paragraphs = (
@@ -186,15 +182,12 @@ def in_memory(shards: int, update: str, width: int, rounds: int) -> list[str]:
     return shown
 
 
-def _begun(loss: Any, shards: int, update: str, width: int) -> tuple[Any, Any, float]:
+def _begun(loss: Any, shards: int, update: Any, width: int) -> tuple[Any, Any, float]:
     """A step, its first state, and how many megabytes that has."""
     normal = np.random.default_rng(0).normal
     params = {f"{n}": normal(size=(width, width)).astype(np.float32) for n in range(17)}
     step: Any = crossshard.make_train_step(
-        loss,
-        optax.adam(1e-3),
-        num_shards=shards,
-        weight_update=update,  # type: ignore[arg-type]
+        loss, optax.adam(1e-3), num_shards=shards, weight_update=update
     )
     state = step.init(params)
     return step, state, sum(x.nbytes for x in jax.tree.leaves(step.unshard(state))) / 1e6

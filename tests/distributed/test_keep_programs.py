@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.restarts import Run
 from crossshard.distributed import keep_programs
+from crossshard.distributed.programs import variables_for
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
 from tests.checkpoints.common import line_of, program
 from tests.distributed.jobs import PATIENCE, launch
@@ -103,6 +104,44 @@ def test_processes_that_are_started_again_compile_nothing(tmp_path: Path):
     assert first[0][2] == 0
     for _, asked, hits, misses in last:
         assert (hits, misses) == (asked, 0)
+
+
+# Meshes of some of the devices, in any order, have one program.
+MESHES = """
+import crossshard
+job = crossshard.distributed.initialize()
+import collections, jax, numpy as np
+found = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **_: found.update([name.split("/")[-1]]))
+for places in ([0, 1], [1, 0], [1, 2], [2, 0], [0, 1, 2], [2, 0, 1]):
+    mesh = jax.sharding.Mesh(np.array(jax.devices())[places], "x")
+    own = lambda x: jax.lax.psum(x * (1 + jax.lax.axis_index("x")), "x") + jax.lax.axis_index("x")
+    weighed = sum(10 * place * number for number, place in enumerate(places, 1))
+    if job.process_id in places:
+        rows = jax.NamedSharding(mesh, jax.P("x"))
+        values = 10 * np.array(places, np.float32)
+        x = jax.make_array_from_callback(values.shape, rows, lambda index: values[index])
+        y = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x")))(x)
+        assert y.addressable_data(0)[0] == weighed + places.index(job.process_id), (places, y)
+print("missed", found["compile_requests_use_cache"] - found["cache_hits"])
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.multiprocess
+def test_a_program_that_devices_share_runs_on_those_of_its_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in variables_for(str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    words = "-n", 3, "--cpu-devices", 1, "--", sys.executable, "-c", MESHES
+    missed = []
+    for _ in range(2):
+        ran = launch(*words)
+        said, wrong = ran.communicate(timeout=PATIENCE)
+        assert ran.returncode == 0, wrong
+        missed.append(sum(map(int, re.findall(r"missed (\d+)", said))))
+    assert missed[0] > missed[1] == 0
 
 
 @pytest.mark.soak
