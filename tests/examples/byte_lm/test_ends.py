@@ -26,9 +26,7 @@ ENDLESS = ["--steps", "1000000", "--shards", "2"]
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    ("module", "number"), [("tyro", signal.SIGINT), ("matplotlib.figure", signal.SIGTERM)]
-)
+@pytest.mark.parametrize(("module", "number"), [("tyro", signal.SIGINT), ("optax", signal.SIGTERM)])
 def test_a_signal_before_the_first_line_ends_it_at_once(tmp_path, module, number):
     # Imported by Python itself when it starts, in this process only.
     (tmp_path / "sitecustomize.py").write_text(f"""
