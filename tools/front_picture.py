@@ -36,11 +36,12 @@ def train() -> Curves:
                 Path(folder, file).write_text(files[file].replace(ADAM, optimizer))
             for command in (["one_device.py"], ["train.py", "8"]):
                 subprocess.run([sys.executable, *command], cwd=folder, check=True)
-            curves[name] = {each: _read(Path(folder, f"{each}.csv")) for each in (ONE, EIGHT)}
+            curves[name] = {each: read(Path(folder, f"{each}.csv")) for each in (ONE, EIGHT)}
     return curves
 
 
-def _read(file: Path) -> list[tuple[int, float]]:
+def read(file: Path) -> list[tuple[int, float]]:
+    """The curve that a program of the tutorial has written."""
     rows = (line.split() for line in file.read_text().splitlines())
     return [(int(float(step)), float(f"{float(loss):.9g}")) for step, loss in rows]
 

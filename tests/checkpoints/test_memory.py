@@ -413,6 +413,7 @@ def test_a_host_that_has_lost_its_memory_gets_its_parts_from_another(
 # What is done to the memory of two hosts, and after how many steps a run then goes on.
 DAMAGES: dict[str, tuple[Any, int]] = {
     "bytes are gone": (lambda newest: (newest[1] / "1.bytes").unlink(), 2),
+    "bytes are others": (lambda newest: flip(newest[1] / "1.bytes"), 2),
     "a host and the copies of its parts": (
         lambda newest: (shutil.rmtree(newest[1].parent), flip(newest[0] / "0.bytes")),
         1,

@@ -8,7 +8,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from tools import follow
+from tools import follow, front_picture
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = sorted((ROOT / "docs" / "tutorial").glob("[0-9]*.md"))
@@ -122,6 +122,16 @@ def follow_all(pages: list[Path], work: Path, monkeypatch: pytest.MonkeyPatch) -
     return follow.main([*map(str, pages), "--clone", str(ROOT), "--folder", str(work)])
 
 
+def check_front_picture(work: Path, name: str) -> None:
+    """The front page's picture shows the curves of the first two pages."""
+    recorded = front_picture.recorded()[name]
+    curves = {who: front_picture.read(work / "sorting" / f"{who}.csv") for who in recorded}
+    assert front_picture.furthest({name: curves}) < 1e-4
+    for who, points in recorded.items():
+        # Another CPU rounds otherwise, and the difference grows with the steps.
+        np.testing.assert_allclose(curves[who], points, rtol=0.1)
+
+
 # About four minutes on two cores, half of which are the installation and the plan.
 @pytest.mark.deep
 def test_the_tutorial_is_true_word_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -130,6 +140,7 @@ def test_the_tutorial_is_true_word_by_word(tmp_path: Path, monkeypatch: pytest.M
     shown = matplotlib.image.imread(ROOT / "docs" / "tutorial" / "loss.png")
     assert drawn.shape == shown.shape
     assert np.mean(np.abs(drawn - shown)) < 0.002
+    check_front_picture(tmp_path / "work", "Adam")
 
 
 # Adam hides a wrong scale. plot.py compares the curves; about three minutes.
@@ -137,15 +148,16 @@ def test_the_tutorial_is_true_word_by_word(tmp_path: Path, monkeypatch: pytest.M
 def test_the_curves_of_the_tutorial_are_the_same_with_plain_sgd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    pages = []
+    pages, sgd = [], front_picture.OPTIMIZERS["SGD"]
     # What a step with Adam sends and needs is no matter here.
     for page in TUTORIAL:
         if page.stem[0] in "1245":
             text = re.sub(r"held-out loss 0\.\d+$", "held-out loss …", page.read_text(), flags=re.M)
             pages.append(tmp_path / page.name)
-            pages[-1].write_text(text.replace("optax.adam(1e-3)", "optax.sgd(0.03, momentum=0.9)"))
-    assert "optax.sgd(0.03, momentum=0.9)" in pages[0].read_text()
+            pages[-1].write_text(text.replace(front_picture.ADAM, sgd))
+    assert sgd in pages[0].read_text()
     assert follow_all(pages, tmp_path / "work", monkeypatch) == 0
     steps, losses = np.loadtxt(tmp_path / "work" / "sorting" / "2 processes.csv").T
     assert (len(steps), steps[-1]) == (30, 300)
     assert losses[-1] < losses[0] / 3
+    check_front_picture(tmp_path / "work", "SGD")

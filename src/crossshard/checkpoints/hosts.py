@@ -59,8 +59,7 @@ class Hosts:
     def have_all(self, x: jax.Array) -> bool:
         """Return whether each host has all elements of an array."""
         return all(
-            sum(size_of(bounds) for bounds in owned(x.sharding, x.shape, own).values()) == x.size
-            for own in self._of_host
+            sum(map(size_of, holders(x.sharding, x.shape, own))) == x.size for own in self._of_host
         )
 
     def _pairs(self, distance: int) -> list[tuple[int, int]]:
@@ -143,21 +142,31 @@ def bounds_of(index: tuple[slice, ...], shape: Sequence[int]) -> Bounds:
 
 
 @functools.lru_cache(maxsize=4096)
-def owned(sharding: Sharding, shape: tuple[int, ...], here: tuple[int, ...]) -> dict[Any, Bounds]:
-    """Return which elements each device of a host writes: each once, given the host's processes."""
-    first: dict[Bounds, Any] = {}
+def holders(
+    sharding: Sharding, shape: tuple[int, ...], here: tuple[int, ...]
+) -> dict[Bounds, list[Any]]:
+    """Return the parts of an array that the processes of a host have, and the devices of each."""
+    found: dict[Bounds, list[Any]] = {}
     placed: dict[Any, Any] = {**sharding.devices_indices_map(shape)}
     for device, index in placed.items():
         if device.process_index in here:
-            first.setdefault(bounds_of(index, shape), device)
-    return {device: bounds for bounds, device in first.items()}
+            found.setdefault(bounds_of(index, shape), []).append(device)
+    return found
 
 
 def own_pieces(
-    x: jax.Array, of: jax.Array, here: tuple[int, ...], after: Mapping[Any, Any] | None = None
+    x: jax.Array,
+    of: jax.Array,
+    here: tuple[int, ...],
+    turn: int,
+    after: Mapping[Any, Any] | None = None,
 ) -> Iterator[tuple[Bounds, jax.Array]]:
-    """Yield what this process writes of ``x``: parts of ``of``, which ``after`` has had."""
-    written = owned(of.sharding, of.shape, here)
+    """Yield what this process writes of ``x``: parts of ``of``, which ``after`` has had.
+
+    Devices that have the same part take turns, so that each copies as much.
+    """
+    held = holders(of.sharding, of.shape, here)
+    written = {devices[turn % len(devices)]: bounds for bounds, devices in held.items()}
     for shard in x.addressable_shards:
         device = shard.device if after is None else after[shard.device]
         if device in written:

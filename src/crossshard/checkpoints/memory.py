@@ -13,10 +13,10 @@ import mmap
 import os
 import re
 import shutil
-import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from crossshard._hash import sha256
 from crossshard._text import size
 from crossshard.checkpoints import storage
 from crossshard.checkpoints.folder import MOST_BYTES, Damaged, in_words, read_json
-from crossshard.checkpoints.hosts import Bounds, Hosts, bounds_of, own_pieces, owned, size_of
+from crossshard.checkpoints.hosts import Bounds, Hosts, bounds_of, holders, own_pieces, size_of
 from crossshard.checkpoints.manifest import (
     Fingerprint,
     Manifest,
@@ -95,7 +95,9 @@ class Snapshots:
                 f"memory_copies={copies} gives each device's part to a device of another host, and "
                 f"they have {self._hosts.numbers} devices. Pass memory_copies=1."
             )
-        self._writing: threading.Thread | None = None
+        # One thread that stays: starting another one takes as long as a step may.
+        self._writer = ThreadPoolExecutor(1, "crossshard")
+        self._writing: Future[None] | None = None
         self._failed = ""
         # The name of the snapshot that this process has written last, and those that all have.
         self._written, self._whole = "", [name for name, _ in self.candidates()][-_KEPT:]
@@ -145,7 +147,7 @@ class Snapshots:
             pieces = [
                 (place, bounds, _kept(piece))
                 for place, x in enumerate(arrays)
-                for bounds, piece in own_pieces(x, x, self._here)
+                for bounds, piece in own_pieces(x, x, self._here, place)
             ]
             pieces += [(place, bounds, _kept(piece)) for place, bounds, piece in of_next]
             count = _kept(state.step.addressable_data(0))
@@ -157,10 +159,7 @@ class Snapshots:
             *(0, 0, layout.number_of_shards, groups_of(layout), str(state.rng_impl)),
             *(fingerprint, written, data),
         )
-        self._writing = threading.Thread(
-            target=self._write, args=(manifest, count, pieces, newest), name="crossshard"
-        )
-        self._writing.start()
+        self._writing = self._writer.submit(self._write, manifest, count, pieces, newest)
 
     def _of_next_host(self, arrays: list[jax.Array]) -> list[tuple[int, Bounds, jax.Array]]:
         """Return the parts that the next host writes and this one has not, sent to its devices."""
@@ -172,14 +171,14 @@ class Snapshots:
         return [
             (place, bounds, piece)
             for place, x in zip(lacking, sent, strict=True)
-            for bounds, piece in own_pieces(x, arrays[place], next_host, after)
-            if bounds not in owned(arrays[place].sharding, x.shape, self._here).values()
+            for bounds, piece in own_pieces(x, arrays[place], next_host, place, after)
+            if bounds not in holders(arrays[place].sharding, x.shape, self._here)
         ]
 
     def wait(self) -> None:
         """Wait until the last snapshot is written."""
         if self._writing is not None:
-            self._writing.join()
+            self._writing.result()
             self._writing = None
         if self._failed:
             warnings.warn(
@@ -193,10 +192,12 @@ class Snapshots:
     def close(self, newest: int) -> None:
         """Wait, and delete the snapshots that no restore would choose over that checkpoint."""
         self.wait()
+        self._writer.shutdown()
+        self._writer = ThreadPoolExecutor(1, "crossshard")
         self._delete(lambda name: int(name.partition("-")[0]) > newest)
 
     def _agree(self, own: int) -> bool:
-        """Tell the others what this process has written, and delete what is no longer needed.
+        """Tell the others what this process has written, and delete what earlier starts have left.
 
         Returns whether all hosts have memory for one more snapshot, of so many bytes here.
         """
@@ -206,8 +207,7 @@ class Snapshots:
         names = {name for _, name, _, _ in told}
         if names == {self._written} and self._written and self._written not in self._whole:
             self._whole = [*self._whole, self._written][-_KEPT:]
-        # Another process of this host may have begun the next one.
-        self._delete(lambda name: name in self._whole or self._is_next(name))
+        self._delete(lambda name: name in self._whole or name.endswith(self._start))
         # All snapshots have the same size.
         for host, _, _, free in told if not self._written else ():
             needed = sum(each for other, _, each, _ in told if other == host)
@@ -224,10 +224,6 @@ class Snapshots:
                 return False
         return True
 
-    def _is_next(self, name: str) -> bool:
-        number, _, start = name.split("-")
-        return start == self._start and int(number) > self._last
-
     def _delete(self, stays: Callable[[str], bool]) -> None:
         """Delete what does not stay, in the first process of the host."""
         if jax.process_index() == self._here[0]:
@@ -238,15 +234,16 @@ class Snapshots:
     def _write(
         self, manifest: Manifest, count: Any, pieces: list[Any], newest: tuple[int, int | None]
     ) -> None:
-        # Only now, since the step may still run when the snapshot is taken.
-        step, (on_disk, taken) = int(np.asarray(count)), newest
-        number = max(step, self._last + 1, on_disk if step == taken else on_disk + 1)
-        self._last, self._taken = number, step
-        name = f"{number:08d}-{self._run}-{self._start}"
-        path, parts, offset = self.path / name, [], 0
+        path = None
         try:
+            # Only now, since the step may still run when the snapshot is taken.
+            step, (on_disk, taken) = int(np.asarray(count)), newest
+            number = max(step, self._last + 1, on_disk if step == taken else on_disk + 1)
+            self._last, self._taken = number, step
+            name = f"{number:08d}-{self._run}-{self._start}"
+            path, parts, offset = self.path / name, [], 0
             path.mkdir(mode=0o700, exist_ok=True)
-            with open(path / f"{jax.process_index()}.bytes", "wb") as opened:
+            with open(self._file_in(path), "r+b") as opened:
                 # Each is given back once it is written.
                 for place, bounds, piece in _taken(pieces):
                     array = np.ascontiguousarray(np.asarray(piece))
@@ -255,6 +252,7 @@ class Snapshots:
                     parts.append(_Part(place, within, str(array.dtype), offset, crc))
                     opened.write(content)
                     offset += content.nbytes
+                opened.truncate()
             manifest = dataclasses.replace(manifest, number=number, step=step)
             held = self._here
             if self._copies > 1:
@@ -270,11 +268,29 @@ class Snapshots:
             unnamed = path / f"{jax.process_index()}.unfinished"
             unnamed.write_text(text)
             unnamed.rename(path / f"{jax.process_index()}.json")
+            self._written = name
         except Exception as error:
             self._failed = in_words(error)
-            (path / f"{jax.process_index()}.bytes").unlink(missing_ok=True)
-            return
-        self._written = name
+            if path is not None:
+                (path / f"{jax.process_index()}.bytes").unlink(missing_ok=True)
+
+    def _file_in(self, path: Path) -> Path:
+        """Return the file of this process in a new snapshot.
+
+        It is that of one that is no longer needed, if there is one: memory that is new is filled
+        with zeros first, which takes as long as to write to it.
+        """
+        found = path / f"{jax.process_index()}.bytes"
+        for old in self.path.glob(f"*-{self._start}"):
+            if old.name not in self._whole and old != path:
+                (old / f"{jax.process_index()}.json").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    (old / found.name).rename(found)
+                # The last process of the host deletes it.
+                with contextlib.suppress(OSError):
+                    old.rmdir()
+        found.touch(mode=0o600)
+        return found
 
     # Reading.
 
@@ -361,29 +377,56 @@ class Snapshot:
                 raise
             # The others would wait for this host, which gets its parts from another one.
             why = str(error)
+        try:
+            return self._read(leaves, parts, why)
+        except Damaged as error:
+            if len(self._hosts) == 1:
+                raise
+            why = str(error)
+        # Another host may have what is damaged here. All parts are checked only now: it takes long.
+        whole = {
+            place: [
+                part
+                for part in parts.get(place, [])
+                if _values(*part, leaf.on_disk.dtype) is not None
+            ]
+            for place, leaf in leaves.items()
+        }
+        return self._read(leaves, whole, why)
+
+    def _read(
+        self, leaves: Mapping[int, storage.Leaf], parts: Mapping[int, list[Any]], why: str
+    ) -> dict[int, jax.Array]:
+        """Read arrays, from these parts and those of other hosts; raise in all processes or none.
+
+        ``why`` says what is wrong with the parts of this host; empty if nothing is known.
+        """
         source = self._sources(leaves, parts, why)
-        if not any(source):
-            with _as_damaged():
-                return {place: _array(leaf, parts.get(place, [])) for place, leaf in leaves.items()}
         own, arrays = self._hosts.index(self._here), dict[int, list[jax.Array]]()
         refused = ""
         try:
-            for distance in sorted({0, *source}):
-                # What this host has for another one; without it, zeros that nobody takes.
-                gives = source[(own + distance) % len(source)] == distance
-                devices = self._hosts.devices_after(distance)
-                with _as_damaged():
+            with _as_damaged():
+                for distance in sorted({0, *source}) if any(source) else ():
+                    # What this host has for another one; without it, zeros that nobody takes.
+                    gives = source[(own + distance) % len(source)] == distance
+                    devices = self._hosts.devices_after(distance)
                     arrays[distance] = [
                         _array_for(leaf, parts.get(place, []) if gives else None, devices)
                         for place, leaf in leaves.items()
+                    ]
+                if not arrays:
+                    arrays[0] = [
+                        _array(leaf, parts.get(place, [])) for place, leaf in leaves.items()
                     ]
         except Damaged as error:
             refused = str(error)
         # All of them send, or none does.
         for each in filter(None, exchange("restore", refused, self._hosts.mesh)):
             raise Damaged(each)
-        with _mesh.in_place_of_the_users_mesh(self._hosts.mesh):
-            found = self._hosts.chosen(arrays, source)
+        found = arrays[0]
+        if any(source):
+            with _mesh.in_place_of_the_users_mesh(self._hosts.mesh):
+                found = self._hosts.chosen(arrays, source)
         return dict(zip(leaves, found, strict=True))
 
     def _parts(self) -> dict[int, list[tuple[_Part, memoryview]]]:
@@ -402,10 +445,7 @@ class Snapshot:
     def _sources(
         self, leaves: Mapping[int, storage.Leaf], parts: Mapping[int, Any], why: str
     ) -> list[int]:
-        """Return for each host how many places before it the next one is that has its parts.
-
-        ``why`` says what is wrong with those of this host; empty if nothing is known.
-        """
+        """Return for each host how many places before it the next one is that has its parts."""
         hosts = self._hosts
         if len(hosts) == 1:
             return [0]
@@ -416,13 +456,13 @@ class Snapshot:
             return all(
                 _has_all(bounds, parts.get(place, []))
                 for place, leaf in leaves.items()
-                for bounds in owned(leaf.on_disk.sharding, leaf.on_disk.shape, its).values()
+                for bounds in holders(leaf.on_disk.sharding, leaf.on_disk.shape, its)
             )
 
         here = [False for _ in distances]
         try:
             with _as_damaged():
-                here = [not why and has(distance) for distance in distances]
+                here = [has(distance) for distance in distances]
         except Damaged as error:
             why = str(error)
         told = exchange("restore", json.dumps([hosts.index(self._here), here, why]), hosts.mesh)
@@ -511,16 +551,23 @@ def _filled(
         both = _both(bounds, part.bounds)
         if not size_of(both):
             continue
-        shape = [last - first for first, last in part.bounds]
-        of_part = content[part.offset : part.offset + math.prod(shape) * dtype.itemsize]
-        if part.dtype != str(dtype) or zlib.crc32(of_part) != part.crc:
+        values = _values(part, content, dtype)
+        if values is None:
             raise Damaged(f"{leaf.path} has not the values that were written")
-        values = np.frombuffer(of_part, np.uint8).view(dtype).reshape(shape)
         made[_within(both, bounds)] = values[_within(both, part.bounds)]
         missing -= size_of(both)
     if missing:
         raise Damaged(f"this host has not all of {leaf.path}")
     return made
+
+
+def _values(part: _Part, content: memoryview, dtype: np.dtype) -> np.ndarray | None:
+    """Return the values of a part; ``None`` if they are not those that were written."""
+    shape = [end - start for start, end in part.bounds]
+    found = content[part.offset : part.offset + math.prod(shape) * dtype.itemsize]
+    if part.dtype != str(dtype) or zlib.crc32(found) != part.crc:
+        return None
+    return np.frombuffer(found, np.uint8).view(dtype).reshape(shape)
 
 
 def _within(bounds: Sequence[Sequence[int]], outer: Sequence[Sequence[int]]) -> tuple[slice, ...]:

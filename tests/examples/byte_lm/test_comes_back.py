@@ -1,11 +1,14 @@
 """Runs under ``crossshard launch`` that are killed go on out of memory, and lose no bit."""
 
+import collections
 import contextlib
 import os
 import re
+import resource
 import signal
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,15 @@ from tests.examples.byte_lm.test_chaos import arrays, sha256
 # Steps before the first kill, between one and the next, and after the last.
 SOME = 80
 PATIENCE = 300
+# Imported by Python itself when a process starts: it raises wherever it is, once it is told to.
+RAISES = """
+import signal
+
+def fail(*_):
+    raise RuntimeError("something is wrong")
+
+signal.signal(signal.SIGUSR1, fail)
+"""
 WAYS = {
     f"{optimizer}, {name}": ["--optimizer", optimizer, *words.split()]
     for optimizer in ("adamw", "muon")
@@ -38,17 +50,38 @@ def started(folder: Path, steps: int, restarts: int, *words: str) -> Run:
     if restarts:
         options += ["--memory", folder / "memory", "--memory-every", EVERY]
     spares = ["--spares", PROCESSES] if restarts else []
-    return Run([*spares, "--", *COMMAND, *options], bare_environment(), restarts)
+    environment = bare_environment()
+    (folder / "sitecustomize.py").write_text(RAISES)
+    environment["PYTHONPATH"] += f"{os.pathsep}{folder}"
+    return Run([*spares, "--", *COMMAND, *options], environment, restarts)
 
 
-def kill(run: Run, rng: np.random.Generator) -> str:
-    """Kill one process, or two at once; any may be meant, the first one and a spare one too."""
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def fail(pid: int) -> None:
+    os.kill(pid, signal.SIGUSR1)
+
+
+def limit(pid: int) -> None:
+    """Give a process no more memory than it has."""
+    now = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    _, most = resource.prlimit(pid, resource.RLIMIT_AS)
+    resource.prlimit(pid, resource.RLIMIT_AS, (now, most))
+
+
+# What is done, in turn; a process that stands still costs two minutes.
+HOW = (kill, kill, fail, kill, kill, limit, kill, fail)
+
+
+def disturb(run: Run, rng: np.random.Generator, how: Callable[[int], None]) -> None:
+    """Do that to one process or two at once; any may be meant, the first and a spare one too."""
     there = run.processes()
     number = min(len(there), int(rng.integers(1, 3)))
     for pid in rng.choice(there, number, replace=False) if number else ():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
-    return f"{number} of {len(there)}"
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            how(int(pid))
 
 
 @pytest.mark.soak
@@ -60,6 +93,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(
     kills = max(1, soak_steps // 600)
     rng, steps = np.random.default_rng(17 + list(WAYS).index(way)), SOME * (kills + 2)
     run, known = started(tmp_path / "run", steps, 10 * kills, *WAYS[way]), 0
+    ends = collections.Counter[str]()
     memory = tmp_path / "run" / "memory"
     parts: dict[str, list[float]] = {}
     try:
@@ -70,18 +104,23 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(
         for number in range(kills):
             time.sleep(rng.uniform(0, 1))
             known, began = len(run.lines), time.monotonic()
-            kill(run, rng)
+            how = HOW[number % len(HOW)]
+            disturb(run, rng, how)
             if not run.wait_for("started again", known, 5):
-                # Only spare ones were killed.
-                continue
+                if run.wait_for(r"step +\d+/", len(run.lines), 5):
+                    # Only spare ones were meant, or the memory that there is suffices.
+                    continue
+                # One that gets no thread stands still; it is ended for that.
+                assert run.wait_for("started again", known) or run.process.poll() == 0
+            ends[how.__name__] += 1
             if number % 4 == 3:
                 # Once more, while it comes back.
                 time.sleep(rng.uniform(0, 2))
-                kill(run, rng)
+                disturb(run, rng, kill)
             if not run.wait_for("trains again after", known):
                 assert run.process.poll() == 0, run.printed()
                 break
-            for part, taken in run.parts(began, known).items():
+            for part, taken in run.parts(began, known).items() if how is kill else ():
                 parts.setdefault(part, []).append(taken)
         assert run.process.wait(PATIENCE) == 0, run.printed()
     finally:
@@ -99,7 +138,8 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(
     finally:
         whole.end()
     one, other = (sha256(arrays(tmp_path / each / "out", steps)) for each in ("run", "whole"))
-    tell(f"{way}: {len(told)} deaths told in {steps} steps; steps done again {sorted(lost)}")
+    tell(f"{way}: {dict(ends)} ended it, {len(told)} times told in {steps} steps")
+    tell(f"steps done again: {sorted(lost)}")
     if seconds:
         of_all = np.percentile(seconds, [50, 95])
         tell("seconds to the next step, median and 95%: {:.1f} {:.1f}".format(*of_all))
