@@ -40,7 +40,7 @@ $(READY): pyproject.toml $(wildcard constraints/*.txt)
 	@touch $@
 
 demo: environment  ## train a small model on eight virtual CPU devices
-	$(VENV)/bin/python -m examples.byte_lm
+	$(VENV)/bin/python -m examples.byte_lm --optimizer muon --schedule cosine --steps 700
 
 test: environment  ## run the tests, in six minutes on two cores
 	$(VENV)/bin/python -m pytest $(SHARED) $(PYTEST_ARGS)

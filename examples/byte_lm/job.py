@@ -158,7 +158,11 @@ def prepare(options: TrainOptions, processes: Processes = ALONE) -> Job:
         platform=jax.devices()[0].platform,
         rows=rows,
         text=text,
-        inner=make_optimizer(options.optimizer, options.learning_rate),
+        inner=make_optimizer(
+            options.optimizer,
+            options.learning_rate,
+            options.steps if options.schedule == "cosine" else None,
+        ),
         first_model=model,
         gzip_bits_per_byte=gzip_bits_per_byte(text.held_out),
     )

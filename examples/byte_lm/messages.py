@@ -25,7 +25,8 @@ def print_job(screen: Screen, job: Job, folder: Path) -> None:
     rate = "which sets its learning rate itself"
     if job.inner.learning_rate is not None:
         chosen = " (default)" if options.learning_rate is None else ""
-        rate = f"learning rate {job.inner.learning_rate:g}{chosen}"
+        scheduled = ", with a cosine" if options.schedule == "cosine" else ""
+        rate = f"learning rate {job.inner.learning_rate:g}{chosen}{scheduled}"
     screen.say(Text.assemble(("crossshard", "bold"), f" {crossshard.__version__}"))
     screen.rows(
         [

@@ -29,19 +29,23 @@ class InnerOptimizer:
 
     Attributes:
       transformation: the transformation.
-      learning_rate: what it was given or sets itself; ``None`` if it knows none.
+      learning_rate: what it was given or sets itself, at most; ``None`` if it knows none.
     """
 
     transformation: optax.GradientTransformation
     learning_rate: float | None
 
 
-def make_optimizer(name: str, learning_rate: float | None) -> InnerOptimizer:
+def make_optimizer(
+    name: str, learning_rate: float | None, cosine_steps: int | None = None
+) -> InnerOptimizer:
     """The optimizer of this name, with this or a default learning rate.
 
     Args:
       name: a name in ``optax`` or ``optax.contrib``, or ``package.module:factory``.
       learning_rate: goes to the parameter that the factory has for it.
+      cosine_steps: over so many steps the rate rises, and then falls along a cosine, nearly to 0;
+        ``None`` for one that stays.
 
     Raises:
       ArgumentError: there is none of this name, or it cannot be made with a learning rate alone.
@@ -67,6 +71,11 @@ def make_optimizer(name: str, learning_rate: float | None) -> InnerOptimizer:
         elif rate is None and (short in _SUITABLE or default is inspect.Parameter.empty):
             rate = _SUITABLE.get(short, _OTHERWISE)
         made = factory() if key is None or rate is None else factory(**{key: rate})
+        if cosine_steps is not None:
+            if key is None or rate is None:
+                raise ArgumentError(f"{name} takes no learning rate. Leave --schedule out.")
+            warm = optax.warmup_cosine_decay_schedule
+            made = factory(**{key: warm(rate / 10, rate, cosine_steps // 20, cosine_steps)})
     except ArgumentError:
         raise
     except Exception as error:  # a module or a factory of the user's may raise anything

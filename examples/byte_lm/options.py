@@ -46,6 +46,9 @@ class TrainOptions:
     learning_rate: float | None = None
     """By default the optimizer's own, or one chosen for it; printed at the start."""
 
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Whether the learning rate rises, and falls along a cosine until the last of the steps."""
+
     reduction: Literal["mean", "sum"] = "mean"
     """The reduction of gradients over the shards."""
 

@@ -583,7 +583,9 @@ def _kept(piece: jax.Array) -> Any:
 
 
 def _is_on_cpu(x: jax.Array) -> bool:
-    return all(device.platform == "cpu" for device in x.devices())
+    """Return whether an array is on one CPU device."""
+    device: Any = x.device
+    return bool(device.platform == "cpu")
 
 
 def _taken(pieces: list[Any]) -> Iterator[Any]:

@@ -41,6 +41,18 @@ def test_a_given_learning_rate_reaches_the_optimizer(name):
     assert first_update(0.02) == pytest.approx(2 * first_update(0.01), rel=1e-4)
 
 
+def test_a_cosine_ends_near_zero():
+    params, sizes = {"w": jnp.ones(3)}, []
+    inner = make_optimizer("sgd", 0.5, cosine_steps=40)
+    state = inner.transformation.init(params)
+    for _ in range(40):
+        updates, state = inner.transformation.update(params, state, params)
+        sizes.append(-float(updates["w"][0]))
+    assert inner.learning_rate == max(sizes) == 0.5
+    assert sizes.index(0.5) == 2
+    assert sizes[-1] < 0.01
+
+
 def test_steps_that_are_too_long_are_the_users_choice():
     assert make_optimizer("optimistic_gradient_descent", 2.7).learning_rate == 2.7
 
@@ -79,5 +91,7 @@ def test_a_factory_of_ones_own_is_found_on_the_path(tmp_path, monkeypatch):
     assert make_optimizer("my_optimizers_here:rateless", None).learning_rate is None
     with pytest.raises(ArgumentError, match="takes no learning rate"):
         make_optimizer("my_optimizers_here:rateless", 0.5)
+    with pytest.raises(ArgumentError, match="Leave --schedule out"):
+        make_optimizer("my_optimizers_here:rateless", None, cosine_steps=40)
     with pytest.raises(ArgumentError, match=r"could not be created: RuntimeError: this factory\."):
         make_optimizer("my_optimizers_here:broken", 0.5)
