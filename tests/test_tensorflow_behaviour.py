@@ -203,6 +203,21 @@ def test_gradients_of_unknown_origin_are_refused_under_mean():
     close(run(None, sgd(reduction="sum")), -6.0)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_that_the_step_has_summed_itself_are_applied_as_they_are(reduction: str):
+    # As programs do that sum in bfloat16, or clip the sum, and have an optimizer without a wrapper.
+    w, opt = param(np.zeros(())), sgd(reduction=reduction)
+
+    @crossshard.shard(num_shards=4)
+    def step(w: nnx.Param, opt: CrossShardOptimizer, x: jax.Array) -> None:
+        gradient = crossshard.grad(lambda w: w[...] * x[0] / 4)(w)[...]
+        gradient = crossshard.cross_replica_sum(gradient.astype(jnp.bfloat16))
+        opt.apply_gradients([(gradient.astype(jnp.float32), w)], incoming="reduced")
+
+    step(w, opt, np.arange(4.0, dtype=np.float32))
+    close(w.get_value(), -1.5)
+
+
 def averaged(x: np.ndarray) -> jax.Array:
     """What a variable of this dtype is after a step of -1 along the mean of the rows."""
     w, opt = nnx.Param(jnp.zeros(x.shape[1:], x.dtype)), sgd()
