@@ -312,7 +312,7 @@ def shard(
     computation: Callable[..., PyTree] | None = None,
     inputs: list[PyTree] | None = None,
     num_shards: int = 1,
-    input_shard_axes: Sequence[Any] | None = None,
+    input_shard_axes: Sequence[PyTree] | None = None,
     outputs_from_all_shards: bool | Sequence[bool] = True,
     output_shard_axes: Sequence[int] | None = None,
     *,
