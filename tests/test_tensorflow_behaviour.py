@@ -226,6 +226,17 @@ def test_a_step_reads_the_loss_that_it_took_without_running_the_model_again(redu
         np.testing.assert_allclose(model.mean.get_value().array, means, rtol=1e-5)
     assert opt.loss is None  # outside of a step
 
+    w = param(np.ones(2))
+
+    @jax.jit
+    def alone(x: jax.Array) -> Any:
+        with crossshard.shard_context(1):
+            opt.compute_gradients(lambda: (w[...] * x).sum(), var_list=[w])
+        return opt.loss
+
+    assert alone(rows) == rows.sum()
+    assert opt.loss is None  # and no tracer of that one
+
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_gradients_that_the_step_has_summed_itself_are_applied_as_they_are(reduction: str):
