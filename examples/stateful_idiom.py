@@ -48,7 +48,7 @@ def main(optimizer=OPTIMIZER, steps=100):
         norm = optax.tree.norm([gradient for gradient, _ in pairs])
         scale = jnp.minimum(1, MAX_NORM / norm)
         opt.apply_gradients([(scale * gradient, v) for gradient, v in pairs], global_step)
-        return loss(), norm
+        return opt.loss, norm
 
     x, y = data()
     for number in range(steps):

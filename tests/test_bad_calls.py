@@ -409,7 +409,7 @@ APPLY = [
     bad("a gradient of unknown origin",
         in_step(lambda world, x: world.opt.apply_gradients([(x[0], world.w)])),
         IncomingError, ValueError, "'w' float32[3]", "divided by 2", "incoming='local'",
-        "'scaled'", "which is what TensorFlow's"),
+        "'scaled'", "which is what TensorFlow's", "'reduced' if you have summed them"),
     bad("an optimizer out of reach", an_optimizer_out_of_reach, *VARIABLE, "CrossShardOptimizer(",
         "'w' float32[3]", "as arguments"),
     bad("a state of another structure", lambda world: setattr(world.opt, "state", {"a": 1.0}),

@@ -203,6 +203,56 @@ def test_gradients_of_unknown_origin_are_refused_under_mean():
     close(run(None, sgd(reduction="sum")), -6.0)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_step_reads_the_loss_that_it_took_without_running_the_model_again(reduction: str):
+    model, opt = nnx.BatchNorm(2, momentum=0.9, rngs=nnx.Rngs(0)), sgd(reduction=reduction)
+    rows = np.arange(16, dtype=np.float32).reshape(8, 2)
+
+    @crossshard.shard(num_shards=4)
+    def step(model: nnx.BatchNorm, opt: CrossShardOptimizer, x: jax.Array) -> Any:
+        before = opt.loss
+        pairs = opt.compute_gradients(lambda: (model(x) * x).mean(), var_list=model)
+        opt.apply_gradients(pairs)
+        assert before is None
+        return opt.loss
+
+    each = rows.reshape(4, 2, 2)
+    for number in (1, 2):
+        nnx.update(model, {"scale": jnp.ones(2), "bias": jnp.zeros(2)})
+        losses = step(model, opt, rows)
+        normal = (each - each.mean(1, keepdims=True)) / np.sqrt(each.var(1, keepdims=True) + 1e-5)
+        np.testing.assert_allclose(losses, (normal * each).mean((1, 2)), rtol=1e-4)
+        means = (1 - 0.9**number) * each.mean(1)
+        np.testing.assert_allclose(model.mean.get_value().array, means, rtol=1e-5)
+    assert opt.loss is None  # outside of a step
+
+    w = param(np.ones(2))
+
+    @jax.jit
+    def alone(x: jax.Array) -> Any:
+        with crossshard.shard_context(1):
+            opt.compute_gradients(lambda: (w[...] * x).sum(), var_list=[w])
+        return opt.loss
+
+    assert alone(rows) == rows.sum()
+    assert opt.loss is None  # and no tracer of that one
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_that_the_step_has_summed_itself_are_applied_as_they_are(reduction: str):
+    # As programs do that sum in bfloat16, or clip the sum, and have an optimizer without a wrapper.
+    w, opt = param(np.zeros(())), sgd(reduction=reduction)
+
+    @crossshard.shard(num_shards=4)
+    def step(w: nnx.Param, opt: CrossShardOptimizer, x: jax.Array) -> None:
+        gradient = crossshard.grad(lambda w: w[...] * x[0] / 4)(w)[...]
+        gradient = crossshard.cross_replica_sum(gradient.astype(jnp.bfloat16))
+        opt.apply_gradients([(gradient.astype(jnp.float32), w)], incoming="reduced")
+
+    step(w, opt, np.arange(4.0, dtype=np.float32))
+    close(w.get_value(), -1.5)
+
+
 def averaged(x: np.ndarray) -> jax.Array:
     """What a variable of this dtype is after a step of -1 along the mean of the rows."""
     w, opt = nnx.Param(jnp.zeros(x.shape[1:], x.dtype)), sgd()

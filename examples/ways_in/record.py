@@ -16,7 +16,7 @@ RECORDED = ROOT / "docs" / "ways-in" / "recorded.json"
 FOUR_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 ENVIRONMENTS = {
     **dict.fromkeys(("torch_ddp", "torch_zero1", "torch_fsdp2", "torch_differences"), "torch"),
-    "tf1_optimization": "tensorflow",
+    **dict.fromkeys(("tf1_optimization", "tf1_optimizers"), "tensorflow"),
 }
 
 

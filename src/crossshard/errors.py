@@ -114,7 +114,8 @@ class IncomingError(CrossshardError, ValueError):
     """The status of the incoming gradients is unknown, or contradicts their type.
 
     Mistake: ``apply_gradients`` under MEAN with gradients from ``jax.grad``.
-    Fix: gradients from ``compute_gradients``, or ``apply_gradients(..., incoming="local")``.
+    Fix: gradients from ``compute_gradients``, or ``apply_gradients(..., incoming="local")``;
+      ``"reduced"`` if you have summed them yourself.
     """
 
 

@@ -114,6 +114,8 @@ TABLE = [
         "(params, batch)", "['p']"),
     bad("a loss of four", make(loss=lambda a, b, c, d: a), ArgumentTypeError, "'d'"),
     bad("no optimizer", make(opt=0.1), ArgumentTypeError, "Optax transformation", "float"),
+    bad("a sum", make(reduction="sum"), ArgumentTypeError, "'reduction', which is the optimizer's",
+        "CrossShardOptimizer(optimizer, reduction=...)"),
     bad("a factory", make(opt=optax.adam), ArgumentTypeError, "adam(learning_rate)"),
     bad("no shards", make(num_shards=0), ArgumentError, "0"),
     bad("half a shard", make(num_shards=2.5), ArgumentTypeError, "2.5"),

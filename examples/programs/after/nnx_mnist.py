@@ -32,7 +32,7 @@ def train_step(model, optimizer, batch):
     loss = lambda: loss_fn(model, batch)[0]
     pairs = optimizer.compute_gradients(loss, var_list=model)
     optimizer.apply_gradients(pairs)
-    return loss()
+    return optimizer.loss
 
 
 def data(steps):

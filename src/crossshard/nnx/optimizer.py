@@ -528,6 +528,15 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         return self.slots.all()
 
     @property
+    def loss(self) -> jax.Array | None:
+        """This shard's loss that ``compute_gradients`` took last in this step; else ``None``.
+
+        A float[], not divided by the number of shards. To call the loss once more would also
+        update batch statistics and draw random numbers once more.
+        """
+        return self.computed.value if self.computed.names else None
+
+    @property
     def state(self) -> CrossShardState | None:
         """A copy of the Optax state, a pytree of arrays; ``None`` before the first step.
 

@@ -66,13 +66,16 @@ class InputAxes(NamedTuple):
                 f"input_shard_axes={_check.shown(input_shard_axes)} and "
                 f"batch_axis={_check.shown(batch_axis)} say the same. Pass batch_axis alone."
             )
+        name = "input_shard_axes"
         if not isinstance(input_shard_axes, list | tuple) or not all(
-            axis is None or type(axis) is int for axis in input_shard_axes
+            axis is None or type(axis) is int
+            for axis in jax.tree.leaves(list(input_shard_axes), is_leaf=lambda x: x is None)
         ):
             raise ArgumentTypeError(
-                f"input_shard_axes must be a list of ints; got {_check.shown(input_shard_axes)}."
+                f"{name} must be a list of ints, or of pytrees of them, one for each input; got "
+                f"{_check.shown(input_shard_axes)}."
             )
-        return cls(tuple(map(axes_of, input_shard_axes)), "input_shard_axes")
+        return cls(tuple(axes_of(entry, name) for entry in input_shard_axes), name)
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchAxes]:
         """Return the axes of each argument; keyword arguments in the order of their names."""
@@ -120,30 +123,32 @@ def split_arguments(
     # JAX orders the leaves of keyword arguments by name.
     named = [(f"input {place}", value) for place, value in enumerate(args)]
     named += [(f"input {name!r}", value) for name, value in sorted(kwargs.items())]
-    lengths: dict[str, int] = {}
+    # The first array of those that have equally many rows, and their number.
+    firsts: dict[Any, tuple[str, int]] = {}
     for (name, value), of_value in zip(named, axes.of(args, kwargs), strict=True):
         if is_unsplit(value):
             for leaf in jax.tree.leaves(value, is_leaf=is_stateful):
                 unsplit[len(leaves) + len(unsplit)] = leaf
             continue
-        if axes.name == "input_shard_axes":
-            # The caller chose an axis for each input, so inputs may differ in length.
-            lengths = {}
         paths = jax.tree_util.tree_leaves_with_path(value)
-        for (path, leaf), axis in zip(paths, of_value.of(value, name), strict=True):
+        entries = of_value.entries(value, name)
+        for (path, leaf), axis, entry in zip(paths, of_value.of(value, name), entries, strict=True):
             where = name + jax.tree_util.keystr(path)
             if is_number(leaf):
                 _check.array(where, leaf)
             specs.append(_spec(where, leaf, axis, mesh))
             leaves.append(put(leaf, NamedSharding(mesh, specs[-1])))
             if axis is not None:
-                lengths[where] = leaves[-1].shape[axis]
-                first, rows = next(iter(lengths.items()))
-                if lengths[where] != rows:
+                length = leaves[-1].shape[axis]
+                # Where input_shard_axes has an axis for each, they may differ in length.
+                alike = (name, entry) if axes.name == "input_shard_axes" else None
+                first, rows = firsts.setdefault(alike, (where, length))
+                if length != rows:
                     raise ArgumentError(
                         f"{first} and {where} are both split over the shards, and have {rows} and "
-                        f"{lengths[where]} rows. Write input_shard_axes=[...], with None for an "
-                        f"array that every shard gets whole."
+                        f"{length} rows. Write input_shard_axes=[...], with an axis for each of "
+                        f"them if each has rows of its own, such as {{'train': 0, 'validation': "
+                        f"0}}, or None for an array that every shard gets whole."
                     )
     tree = jax.tree.structure((args, kwargs), is_leaf=is_stateful)
     given = Given(list(unsplit.values()), mesh.size)
@@ -307,7 +312,7 @@ def shard(
     computation: Callable[..., PyTree] | None = None,
     inputs: list[PyTree] | None = None,
     num_shards: int = 1,
-    input_shard_axes: Sequence[int | None] | None = None,
+    input_shard_axes: Sequence[PyTree] | None = None,
     outputs_from_all_shards: bool | Sequence[bool] = True,
     output_shard_axes: Sequence[int] | None = None,
     *,
@@ -329,7 +334,7 @@ def shard(
         passes its own part of the arrays, and all pass the same other values.
       num_shards: the number of shards, one per device.
       input_shard_axes: for each positional input the axis to split, or ``None`` to pass the full
-        array. The axes may differ in length.
+        array, or a pytree prefix of the input with these. The axes may differ in length.
       outputs_from_all_shards: whether each output is joined over the shards, or taken from the
         first; one bool or one per output.
       output_shard_axes: for each output the axis to join along; axis 0 by default. Scalars are

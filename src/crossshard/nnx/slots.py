@@ -522,9 +522,10 @@ class Computed:
         raise IncomingError(
             f"The gradient of {describe_variable(elsewhere[0])} does not come from this "
             f"optimizer's compute_gradients in this step, so it may or may not be divided by "
-            f"{divisor} already. Pass incoming='local' to average local gradients, or "
-            f"incoming='scaled' if they are divided already, or only to be summed, which is what "
-            f"TensorFlow's apply_gradients does."
+            f"{divisor} already, or summed. Pass incoming='local' to average local gradients; "
+            f"incoming='scaled' to sum them alone, divided or not, which is what TensorFlow's "
+            f"apply_gradients does; or incoming='reduced' if you have summed them over the shards "
+            f"yourself, as with cross_replica_sum, and they are to be applied as they are."
         )
 
 

@@ -687,6 +687,11 @@ def check_names(
                 f"{function.__name__} takes no argument {name!r}, since it hands out one update. "
                 f"Write make_train_step(..., {name}=...)."
             )
+        if of_steps and name in ("reduction", "group_assignment", "preprocess"):
+            raise ArgumentTypeError(
+                f"{function.__name__} takes no argument {name!r}, which is the optimizer's. Write "
+                f"{function.__name__}(loss_fn, CrossShardOptimizer(optimizer, {name}=...))."
+            )
         close = difflib.get_close_matches(name, known, 1)
         meant = f" Did you mean {close[0]}?" if close else ""
         raise ArgumentTypeError(
