@@ -72,8 +72,11 @@ def make_optimizer(
             rate = _SUITABLE.get(short, _OTHERWISE)
         made = factory() if key is None or rate is None else factory(**{key: rate})
         if cosine_steps is not None:
-            if key is None or rate is None:
-                raise ArgumentError(f"{name} takes no learning rate. Leave --schedule out.")
+            kind = inspect.Parameter.empty if key is None else parameters[key].annotation
+            # Optax says of a rate that may be a schedule that it may be a function.
+            is_fixed = kind is not inspect.Parameter.empty and "Callable" not in str(kind)
+            if key is None or rate is None or is_fixed:
+                raise ArgumentError(f"{name} takes no schedule. Leave --schedule out.")
             warm = optax.warmup_cosine_decay_schedule
             made = factory(**{key: warm(rate / 10, rate, cosine_steps // 20, cosine_steps)})
     except ArgumentError:

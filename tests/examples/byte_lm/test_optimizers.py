@@ -93,5 +93,8 @@ def test_a_factory_of_ones_own_is_found_on_the_path(tmp_path, monkeypatch):
         make_optimizer("my_optimizers_here:rateless", 0.5)
     with pytest.raises(ArgumentError, match="Leave --schedule out"):
         make_optimizer("my_optimizers_here:rateless", None, cosine_steps=40)
+    assert make_optimizer("my_optimizers_here:clipped", None, cosine_steps=40).learning_rate == 0.02
+    with pytest.raises(ArgumentError, match="rprop takes no schedule"):
+        make_optimizer("rprop", None, cosine_steps=40)
     with pytest.raises(ArgumentError, match=r"could not be created: RuntimeError: this factory\."):
         make_optimizer("my_optimizers_here:broken", 0.5)
