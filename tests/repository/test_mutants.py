@@ -20,5 +20,5 @@ def test_every_fault_can_be_planted(tmp_path):
     assert not wrong, "\n".join(wrong)
     assert len(faults) >= 120
     rooms = "_check.py _hash.py _jax.py _mesh.py errors.py guards.py checkpoints collectives"
-    rooms += " distributed gradients jaxprs model optimizer pipeline shards step tools"
+    rooms += " distributed gradients jaxprs model nnx optimizer pipeline shards step tools"
     assert {fault.path.split("/")[0] for fault in faults} == set(rooms.split())
