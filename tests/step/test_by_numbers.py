@@ -143,11 +143,26 @@ def of_so_many_rows(w: Any, batch: Any) -> Any:
     return (opaque(batch["x"] @ w) * jnp.ones((len(BATCH["x"]) // SHARDS, 2))).mean()
 
 
+def policy_gradient(w: Any, batch: Any) -> Any:
+    """A mean of gains over their mean; they are all 0 in ``NO_GAINS``."""
+    scores = opaque(batch["x"] @ w)
+    gains = (batch["gain"] - batch["gain"].mean()) / (batch["gain"].std() + 1e-6)
+    return (scores[:, 0] * gains + 0.1 * scores[:, 1] ** 2).mean()
+
+
+def balanced(w: Any, batch: Any) -> Any:
+    """A mean and a small addend that is none, in a loss of which bfloat16 rounds off more."""
+    scores = opaque(batch["x"].astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+    gates = jax.nn.softmax(scores.astype(jnp.float32))
+    return (scores**2).mean().astype(jnp.float32) + 0.01 * (gates.mean(0) ** 2).sum()
+
+
 def with_axis(loss: Any) -> Any:
     """XLA cannot split all rows of it: each shard takes them."""
     return lambda w, batch: loss(w, batch) + 0 * jax.lax.axis_index("shards")
 
 
+NO_GAINS = BATCH | {"gain": np.zeros(16, np.float32)}
 NAN = BATCH | {"x": np.full_like(BATCH["x"], np.nan)}
 WHOLE = "of rows of the whole batch the loss is"
 NOT_SO = "And by numbers it is not so"
@@ -163,8 +178,10 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     ),
     # That of two rows is their mean.
     "a median": (lambda w, b: jnp.median((b["x"] @ w).sum(1) ** 2), WHOLE, FEW, {}),
+    "gains that are all 0": (policy_gradient, "and then rows are compared", NO_GAINS, {}),
+    "a small addend in bfloat16": (balanced, "and then rows are compared", BATCH, {}),
     "numbers that are not finite": (compared, "not finite cannot show it", NAN, {}),
-    "gradients": (centred_gradients, "the gradients are", BATCH, {}),
+    "gradients": (centred_gradients, "in a gradient of its own.*and then rows", BATCH, {}),
     "no weight": (masked, "Pass weight='mask'", BATCH, {}),
     "noise": (lambda w, b, rng: dropped(w, b, rng) + compared(w, b), NOT_SO, BATCH, {}),
     "one number of rows": (

@@ -94,11 +94,13 @@ class Finding:
     by: Any = dataclasses.field(default=None, compare=False, repr=False)  # see ``Total.of``
     # These describe every finding.
     assumes: tuple[str, ...] = ()  # the operations that are assumed to compute each row alone
+    compares: bool = False  # whether it compares rows if those do; of what is undecided
     of: str = ""  # the part of a ``Mean`` that it describes; empty for a number
 
     def __str__(self) -> str:
         reason = f": {self.reason}" if self.reason else ""
-        alone = f", if each row is computed alone by {', '.join(self.assumes)}" * bool(self.assumes)
+        assumes = bool(self.assumes) and not self.compares
+        alone = f", if each row is computed alone by {', '.join(self.assumes)}" * assumes
         return f"{self.kind.value}{reason}{f' ({self.source})' if self.source else ''}{alone}"
 
 
@@ -115,11 +117,12 @@ class Proof(NamedTuple):
         A loss that sums over the shards itself gets the kind ``OVER_SHARDS``, unless something else
         is wrong.
         """
-        if finding.kind in (OverRows.COMPARED, OverRows.UNDECIDED) and self.assumed.names():
+        names = self.assumed.names()
+        if finding.kind is OverRows.COMPARED and names:
             # The reason may not hold if one of the operations does not compute each row alone.
-            finding = replace(finding, kind=OverRows.UNDECIDED)
-        else:
-            finding = replace(finding, assumes=self.assumed.names())
+            finding = replace(finding, kind=OverRows.UNDECIDED, assumes=names, compares=True)
+        elif finding.kind is not OverRows.UNDECIDED:
+            finding = replace(finding, assumes=names)
         traces_differ = finding.reason in (_FAILS, _DIFFERS, _OF_FEW)
         if finding.kind in (OverRows.MEAN, OverRows.UNDECIDED) and not traces_differ:
             for each in equations_of(self.jaxpr):

@@ -98,7 +98,9 @@ def check_by_numbers(
     with _mesh.in_place_of_the_users_mesh(layout.mesh):
         if doubt.divisor is not None:
             return _check_weight(config, given[1], doubt.finding, doubt.divisor)
-        if doubt.finding.kind is not OverRows.UNDECIDED:
+        if doubt.finding.compares:
+            check.comparison(*given)
+        elif doubt.finding.kind is not OverRows.UNDECIDED:
             try:
                 return check.operations(*given)
             except _NotDecidedError:
@@ -238,6 +240,22 @@ class _Check:
         )
 
     # Single operations.
+
+    def comparison(self, state: TrainState, batch: Any) -> None:
+        """Raise if the operations compute each row alone, so that what follows compares rows.
+
+        The numbers of one batch may hide that, such as rewards that are all 0, or an addend that
+        is smaller than what bfloat16 rounds off.
+        """
+        try:
+            self.operations(state, batch)
+        except (_NotDecidedError, LossError):
+            return
+        alone = ", ".join(self._doubt.finding.assumes)
+        raise LossError(
+            f"{self._doubt.sentence} And by numbers it is not so: each row is computed alone by "
+            f"{alone}, and then rows are compared. {REMEDIES}"
+        )
 
     def operations(self, state: TrainState, batch: Any) -> None:
         """Try, one by one, the operations of which nothing is known.

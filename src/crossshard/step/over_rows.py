@@ -163,7 +163,7 @@ class OverRowsRecord:
             return "not looked at"
         is_shown = any(doubt.finding == self.latest for doubt in self.by_numbers)
         shown = "by numbers it is a mean over the rows"
-        if self.latest.assumes:
+        if self.latest.assumes and not self.latest.compares:
             shown = "by numbers it is"
         elif self.latest.kind is OverRows.RATIO:
             shown = "in the first batch weight= is what it divides by"
@@ -193,7 +193,7 @@ class OverRowsRecord:
             doubts += [(f"{what} over the rows of the batch: {finding.reason}{where}", None)]
         if finding.kind is OverRows.RATIO and _is_doubtful(finding, where, rows, weight, divisor):
             doubts += [(f"weight= is what the loss divides by{where}", divisor)]
-        if finding.assumes:
+        if finding.assumes and not finding.compares:
             doubts += [(f"each row is computed alone by {', '.join(finding.assumes)}", None)]
         for what, of in doubts:
             doubt = Doubt(finding, f"Nothing proves that {what}.", types, of)
