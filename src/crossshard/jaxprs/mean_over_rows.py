@@ -592,8 +592,7 @@ class _OverRows(Analysis[Fact]):
         index = rules.of_index(pair, inputs)
         if index is not None:
             return [index]
-        by_noise = pair.name == "sort" and pair.one.invars[0].aval.dtype == np.uint32
-        known = pair.name in ELEMENTWISE or by_noise
+        known = pair.name in ELEMENTWISE or rules.sorts_by_noise(pair, inputs)
         return (pair.compared if known else pair.undecided)("the position of a row")
 
     # Loops over the rows.

@@ -59,6 +59,7 @@ class Rows:
     # If it is a leaf of the batch, but for shape and dtype: the place of that leaf.
     entry: int | None = None
     counts: bool = False  # whether all elements are known to be integers, of any dtype
+    noise: bool = False  # whether it is made of random numbers alone
 
     @property
     def is_plain(self) -> bool:
