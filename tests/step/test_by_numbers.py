@@ -157,11 +157,17 @@ def balanced(w: Any, batch: Any) -> Any:
     return (scores**2).mean().astype(jnp.float32) + 0.01 * (gates.mean(0) ** 2).sum()
 
 
+def in_order(w: Any, batch: Any) -> Any:
+    """The losses of the rows, sorted, which a trace takes for nothing but numbers."""
+    return jnp.sort((batch["x"] @ w).sum(1) ** 2)
+
+
 def with_axis(loss: Any) -> Any:
     """XLA cannot split all rows of it: each shard takes them."""
     return lambda w, batch: loss(w, batch) + 0 * jax.lax.axis_index("shards")
 
 
+FULL = BATCH | {"mask": np.ones(16, np.float32)}
 NO_GAINS = BATCH | {"gain": np.zeros(16, np.float32)}
 NAN = BATCH | {"x": np.full_like(BATCH["x"], np.nan)}
 WHOLE = "of rows of the whole batch the loss is"
@@ -180,6 +186,31 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     "a median": (lambda w, b: jnp.median((b["x"] @ w).sum(1) ** 2), WHOLE, FEW, {}),
     "gains that are all 0": (policy_gradient, "and then rows are compared", NO_GAINS, {}),
     "a small addend in bfloat16": (balanced, "and then rows are compared", BATCH, {}),
+    # Both are means in a batch without padding, and with gains that are 0.
+    "a mask of ones": (
+        lambda w, b: in_order(w, b).sum() / b["mask"].sum(),
+        r"with other numbers in batch\['mask'\], of rows of the whole batch",
+        FULL,
+        {"params": "sharded"},
+    ),
+    "a mask that is true": (
+        lambda w, b: in_order(w, b).sum() / b["mask"].sum(),
+        r"with other numbers in batch\['mask'\]",
+        BATCH | {"mask": np.ones(16, bool)},
+        {"accumulate_steps": 2},
+    ),
+    "gains that are all 0, of sorted rows": (
+        lambda w, b: (in_order(w, b) * jnp.sort(b["gain"]) + 0.1 * in_order(w, b)).mean(),
+        r"with other numbers in batch\['gain'\]",
+        NO_GAINS,
+        {},
+    ),
+    "a gradient of 0": (
+        lambda w, b: (in_order(w, b) * jnp.sort(b["gain"])).mean(),
+        "the gradient of this batch is 0",
+        BATCH | {"gain": np.zeros(16, np.int32)},
+        {},
+    ),
     "numbers that are not finite": (compared, "not finite cannot show it", NAN, {}),
     "gradients": (centred_gradients, "in a gradient of its own.*and then rows", BATCH, {}),
     "no weight": (masked, "Pass weight='mask'", BATCH, {}),
@@ -232,6 +263,12 @@ def undecided_and_masked(w: Any, batch: Any) -> Any:
 
 # A loss, one of the same numbers, the batch and the options.
 TAKEN: dict[str, tuple[Any, Callable[..., Any] | None, Any, dict[str, Any]]] = {
+    "a mask of ones": (
+        lambda w, b: jnp.sort((b["x"] @ w).sum(1) ** 2 * b["mask"]).mean(),
+        lambda w, b: ((b["x"] @ w).sum(1) ** 2).mean(),
+        FULL,
+        {},
+    ),
     "a shard without weight": (masked, lambda w, b: masked(w, b), ZERO_SHARDS, WEIGHTED),
     "a weight": (undecided_and_masked, lambda w, b: masked(w, b, jnp.square), MANY, WEIGHTED),
     "noise": (dropped, None, BATCH, {}),
