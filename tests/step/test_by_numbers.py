@@ -162,6 +162,16 @@ def in_order(w: Any, batch: Any) -> Any:
     return jnp.sort((batch["x"] @ w).sum(1) ** 2)
 
 
+def summed_in_a_loop(w: Any, batch: Any, divided: Any = jnp.divide) -> Any:
+    """A mean over what is there, of sums along an axis, as of tokens in chunks of time."""
+
+    def add(sums: Any, column: Any) -> Any:
+        return (sums[0] + (column**2 * batch["mask"]).sum(), sums[1] + batch["mask"].sum()), None
+
+    sums, _ = jax.lax.scan(add, (jnp.float32(0), jnp.float32(0)), (batch["x"] @ w).T)
+    return divided(*sums)
+
+
 def with_axis(loss: Any) -> Any:
     """XLA cannot split all rows of it: each shard takes them."""
     return lambda w, batch: loss(w, batch) + 0 * jax.lax.axis_index("shards")
@@ -211,6 +221,7 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         BATCH | {"gain": np.zeros(16, np.int32)},
         {},
     ),
+    "sums in a loop": (summed_in_a_loop, r"return crossshard\.Mean\(total, count\)", BATCH, {}),
     "numbers that are not finite": (compared, "not finite cannot show it", NAN, {}),
     "gradients": (centred_gradients, "in a gradient of its own.*and then rows", BATCH, {}),
     "no weight": (masked, "Pass weight='mask'", BATCH, {}),
@@ -267,6 +278,12 @@ TAKEN: dict[str, tuple[Any, Callable[..., Any] | None, Any, dict[str, Any]]] = {
         lambda w, b: jnp.sort((b["x"] @ w).sum(1) ** 2 * b["mask"]).mean(),
         lambda w, b: ((b["x"] @ w).sum(1) ** 2).mean(),
         FULL,
+        {},
+    ),
+    "sums in a loop": (
+        lambda w, b: summed_in_a_loop(w, b, crossshard.Mean),
+        summed_in_a_loop,
+        ZERO_SHARDS,
         {},
     ),
     "a shard without weight": (masked, lambda w, b: masked(w, b), ZERO_SHARDS, WEIGHTED),

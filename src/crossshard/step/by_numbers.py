@@ -69,6 +69,8 @@ from crossshard.step.over_rows import (
 # In float32, sums over rows in another order differ by less than this; in coarser floats by less
 # than twice their precision, or that of bfloat16.
 _TOLERANCE, _COARSEST = 1e-4, float(jnp.finfo(jnp.bfloat16).eps)
+# What divides may be computed in a loop, where a trace does not tell one sum from several.
+_COUNTS = "If it divides by what counts in the batch, return crossshard.Mean(total, count)."
 # With how many batches a loss is compared where the first hides what later ones show.
 _VARIED = 4
 # The changes that are tried, and how far each may change the result of a row, in units of the
@@ -167,7 +169,7 @@ class _Check:
     def _not_finite(self, of: str) -> LossError:
         return LossError(
             f"{self._doubt.sentence} And numbers that are not finite cannot show it{of}. Make them "
-            f"finite in the first call. Or: {REMEDIES}"
+            f"finite in the first call. {_COUNTS} Or: {REMEDIES}"
         )
 
     # The whole loss.
@@ -289,7 +291,7 @@ class _Check:
         if not all(map(math.isfinite, (both, mean, gradients))):
             raise self._not_finite(f": {numbers}")
         raise LossError(
-            f"{self._doubt.sentence} And by numbers it is not so: {numbers}. {REMEDIES}"
+            f"{self._doubt.sentence} And by numbers it is not so: {numbers}. {_COUNTS} {REMEDIES}"
         )
 
     # Single operations.
