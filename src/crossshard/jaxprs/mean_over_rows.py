@@ -90,6 +90,7 @@ class Finding:
     moved: str = ""
     bound: float = 0.0  # that bound, what was added, or that value
     counts: bool = False  # whether it is known to be a sum of integers
+    adds: bool = False  # as in ``Divided``
     code: str = ""  # the line of code that divides; empty if unknown
     by: Any = dataclasses.field(default=None, compare=False, repr=False)  # see ``Total.of``
     # These describe every finding.
@@ -260,7 +261,7 @@ def found(fact: Fact) -> Finding:
             return Finding(
                 kind, reason, source or _jax.sources_of(equation) if equation else source
             )
-        case Divided(Total(0), by, equation):
+        case Divided(Total(0), by, equation, adds):
             return Finding(
                 OverRows.RATIO,
                 source=_jax.sources_of(equation),
@@ -271,6 +272,7 @@ def found(fact: Fact) -> Finding:
                 counts=by.counts,
                 code=_jax.code_of(equation),
                 by=by.of,
+                adds=adds,
             )
         case Free(times=times) if times > 1:
             return Finding(OverRows.COMPARED, ADDS_SHARDS)

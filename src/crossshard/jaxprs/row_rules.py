@@ -584,7 +584,9 @@ def of_divided(
                 pass
             case _:
                 return unknown
-        return replace(first, equation=first.equation if was_ratio else pair.one).with_fact(fact)
+        adds = any(each.adds for each in divided)
+        equation = first.equation if was_ratio else pair.one
+        return replace(first, equation=equation, adds=adds).with_fact(fact)
 
     return list(map(again, outputs))
 
@@ -604,8 +606,8 @@ def _guarded(pair: Pair, inputs: Sequence[Fact]) -> Fact:
                 if total.moved:
                     return total
                 return replace(total, moved="guard", bound=number or 0.0)
-            case [Free(0), Divided(Total(), by) as ratio] if guard.tests(by):
-                return ratio
+            case [Free(0, number=number), Divided(Total(), by) as ratio] if guard.tests(by):
+                return replace(ratio, adds=ratio.adds or number != 0)
             case [Free(number=0), Divided(Free(), by) as inverse] if guard.tests(by):
                 return inverse
     return mixed
@@ -658,9 +660,9 @@ def added(facts: Sequence[Fact], mixed: Obstacle) -> Fact:
         case Total(1, moved="" | "guard"), Free(0, _, float(number)) if abs(number) <= _SMALL:
             return replace(one, moved="plus", bound=number)
         case Divided(Total(power)), Free(by) if power == by:
-            return one
+            return replace(one, adds=True)
         case Total(power, moved=""), Total(by, moved="") if power == by:
             return Total(power, bound=math.inf if one.bound or other.bound else 0.0)
         case Divided(Total(power), by), Divided(Total(other_power), also) if by.is_same(also):
-            return one if power == other_power else mixed
+            return replace(one, adds=one.adds or other.adds) if power == other_power else mixed
     return mixed

@@ -276,6 +276,13 @@ def _is_doubtful(
             f"The loss divides by the sum of batch[{entry!r}]{where}, and weight={weight.key!r} "
             f"counts another entry. Pass weight={entry!r}."
         )
+    rounded = finding.moved == "plus" and abs(finding.bound) <= _ROUNDED
+    if finding.adds and not (rounded or is_exact(finding)):
+        raise LossError(
+            f"The loss adds something to a quotient{where} that divides by a sum over rows with a "
+            f"bound or an addend, which changes a shard's sum more than that of the batch: so each "
+            f"shard would add too much. {AS_MEAN} Add the rest to the Mean."
+        )
     is_of_piece = divisor is not None and divisor.is_of_piece
     is_weight = divisor is not None and divisor.is_weight
     if not is_of_piece and not (is_weight and is_exact(finding)):
