@@ -153,3 +153,30 @@ def test_every_random_primitive_of_jax_is_in_the_table():
     assert public <= DISTRIBUTIONS.keys() | {*aside.split(), "wrap_key_data"}, (
         public - DISTRIBUTIONS.keys()
     )
+
+
+# Numbers without noise would find the rows in their own order.
+ORDERS: dict[str, Callable[[Any, int], Any]] = {
+    "permutation": jax.random.permutation,
+    "argsort": lambda key, rows: jnp.argsort(jax.random.uniform(key, (rows,))),
+    "of normal numbers": lambda key, rows: jnp.argsort(
+        -2 * jax.random.normal(key, (rows, 1))[:, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_rows_in_a_random_order_meet_each_other(name: str):
+    def loss(b: Any, w: Any, own: Any) -> Any:
+        others = b["x"][ORDERS[name](own, len(b["x"]))]
+        return (((b["x"] + others) @ w) ** 2).mean()
+
+    assert found(loss, jax.random.key(0)).kind is OverRows.COMPARED
+
+
+def test_each_rows_own_order_at_random_is_its_own():
+    def loss(b: Any, w: Any, own: Any) -> Any:  # as a masked autoencoder chooses patches
+        order = jnp.argsort(jax.random.uniform(own, b["x"].shape), 1)
+        return (jnp.take_along_axis(b["x"], order, 1) @ w).mean()
+
+    assert found(loss, jax.random.key(0)).kind is OverRows.MEAN

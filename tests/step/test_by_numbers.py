@@ -143,11 +143,42 @@ def of_so_many_rows(w: Any, batch: Any) -> Any:
     return (opaque(batch["x"] @ w) * jnp.ones((len(BATCH["x"]) // SHARDS, 2))).mean()
 
 
+def policy_gradient(w: Any, batch: Any) -> Any:
+    """A mean of gains over their mean; they are all 0 in ``NO_GAINS``."""
+    scores = opaque(batch["x"] @ w)
+    gains = (batch["gain"] - batch["gain"].mean()) / (batch["gain"].std() + 1e-6)
+    return (scores[:, 0] * gains + 0.1 * scores[:, 1] ** 2).mean()
+
+
+def balanced(w: Any, batch: Any) -> Any:
+    """A mean and a small addend that is none, in a loss of which bfloat16 rounds off more."""
+    scores = opaque(batch["x"].astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+    gates = jax.nn.softmax(scores.astype(jnp.float32))
+    return (scores**2).mean().astype(jnp.float32) + 0.01 * (gates.mean(0) ** 2).sum()
+
+
+def in_order(w: Any, batch: Any) -> Any:
+    """The losses of the rows, sorted, which a trace takes for nothing but numbers."""
+    return jnp.sort((batch["x"] @ w).sum(1) ** 2)
+
+
+def summed_in_a_loop(w: Any, batch: Any, divided: Any = jnp.divide) -> Any:
+    """A mean over what is there, of sums along an axis, as of tokens in chunks of time."""
+
+    def add(sums: Any, column: Any) -> Any:
+        return (sums[0] + (column**2 * batch["mask"]).sum(), sums[1] + batch["mask"].sum()), None
+
+    sums, _ = jax.lax.scan(add, (jnp.float32(0), jnp.float32(0)), (batch["x"] @ w).T)
+    return divided(*sums)
+
+
 def with_axis(loss: Any) -> Any:
     """XLA cannot split all rows of it: each shard takes them."""
     return lambda w, batch: loss(w, batch) + 0 * jax.lax.axis_index("shards")
 
 
+FULL = BATCH | {"mask": np.ones(16, np.float32)}
+NO_GAINS = BATCH | {"gain": np.zeros(16, np.float32)}
 NAN = BATCH | {"x": np.full_like(BATCH["x"], np.nan)}
 WHOLE = "of rows of the whole batch the loss is"
 NOT_SO = "And by numbers it is not so"
@@ -163,8 +194,36 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     ),
     # That of two rows is their mean.
     "a median": (lambda w, b: jnp.median((b["x"] @ w).sum(1) ** 2), WHOLE, FEW, {}),
+    "gains that are all 0": (policy_gradient, "and then rows are compared", NO_GAINS, {}),
+    "a small addend in bfloat16": (balanced, "and then rows are compared", BATCH, {}),
+    # Both are means in a batch without padding, and with gains that are 0.
+    "a mask of ones": (
+        lambda w, b: in_order(w, b).sum() / b["mask"].sum(),
+        r"with other numbers in batch\['mask'\], of rows of the whole batch",
+        FULL,
+        {"params": "sharded"},
+    ),
+    "a mask that is true": (
+        lambda w, b: in_order(w, b).sum() / b["mask"].sum(),
+        r"with other numbers in batch\['mask'\]",
+        BATCH | {"mask": np.ones(16, bool)},
+        {"accumulate_steps": 2},
+    ),
+    "gains that are all 0, of sorted rows": (
+        lambda w, b: (in_order(w, b) * jnp.sort(b["gain"]) + 0.1 * in_order(w, b)).mean(),
+        r"with other numbers in batch\['gain'\]",
+        NO_GAINS,
+        {},
+    ),
+    "a gradient of 0": (
+        lambda w, b: (in_order(w, b) * jnp.sort(b["gain"])).mean(),
+        "the gradient of this batch is 0",
+        BATCH | {"gain": np.zeros(16, np.int32)},
+        {},
+    ),
+    "sums in a loop": (summed_in_a_loop, r"return crossshard\.Mean\(total, count\)", BATCH, {}),
     "numbers that are not finite": (compared, "not finite cannot show it", NAN, {}),
-    "gradients": (centred_gradients, "the gradients are", BATCH, {}),
+    "gradients": (centred_gradients, "in a gradient of its own.*and then rows", BATCH, {}),
     "no weight": (masked, "Pass weight='mask'", BATCH, {}),
     "noise": (lambda w, b, rng: dropped(w, b, rng) + compared(w, b), NOT_SO, BATCH, {}),
     "one number of rows": (
@@ -215,6 +274,18 @@ def undecided_and_masked(w: Any, batch: Any) -> Any:
 
 # A loss, one of the same numbers, the batch and the options.
 TAKEN: dict[str, tuple[Any, Callable[..., Any] | None, Any, dict[str, Any]]] = {
+    "a mask of ones": (
+        lambda w, b: jnp.sort((b["x"] @ w).sum(1) ** 2 * b["mask"]).mean(),
+        lambda w, b: ((b["x"] @ w).sum(1) ** 2).mean(),
+        FULL,
+        {},
+    ),
+    "sums in a loop": (
+        lambda w, b: summed_in_a_loop(w, b, crossshard.Mean),
+        summed_in_a_loop,
+        ZERO_SHARDS,
+        {},
+    ),
     "a shard without weight": (masked, lambda w, b: masked(w, b), ZERO_SHARDS, WEIGHTED),
     "a weight": (undecided_and_masked, lambda w, b: masked(w, b, jnp.square), MANY, WEIGHTED),
     "noise": (dropped, None, BATCH, {}),

@@ -32,6 +32,7 @@ def batch_of(seed: int) -> dict[str, np.ndarray]:
     }
 
 
+decay = lambda p: 0.1 * sum((x**2).sum() for x in jax.tree.leaves(p))
 BATCHES = [batch_of(seed) for seed in (1, 2)]
 # Batches of which all tokens count tell no mask from another.
 FULL = {name: np.ones_like(x) if name == "mask" else x for name, x in BATCHES[0].items()}
@@ -95,6 +96,16 @@ RIGHT: dict[str, tuple[Any, Any]] = {
         lambda p, b: losses(p, b).sum() / one_for_none(late(b).sum()),
         lambda b: late(b).sum(),
     ),
+    "an entry and an epsilon, and a regulariser": (
+        lambda p, b: divided(mask, lambda n: n + 1e-8)(p, b) + decay(p),
+        "mask",
+    ),
+    "an integer count, at least 1, and a regulariser": (
+        lambda p, b: (
+            divided(lambda b: b["words"] != 0, lambda n: jnp.maximum(n, 1))(p, b) + decay(p)
+        ),
+        lambda b: (b["words"] != 0).sum(),
+    ),
     "number of rows": (lambda p, b: losses(p, b).mean(), lambda b: b["x"].shape[0]),
 }
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -148,6 +159,15 @@ WRONG: dict[str, tuple[Any, Any]] = {
     "an epsilon left out": (
         lambda p, b: (losses(p, b) * mask(b)).mean() / (mask(b).mean() + 5e-4),
         lambda b: b["mask"].mean(),
+    ),
+    # A shard whose sum is below the bound would add more of it than its part.
+    "at least 1, and a regulariser": (
+        lambda p, b: divided(lambda b: b["shares"], lambda n: jnp.maximum(n, 1))(p, b) + decay(p),
+        "shares",
+    ),
+    "guarded, and a regulariser": (
+        lambda p, b: 2 * (decay(p) + divided(late, one_for_none)(p, b)),
+        lambda b: late(b).sum(),
     ),
     "a square": (divided(mask), lambda b: b["mask"].sum() ** 2),
 }

@@ -90,15 +90,18 @@ class Finding:
     moved: str = ""
     bound: float = 0.0  # that bound, what was added, or that value
     counts: bool = False  # whether it is known to be a sum of integers
+    adds: bool = False  # as in ``Divided``
     code: str = ""  # the line of code that divides; empty if unknown
     by: Any = dataclasses.field(default=None, compare=False, repr=False)  # see ``Total.of``
     # These describe every finding.
     assumes: tuple[str, ...] = ()  # the operations that are assumed to compute each row alone
+    compares: bool = False  # whether it compares rows if those do; of what is undecided
     of: str = ""  # the part of a ``Mean`` that it describes; empty for a number
 
     def __str__(self) -> str:
         reason = f": {self.reason}" if self.reason else ""
-        alone = f", if each row is computed alone by {', '.join(self.assumes)}" * bool(self.assumes)
+        assumes = bool(self.assumes) and not self.compares
+        alone = f", if each row is computed alone by {', '.join(self.assumes)}" * assumes
         return f"{self.kind.value}{reason}{f' ({self.source})' if self.source else ''}{alone}"
 
 
@@ -115,11 +118,12 @@ class Proof(NamedTuple):
         A loss that sums over the shards itself gets the kind ``OVER_SHARDS``, unless something else
         is wrong.
         """
-        if finding.kind in (OverRows.COMPARED, OverRows.UNDECIDED) and self.assumed.names():
+        names = self.assumed.names()
+        if finding.kind is OverRows.COMPARED and names:
             # The reason may not hold if one of the operations does not compute each row alone.
-            finding = replace(finding, kind=OverRows.UNDECIDED)
-        else:
-            finding = replace(finding, assumes=self.assumed.names())
+            finding = replace(finding, kind=OverRows.UNDECIDED, assumes=names, compares=True)
+        elif finding.kind is not OverRows.UNDECIDED:
+            finding = replace(finding, assumes=names)
         traces_differ = finding.reason in (_FAILS, _DIFFERS, _OF_FEW)
         if finding.kind in (OverRows.MEAN, OverRows.UNDECIDED) and not traces_differ:
             for each in equations_of(self.jaxpr):
@@ -257,7 +261,7 @@ def found(fact: Fact) -> Finding:
             return Finding(
                 kind, reason, source or _jax.sources_of(equation) if equation else source
             )
-        case Divided(Total(0), by, equation):
+        case Divided(Total(0), by, equation, adds):
             return Finding(
                 OverRows.RATIO,
                 source=_jax.sources_of(equation),
@@ -268,6 +272,7 @@ def found(fact: Fact) -> Finding:
                 counts=by.counts,
                 code=_jax.code_of(equation),
                 by=by.of,
+                adds=adds,
             )
         case Free(times=times) if times > 1:
             return Finding(OverRows.COMPARED, ADDS_SHARDS)
@@ -589,8 +594,7 @@ class _OverRows(Analysis[Fact]):
         index = rules.of_index(pair, inputs)
         if index is not None:
             return [index]
-        by_noise = pair.name == "sort" and pair.one.invars[0].aval.dtype == np.uint32
-        known = pair.name in ELEMENTWISE or by_noise
+        known = pair.name in ELEMENTWISE or rules.sorts_by_noise(pair, inputs)
         return (pair.compared if known else pair.undecided)("the position of a row")
 
     # Loops over the rows.

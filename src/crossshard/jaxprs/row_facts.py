@@ -59,6 +59,7 @@ class Rows:
     # If it is a leaf of the batch, but for shape and dtype: the place of that leaf.
     entry: int | None = None
     counts: bool = False  # whether all elements are known to be integers, of any dtype
+    noise: bool = False  # whether it is made of random numbers alone
 
     @property
     def is_plain(self) -> bool:
@@ -143,6 +144,7 @@ class Divided:
     fact: Free | Rows | Total  # the dividend
     by: Total  # the divisor
     equation: Any = field(compare=False)  # the equation that divides
+    adds: bool = False  # whether something is added to the quotient that is no sum over rows
 
     def with_fact(self, fact: "Fact") -> "Fact":
         """Divide another value by the same sum; an obstacle stays one."""
@@ -282,7 +284,7 @@ def joined(one: Fact, other: Fact) -> Fact:
         case Free(power), Total(by, moved="") if power == by:
             return Total(power, bound=math.inf)
         case Free(power), Divided(Total(by)) if power == by:
-            return other
+            return replace(other, adds=True)
         case Free(0), NonZero():
             return other
         case (NonZero() as guard, Divided(Total(), by) as ratio) | (
@@ -296,7 +298,7 @@ def joined(one: Fact, other: Fact) -> Fact:
         case Total(power, moved=""), Total(by, moved="") if power == by:
             return Total(power, bound=math.inf if one.bound or other.bound else 0.0)
         case Divided(by=by), Divided(by=also) if by == also or by.is_same(also):
-            return one.with_fact(joined(one.fact, other.fact))
+            return replace(one, adds=one.adds or other.adds).with_fact(joined(one.fact, other.fact))
         case Rows(), Rows() if one.axis == other.axis:
             found = layout((one, other))
             if found is not None and (one.power == other.power or one.zero or other.zero):

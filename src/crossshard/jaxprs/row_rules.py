@@ -79,6 +79,7 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
     if isinstance(moved, Chunks):
         return [replace(moved, power=power, counts=are_counts(pair, inputs))]
     constant, counts = all(fact.constant for fact in rows), are_counts(pair, inputs)
+    noise = not constant and all(fact.noise or fact.constant for fact in rows)
     same = name in MOVES and not pair.converts()
     return [
         replace(
@@ -88,6 +89,7 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
             zero=same and rows[0].zero,
             entry=rows[0].entry if same else None,
             counts=counts,
+            noise=noise,
         )
         for fact in moved
     ]
@@ -147,13 +149,18 @@ def _moved(pair: Pair, inputs: Sequence[Fact]) -> list[Rows] | Obstacle:
     except (KeyError, TypeError, ValueError):
         axes = None
     if axes is None:
-        # A sort may be undone later. One by random numbers is a permutation of the rows, which a
-        # test with numbers cannot find.
-        by_noise = name == "sort" and pair.one.invars[0].aval.dtype == np.uint32
-        known = name in ELEMENTWISE or name in MIXES or by_noise
+        # A sort may be undone later.
+        known = name in ELEMENTWISE or name in MIXES or sorts_by_noise(pair, inputs)
         return (pair.compared if known else pair.undecided)(f"{name} over the rows")
     constant = all(fact.constant for fact in inputs if isinstance(fact, Rows))
     return [replace(found, axis=axis, constant=constant) for axis in axes]
+
+
+def sorts_by_noise(pair: Pair, inputs: Sequence[Fact]) -> bool:
+    """Return whether it permutes rows at random, which numbers without noise cannot find."""
+    first = inputs[0]
+    noise = pair.one.invars[0].aval.dtype == np.uint32 or (isinstance(first, Rows) and first.noise)
+    return pair.name == "sort" and noise
 
 
 def _contracted(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle | None:
@@ -419,7 +426,8 @@ def drawn(pair: Pair, inputs: Sequence[Fact], axis: int | None = None) -> list[F
     # One key draws different numbers for the rows; equal keys of the rows draw the same.
     constant = bool(rows) and all(fact.constant for fact in rows)
     constant = constant and (isinstance(key, Rows) or pair.name not in _DRAWS)
-    return [Rows(axis, constant=constant)] * number
+    noise = pair.name in _DRAWS and not constant
+    return [Rows(axis, constant=constant, noise=noise)] * number
 
 
 _SPECIAL: dict[str, Callable[[Pair, Sequence[Fact]], list[Rows] | Chunks | Obstacle]] = {
@@ -576,7 +584,9 @@ def of_divided(
                 pass
             case _:
                 return unknown
-        return replace(first, equation=first.equation if was_ratio else pair.one).with_fact(fact)
+        adds = any(each.adds for each in divided)
+        equation = first.equation if was_ratio else pair.one
+        return replace(first, equation=equation, adds=adds).with_fact(fact)
 
     return list(map(again, outputs))
 
@@ -596,8 +606,8 @@ def _guarded(pair: Pair, inputs: Sequence[Fact]) -> Fact:
                 if total.moved:
                     return total
                 return replace(total, moved="guard", bound=number or 0.0)
-            case [Free(0), Divided(Total(), by) as ratio] if guard.tests(by):
-                return ratio
+            case [Free(0, number=number), Divided(Total(), by) as ratio] if guard.tests(by):
+                return replace(ratio, adds=ratio.adds or number != 0)
             case [Free(number=0), Divided(Free(), by) as inverse] if guard.tests(by):
                 return inverse
     return mixed
@@ -650,9 +660,9 @@ def added(facts: Sequence[Fact], mixed: Obstacle) -> Fact:
         case Total(1, moved="" | "guard"), Free(0, _, float(number)) if abs(number) <= _SMALL:
             return replace(one, moved="plus", bound=number)
         case Divided(Total(power)), Free(by) if power == by:
-            return one
+            return replace(one, adds=True)
         case Total(power, moved=""), Total(by, moved="") if power == by:
             return Total(power, bound=math.inf if one.bound or other.bound else 0.0)
         case Divided(Total(power), by), Divided(Total(other_power), also) if by.is_same(also):
-            return one if power == other_power else mixed
+            return replace(one, adds=one.adds or other.adds) if power == other_power else mixed
     return mixed

@@ -8,7 +8,7 @@ other rows, and in halves; so is its gradient. What it computes of a row may dif
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -69,6 +69,10 @@ from crossshard.step.over_rows import (
 # In float32, sums over rows in another order differ by less than this; in coarser floats by less
 # than twice their precision, or that of bfloat16.
 _TOLERANCE, _COARSEST = 1e-4, float(jnp.finfo(jnp.bfloat16).eps)
+# What divides may be computed in a loop, where a trace does not tell one sum from several.
+_COUNTS = "If it divides by what counts in the batch, return crossshard.Mean(total, count)."
+# With how many batches a loss is compared where the first hides what later ones show.
+_VARIED = 4
 # The changes that are tried, and how far each may change the result of a row, in units of the
 # operation's precision. One program rounds a row's result in one way; with another number of rows
 # XLA may tile it differently. Sums over rows, as in the gradient of a weight, are rounded anew.
@@ -98,7 +102,9 @@ def check_by_numbers(
     with _mesh.in_place_of_the_users_mesh(layout.mesh):
         if doubt.divisor is not None:
             return _check_weight(config, given[1], doubt.finding, doubt.divisor)
-        if doubt.finding.kind is not OverRows.UNDECIDED:
+        if doubt.finding.compares:
+            check.comparison(*given)
+        elif doubt.finding.kind is not OverRows.UNDECIDED:
             try:
                 return check.operations(*given)
             except _NotDecidedError:
@@ -129,6 +135,7 @@ class _Check:
             pipeline=pipeline,
             has_one_state=True,
         )
+        self._everywhere = jax.NamedSharding(layout.mesh, PartitionSpec())
         self._loss = changed(
             config.loss,
             function=_quiet(config.loss),
@@ -150,23 +157,52 @@ class _Check:
             per_shard=False,
         )
 
-    def _run(self, function: Callable[..., Any], *given: Any) -> tuple[Any, float]:
+    def _run(
+        self, function: Callable[..., Any], state: TrainState, *batches: Any
+    ) -> tuple[list[Any], float]:
         """Run a function on all processes; return its results, and the precision of its floats."""
-        everywhere = jax.NamedSharding(self._layout.mesh, PartitionSpec())
-        traced = jax.jit(function, out_shardings=everywhere).trace(*given)
+        traced = jax.jit(function, out_shardings=self._everywhere).trace(state, batches[0])
         precision = max(map(precision_of, equations_of(traced.jaxpr)), default=0.0)
-        return jax.device_get(traced.lower().compile()(*given)), precision
+        run = traced.lower().compile()
+        return [jax.device_get(run(state, batch)) for batch in batches], precision
 
     def _not_finite(self, of: str) -> LossError:
         return LossError(
             f"{self._doubt.sentence} And numbers that are not finite cannot show it{of}. Make them "
-            f"finite in the first call. Or: {REMEDIES}"
+            f"finite in the first call. {_COUNTS} Or: {REMEDIES}"
         )
 
     # The whole loss.
 
+    def _varied(self, rows: Any, turn: int, names: dict[str, None]) -> Any:
+        """Return a batch with other numbers where all are alike; add the names of these arrays.
+
+        Of ones, as in a mask of a batch without padding, some become 0; floats that are 0, as
+        rewards that nobody has reached yet, become random.
+        """
+        are_all = jax.jit(
+            lambda x: ((x == 1).all(), (x == 0).all()), out_shardings=self._everywhere
+        )
+
+        def varied(path: Any, x: Any) -> Any:
+            if not x.size or not (x.dtype == np.bool_ or jnp.issubdtype(x.dtype, np.number)):
+                return x
+            ones, zeros = jax.device_get(are_all(x))
+            if not (ones or (zeros and is_inexact(x))):
+                return x
+            names[f"batch{jax.tree_util.keystr(path)}"] = None
+            some = lambda key: jax.random.bernoulli(key, 0.8, x.shape)
+            draw = some if ones else lambda key: jax.random.normal(key, x.shape)
+            drawn = jax.jit(lambda key: draw(key).astype(x.dtype), out_shardings=x.sharding)
+            return drawn(jax.random.fold_in(jax.random.key(turn), len(names)))
+
+        return jax.tree_util.tree_map_with_path(varied, rows)
+
     def loss(self, state: TrainState, batch: Any) -> None:
         """Compare the loss of all rows, and its gradient, with the mean of the pieces'.
+
+        So it is done with another batch, too, if entries of this one hide what later ones show: a
+        mask of ones, or rewards of 0.
 
         XLA splits the work of all rows; or each shard does all of it, if the loss names the axis of
         the shards, or has a kernel that XLA cannot split. Floats get 32 bits, if the loss takes
@@ -179,6 +215,10 @@ class _Check:
             again = lambda x, axis: jnp.concatenate([x] * shards, axis)
             return join(jax.tree.map(again, rows, loss.batch_axes.tree_of(rows)), whole)
 
+        rows, whole = loss.split(batch)
+        names = dict[str, None]()
+        varied = [join(self._varied(rows, turn, names), whole) for turn in range(_VARIED)]
+        batches = [batch, *varied] if names else [batch]
         same = lambda x: x
         of_batch = changed(self._loss, over=LossOver.BATCH, weight=None)
         ways = [(of_batch, same), (self._loss, repeated)]
@@ -187,11 +227,21 @@ class _Check:
             for widen in (_widened, same):
                 run = functools.partial(self._compared, of_all, all_rows, widen)
                 try:
-                    found = self._run(run, state, batch)
+                    (found, *more), precision = self._run(run, state, *batches)
                 except Exception as error:  # a loss may raise anything on other shapes
                     failure = error
                 else:
-                    return self._check_apart(*found)
+                    self._check_apart(found, precision)
+                    for each in more:
+                        # Not of a piece without anything that counts.
+                        if np.isfinite(each).all():
+                            self._check_apart(each, precision, names)
+                    if not any(each[4] for each in (found, *more)):
+                        raise LossError(
+                            f"{self._doubt.sentence} And the gradient of this batch is 0, which "
+                            f"cannot show it. Let the first call have another batch. {REMEDIES}"
+                        )
+                    return
         said = str(failure).partition("\n")[0]
         raise LossError(
             f"{self._doubt.sentence} And it cannot be computed of all rows at once, to compare "
@@ -206,7 +256,7 @@ class _Check:
         state: TrainState,
         batch: Any,
     ) -> Any:
-        """Return how far two losses and their gradients are apart, and both losses."""
+        """Return how far two losses and their gradients are apart, both, and a gradient's norm."""
         state, batch = widen((self._of_one_group(state), batch))
         pieces = self._config.loss.pieces(self._layout.number_of_shards)
         of_pieces = changed(self._loss, accumulate_steps=pieces)
@@ -217,27 +267,50 @@ class _Check:
             found.append((reduced.extra["value"], jax.tree.leaves(reduced.values)))
         (whole, slopes), (mean, others) = found
         apart = [x - y for x, y in zip(slopes, others, strict=True)]
-        norms = map(optax.tree.norm, (apart, slopes, others))
-        return jnp.stack([_relative(whole - mean, whole, mean), _relative(*norms), whole, mean])
+        norms = list(map(optax.tree.norm, (apart, slopes, others)))
+        values = _relative(whole - mean, whole, mean)
+        return jnp.stack([values, _relative(*norms), whole, mean, norms[1]])
 
-    def _check_apart(self, found: Any, precision: float) -> None:
-        """Raise if losses or gradients are further apart than rounding makes them."""
-        values, gradients, both, mean = map(float, found)
+    def _check_apart(self, found: Any, precision: float, names: Iterable[str] = ()) -> None:
+        """Raise if losses or gradients are further apart than rounding makes them.
+
+        ``names`` are the entries of the batch that were varied.
+        """
+        values, gradients, both, mean, _ = map(float, found)
         allowed = max(_TOLERANCE, 2 * min(precision, _COARSEST))
         # False also of numbers that are not finite: they show nothing.
         if values <= allowed and gradients <= allowed:
             return
-        numbers = f"of rows of the whole batch the loss is {both:.6g}, and the mean of the shards' "
+        numbers = f"with other numbers in {', '.join(names)}, " * bool(names)
+        numbers += (
+            f"of rows of the whole batch the loss is {both:.6g}, and the mean of the shards' "
+        )
         numbers += f"losses is {mean:.6g}"
         if gradients:
             numbers += f"; the gradients are {gradients:.2g} of the largest apart"
         if not all(map(math.isfinite, (both, mean, gradients))):
             raise self._not_finite(f": {numbers}")
         raise LossError(
-            f"{self._doubt.sentence} And by numbers it is not so: {numbers}. {REMEDIES}"
+            f"{self._doubt.sentence} And by numbers it is not so: {numbers}. {_COUNTS} {REMEDIES}"
         )
 
     # Single operations.
+
+    def comparison(self, state: TrainState, batch: Any) -> None:
+        """Raise if the operations compute each row alone, so that what follows compares rows.
+
+        The numbers of one batch may hide that, such as rewards that are all 0, or an addend that
+        is smaller than what bfloat16 rounds off.
+        """
+        try:
+            self.operations(state, batch)
+        except (_NotDecidedError, LossError):
+            return
+        alone = ", ".join(self._doubt.finding.assumes)
+        raise LossError(
+            f"{self._doubt.sentence} And by numbers it is not so: each row is computed alone by "
+            f"{alone}, and then rows are compared. {REMEDIES}"
+        )
 
     def operations(self, state: TrainState, batch: Any) -> None:
         """Try, one by one, the operations of which nothing is known.
@@ -291,7 +364,7 @@ class _Check:
             )(own, batch)
 
         try:
-            found, _ = self._run(on_shards, state, batch)
+            (found,), _ = self._run(on_shards, state, batch)
         except Exception as error:  # a loss may raise anything on other shapes
             raise _NotDecidedError from error
         worst = np.argmax(np.nan_to_num(found[..., 1], nan=np.inf), 0)

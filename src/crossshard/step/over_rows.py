@@ -163,7 +163,7 @@ class OverRowsRecord:
             return "not looked at"
         is_shown = any(doubt.finding == self.latest for doubt in self.by_numbers)
         shown = "by numbers it is a mean over the rows"
-        if self.latest.assumes:
+        if self.latest.assumes and not self.latest.compares:
             shown = "by numbers it is"
         elif self.latest.kind is OverRows.RATIO:
             shown = "in the first batch weight= is what it divides by"
@@ -193,7 +193,7 @@ class OverRowsRecord:
             doubts += [(f"{what} over the rows of the batch: {finding.reason}{where}", None)]
         if finding.kind is OverRows.RATIO and _is_doubtful(finding, where, rows, weight, divisor):
             doubts += [(f"weight= is what the loss divides by{where}", divisor)]
-        if finding.assumes:
+        if finding.assumes and not finding.compares:
             doubts += [(f"each row is computed alone by {', '.join(finding.assumes)}", None)]
         for what, of in doubts:
             doubt = Doubt(finding, f"Nothing proves that {what}.", types, of)
@@ -275,6 +275,13 @@ def _is_doubtful(
         raise LossError(
             f"The loss divides by the sum of batch[{entry!r}]{where}, and weight={weight.key!r} "
             f"counts another entry. Pass weight={entry!r}."
+        )
+    rounded = finding.moved == "plus" and abs(finding.bound) <= _ROUNDED
+    if finding.adds and not (rounded or is_exact(finding)):
+        raise LossError(
+            f"The loss adds something to a quotient{where} that divides by a sum over rows with a "
+            f"bound or an addend, which changes a shard's sum more than that of the batch: so each "
+            f"shard would add too much. {AS_MEAN} Add the rest to the Mean."
         )
     is_of_piece = divisor is not None and divisor.is_of_piece
     is_weight = divisor is not None and divisor.is_weight
