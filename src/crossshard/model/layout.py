@@ -28,10 +28,10 @@ from crossshard.shards.cut import (
     WHOLE,
     Partition,
     Placement,
-    of_all,
-    only,
+    one_for_all,
     other_axes_like,
     partition_along_axis,
+    spec_over,
     stored_shapes,
     tile_for,
 )
@@ -167,7 +167,7 @@ class StateLayout:
 
     def specs(self, state: TrainState) -> TrainState:
         """Return the spec of every array of a state over the shards."""
-        of = functools.cache(lambda own: only(own.spec(self.axes), self.axes))
+        of = functools.cache(lambda own: spec_over(own.spec(self.axes), self.axes))
         return jax.tree.map(of, self.placements(state))
 
     def shardings(self, state: TrainState) -> TrainState:
@@ -323,7 +323,7 @@ class StateLayout:
         New per-shard arrays are the mean of the old ones, unless a stage's ``moved_to`` differs.
         The result is stored as this layout stores it.
         """
-        common = lambda placement, x: of_all(x) if placement.per_shard else x
+        common = lambda placement, x: one_for_all(x) if placement.per_shard else x
         one, before, number = self._map(common, state), state.opt_state, self.number_of_shards
         spread = self._spread(one)
         opt_state = self.pipeline.moved_to(before, spread.opt_state, number)

@@ -19,7 +19,7 @@ from crossshard.pipeline.stages.aggregate import FewBits
 from crossshard.pipeline.stages.nonfinite import Rerun, new_nans, own_weight
 from crossshard.pipeline.update.arrays import Arrays, Global
 from crossshard.pipeline.update.plan import WeightUpdate
-from crossshard.shards.cut import map_partitions, only
+from crossshard.shards.cut import map_partitions, spec_over
 from crossshard.shards.devices import number_of_shards
 from crossshard.step.batches import check_same_rows
 from crossshard.step.gather import AtUse
@@ -297,7 +297,7 @@ class StepConfig:
         aux = self.loss.aux_specs(per_shard, per_group, layout.shards.number)
         if updates:
             return Progress(layout.specs(state), aux, per_group)
-        spec_of = lambda partition, _: PartitionSpec(*only(partition.spec(names), names))
+        spec_of = lambda partition, _: spec_over(partition.spec(names), names)
         values = map_partitions(spec_of, layout.arrays.params, state.params)
         # The loss, the weight, ``sums``, ``skip`` and ``finite`` are the same on all shards.
         gradients = Gradients(values, {"value": replicated}, *[replicated] * 4)

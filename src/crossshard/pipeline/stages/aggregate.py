@@ -130,11 +130,11 @@ class Aggregator(abc.ABC):
         """
 
     def each(self, function: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-        """Map a function of gradients over the summands of a shard: by default there is one."""
+        """Map a function over the gradients of a shard: one, or one of each virtual shard."""
         return function
 
     def one(self, x: jax.Array) -> jax.Array:
-        """Return one of the summands of a shard, given a gradient that is the same on all."""
+        """Return one of the gradients of a shard, given one that is the same on all shards."""
         return x
 
     def on_other_shards(self, state: PyTree, number: int) -> PyTree:
@@ -197,7 +197,7 @@ class BySlices(Aggregator):
 
 @dataclasses.dataclass(frozen=True)
 class Plain(BySlices):
-    """The sum over the shards."""
+    """The sum over the shards by XLA, sent in 32 or 16 bits."""
 
     dtype: Any = None  # the dtype in which gradients are sent; ``None`` for their own, or float32
 
