@@ -366,7 +366,7 @@ class Pipeline:
           extra: further values to reduce with them.
           weight: float[], the weight of this shard.
           params: the parameters, if they are known.
-          widened: whether the values have been widened, so that the parameters tell the dtypes.
+          widened: whether values are wider than their parameters, which tell the dtypes then.
           early: for each leaf whether the backward pass has summed it; see ``Gradients``.
 
         Raises:
@@ -382,15 +382,15 @@ class Pipeline:
                 invariant = shards.has_vma and not shards.is_varying(extra[name])
                 known = GradientStatus.REDUCED if invariant else GradientStatus.LOCAL
             extra_status += statuses_of({name: extra[name]}, shards, known, **how)
-        done = early or (False,) * len(jax.tree.leaves(values))
+        early_of = early or (False,) * len(jax.tree.leaves(values))
         found = statuses_of(values, shards, declared, **how)
-        pairs = zip(found, done, strict=True)
-        status = tuple(GradientStatus.SUMMED if is_done else each for each, is_done in pairs)
+        pairs = zip(found, early_of, strict=True)
+        status = tuple(GradientStatus.SUMMED if is_early else each for each, is_early in pairs)
         widened = widened or self.accumulate is not None
 
-        def dtype_of(leaf: Any, param: Any, status: GradientStatus | None, is_done: bool) -> Any:
+        def dtype_of(leaf: Any, param: Any, status: GradientStatus | None, is_early: bool) -> Any:
             # compute_gradients divides in float32, and 16-bit parameters need 16-bit gradients.
-            is_wide = is_done or widened or status is GradientStatus.SCALED
+            is_wide = is_early or widened or status is GradientStatus.SCALED
             dtype = jnp.result_type(param if is_wide else leaf)
             if master_dtype is not None and status is not None:
                 dtype = jnp.promote_types(dtype, master_dtype)
@@ -399,7 +399,7 @@ class Pipeline:
         master_dtype = self.optimize.master_dtype
         # The parameters of optax.lookahead have more leaves than the gradients.
         like = jax.tree.leaves(values if params is None else params)
-        dtypes = map(dtype_of, jax.tree.leaves(values), like, status, done)
+        dtypes = map(dtype_of, jax.tree.leaves(values), like, status, early_of)
         dtypes_of_extra = map(jnp.result_type, jax.tree.leaves(extra))
         return Gradients(
             values,
@@ -487,8 +487,8 @@ class Pipeline:
                 return with_finite(reduced, context, is_sound(gradients)), state
             return reduced if self.loss_scale is None else with_finite(reduced, context), state
 
-        if self.nonfinite is None or self.preprocess is not None:
-            # With preprocess a gradient may be finite that was not.
+        if self.nonfinite is None or self.of_own_gradient:
+            # A stage on each shard's own gradient may make one finite that was not.
             return after_reduction(*after_local(after_arrival(gradients)))
 
         # If the reduced gradient is finite, so is each shard's own, which need not be checked.
@@ -600,13 +600,19 @@ class Pipeline:
     # What callers ask before they run it.
 
     @property
+    def of_own_gradient(self) -> dict[str, str]:
+        """The options whose stages need each shard's own full gradient, and what these do to it."""
+        made = [(k, s) for k, s in self._made.items() if Phase.CALL < s.phase < Phase.REDUCTION]
+        needs = lambda k, s: k is Preprocess or (s.needs_local and not s.takes_summed)
+        words = lambda s: s.needs_local.partition(" ")[2] or "runs on"  # the first is the option
+        return {kind.options[0]: words(each) for kind, each in made if needs(kind, each)}
+
+    @property
     def why_own_gradient(self) -> str:
         """What needs the full gradient of each shard before the reduction; empty for nothing."""
-        aggregator = self.aggregator
-        for kind, stage in self._made.items():
-            needs = kind is Preprocess or (stage.needs_local and not stage.takes_summed)
-            if needs and stage.phase in (Phase.ARRIVAL, Phase.LOCAL):
-                return f"{kind.options[0]}=" if kind.options else kind.__name__
+        aggregator, options = self.aggregator, self.of_own_gradient
+        if options:
+            return f"{next(iter(options))}="
         if isinstance(aggregator, FewBits):
             # Residuals are of gradients that are not scaled, and draws are of whole gradients.
             scaled = "a dynamic loss scale, beside few bits," * (self.loss_scale is not None)

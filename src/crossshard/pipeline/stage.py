@@ -326,7 +326,7 @@ def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradient
         return gradients
     early = gradients.early or (False,) * len(gradients.status)
     pairs = list(zip(gradients.status, early, strict=True))
-    summed = {status for status, done in pairs if status in _SUMMED and not done}
+    summed = {status for status, is_early in pairs if status in _SUMMED and not is_early}
     if summed and context.shards.number > 1:
         raise IncomingError(
             f"{what} each shard's local gradient before it is reduced, and these gradients are "
@@ -338,7 +338,7 @@ def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradient
         leaf * context.divisor if status is GradientStatus.SCALED else leaf
         for leaf, status in zip(leaves, gradients.status, strict=True)
     ]
-    status = tuple(each if done else each and GradientStatus.LOCAL for each, done in pairs)
+    status = tuple(one if is_early else one and GradientStatus.LOCAL for one, is_early in pairs)
     return gradients.replace(values=tree.unflatten(local), status=status)
 
 

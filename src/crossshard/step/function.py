@@ -159,12 +159,12 @@ class StepConfig:
         excludes = pipeline.excludes_shards
         context = dataclasses.replace(context, params=like)
         widened = local.is_weighed or loss.accumulate_steps > 1 or pipeline.loss_scale is not None
-        if local.terms is not None and excludes and pipeline.preprocess is not None:
+        if local.terms is not None and excludes and pipeline.of_own_gradient:
             raise ArgumentError(
-                "The loss returns a Mean, whose gradients are computed again without a shard that "
-                "nonfinite='quarantine' leaves out, and preprocess= changes them in between. Put "
-                "it before the optimizer, optax.chain(preprocess, optimizer), or write "
-                "nonfinite='skip'."
+                f"The loss returns a Mean, whose gradients are computed again without a shard that "
+                f"nonfinite='quarantine' leaves out, and {next(iter(pipeline.of_own_gradient))}= "
+                f"changes them in between. Put a transformation before the optimizer, with "
+                f"optax.chain, or write nonfinite='skip'."
             )
         gradients = pipeline.arrive(
             local.values,
@@ -183,8 +183,7 @@ class StepConfig:
             callbacks: Any = {"others": lambda w: loss.sums(loss.with_weight(local, w, before))}
         else:
             callbacks, gradients = {}, gradients.replace(sums=loss.sums(local))
-        number = context.shards.size
-        again = loss.can_rerun and _computes_again(local, number, excludes)
+        again = loss.can_rerun and _computes_again(local, context.shards.size, excludes)
         if pipeline.nonfinite is not None and again:
 
             def rerun(gradients: Gradients, inputs: Any, how: Rerun) -> Staged:
@@ -261,7 +260,7 @@ class StepConfig:
         return dataclasses.replace(context, **self.loss.context_fields)
 
     def why_own_gradient(self, arrays: Arrays) -> str:
-        """Return what needs the full gradient of each shard, so that it is summed at the end."""
+        """Return what needs the full gradient of each shard; empty if it may be summed early."""
         pipeline, number = self.pipeline, self.loss.accumulate_steps
         after_all = isinstance(pipeline.aggregator, FewBits) or pipeline.measures_local
         if after_all and arrays.params_sharded and number > 1:
@@ -344,7 +343,7 @@ def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) ->
     return AtUse(partitions, layout.shards, params_sharded=True, gather_dtype=gather_dtype)
 
 
-# Below this, to compute gradients again takes more time to compile than to keep them takes memory.
+# Smaller gradients are kept: that is little memory, and a second computation takes long to compile.
 _LARGE_BYTES = 1 << 20
 
 

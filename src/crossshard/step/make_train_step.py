@@ -226,8 +226,7 @@ def make_train_step(
     if sharding is WeightUpdate.AUTO and wrapped.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED
     gather_dtype = check_gather_dtype(options.get("gather_dtype"))
-    nonfinite, of_options = pipeline.nonfinite, pipeline.options
-    excludes = nonfinite is not None and nonfinite.excludes_shards
+    of_options, own = pipeline.options, pipeline.of_own_gradient
     is_coded = isinstance(gather_dtype, Codec)
     _check_together(
         {
@@ -240,8 +239,7 @@ def make_train_step(
             "master_dtype": of_options.get("master_dtype"),
             "ema": of_options.get("ema"),
             "weight": weight,
-            "preprocess": of_options.get("preprocess"),
-            "nonfinite": excludes and of_options["nonfinite"],
+            "nonfinite": pipeline.excludes_shards and of_options["nonfinite"],
             "metrics": [x for x in pipeline.metrics if need_local((x,))] or None,
             "model_state": kind is ModelState.PER_SHARD and str(kind),
             "aux_reduction": AuxReduction.PER_SHARD in jax.tree.leaves(aux) and str(aux),
@@ -251,6 +249,8 @@ def make_train_step(
             "gather_dtype": (virtual or is_coded) and gather_dtype and str(gather_dtype),
             "mesh": len(where.axis_names) > len(axes) and where.axis_names,
         }
+        | {name: of_options[name] for name in own},
+        own,
     )
     loss = loss_of(
         over,
@@ -333,7 +333,8 @@ class Needs(enum.Flag):
     UNTOUCHED = enum.auto()  # nothing but an update of the optimizer changes parameters
 
 
-# For each option what it needs, what it does, and what to write where it is ruled out.
+# For each option what it needs, what it does, and what to write where it is ruled out. A stage that
+# has ``needs_local`` is ruled out without a row here where no shard has a gradient of its own.
 _OPTIONS = {
     "sync_every": (Needs.STATE, "lets each worker train alone", "Leave one of them out."),
     "params": (
@@ -371,11 +372,6 @@ _OPTIONS = {
         Needs.LOSS,
         "weighs the shards' means",
         "Weigh the rows in the loss: (w * losses).sum() / w.sum() is that of all rows.",
-    ),
-    "preprocess": (
-        Needs.GRADIENT,
-        "runs on each shard's own gradient",
-        "Put it before the optimizer: optax.chain(preprocess, optimizer).",
     ),
     "nonfinite": (
         Needs.GRADIENT,
@@ -430,16 +426,19 @@ _WAYS = {
 }
 
 
-def _check_together(given: dict[str, Any]) -> None:
+def _check_together(given: dict[str, Any], own: dict[str, str]) -> None:
     """Raise if an option needs what a way to step lacks; an option not given is ``None`` or false.
 
-    The error says what each of the two does, and what to write instead.
+    ``own`` are the options whose stages say themselves that they need each shard's own gradient.
     """
+    instead = "Leave it out, or put a transformation before the optimizer, with optax.chain."
+    row = lambda does: (Needs.GRADIENT, f"{does} each shard's own gradient", instead)
+    options = {name: row(does) for name, does in own.items()} | _OPTIONS
     asked = [name for name, value in given.items() if value is not None and value is not False]
     shown = lambda name: f"{name}={_check.shown(given[name])}"
     for way in filter(_WAYS.__contains__, asked):
         lacks, why = _WAYS[way]
-        for option in filter(_OPTIONS.__contains__, asked):
-            needs, does, instead = _OPTIONS[option]
+        for option in filter(options.__contains__, asked):
+            needs, does, instead = options[option]
             if needs & lacks:
                 raise ArgumentError(f"{shown(option)} {does}; with {shown(way)} {why}. {instead}")

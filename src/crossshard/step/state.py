@@ -107,8 +107,8 @@ class States:
                 mesh,
                 config.weight_update,
                 config.params_sharded,
-                # A preprocessor may read them all.
-                leave_unread=pipeline.preprocess is None,
+                # A stage on each shard's own gradient may read them all.
+                leave_unread=not pipeline.of_own_gradient,
                 other_axes=split[: len(leaves)],
                 virtual_shards=config.loss.same_bits,
             )

@@ -284,7 +284,7 @@ class Weigh(Stage):
         weigh = lambda leaf: to_average(leaf, weight)
         leaves, tree = jax.tree.flatten(gradients.values)
         early = gradients.early or [False] * len(leaves)
-        values = [x if done else weigh(x) for x, done in zip(leaves, early, strict=True)]
+        values = [x if is_early else weigh(x) for x, is_early in zip(leaves, early, strict=True)]
         extra = jax.tree.map(weigh, dict(gradients.extra))
         return gradients.replace(values=tree.unflatten(values), extra=extra), state
 
