@@ -156,7 +156,7 @@ class Pipeline:
         _ = self.stages  # making them checks the options
 
     @functools.cached_property
-    def _made(self) -> dict[type[Stage], Stage]:
+    def _by_kind(self) -> dict[type[Stage], Stage]:
         """The stages by class; ``Preprocess.from_options`` returns the user's own stage."""
         names = "inner", "reduction", "groups", "axis_name"
         options = {**{name: getattr(self, name) for name in names}, **self.options}
@@ -169,7 +169,7 @@ class Pipeline:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages in the order in which they run."""
-        return tuple(self._made.values())
+        return tuple(self._by_kind.values())
 
     def with_workers(self, number: int) -> Self:
         """Return the pipeline with each of ``number`` shards as a group, if it has no groups."""
@@ -191,27 +191,27 @@ class Pipeline:
     @property
     def accumulate(self) -> Accumulate | None:
         """The stage that sums the gradients of several calls; ``None`` to update at each."""
-        return cast(Accumulate | None, self._made.get(Accumulate))
+        return cast(Accumulate | None, self._by_kind.get(Accumulate))
 
     @property
     def preprocess(self) -> Stage | None:
         """The stage on local gradients; ``None`` without one."""
-        return self._made.get(Preprocess)
+        return self._by_kind.get(Preprocess)
 
     @property
     def loss_scale(self) -> DynamicLossScale | None:
         """The stage that skips steps that overflow; ``None`` without one."""
-        return cast(DynamicLossScale | None, self._made.get(DynamicLossScale))
+        return cast(DynamicLossScale | None, self._by_kind.get(DynamicLossScale))
 
     @property
     def nonfinite(self) -> Nonfinite | None:
         """The stage that keeps out gradients that are not finite; ``None`` without one."""
-        return cast(Nonfinite | None, self._made.get(Nonfinite))
+        return cast(Nonfinite | None, self._by_kind.get(Nonfinite))
 
     @property
     def optimize(self) -> Optimize:
         """The stage that runs the optimizer."""
-        return cast(Optimize, self._made[Optimize])
+        return cast(Optimize, self._by_kind[Optimize])
 
     @property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
@@ -221,13 +221,13 @@ class Pipeline:
     @property
     def metrics(self) -> tuple[str, ...]:
         """The names of the metrics of each update."""
-        stage = cast(Metrics | None, self._made.get(Metrics))
+        stage = cast(Metrics | None, self._by_kind.get(Metrics))
         return () if stage is None else stage.names
 
     @property
     def aggregator(self) -> Aggregator:
         """The aggregator, which sums the gradients."""
-        return cast(Aggregate, self._made[Aggregate]).aggregator
+        return cast(Aggregate, self._by_kind[Aggregate]).aggregator
 
     @property
     def reduce_dtype(self) -> Any:
@@ -303,7 +303,7 @@ class Pipeline:
         compared = [kind for kind in STAGES if kind.is_compared]
         found = dict.fromkeys(name for kind in compared for name in kind.options)
         for kind in compared:
-            stage = self._made.get(kind)
+            stage = self._by_kind.get(kind)
             if stage is not None:
                 found |= {"preprocess": stage} if kind is Preprocess else stage.written()
         return found
@@ -602,7 +602,7 @@ class Pipeline:
     @property
     def of_own_gradient(self) -> dict[str, str]:
         """The options whose stages need each shard's own full gradient, and what these do to it."""
-        made = [(k, s) for k, s in self._made.items() if Phase.CALL < s.phase < Phase.REDUCTION]
+        made = [(k, s) for k, s in self._by_kind.items() if Phase.CALL < s.phase < Phase.REDUCTION]
         needs = lambda k, s: k is Preprocess or (s.needs_local and not s.takes_summed)
         words = lambda s: s.needs_local.partition(" ")[2] or "runs on"  # the first is the option
         return {kind.options[0]: words(each) for kind, each in made if needs(kind, each)}
@@ -622,7 +622,7 @@ class Pipeline:
     @property
     def measures_local(self) -> bool:
         """Whether a metric needs the norm of each shard's own gradient."""
-        return LocalNorms in self._made
+        return LocalNorms in self._by_kind
 
     @property
     def excludes_shards(self) -> bool:

@@ -27,7 +27,7 @@ class Phase(enum.IntEnum):
     ARRIVAL: on each shard's gradient as it arrived.
     LOCAL: on each shard's gradient before it is reduced.
     REDUCTION: over the shards.
-    UPDATE: on the reduced gradient: on each shard, or on global arrays outside of ``shard_map``.
+    UPDATE: on the reduced gradient: in full, in slices, or as global arrays outside ``shard_map``.
     """
 
     CALL = enum.auto()

@@ -138,25 +138,24 @@ class StepConfig:
         )
         return on_all_shards(state, given), aux_of_batch
 
+    def _local(self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None) -> Any:
+        """Return what ``loss.local`` does, with the state of few bits that it summed already."""
+        few_bits, state = at_use.few_bits, before.opt_state
+        tree = jax.tree.structure(before.params)
+        held = None if few_bits is None else few_bits.held(state.aggregate, tree)
+        at_use = dataclasses.replace(at_use, held=held)
+        local, like = self.loss.local(before, given, at_use, weight)
+        if few_bits is not None and local.held is not None:
+            aggregate = state.aggregate._replace(residual=tree.unflatten(local.held))
+            state = state._replace(aggregate=aggregate)
+        return local, state, like
+
     def _reduce(
         self, before: TrainState, given: Any, at_use: AtUse, context: StageContext
     ) -> Progress:
         """Compute the reduced gradients on one shard; ``given`` is its part of ``loss.enter``."""
-        loss, pipeline = self.loss, self.pipeline
-
-        def compute(before: TrainState, given: Any, at_use: AtUse, weight: Any = None) -> Any:
-            few_bits, state = at_use.few_bits, before.opt_state
-            tree = jax.tree.structure(before.params)
-            held = None if few_bits is None else few_bits.held(state.aggregate, tree)
-            at_use = dataclasses.replace(at_use, held=held)
-            local, like = loss.local(before, given, at_use, weight)
-            if few_bits is not None and local.held is not None:
-                aggregate = state.aggregate._replace(residual=tree.unflatten(local.held))
-                state = state._replace(aggregate=aggregate)
-            return local, state, like
-
-        local, opt_state, like = compute(before, given, at_use)
-        excludes = pipeline.excludes_shards
+        loss, pipeline, excludes = self.loss, self.pipeline, self.pipeline.excludes_shards
+        local, opt_state, like = self._local(before, given, at_use)
         context = dataclasses.replace(context, params=like)
         widened = local.is_weighed or loss.accumulate_steps > 1 or pipeline.loss_scale is not None
         if local.terms is not None and excludes and pipeline.of_own_gradient:
@@ -190,7 +189,7 @@ class StepConfig:
                 # A Mean's gradients are divided by the count of the shards that count.
                 of_mean = gradients.weight if local.terms is not None and excludes else None
                 marked = dataclasses.replace(at_use, rerun=how)
-                found, opt_state, _ = compute(inputs[0], inputs[1], marked, of_mean)
+                found, opt_state, _ = self._local(inputs[0], inputs[1], marked, of_mean)
                 extra = {**gradients.extra, "value": found.loss}
                 values, norm = found.values, found.squared_norm
                 return gradients.replace(values=values, extra=extra, summed_norm=norm), opt_state
@@ -212,8 +211,7 @@ class StepConfig:
             metrics |= terms.metrics() if loss.weight is None else {}
             are_empty = terms.are_empty()
             gradients = gradients if are_empty is None else gradients.skipped_if(are_empty)
-        grouped = context.shards.groups is not None
-        aux = loss.reduced_aux(local, gradients, num_parts, grouped)
+        aux = loss.reduced_aux(local, gradients, num_parts, context.shards.groups is not None)
         after = dataclasses.replace(
             before,
             step=before.step + 1,
@@ -328,8 +326,7 @@ class StepConfig:
 
 def to_read(layout: StateLayout, state: TrainState) -> AtUse:
     """Return how one shard gets parameters that it only reads."""
-    arrays = layout.arrays
-    frozen = use_of_frozen(layout, state.frozen)
+    arrays, frozen = layout.arrays, use_of_frozen(layout, state.frozen)
     return AtUse(
         arrays.params, layout.shards.all, params_sharded=arrays.params_sharded, frozen=frozen
     )

@@ -204,8 +204,7 @@ def make_train_step(
     check_names(make_train_step, options, StepOptions, of_steps=True)
     _check.flag("has_aux", has_aux)
     accumulate_steps = _check.whole_number("accumulate_steps", options.get("accumulate_steps", 1))
-    of_stages = names_of_options()
-    pipeline = pipeline_of(wrapped, {x: y for x, y in options.items() if x in of_stages})
+    pipeline = pipeline_of(wrapped, {x: y for x, y in options.items() if x in names_of_options()})
     where, axes = mesh_and_axes(num_shards, mesh, axis_name, pipeline.axis_name)
     kind = check_model_state(model_state)
     takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
@@ -333,8 +332,7 @@ class Needs(enum.Flag):
     UNTOUCHED = enum.auto()  # nothing but an update of the optimizer changes parameters
 
 
-# For each option what it needs, what it does, and what to write where it is ruled out. A stage that
-# has ``needs_local`` is ruled out without a row here where no shard has a gradient of its own.
+# For each option what it needs, what it does, and what to write where it is ruled out.
 _OPTIONS = {
     "sync_every": (Needs.STATE, "lets each worker train alone", "Leave one of them out."),
     "params": (

@@ -196,10 +196,10 @@ class States:
     def collected(self, state: TrainState) -> TrainState:
         """Return the state without the rows of ``Owners``; arrays stay sharded."""
         layout = self.layout(state)
-        if layout.own is layout:
+        if layout.without_owners is layout:
             return state
         types = jax.eval_shape(layout.collected, state)
-        return self._run(layout.collected, state, layout.own.shardings(types))
+        return self._run(layout.collected, state, layout.without_owners.shardings(types))
 
     def reshard(self, state: TrainState) -> TrainState:
         """Move a state of any number of shards to this step's layout."""

@@ -60,6 +60,7 @@ from crossshard.step.over_rows import (
     types_of,
 )
 
+# In this file ``both`` is a pair: the trained and the frozen parameters.
 # The random key of a loss, or its keys; empty if it takes none.
 Keys = tuple[jax.Array, ...]
 
