@@ -171,11 +171,11 @@ def make_train_step(
         short way to write ``None`` for these, where ``batch_axis`` is an int.
       donate: whether a call overwrites the state that it is given. ``False`` keeps it valid, which
         takes memory for a second one.
-      **options: ``aux_reduction``, ``check_divergence``, ``on_divergence``, ``rng_per``,
-        ``sync_every``, ``sync_streaming``, ``outer_optimizer`` and ``virtual_shards``, see
-        ``crossshard.step.StepOptions``; and stages to add: ``accumulate_steps``, ``metrics``,
-        ``reduce_dtype``, ``aggregator``, ``loss_scale``, ``master_dtype``, ``ema``,
-        ``nonfinite``, see ``crossshard.pipeline.Options``.
+      **options: ``aux_reduction``, ``gather_dtype``, ``rng_per``, ``check_divergence``,
+        ``on_divergence``, ``sync_every``, ``sync_streaming``, ``outer_optimizer``,
+        ``outer_reduce_dtype`` and ``virtual_shards``, see ``crossshard.step.StepOptions``; and
+        stages: ``accumulate_steps``, ``metrics``, ``reduce_dtype``, ``aggregator``, ``ema``,
+        ``loss_scale``, ``master_dtype``, ``nonfinite``, see ``crossshard.pipeline.Options``.
 
     Returns:
       A TrainStep.
