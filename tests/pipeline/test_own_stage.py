@@ -237,6 +237,10 @@ class TestAStageOnEachShardsGradientMayReadAndHideAllOfIt:
         with pytest.raises(ArgumentError, match=r"unit_norm= changes them in between"):
             step(step.init({"kernel": KERNEL}), BATCHES[0])
 
+    def test_it_is_described_without_a_state(self):
+        optimizer = CrossShardOptimizer(optax.sgd(RATE), unit_norm=True)
+        assert "local gradient → UnitNorm → mean" in optimizer.describe()
+
 
 # Mistakes of who writes one.
 

@@ -309,8 +309,8 @@ class Stage(abc.ABC):
         return {self.options[0]: self} if self.options else {}
 
     def describe(self) -> str:
-        """Describe the stage in short: its class's name, or an empty text if it has no state."""
-        return type(self).__name__ if self.state_field else ""
+        """Describe the stage in short: its class's name, or nothing if it has no option."""
+        return type(self).__name__ if self.options else ""
 
 
 def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradients:
