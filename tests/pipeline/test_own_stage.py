@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,12 +13,14 @@ from crossshard import (
     Checkpoints,
     CrossshardError,
     CrossShardOptimizer,
+    Mean,
     Stage,
     _check,
     make_train_step,
 )
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointWarning, IncomingError
 from crossshard.pipeline import Aggregator, Phase, pipeline
+from crossshard.pipeline.stages.preprocess import Preprocess
 from examples.gradient_noise import GradientNoise
 from tests.pipeline.ways import trained
 from tests.step.common import assert_same
@@ -136,6 +139,13 @@ class TestInsideThePackageItIsOneFileAndOneLine:
         np.testing.assert_allclose(state.params["kernel"], same.params["kernel"], rtol=0, atol=1e-6)
         assert "noise_eta= needs each shard's own gradient" in step.describe()
 
+    @pytest.mark.parametrize("way", [{"loss_over": "batch"}, {"virtual_shards": 2 * N}])
+    def test_a_step_that_has_no_gradient_of_each_shard_refuses_it(self, way):
+        # Nothing but ``needs_local`` says so: it has no row of its own.
+        says = r"noise_eta=0\.3 adds noise to each shard's own gradient; with .*Leave it out"
+        with pytest.raises(ArgumentError, match=says):
+            noisy(N, noise_eta=ETA, **way)
+
     def test_another_way_in_takes_it(self):
         wrapped = CrossShardOptimizer(optax.sgd(RATE), noise_eta=ETA)
         batches = BATCHES.reshape(STEPS, N, 2, 40)
@@ -154,6 +164,82 @@ class TestInsideThePackageItIsOneFileAndOneLine:
         update = lambda g: wrapped.update(g, wrapped.init(g), g)[0]
         with pytest.raises(IncomingError, match=r"noise_eta adds noise to.*leave noise_eta out"):
             jax.vmap(update, axis_name="shards")(np.ones((N, 3), np.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitNorm(Stage):
+    """Divides each shard's gradient by its norm, and makes NaN zero."""
+
+    state_field = ""
+    options = ("unit_norm",)
+    needs_local = "unit_norm divides"
+
+    @classmethod
+    def from_options(cls, options):
+        return cls() if options.get("unit_norm") else None
+
+    def update(self, gradients, state, context):
+        values = jax.tree.map(jnp.nan_to_num, gradients.values)
+        norm = jnp.maximum(optax.tree.norm(values), 1e-9)
+        return gradients.replace(values=jax.tree.map(lambda g: g / norm, values)), state
+
+
+@pytest.fixture
+def unit_norm(monkeypatch):
+    """A line for a stage that reads all of a gradient, and hides what is not finite."""
+    places = dict.fromkeys(pipeline.STAGES, ())
+    places[Preprocess] = (UnitNorm,)
+    stages = [stage for kind, own in places.items() for stage in (kind, *own)]
+    monkeypatch.setattr(pipeline, "STAGES", tuple(stages))
+
+
+def loss_of_two(params, x):
+    return ((x @ params["kernel"] + params["frozen"]) ** 2).mean()
+
+
+@pytest.mark.usefixtures("unit_norm")
+class TestAStageOnEachShardsGradientMayReadAndHideAllOfIt:
+    def test_a_gradient_that_the_optimizer_does_not_read_is_computed_for_it(self):
+        frozen = optax.masked(optax.set_to_zero(), {"kernel": False, "frozen": True})
+        step = make_train_step(
+            loss_of_two, optax.chain(optax.sgd(RATE), frozen), num_shards=N, unit_norm=True
+        )
+        state = step.init({"kernel": KERNEL, "frozen": np.ones(32, np.float32)})
+        state, _ = step(state, BATCHES[0])
+        gradients = []
+        for x in np.split(BATCHES[0].astype(np.float64), N):
+            of_sum = 2 * (x @ KERNEL.astype(np.float64) + 1) / (len(x) * KERNEL.shape[1])
+            own = x.T @ of_sum
+            gradients.append(own / np.sqrt((own**2).sum() + (of_sum.sum(0) ** 2).sum()))
+        want = KERNEL - RATE * np.mean(gradients, 0)
+        np.testing.assert_allclose(state.params["kernel"], want, rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("action", ["skip", "quarantine"])
+    def test_what_was_not_finite_before_it_is_found(self, action):
+        # At a row of zeros the norm is finite, and its gradient is not.
+        loss_of_norms = lambda params, x: jnp.sqrt(((x @ params["kernel"]) ** 2).sum(1)).mean()
+        options = {"num_shards": N, "unit_norm": True, "nonfinite": action}
+        step = make_train_step(loss_of_norms, optax.sgd(RATE), **options)
+        bad = BATCHES[0].copy()
+        bad[2 * 3] = 0
+        _, metrics = step(step.init({"kernel": KERNEL}), bad)
+        assert metrics["nonfinite"].shard == 3
+        assert bool(metrics["skipped"]) == (action == "skip")
+
+    def test_counted_gradients_that_it_changes_are_not_counted_anew(self):
+        step = make_train_step(
+            lambda params, x: Mean(((x @ params["kernel"]) ** 2).sum(), x.shape[0]),
+            optax.sgd(RATE),
+            num_shards=N,
+            unit_norm=True,
+            nonfinite="quarantine",
+        )
+        with pytest.raises(ArgumentError, match=r"unit_norm= changes them in between"):
+            step(step.init({"kernel": KERNEL}), BATCHES[0])
+
+    def test_it_is_described_without_a_state(self):
+        optimizer = CrossShardOptimizer(optax.sgd(RATE), unit_norm=True)
+        assert "local gradient → UnitNorm → mean" in optimizer.describe()
 
 
 # Mistakes of who writes one.

@@ -15,9 +15,10 @@ import crossshard
 from crossshard import CrossShardOptimizer, CrossShardState, make_train_step
 from crossshard.collectives.sums import to_average
 from crossshard.errors import NestedReductionError
-from crossshard.pipeline.pipeline import STAGES
-from crossshard.pipeline.stage import Phase
+from crossshard.pipeline.pipeline import STAGES, Options
+from crossshard.pipeline.stage import Phase, Stage
 from crossshard.pipeline.stages.local_sgd import LocalSGD
+from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.update.arrays import Sharded
 from crossshard.pipeline.update.owners import Owners
 from crossshard.pipeline.update.plan import Planner, WeightUpdate
@@ -64,6 +65,29 @@ def test_each_option_is_declared_by_one_stage():
     options = [name for stage in STAGES for name in stage.options]
     assert len(options) == len(set(options))
     assert {*options} - {"preprocess"} <= {*typing.get_type_hints(StepOptions)}
+
+
+def test_stages_stand_in_the_order_of_their_phases():
+    phases = [kind.phase for kind in STAGES]
+    assert phases == sorted(phases)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STAGES if kind is not Preprocess])
+def test_a_stage_says_itself_what_it_is(kind: type[Stage]):
+    # What a class leaves out would be that of ``preprocess``, the state in a checkpoint too.
+    said = {"scope", "state_field", "options"}
+    said |= {"needs_local"} if Phase.CALL < kind.phase < Phase.REDUCTION else set()
+    assert said <= vars(kind).keys()
+    fields = [other.state_field for other in STAGES if other.state_field]
+    assert fields.count(kind.state_field) <= 1
+
+
+@pytest.mark.parametrize(
+    ("function", "options"), [(make_train_step, StepOptions), (CrossShardOptimizer, Options)]
+)
+def test_a_docstring_lists_all_options(function: Any, options: Any):
+    listed = function.__doc__.partition("**options: ")[2].partition("\n\n")[0]
+    assert {x for x in typing.get_type_hints(options) if f"``{x}``" not in listed} == set()
 
 
 def test_what_stages_say_of_shapes_is_checked():

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import typing
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 import crossshard
 from crossshard import make_train_step
 from crossshard.errors import ArgumentError, CrossshardError
+from crossshard.step import StepOptions
 
 AGGREGATOR = "aggregator"
 
@@ -134,6 +136,12 @@ def refusal(*names: str) -> CrossshardError | None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_alone_is_taken(name: str):
     assert made_with(name) is not None
+
+
+def test_every_option_is_tried():
+    tried = {name for given in OPTIONS.values() for name in (*given, *given.get("optimizer", ()))}
+    # Where those of workers are tried, so is how they send.
+    assert set(typing.get_type_hints(StepOptions)) - tried == {"outer_reduce_dtype"}
 
 
 def test_the_pairs_that_are_refused_are_those_that_were():

@@ -157,7 +157,7 @@ class Checkpoints:
             own, memory = collected(self._step, state), self._snapshots
             at_least = 0 if memory is None else memory.after(int(state.step))
             where = data_of(data, self._step.mesh)
-            self._saving.start(layout.own, own, found, where, notes, at_least)
+            self._saving.start(layout.without_owners, own, found, where, notes, at_least)
 
     def snapshot(self, state: TrainState, data: Json = None) -> None:
         """Keep every ``memory_every``-th state in the memory of the hosts; call it after each step.
@@ -211,7 +211,7 @@ class Checkpoints:
             found = self._fingerprint(layout)
             newest = self._saving.newest, self._saving.taken
             own = collected(self._step, state)
-            self._snapshots.take(layout.own, own, found, where, newest)
+            self._snapshots.take(layout.without_owners, own, found, where, newest)
 
     def _check_may_write(self, call: str) -> None:
         if not self._may_write:
@@ -473,7 +473,7 @@ class Checkpoints:
                 if snapshot.number < newest:
                     break
                 try:
-                    return read_state(snapshot, layout.own, types, here, strict=strict)
+                    return read_state(snapshot, layout.without_owners, types, here, strict=strict)
                 except Damaged as damage:
                     warnings.warn(
                         f"{snapshot.name}: {damage}. It is passed over.",
@@ -506,7 +506,7 @@ class Checkpoints:
                 break
             try:
                 source = OnDisk(self._folder, left[-1])
-                found = read_state(source, layout.own, types, here, strict=strict)
+                found = read_state(source, layout.without_owners, types, here, strict=strict)
             except Damaged as damage:
                 reasons[left[-1]] = str(damage)
                 continue
@@ -533,7 +533,7 @@ class Checkpoints:
         """Begin to compile what the first save or snapshot runs, if nothing has."""
         if not self._compiles:
             self._compiles = True
-            compile_copies(layout.own, types)
+            compile_copies(layout.without_owners, types)
 
     def _fingerprint(self, layout: StateLayout) -> Fingerprint:
         # Kept, since it traces the optimizer, and a loop saves states of one layout, which the step

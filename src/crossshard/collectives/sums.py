@@ -44,7 +44,7 @@ def check_bound(shards: Shards, done: str) -> None:
         )
 
 
-# Arrays are sent as they are.
+# ---- Arrays are sent as they are.
 
 
 def sum_over_shards(x: Any, shards: Shards) -> Any:
@@ -182,7 +182,7 @@ def _reordered(x: jax.Array, axis: int, sizes: list[int]) -> jax.Array:
     return blocks.transpose(order).reshape(x.shape)
 
 
-# 16-bit arrays are sent in 16 bits.
+# ---- 16-bit arrays are sent in 16 bits.
 
 
 def send_scattered(x: jax.Array, axis: int, shards: Shards) -> jax.Array:

@@ -28,10 +28,10 @@ from crossshard.shards.cut import (
     WHOLE,
     Partition,
     Placement,
-    of_all,
-    only,
+    one_for_all,
     other_axes_like,
     partition_along_axis,
+    spec_over,
     stored_shapes,
     tile_for,
 )
@@ -167,7 +167,7 @@ class StateLayout:
 
     def specs(self, state: TrainState) -> TrainState:
         """Return the spec of every array of a state over the shards."""
-        of = functools.cache(lambda own: only(own.spec(self.axes), self.axes))
+        of = functools.cache(lambda own: spec_over(own.spec(self.axes), self.axes))
         return jax.tree.map(of, self.placements(state))
 
     def shardings(self, state: TrainState) -> TrainState:
@@ -199,7 +199,7 @@ class StateLayout:
             stays = own.per_shard or cut is None or cut.packed_shape == cut.shape
             return self._stored(own) if stays else self._whole(own)
 
-        return self.own._map(place, state)
+        return self.without_owners._map(place, state)
 
     def of_other_shards(self, own: Placement, shape: tuple[int, ...]) -> NamedSharding:
         """Return a sharding for ``[other shards, …]``, which may be large, along another axis."""
@@ -214,7 +214,7 @@ class StateLayout:
         return jax.lax.with_sharding_constraint(state, self.shardings(state))
 
     @functools.cached_property
-    def own(self) -> "StateLayout":
+    def without_owners(self) -> "StateLayout":
         """This layout without ``Owners``: arrays in their own shapes, or slices of them."""
         arrays = self.arrays
         if not isinstance(arrays, Owners):
@@ -223,11 +223,11 @@ class StateLayout:
         return dataclasses.replace(self, arrays=Sharded(arrays.params, arrays.shards, *kept))
 
     def collected(self, state: TrainState) -> TrainState:
-        """Move a state from this layout to ``own``."""
-        return self._moved(state, self, self.own)
+        """Move a state from this layout to ``without_owners``."""
+        return self._moved(state, self, self.without_owners)
 
     def _moved(self, state: TrainState, one: "StateLayout", other: "StateLayout") -> TrainState:
-        """Move the optimizer's state between this layout and ``own``, from ``one`` to ``other``."""
+        """Move the optimizer's state from one layout to another: this, and ``without_owners``."""
         arrays = self.arrays
         if not isinstance(arrays, Owners) or not arrays.state_blocks:
             return state
@@ -255,13 +255,13 @@ class StateLayout:
 
     def pack(self, state: TrainState) -> TrainState:
         """Store a state: pack arrays that have the optimizer's own shapes."""
-        return self._moved(
-            jax.tree.map(Placement.pack, self.own.placements(state), state), self.own, self
-        )
+        packed = jax.tree.map(Placement.pack, self.without_owners.placements(state), state)
+        return self._moved(packed, self.without_owners, self)
 
     def unpack(self, state: TrainState) -> TrainState:
         """Invert ``pack``."""
-        return jax.tree.map(Placement.unpack, self.own.placements(state), self.collected(state))
+        placements = self.without_owners.placements(state)
+        return jax.tree.map(Placement.unpack, placements, self.collected(state))
 
     def _map(self, function: Callable[[Placement, Any], Any], state: TrainState) -> TrainState:
         return jax.tree.map(function, self.placements(state), state)
@@ -323,7 +323,7 @@ class StateLayout:
         New per-shard arrays are the mean of the old ones, unless a stage's ``moved_to`` differs.
         The result is stored as this layout stores it.
         """
-        common = lambda placement, x: of_all(x) if placement.per_shard else x
+        common = lambda placement, x: one_for_all(x) if placement.per_shard else x
         one, before, number = self._map(common, state), state.opt_state, self.number_of_shards
         spread = self._spread(one)
         opt_state = self.pipeline.moved_to(before, spread.opt_state, number)
@@ -358,7 +358,7 @@ class StateLayout:
         shapes = [
             (*leaf.shape[: placement.per_shard], *partition.shape)
             for leaf, placement, partition in zip(
-                jax.tree.leaves(inner), own, self.own.arrays.state, strict=True
+                jax.tree.leaves(inner), own, self.without_owners.arrays.state, strict=True
             )
         ]
         _check_shapes("The optimizer state", inner, shapes)

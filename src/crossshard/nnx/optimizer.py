@@ -93,7 +93,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         optimizer must be elementwise, and ``state_specs`` returns the specs of the state;
         ``make_train_step`` shards any optimizer.
       **options: stages to add: ``accumulate_steps``, ``metrics``, ``reduce_dtype``,
-        ``loss_scale``, ``master_dtype``, ``ema``, ``nonfinite``; see
+        ``aggregator``, ``loss_scale``, ``master_dtype``, ``ema``, ``nonfinite``; see
         ``crossshard.pipeline.Options``.
 
     Raises:

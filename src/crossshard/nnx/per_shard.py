@@ -14,7 +14,7 @@ from crossshard import _check, _flax, _jax, _mesh
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import VariableError
 from crossshard.shards.axes import get_shard_context
-from crossshard.shards.cut import of_all
+from crossshard.shards.cut import one_for_all
 from crossshard.shards.devices import on_every_device
 
 _Node = TypeVar("_Node")
@@ -234,7 +234,7 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
                 f"{describe_variable(variable)} differs between {number} shards, and a mean of "
                 f"weights is a different model. Choose a shard: merge_shards(model, shard=0)."
             )
-        variable.set_raw_value(by_row(of_all if shard is None else lambda x: x[shard], values))
+        variable.set_raw_value(by_row(one_for_all if shard is None else lambda x: x[shard], values))
     return merged
 
 

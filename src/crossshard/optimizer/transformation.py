@@ -23,7 +23,7 @@ from crossshard.pipeline.stages.preprocess import Preprocess, check_transformati
 from crossshard.pipeline.update.arrays import Arrays, Replicated
 from crossshard.pipeline.update.plan import Planner, WeightUpdate, check_blocks
 from crossshard.shards.axes import Shards, get_shard_context
-from crossshard.shards.cut import Partition, Placement, map_partitions, only
+from crossshard.shards.cut import Partition, Placement, map_partitions, spec_over
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -234,7 +234,7 @@ def _local(placement: Placement, x: Any) -> Any:
 def _other_axes(param: Any, axes: tuple[str, ...]) -> PartitionSpec:
     """Return a parameter's spec on the other mesh axes."""
     spec = getattr(getattr(param, "sharding", None), "spec", PartitionSpec())
-    if only(spec, axes):
+    if spec_over(spec, axes):
         raise ArgumentError(
             f"A parameter is split over the shard axes, {', '.join(axes)}: {spec}. "
             f"Every shard must have the full parameter."

@@ -156,7 +156,7 @@ class Pipeline:
         _ = self.stages  # making them checks the options
 
     @functools.cached_property
-    def _made(self) -> dict[type[Stage], Stage]:
+    def _by_kind(self) -> dict[type[Stage], Stage]:
         """The stages by class; ``Preprocess.from_options`` returns the user's own stage."""
         names = "inner", "reduction", "groups", "axis_name"
         options = {**{name: getattr(self, name) for name in names}, **self.options}
@@ -169,7 +169,7 @@ class Pipeline:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages in the order in which they run."""
-        return tuple(self._made.values())
+        return tuple(self._by_kind.values())
 
     def with_workers(self, number: int) -> Self:
         """Return the pipeline with each of ``number`` shards as a group, if it has no groups."""
@@ -191,27 +191,27 @@ class Pipeline:
     @property
     def accumulate(self) -> Accumulate | None:
         """The stage that sums the gradients of several calls; ``None`` to update at each."""
-        return cast(Accumulate | None, self._made.get(Accumulate))
+        return cast(Accumulate | None, self._by_kind.get(Accumulate))
 
     @property
     def preprocess(self) -> Stage | None:
         """The stage on local gradients; ``None`` without one."""
-        return self._made.get(Preprocess)
+        return self._by_kind.get(Preprocess)
 
     @property
     def loss_scale(self) -> DynamicLossScale | None:
         """The stage that skips steps that overflow; ``None`` without one."""
-        return cast(DynamicLossScale | None, self._made.get(DynamicLossScale))
+        return cast(DynamicLossScale | None, self._by_kind.get(DynamicLossScale))
 
     @property
     def nonfinite(self) -> Nonfinite | None:
         """The stage that keeps out gradients that are not finite; ``None`` without one."""
-        return cast(Nonfinite | None, self._made.get(Nonfinite))
+        return cast(Nonfinite | None, self._by_kind.get(Nonfinite))
 
     @property
     def optimize(self) -> Optimize:
         """The stage that runs the optimizer."""
-        return cast(Optimize, self._made[Optimize])
+        return cast(Optimize, self._by_kind[Optimize])
 
     @property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
@@ -221,13 +221,13 @@ class Pipeline:
     @property
     def metrics(self) -> tuple[str, ...]:
         """The names of the metrics of each update."""
-        stage = cast(Metrics | None, self._made.get(Metrics))
+        stage = cast(Metrics | None, self._by_kind.get(Metrics))
         return () if stage is None else stage.names
 
     @property
     def aggregator(self) -> Aggregator:
         """The aggregator, which sums the gradients."""
-        return cast(Aggregate, self._made[Aggregate]).aggregator
+        return cast(Aggregate, self._by_kind[Aggregate]).aggregator
 
     @property
     def reduce_dtype(self) -> Any:
@@ -303,7 +303,7 @@ class Pipeline:
         compared = [kind for kind in STAGES if kind.is_compared]
         found = dict.fromkeys(name for kind in compared for name in kind.options)
         for kind in compared:
-            stage = self._made.get(kind)
+            stage = self._by_kind.get(kind)
             if stage is not None:
                 found |= {"preprocess": stage} if kind is Preprocess else stage.written()
         return found
@@ -366,7 +366,7 @@ class Pipeline:
           extra: further values to reduce with them.
           weight: float[], the weight of this shard.
           params: the parameters, if they are known.
-          widened: whether the values have been widened, so that the parameters tell the dtypes.
+          widened: whether values are wider than their parameters, which tell the dtypes then.
           early: for each leaf whether the backward pass has summed it; see ``Gradients``.
 
         Raises:
@@ -382,15 +382,15 @@ class Pipeline:
                 invariant = shards.has_vma and not shards.is_varying(extra[name])
                 known = GradientStatus.REDUCED if invariant else GradientStatus.LOCAL
             extra_status += statuses_of({name: extra[name]}, shards, known, **how)
-        done = early or (False,) * len(jax.tree.leaves(values))
+        early_of = early or (False,) * len(jax.tree.leaves(values))
         found = statuses_of(values, shards, declared, **how)
-        pairs = zip(found, done, strict=True)
-        status = tuple(GradientStatus.SUMMED if is_done else each for each, is_done in pairs)
+        pairs = zip(found, early_of, strict=True)
+        status = tuple(GradientStatus.SUMMED if is_early else each for each, is_early in pairs)
         widened = widened or self.accumulate is not None
 
-        def dtype_of(leaf: Any, param: Any, status: GradientStatus | None, is_done: bool) -> Any:
+        def dtype_of(leaf: Any, param: Any, status: GradientStatus | None, is_early: bool) -> Any:
             # compute_gradients divides in float32, and 16-bit parameters need 16-bit gradients.
-            is_wide = is_done or widened or status is GradientStatus.SCALED
+            is_wide = is_early or widened or status is GradientStatus.SCALED
             dtype = jnp.result_type(param if is_wide else leaf)
             if master_dtype is not None and status is not None:
                 dtype = jnp.promote_types(dtype, master_dtype)
@@ -399,7 +399,7 @@ class Pipeline:
         master_dtype = self.optimize.master_dtype
         # The parameters of optax.lookahead have more leaves than the gradients.
         like = jax.tree.leaves(values if params is None else params)
-        dtypes = map(dtype_of, jax.tree.leaves(values), like, status, done)
+        dtypes = map(dtype_of, jax.tree.leaves(values), like, status, early_of)
         dtypes_of_extra = map(jnp.result_type, jax.tree.leaves(extra))
         return Gradients(
             values,
@@ -487,8 +487,8 @@ class Pipeline:
                 return with_finite(reduced, context, is_sound(gradients)), state
             return reduced if self.loss_scale is None else with_finite(reduced, context), state
 
-        if self.nonfinite is None or self.preprocess is not None:
-            # With preprocess a gradient may be finite that was not.
+        if self.nonfinite is None or self.of_own_gradient:
+            # A stage on each shard's own gradient may make one finite that was not.
             return after_reduction(*after_local(after_arrival(gradients)))
 
         # If the reduced gradient is finite, so is each shard's own, which need not be checked.
@@ -600,13 +600,19 @@ class Pipeline:
     # What callers ask before they run it.
 
     @property
+    def of_own_gradient(self) -> dict[str, str]:
+        """The options whose stages need each shard's own full gradient, and what these do to it."""
+        made = [(k, s) for k, s in self._by_kind.items() if Phase.CALL < s.phase < Phase.REDUCTION]
+        needs = lambda k, s: k is Preprocess or (s.needs_local and not s.takes_summed)
+        words = lambda s: s.needs_local.partition(" ")[2] or "runs on"  # the first is the option
+        return {kind.options[0]: words(each) for kind, each in made if needs(kind, each)}
+
+    @property
     def why_own_gradient(self) -> str:
         """What needs the full gradient of each shard before the reduction; empty for nothing."""
-        aggregator = self.aggregator
-        for kind, stage in self._made.items():
-            needs = kind is Preprocess or (stage.needs_local and not stage.takes_summed)
-            if needs and stage.phase in (Phase.ARRIVAL, Phase.LOCAL):
-                return f"{kind.options[0]}=" if kind.options else kind.__name__
+        aggregator, options = self.aggregator, self.of_own_gradient
+        if options:
+            return f"{next(iter(options))}="
         if isinstance(aggregator, FewBits):
             # Residuals are of gradients that are not scaled, and draws are of whole gradients.
             scaled = "a dynamic loss scale, beside few bits," * (self.loss_scale is not None)
@@ -616,7 +622,7 @@ class Pipeline:
     @property
     def measures_local(self) -> bool:
         """Whether a metric needs the norm of each shard's own gradient."""
-        return LocalNorms in self._made
+        return LocalNorms in self._by_kind
 
     @property
     def excludes_shards(self) -> bool:

@@ -27,7 +27,7 @@ class Phase(enum.IntEnum):
     ARRIVAL: on each shard's gradient as it arrived.
     LOCAL: on each shard's gradient before it is reduced.
     REDUCTION: over the shards.
-    UPDATE: on the reduced gradient: on each shard, or on global arrays outside of ``shard_map``.
+    UPDATE: on the reduced gradient: in full, in slices, or as global arrays outside ``shard_map``.
     """
 
     CALL = enum.auto()
@@ -309,8 +309,8 @@ class Stage(abc.ABC):
         return {self.options[0]: self} if self.options else {}
 
     def describe(self) -> str:
-        """Describe the stage in short: its class's name, or an empty text if it has no state."""
-        return type(self).__name__ if self.state_field else ""
+        """Describe the stage in short: its class's name, or nothing if it has no option."""
+        return type(self).__name__ if self.options else ""
 
 
 def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradients:
@@ -326,7 +326,7 @@ def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradient
         return gradients
     early = gradients.early or (False,) * len(gradients.status)
     pairs = list(zip(gradients.status, early, strict=True))
-    summed = {status for status, done in pairs if status in _SUMMED and not done}
+    summed = {status for status, is_early in pairs if status in _SUMMED and not is_early}
     if summed and context.shards.number > 1:
         raise IncomingError(
             f"{what} each shard's local gradient before it is reduced, and these gradients are "
@@ -338,7 +338,7 @@ def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradient
         leaf * context.divisor if status is GradientStatus.SCALED else leaf
         for leaf, status in zip(leaves, gradients.status, strict=True)
     ]
-    status = tuple(each if done else each and GradientStatus.LOCAL for each, done in pairs)
+    status = tuple(one if is_early else one and GradientStatus.LOCAL for one, is_early in pairs)
     return gradients.replace(values=tree.unflatten(local), status=status)
 
 

@@ -16,15 +16,15 @@ from crossshard.shards.axes import GroupAssignment
 from crossshard.shards.devices import between_cpus, sends_beside_products
 
 # Smaller arrays stay replicated: sharding them costs more than it saves.
-_FEW = 1024
+_TINY = 1024
 # Smaller arrays are bucketed: starting a collective costs more than copying them.
 _SMALL = 1 << 15
-# A slice is padded to whole tiles if that adds at most 1 / _LITTLE of its size.
-_LITTLE = 16
-# The same as ``_SMALL`` between processes on CPUs, where starting a collective takes milliseconds.
+# The same between processes on CPUs, where starting a collective takes milliseconds.
 _SMALL_BETWEEN_CPUS = 1 << 20
+# A slice is padded to whole tiles if that adds at most 1 / _PADDING of its size.
+_PADDING = 16
 # A longer first axis is not taken for the axis of stacked layers.
-_LAYERS = 256
+_MOST_LAYERS = 256
 # The spec of an array that is replicated, or not split over the axes in question.
 WHOLE = PartitionSpec()
 
@@ -51,7 +51,7 @@ class TileShape:
         arrays. Whole tiles for 4,096 chips would be 34 MB.
         """
         to_tile = -width % self.size
-        return to_tile if _LITTLE * to_tile <= width else -width % self.lanes
+        return to_tile if _PADDING * to_tile <= width else -width % self.lanes
 
 
 ANY = TileShape()
@@ -108,7 +108,7 @@ class Partition:
         if self.tile.size > 1 and self.number > 1:
             enough = len(self.shape) > 1 and self.local_shape[0] >= self.tile.rows
             return not (self._in_tiles or (self.axis == 0 and enough))
-        return _is_few(self.shape)
+        return _is_small(self.shape)
 
     @property
     def row(self) -> "Partition | None":
@@ -122,12 +122,12 @@ class Partition:
         axis = (self.axis or 0) - 1 if split else 0
         others = PartitionSpec(*self.other_axes[1:])
         row = dataclasses.replace(self, shape=self.shape[1:], axis=axis, other_axes=others)
-        return None if _is_few(row.shape) else row
+        return None if _is_small(row.shape) else row
 
     @property
     def travels_alone(self) -> bool:
         """Whether the array is split, and large enough for a collective of its own."""
-        return self.number > 1 and not (self.is_small or _is_few(self.shape))
+        return self.number > 1 and not (self.is_small or _is_small(self.shape))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -205,7 +205,7 @@ class Partition:
         )
 
 
-def _is_few(shape: Sequence[int]) -> bool:
+def _is_small(shape: Sequence[int]) -> bool:
     """Return whether starting a collective costs more than copying such an array."""
     return math.prod(shape) < (_SMALL_BETWEEN_CPUS if between_cpus() else _SMALL)
 
@@ -226,7 +226,7 @@ def partition_for(
         along = partition_along_axis(shape, number, tile, other_axes)
         if other_axes or (along.axis and along.local_shape[along.axis] >= tile.rows):
             return along
-    if math.prod(shape) < _FEW or number == 1:
+    if math.prod(shape) < _TINY or number == 1:
         return Partition(shape)
     flat = len(shape) == 1 and tile.lanes > 1
     in_rows = shape[0] % number == 0 and shape[0] // number >= tile.rows and not flat
@@ -243,7 +243,7 @@ def partition_along_axis(
     shape = tuple(shape)
     taken = {axis for axis, names in enumerate(other_axes) if names is not None}
     axes = [axis for axis, size in enumerate(shape) if size % number == 0 and axis not in taken]
-    if math.prod(shape) < _FEW or number == 1 or not axes:
+    if math.prod(shape) < _TINY or number == 1 or not axes:
         return Partition(shape, other_axes=other_axes)
     last = len(shape) - 1
     if tile.by_columns and last > 0 and last in axes and shape[last] // number % tile.lanes == 0:
@@ -256,7 +256,7 @@ def partition_along_axis(
 
 def _may_be_layers(shape: Sequence[int]) -> bool:
     """Return whether an array may be one of stacked layers, which a loop takes one by one."""
-    return len(shape) > 2 and shape[0] <= _LAYERS and not _is_few(shape[1:])
+    return len(shape) > 2 and shape[0] <= _MOST_LAYERS and not _is_small(shape[1:])
 
 
 def map_partitions(
@@ -360,7 +360,7 @@ PER_SHARD = Placement(per_shard=True)
 # ---- How arrays are split over other axes, such as those of a model.
 
 
-def only(spec: Iterable[Any], axes: Iterable[str]) -> PartitionSpec:
+def spec_over(spec: Iterable[Any], axes: Iterable[str]) -> PartitionSpec:
     """Return the spec of these axes alone, without trailing ``None``s."""
     kept = [tuple(name for name in _names(entry) if name in axes) or None for entry in spec]
     while kept and not kept[-1]:
@@ -419,13 +419,13 @@ def _other_axes_of(
             f"jax.device_put(params, NamedSharding(mesh, spec)), with a spec over "
             f"{', '.join(others)}."
         )
-    if only(sharding.spec, axes) and not params_sharded:
+    if spec_over(sharding.spec, axes) and not params_sharded:
         raise ArgumentError(
             f"{found}, and {', '.join(axes)} is a shard axis: every shard has all parameters. "
             f"Split parameters over {', '.join(others)} only; to shard them over "
             f"{', '.join(axes)}, too, write make_train_step(..., params='sharded')."
         )
-    return only(sharding.spec, others)
+    return spec_over(sharding.spec, others)
 
 
 def other_axes_like(
@@ -477,7 +477,7 @@ def _names(entry: Any) -> tuple[str, ...]:
     return tuple(entry)
 
 
-def of_all(x: jax.Array) -> jax.Array:
+def one_for_all(x: jax.Array) -> jax.Array:
     """Return one value for all shards: the mean of floating values, else the first shard's."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x[0]

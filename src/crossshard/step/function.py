@@ -19,7 +19,7 @@ from crossshard.pipeline.stages.aggregate import FewBits
 from crossshard.pipeline.stages.nonfinite import Rerun, new_nans, own_weight
 from crossshard.pipeline.update.arrays import Arrays, Global
 from crossshard.pipeline.update.plan import WeightUpdate
-from crossshard.shards.cut import map_partitions, only
+from crossshard.shards.cut import map_partitions, spec_over
 from crossshard.shards.devices import number_of_shards
 from crossshard.step.batches import check_same_rows
 from crossshard.step.gather import AtUse
@@ -138,33 +138,32 @@ class StepConfig:
         )
         return on_all_shards(state, given), aux_of_batch
 
+    def _local(self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None) -> Any:
+        """Return what ``loss.local`` does, with the state of few bits that it summed already."""
+        few_bits, state = at_use.few_bits, before.opt_state
+        tree = jax.tree.structure(before.params)
+        held = None if few_bits is None else few_bits.held(state.aggregate, tree)
+        at_use = dataclasses.replace(at_use, held=held)
+        local, like = self.loss.local(before, given, at_use, weight)
+        if few_bits is not None and local.held is not None:
+            aggregate = state.aggregate._replace(residual=tree.unflatten(local.held))
+            state = state._replace(aggregate=aggregate)
+        return local, state, like
+
     def _reduce(
         self, before: TrainState, given: Any, at_use: AtUse, context: StageContext
     ) -> Progress:
         """Compute the reduced gradients on one shard; ``given`` is its part of ``loss.enter``."""
-        loss, pipeline = self.loss, self.pipeline
-
-        def compute(before: TrainState, given: Any, at_use: AtUse, weight: Any = None) -> Any:
-            few_bits, state = at_use.few_bits, before.opt_state
-            tree = jax.tree.structure(before.params)
-            held = None if few_bits is None else few_bits.held(state.aggregate, tree)
-            at_use = dataclasses.replace(at_use, held=held)
-            local, like = loss.local(before, given, at_use, weight)
-            if few_bits is not None and local.held is not None:
-                aggregate = state.aggregate._replace(residual=tree.unflatten(local.held))
-                state = state._replace(aggregate=aggregate)
-            return local, state, like
-
-        local, opt_state, like = compute(before, given, at_use)
-        excludes = pipeline.excludes_shards
+        loss, pipeline, excludes = self.loss, self.pipeline, self.pipeline.excludes_shards
+        local, opt_state, like = self._local(before, given, at_use)
         context = dataclasses.replace(context, params=like)
         widened = local.is_weighed or loss.accumulate_steps > 1 or pipeline.loss_scale is not None
-        if local.terms is not None and excludes and pipeline.preprocess is not None:
+        if local.terms is not None and excludes and pipeline.of_own_gradient:
             raise ArgumentError(
-                "The loss returns a Mean, whose gradients are computed again without a shard that "
-                "nonfinite='quarantine' leaves out, and preprocess= changes them in between. Put "
-                "it before the optimizer, optax.chain(preprocess, optimizer), or write "
-                "nonfinite='skip'."
+                f"The loss returns a Mean, whose gradients are computed again without a shard that "
+                f"nonfinite='quarantine' leaves out, and {next(iter(pipeline.of_own_gradient))}= "
+                f"changes them in between. Put a transformation before the optimizer, with "
+                f"optax.chain, or write nonfinite='skip'."
             )
         gradients = pipeline.arrive(
             local.values,
@@ -183,15 +182,14 @@ class StepConfig:
             callbacks: Any = {"others": lambda w: loss.sums(loss.with_weight(local, w, before))}
         else:
             callbacks, gradients = {}, gradients.replace(sums=loss.sums(local))
-        number = context.shards.size
-        again = loss.can_rerun and _computes_again(local, number, excludes)
+        again = loss.can_rerun and _computes_again(local, context.shards.size, excludes)
         if pipeline.nonfinite is not None and again:
 
             def rerun(gradients: Gradients, inputs: Any, how: Rerun) -> Staged:
                 # A Mean's gradients are divided by the count of the shards that count.
                 of_mean = gradients.weight if local.terms is not None and excludes else None
                 marked = dataclasses.replace(at_use, rerun=how)
-                found, opt_state, _ = compute(inputs[0], inputs[1], marked, of_mean)
+                found, opt_state, _ = self._local(inputs[0], inputs[1], marked, of_mean)
                 extra = {**gradients.extra, "value": found.loss}
                 values, norm = found.values, found.squared_norm
                 return gradients.replace(values=values, extra=extra, summed_norm=norm), opt_state
@@ -213,8 +211,7 @@ class StepConfig:
             metrics |= terms.metrics() if loss.weight is None else {}
             are_empty = terms.are_empty()
             gradients = gradients if are_empty is None else gradients.skipped_if(are_empty)
-        grouped = context.shards.groups is not None
-        aux = loss.reduced_aux(local, gradients, num_parts, grouped)
+        aux = loss.reduced_aux(local, gradients, num_parts, context.shards.groups is not None)
         after = dataclasses.replace(
             before,
             step=before.step + 1,
@@ -261,7 +258,7 @@ class StepConfig:
         return dataclasses.replace(context, **self.loss.context_fields)
 
     def why_own_gradient(self, arrays: Arrays) -> str:
-        """Return what needs the full gradient of each shard, so that it is summed at the end."""
+        """Return what needs the full gradient of each shard; empty if it may be summed early."""
         pipeline, number = self.pipeline, self.loss.accumulate_steps
         after_all = isinstance(pipeline.aggregator, FewBits) or pipeline.measures_local
         if after_all and arrays.params_sharded and number > 1:
@@ -297,7 +294,7 @@ class StepConfig:
         aux = self.loss.aux_specs(per_shard, per_group, layout.shards.number)
         if updates:
             return Progress(layout.specs(state), aux, per_group)
-        spec_of = lambda partition, _: PartitionSpec(*only(partition.spec(names), names))
+        spec_of = lambda partition, _: spec_over(partition.spec(names), names)
         values = map_partitions(spec_of, layout.arrays.params, state.params)
         # The loss, the weight, ``sums``, ``skip`` and ``finite`` are the same on all shards.
         gradients = Gradients(values, {"value": replicated}, *[replicated] * 4)
@@ -329,8 +326,7 @@ class StepConfig:
 
 def to_read(layout: StateLayout, state: TrainState) -> AtUse:
     """Return how one shard gets parameters that it only reads."""
-    arrays = layout.arrays
-    frozen = use_of_frozen(layout, state.frozen)
+    arrays, frozen = layout.arrays, use_of_frozen(layout, state.frozen)
     return AtUse(
         arrays.params, layout.shards.all, params_sharded=arrays.params_sharded, frozen=frozen
     )
@@ -344,7 +340,7 @@ def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) ->
     return AtUse(partitions, layout.shards, params_sharded=True, gather_dtype=gather_dtype)
 
 
-# Below this, to compute gradients again takes more time to compile than to keep them takes memory.
+# Smaller gradients are kept: that is little memory, and a second computation takes long to compile.
 _LARGE_BYTES = 1 << 20
 
 

@@ -171,11 +171,11 @@ def make_train_step(
         short way to write ``None`` for these, where ``batch_axis`` is an int.
       donate: whether a call overwrites the state that it is given. ``False`` keeps it valid, which
         takes memory for a second one.
-      **options: ``aux_reduction``, ``check_divergence``, ``on_divergence``, ``rng_per``,
-        ``sync_every``, ``sync_streaming``, ``outer_optimizer`` and ``virtual_shards``, see
-        ``crossshard.step.StepOptions``; and stages to add: ``accumulate_steps``, ``metrics``,
-        ``reduce_dtype``, ``aggregator``, ``loss_scale``, ``master_dtype``, ``ema``,
-        ``nonfinite``, see ``crossshard.pipeline.Options``.
+      **options: ``aux_reduction``, ``gather_dtype``, ``rng_per``, ``check_divergence``,
+        ``on_divergence``, ``sync_every``, ``sync_streaming``, ``outer_optimizer``,
+        ``outer_reduce_dtype`` and ``virtual_shards``, see ``crossshard.step.StepOptions``; and
+        stages: ``accumulate_steps``, ``metrics``, ``reduce_dtype``, ``aggregator``, ``ema``,
+        ``loss_scale``, ``master_dtype``, ``nonfinite``, see ``crossshard.pipeline.Options``.
 
     Returns:
       A TrainStep.
@@ -204,8 +204,7 @@ def make_train_step(
     check_names(make_train_step, options, StepOptions, of_steps=True)
     _check.flag("has_aux", has_aux)
     accumulate_steps = _check.whole_number("accumulate_steps", options.get("accumulate_steps", 1))
-    of_stages = names_of_options()
-    pipeline = pipeline_of(wrapped, {x: y for x, y in options.items() if x in of_stages})
+    pipeline = pipeline_of(wrapped, {x: y for x, y in options.items() if x in names_of_options()})
     where, axes = mesh_and_axes(num_shards, mesh, axis_name, pipeline.axis_name)
     kind = check_model_state(model_state)
     takes = ("params", "batch") if kind is None else ("params", "model_state", "batch")
@@ -226,8 +225,7 @@ def make_train_step(
     if sharding is WeightUpdate.AUTO and wrapped.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED
     gather_dtype = check_gather_dtype(options.get("gather_dtype"))
-    nonfinite, of_options = pipeline.nonfinite, pipeline.options
-    excludes = nonfinite is not None and nonfinite.excludes_shards
+    of_options, own = pipeline.options, pipeline.of_own_gradient
     is_coded = isinstance(gather_dtype, Codec)
     _check_together(
         {
@@ -240,8 +238,7 @@ def make_train_step(
             "master_dtype": of_options.get("master_dtype"),
             "ema": of_options.get("ema"),
             "weight": weight,
-            "preprocess": of_options.get("preprocess"),
-            "nonfinite": excludes and of_options["nonfinite"],
+            "nonfinite": pipeline.excludes_shards and of_options["nonfinite"],
             "metrics": [x for x in pipeline.metrics if need_local((x,))] or None,
             "model_state": kind is ModelState.PER_SHARD and str(kind),
             "aux_reduction": AuxReduction.PER_SHARD in jax.tree.leaves(aux) and str(aux),
@@ -251,6 +248,8 @@ def make_train_step(
             "gather_dtype": (virtual or is_coded) and gather_dtype and str(gather_dtype),
             "mesh": len(where.axis_names) > len(axes) and where.axis_names,
         }
+        | {name: of_options[name] for name in own},
+        own,
     )
     loss = loss_of(
         over,
@@ -372,11 +371,6 @@ _OPTIONS = {
         "weighs the shards' means",
         "Weigh the rows in the loss: (w * losses).sum() / w.sum() is that of all rows.",
     ),
-    "preprocess": (
-        Needs.GRADIENT,
-        "runs on each shard's own gradient",
-        "Put it before the optimizer: optax.chain(preprocess, optimizer).",
-    ),
     "nonfinite": (
         Needs.GRADIENT,
         "leaves out shards by their own gradient",
@@ -430,16 +424,19 @@ _WAYS = {
 }
 
 
-def _check_together(given: dict[str, Any]) -> None:
+def _check_together(given: dict[str, Any], own: dict[str, str]) -> None:
     """Raise if an option needs what a way to step lacks; an option not given is ``None`` or false.
 
-    The error says what each of the two does, and what to write instead.
+    ``own`` are the options whose stages say themselves that they need each shard's own gradient.
     """
+    instead = "Leave it out, or put a transformation before the optimizer, with optax.chain."
+    row = lambda does: (Needs.GRADIENT, f"{does} each shard's own gradient", instead)
+    options = {name: row(does) for name, does in own.items()} | _OPTIONS
     asked = [name for name, value in given.items() if value is not None and value is not False]
     shown = lambda name: f"{name}={_check.shown(given[name])}"
     for way in filter(_WAYS.__contains__, asked):
         lacks, why = _WAYS[way]
-        for option in filter(_OPTIONS.__contains__, asked):
-            needs, does, instead = _OPTIONS[option]
+        for option in filter(options.__contains__, asked):
+            needs, does, instead = options[option]
             if needs & lacks:
                 raise ArgumentError(f"{shown(option)} {does}; with {shown(way)} {why}. {instead}")

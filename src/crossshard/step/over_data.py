@@ -17,7 +17,7 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.model.models import Skeleton, combine
 from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import join, resized
-from crossshard.shards.cut import only
+from crossshard.shards.cut import spec_over
 from crossshard.shards.devices import put
 from crossshard.step.batches import (
     BatchPlacer,
@@ -171,9 +171,7 @@ class OverData:
         def specs(use: AtUse | None, tree: Any) -> Any:
             if use is None or not use.params_sharded:
                 return PartitionSpec()
-            of_leaves = [
-                PartitionSpec(*only(each.spec(where.axes), where.axes)) for each in use.partitions
-            ]
+            of_leaves = [spec_over(each.spec(where.axes), where.axes) for each in use.partitions]
             return jax.tree.structure(tree).unflatten(of_leaves)
 
         of_arrays = specs(at_use, arrays[0]), specs(at_use.frozen, arrays[1]), PartitionSpec()

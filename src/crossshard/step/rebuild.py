@@ -77,7 +77,7 @@ def with_optimizer(
         optimizer,
         Reduction.MEAN,
         axis_name=pipeline.axis_name,
-        options={"preprocess": pipeline.preprocess},
+        options={name: pipeline.options[name] for name in pipeline.of_own_gradient},
     )
     mesh, loss = _own_shard(config.mesh, config.axes), config.loss
     one = changed(loss, accumulate_steps=1, same_bits=None)

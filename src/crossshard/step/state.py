@@ -31,9 +31,9 @@ from crossshard.shards.cut import (
     REPLICATED,
     Placement,
     check_fits,
-    of_all,
-    only,
+    one_for_all,
     other_axes_of,
+    spec_over,
 )
 from crossshard.shards.devices import (
     are_of_all_processes,
@@ -96,7 +96,7 @@ class States:
         shards = shards_on(mesh, config.axes, pipeline.groups if config.is_grouped else None)
         # JAX drops axes of size 1 from the shardings of its results.
         several = [axis for axis, size in mesh.shape.items() if size > 1]
-        split = tuple(only(each, several) for each in other_axes)
+        split = tuple(spec_over(each, several) for each in other_axes)
         # These traces run under another mesh than the user may have set.
         with _mesh.without_mesh():
             check_fits(params, other_axes, mesh)
@@ -107,8 +107,8 @@ class States:
                 mesh,
                 config.weight_update,
                 config.params_sharded,
-                # A preprocessor may read them all.
-                leave_unread=pipeline.preprocess is None,
+                # A stage on each shard's own gradient may read them all.
+                leave_unread=not pipeline.of_own_gradient,
                 other_axes=split[: len(leaves)],
                 virtual_shards=config.loss.same_bits,
             )
@@ -196,16 +196,16 @@ class States:
     def collected(self, state: TrainState) -> TrainState:
         """Return the state without the rows of ``Owners``; arrays stay sharded."""
         layout = self.layout(state)
-        if layout.own is layout:
+        if layout.without_owners is layout:
             return state
         types = jax.eval_shape(layout.collected, state)
-        return self._run(layout.collected, state, layout.own.shardings(types))
+        return self._run(layout.collected, state, layout.without_owners.shardings(types))
 
     def reshard(self, state: TrainState) -> TrainState:
         """Move a state of any number of shards to this step's layout."""
         config = self._config
         others = [axis for axis in config.mesh.axis_names if axis not in config.axes]
-        kept = tuple(only(each, others) for each in state.other_axes)
+        kept = tuple(spec_over(each, others) for each in state.other_axes)
         state = dataclasses.replace(state, other_axes=kept if any(kept) else ())
         layout = self.layout(state)
         state, changes = with_options_of(layout, state)
@@ -300,7 +300,7 @@ class States:
                 params = jax.tree.map(lambda x: x[shard], params)
             model_state = state.model_state
             if state.per_shard:
-                of_shard = lambda x: of_all(x) if shard is None else x[shard]
+                of_shard = lambda x: one_for_all(x) if shard is None else x[shard]
                 model_state = jax.tree.map(of_shard, model_state)
             return params, state.frozen, model_state
 

@@ -99,7 +99,7 @@ def add(
         # `where`, because the gradient of weight 0 may be NaN.
         return x + (wide if weight is None else jnp.where(weight != 0, wide * weight, 0))
 
-    weighed = lambda x, new, is_done: one(x, new, None if is_done else weight)
+    weighed = lambda x, new, is_early: one(x, new, None if is_early else weight)
     values = _map_leaves(weighed, early, sums[0], gradients)
     return values, one(sums[1], loss), sums[2] + (1 if weight is None else weight)
 
@@ -110,8 +110,8 @@ def mean(sums: Sums, early: tuple[bool, ...] = (), *, weighted: bool = False) ->
     With weights, gradients that are ``early`` stay sums: their weights are those of all shards.
     """
 
-    def one(x: Any, is_done: bool = False) -> Any:
-        return average(x, sums[2]) if is_inexact(x) and not (is_done and weighted) else x
+    def one(x: Any, is_early: bool = False) -> Any:
+        return average(x, sums[2]) if is_inexact(x) and not (is_early and weighted) else x
 
     return _map_leaves(one, early, sums[0]), one(sums[1])
 

@@ -130,11 +130,11 @@ class Aggregator(abc.ABC):
         """
 
     def each(self, function: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-        """Map a function of gradients over the summands of a shard: by default there is one."""
+        """Map a function over the gradients of a shard: one, or one of each virtual shard."""
         return function
 
     def one(self, x: jax.Array) -> jax.Array:
-        """Return one of the summands of a shard, given a gradient that is the same on all."""
+        """Return one of the gradients of a shard, given one that is the same on all shards."""
         return x
 
     def on_other_shards(self, state: PyTree, number: int) -> PyTree:
@@ -197,7 +197,7 @@ class BySlices(Aggregator):
 
 @dataclasses.dataclass(frozen=True)
 class Plain(BySlices):
-    """The sum over the shards."""
+    """The sum over the shards by XLA, sent in 32 or 16 bits."""
 
     dtype: Any = None  # the dtype in which gradients are sent; ``None`` for their own, or float32
 
@@ -218,6 +218,238 @@ def as_sent(gradient: Any, dtype: Any) -> jax.Array:
     """Return a gradient in the dtype in which it is sent: this one, or its own, if wide enough."""
     wide = widen(gradient)
     return wide if dtype is None or jnp.iscomplexobj(wide) else wide.astype(dtype)
+
+
+# ---- The stages.
+
+
+def check_weighable(reduction: Reduction) -> None:
+    """Raise ArgumentError under SUM, where shards cannot have weights."""
+    if reduction is Reduction.SUM:
+        raise ArgumentError(
+            "weight is a shard's weight in a mean, but the optimizer's reduction is SUM. Use MEAN, "
+            "or leave weight out and weigh the loss."
+        )
+
+
+def as_weight(given: Any, what: str = "got") -> Float[Array, ""]:
+    """Return the weight of a shard in the mean, in JAX's default precision.
+
+    Raises:
+      ArgumentError: the weight is not a scalar.
+      ArgumentTypeError: the weight is not a number.
+    """
+    if isinstance(given, int) and not isinstance(given, bool):
+        given = _check.number("A shard's weight", given)
+    value = _check.as_array("A shard's weight", given) if is_number(given) else None
+    kinds = jnp.floating, jnp.integer, jnp.bool_
+    if value is None or not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
+        raise ArgumentTypeError(
+            f"A shard's weight is one number; {what} {_check.described(given)}."
+        )
+    value = value.astype(float)
+    if value.shape != ():
+        raise ArgumentError(
+            f"A shard's weight is one number; {what} an array of shape {value.shape}. Sum it."
+        )
+    if not isinstance(given, float | np.generic | np.ndarray):
+        return value
+    _check.finite("A shard's weight", given)
+    if np.any(np.asarray(given) < 0):
+        raise ArgumentError(f"A shard's weight is at least 0; {what} {given}.")
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Weigh(Stage):
+    """Multiplies gradients by the shard's weight; those of weight 0 are ignored, even NaN."""
+
+    phase = Phase.LOCAL
+    scope = "weigh"
+    state_field = ""
+    needs_local = ""
+    options = ()
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Given]) -> Self:
+        del options
+        return cls()
+
+    def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
+        """Return the gradients, and the values reduced with them, times the weight."""
+        weight = gradients.weight
+        if weight is None or gradients.weighed:
+            return gradients, state
+        gradients = as_local(gradients, context, "weight multiplies")
+        weigh = lambda leaf: to_average(leaf, weight)
+        leaves, tree = jax.tree.flatten(gradients.values)
+        early = gradients.early or [False] * len(leaves)
+        values = [x if is_early else weigh(x) for x, is_early in zip(leaves, early, strict=True)]
+        extra = jax.tree.map(weigh, dict(gradients.extra))
+        return gradients.replace(values=tree.unflatten(values), extra=extra), state
+
+    def describe(self) -> str:
+        return "weigh"
+
+
+@dataclasses.dataclass(frozen=True)
+class Aggregate(Stage):
+    """The mean or the sum over the shards, or over the group.
+
+    With weights the mean is ``sum(w · g) / sum(w)``. See ``Pipeline`` for its attributes.
+    """
+
+    reduction: Reduction
+    groups: GroupAssignment | None = None
+    axis_name: tuple[str, ...] = ()
+    aggregator: Aggregator = dataclasses.field(default_factory=Plain)
+
+    phase = Phase.REDUCTION
+    placement = PER_SHARD
+    scope = "reduce"
+    state_field = "aggregate"
+    options = ("reduce_dtype", "aggregator")
+    asked_by = ()
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Given]) -> Self:
+        """Return the stage.
+
+        Raises:
+          ArgumentError: no such dtype, or two ways to sum.
+          ArgumentTypeError: not an aggregator.
+        """
+        given = options.get("reduce_dtype")
+        wire = check_reduce_dtype(given)
+        aggregator = options.get("aggregator")
+        if aggregator is not None and not isinstance(aggregator, Aggregator):
+            raise ArgumentTypeError(
+                f"aggregator must be a crossshard.pipeline.Aggregator, whose sum(values, state, "
+                f"peers) sums the gradients; got {_check.described(aggregator)}."
+            )
+        if aggregator is not None and given is not None:
+            raise ArgumentError(
+                f"reduce_dtype={given!r:.60} is for a sum of crossshard's own, and gradients are "
+                f"already to be summed {aggregator.describe()}. Leave one of them out."
+            )
+        shared = options["reduction"], options["groups"], options["axis_name"]
+        return cls(*shared, wire if aggregator is None else aggregator)
+
+    def init(self, params: Any) -> Any:
+        return self.aggregator.init(params)
+
+    def moved_to(self, state: PyTree, spread: PyTree, number: int) -> PyTree:
+        """Return the aggregator's state on another number of shards."""
+        del spread
+        return self.aggregator.on_other_shards(state, number)
+
+    def written(self) -> dict[str, Given]:
+        if isinstance(self.aggregator, Plain):
+            return {"reduce_dtype": self.aggregator.dtype}
+        return {"aggregator": self.aggregator}
+
+    def describe(self) -> str:
+        """Describe it, as ``mean over all shards``, with the axes and the dtype if given."""
+        if self.groups is not None and self.groups.size == 1:
+            return "each shard its own"
+        word = "sum" if self.reduction is Reduction.SUM else "mean"
+        over = "all shards" if self.groups is None else f"groups {self.groups}"
+        axes = f" on {', '.join(self.axis_name)}" if self.axis_name else ""
+        return f"{word} over {over}{axes} {self.aggregator.describe()}".rstrip()
+
+    def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
+        """Return the sums of gradients: in full, or this shard's slices if arrays are split."""
+        # Sharded parameters have other shapes than full gradients.
+        params_sharded = any(gradients.early) or context.arrays.params_sharded
+        # A single shard reduces nothing; nor does the user's own jit, on global arrays.
+        if context.params is not None and not params_sharded and context.shards.number > 1:
+            check_shapes(gradients.values, context.params)
+        divisor = context.divisor
+        if self.aggregator.divides_before:
+            gradients, divisor = _divide(gradients, context), 1
+        values = self.aggregator.each(context.arrays.to_owners)(gradients.values)
+        leaves, tree = jax.tree.flatten((dict(gradients.extra), values))
+        # A gradient that nothing reads counts as reduced: it is zero.
+        unread = zip(gradients.status, context.unread or [False] * len(leaves), strict=False)
+        known = (GradientStatus.REDUCED if is_unread else each for each, is_unread in unread)
+        status = (*gradients.extra_status, *known)
+        partitions = _partitions(gradients, context)
+        to_sum = [place for place, each in enumerate(status) if each in _TO_SUM]
+        # The weight and other sums travel in the bucket of the loss.
+        others, other_tree = jax.tree.flatten((gradients.weight, dict(gradients.sums)))
+        num_extra = len(gradients.extra_status)
+        early = [False] * num_extra + list(gradients.early or [False] * len(gradients.status))
+        index_of = lambda place: None if place < num_extra else place - num_extra
+        sent = [Sent(widen(leaves[at]), partitions[at], index_of(at)) for at in to_sum]
+        sent += [Sent(other, _unsplit(other)) for other in others]
+        sums, state = self.aggregator.reduce(gradients.values, sent, state, context)
+        totals = dict(zip(to_sum, sums, strict=False))
+        total_weight, totals_of_others = other_tree.unflatten(sums[len(to_sum) :])
+
+        def summed(place: int, leaf: Any) -> Any:
+            if place in totals:
+                return totals[place]
+            if status[place] is None or early[place]:
+                return leaf
+            own = widen(self.aggregator.one(leaf))
+            return partitions[place].local_slice(own, context.shards.position())
+
+        extra, values = tree.unflatten(list(map(summed, range(len(leaves)), leaves)))
+        dtypes = gradients.dtypes
+        # If all weights are zero there is no gradient, and weights must not decay either.
+        skip = None if total_weight is None else total_weight == 0
+        reduced = Gradients(
+            extra,
+            weight=total_weight,
+            sums=totals_of_others,
+            skip=skip,
+            status=status[:num_extra],
+            dtypes=dtypes[:num_extra],
+            divisor=context.divisor,
+        )
+        return reduced.replace(
+            values=values,
+            extra=reduced.settled().values,
+            status=status[num_extra:],
+            dtypes=dtypes[num_extra:],
+            divisor=divisor,
+        ), state
+
+
+def _divide(gradients: Gradients, context: StageContext) -> Gradients:
+    """Divide gradients by the number of shards, with at least 32 bits: their sum is the mean.
+
+    Raises:
+      IncomingError: they are already summed.
+    """
+    gradients = as_local(gradients, context, "aggregator sums")
+    number = context.divisor if gradients.weight is None else 1
+
+    def one(x: Any, status: GradientStatus | None) -> Any:
+        if status is not GradientStatus.LOCAL:
+            return x
+        return widen(x) / number if number > 1 else widen(x)
+
+    leaves, tree = jax.tree.flatten(gradients.values)
+    return gradients.replace(values=tree.unflatten(map(one, leaves, gradients.status)))
+
+
+# The statuses of gradients that the aggregator has to sum.
+_TO_SUM = (GradientStatus.LOCAL, GradientStatus.SCALED)
+
+
+def _partitions(gradients: Gradients, context: StageContext) -> list[Partition]:
+    """Return the partition of each reduced leaf: as the parameter has it; a loss is replicated."""
+    extra, of_gradients = gradients.extra, context.arrays.partitions_of
+    found = [
+        of_gradients(extra[name]) if name == "grad" else [_unsplit(extra[name])]
+        for name in sorted(extra)
+    ]
+    return [*itertools.chain(*found), *of_gradients(gradients.values)]
+
+
+def _unsplit(array: Any) -> Partition:
+    return Partition(jnp.shape(array))
 
 
 # ---- Sums in few bits; what is lost is added to the next gradients.
@@ -496,235 +728,3 @@ def check_like(given: PyTree, like: PyTree, what: str, *, shapes: bool = True) -
             raise ArgumentError(
                 f"{where} must have shape {jnp.shape(old)}, which it had; got {jnp.shape(leaf)}."
             )
-
-
-# ---- The stages.
-
-
-def check_weighable(reduction: Reduction) -> None:
-    """Raise ArgumentError under SUM, where shards cannot have weights."""
-    if reduction is Reduction.SUM:
-        raise ArgumentError(
-            "weight is a shard's weight in a mean, but the optimizer's reduction is SUM. Use MEAN, "
-            "or leave weight out and weigh the loss."
-        )
-
-
-def as_weight(given: Any, what: str = "got") -> Float[Array, ""]:
-    """Return the weight of a shard in the mean, in JAX's default precision.
-
-    Raises:
-      ArgumentError: the weight is not a scalar.
-      ArgumentTypeError: the weight is not a number.
-    """
-    if isinstance(given, int) and not isinstance(given, bool):
-        given = _check.number("A shard's weight", given)
-    value = _check.as_array("A shard's weight", given) if is_number(given) else None
-    kinds = jnp.floating, jnp.integer, jnp.bool_
-    if value is None or not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
-        raise ArgumentTypeError(
-            f"A shard's weight is one number; {what} {_check.described(given)}."
-        )
-    value = value.astype(float)
-    if value.shape != ():
-        raise ArgumentError(
-            f"A shard's weight is one number; {what} an array of shape {value.shape}. Sum it."
-        )
-    if not isinstance(given, float | np.generic | np.ndarray):
-        return value
-    _check.finite("A shard's weight", given)
-    if np.any(np.asarray(given) < 0):
-        raise ArgumentError(f"A shard's weight is at least 0; {what} {given}.")
-    return value
-
-
-@dataclasses.dataclass(frozen=True)
-class Weigh(Stage):
-    """Multiplies gradients by the shard's weight; those of weight 0 are ignored, even NaN."""
-
-    phase = Phase.LOCAL
-    scope = "weigh"
-    state_field = ""
-    needs_local = ""
-    options = ()
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Given]) -> Self:
-        del options
-        return cls()
-
-    def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
-        """Return the gradients, and the values reduced with them, times the weight."""
-        weight = gradients.weight
-        if weight is None or gradients.weighed:
-            return gradients, state
-        gradients = as_local(gradients, context, "weight multiplies")
-        weigh = lambda leaf: to_average(leaf, weight)
-        leaves, tree = jax.tree.flatten(gradients.values)
-        early = gradients.early or [False] * len(leaves)
-        values = [x if done else weigh(x) for x, done in zip(leaves, early, strict=True)]
-        extra = jax.tree.map(weigh, dict(gradients.extra))
-        return gradients.replace(values=tree.unflatten(values), extra=extra), state
-
-    def describe(self) -> str:
-        return "weigh"
-
-
-@dataclasses.dataclass(frozen=True)
-class Aggregate(Stage):
-    """The mean or the sum over the shards, or over the group.
-
-    With weights the mean is ``sum(w · g) / sum(w)``. See ``Pipeline`` for its attributes.
-    """
-
-    reduction: Reduction
-    groups: GroupAssignment | None = None
-    axis_name: tuple[str, ...] = ()
-    aggregator: Aggregator = dataclasses.field(default_factory=Plain)
-
-    phase = Phase.REDUCTION
-    placement = PER_SHARD
-    scope = "reduce"
-    state_field = "aggregate"
-    options = ("reduce_dtype", "aggregator")
-    asked_by = ()
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Given]) -> Self:
-        """Return the stage.
-
-        Raises:
-          ArgumentError: no such dtype, or two ways to sum.
-          ArgumentTypeError: not an aggregator.
-        """
-        given = options.get("reduce_dtype")
-        wire = check_reduce_dtype(given)
-        aggregator = options.get("aggregator")
-        if aggregator is not None and not isinstance(aggregator, Aggregator):
-            raise ArgumentTypeError(
-                f"aggregator must be a crossshard.pipeline.Aggregator, whose sum(values, state, "
-                f"peers) sums the gradients; got {_check.described(aggregator)}."
-            )
-        if aggregator is not None and given is not None:
-            raise ArgumentError(
-                f"reduce_dtype={given!r:.60} is for a sum of crossshard's own, and gradients are "
-                f"already to be summed {aggregator.describe()}. Leave one of them out."
-            )
-        shared = options["reduction"], options["groups"], options["axis_name"]
-        return cls(*shared, wire if aggregator is None else aggregator)
-
-    def init(self, params: Any) -> Any:
-        return self.aggregator.init(params)
-
-    def moved_to(self, state: PyTree, spread: PyTree, number: int) -> PyTree:
-        """Return the aggregator's state on another number of shards."""
-        del spread
-        return self.aggregator.on_other_shards(state, number)
-
-    def written(self) -> dict[str, Given]:
-        if isinstance(self.aggregator, Plain):
-            return {"reduce_dtype": self.aggregator.dtype}
-        return {"aggregator": self.aggregator}
-
-    def describe(self) -> str:
-        """Describe it, as ``mean over all shards``, with the axes and the dtype if given."""
-        if self.groups is not None and self.groups.size == 1:
-            return "each shard its own"
-        word = "sum" if self.reduction is Reduction.SUM else "mean"
-        over = "all shards" if self.groups is None else f"groups {self.groups}"
-        axes = f" on {', '.join(self.axis_name)}" if self.axis_name else ""
-        return f"{word} over {over}{axes} {self.aggregator.describe()}".rstrip()
-
-    def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
-        """Return the sums of gradients: in full, or this shard's slices if arrays are split."""
-        # Sharded parameters have other shapes than full gradients.
-        params_sharded = any(gradients.early) or context.arrays.params_sharded
-        # A single shard reduces nothing; nor does the user's own jit, on global arrays.
-        if context.params is not None and not params_sharded and context.shards.number > 1:
-            check_shapes(gradients.values, context.params)
-        divisor = context.divisor
-        if self.aggregator.divides_before:
-            gradients, divisor = _divide(gradients, context), 1
-        values = self.aggregator.each(context.arrays.to_owners)(gradients.values)
-        leaves, tree = jax.tree.flatten((dict(gradients.extra), values))
-        # A gradient that nothing reads counts as reduced: it is zero.
-        unread = zip(gradients.status, context.unread or [False] * len(leaves), strict=False)
-        known = (GradientStatus.REDUCED if is_unread else each for each, is_unread in unread)
-        status = (*gradients.extra_status, *known)
-        partitions = _partitions(gradients, context)
-        to_sum = [place for place, each in enumerate(status) if each in _TO_SUM]
-        # The weight and other sums travel in the bucket of the loss.
-        others, other_tree = jax.tree.flatten((gradients.weight, dict(gradients.sums)))
-        num_extra = len(gradients.extra_status)
-        early = [False] * num_extra + list(gradients.early or [False] * len(gradients.status))
-        index_of = lambda place: None if place < num_extra else place - num_extra
-        sent = [Sent(widen(leaves[at]), partitions[at], index_of(at)) for at in to_sum]
-        sent += [Sent(other, _unsplit(other)) for other in others]
-        sums, state = self.aggregator.reduce(gradients.values, sent, state, context)
-        totals = dict(zip(to_sum, sums, strict=False))
-        total_weight, totals_of_others = other_tree.unflatten(sums[len(to_sum) :])
-
-        def summed(place: int, leaf: Any) -> Any:
-            if place in totals:
-                return totals[place]
-            if status[place] is None or early[place]:
-                return leaf
-            own = widen(self.aggregator.one(leaf))
-            return partitions[place].local_slice(own, context.shards.position())
-
-        extra, values = tree.unflatten(list(map(summed, range(len(leaves)), leaves)))
-        dtypes = gradients.dtypes
-        # If all weights are zero there is no gradient, and weights must not decay either.
-        skip = None if total_weight is None else total_weight == 0
-        reduced = Gradients(
-            extra,
-            weight=total_weight,
-            sums=totals_of_others,
-            skip=skip,
-            status=status[:num_extra],
-            dtypes=dtypes[:num_extra],
-            divisor=context.divisor,
-        )
-        return reduced.replace(
-            values=values,
-            extra=reduced.settled().values,
-            status=status[num_extra:],
-            dtypes=dtypes[num_extra:],
-            divisor=divisor,
-        ), state
-
-
-def _divide(gradients: Gradients, context: StageContext) -> Gradients:
-    """Divide gradients by the number of shards, with at least 32 bits: their sum is the mean.
-
-    Raises:
-      IncomingError: they are already summed.
-    """
-    gradients = as_local(gradients, context, "aggregator sums")
-    number = context.divisor if gradients.weight is None else 1
-
-    def one(x: Any, status: GradientStatus | None) -> Any:
-        if status is not GradientStatus.LOCAL:
-            return x
-        return widen(x) / number if number > 1 else widen(x)
-
-    leaves, tree = jax.tree.flatten(gradients.values)
-    return gradients.replace(values=tree.unflatten(map(one, leaves, gradients.status)))
-
-
-# The statuses of gradients that the aggregator has to sum.
-_TO_SUM = (GradientStatus.LOCAL, GradientStatus.SCALED)
-
-
-def _partitions(gradients: Gradients, context: StageContext) -> list[Partition]:
-    """Return the partition of each reduced leaf: as the parameter has it; a loss is replicated."""
-    extra, of_gradients = gradients.extra, context.arrays.partitions_of
-    found = [
-        of_gradients(extra[name]) if name == "grad" else [_unsplit(extra[name])]
-        for name in sorted(extra)
-    ]
-    return [*itertools.chain(*found), *of_gradients(gradients.values)]
-
-
-def _unsplit(array: Any) -> Partition:
-    return Partition(jnp.shape(array))

@@ -59,7 +59,9 @@ class LocalNorms(Stage):
         del context
         leaves, weight = jax.tree.leaves(gradients.values), gradients.weight
         early = gradients.early or [False] * len(leaves)
-        squared = squared_norm([x for x, done in zip(leaves, early, strict=True) if not done])
+        squared = squared_norm(
+            [x for x, is_early in zip(leaves, early, strict=True) if not is_early]
+        )
         if gradients.summed_norm is not None:
             squared += gradients.summed_norm
         sums = {**gradients.sums, "squared_norm": to_average(squared, weight)}

@@ -16,7 +16,7 @@ from crossshard._check import is_inexact
 from crossshard.collectives.sums import bucketed_gather, sum_over_shards, widen
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.shards.axes import Shards
-from crossshard.shards.cut import Partition, map_partitions, only
+from crossshard.shards.cut import Partition, map_partitions, spec_over
 
 # An optimizer's update, of gradients, state and parameters.
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -176,7 +176,7 @@ class Global(Arrays):
             lambda parts: bucketed_gather(parts, self.params, self.shards),
             mesh=self.mesh,
             axis_names=frozenset(axes),
-            in_specs=([PartitionSpec(*only(each.spec(axes), axes)) for each in self.params],),
+            in_specs=([spec_over(each.spec(axes), axes) for each in self.params],),
             out_specs=PartitionSpec(),
         )
         return structure.unflatten(gather(parts))

@@ -375,16 +375,6 @@ def _has_layers(partition: Partition) -> bool:
     return len(partition.shape) > 2 and partition.shape[0] > 1
 
 
-def as_function(find_updates: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``(params, state, gradients, loss) -> (params, state)``, from ``as_updates``."""
-
-    def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
-        updates, after = find_updates(params, state, gradients, loss)
-        return optax.apply_updates(params, updates), after
-
-    return update
-
-
 def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
     """Return an optimizer as ``(params, state, gradients, loss) -> (updates, state)``, to trace."""
 
@@ -392,6 +382,16 @@ def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[...
         extra_args = {"value": loss} if takes(optimizer) else {}
         with inside_optimizer():
             return optimizer.update(gradients, state, params, **extra_args)
+
+    return update
+
+
+def as_function(find_updates: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``(params, state, gradients, loss) -> (params, state)``, from ``as_updates``."""
+
+    def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
+        updates, after = find_updates(params, state, gradients, loss)
+        return optax.apply_updates(params, updates), after
 
     return update
 

@@ -14,7 +14,7 @@ from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.shards.axes import Shards
-from crossshard.shards.cut import map_partitions, only
+from crossshard.shards.cut import map_partitions, spec_over
 from crossshard.step.gather import AtUse, ByXLA
 from crossshard.step.losses.rows import StepLoss
 from crossshard.step.microbatches import LocalResult
@@ -85,7 +85,7 @@ class BatchLoss(StepLoss):
         values = tree.unflatten(
             [split(each.pack(x), each) for x, each in zip(leaves, partitions, strict=True)]
         )
-        whole, of_one = PartitionSpec(), lambda each, _: only(each.spec(axes), axes)
+        whole, of_one = PartitionSpec(), lambda each, _: spec_over(each.spec(axes), axes)
         specs = whole, map_partitions(of_one, partitions, values), whole, whole
         return (found.loss, values, found.model_state, found.terms), specs, found.aux
 

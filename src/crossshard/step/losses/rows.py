@@ -60,7 +60,8 @@ from crossshard.step.over_rows import (
     types_of,
 )
 
-# The random key of a loss, or its keys; empty if it takes none.
+# The random key of a loss, or its keys; empty if it takes none. What is called ``both`` below is a
+# pair: the trained and the frozen parameters.
 Keys = tuple[jax.Array, ...]
 
 
