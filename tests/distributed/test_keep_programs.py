@@ -1,9 +1,12 @@
 """What one start has compiled, the next one takes: for train, evaluate, save, snapshot, restore."""
 
+import importlib.util
 import json
+import os
 import re
 import resource
 import stat
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -142,6 +145,40 @@ def test_a_program_that_devices_share_runs_on_those_of_its_mesh(
         assert ran.returncode == 0, wrong
         missed.append(sum(map(int, re.findall(r"missed (\d+)", said))))
     assert missed[0] > missed[1] == 0
+
+
+# Compiled for GPUs that are not here.
+FOR_GPUS = """
+import sys
+import crossshard, jax, jax.numpy as jnp, numpy as np, optax
+from crossshard.tools.planning import topology
+crossshard.distributed.keep_programs(sys.argv[1])
+mesh = jax.sharding.Mesh(np.array(topology("h100:1x8").devices), "shards")
+loss_fn = lambda w, x: jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"] - 1) ** 2)
+params = {"up": np.ones((17, 6501), np.float32), "down": np.ones((6501, 5), np.float32)}
+guards = {"nonfinite": "quarantine", "check_divergence": 2}
+step = crossshard.make_train_step(
+    loss_fn, optax.adamw(1e-3), mesh=mesh, params="sharded", **guards
+)
+types = step.abstract_init(params)
+step.lower(types, jax.ShapeDtypeStruct((8, 17), jnp.float32)).compile()
+"""
+
+
+@pytest.mark.deep
+def test_a_step_for_gpus_has_one_name_at_each_start(tmp_path: Path):
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        pytest.skip("JAX for CUDA is not installed")
+    found = []
+    for start in (1, 2):
+        # What depends on the order of a set would be another program.
+        environment = {**os.environ, "PYTHONHASHSEED": f"{start}"}
+        command = [sys.executable, "-c", FOR_GPUS, tmp_path]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append({path.name for path in tmp_path.glob("*-cache")})
+    assert found[0] == found[1]
+    assert any(name.startswith("jit__run-") for name in found[0])
 
 
 @pytest.mark.soak
