@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from crossshard.nnx import merge_shards, shard
     from crossshard.tools import doctor, inspect, plan, verify
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 
 __all__ = [
     "Checkpoints",
