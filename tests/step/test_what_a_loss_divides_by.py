@@ -100,6 +100,18 @@ RIGHT: dict[str, tuple[Any, Any]] = {
         lambda p, b: divided(mask, lambda n: n + 1e-8)(p, b) + decay(p),
         "mask",
     ),
+    "an entry, at least 1, and a regulariser": (
+        lambda p, b: divided(mask, lambda n: jnp.maximum(n, 1))(p, b) + decay(p),
+        "mask",
+    ),
+    "none on some shards, guarded, and a regulariser": (
+        lambda p, b: 2 * (decay(p) + divided(late, one_for_none)(p, b)),
+        lambda b: late(b).sum(),
+    ),
+    "none on some shards, at least 1, and a regulariser": (
+        lambda p, b: divided(late, lambda n: jnp.maximum(n, 1))(p, b) + decay(p),
+        lambda b: late(b).sum(),
+    ),
     "an integer count, at least 1, and a regulariser": (
         lambda p, b: (
             divided(lambda b: b["words"] != 0, lambda n: jnp.maximum(n, 1))(p, b) + decay(p)
@@ -165,9 +177,9 @@ WRONG: dict[str, tuple[Any, Any]] = {
         lambda p, b: divided(lambda b: b["shares"], lambda n: jnp.maximum(n, 1))(p, b) + decay(p),
         "shares",
     ),
-    "guarded, and a regulariser": (
-        lambda p, b: 2 * (decay(p) + divided(late, one_for_none)(p, b)),
-        lambda b: late(b).sum(),
+    "at least 5, and a regulariser": (
+        lambda p, b: divided(mask, lambda n: jnp.maximum(n, 5))(p, b) + decay(p),
+        "mask",
     ),
     "a square": (divided(mask), lambda b: b["mask"].sum() ** 2),
 }

@@ -57,6 +57,7 @@ from crossshard.step.losses import changed
 from crossshard.step.losses.rows import LossOver, StepLoss
 from crossshard.step.microbatches import pieces_of, weight_of
 from crossshard.step.over_rows import (
+    AS_MEAN,
     REMEDIES,
     Divisor,
     Doubt,
@@ -439,6 +440,13 @@ def _check_weight(config: StepConfig, batch: Any, finding: Finding, divisor: Div
             of = f"In part {place} of {len(found)} of this batch" if len(found) > 1 else "Here"
             numbers = f"{of} the loss divides by {divides:.7g}, and weight= is {of_weight:.7g}.\n"
             raise wrong_weight_error(weight, finding, numbers)
+        if finding.adds and finding.moved == "max" and divides < finding.bound and divides:
+            raise LossError(
+                f"The loss adds something to a quotient ({finding.source}) that divides by a sum "
+                f"over rows, and by at least {finding.bound:g}. In part {place} of {len(found)} of "
+                f"this batch the sum is {divides:.7g}, so that each shard would add too much. "
+                f"{AS_MEAN} Add the rest to the Mean."
+            )
 
 
 # Operations, each tried alone.

@@ -277,7 +277,8 @@ def _is_doubtful(
             f"counts another entry. Pass weight={entry!r}."
         )
     rounded = finding.moved == "plus" and abs(finding.bound) <= _ROUNDED
-    if finding.adds and not (rounded or is_exact(finding)):
+    adds = finding.adds and not (rounded or is_exact(finding))
+    if adds and not (finding.moved in ("max", "guard") and finding.power and finding.bound <= 1):
         raise LossError(
             f"The loss adds something to a quotient{where} that divides by a sum over rows with a "
             f"bound or an addend, which changes a shard's sum more than that of the batch: so each "
@@ -293,7 +294,8 @@ def _is_doubtful(
             f"a branch, or the loss is another program for so few rows. So it cannot be compared "
             f"with {describe_weight(weight)}. {AS_MEAN}"
         )
-    return not is_weight
+    # Numbers show whether a shard's sum is a fraction of the bound.
+    return adds or not is_weight
 
 
 def divisor_of(
@@ -439,6 +441,10 @@ def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: A
     """Return a piece's ratio as a ``Mean``, whose last term has the weight alone."""
     moved, count = Moved(finding.moved, finding.bound, not finding.power), divisor.of_batch(batch)
     by = lax.stop_gradient(moved(count))
+    if finding.adds and finding.moved in ("max", "guard"):
+        # What is added to the quotient counts as the rows of a shard do, and not as the bound; so
+        # it is wrong where that moves a sum other than 0, which the first batch has not.
+        by = jnp.where(count == 0, 0, jnp.where(by == count, by, jnp.nan))
     wide = loss.astype(jnp.promote_types(loss.dtype, by.dtype))
     return with_moved(Mean(wide * by, count), moved) + 0.0 * Mean(0.0, weight, "weight")
 
