@@ -29,6 +29,8 @@ def batch_of(seed: int) -> dict[str, np.ndarray]:
         "place": np.arange(ROWS, dtype=np.int32),
         "flags": rng.random((ROWS, 5)) < rises,
         "shares": (0.1 * rng.random((ROWS, 5)) * rises).astype(np.float32),
+        "long": rng.random((ROWS, 40)) < rises / 2,
+        "lengths": (300 * rng.random((ROWS, 5))).astype(np.float32),
     }
 
 
@@ -44,6 +46,11 @@ def losses(params: Any, batch: Any) -> jax.Array:
 
 def divided(of: Callable[[Any], Any], moved: Callable[[Any], Any] = lambda count: count) -> Any:
     return lambda p, b: (losses(p, b) * of(b)).sum() / moved(of(b).sum())
+
+
+def of_long_rows(params: Any, batch: Any) -> Any:
+    tokens = losses(params, batch).mean(1, keepdims=True) * batch["long"]
+    return tokens.sum() / jnp.maximum(batch["long"].sum(1), 1).sum()
 
 
 mask = lambda batch: batch["mask"]
@@ -182,6 +189,16 @@ WRONG: dict[str, tuple[Any, Any]] = {
         "mask",
     ),
     "a square": (divided(mask), lambda b: b["mask"].sum() ** 2),
+    # They differ where no token of a row counts, and where a weight is above 5.
+    "rows of at least 1": (of_long_rows, "long"),
+    "up to 5": (
+        lambda p, b: (losses(p, b) * b["words"]).sum() / jnp.minimum(b["words"], 5).sum(),
+        "words",
+    ),
+    "up to 100": (
+        lambda p, b: (losses(p, b) * b["lengths"]).sum() / jnp.minimum(b["lengths"], 100).sum(),
+        "lengths",
+    ),
 }
 
 
@@ -217,6 +234,30 @@ def test_what_is_equal_in_the_first_batch_alone_is_not_believed_later() -> None:
     got = step.model(train(step, step.init(W), [FULL, BATCHES[1]]))
     want, _ = on_one_device(loss, optax.sgd(RATE), W, [FULL, BATCHES[1]])
     assert_close(got, want, atol=4e-6)
+
+
+def test_rows_that_count_nothing_may_come_after_the_first_batch() -> None:
+    batches = [BATCHES[1] | {"long": np.ones((ROWS, 40), bool)}, BATCHES[0]]
+    assert not batches[1]["long"].any(1).all()
+    step = sgd_step(of_long_rows, RATE, 4, weight="long")
+    got = step.model(train(step, step.init(W), batches))
+    want, _ = on_one_device(of_long_rows, optax.sgd(RATE), W, batches)
+    assert_close(got, want, atol=4e-6)
+
+
+@pytest.mark.parametrize("bound", [1, 5])
+def test_a_shard_may_have_one_row(bound: float) -> None:
+    """With one row JAX leaves out operations, so that the program of more rows is analysed."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        logits, labels = batch["x"] * params["kernel"] + params["bias"], batch["words"] % 4
+        found = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return (found * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), bound)
+
+    few = [{name: x[::3] for name, x in batch.items()} for batch in BATCHES]
+    step = sgd_step(loss, RATE, len(few[0]["mask"]), weight="mask")
+    want, _ = on_one_device(loss, optax.sgd(RATE), W, few)
+    assert_close(step.model(train(step, step.init(W), few)), want, atol=4e-6)
 
 
 def test_a_step_that_is_lowered_has_no_numbers() -> None:

@@ -575,7 +575,9 @@ class StepLoss(abc.ABC):
         finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
         divisor = None
         if self.weight is not None and finding.kind is OverRows.RATIO:
-            divisor = divisor_of(finding, proof.jaxpr, arguments, self.split, self.weight)
+            # The sum of an entry is known for any number of rows, and so for those of a piece.
+            jaxpr = traces[0] if isinstance(finding.by, int) else proof.jaxpr
+            divisor = divisor_of(finding, jaxpr, arguments, self.split, self.weight)
         self.record.known[key] = finding, divisor
         if self.weight is not None and finding.kind is OverRows.MEAN:
             check_weight_of_mean(self.weight, given[0], arguments.whole)
