@@ -110,9 +110,10 @@ def rebound(
         for variable, state in zip(variables, before, strict=True):
             _set(variable, *state)
         for module, (trace, attributes) in zip(modules, of_modules, strict=True):
-            module._pytree__state._trace_state = trace
             vars(module).clear()
             vars(module).update(attributes)
+            # Only now: nnx.grad and the like put another ``_pytree__state`` into the attributes.
+            module._pytree__state._trace_state = trace
 
 
 def _set(variable: AnyVariable, value: Any, trace: TraceState) -> None:

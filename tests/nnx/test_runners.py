@@ -211,6 +211,23 @@ def test_modes_of_a_module_are_part_of_what_a_program_is_compiled_for():
     assert (np.asarray(run(model, np.ones((4, 8), np.float32))) == 0).any()
 
 
+def test_a_model_that_a_transform_has_seen_in_a_step_can_change_its_mode_after_it():
+    model = nnx.Sequential(nnx.Linear(6, 6, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    opt = nnx.Optimizer(model, CrossShardOptimizer(optax.sgd(0.1)), wrt=nnx.Param)
+
+    @crossshard.shard(num_shards=2)
+    def step(model: Any, opt: Any, x: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        opt.update(model, grads)
+        return loss
+
+    for _ in range(2):
+        model.train()
+        step(model, opt, X)
+        model.eval()
+        np.testing.assert_array_equal(model(X), model(X))
+
+
 class Recurrent(nnx.Module):
     """Its scan starts from zeros, which are equal on all shards, and ends with what are not."""
 
