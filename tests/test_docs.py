@@ -146,6 +146,12 @@ def test_links_lead_somewhere():
     assert not nowhere
 
 
+def test_no_page_has_the_marks_of_a_merge():
+    assert not [
+        name_of(page) for page in PAGES if re.search(r"^[<>|]{7} ", page.read_text(), re.MULTILINE)
+    ]
+
+
 def test_the_site_has_every_page():
     listed = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     made = {"index.md", "changelog.md", "contributing.md", "security.md"}
