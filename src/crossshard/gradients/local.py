@@ -108,7 +108,7 @@ def value_and_grad(
     if optimizer is not None and of_mean is None:
         raise ArgumentTypeError(
             f"optimizer must be the CrossShardOptimizer that reduces the gradients; got "
-            f"{_check.described(optimizer)}."
+            f"{_check.described(optimizer)}.{' Pass its .tx.' * hasattr(optimizer, 'tx')}"
         )
     chosen = _check_argnums(argnums)
     of_pytrees = functools.partial(_jax_grad, holomorphic=holomorphic, allow_int=allow_int)

@@ -370,7 +370,8 @@ class BatchPlacer:
             # A loss over the batch takes no weight.
             or_weight = (
                 ", or weight=, the batch's entry that counts examples: the batch is then padded "
-                "with rows of weight 0"
+                "with rows of weight 0. A loss that returns a Mean takes no weight=: pad its batch "
+                "with rows that do not count"
             )
             raise ArgumentError(
                 f"batch{jax.tree_util.keystr(path)} has {number} rows, which do not divide evenly "
