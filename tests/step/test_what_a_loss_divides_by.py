@@ -269,3 +269,15 @@ def test_a_step_that_is_lowered_has_no_numbers() -> None:
         loss, weight = RIGHT[name]
         step = sgd_step(loss, RATE, 4, weight=weight)
         step.lower(step.init(W), BATCHES[0])
+
+
+def test_a_fraction_of_a_bound_beside_a_regulariser_makes_a_step_that_was_lowered_not_finite():
+    loss = lambda p, b: divided(mask, lambda n: jnp.maximum(n, 1))(p, b) + decay(p)
+    some = BATCHES[0]
+    few = {**some, "mask": 0.01 * some["mask"]}
+    step = sgd_step(loss, RATE, 2, weight="mask")
+    step.lower(step.init(W), some)
+    after, _ = jax.jit(step)(step.init(W), some)
+    assert_close(after.params, on_one_device(loss, optax.sgd(RATE), W, [some])[0])
+    after, metrics = jax.jit(step)(step.init(W), few)
+    assert not np.isfinite(metrics["loss"])

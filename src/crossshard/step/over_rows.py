@@ -155,6 +155,8 @@ class OverRowsRecord:
     known: dict[Any, tuple[Finding, Divisor | None]] = dataclasses.field(default_factory=dict)
     # The doubts that numbers have removed.
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
+    # Whether the step runs now, so that numbers can be tried; else it is only lowered or traced.
+    runs: bool = False
     # The traced losses of the step that is being traced, by the same types.
     traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -186,13 +188,17 @@ class OverRowsRecord:
             raise LossError(refusal)
         types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
         doubts = list[tuple[str, Divisor | None]]()
+        of_ratio = ""
         if finding.kind is OverRows.UNDECIDED:
             what = "the loss is a mean"
             if finding.of:
                 what = f"{finding.of} is a sum"
             doubts += [(f"{what} over the rows of the batch: {finding.reason}{where}", None)]
-        if finding.kind is OverRows.RATIO and _is_doubtful(finding, where, rows, weight, divisor):
-            doubts += [(f"weight= is what the loss divides by{where}", divisor)]
+        if finding.kind is OverRows.RATIO:
+            of_ratio = _doubt_of_ratio(finding, where, rows, weight, divisor)
+        # A step that meets a fraction is not finite, so this need not be known to lower it.
+        if of_ratio and (self.runs or of_ratio != _NO_FRACTION):
+            doubts += [(f"{of_ratio}{where}", divisor)]
         if finding.assumes and not finding.compares:
             doubts += [(f"each row is computed alone by {', '.join(finding.assumes)}", None)]
         for what, of in doubts:
@@ -259,10 +265,15 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
     )
 
 
-def _is_doubtful(
+# What is said of a ratio that is in doubt.
+_IS_WEIGHT = "weight= is what the loss divides by"
+_NO_FRACTION = "the sum that the loss divides by is no fraction of its bound on any shard"
+
+
+def _doubt_of_ratio(
     finding: Finding, where: str, rows: Any, weight: Weight | None, divisor: Divisor | None
-) -> bool:
-    """Return whether it is in doubt that a ratio divides by its weight; raise if it does not."""
+) -> str:
+    """Return what is in doubt of a ratio; raise if it does not divide by its weight."""
     entry = _name_of(rows, finding.entry)
     if weight is None:
         passed = f"Pass weight={entry!r}, which is how much a shard counts. Or: " if entry else ""
@@ -294,8 +305,9 @@ def _is_doubtful(
             f"a branch, or the loss is another program for so few rows. So it cannot be compared "
             f"with {describe_weight(weight)}. {AS_MEAN}"
         )
-    # Numbers show whether a shard's sum is a fraction of the bound.
-    return adds or not is_weight
+    if not is_weight:
+        return _IS_WEIGHT
+    return _NO_FRACTION if adds and finding.moved == "max" else ""
 
 
 def divisor_of(
@@ -453,8 +465,8 @@ def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: A
     moved, count = Moved(finding.moved, finding.bound, not finding.power), divisor.of_batch(batch)
     by = lax.stop_gradient(moved(count))
     if finding.adds and finding.moved in ("max", "guard"):
-        # What is added to the quotient counts as the rows of a shard do, and not as the bound; so
-        # it is wrong where that moves a sum other than 0, which the first batch has not.
+        # What is added to the quotient counts as the rows of a shard do, and not as the bound. It
+        # would be wrong where that moves a sum other than 0: then the loss is not finite.
         by = jnp.where(count == 0, 0, jnp.where(by == count, by, jnp.nan))
     wide = loss.astype(jnp.promote_types(loss.dtype, by.dtype))
     return with_moved(Mean(wide * by, count), moved) + 0.0 * Mean(0.0, weight, "weight")
