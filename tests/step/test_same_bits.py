@@ -121,6 +121,33 @@ def test_norms_are_added_piece_by_piece_and_only_what_cannot_be_cut_is_whole():
     assert crossshard.inspect(lowered).ratio == pytest.approx(1, abs=0.1)
 
 
+def test_shards_agree_that_an_update_that_communicates_runs():
+    """One whose count is damaged would skip it, and the others would wait for it."""
+    agreements = []
+    for name in ("sgd", "clip, sgd"):
+        step = crossshard.make_train_step(
+            loss_fn, EVERY[name], num_shards=4, virtual_shards=8, weight_update="sharded"
+        )
+        text = step.lower(step.abstract_init(params_of()), batch_of(0)).as_text()
+        # All else is gathered or exchanged, and added in a fixed order.
+        agreements.append(text.count("stablehlo.all_reduce"))
+    assert agreements == [0, 1]
+
+
+def test_layers_of_a_stack_have_owners():
+    numbers = {"a": optax.contrib.MuonDimensionNumbers(1, 2)}
+    muon = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=numbers)
+    step = crossshard.make_train_step(
+        lambda params, batch: jnp.tanh(batch["x"] @ params["a"]).mean(),
+        muon,
+        num_shards=2,
+        virtual_shards=8,
+        weight_update="sharded",
+    )
+    step.lower(step.abstract_init({"a": jnp.zeros((4, 64, 64))}), {"x": jnp.zeros((16, 64))})
+    assert "updated layer by layer, each on one shard: `a`" in step.describe()
+
+
 def test_an_odd_part_is_added_in_the_same_order():
     options: dict[str, Any] = {"virtual_shards": 12, "params": "sharded"}
     found, _ = trained(4, **options)
