@@ -319,8 +319,30 @@ def test_an_output_is_an_array_and_a_literal_stays():
     np.testing.assert_array_equal(found[1], W)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_output_is_the_array_though_all_who_read_it_convert_it(number: int):
+    read = lambda w, x: [x @ w.astype(jnp.bfloat16)[0, 0] for _ in range(number)]
+    uses: list[Any] = []
+    jaxpr = jax.make_jaxpr(lambda w, x: (*read(w, x), w))(W, X)
+    *_, found = again(jaxpr, noting(uses))(W, X)
+    np.testing.assert_array_equal(found, W, strict=True)
+    assert uses == [(Inside(), "float32", W.shape)]
+
+
 POLICIES = [(None, True), (None, True), (jax.checkpoint_policies.everything_saveable, True)]
 POLICIES += [(None, False)]
+
+
+def test_equal_layers_of_weights_of_other_kinds_have_traces_of_their_own():
+    @jax.checkpoint
+    def layer(x: Any, w: Any) -> Any:
+        return sum(x @ w.astype(jnp.bfloat16)[0] for _ in range(2))
+
+    used, ws = list[Any](), [noted("a", W[0]), dataclasses.replace(noted("b", W[1]), may_convert=False)]
+    note = lambda name, used_as, inside: used.append((name, used_as.dtype.name))
+    jaxpr = jax.make_jaxpr(lambda a, b, x: layer(layer(x, a), b))(W[0], W[1], X)
+    evaluate(jaxpr, [*ws, X], note)
+    assert used == [("a", "bfloat16"), ("b", "float32")]
 
 
 def test_equal_layers_under_a_checkpoint_are_each_noted_and_keep_their_policies():
