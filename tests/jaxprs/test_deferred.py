@@ -176,6 +176,7 @@ BEFORE = {
     "a gradient of all": lambda w, x: run(w, x) + jax.grad(lambda x: run(w, x).sum())(x) ** 2,
     "captured arrays": lambda w, x: run(w, x) + jax.jit(lambda w: SHIFT * w.sum())(w),
     "uneven slices": lambda w, x: (w[::2] * x).sum() + (w[0] * x).sum(),
+    "parts of rows": lambda w, x: (w[:1, :1] * x).sum() + (w[1:, 1:] * x).sum(),
     "one reader converts": lambda w, x: convert(w, x).sum() + w.sum(),
     "another reader converts": lambda w, x: w.sum() + convert(w, x).sum(),
     "two dtypes": lambda w, x: (
