@@ -5,6 +5,7 @@ launch`, and one of them is killed again and again.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -92,13 +93,12 @@ class Run:
         """The ids of the processes that run the example, of spare ones too."""
         found = []
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        for pid in map(int, path.read_text().split()):
-            try:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"examples.byte_lm" in words:
-                found.append(pid)
+        # What has ended meanwhile, the launcher too, runs nothing.
+        with contextlib.suppress(FileNotFoundError):
+            for pid in map(int, path.read_text().split()):
+                with contextlib.suppress(OSError):
+                    if b"examples.byte_lm" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        found.append(pid)
         return found
 
     def end(self) -> None:

@@ -19,7 +19,7 @@ from tests.examples.byte_lm.small import COMMAND, SMALL, bare_environment, small
 from tests.examples.byte_lm.test_chaos import arrays, sha256
 
 # Steps before the first kill, between one and the next, and after the last.
-SOME = 80
+SOME = 160
 PATIENCE = 300
 # Imported by Python itself when a process starts: it raises wherever it is, once it is told to.
 RAISES = """
