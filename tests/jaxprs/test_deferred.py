@@ -339,10 +339,10 @@ def test_equal_layers_of_weights_of_other_kinds_have_traces_of_their_own():
     def layer(x: Any, w: Any) -> Any:
         return sum(x @ w.astype(jnp.bfloat16)[0] for _ in range(2))
 
-    used, ws = list[Any](), [noted("a", W[0]), dataclasses.replace(noted("b", W[1]), may_convert=False)]
+    first, second = noted("a", W[0]), dataclasses.replace(noted("b", W[1]), may_convert=False)
+    jaxpr, used = jax.make_jaxpr(lambda a, b, x: layer(layer(x, a), b))(W[0], W[1], X), []
     note = lambda name, used_as, inside: used.append((name, used_as.dtype.name))
-    jaxpr = jax.make_jaxpr(lambda a, b, x: layer(layer(x, a), b))(W[0], W[1], X)
-    evaluate(jaxpr, [*ws, X], note)
+    evaluate(jaxpr, [first, second, X], note)
     assert used == [("a", "bfloat16"), ("b", "float32")]
 
 
