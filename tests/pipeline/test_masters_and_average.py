@@ -79,6 +79,24 @@ def test_the_models_average_has_the_dtype_of_the_model_and_is_its_groups():
     assert (ema[0] != ema[2]).any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_optimizer_and_the_model_may_keep_arrays_of_its_name(dtype: str):
+    masters = {"master_dtype": "float32"} if dtype == "bfloat16" else {}
+    step = make_train_step(
+        lambda params, x: loss_fn(params["ema"], x),
+        optax.chain(optax.ema(0.5, debias=False), optax.sgd(0.5)),
+        num_shards=N,
+        ema=0.5,
+        **masters,
+    )
+    start = jnp.asarray(W, dtype)
+    state = train(step, step.init({"ema": start}), X[:1])
+    # Half of the gradient's mean moves half of the average of the parameters.
+    wide = np.float64(start) - 0.5**3 * X[0].astype(dtype).mean(0, np.float64)
+    average = np.float64(step.model(state, ema=True)["ema"])
+    np.testing.assert_allclose(average, wide, atol=1e-6 if dtype == "float32" else 5e-3)
+
+
 @pytest.mark.parametrize(
     ("dtype", "weight_update"), [("float32", "replicated"), ("bfloat16", "sharded")]
 )

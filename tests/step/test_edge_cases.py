@@ -125,6 +125,15 @@ def test_statistics_and_streams_are_of_each_shard_and_go_on_with_others(first: i
     other(moved, np.ones((24, 4), np.float32))
 
 
+def test_a_step_that_goes_on_with_the_state_of_another_describes_itself():
+    loss, params = lambda w, x: ((x @ w) ** 2).mean(), jnp.ones((64, 64))
+    one, other = (sgd_step(loss, 0.1, number, weight_update="sharded") for number in (4, 2))
+    other.reshard(one.unshard(one.init(params)))
+    told = other.describe()
+    other.abstract_init(params)
+    assert told == other.describe()
+
+
 def test_states_of_other_groups_are_refused():
     def make(number: int, groups: Any) -> Any:
         rule = CrossShardOptimizer(optax.sgd(0.1), group_assignment=groups)

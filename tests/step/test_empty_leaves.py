@@ -1,5 +1,6 @@
 """Arrays without elements, in parameters and in what an optimizer keeps, go into no shard_map."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -58,3 +59,21 @@ def test_they_may_lie_beside_parameters_that_are_split_over_another_axis():
     step = crossshard.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, axis_name="data")
     state, _ = step(step.init(params), BATCH)
     assert_close(state.params, on_one_device(loss_fn, optax.sgd(0.1), params_of(), [BATCH])[0])
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_run_goes_on_from_a_checkpoint(others: int, tmp_path: Path):
+    made = lambda shards: crossshard.make_train_step(
+        loss_fn, optax.sgd(0.1, momentum=0.9), num_shards=shards, params="sharded"
+    )
+    step, other, batch = made(2), made(others), {"x": np.tile(BATCH["x"], (3, 1))}
+    state = train(step, step.init(params_of()), [batch])
+    with crossshard.Checkpoints(tmp_path, step) as checkpoints:
+        checkpoints.save(state)
+    checkpoints = crossshard.Checkpoints(tmp_path, other)
+    found = checkpoints.restore_latest(other.abstract_init(params_of()))
+    assert found is not None
+    assert found[0].params["none"].shape == (0,)
+    of_params = checkpoints.restore_params(other.init(params_of()))
+    assert_close(of_params.params, found[0].params)
+    assert_close(train(other, found[0], [batch]).params, train(step, state, [batch]).params)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 from orbax.checkpoint import future
@@ -187,7 +188,8 @@ def start(
     Orbax has the arrays on the host by then. An array on a CPU device is not copied there: JAX does
     not donate it as long as something holds its memory.
     """
-    named = {str(place): array for place, array in enumerate(arrays)}
+    # Orbax refuses an array without elements.
+    named = {str(place): array for place, array in enumerate(arrays) if array.size}
     pieces = dict.fromkeys(named, ocp.SaveArgs(chunk_byte_size=_PIECE))
     parts = {ARRAYS: ocp.args.PyTreeSave(named, pieces), NOTES: _Notes(notes)}
     orbax.save(folder, args=ocp.args.Composite(**parts))
@@ -195,6 +197,8 @@ def start(
 
 def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax.Array]:
     """Read arrays onto the mesh, by their places among so many; each process reads its parts.
+
+    Those without elements are made, since they are not on disk.
 
     Raises:
       Damaged: an array is missing, has another type, or cannot be read.
@@ -204,6 +208,7 @@ def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax
             sharding=leaf.on_disk.sharding, global_shape=leaf.on_disk.shape
         )
         for place, leaf in leaves.items()
+        if leaf.on_disk.size
     }
     is_part = len(leaves) < number
     args = ocp.args.PyTreeRestore(dict.fromkeys(how, 0), how, partial_restore=is_part)
@@ -215,6 +220,8 @@ def read(folder: Path, leaves: Mapping[int, Leaf], number: int) -> dict[int, jax
     except Exception as error:  # Orbax and TensorStore raise what they like on damaged files.
         raise Damaged(f"its arrays cannot be read ({in_words(error)})") from None
     for place, leaf in leaves.items():
+        if (kind := leaf.on_disk).size == 0:
+            found[str(place)] = jnp.zeros(kind.shape, kind.dtype, device=kind.sharding)
         was, now = getattr(found[str(place)], "dtype", "no array"), leaf.on_disk.dtype
         if was != now:
             raise Damaged(f"{leaf.path} is {was} on disk, and {now} in the manifest")

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.extend.core import Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec, Sharding
 
@@ -306,15 +305,18 @@ class States:
 
     def _average(self, state: TrainState) -> Any:
         """Return the moving average of the parameters, in their shapes and dtypes."""
-        if self._config.pipeline.optimize.ema is None:
+        optimize = self._config.pipeline.optimize
+        if optimize.ema is None:
             raise ArgumentError(
                 "This step keeps no moving average of the parameters. Write "
                 "make_train_step(..., ema=0.999)."
             )
         # Sharded parameters have their own shapes, and are not gathered.
         whole = self.collected(state) if self._config.params_sharded else self.unshard(state)
-        average = optax.tree.get(whole.opt_state.inner_state, "ema")
-        return jax.tree.map(lambda p, x: x.astype(p.dtype), state.params, average)
+        # Not optax.tree.get: another state, such as that of optax.ema, may have the name, too.
+        kept = whole.opt_state.inner_state
+        kept = kept if optimize.master_dtype is None else kept.inner_state
+        return jax.tree.map(lambda p, x: x.astype(p.dtype), state.params, kept.ema)
 
 
 class _Move:

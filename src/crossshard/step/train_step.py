@@ -322,7 +322,9 @@ class TrainStep:
             stores them.
         """
         with self._on_step_mesh(state) as state, self._entering("reshard"):
-            return self._outside(self._states.reshard(state))
+            moved = self._states.reshard(state)
+            self._latest = self._states.layout(moved), jax.eval_shape(lambda x: x, moved)
+            return self._outside(moved)
 
     def model(self, state: TrainState, shard: int | None = None, *, ema: bool = False) -> PyTree:
         """Return the model with the parameters of a state, to evaluate or to export.
@@ -526,7 +528,7 @@ class TrainStep:
         """Describe the pipeline, the weight update and its reason, and the arrays with their sizes.
 
         Raises:
-          ArgumentError: neither ``init`` nor ``abstract_init`` has been called.
+          ArgumentError: none of ``init``, ``abstract_init`` and ``reshard`` has been called.
         """
         return describe(self._config, *latest_of(self))
 
