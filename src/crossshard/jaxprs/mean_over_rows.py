@@ -396,7 +396,11 @@ class _OverRows(Analysis[Fact]):
         ]
 
     def transfer(self, equations: Equations, inputs: Sequence[Fact]) -> Sequence[Fact]:
-        pair, number = self._pair(equations), len(equations[0].outvars)
+        pair = self._pair(equations)
+        return rules.of_all_rows(pair, inputs, self._outputs(pair, inputs))
+
+    def _outputs(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
+        number = len(pair.one.outvars)
         if not number:  # a debug print
             return []
         if pair.name in PASSES and len(inputs) == number:
@@ -414,7 +418,7 @@ class _OverRows(Analysis[Fact]):
             return [pair.undecided(f"{pair.name}, which has an effect")] * number
         obstacle = worst(inputs)
         if obstacle is not None:
-            return [obstacle] * number
+            return [rules.of_undecided(pair, inputs, obstacle)] * number
         if pair.name == "scan":
             return self._checked(pair, self._scan_over_rows(pair, inputs))
         if pair.name == "custom_linear_solve":

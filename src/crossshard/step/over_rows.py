@@ -30,6 +30,7 @@ from crossshard.jaxprs.rewrite import evaluate, inlined
 from crossshard.jaxprs.row_facts import (
     ADDS_SHARDS,
     ADDS_UNLIKE,
+    DIVIDES,
     MEETS_EARLIER,
     SAME_NOISE,
     Free,
@@ -184,6 +185,12 @@ class OverRowsRecord:
         self.latest = finding
         where = f" ({finding.source})" if finding.source else ""
         refusal = _refusal(finding, where, summed, microbatches)
+        if finding.reason == DIVIDES and weight is None:
+            refusal = (
+                f"The loss divides by a sum over the rows of the batch{where}, in which shards may "
+                f"differ, so that the mean of their losses is not that of the whole batch. "
+                f"{AS_MEAN} Or: {REMEDIES}"
+            )
         if refusal:
             raise LossError(refusal)
         types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
