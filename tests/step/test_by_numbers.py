@@ -182,6 +182,43 @@ def with_axis(loss: Any) -> Any:
     return lambda w, batch: loss(w, batch) + 0 * jax.lax.axis_index("shards")
 
 
+def of_hard_rows(w: Any, batch: Any) -> Any:
+    losses = ((batch["x"] @ w) ** 2).sum(1)
+    return (losses * (losses >= jax.lax.stop_gradient(jnp.median(losses)))).mean()
+
+
+def with_a_margin(w: Any, batch: Any) -> Any:
+    """Linear in a mean over rows as long as all rows are within the margin."""
+    scores = (batch["x"] @ w).sum(1)
+    return jax.nn.relu(scores + (1e3 - (scores**2).mean())).mean()
+
+
+def of_sorted_classes(w: Any, batch: Any) -> Any:
+    """A mean over rows that count, as of experts to which rows are sorted."""
+    counts = batch["class"] != -100
+    return (in_order(w, batch) * jnp.sort(counts)).sum() / jnp.maximum(counts.sum(), 1)
+
+
+def balanced_over_classes(w: Any, batch: Any) -> Any:
+    of_classes = lambda x: jax.ops.segment_sum(x, batch["class"], 3)
+    losses = ((batch["x"] @ w) ** 2).sum(1)
+    return (of_classes(losses) / jnp.maximum(of_classes(jnp.ones(len(losses))), 1)).sum()
+
+
+def balanced_after_sorting(w: Any, batch: Any) -> Any:
+    """A small addend in bfloat16, of rows that were sorted before."""
+    scores = jnp.sort(batch["x"].astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), 0)
+    gates = jax.nn.softmax(scores.astype(jnp.float32))
+    return (scores**2).mean().astype(jnp.float32) + 0.01 * (gates.mean(0) ** 2).sum()
+
+
+def two_views(w: Any, batch: Any) -> Any:
+    """The first half of the rows are other views of the second half."""
+    one, other = (batch["x"] @ w).reshape(2, -1, w.shape[1])
+    return ((one - other) ** 2).mean() + ((batch["x"] @ w - 1) ** 2).mean()
+
+
+ALIKE = BATCH | {"x": np.tile(BATCH["x"][:1], (16, 1)), "class": np.ones(16, np.int32)}
 FULL = BATCH | {"mask": np.ones(16, np.float32)}
 NO_GAINS = BATCH | {"gain": np.zeros(16, np.float32)}
 NAN = BATCH | {"x": np.full_like(BATCH["x"], np.nan)}
@@ -204,7 +241,7 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     # Both are means in a batch without padding, and with gains that are 0.
     "a mask of ones": (
         lambda w, b: (in_order(w, b) * jnp.sort(b["mask"])).mean(),
-        r"with other numbers in batch\['mask'\], of rows of the whole batch",
+        r"with other numbers in batch\['mask'\], .*of rows of the whole batch",
         FULL,
         {"params": "sharded"},
     ),
@@ -221,11 +258,22 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         {},
     ),
     "a gradient of 0": (
-        lambda w, b: (in_order(w, b) * jnp.sort(b["gain"])).mean(),
+        lambda w, b: (in_order(w, b) * (jnp.sort(b["gain"]) == 5)).mean(),
         "the gradient of this batch is 0",
         BATCH | {"gain": np.zeros(16, np.int32)},
         {},
     ),
+    "a threshold that all rows reach": (of_hard_rows, "ge of a sum over rows", ALIKE, {}),
+    "a margin": (with_a_margin, "max of a sum over rows", BATCH, {}),
+    "rows that all count": (of_sorted_classes, "divides by a sum over the rows", ALIKE, {}),
+    "rows of one class": (balanced_over_classes, "divides by a sum over the rows", ALIKE, {}),
+    "a small addend in bfloat16, sorted": (
+        balanced_after_sorting,
+        "mul of a sum|square of a sum|integer_pow of a sum",
+        BATCH,
+        {},
+    ),
+    "rows that are alike": (two_views, r"other numbers in batch.*'x'", ALIKE, {}),
     "sums in a loop": (summed_in_a_loop, r"return crossshard\.Mean\(total, count\)", BATCH, {}),
     "numbers that are not finite": (compared, "not finite cannot show it", NAN, {}),
     "gradients": (centred_gradients, "in a gradient of its own.*and then rows", BATCH, {}),
@@ -265,6 +313,14 @@ DEEP = [
 def test_by_numbers_it_is_not_so(name: str):
     loss, said, batch, options = REFUSED[name]
     refused(loss, said, batch, **options)
+
+
+@pytest.mark.parametrize("params", ["replicated", "sharded"])
+def test_a_layer_that_starts_at_0_hides_nothing(params: str):
+    step = made(two_views, params=params)
+    state = step.init(np.zeros((3, 2), np.float32))
+    with pytest.raises(LossError, match=r"with other numbers in batch.*'x'\], params, "):
+        step(state, BATCH)
 
 
 ZERO_SHARDS = BATCH | {"mask": np.float32(np.arange(16) >= 8)}
