@@ -383,9 +383,12 @@ class _Check:
             )(own, batch)
 
         try:
-            (found,), _ = self._run(on_shards, (state, batch))
+            varied, _ = self._varied(state, batch)
+            (first, *more), _ = self._run(on_shards, (state, batch), *varied)
         except Exception as error:  # a loss may raise anything on other shapes
             raise _NotDecidedError from error
+        # Not of numbers that only the variation made not finite.
+        found = np.concatenate([first, *(each for each in more if np.isfinite(each).all())])
         worst = np.argmax(np.nan_to_num(found[..., 1], nan=np.inf), 0)
         apart = found[worst, np.arange(found.shape[1])]
         for (operation, change), (distance, allowed) in zip(trials[-1], apart, strict=True):
