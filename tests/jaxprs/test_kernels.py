@@ -186,9 +186,10 @@ def test_else_it_is_assumed_and_written_down(name: str):
 
 
 def test_rows_that_are_added_up_are_neither():
-    assert found(lambda x, w: summed(x @ w)).kind is OverRows.UNDECIDED
+    """What is not linear in what a kernel makes of all rows compares these."""
+    assert found(lambda x, w: summed(x @ w)).kind is OverRows.COMPARED
     assert found(lambda x, w: lax.approx_max_k(x @ w, 2, reduction_dimension=0)[0]).kind is (
-        OverRows.UNDECIDED
+        OverRows.COMPARED
     )
 
 
@@ -207,10 +208,11 @@ def test_a_kernel_of_the_parameters_must_be_the_same_one():
     assert found(scaled).kind is OverRows.UNDECIDED
 
 
-def test_what_compares_what_is_assumed_is_not_decided():
-    """It may be that the operation does not keep rows apart, and all is well."""
+def test_what_compares_rows_does_so_whatever_is_assumed():
+    """Numbers are not asked, which may hide it: the operation need not keep rows apart."""
     finding = found(lambda x, w: called(x @ w) - called(x @ w).mean(0))
-    assert finding.kind is OverRows.UNDECIDED
+    assert finding.kind is OverRows.COMPARED
+    assert not finding.assumes
     assert found(lambda x, w: composite(lambda x: x - x.mean(0))(x @ w)).kind is OverRows.COMPARED
 
 

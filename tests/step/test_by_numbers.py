@@ -95,7 +95,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("options", deep_but(WAYS[2:3], WAYS), ids=str)
 def test_a_mean_runs_and_what_compares_rows_is_refused(options: dict[str, Any]):
-    said = r"Nothing proves.*test_by_numbers.py.*And by numbers it is not so"
+    said = r"The loss compares rows of the batch.*test_by_numbers.py"
     refused(compared, said, **options)
     step = made(a_mean, **options)
     state, _ = step(step.init(W), BATCH)
@@ -124,6 +124,11 @@ def in_chunks(of: Any, dtype: Any = jnp.bfloat16) -> Any:
         return 100 * jax.lax.map(of, chunks).mean().astype(jnp.float32)
 
     return loss
+
+
+def meet(x: Any) -> Any:
+    """Each row meets another one."""
+    return x * x[::-1]
 
 
 def of_few_gradients(size: float) -> Any:
@@ -177,14 +182,66 @@ def with_axis(loss: Any) -> Any:
     return lambda w, batch: loss(w, batch) + 0 * jax.lax.axis_index("shards")
 
 
+def of_hard_rows(w: Any, batch: Any) -> Any:
+    losses = ((batch["x"] @ w) ** 2).sum(1)
+    return (losses * (losses >= jax.lax.stop_gradient(jnp.median(losses)))).mean()
+
+
+def with_a_margin(w: Any, batch: Any) -> Any:
+    """Linear in a mean over rows as long as all rows are within the margin."""
+    scores = (batch["x"] @ w).sum(1)
+    return jax.nn.relu(scores + (1e3 - (scores**2).mean())).mean()
+
+
+def of_sorted_classes(w: Any, batch: Any) -> Any:
+    """A mean over rows that count, as of experts to which rows are sorted."""
+    counts = batch["class"] != -100
+    return (in_order(w, batch) * jnp.sort(counts)).sum() / jnp.maximum(counts.sum(), 1)
+
+
+def balanced_over_classes(w: Any, batch: Any) -> Any:
+    of_classes = lambda x: jax.ops.segment_sum(x, batch["class"], 3)
+    losses = ((batch["x"] @ w) ** 2).sum(1)
+    return (of_classes(losses) / jnp.maximum(of_classes(jnp.ones(len(losses))), 1)).sum()
+
+
+def balanced_after_sorting(w: Any, batch: Any) -> Any:
+    """A small addend in bfloat16, of rows that were sorted before."""
+    scores = jnp.sort(batch["x"].astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), 0)
+    gates = jax.nn.softmax(scores.astype(jnp.float32))
+    return (scores**2).mean().astype(jnp.float32) + 0.01 * (gates.mean(0) ** 2).sum()
+
+
+def undecided_below(x: Any) -> Any:
+    """Divide all rows by the largest entry, in a callback, if that is more than 1."""
+    of = lambda x: np.float32(x / max(1, np.abs(x).max()))
+    return jax.pure_callback(
+        of, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
+    )
+
+
+def in_groups(x: Any) -> Any:
+    """Centre groups of two rows, in a callback."""
+    of = lambda x: np.float32(x - np.repeat(np.reshape(x, (-1, 2)).mean(1), 2))
+    return jax.pure_callback(of, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def two_views(w: Any, batch: Any) -> Any:
+    """The first half of the rows are other views of the second half."""
+    one, other = (batch["x"] @ w).reshape(2, -1, w.shape[1])
+    return ((one - other) ** 2).mean() + ((batch["x"] @ w - 1) ** 2).mean()
+
+
+ALIKE = BATCH | {"x": np.tile(BATCH["x"][:1], (16, 1)), "class": np.ones(16, np.int32)}
 FULL = BATCH | {"mask": np.ones(16, np.float32)}
 NO_GAINS = BATCH | {"gain": np.zeros(16, np.float32)}
 NAN = BATCH | {"x": np.full_like(BATCH["x"], np.nan)}
 WHOLE = "of rows of the whole batch the loss is"
+COMPARES = "The loss compares rows of the batch"
 NOT_SO = "And by numbers it is not so"
 # A loss, what is said, the batch and the options.
 REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
-    "with one row on each shard": (compared, NOT_SO, FEW, {}),
+    "with one row on each shard": (compared, COMPARES, FEW, {}),
     "a branch on the rows": (of_few_rows, WHOLE, BATCH, {"params": "sharded"}),
     "a branch on the rows of a microbatch": (
         of_few_rows,
@@ -194,17 +251,17 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     ),
     # That of two rows is their mean.
     "a median": (lambda w, b: jnp.median((b["x"] @ w).sum(1) ** 2), WHOLE, FEW, {}),
-    "gains that are all 0": (policy_gradient, "and then rows are compared", NO_GAINS, {}),
-    "a small addend in bfloat16": (balanced, "and then rows are compared", BATCH, {}),
+    "gains that are all 0": (policy_gradient, COMPARES, NO_GAINS, {}),
+    "a small addend in bfloat16": (balanced, COMPARES, BATCH, {}),
     # Both are means in a batch without padding, and with gains that are 0.
     "a mask of ones": (
-        lambda w, b: in_order(w, b).sum() / b["mask"].sum(),
-        r"with other numbers in batch\['mask'\], of rows of the whole batch",
+        lambda w, b: (in_order(w, b) * jnp.sort(b["mask"])).mean(),
+        r"with other numbers in batch\['mask'\], .*of rows of the whole batch",
         FULL,
         {"params": "sharded"},
     ),
     "a mask that is true": (
-        lambda w, b: in_order(w, b).sum() / b["mask"].sum(),
+        lambda w, b: jnp.where(jnp.sort(b["mask"]), in_order(w, b), 0).mean(),
         r"with other numbers in batch\['mask'\]",
         BATCH | {"mask": np.ones(16, bool)},
         {"accumulate_steps": 2},
@@ -216,39 +273,63 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         {},
     ),
     "a gradient of 0": (
-        lambda w, b: (in_order(w, b) * jnp.sort(b["gain"])).mean(),
+        lambda w, b: (in_order(w, b) * (jnp.sort(b["gain"]) == 5)).mean(),
         "the gradient of this batch is 0",
         BATCH | {"gain": np.zeros(16, np.int32)},
         {},
     ),
+    "a threshold that all rows reach": (of_hard_rows, "ge of a sum over rows", ALIKE, {}),
+    "a margin": (with_a_margin, "max of a sum over rows", BATCH, {}),
+    "rows that all count": (of_sorted_classes, "divides by a sum over the rows", ALIKE, {}),
+    "rows of one class": (balanced_over_classes, "divides by a sum over the rows", ALIKE, {}),
+    # The callback does not compute each row alone, either.
+    "a callback that is of all rows where one is large": (
+        lambda w, b: (undecided_below(b["x"]) @ w).sum(1).mean(),
+        "by pure_callback.*the results of pure_callback",
+        BATCH | {"x": BATCH["x"] / 100},
+        {},
+    ),
+    "a small addend in bfloat16 beside groups": (
+        lambda w, b: balanced(w, b) + (in_groups(b["gain"]) * (b["x"] @ w)[:, 0]).mean(),
+        COMPARES,
+        BATCH | {"gain": np.float32(np.arange(16) % 5)},
+        {},
+    ),
+    "a small addend in bfloat16, sorted": (
+        balanced_after_sorting,
+        "mul of a sum|square of a sum|integer_pow of a sum",
+        BATCH,
+        {},
+    ),
+    "rows that are alike": (two_views, r"other numbers in batch.*'x'", ALIKE, {}),
     "sums in a loop": (summed_in_a_loop, r"return crossshard\.Mean\(total, count\)", BATCH, {}),
-    "numbers that are not finite": (compared, "not finite cannot show it", NAN, {}),
-    "gradients": (centred_gradients, "in a gradient of its own.*and then rows", BATCH, {}),
+    "numbers that are not finite": (in_chunks(meet), "not finite cannot show it", NAN, {}),
+    "gradients": (centred_gradients, COMPARES, BATCH, {}),
     "no weight": (masked, "Pass weight='mask'", BATCH, {}),
-    "noise": (lambda w, b, rng: dropped(w, b, rng) + compared(w, b), NOT_SO, BATCH, {}),
+    "noise": (lambda w, b, rng: dropped(w, b, rng) + in_order(w, b)[0], NOT_SO, BATCH, {}),
     "one number of rows": (
         of_so_many_rows,
         r"cannot be computed of all rows at once.*loss_over",
         BATCH,
         {},
     ),
-    "chunks in bfloat16": (in_chunks(jnp.std), f"{NOT_SO}: {WHOLE}", MANY, {}),
-    "chunks": (in_chunks(jnp.std, jnp.float32), f"{NOT_SO}: {WHOLE}", MANY, {}),
+    "chunks in bfloat16": (in_chunks(meet), f"{NOT_SO}: {WHOLE}", MANY, {}),
+    "chunks": (in_chunks(meet, jnp.float32), f"{NOT_SO}: {WHOLE}", MANY, {}),
     "chunks of microbatches": (
-        in_chunks(lambda x: (x - x.mean(0)).var(), jnp.float32),
+        in_chunks(lambda x: meet(x + 1), jnp.float32),
         f"{NOT_SO}: {WHOLE}",
         MANY,
         {"accumulate_steps": 2},
     ),
     # The noise of a rounding does not excuse that rows in another order give other numbers.
-    "the order": (in_chunks(lambda x: jnp.std(x + 3)), NOT_SO, MANY, {"num_shards": 2}),
+    "the order": (in_chunks(lambda x: meet(x + 3)), NOT_SO, MANY, {"num_shards": 2}),
     "gradients of the whole batch": (
         of_few_gradients(0.01),
         r"whole batch the loss is .*; the gradients are",
         MANY,
         {},
     ),
-    "an axis": (with_axis(in_chunks(jnp.std)), WHOLE, MANY, {"params": "sharded"}),
+    "an axis": (with_axis(in_chunks(meet)), WHOLE, MANY, {"params": "sharded"}),
 }
 DEEP = [
     *("a branch on the rows of a microbatch", "noise"),
@@ -260,6 +341,14 @@ DEEP = [
 def test_by_numbers_it_is_not_so(name: str):
     loss, said, batch, options = REFUSED[name]
     refused(loss, said, batch, **options)
+
+
+@pytest.mark.parametrize("params", ["replicated", "sharded"])
+def test_a_layer_that_starts_at_0_hides_nothing(params: str):
+    step = made(two_views, params=params)
+    state = step.init(np.zeros((3, 2), np.float32))
+    with pytest.raises(LossError, match=r"with other numbers in batch.*'x'\], params, "):
+        step(state, BATCH)
 
 
 ZERO_SHARDS = BATCH | {"mask": np.float32(np.arange(16) >= 8)}
@@ -370,4 +459,4 @@ def test_on_the_mesh_that_is_set():
     ):
         found = moved(made(a_mean), BATCH)
         np.testing.assert_allclose(found, jax.jit(jax.grad(plain))(W, BATCH), rtol=1e-5, atol=1e-5)
-        refused(compared, NOT_SO)
+        refused(lambda w, b: in_order(w, b)[0], NOT_SO)

@@ -236,6 +236,16 @@ def test_what_is_equal_in_the_first_batch_alone_is_not_believed_later() -> None:
     assert_close(got, want, atol=4e-6)
 
 
+@pytest.mark.parametrize("label", [-100, 50256])
+def test_a_label_that_does_not_count_may_come_after_the_first_batch(label: int) -> None:
+    loss = divided(lambda batch: batch["words"] != label)
+    later = BATCHES[1] | {"words": np.where(BATCHES[1]["mask"] > 0, 1, label).astype(np.int32)}
+    step = sgd_step(loss, RATE, 4, weight=lambda batch: jnp.float32(batch["words"].size))
+    got = step.model(train(step, step.init(W), [BATCHES[0], later]))
+    want, _ = on_one_device(loss, optax.sgd(RATE), W, [BATCHES[0], later])
+    assert_close(got, want, atol=4e-6)
+
+
 def test_rows_that_count_nothing_may_come_after_the_first_batch() -> None:
     batches = [BATCHES[1] | {"long": np.ones((ROWS, 40), bool)}, BATCHES[0]]
     assert not batches[1]["long"].any(1).all()

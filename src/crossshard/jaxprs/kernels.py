@@ -94,6 +94,7 @@ def _name_of(equation: Any) -> str:
 class Assumptions:
     """The operations that a walk assumes to compute each row alone."""
 
+    allowed: bool = True  # if not, nothing is known of these operations
     # The operations, by the ``id`` of the second of their equations.
     operations: dict[int, list[Operation]] = field(default_factory=dict)
     # By the ``id`` of a call's equation: the jaxpr of its derivative, with more rows, and the facts
@@ -151,6 +152,8 @@ def of_kernel(
     if outputs is None:
         return unknown
     if not _is_proven(pair, inputs, outputs):
+        if not assumed.allowed:
+            return unknown
         assumed.add(Operation(pair, tuple(inputs), tuple(outputs)))
     return outputs
 

@@ -158,6 +158,12 @@ def prove(
         fails = Obstacle(OverRows.UNDECIDED, _FAILS, source=_jax.source_of_error(whole))
         return Proof((fails,) * len(first.out_avals), first, assumed)
     facts = facts_of_outputs((first, whole), inputs, rows, times, shards, assumed)
+    if assumed.names() and any(map(_compares, facts)):
+        # Rows may be compared whatever the operations do, so that no numbers need to show it.
+        nothing = Assumptions(allowed=False)
+        known = facts_of_outputs((first, whole), inputs, rows, times, shards, nothing)
+        if any(map(_compares, known)):
+            return Proof(known, first, nothing)
     if rows >= _MANY or not any(isinstance(fact, Obstacle) for fact in facts):
         return Proof(facts, first, assumed)
     # With one row JAX leaves out operations that would repeat it. So the program with more rows is
@@ -234,6 +240,10 @@ _FAILS = "it cannot be traced with more rows"
 _COUNTS = "it computes with the number of rows"
 _DIFFERS = "it computes something different with more rows"
 _OF_FEW = "it computes something different with this number of rows"
+
+
+def _compares(fact: Fact) -> bool:
+    return isinstance(fact, Obstacle) and fact.kind is OverRows.COMPARED
 
 
 def is_mean(fact: Fact) -> bool:
@@ -340,7 +350,9 @@ class _OverRows(Analysis[Fact]):
         match decides:
             case Free(power=0):
                 return None
-            case Obstacle() | OneRow(0) | NonZero():
+            case Obstacle():
+                return replace(decides, of_all=False)
+            case OneRow(0) | NonZero():
                 return decides
             case Total() | Divided(Total() | Free()):
                 return pair.compared(f"a sum over rows decides a {name}")
@@ -396,7 +408,11 @@ class _OverRows(Analysis[Fact]):
         ]
 
     def transfer(self, equations: Equations, inputs: Sequence[Fact]) -> Sequence[Fact]:
-        pair, number = self._pair(equations), len(equations[0].outvars)
+        pair = self._pair(equations)
+        return rules.of_all_rows(pair, inputs, self._outputs(pair, inputs))
+
+    def _outputs(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
+        number = len(pair.one.outvars)
         if not number:  # a debug print
             return []
         if pair.name in PASSES and len(inputs) == number:
@@ -414,7 +430,7 @@ class _OverRows(Analysis[Fact]):
             return [pair.undecided(f"{pair.name}, which has an effect")] * number
         obstacle = worst(inputs)
         if obstacle is not None:
-            return [obstacle] * number
+            return [rules.of_undecided(pair, inputs, obstacle)] * number
         if pair.name == "scan":
             return self._checked(pair, self._scan_over_rows(pair, inputs))
         if pair.name == "custom_linear_solve":

@@ -30,6 +30,7 @@ ADDS_SHARDS = "the shards' means are added up"
 ADDS_UNLIKE = "terms that depend differently on the number of rows"
 MEETS_EARLIER = "a row meets those before it"
 SAME_NOISE = "noise from a key that is the same on every shard"
+DIVIDES = "a sum over rows divides what is not decided"
 
 
 # Dataclasses, since tuples of two kinds could be equal.
@@ -174,6 +175,9 @@ class Obstacle:
     source: str = ""  # the source line, if it is known without an equation
     # Whether it has rows of other shards, so that the user means rows to be compared.
     brings: bool = False
+    # Whether it holds something of all rows, such as a mean over them: what is not linear in it
+    # compares rows. So no numbers are needed, which may hide that.
+    of_all: bool = False
 
 
 Fact = Free | Rows | Chunks | Index | Shape | OneRow | SoFar | Total | Divided | NonZero | Obstacle
@@ -257,7 +261,8 @@ def worst(facts: Sequence[Fact]) -> Obstacle | None:
     """Return the obstacle among facts that explains most; ``None`` if there is none."""
     order = OverRows.COMPARED, OverRows.OVER_SHARDS, OverRows.UNDECIDED
     found = [fact for fact in facts if type(fact) is Obstacle]
-    return min(found, key=lambda x: (not x.brings, order.index(x.kind)), default=None)
+    rank = lambda x: (not x.brings, order.index(x.kind), x.reason != DIVIDES, not x.of_all)
+    return min(found, key=rank, default=None)
 
 
 def layout(facts: Sequence[Fact]) -> Rows | None:

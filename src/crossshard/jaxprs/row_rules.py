@@ -12,9 +12,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from crossshard.jaxprs.primitives import ADDS, CHOOSES, ELEMENTWISE, KEYS, LINEAR, MIXES, MOVES
+from crossshard.jaxprs.primitives import (
+    ADDS,
+    CHOOSES,
+    ELEMENTWISE,
+    KEYS,
+    KNOWN,
+    LINEAR,
+    MIXES,
+    MOVES,
+)
 from crossshard.jaxprs.row_facts import (
     ADDS_UNLIKE,
+    DIVIDES,
     MEETS_EARLIER,
     SAME_NOISE,
     Chunks,
@@ -24,6 +34,7 @@ from crossshard.jaxprs.row_facts import (
     Index,
     NonZero,
     Obstacle,
+    OverRows,
     Pair,
     Rows,
     SoFar,
@@ -35,6 +46,7 @@ from crossshard.jaxprs.row_facts import (
     joined,
     layout,
     power_of,
+    shape_of,
 )
 from crossshard.jaxprs.slices import Along, Slicing, axes_after
 
@@ -516,9 +528,9 @@ def _of_rows_and_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
         case [Rows(), Total()] if pair.name == "div":
             return pair.undecided(reason)
     # If the result is averaged over the rows, what is added to each row is added to the mean.
-    return (
-        pair.undecided(reason) if pair.name in ("add", "add_any") else _mixed(pair, inputs, reason)
-    )
+    if pair.name in ("add", "add_any"):
+        return replace(pair.undecided(reason), of_all=True)
+    return _mixed(pair, inputs, reason)
 
 
 def of_divided(
@@ -628,7 +640,7 @@ def _divided(pair: Pair, inputs: Sequence[Fact], mixed: Obstacle) -> Fact:
         case [Total(power, moved=""), Free(by)]:
             return Total(power - by)
         case [Total(moved="") | Free(), Total(single=False)]:
-            return pair.undecided("div by several sums over rows")
+            return pair.undecided(DIVIDES)
         case [Total(power, moved=""), Total(by) as divisor]:
             return Divided(Total(power - by), divisor, pair.one)
         case [Free(power), Total(by) as divisor]:
@@ -666,3 +678,64 @@ def added(facts: Sequence[Fact], mixed: Obstacle) -> Fact:
         case Divided(Total(power), by), Divided(Total(other_power), also) if by.is_same(also):
             return replace(one, adds=one.adds or other.adds) if power == other_power else mixed
     return mixed
+
+
+# What is not decided, and sums over it: numbers decide, unless it is not linear in a sum.
+
+
+def of_undecided(pair: Pair, inputs: Sequence[Fact], obstacle: Obstacle) -> Obstacle:
+    """Return the fact of the outputs, given the worst of the obstacles among the inputs."""
+    name, atoms = pair.name, pair.one.invars
+    if obstacle.kind is not OverRows.UNDECIDED or name not in KNOWN:
+        return obstacle
+    is_all = [_is_of_all(fact) for fact in inputs]
+    fixed = [shape_of(one) == shape_of(other) for one, other in zip(*_ends(pair)[0], strict=True)]
+    if name == "div" and fixed[1] and is_all[1]:
+        return replace(obstacle, reason=DIVIDES, equation=pair.one, of_all=True)
+    exact = [each and is_inexact(atom) for each, atom in zip(is_all, atoms, strict=True)]
+    if not any(exact):
+        return replace(obstacle, of_all=False)
+    rest = [
+        x
+        for x, is_fixed in zip(inputs, fixed, strict=True)
+        if not (isinstance(x, Free) or getattr(x, "constant", False))
+        and not (is_fixed and _is_undecided(x) and not _is_of_all(x))
+    ]
+    linear = name in LINEAR or name in ADDS
+    if name in ("mul", "dot_general", "gather", "dynamic_slice") or (name == "div" and exact[0]):
+        linear = len(rest) == 1
+    elif name == "select_n":
+        linear = fixed[0]
+    elif name in ("max", "eq", "ne", "gt", "lt") and all(fixed):
+        # A guard of what divides.
+        linear = any(isinstance(x, Free) and (x.number or 0) >= (name == "max") for x in inputs)
+    if linear and not pair.converts():
+        return replace(obstacle, of_all=True)
+    return pair.compared(f"{name} of a sum over rows")
+
+
+def of_all_rows(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Fact]) -> Sequence[Fact]:
+    """Note which outputs that are not decided hold something of all rows: those without rows."""
+    given, made = _ends(pair)
+    from_all = any(map(_is_of_all, inputs)) or any(
+        shape_of(one) != shape_of(other) for one, other in zip(*given, strict=True)
+    )
+    return [
+        replace(fact, of_all=True)
+        if from_all and _is_undecided(fact) and shape_of(one) == shape_of(other)
+        else fact
+        for fact, one, other in zip(outputs, *made, strict=True)
+    ]
+
+
+def _ends(pair: Pair) -> tuple[Any, Any]:
+    """Return the inputs of both equations, and their outputs."""
+    return (pair.one.invars, pair.other.invars), (pair.one.outvars, pair.other.outvars)
+
+
+def _is_undecided(fact: Fact) -> bool:
+    return isinstance(fact, Obstacle) and fact.kind is OverRows.UNDECIDED
+
+
+def _is_of_all(fact: Fact) -> bool:
+    return isinstance(fact, Total | Divided | NonZero) or getattr(fact, "of_all", False)

@@ -158,14 +158,15 @@ class _Check:
             per_shard=False,
         )
 
-    def _run(
-        self, function: Callable[..., Any], state: TrainState, *batches: Any
-    ) -> tuple[list[Any], float]:
-        """Run a function on all processes; return its results, and the precision of its floats."""
-        traced = jax.jit(function, out_shardings=self._everywhere).trace(state, batches[0])
+    def _run(self, function: Callable[..., Any], *given: Any) -> tuple[list[Any], float]:
+        """Run a function on all processes; return its results, and the precision of its floats.
+
+        ``given`` are pairs of a state and a batch.
+        """
+        traced = jax.jit(function, out_shardings=self._everywhere).trace(*given[0])
         precision = max(map(precision_of, equations_of(traced.jaxpr)), default=0.0)
         run = traced.lower().compile()
-        return [jax.device_get(run(state, batch)) for batch in batches], precision
+        return [jax.device_get(run(*each)) for each in given], precision
 
     def _not_finite(self, of: str) -> LossError:
         return LossError(
@@ -175,35 +176,54 @@ class _Check:
 
     # The whole loss.
 
-    def _varied(self, rows: Any, turn: int, names: dict[str, None]) -> Any:
-        """Return a batch with other numbers where all are alike; add the names of these arrays.
+    def _varied(self, state: TrainState, batch: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+        """Return states and batches with other numbers, and the names of what has some.
 
-        Of ones, as in a mask of a batch without padding, some become 0; floats that are 0, as
-        rewards that nobody has reached yet, become random.
+        Of ones, as in a mask of a batch without padding, some become 0, and of zeros that are no
+        floats some become 1. Floats that are all alike, as rewards that nobody has reached yet,
+        become random; and so do parameters, as of a layer that starts at 0. Other floats of a batch
+        become larger and smaller, each by its own factor, as outliers are, unless all are integers,
+        as of a mask.
         """
-        are_all = jax.jit(
-            lambda x: ((x == 1).all(), (x == 0).all()), out_shardings=self._everywhere
-        )
+        rows, whole = self._config.loss.split(batch)
+        found, tree = jax.tree_util.tree_flatten_with_path((rows, state.params))
+        leaves = [x for _, x in found]
+        is_number = lambda x: x.size and (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number))
+        places = [place for place, x in enumerate(leaves) if is_number(x)]
+        looks = lambda x: (x.min(), x.max(), (x == jnp.round(x)).all() if is_inexact(x) else True)
+        look = jax.jit(lambda xs: list(map(looks, xs)), out_shardings=self._everywhere)
+        draws = dict[int, Callable[..., Any]]()
+        seen = jax.device_get(look([leaves[place] for place in places]))
+        for place, (low, high, counts) in zip(places, seen, strict=True):
+            exact, of_batch = is_inexact(leaves[place]), not found[place][0][0].idx
+            if of_batch and low == high and (low == 1 or (low == 0 and not exact)):
+                draws[place] = functools.partial(_some_ones, 0.8 if low else 0.2)
+            elif exact and low == high:
+                draws[place] = functools.partial(_nearby, 1 if of_batch else 0.1)
+            elif of_batch and not counts:
+                draws[place] = _with_outliers
 
-        def varied(path: Any, x: Any) -> Any:
-            if not x.size or not (x.dtype == np.bool_ or jnp.issubdtype(x.dtype, np.number)):
-                return x
-            ones, zeros = jax.device_get(are_all(x))
-            if not (ones or (zeros and is_inexact(x))):
-                return x
-            names[f"batch{jax.tree_util.keystr(path)}"] = None
-            some = lambda key: jax.random.bernoulli(key, 0.8, x.shape)
-            draw = some if ones else lambda key: jax.random.normal(key, x.shape)
-            drawn = jax.jit(lambda key: draw(key).astype(x.dtype), out_shardings=x.sharding)
-            return drawn(jax.random.fold_in(jax.random.key(turn), len(names)))
+        def drawn(turn: Any, given: dict[int, Any]) -> dict[int, Any]:
+            key = lambda place: jax.random.fold_in(jax.random.key(turn), place)
+            of = lambda place, x: draws[place](key(place), x, turn).astype(x.dtype)
+            return {place: of(place, x) for place, x in given.items()}
 
-        return jax.tree_util.tree_map_with_path(varied, rows)
+        given = {place: leaves[place] for place in draws}
+        run = jax.jit(drawn, out_shardings={place: x.sharding for place, x in given.items()})
+        varied = []
+        for turn in range(_VARIED if draws else 0):
+            others = run(turn, given)
+            rows, params = tree.unflatten([others.get(i, x) for i, x in enumerate(leaves)])
+            varied.append((dataclasses.replace(state, params=params), join(rows, whole)))
+        path_of = lambda path: f"batch{jax.tree_util.keystr(path[1:])}"
+        names = ["params" if found[i][0][0].idx else path_of(found[i][0]) for i in draws]
+        return varied, list(dict.fromkeys(names))
 
     def loss(self, state: TrainState, batch: Any) -> None:
         """Compare the loss of all rows, and its gradient, with the mean of the pieces'.
 
-        So it is done with another batch, too, if entries of this one hide what later ones show: a
-        mask of ones, or rewards of 0.
+        So it is done with other batches and parameters, too, since these may hide what later ones
+        show: a mask of ones, rewards that are all alike, or a layer that starts at 0.
 
         XLA splits the work of all rows; or each shard does all of it, if the loss names the axis of
         the shards, or has a kernel that XLA cannot split. Floats get 32 bits, if the loss takes
@@ -216,10 +236,8 @@ class _Check:
             again = lambda x, axis: jnp.concatenate([x] * shards, axis)
             return join(jax.tree.map(again, rows, loss.batch_axes.tree_of(rows)), whole)
 
-        rows, whole = loss.split(batch)
-        names = dict[str, None]()
-        varied = [join(self._varied(rows, turn, names), whole) for turn in range(_VARIED)]
-        batches = [batch, *varied] if names else [batch]
+        varied, names = self._varied(state, batch)
+        given = [(state, batch), *varied]
         same = lambda x: x
         of_batch = changed(self._loss, over=LossOver.BATCH, weight=None)
         ways = [(of_batch, same), (self._loss, repeated)]
@@ -228,7 +246,7 @@ class _Check:
             for widen in (_widened, same):
                 run = functools.partial(self._compared, of_all, all_rows, widen)
                 try:
-                    (found, *more), precision = self._run(run, state, *batches)
+                    (found, *more), precision = self._run(run, *given)
                 except Exception as error:  # a loss may raise anything on other shapes
                     failure = error
                 else:
@@ -365,9 +383,12 @@ class _Check:
             )(own, batch)
 
         try:
-            (found,), _ = self._run(on_shards, state, batch)
+            varied, _ = self._varied(state, batch)
+            (first, *more), _ = self._run(on_shards, (state, batch), *varied)
         except Exception as error:  # a loss may raise anything on other shapes
             raise _NotDecidedError from error
+        # Not of numbers that only the variation made not finite.
+        found = np.concatenate([first, *(each for each in more if np.isfinite(each).all())])
         worst = np.argmax(np.nan_to_num(found[..., 1], nan=np.inf), 0)
         apart = found[worst, np.arange(found.shape[1])]
         for (operation, change), (distance, allowed) in zip(trials[-1], apart, strict=True):
@@ -404,6 +425,20 @@ def _widened(tree: Any) -> Any:
     """Cast floats to at least 32 bits, in which numbers show more."""
     is_coarse = lambda x: is_inexact(x) and jnp.finfo(x.dtype).bits < 32
     return jax.tree.map(lambda x: x.astype(jnp.float32) if is_coarse(x) else x, tree)
+
+
+def _some_ones(often: float, key: Any, x: Any, turn: Any) -> Any:
+    del turn
+    return jax.random.bernoulli(key, often, x.shape)
+
+
+def _nearby(size: float, key: Any, x: Any, turn: Any) -> Any:
+    del turn
+    return x + size * jax.random.normal(key, x.shape)
+
+
+def _with_outliers(key: Any, x: Any, turn: Any) -> Any:
+    return x * jnp.exp(turn * jax.random.normal(key, x.shape))
 
 
 def _relative(difference: Any, *values: Any) -> jax.Array:

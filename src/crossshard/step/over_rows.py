@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from crossshard import _check, _jax
 from crossshard._annotations import PyTree
@@ -30,13 +30,21 @@ from crossshard.jaxprs.rewrite import evaluate, inlined
 from crossshard.jaxprs.row_facts import (
     ADDS_SHARDS,
     ADDS_UNLIKE,
+    DIVIDES,
     MEETS_EARLIER,
     SAME_NOISE,
     Free,
     OverRows,
     Total,
 )
-from crossshard.jaxprs.walk import Call, constants, control_flow, depends, opened
+from crossshard.jaxprs.walk import (
+    Call,
+    constants,
+    control_flow,
+    depends,
+    equations_of,
+    opened,
+)
 from crossshard.shards.batch_axes import join
 from crossshard.step.microbatches import SumOf, Weight
 
@@ -47,6 +55,7 @@ REMEDIES = (
 # How often two functions are compared on random numbers; and up to which relative difference two
 # float32 sums of the same numbers, in another order, count as equal.
 _TRIALS, _TOLERANCE = 4, 1e-5
+_NUMBERS = 32  # how many of the numbers of a program are tried
 # float32 rounds off what is added to a count if it is no larger than this.
 _ROUNDED = 1e-6
 AS_MEAN = (
@@ -184,6 +193,12 @@ class OverRowsRecord:
         self.latest = finding
         where = f" ({finding.source})" if finding.source else ""
         refusal = _refusal(finding, where, summed, microbatches)
+        if finding.reason == DIVIDES and weight is None:
+            refusal = (
+                f"The loss divides by a sum over the rows of the batch{where}, in which shards may "
+                f"differ, so that the mean of their losses is not that of the whole batch. "
+                f"{AS_MEAN} Or: {REMEDIES}"
+            )
         if refusal:
             raise LossError(refusal)
         types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
@@ -403,11 +418,15 @@ def _agree(one: Callable[..., Any], other: Callable[..., Any], *types: Any) -> b
         return False
     leaves = [x for x, is_read in zip(jax.tree.leaves(types), reads, strict=True) if is_read]
     draw = np.random.default_rng(0)
+    atoms = [atom for each in equations_of(kept) for atom in each.invars]
+    values = [x.val for x in atoms if isinstance(x, Literal) and np.ndim(x.val) == 0]
+    numbers = sorted({float(x) for x in values if math.isfinite(x)})[:_NUMBERS]
 
     def run() -> Any:
         both = jax.jit(jaxpr_as_fun(kept))
         draws = (
-            [_drawn(draw, x.shape, x.dtype, trial) for x in leaves] for trial in range(_TRIALS)
+            [_drawn(draw, x.shape, x.dtype, trial, numbers) for x in leaves]
+            for trial in range(_TRIALS * (1 + len(numbers)))
         )
         with jax.enable_x64(x64):
             return np.array([jax.device_get(both(*each)) for each in draws], np.float64)
@@ -428,12 +447,22 @@ def are_equal(one: Any, other: Any) -> bool:
     return bool(np.abs(one - other) <= _TOLERANCE * max(np.abs(one), np.abs(other)))
 
 
-def _drawn(draw: np.random.Generator, shape: Any, dtype: Any, trial: int) -> Any:
+def _drawn(
+    draw: np.random.Generator, shape: Any, dtype: Any, trial: int, numbers: Sequence[float]
+) -> Any:
     """Draw numbers of a dtype: small ones, and zeros among them; integers of both signs.
 
     Later trials have slices of zeros, as rows of padding are, and larger and smaller numbers: a sum
-    may have bounds that it reaches only there.
+    may have bounds that it reaches only there. The last have the ``numbers`` of the program, too,
+    such as a label that does not count, and their neighbours.
     """
+    if trial >= _TRIALS and dtype != np.bool_:
+        which, trial = divmod(trial - _TRIALS, _TRIALS)
+        others = np.asarray(_drawn(draw, shape, dtype, trial, ()))
+        near = numbers[which] + draw.integers(-1, 2, shape) * (trial % 2)
+        if jnp.issubdtype(dtype, jnp.integer):
+            near = np.clip(near, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+        return jnp.where(draw.random(shape) < 0.5, jnp.asarray(near, dtype), others)
     kept = np.ones(shape, bool)
     if trial and shape:
         np.moveaxis(kept, (trial - 1) % len(shape), 0)[::2] = False
