@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import enum
+import functools
 import linecache
 import math
 import os
@@ -48,6 +49,20 @@ def bound_axes() -> dict[str, int]:
 def default_optimization_level() -> bool:
     """Return whether the user has left JAX's level of optimization as it is."""
     return getattr(jax.config, "jax_optimization_level", "UNKNOWN") == "UNKNOWN"
+
+
+@functools.cache
+def options_of_sums() -> dict[str, str]:
+    """Return the options with which XLA for CPUs adds an array in one order, wherever it stands.
+
+    Kernels of YNNPACK, which it takes since JAX 0.10.2, add in another one now and then.
+    """
+    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
+    except Exception:  # of a type that is not public: another JAX has no such option
+        return {}
+    return options
 
 
 def manual_axes() -> frozenset[str]:

@@ -21,6 +21,7 @@ OPTIMIZERS = {
     "adafactor": 1e-2,
     "muon of layers": 1e-2,
     "clipped": 1e-2,
+    "muon of layers, clipped": 1e-2,
 }
 WAYS = [{"weight_update": "replicated"}, {"weight_update": "sharded"}, {"params": "sharded"}]
 # The options of steps that are to have the same bits, by a name.
@@ -42,10 +43,12 @@ def optimizer_of(name: str) -> Any:
     rate = OPTIMIZERS[name]
     if name == "clipped":
         return optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate))
-    if name == "muon of layers":
+    if name.startswith("muon of layers"):
         of = lambda x: optax.contrib.MuonDimensionNumbers((x.ndim - 2,), (x.ndim - 1,))
         matrices = lambda params: jax.tree.map(lambda x: of(x) if x.ndim > 1 else None, params)
-        return optax.contrib.muon(rate, muon_weight_dimension_numbers=matrices)
+        muon = optax.contrib.muon(rate, muon_weight_dimension_numbers=matrices)
+        clips = [optax.clip_by_global_norm(norm) for norm in (0.5, 0.01)]
+        return optax.chain(clips[0], muon, clips[1]) if "clipped" in name else muon
     return getattr(optax, name)(rate)
 
 

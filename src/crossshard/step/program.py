@@ -45,12 +45,13 @@ class Program:
         self._agreed: set[Any] = set()
         self._donation = Donation()
         reduce_together = groups.size if config.is_grouped and groups else mesh.size
-        self.options: dict[str, bool | int] = compiler_options(
+        self.options: dict[str, bool | int | str] = compiler_options(
             mesh.devices.flat[0].platform,
             reduce_together,
             params_sharded=config.params_sharded,
             beside=any(stage.sends_beside for stage in config.pipeline.stages),
             few_bits=isinstance(config.pipeline.aggregator, FewBits),
+            same_bits=loss.same_bits is not None,
         )
         self._automatic = _mesh.under_automatic_axes(self._run, mesh, self._specs)
         self._compiled: Any = self._jit(self._automatic)
@@ -223,7 +224,8 @@ def compiler_options(
     params_sharded: bool = False,
     beside: bool = False,
     few_bits: bool = False,
-) -> dict[str, bool | int]:
+    same_bits: bool = False,
+) -> dict[str, bool | int | str]:
     """Return the compiler options of a step, without those that the user has set in XLA_FLAGS.
 
     XLA for GPUs combines reduce-scatters until their *outputs*, of which each shard has 1/N, have
@@ -238,15 +240,19 @@ def compiler_options(
       params_sharded: whether parameters are gathered, too.
       beside: whether a stage communicates at the same time.
       few_bits: whether gradients are sent in few bits.
+      same_bits: whether bits must not depend on the number of shards.
 
     >>> compiler_options("cpu", 8)
     {}
     >>> compiler_options("gpu", 8)["xla_gpu_reduce_scatter_combine_threshold_bytes"]
     3932160
     """
+    flags = _users_flags()
+    if platform == "cpu" and same_bits:
+        return {name: value for name, value in _jax.options_of_sums().items() if name not in flags}
     if platform != "gpu" or (shards == 1 and not beside):
         return {}
-    options: dict[str, bool | int] = {
+    options: dict[str, bool | int | str] = {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": _COMBINED // shards,
     }
@@ -257,7 +263,6 @@ def compiler_options(
     if beside:
         # Otherwise its collectives and those of the gradients would wait for each other.
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 2
-    flags = _users_flags()
     return {name: value for name, value in options.items() if name not in flags}
 
 

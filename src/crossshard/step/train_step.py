@@ -72,13 +72,14 @@ class TrainStep:
         return self._config.outer_mesh
 
     @property
-    def compiler_options(self) -> dict[str, bool | int]:
+    def compiler_options(self) -> dict[str, bool | int | str]:
         """The options that the step is compiled with, here or by ``lower(...).compile()``.
 
-        On GPUs they overlap communication with matrix products; those that you have set in
-        XLA_FLAGS are left out. Empty on other devices. The level of a scan over checkpoints is
-        among them once the step has been called or lowered. Within a ``jax.jit`` of your own JAX
-        takes only that one's: ``jax.jit(run, compiler_options=step.compiler_options)``.
+        On GPUs they overlap communication with matrix products; on CPUs ``virtual_shards`` needs
+        one. Those that you have set in XLA_FLAGS are left out. The level of a scan over
+        checkpoints is among them once the step has been called or lowered. Within your own
+        ``jax.jit`` JAX takes only that one's:
+        ``jax.jit(run, compiler_options=step.compiler_options)``.
         """
         return dict(self._program.options)
 
