@@ -87,6 +87,12 @@ def limit(pid: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_AS, (now, most))
 
 
+def lift_limit(pid: int) -> None:
+    """Give a process as much memory as it may have."""
+    _, most = resource.prlimit(pid, resource.RLIMIT_AS)
+    resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
+
+
 # What is done, in turn; a process that stands still costs two minutes.
 HOW = (kill, kill, fail, kill, kill, limit, kill, fail)
 
@@ -137,6 +143,8 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(
             for part, taken in run.parts(began, known).items() if how is kill else ():
                 parts.setdefault(part, []).append(taken)
         assert goes_on(memory), run.printed()
+        for pid in run.processes():
+            lift_limit(pid)
         run.process.terminate()
         assert run.process.wait(PATIENCE) == 0, run.printed()
     finally:
