@@ -52,17 +52,13 @@ def default_optimization_level() -> bool:
 
 
 @functools.cache
-def options_of_sums() -> dict[str, str]:
-    """Return the options with which XLA for CPUs adds an array in one order, wherever it stands.
-
-    Kernels of YNNPACK, which it takes since JAX 0.10.2, add in another one now and then.
-    """
-    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
+def takes_option(name: str, value: bool | int | str) -> bool:
+    """Return whether XLA has an option of the compiler: some come and go."""
     try:
-        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
-    except Exception:  # of a type that is not public: another JAX has no such option
-        return {}
-    return options
+        jax.jit(lambda x: x, compiler_options={name: value}).lower(0.0).compile()
+    except Exception:  # of a type that is not public
+        return False
+    return True
 
 
 def manual_axes() -> frozenset[str]:

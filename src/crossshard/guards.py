@@ -148,6 +148,10 @@ class Sentinel:
         """Whether the value of the majority is copied to all."""
         return self.on_divergence is OnDivergence.REPAIR
 
+    @staticmethod
+    def _is_on_cpu(mesh: Mesh) -> bool:
+        return bool(mesh.devices.flat[0].platform == "cpu")
+
     def describe(self) -> str:
         """Describe how often copies are compared, and what happens if they differ."""
         return f"copies compared every {self.every} steps: {self.on_divergence} if they differ"
@@ -205,8 +209,9 @@ class Sentinel:
             found = Divergence(count, jnp.any(differ), flags[-1], suspects, differ[rank])
             if not self.repairs:
                 # JAX would forward them past the cond, and at each step XLA would then copy each
-                # before the step writes to it.
-                return found, lax.optimization_barrier(leaves)
+                # before the step writes to it. On CPUs it has to: there what reads an array that
+                # passes through a cond runs beside it, and collectives of both would meet.
+                return found, leaves if self._is_on_cpu(mesh) else lax.optimization_barrier(leaves)
 
             def repair(leaves: list[Any]) -> list[Any]:
                 repaired = []

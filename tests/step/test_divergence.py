@@ -333,3 +333,26 @@ def test_it_is_refused_where_jax_traces():
     step, state = build("sgd")
     with pytest.raises(ArgumentError, match="outside of"):
         jax.jit(lambda state: step.replay(state, BATCH) and 1.0)(state)
+
+
+def test_a_comparison_does_not_meet_what_groups_and_workers_send():
+    """XLA for CPUs ran both at once, and the program ended by a signal, or stood still."""
+
+    def weighed(params: Any, batch: Any) -> Any:
+        losses = ((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - 1) ** 2).mean(1)
+        return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+    rng = np.random.default_rng(0)
+    shapes = {"a": (7, 301), "b": (301, 13)}
+    params = {name: np.float32(rng.normal(size=shape) / 4) for name, shape in shapes.items()}
+    batches = [{"x": rng.normal(size=(24, 7)), "mask": np.ones(24)} for _ in range(4)]
+    options: dict[str, Any] = {"sync_every": 2, "accumulate_steps": 2, "weight": "mask"}
+    optimizer = crossshard.CrossShardOptimizer(optax.sgd(0.1), group_assignment=[[0, 2], [1, 3]])
+    found = []
+    for compared in ({}, {"check_divergence": 1}):
+        step = make_train_step(weighed, optimizer, num_shards=4, **options, **compared)
+        state = step.init(params)
+        for batch in batches:
+            state, metrics = step(state, batch)
+        found.append(jax.device_get((step.model(state, shard=0), metrics["loss"])))
+    jax.tree.map(np.testing.assert_array_equal, *found)
