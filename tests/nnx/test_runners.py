@@ -583,6 +583,18 @@ def test_in_a_step_a_variable_is_one_shards_own():
         crossshard.shard(spread, [w, X[:2]], num_shards=2)
 
 
+def test_only_what_has_an_axis_of_its_own_has_rows_of_its_own():
+    run = lambda axes: crossshard.shard(
+        lambda own: own["x"].sum() + own["y"].sum(),
+        [{"x": X[:8], "y": X[:4]}],
+        num_shards=2,
+        input_shard_axes=[axes],
+    )
+    assert float(run({"x": 0, "y": 0})[0]) == pytest.approx(X[:4].sum() + X[:2].sum())
+    with pytest.raises(ArgumentError, match="and have 8 and 4 rows"):
+        run(0)
+
+
 @pytest.mark.parametrize("run", [training, lambda loss, number: one_shard(minimizing(loss))])
 def test_what_a_step_or_a_loss_makes_in_a_module_is_refused_and_gone(run: Any):
     model, opt = Sowing(), momentum()
