@@ -172,13 +172,13 @@ Training steps with AdamW, compiled for clusters of H100s on a machine without G
 axis over all of them. Nothing here has run on a GPU, so these are not times.
 
 *Gradients hidden* is the share of the bytes of all-reduces and reduce-scatters between whose start
-and end the program has a matrix product; *gathers hidden* is that of the gathers of parameters,
-and *GB not hidden* are the bytes of all collectives that have none beside them. In a loop every
-run counts. Any product hides a whole collective here, so a row with a single reduce-scatter has
-all of its gradients hidden or none. On the eight GPUs of one host most of what int8 sends has only
-other kernels beside it, which counts as not hidden; no byte of it is without any. *GB of kernels* is what all kernels but matrix products read
-and write, which at 3 TB/s is a third of a millisecond for each. *Arguments* are what a GPU keeps
-between two steps; the peak includes them.
+and end the program has a matrix product; *gathers hidden* is that of the gathers of parameters, and
+*GB not hidden* are the bytes of all collectives that have none beside them. In a loop every run
+counts. Any product hides a whole collective here, so a row with a single reduce-scatter has all of
+its gradients hidden or none. On the eight GPUs of one host most of what int8 sends has only other
+kernels beside it, which counts as not hidden; no byte of it is without any. *GB of kernels* is what
+all kernels but matrix products read and write, which at 3 TB/s is a third of a millisecond for
+each. *Arguments* are what a GPU keeps between two steps; the peak includes them.
 
 *Replicated* steps sum gradients and update all parameters on every GPU; *sharded* ones scatter the
 sums, update a slice and gather the parameters. With *params sharded* each GPU keeps a slice of the
@@ -189,7 +189,7 @@ for FSDP on 1,024 H100s. Ours is compiled with `step.compiler_options`, all othe
 default. *Guards* are `nonfinite="quarantine"`, `check_divergence=100` and the norms of gradient,
 update and parameters. *bfloat16* and *int8* are what gradients are sent in, *bfloat16 feedback* is
 what int8 keeps what it has lost in. Rows without bytes of kernels were measured on 2026-11-23, with
-0.1.0; the others later, with 0.3.0.dev0.
+0.1.0; the others later, with 0.3.0.dev0 and 0.4.0.dev0.
 
 GSPMD sums gradients in bfloat16, which is half the bytes; ours and those by hand sum in float32.
 The lower bound of our steps is 2(N−1)/N · P. With sharded parameters, gathered in bfloat16 as
