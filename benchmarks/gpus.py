@@ -175,7 +175,7 @@ axis over all of them. Nothing here has run on a GPU, so these are not times.
 and end the program has a matrix product; *gathers hidden* is that of the gathers of parameters, and
 *GB not hidden* are the bytes of all collectives that have none beside them. In a loop every run
 counts. Any product hides a whole collective here, so a row with a single reduce-scatter has all of
-its gradients hidden or none. On the eight GPUs of one host most of what int8 sends has only other
+its gradients hidden or none. On the eight GPUs of one host much of what int8 sends has only other
 kernels beside it, which counts as not hidden; no byte of it is without any. *GB of kernels* is what
 all kernels but matrix products read and write, which at 3 TB/s is a third of a millisecond for
 each. *Arguments* are what a GPU keeps between two steps; the peak includes them.
