@@ -94,7 +94,7 @@ class Run:
         found = []
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         # What has ended meanwhile, the launcher too, runs nothing.
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             for pid in map(int, path.read_text().split()):
                 with contextlib.suppress(OSError):
                     if b"examples.byte_lm" in Path(f"/proc/{pid}/cmdline").read_bytes():

@@ -3,7 +3,6 @@
 import copy
 import ctypes
 import enum
-import functools
 import linecache
 import math
 import os
@@ -49,16 +48,6 @@ def bound_axes() -> dict[str, int]:
 def default_optimization_level() -> bool:
     """Return whether the user has left JAX's level of optimization as it is."""
     return getattr(jax.config, "jax_optimization_level", "UNKNOWN") == "UNKNOWN"
-
-
-@functools.cache
-def takes_option(name: str, value: bool | int | str) -> bool:
-    """Return whether XLA has an option of the compiler: some come and go."""
-    try:
-        jax.jit(lambda x: x, compiler_options={name: value}).lower(0.0).compile()
-    except Exception:  # of a type that is not public
-        return False
-    return True
 
 
 def manual_axes() -> frozenset[str]:

@@ -148,10 +148,6 @@ class Sentinel:
         """Whether the value of the majority is copied to all."""
         return self.on_divergence is OnDivergence.REPAIR
 
-    @staticmethod
-    def _is_on_cpu(mesh: Mesh) -> bool:
-        return bool(mesh.devices.flat[0].platform == "cpu")
-
     def describe(self) -> str:
         """Describe how often copies are compared, and what happens if they differ."""
         return f"copies compared every {self.every} steps: {self.on_divergence} if they differ"
@@ -182,7 +178,13 @@ class Sentinel:
     ) -> tuple[Divergence, Any]:
         """Compare, and maybe repair, one device's leaves, the first ``of_all`` with all shards."""
         mesh, names = layout.mesh, layout.axes
-        shards = Shards(layout.number_of_shards, names, manual=True, groups=layout.groups)
+        shards = Shards(
+            layout.number_of_shards,
+            names,
+            manual=True,
+            platform=mesh.devices.flat[0].platform,
+            groups=layout.groups,
+        )
         on_any = lambda flags: lax.pmax(flags.astype(jnp.int32), mesh.axis_names) > 0
 
         # All agree on this, since shards whose counts differ would hang in collectives.
@@ -209,9 +211,10 @@ class Sentinel:
             found = Divergence(count, jnp.any(differ), flags[-1], suspects, differ[rank])
             if not self.repairs:
                 # JAX would forward them past the cond, and at each step XLA would then copy each
-                # before the step writes to it. On CPUs it has to: there what reads an array that
-                # passes through a cond runs beside it, and collectives of both would meet.
-                return found, leaves if self._is_on_cpu(mesh) else lax.optimization_barrier(leaves)
+                # before the step writes to it. On CPUs it may: with a barrier, steps whose groups
+                # and workers communicate, too, crashed there.
+                as_given = lambda leaves: leaves
+                return found, shards.by_platform(leaves, as_given, lax.optimization_barrier)
 
             def repair(leaves: list[Any]) -> list[Any]:
                 repaired = []

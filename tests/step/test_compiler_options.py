@@ -1,4 +1,4 @@
-"""The options that a step is compiled with: those of GPUs, and none where the user has set them."""
+"""The options that a step is compiled with, and none where the user has set them."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import crossshard
 from crossshard.step import program
 from crossshard.step.program import compiler_options
+from tests.step.common import sgd_step
 
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 THRESHOLD = "xla_gpu_reduce_scatter_combine_threshold_bytes"
@@ -59,6 +60,19 @@ BATCH = jnp.ones((16, 8))
 def make(**options: Any) -> crossshard.TrainStep:
     opt = crossshard.CrossShardOptimizer(optax.sgd(0.1), **options)
     return crossshard.make_train_step(lambda w, x: ((x @ w) ** 2).mean(), opt, num_shards=8)
+
+
+def test_the_same_bits_have_one_order_of_sums_on_cpus(monkeypatch: pytest.MonkeyPatch):
+    made = lambda **options: sgd_step(lambda w, x: ((x @ w) ** 2).mean(), 0.1, 8, **options)
+    name = "xla_cpu_experimental_ynn_fusion_type"
+    assert made().compiler_options == {}
+    step = made(virtual_shards=8)
+    assert step.compiler_options == {name: ""}
+    # An option that this JAX does not know is an error.
+    text = step.lower(step.abstract_init(PARAMS), BATCH).compile().as_text()
+    assert "ynn_fusion" not in text
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=")
+    assert made(virtual_shards=8).compiler_options == {}
 
 
 def test_sharded_parameters_travel_beside_the_sums(monkeypatch: pytest.MonkeyPatch):

@@ -199,6 +199,18 @@ def test_any_number_of_shards_is_right():
     assert_close(step.unshard(state).params, expected)
 
 
+def test_layers_that_fill_the_rows_of_their_owners_travel_whole():
+    """Two layers on seven shards and one on the last, with a decay that reads them."""
+    params = {"many": normal(2 * N - 1, 32, 32)}
+    loss = lambda params, x: (jax.numpy.tanh(x @ params["many"]).sum(0) ** 2).mean()
+    rule = muon(weight_decay=0.1)
+    step = made(rule, loss=loss)
+    state = train(step, step.init(params), BATCHES)
+    assert [len(each.places) for each in layout_of(step, state).arrays.blocks] == [1]
+    expected, _ = on_one_device(loss, rule, params, BATCHES)
+    assert_close(step.unshard(state).params, expected, atol=1e-6, rtol=1e-6)
+
+
 def test_every_leaf_is_updated_once():
     step = made(muon())
     dealt = layout_of(step, step.init(PARAMS)).arrays

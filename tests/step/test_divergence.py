@@ -336,7 +336,7 @@ def test_it_is_refused_where_jax_traces():
 
 
 def test_a_comparison_does_not_meet_what_groups_and_workers_send():
-    """XLA for CPUs ran both at once, and the program ended by a signal, or stood still."""
+    """On CPUs the program ended by a signal, or stood still."""
 
     def weighed(params: Any, batch: Any) -> Any:
         losses = ((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - 1) ** 2).mean(1)

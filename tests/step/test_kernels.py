@@ -303,6 +303,15 @@ def test_microbatches_along_another_axis():
     step(step.init(W), {name: x[:, :12] for name, x in TURNED.items()})
 
 
+def test_an_operation_is_tried_on_rows_along_another_axis():
+    """Of a loss that takes as many steps in time as there are."""
+    table = jnp.arange(1.0, TIME + 1)[:, None, None]
+    wrong = called_back(of=lambda x: x - 0.01 * x.mean(1, keepdims=True))
+    model = behind(with_slope(wrong, lambda x: x))
+    batch = {name: x[:, :12] for name, x in TURNED.items()}
+    refused(lambda x, w: model(x, w) * table, f"{NOT_SO}: of the same rows", batch, batch_axis=1)
+
+
 # rowwise.
 
 

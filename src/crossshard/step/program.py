@@ -212,8 +212,8 @@ def _check_not_of_mesh(error: ValueError, axes: tuple[str, ...]) -> None:
 _COMBINED = 30 << 20
 # The GPUs of most hosts.
 _OF_A_HOST = 8
-# XLA for CPUs adds with kernels of YNNPACK, in another order now and then.
-_SUMS = ("xla_cpu_experimental_ynn_fusion_type", "")
+# No kernels of YNNPACK, with which XLA for CPUs adds in another order now and then.
+_SUMS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 # XLA's number of level O1, and the options that it sets even where a flag says otherwise.
 _O1 = 19
 _OF_O1 = re.compile(r"^xla_gpu_enable_(pipelined|while_loop|latency_hiding|analytical)")
@@ -250,10 +250,8 @@ def compiler_options(
     3932160
     """
     flags = _users_flags()
-    if platform == "cpu":
-        name, value = _SUMS
-        takes = same_bits and name not in flags and _jax.takes_option(name, value)
-        return {name: value} if takes else {}
+    if platform == "cpu" and same_bits:
+        return {name: value for name, value in _SUMS.items() if name not in flags}
     if platform != "gpu" or (shards == 1 and not beside):
         return {}
     options: dict[str, bool | int | str] = {
