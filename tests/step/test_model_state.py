@@ -178,7 +178,7 @@ def test_a_state_of_equinox_with_aux():
 
     model, start = eqx.nn.make_with_state(Model)(jax.random.key(0))
     # Every shard has the same rows, so that all is as on one device.
-    step = sgd_step(loss, 0.1, 4, has_aux=True, model_state="mean")
+    step = sgd_step(loss, 0.1, 4, has_aux=True, model_state="mean", loss_over="shard")
     state, metrics = step(step.init(model, model_state=start), np.tile(X[0], (4, 1)))
     assert metrics["aux"]["largest"].shape == (4,)
     of_all = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
