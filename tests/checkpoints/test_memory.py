@@ -481,3 +481,23 @@ def test_what_is_kept_after_an_older_one_was_restored_is_the_newest(folders: dic
     checkpoints.save(state, "saved")
     checkpoints.wait()
     assert restored(folders, step)[1] == "saved"
+
+
+def test_what_is_saved_after_as_many_steps_as_an_abandoned_snapshot_is_the_newest(
+    folders: dict[str, Any],
+):
+    step = step_on(2)
+    checkpoints = opened(folders, step, memory_every=2)
+    state, _ = step(step.init(PARAMS), XS[0])
+    checkpoints.save(state, "before")
+    checkpoints.snapshot(state)
+    state, _ = step(state, XS[1])
+    checkpoints.snapshot(state, "abandoned")
+    state, _ = checkpoints.restore(state, 1)
+    state, _ = step(state, XS[2])
+    checkpoints.snapshot(state)
+    checkpoints.save(state, "saved")
+    checkpoints.wait()
+    found, data, _ = restored(folders, step)
+    assert data == "saved"
+    check_same_bits(arrays(step, found), arrays(step, state))

@@ -88,6 +88,23 @@ def test_what_was_just_saved_is_not_saved_again(tmp_path: Path):
     assert checkpoints.steps() == [1, 2]
 
 
+def test_a_state_after_an_older_one_was_restored_is_saved(tmp_path: Path):
+    step = step_on(2)
+    state = trained(step, 1)
+    with Checkpoints(tmp_path, step) as checkpoints:
+        checkpoints.save_if_preempted(state)
+        checkpoints.save(state, "before")
+        state, _ = step(state, XS[1])
+        checkpoints.save(state, "abandoned")
+        state, _ = checkpoints.restore(state, 1)
+        state, _ = step(state, XS[2])
+        assert stop(checkpoints, state)
+    expected = arrays(step, state)
+    found, data = Checkpoints(tmp_path, step).restore_latest(state)
+    assert data == "stopped"
+    check_same_bits(arrays(step, found), expected)
+
+
 def test_a_second_signal_ends_the_process(tmp_path: Path):
     code = LOOP.replace("time.sleep(0.01)", "os.kill(os.getpid(), 15); os.kill(os.getpid(), 15)")
     running = program(code, tmp_path)

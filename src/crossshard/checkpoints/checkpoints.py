@@ -467,6 +467,10 @@ class Checkpoints:
         if not only_params:
             self._compile_beside(layout, types)
         self._saving.wait()
+        # What follows may be another state after as many steps as one that is kept.
+        self._saving.taken = None
+        if self._snapshots is not None:
+            self._snapshots.forget_count()
         if self._snapshots is not None and step is None and not (only_params or best):
             newest = max(self.steps(), default=-1)
             for _, snapshot in reversed(self._snapshots.candidates()):

@@ -120,6 +120,11 @@ class Snapshots:
         self.wait()
         return self._last if taken == self._taken else self._last + 1
 
+    def forget_count(self) -> None:
+        """Forget how many steps the last state has taken, since another one may follow it."""
+        self.wait()
+        self._taken = None
+
     def take(
         self,
         layout: StateLayout,
