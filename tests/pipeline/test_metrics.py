@@ -86,10 +86,11 @@ def test_a_mask_that_is_taken_for_a_schedule_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("weighted", "accumulate_steps"),
-    [(False, 1), deep((True, 2))],
+    ("weighted", "accumulate_steps", "loss_over"),
+    # Of rows, a ratio with a bound is a ``Mean``, which weighs its gradients itself.
+    [(False, 1, "shard"), deep((True, 2, "shard")), (True, 1, "rows"), deep((True, 2, "rows"))],
 )
-def test_the_noise_is_on_average_what_it_is(weighted: bool, accumulate_steps: int):
+def test_the_noise_is_on_average_what_it_is(weighted: bool, accumulate_steps: int, loss_over: str):
     # The gradient of one example is a known mean plus noise of a known covariance.
     true, spread = np.array([1.0, -2.0, 0.5]), np.array([3.0, 1.0, 2.0])
     counts = np.array([2, 8, 4, 6]) if weighted else np.full(N, 8)
@@ -107,7 +108,7 @@ def test_the_noise_is_on_average_what_it_is(weighted: bool, accumulate_steps: in
         metrics=("noise_variance", "noise_signal", "noise_scale"),
         accumulate_steps=accumulate_steps,
         weight=(lambda batch: batch["n"].sum()) if weighted else None,
-        loss_over="shard",
+        loss_over=loss_over,
     )
     state, rng, found = step.init(np.zeros(3, np.float32)), np.random.default_rng(1), []
     for _ in range(600):

@@ -56,6 +56,29 @@ def test_a_prefix_says_how_each_is_reduced(weight_update: str, microbatches: int
     assert aux["none"] is None
 
 
+# A sum of floats that something is done to divides as the sum of the batch does.
+BOUNDS = {"max": lambda n: jnp.maximum(n, 1), "plus": lambda n: n + 1e-8}
+WAYS = [{}, {"accumulate_steps": 2}, deep({"virtual_shards": 4}), deep({"nonfinite": "quarantine"})]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_a_bounded_weight_counts_as_a_plain_one(bound: str, options: dict[str, Any]):
+    def loss(w: Any, batch: Any) -> tuple[jax.Array, Any]:
+        rows, counts = (batch["x"] @ w) ** 2, batch["mask"]
+        mean = (rows * counts).sum() / BOUNDS[bound](counts.sum())
+        return mean, {"mean": mean, "features": batch["x"].sum(0)}
+
+    reduction = {"mean": "mean", "features": "sum"}
+    given = {"weight": "mask", "has_aux": True, "aux_reduction": reduction, **options}
+    step = sgd_step(loss, 0.1, 4, **given)
+    _, metrics = step(step.init(W), BATCH)
+    aux = metrics["aux"]
+    np.testing.assert_allclose(aux["mean"], ((X @ W) ** 2 * MASK).sum() / 5, rtol=1e-5)
+    counted = X[MASK > 0] if "accumulate_steps" in options else X[:6]
+    np.testing.assert_allclose(aux["features"], counted.sum(0), rtol=1e-5, atol=1e-5)
+
+
 def unweighted(w: Any, batch: Any) -> tuple[jax.Array, Any]:
     mean = ((batch["x"] @ w) ** 2).mean()
     return mean, (mean, batch["x"].sum(0))

@@ -120,7 +120,16 @@ def test_means_travel_with_the_loss():
 
 def counting(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
     """A mean that is NaN without rows, and a count of steps."""
-    mean = (batch["x"].sum(1) * batch["mask"]).sum() / batch["mask"].sum()
+    return counted(batch["mask"].sum(), params, state, batch)
+
+
+def bounded(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
+    """A mean that is 0 without rows."""
+    return counted(jnp.maximum(batch["mask"].sum(), 1), params, state, batch)
+
+
+def counted(by: jax.Array, params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
+    mean = (batch["x"].sum(1) * batch["mask"]).sum() / by
     return params * mean, {"mean": 0.5 * (state["mean"] + mean), "count": state["count"] + 1}
 
 
@@ -128,17 +137,25 @@ START = {"mean": np.float32(2), "count": 3}
 
 
 @pytest.mark.parametrize(
-    ("kind", "shards", "microbatches"),
-    [("mean", 4, 1), ("mean", 2, 2), ("per_shard", 2, 2), deep(("per_shard", 4, 1))],
+    ("loss", "kind", "shards", "microbatches"),
+    [
+        (counting, "mean", 4, 1),
+        (counting, "mean", 2, 2),
+        (counting, "per_shard", 2, 2),
+        deep((counting, "per_shard", 4, 1)),
+        (bounded, "mean", 4, 1),
+        deep((bounded, "mean", 2, 2)),
+        deep((bounded, "per_shard", 2, 2)),
+    ],
 )
-def test_what_has_no_weight_does_not_count(kind: str, shards: int, microbatches: int):
+def test_what_has_no_weight_does_not_count(loss: Any, kind: str, shards: int, microbatches: int):
     options = {"model_state": kind, "weight": "mask", "accumulate_steps": microbatches}
-    step = sgd_step(counting, 0.1, shards, **options)
+    step = sgd_step(loss, 0.1, shards, **options)
     state = step.init(np.float32(1), model_state=START)
     state, _ = step(state, {"x": X[0][:8], "mask": np.zeros(8)})
     assert_close(step.model(state), (1.0, START))
     # Without rows: shards 1 and 2 of 4, or the second microbatch of 0, and the first of 1.
-    mask = np.array([1, 1, 0, 0, 0, 0, 1, 0])
+    mask = np.float32([1, 1, 0, 0, 0, 0, 1, 0])
     state, metrics = step(state, {"x": X[0][:8], "mask": mask})
     rows = X[0][:8].sum(1)
     own = 0.5 * (2 + np.array([rows[:2].mean(), rows[6]]))

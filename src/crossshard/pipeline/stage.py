@@ -79,6 +79,8 @@ class Gradients:
         that it is this shard's slice of the sum; empty if no leaf is. Such a leaf is ``SUMMED``.
       summed_norm: before the aggregate: float32[], the squared norm of this shard's own gradients
         of the ``early`` leaves; ``None`` if no stage asks for it.
+      own_weight: before the aggregate: float[], the weight of this shard, if ``weight`` is not it
+        because a ``Mean`` has weighed the gradients; else ``None``.
       weighed: before the aggregate: whether ``values``, ``extra`` and ``sums`` have been multiplied
         by the weight.
       dtypes: the dtypes that the reduced ``extra`` and ``values`` are to have, leaf by leaf; stages
@@ -99,6 +101,7 @@ class Gradients:
     updated: Updated | None = None
     beside: PyTree = ()
     summed_norm: jax.Array | None = None
+    own_weight: jax.Array | None = None
     status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     extra_status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     early: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})

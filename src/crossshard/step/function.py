@@ -174,7 +174,11 @@ class StepConfig:
             params=like,
             widened=widened,
             early=local.early,
-        ).replace(weighed=local.is_weighed, summed_norm=local.squared_norm)
+        ).replace(
+            weighed=local.is_weighed,
+            summed_norm=local.squared_norm,
+            own_weight=loss.weight_beside(None, local.terms),
+        )
         if pipeline.nonfinite is not None:
             beside = new_nans(local.model_state, before.model_state)
             gradients = gradients.replace(beside=beside)
@@ -203,20 +207,22 @@ class StepConfig:
         num_parts = loss.parts(context.shards.size)
         metrics = {"loss": gradients.extra["value"]}
         sums: dict[str, Any] = dict(gradients.sums)
+        beside = gradients
         if loss.weight is not None:
-            counts = sums["terms"].counts[-1] if "terms" in sums else None
-            metrics["weight"] = gradients.weight if counts is None else counts
+            # A ``Mean`` has the weight in its counts.
+            weight = sums["terms"].counts[-1] if "terms" in sums else gradients.weight
+            metrics["weight"], beside = weight, gradients.replace(weight=weight)
         terms = sums.get("terms", local.terms)
         if terms is not None:
             metrics |= terms.metrics() if loss.weight is None else {}
             are_empty = terms.are_empty()
             gradients = gradients if are_empty is None else gradients.skipped_if(are_empty)
-        aux = loss.reduced_aux(local, gradients, num_parts, context.shards.groups is not None)
+        aux = loss.reduced_aux(local, beside, num_parts, context.shards.groups is not None)
         after = dataclasses.replace(
             before,
             step=before.step + 1,
             opt_state=opt_state,
-            model_state=reduced_state(local.model_state, gradients, num_parts),
+            model_state=reduced_state(local.model_state, beside, num_parts),
         )
         return Progress(after, aux, metrics, gradients)
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from crossshard import _check
 from crossshard._annotations import Given
-from crossshard.collectives.sums import to_average
+from crossshard.collectives.sums import average, to_average, to_sum
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged, Updated
 from crossshard.pipeline.update.arrays import squared_norm
@@ -64,9 +64,14 @@ class LocalNorms(Stage):
         )
         if gradients.summed_norm is not None:
             squared += gradients.summed_norm
-        sums = {**gradients.sums, "squared_norm": to_average(squared, weight)}
-        if weight is not None:
-            sums["shards_with_weight"] = (weight != 0).astype(jnp.float32)
+        own, sums = gradients.own_weight, dict(gradients.sums)
+        if own is not None:
+            squared = average(squared, own)
+            own = sums["own_weight"] = to_sum(own, weight)
+        sums["squared_norm"] = to_average(squared, weight)
+        counted = weight if own is None else own
+        if counted is not None:
+            sums["shards_with_weight"] = (counted != 0).astype(jnp.float32)
         return gradients.replace(sums=sums), state
 
 
@@ -154,14 +159,17 @@ def _updated_params(updated: Updated) -> Any:
 
 
 def _of_noise(gradients: Gradients, context: StageContext) -> Mapping[str, Any]:
-    number = context.shards.size
-    total = gradients.weight
-    active: Any = number if total is None else gradients.sums["shards_with_weight"]
-    local = gradients.sums["squared_norm"] / (number if total is None else total)
+    sums, number, total = gradients.sums, context.shards.size, gradients.weight
+    parts: Any = number if total is None else total
+    active, examples = sums.get("shards_with_weight", number), context.examples * parts
+    local = sums["squared_norm"] / parts
+    if "own_weight" in sums:
+        # A ``Mean`` multiplies the gradient of a shard by its weight, over the mean weight.
+        examples = sums["own_weight"]
+        local *= examples / parts
     # Under SUM the reduced gradient is not divided.
     scale = 1 if context.divisor == number else number
     reduced = context.arrays.squared_norm(gradients.settled().values) / scale**2
-    examples = context.examples * (number if total is None else total)
     variance = (local - reduced) * examples / (active - 1)
     signal = reduced - variance / examples
     return {

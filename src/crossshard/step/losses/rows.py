@@ -18,7 +18,7 @@ from crossshard._check import is_inexact
 from crossshard.collectives.sums import average, to_sum
 from crossshard.errors import ArgumentError
 from crossshard.gradients.local import split_loss
-from crossshard.gradients.mean import Mean, counts_of, sums_of
+from crossshard.gradients.mean import Mean, MeanSums, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.mean_over_rows import facts_of_inputs, prove, types_with
 from crossshard.jaxprs.rewrite import opaque_false
@@ -167,11 +167,22 @@ class StepLoss(abc.ABC):
         """Return the arrays, by name, that the aggregate sums besides gradients and loss."""
         if local.sums is not None:
             return local.sums
-        of_state = model_states.to_reduce(self.model_state, local.model_state, local.weight)
-        of_aux = aux_to_reduce(self.aux_reduction, local.aux, local.weight)
+        weight = self.weight_beside(local.weight, local.terms)
+        of_state = model_states.to_reduce(self.model_state, local.model_state, weight)
+        of_aux = aux_to_reduce(self.aux_reduction, local.aux, weight)
         counted = lambda x: to_sum(x, local.weight)
         terms = {} if local.terms is None else {"terms": jax.tree.map(counted, local.terms)}
         return of_state | of_aux | terms
+
+    def weight_beside(self, weight: Any, terms: MeanSums | None) -> Any:
+        """Return the weight of a shard in means of what is beside its gradient.
+
+        A ratio that is a ``Mean`` weighs its gradients itself; its last count is the weight.
+        """
+        if self.weight is None or terms is None:
+            return weight
+        own = terms.counts[-1]
+        return own if weight is None else own * weight
 
     def reduced_aux(
         self, local: LocalResult, gradients: Gradients, number: int, grouped: bool
@@ -361,8 +372,8 @@ class StepLoss(abc.ABC):
             of_end = end.aux, end.terms, end.weight
             aux, terms, weights = jax.tree.map(append, others, of_end)
         total = None if weights is None else sums[2]
+        aux = aux_of_microbatches(self.aux_reduction, aux, self.weight_beside(weights, terms))
         terms = jax.tree.map(lambda x: x.sum(0), terms)
-        aux = aux_of_microbatches(self.aux_reduction, aux, weights)
         return LocalResult(loss, values, total, model_state, aux, terms, early, *beside)
 
     def _compute_rows(
@@ -420,10 +431,9 @@ class StepLoss(abc.ABC):
             # Their next values are what the backward pass returns, and were divided by the scale.
             whole = [x if scale is None else x * scale for x in of_others]
             after = model_states.overwrite(after, whole)
-        if weight is not None:
-            after = model_states.unless_weightless(
-                self.model_state, weight, after, state.model_state
-            )
+        own = self.weight_beside(weight, terms)
+        if own is not None:
+            after = model_states.unless_weightless(self.model_state, own, after, state.model_state)
         return LocalResult(jnp.asarray(loss), gradients, weight, after, aux, terms, early, *beside)
 
     def _keys(self, state: TrainState, batch: Any, shard: Any, index: Any) -> Keys:
