@@ -224,6 +224,20 @@ def test_the_error_or_the_warning_names_shard_and_leaf(repair: bool):
         state, _ = step(state, ROWS)
 
 
+def test_a_caller_that_goes_on_from_before_is_told_once():
+    step, clean, leaf = small(8, check_divergence=1)
+    state = on_device(clean, leaf, 5)
+    for _ in range(2):
+        state, _ = step(state, ROWS)
+    with pytest.raises(crossshard.errors.DivergenceError, match="step 0 another copy"):
+        step(state, ROWS)
+    # As from a checkpoint. The second step had been told the same.
+    state = clean.restored()
+    for _ in range(4):
+        state, _ = step(state, ROWS)
+    step.finish(state)
+
+
 def test_a_fault_is_found_at_the_next_check():
     step, _, leaf = small(8, check_divergence=5)
     state, seen = step.init(jnp.ones(5)), []

@@ -14,7 +14,12 @@ from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Key, PyTree
 from crossshard._check import is_inexact
 from crossshard.distributed.watch import PROGRESS, entering, for_now
-from crossshard.errors import ArgumentError, ArgumentTypeError, NonfiniteError
+from crossshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DivergenceError,
+    NonfiniteError,
+)
 from crossshard.gradients.status import leaf_name
 from crossshard.guards import copy_state, differing, names_of_compared, report_divergence
 from crossshard.model.layout import StateLayout
@@ -161,16 +166,21 @@ class TrainStep:
             metrics = self._found.popleft()
             if config.sentinel is not None and metrics["divergence"].diverged:
                 names = self.compared(state)
-                report_divergence(
-                    metrics["divergence"], config.sentinel, names, config.mesh, config.axes
-                )
+                try:
+                    report_divergence(
+                        metrics["divergence"], config.sentinel, names, config.mesh, config.axes
+                    )
+                except DivergenceError:
+                    # A caller that goes on from a checkpoint is not told of the same steps again.
+                    self._found.clear()
+                    raise
             if nonfinite is None:
                 continue
             found = metrics["nonfinite"]
             # All devices have the same copy, or all shards.
             number = int(np.ravel(jax.device_get(found.in_a_row.addressable_data(0)))[0])
             if number >= nonfinite.max_consecutive:
-                # A caller that goes on is not told of the same steps again.
+                # As above.
                 self._found.clear()
                 raise _not_finite(found, number, state)
 
