@@ -72,7 +72,22 @@ def test_value_and_gradient_are_those_of_the_loss_without_its_scale():
         assert (float(value), float(gradient)) == (9.0, 6.0)
 
 
-def test_gradients_that_are_summed_in_a_loop_are_scaled_in_every_microbatch():
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_scale_that_16_bits_do_not_hold_is_the_same_in_both_directions(dtype: str):
+    def loss(w: Any, x: Any) -> jax.Array:
+        return (w * x).mean().astype(dtype)
+
+    x, scale = np.full(N, 0.75, np.float32), DynamicLossScale(777.7)
+    step = sgd_step(loss, 1.0, N, loss_scale=scale)
+    state, _ = step(step.init(np.float32(2)), x)
+    np.testing.assert_allclose(state.params, 1.25, rtol=1e-6)
+    of_shard = crossshard.value_and_grad(loss, loss_scale=scale.init(None))
+    np.testing.assert_allclose(of_shard(np.float32(2), x)[1], 0.75, rtol=1e-6)
+
+
+# The square of the larger one is infinite in float32.
+@pytest.mark.parametrize("initial", [1024.0, 2.0**64])
+def test_gradients_that_are_summed_in_a_loop_are_scaled_in_every_microbatch(initial: float):
     rng = np.random.default_rng(0)
     layers = np.float32(rng.normal(size=(2, 192, 192)) / 16)
     rows = np.float32(rng.normal(size=(16, 192)))
@@ -80,9 +95,12 @@ def test_gradients_that_are_summed_in_a_loop_are_scaled_in_every_microbatch():
     def loss(w: Any, x: Any) -> jax.Array:
         return (jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)[0] ** 2).mean()
 
-    scale = DynamicLossScale(initial=1024.0)
-    step = sgd_step(loss, 1.0, 4, accumulate_steps=2, loss_scale=scale)
-    state, _ = step(step.init(layers), rows)
+    options = {"loss_scale": DynamicLossScale(initial), "metrics": "local_grad_norm"}
+    step = sgd_step(loss, 1.0, 4, accumulate_steps=2, **options)
+    state, metrics = step(step.init(layers), rows)
+    own = jax.vmap(jax.grad(loss), (None, 0))(layers, rows.reshape(4, 4, 192))
+    norm = np.sqrt((np.asarray(own, np.float64) ** 2).sum((1, 2, 3)).mean())
+    np.testing.assert_allclose(metrics["local_grad_norm"], norm, rtol=1e-4)
     want = layers - jax.jit(jax.grad(loss))(layers, rows)
     np.testing.assert_allclose(state.params, want, rtol=0, atol=1e-6)
 

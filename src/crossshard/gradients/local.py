@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from crossshard import _check, _jax
 from crossshard._annotations import PyTree
@@ -183,7 +184,7 @@ def _check_scale(given: Any) -> jax.Array:
     _check.finite("loss_scale", given)
     if not isinstance(given, jax.Array) and given <= 0:
         raise ArgumentError(f"loss_scale must be positive; got {given}.")
-    return scale
+    return as_scale(scale)
 
 
 def _check_argnums(argnums: Any) -> int | tuple[int, ...]:
@@ -322,6 +323,15 @@ def split_loss(
         )
     loss, aux = out if has_aux else (out, None)
     return loss if isinstance(loss, Mean) else _check.scalar(loss, kinds=kinds), aux
+
+
+def as_scale(scale: Any) -> jax.Array:
+    """Return a scale rounded to 8 bits, which floats of 16 bits hold.
+
+    So a loss in 16 bits is multiplied by what its gradients are divided by.
+    """
+    wide = scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
+    return lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
 
 
 def scaled(loss: Any, scale: Any) -> Any:

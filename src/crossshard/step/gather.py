@@ -208,7 +208,7 @@ class AtUse:
                 for place in late:
                     slot = None if unread[place] else inputs[place]
                     more = beside.get(place)
-                    inputs[place] = self._leaf(place, leaves[place], slot, weight, more)
+                    inputs[place] = self._leaf(place, leaves[place], slot, weight, more, loss_scale)
                 uses.clear()
                 turns.clear()
                 loss, aux = _call_traced(traced, [*inputs, *others], note)
@@ -232,7 +232,7 @@ class AtUse:
         squared = jnp.float32(0)
         for place, (new, mark) in of_beside.items():
             is_used, norm = mark[..., 0], mark[..., 1].sum()
-            squared += norm if loss_scale is None else norm / loss_scale**2
+            squared += norm
             if new is None:
                 continue
             if turns[place] != math.prod(self.partitions[place].shape):
@@ -285,10 +285,13 @@ class AtUse:
         rows = self.partitions[place].shape[: self.partitions[place].row is not None]
         return None if self.held is None else self.held[place], jnp.zeros((*rows, 2))
 
-    def _leaf(self, place: int, x: Any, slot: Any, weight: Any, beside: Any = None) -> "Leaf":
+    def _leaf(
+        self, place: int, x: Any, slot: Any, weight: Any, beside: Any = None, scale: Any = None
+    ) -> "Leaf":
         transfer = Transfer(self._of_one, self.partitions[place], x.dtype, wide(x.dtype))
         arrays = {"value": x, "slot": slot, "beside": beside}
-        shared = {"weight": weight, "rerun": self.rerun}
+        scale = scale if self.measures else None
+        shared = {"weight": weight, "rerun": self.rerun, "scale": scale}
         if self.before is not None:
             values, _, total = self.before
             arrays["before"] = jax.tree.leaves(values)[place]
@@ -398,7 +401,8 @@ class Transfer:
                 total = jnp.where(is_bad, jnp.nan, total)
             if after is not None:
                 # That it was sent, and its squared norm.
-                norm = squared_norm(own) if at_use.measures else 0.0
+                # Divided before it is squared: the square of a large scale overflows.
+                norm = squared_norm(unscale(own, kept.shared["scale"])) if at_use.measures else 0.0
                 # A parameter that has rows may be used in full: then its first row has the norm.
                 first = jnp.arange(max(1, after.size // 2)).reshape(after.shape[:-1]) == 0
                 after = held, jnp.stack([jnp.ones(first.shape), jnp.where(first, norm, 0)], -1)
@@ -530,7 +534,8 @@ class Leaf(Deferred):
     # not computed; and ``before``, the sum of earlier microbatches, if there are some.
     arrays: dict[str, Any]
     # What is the same for all rows: ``weight``, float[], of this shard, or ``None`` if all count
-    # the same; and ``before``, the sum of those of earlier microbatches.
+    # the same; ``scale``, of the loss, where norms are measured; and ``before``, the sum of the
+    # weights of earlier microbatches.
     shared: dict[str, Any]
     of_row: bool = False  # whether it is a row of the parameter, or some
     in_ring: bool = False  # whether its slices are multiplied one by one as they arrive

@@ -31,6 +31,8 @@ class DynamicLossScale(Stage):
     and the scale is multiplied by ``backoff_factor``. After ``growth_interval`` good steps it is
     multiplied by ``growth_factor`` (Micikevicius et al. 2018, arXiv 1710.03740).
 
+    The loss is multiplied by it rounded to 8 bits, which numbers of 16 bits hold.
+
     Attributes:
       initial: the first scale.
       growth_interval: the number of good steps before the scale grows.

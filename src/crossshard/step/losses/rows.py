@@ -17,7 +17,7 @@ from crossshard import _check, _jax
 from crossshard._check import is_inexact
 from crossshard.collectives.sums import average, to_sum
 from crossshard.errors import ArgumentError
-from crossshard.gradients.local import split_loss
+from crossshard.gradients.local import as_scale, split_loss
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.mean_over_rows import facts_of_inputs, prove, types_with
@@ -630,7 +630,8 @@ def _pruned(function: Callable[..., Any], *args: Any) -> Any:
 
 def scale_of(state: TrainState) -> Any:
     """Return the loss scale of a state, float[]; ``None`` without one."""
-    return getattr(state.opt_state.loss_scale, "scale", None)
+    scale = getattr(state.opt_state.loss_scale, "scale", None)
+    return None if scale is None else as_scale(scale)
 
 
 def _scaled(sums: Sums, scale: Any) -> Sums:
