@@ -210,8 +210,9 @@ class StepConfig:
         beside = gradients
         if loss.weight is not None:
             # A ``Mean`` has the weight in its counts.
-            weight = sums["terms"].counts[-1] if "terms" in sums else gradients.weight
-            metrics["weight"], beside = weight, gradients.replace(weight=weight)
+            of_mean = sums["terms"].counts[-1] if "terms" in sums else gradients.weight
+            beside = gradients.replace(weight=of_mean)
+            metrics["weight"] = beside.weight
         terms = sums.get("terms", local.terms)
         if terms is not None:
             metrics |= terms.metrics() if loss.weight is None else {}
