@@ -398,6 +398,28 @@ def test_a_layer_that_starts_at_0_hides_nothing(params: str):
         step(state, BATCH)
 
 
+def test_a_loop_that_rows_end_is_given_no_larger_ones():
+    """It may end at a tolerance that larger floats do not reach."""
+    seen = []
+
+    def turned(x: Any) -> Any:
+        return jax.lax.while_loop(lambda x: x > 1, lambda x: x / 2, x)
+
+    def loss(w: Any, batch: Any) -> Any:
+        jax.debug.callback(lambda x: seen.append(float(x)), jnp.abs(batch["x"]).max())
+        by = jax.vmap(turned)(batch["x"][:, 0] ** 2)
+        return ((batch["x"] @ w).sum(1) ** 2 * by).mean()
+
+    found = moved(made(loss), BATCH)
+    jax.effects_barrier()
+    assert max(seen) <= np.abs(BATCH["x"]).max()
+    assert len(set(seen)) > SHARDS
+    by = BATCH["x"][:, 0] ** 2
+    by = by / 2 ** np.ceil(np.log2(np.maximum(by, 1)))
+    want = jax.grad(lambda w: ((BATCH["x"] @ w).sum(1) ** 2 * by).mean())(W)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+
+
 ZERO_SHARDS = BATCH | {"mask": np.float32(np.arange(16) >= 8)}
 WEIGHTED = {"weight": lambda batch: batch["mask"].sum()}
 

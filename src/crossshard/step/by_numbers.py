@@ -183,8 +183,10 @@ class _Check:
         floats some become 1. Floats that are all alike, as rewards that nobody has reached yet,
         become random; and so do parameters, as of a layer that starts at 0. Other floats of a batch
         become larger and smaller, each by its own factor, as outliers are, unless all are integers,
-        as of a mask. The rows change places, so that shards have others.
+        as of a mask. Where rows end a loop they only become smaller: it may not end for larger
+        ones. The rows change places, so that shards have others.
         """
+        loops = self._doubt.finding.reason.endswith("rows decide a while")
         rows, whole = self._config.loss.split(batch)
         axes = jax.tree.leaves(self._config.loss.batch_axes.tree_of(rows))
         found, tree = jax.tree_util.tree_flatten_with_path((rows, state.params))
@@ -202,7 +204,7 @@ class _Check:
             elif exact and low == high:
                 draws[place] = functools.partial(_nearby, 1 if of_batch else 0.1)
             elif of_batch and not counts:
-                draws[place] = _with_outliers
+                draws[place] = functools.partial(_with_outliers, loops)
 
         def drawn(turn: Any, given: dict[int, Any]) -> dict[int, Any]:
             key = lambda place: jax.random.fold_in(jax.random.key(turn), place)
@@ -448,8 +450,9 @@ def _nearby(size: float, key: Any, x: Any, turn: Any) -> Any:
     return x + size * jax.random.normal(key, x.shape)
 
 
-def _with_outliers(key: Any, x: Any, turn: Any) -> Any:
-    return x * jnp.exp(turn * jax.random.normal(key, x.shape))
+def _with_outliers(smaller: bool, key: Any, x: Any, turn: Any) -> Any:
+    size = turn * jax.random.normal(key, x.shape)
+    return x * jnp.exp(-jnp.abs(size) if smaller else size)
 
 
 def _relative(difference: Any, *values: Any) -> jax.Array:
