@@ -212,6 +212,39 @@ def balanced_after_sorting(w: Any, batch: Any) -> Any:
     return (scores**2).mean().astype(jnp.float32) + 0.01 * (gates.mean(0) ** 2).sum()
 
 
+def of_hard_classes(hardest: Callable[[Any, int], Any]) -> Any:
+    """A mean of half of the rows; of these each shard has as many in ``EVEN``."""
+
+    def loss(w: Any, batch: Any) -> Any:
+        losses = (w[batch["class"]] ** 2).sum(1)
+        return hardest(losses, len(losses) // 2).mean()
+
+    return loss
+
+
+def by_experts(x: Any, chosen: Any, experts: Any) -> Any:
+    """Rows are sorted by what they have chosen, multiplied group by group, and put back."""
+    order, sizes = jnp.argsort(chosen), jnp.bincount(chosen, length=len(experts))
+    found = jax.lax.ragged_dot(x[order], experts, sizes)
+    return jnp.zeros_like(found).at[order].set(found)
+
+
+def by_masks(x: Any, chosen: Any, experts: Any) -> Any:
+    """Do the same without sorting."""
+    return jnp.einsum("rd,re,edf->rf", x, jax.nn.one_hot(chosen, len(experts)), experts)
+
+
+def two_layers(layer: Any) -> Any:
+    """The second one's choice depends on the first one's experts."""
+
+    def loss(w: Any, batch: Any) -> Any:
+        hidden = layer(batch["x"], batch["class"], jnp.stack([w, -2 * w, 3 * w]))
+        found = layer(hidden, (hidden[:, 0] > 0).astype(int), jnp.stack([w[:2], w[1:]]))
+        return ((found - batch["mask"][:, None]) ** 2).mean()
+
+    return loss
+
+
 def undecided_below(x: Any) -> Any:
     """Divide all rows by the largest entry, in a callback, if that is more than 1."""
     of = lambda x: np.float32(x / max(1, np.abs(x).max()))
@@ -233,6 +266,8 @@ def two_views(w: Any, batch: Any) -> Any:
 
 
 ALIKE = BATCH | {"x": np.tile(BATCH["x"][:1], (16, 1)), "class": np.ones(16, np.int32)}
+EVEN = {"class": np.tile(np.int32([0, 1, 0, 2]), SHARDS)}
+CLASSES = BATCH | {"class": np.int32(np.arange(16) ** 2 % 3)}
 FULL = BATCH | {"mask": np.ones(16, np.float32)}
 NO_GAINS = BATCH | {"gain": np.zeros(16, np.float32)}
 NAN = BATCH | {"x": np.full_like(BATCH["x"], np.nan)}
@@ -256,19 +291,19 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     # Both are means in a batch without padding, and with gains that are 0.
     "a mask of ones": (
         lambda w, b: (in_order(w, b) * jnp.sort(b["mask"])).mean(),
-        r"with other numbers in batch\['mask'\], .*of rows of the whole batch",
+        r"other numbers in batch\['mask'\], .*of rows of the whole batch",
         FULL,
         {"params": "sharded"},
     ),
     "a mask that is true": (
         lambda w, b: jnp.where(jnp.sort(b["mask"]), in_order(w, b), 0).mean(),
-        r"with other numbers in batch\['mask'\]",
+        r"other numbers in batch\['mask'\]",
         BATCH | {"mask": np.ones(16, bool)},
         {"accumulate_steps": 2},
     ),
     "gains that are all 0, of sorted rows": (
         lambda w, b: (in_order(w, b) * jnp.sort(b["gain"]) + 0.1 * in_order(w, b)).mean(),
-        r"with other numbers in batch\['gain'\]",
+        r"other numbers in batch\['gain'\]",
         NO_GAINS,
         {},
     ),
@@ -279,6 +314,18 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         {},
     ),
     "a threshold that all rows reach": (of_hard_rows, "ge of a sum over rows", ALIKE, {}),
+    "the harder half of sorted rows": (
+        of_hard_classes(lambda losses, half: jnp.sort(losses)[half:]),
+        "with the rows in another order, of rows of the whole batch",
+        EVEN,
+        {},
+    ),
+    "the harder half": (
+        of_hard_classes(lambda losses, half: jax.lax.top_k(losses, half)[0]),
+        "top_k over the rows",
+        EVEN,
+        {},
+    ),
     "a margin": (with_a_margin, "max of a sum over rows", BATCH, {}),
     "rows that all count": (of_sorted_classes, "divides by a sum over the rows", ALIKE, {}),
     "rows of one class": (balanced_over_classes, "divides by a sum over the rows", ALIKE, {}),
@@ -347,8 +394,30 @@ def test_by_numbers_it_is_not_so(name: str):
 def test_a_layer_that_starts_at_0_hides_nothing(params: str):
     step = made(two_views, params=params)
     state = step.init(np.zeros((3, 2), np.float32))
-    with pytest.raises(LossError, match=r"with other numbers in batch.*'x'\], params, "):
+    with pytest.raises(LossError, match=r"other numbers in batch.*'x'\], params, "):
         step(state, BATCH)
+
+
+def test_a_loop_that_rows_end_is_given_no_larger_ones():
+    """It may end at a tolerance that larger floats do not reach."""
+    seen = []
+
+    def turned(x: Any) -> Any:
+        return jax.lax.while_loop(lambda x: x > 1, lambda x: x / 2, x)
+
+    def loss(w: Any, batch: Any) -> Any:
+        jax.debug.callback(lambda x: seen.append(float(x)), jnp.abs(batch["x"]).max())
+        by = jax.vmap(turned)(batch["x"][:, 0] ** 2)
+        return ((batch["x"] @ w).sum(1) ** 2 * by).mean()
+
+    found = moved(made(loss), BATCH)
+    jax.effects_barrier()
+    assert max(seen) <= np.abs(BATCH["x"]).max()
+    assert len(set(seen)) > SHARDS
+    by = BATCH["x"][:, 0] ** 2
+    by = by / 2 ** np.ceil(np.log2(np.maximum(by, 1)))
+    want = jax.grad(lambda w: ((BATCH["x"] @ w).sum(1) ** 2 * by).mean())(W)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
 
 
 ZERO_SHARDS = BATCH | {"mask": np.float32(np.arange(16) >= 8)}
@@ -369,6 +438,7 @@ TAKEN: dict[str, tuple[Any, Callable[..., Any] | None, Any, dict[str, Any]]] = {
         FULL,
         {},
     ),
+    "two layers of experts": (two_layers(by_experts), two_layers(by_masks), CLASSES, {}),
     "sums in a loop": (
         lambda w, b: summed_in_a_loop(w, b, crossshard.Mean),
         summed_in_a_loop,

@@ -113,6 +113,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
         ("Divide by that sum",),
     ),
     "a sum": (lambda w, batch: (batch["x"] @ w).sum(), {}, ("reduction='sum'",)),
+    # As models of words and of graphs choose from all rows, laid end to end.
+    "the position of a row": (
+        lambda w, batch: batch["x"].reshape(-1)[jnp.arange(len(batch["x"])) * 3].mean() * w.sum(),
+        {},
+        ("computes with the position of a row", "jnp.take_along_axis", "crossshard.rowwise"),
+    ),
     "undecided": (of_few_rows, {}, ("Nothing proves",)),
 }
 

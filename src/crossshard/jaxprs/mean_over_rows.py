@@ -23,6 +23,7 @@ from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SH
 from crossshard.jaxprs.row_facts import (
     ADDS_SHARDS,
     MEETS_EARLIER,
+    OF_PLACE,
     Chunks,
     Divided,
     Fact,
@@ -540,6 +541,12 @@ class _OverRows(Analysis[Fact]):
 
     def _of_unlike(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         """Return the facts of a kernel, or another program, that each trace creates anew."""
+        if pair.name == "top_k" and isinstance(inputs[0], Rows):
+            # Of so many rows as a share of them, which the first batch may spread evenly.
+            axis, shape = inputs[0].axis, shape_of(pair.one.invars[0])
+            along = pair.one.params.get("axis", -1) % len(shape) == axis
+            if along and pair.one.params["k"] < shape[axis]:
+                return pair.compared("top_k over the rows")
         free = [fact for fact in inputs if isinstance(fact, Free) and not fact.power]
         atoms = [(*each.invars, *each.outvars) for each in pair[:2]]
         same = all(map(_same_shape, *atoms)) and pair.name not in KEYS
@@ -611,7 +618,7 @@ class _OverRows(Analysis[Fact]):
         if index is not None:
             return [index]
         known = pair.name in ELEMENTWISE or rules.sorts_by_noise(pair, inputs)
-        return (pair.compared if known else pair.undecided)("the position of a row")
+        return (pair.compared if known else pair.undecided)(OF_PLACE)
 
     # Loops over the rows.
 

@@ -29,6 +29,7 @@ class OverRows(enum.Enum):
 ADDS_SHARDS = "the shards' means are added up"
 ADDS_UNLIKE = "terms that depend differently on the number of rows"
 MEETS_EARLIER = "a row meets those before it"
+OF_PLACE = "the position of a row"
 SAME_NOISE = "noise from a key that is the same on every shard"
 DIVIDES = "a sum over rows divides what is not decided"
 

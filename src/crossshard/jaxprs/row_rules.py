@@ -685,14 +685,17 @@ def added(facts: Sequence[Fact], mixed: Obstacle) -> Fact:
 
 def of_undecided(pair: Pair, inputs: Sequence[Fact], obstacle: Obstacle) -> Obstacle:
     """Return the fact of the outputs, given the worst of the obstacles among the inputs."""
-    name, atoms = pair.name, pair.one.invars
-    if obstacle.kind is not OverRows.UNDECIDED or name not in KNOWN:
+    if obstacle.kind is not OverRows.UNDECIDED:
         return obstacle
+    name, atoms = pair.name, pair.one.invars
     is_all = [_is_of_all(fact) for fact in inputs]
+    exact = [each and is_inexact(atom) for each, atom in zip(is_all, atoms, strict=True)]
+    if name not in KNOWN:
+        # Integers, such as the numbers of rows of experts, say where rows go.
+        return obstacle if any(exact) else replace(obstacle, of_all=False)
     fixed = [shape_of(one) == shape_of(other) for one, other in zip(*_ends(pair)[0], strict=True)]
     if name == "div" and fixed[1] and is_all[1]:
         return replace(obstacle, reason=DIVIDES, equation=pair.one, of_all=True)
-    exact = [each and is_inexact(atom) for each, atom in zip(is_all, atoms, strict=True)]
     if not any(exact):
         return replace(obstacle, of_all=False)
     rest = [

@@ -8,7 +8,7 @@ other rows, and in halves; so is its gradient. What it computes of a row may dif
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -183,9 +183,12 @@ class _Check:
         floats some become 1. Floats that are all alike, as rewards that nobody has reached yet,
         become random; and so do parameters, as of a layer that starts at 0. Other floats of a batch
         become larger and smaller, each by its own factor, as outliers are, unless all are integers,
-        as of a mask.
+        as of a mask. Where rows end a loop they only become smaller: it may not end for larger
+        ones. The rows change places, so that shards have others.
         """
+        loops = self._doubt.finding.reason.endswith("rows decide a while")
         rows, whole = self._config.loss.split(batch)
+        axes = jax.tree.leaves(self._config.loss.batch_axes.tree_of(rows))
         found, tree = jax.tree_util.tree_flatten_with_path((rows, state.params))
         leaves = [x for _, x in found]
         is_number = lambda x: x.size and (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number))
@@ -201,17 +204,22 @@ class _Check:
             elif exact and low == high:
                 draws[place] = functools.partial(_nearby, 1 if of_batch else 0.1)
             elif of_batch and not counts:
-                draws[place] = _with_outliers
+                draws[place] = functools.partial(_with_outliers, loops)
 
         def drawn(turn: Any, given: dict[int, Any]) -> dict[int, Any]:
             key = lambda place: jax.random.fold_in(jax.random.key(turn), place)
-            of = lambda place, x: draws[place](key(place), x, turn).astype(x.dtype)
-            return {place: of(place, x) for place, x in given.items()}
+            order = jax.random.permutation(key(len(leaves)), leaves[0].shape[axes[0]])
+            found = {
+                place: draws[place](key(place), x, turn).astype(x.dtype) if place in draws else x
+                for place, x in given.items()
+            }
+            moved = lambda place, x: take_rows(x, axes[place], order) if place < len(axes) else x
+            return {place: moved(place, x) for place, x in found.items()}
 
-        given = {place: leaves[place] for place in draws}
+        given = {place: leaves[place] for place in {*range(len(axes)), *draws}}
         run = jax.jit(drawn, out_shardings={place: x.sharding for place, x in given.items()})
         varied = []
-        for turn in range(_VARIED if draws else 0):
+        for turn in range(_VARIED):
             others = run(turn, given)
             rows, params = tree.unflatten([others.get(i, x) for i, x in enumerate(leaves)])
             varied.append((dataclasses.replace(state, params=params), join(rows, whole)))
@@ -290,17 +298,22 @@ class _Check:
         values = _relative(whole - mean, whole, mean)
         return jnp.stack([values, _relative(*norms), whole, mean, norms[1]])
 
-    def _check_apart(self, found: Any, precision: float, names: Iterable[str] = ()) -> None:
+    def _check_apart(
+        self, found: Any, precision: float, names: Sequence[str] | None = None
+    ) -> None:
         """Raise if losses or gradients are further apart than rounding makes them.
 
-        ``names`` are the entries of the batch that were varied.
+        ``names`` are the entries that were varied; ``None`` of the first batch.
         """
         values, gradients, both, mean, _ = map(float, found)
         allowed = max(_TOLERANCE, 2 * min(precision, _COARSEST))
         # False also of numbers that are not finite: they show nothing.
         if values <= allowed and gradients <= allowed:
             return
-        numbers = f"with other numbers in {', '.join(names)}, " * bool(names)
+        numbers = ""
+        if names is not None:
+            others = f" and other numbers in {', '.join(names)}" * bool(names)
+            numbers = f"with the rows in another order{others}, "
         numbers += (
             f"of rows of the whole batch the loss is {both:.6g}, and the mean of the shards' "
         )
@@ -437,8 +450,9 @@ def _nearby(size: float, key: Any, x: Any, turn: Any) -> Any:
     return x + size * jax.random.normal(key, x.shape)
 
 
-def _with_outliers(key: Any, x: Any, turn: Any) -> Any:
-    return x * jnp.exp(turn * jax.random.normal(key, x.shape))
+def _with_outliers(smaller: bool, key: Any, x: Any, turn: Any) -> Any:
+    size = turn * jax.random.normal(key, x.shape)
+    return x * jnp.exp(-jnp.abs(size) if smaller else size)
 
 
 def _relative(difference: Any, *values: Any) -> jax.Array:

@@ -32,6 +32,7 @@ from crossshard.jaxprs.row_facts import (
     ADDS_UNLIKE,
     DIVIDES,
     MEETS_EARLIER,
+    OF_PLACE,
     SAME_NOISE,
     Free,
     OverRows,
@@ -264,6 +265,13 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
             "The loss adds up the shards' means, or what is the same on all of them, with "
             "jax.lax.psum over their axis, so that it is as many times too large as there are "
             "shards. Write jax.lax.pmean; or add up sums over rows, and divide by a sum over all."
+        )
+    if reason == OF_PLACE:
+        return (
+            f"The loss computes with {reason} in the batch{where}, which each shard counts from 0: "
+            f"nothing shows that it finds each row alone by it. Choose within each row, as "
+            f"jax.vmap and jnp.take_along_axis do; or mark a function that computes each row alone "
+            f"with crossshard.rowwise, and numbers try it. Or: {REMEDIES}"
         )
     if finding.of:
         return (
