@@ -93,16 +93,16 @@ def run_rank(rank: int, problem: dict, folder: str, asked: Connection) -> None:
 
             return jax.jit(update, donate_argnums=0), (arrays, optimizer.init(arrays))
         if variant == "gradients":
-            run, given = jax.jit(jax.value_and_grad(loss_fn)), arrays
+            run, given = jax.jit(jax.value_and_grad(loss_fn)), (arrays, batch)
         else:
             ranks = jax.make_mesh((problem["ranks"],), ("ranks",))
             of_each = NamedSharding(ranks, PartitionSpec("ranks"))
-            total = lambda xs, _: jax.tree.map(lambda x: jax.lax.psum(x[0], "ranks"), xs)
-            specs = {"in_specs": (of_each.spec, PartitionSpec()), "out_specs": PartitionSpec()}
+            total = lambda xs: jax.tree.map(lambda x: jax.lax.psum(x[0], "ranks"), xs)
+            specs = {"in_specs": of_each.spec, "out_specs": PartitionSpec()}
             run = jax.jit(jax.shard_map(total, mesh=ranks, **specs))
             stack = lambda x: jax.make_array_from_process_local_data(of_each, x[None])
-            given = jax.tree.map(stack, params)
-        return lambda given, batch: (given, {"loss": run(given, batch)}), given
+            given = (jax.tree.map(stack, params),)
+        return lambda given, _: (given, {"loss": run(*given)}), given
 
     steps, states = {}, {}
     while (question := asked.recv()) is not None:
