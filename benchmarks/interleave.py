@@ -36,7 +36,7 @@ def interleave(
     samples = {candidate.name: candidate.run(_WARM_UP).sample for candidate in candidates}
     first = next(iter(samples.values()))
     differences = {
-        name: max(abs(one - other) for one, other in zip(first, sample, strict=True))
+        name: max((abs(one - other) for one, other in zip(first, sample, strict=True)), default=0.0)
         for name, sample in samples.items()
     }
     fastest = min(candidate.run(_WARM_UP).seconds / _WARM_UP for candidate in candidates)

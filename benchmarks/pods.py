@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 import crossshard
 from benchmarks import age, by_hand, markdown
+from benchmarks.gpus import GUARDS
 from benchmarks.problem import adamw
 from benchmarks.shapes import Shapes, blocks
 
@@ -96,9 +97,11 @@ MODELS = {
 }
 
 
-def params_sharded(mesh: Mesh, model: Shapes) -> Any:
-    """Return our step with sharded parameters."""
-    step = crossshard.make_train_step(model.loss_fn, adamw(), mesh=mesh, params="sharded")
+def params_sharded(mesh: Mesh, model: Shapes, **options: Any) -> Any:
+    """Return our step with sharded parameters, and further options."""
+    step = crossshard.make_train_step(
+        model.loss_fn, adamw(), mesh=mesh, params="sharded", **options
+    )
     return step.lower(step.abstract_init(model.params), model.batch(mesh.size))
 
 
@@ -109,6 +112,7 @@ def _gspmd(mesh: Mesh, model: Shapes, *, split_params: bool) -> Any:
 
 HIDING: dict[str, Callable[[Mesh, Shapes], Any]] = {
     "ours, params sharded": params_sharded,
+    "ours, params sharded, guards": lambda mesh, model: params_sharded(mesh, model, **GUARDS),
     "GSPMD, FSDP": lambda mesh, model: _gspmd(mesh, model, split_params=True),
     "GSPMD, ZeRO-1": lambda mesh, model: _gspmd(mesh, model, split_params=False),
 }

@@ -23,6 +23,7 @@ _OURS = {
     "sharded": OURS_SHARDED,
     **{dtype: f"{OURS_REPLICATED}, {dtype}" for dtype in ("bfloat16", "int8", "int4")},
 }
+_PARTS = ("gradients", "sum", "update")
 _THEIRS = {
     "ddp": "PyTorch gloo DDP",
     "zero": "PyTorch gloo DDP + ZeRO",
@@ -50,18 +51,26 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
             with contextlib.ExitStack() as running:
                 ours = Peer("crossshard", Path(sys.executable), "jax_ranks_peer.py", problem)
                 running.enter_context(ours)
-                candidates = ours.candidates(_OURS)
+                candidates, parts = ours.candidates(_OURS), ours.candidates(_parts("ours"))
                 try:
                     python = options.peers / "peer-torch" / "bin" / "python"
                     theirs = Peer("PyTorch", python, "torch_ddp_peer.py", problem)
                     running.enter_context(theirs)
                     versions |= theirs.versions()
                     candidates += theirs.candidates(_THEIRS)
+                    parts += theirs.candidates(_parts("PyTorch"))
                 except PeerError as why:
                     screen.note(f"Left out: {why}")
                 screen.tell(name)
                 timing, differences = interleave(candidates, options.rounds, screen.round)
+                alone, _ = interleave(parts, options.rounds, screen.round)
             yield Result(name, parameters, None, timing, differences)
+            yield Result(f"{name}, parts of a step alone", parameters, None, alone, {})
+
+
+def _parts(of: str) -> dict[str, str]:
+    """The parts of a replicated step, and their names."""
+    return {part: f"{of}, {part}" for part in _PARTS}
 
 
 def free_port() -> int:

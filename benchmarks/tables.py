@@ -58,7 +58,7 @@ def _of_candidates(bench: Bench, result: Result) -> Table:
         minima = [f"{each.least / 1000 / floor:.1f}" for each in times]
         columns.append(("minimum ÷ lower bound", minima))
     if bench == "processes":
-        for ours in (OURS_REPLICATED, OURS_SHARDED):
+        for ours in filter(timing.seconds.get, (OURS_REPLICATED, OURS_SHARDED)):
             ratios = [timing.ratio(ours, name) for name in names]
             columns += _spreads(f"{ours} ÷ this", ratios, _two_decimals)[:2]
     else:
@@ -77,7 +77,7 @@ def _of_candidates(bench: Bench, result: Result) -> Table:
         columns.append(("÷ lower bound", [f"{each / result.least_sent:.3f}" for each in sent]))
     if result.compiling is not None:
         columns.append(("s to compile", [f"{result.compiling[name]:.1f}" for name in names]))
-    if bench != "ema":
+    if bench != "ema" and result.differences:
         columns.append(("differs by", [f"{result.differences[name]:.0e}" for name in names]))
     return _table(title, columns)
 

@@ -43,6 +43,7 @@ def run_rank(rank: int, problem: dict, folder: str, asked: Connection) -> None:
     import numpy as np
     import optax
     from jax.experimental import multihost_utils
+    from jax.sharding import NamedSharding, PartitionSpec
 
     width, layers, rows = (problem[name] for name in ("width", "layers", "rows"))
 
@@ -76,23 +77,50 @@ def run_rank(rank: int, problem: dict, folder: str, asked: Connection) -> None:
         problem["eps"],
         weight_decay=problem["weight_decay"],
     )
+
+    def make(variant: str) -> tuple[Any, Any]:
+        """A step and its first state; or a part of the replicated one, compiled alone."""
+        if variant in OPTIONS:
+            step = crossshard.make_train_step(loss_fn, optimizer, **OPTIONS[variant])
+            return step, step.init(params)
+        arrays = jax.tree.map(jnp.array, params)
+        if variant == "update":
+
+            def update(state: Any, _: Any) -> tuple[Any, Any]:
+                updates, inner = optimizer.update(state[0], state[1], state[0])
+                updated = optax.apply_updates(state[0], updates)
+                return (updated, inner), {"loss": updated[-1]["bias"][-1]}
+
+            return jax.jit(update, donate_argnums=0), (arrays, optimizer.init(arrays))
+        if variant == "gradients":
+            run, given = jax.jit(jax.value_and_grad(loss_fn)), (arrays, batch)
+        else:
+            ranks = jax.make_mesh((problem["ranks"],), ("ranks",))
+            of_each = NamedSharding(ranks, PartitionSpec("ranks"))
+            total = lambda xs: jax.tree.map(lambda x: jax.lax.psum(x[0], "ranks"), xs)
+            specs = {"in_specs": of_each.spec, "out_specs": PartitionSpec()}
+            run = jax.jit(jax.shard_map(total, mesh=ranks, **specs))
+            stack = lambda x: jax.make_array_from_process_local_data(of_each, x[None])
+            given = (jax.tree.map(stack, params),)
+        return lambda given, _: (given, {"loss": run(*given)}), given
+
     steps, states = {}, {}
     while (question := asked.recv()) is not None:
         variant = question["variant"]
         if variant not in steps:
-            steps[variant] = crossshard.make_train_step(loss_fn, optimizer, **OPTIONS[variant])
-            states[variant] = steps[variant].init(params)
+            steps[variant], states[variant] = make(variant)
         step, state = steps[variant], states.pop(variant)
         multihost_utils.sync_global_devices(variant)
         began = time.perf_counter()
         for _ in range(question["steps"]):
             state, metrics = step(state, batch)
-            float(metrics["loss"])
+            jax.block_until_ready(metrics["loss"])
         jax.block_until_ready(state)
         multihost_utils.sync_global_devices(variant)
         seconds = time.perf_counter() - began
         last = lambda x: float(np.asarray(x.addressable_data(0)).ravel()[-1])
-        sample = [last(each[name]) for name in ("kernel", "bias") for each in state.params]
+        trained = state.params if variant in OPTIONS else []
+        sample = [last(each[name]) for name in ("kernel", "bias") for each in trained]
         states[variant] = state
         asked.send({"seconds": seconds, "sample": sample})
 

@@ -69,6 +69,10 @@ class Divergence(NamedTuple):
     leaves: Bool[Array, " leaves"]
 
 
+# The scope of a comparison.
+SCOPE = "check_divergence"
+
+
 def check_divergence_options(every: Any, on_divergence: Any) -> "Sentinel | None":
     """Check ``check_divergence`` and ``on_divergence``; return a sentinel if there is to be one."""
     action = _check.choice("on_divergence", on_divergence, OnDivergence)
@@ -210,11 +214,7 @@ class Sentinel:
             differ, suspects = flags[: len(leaves)], flags[len(leaves) : -1]
             found = Divergence(count, jnp.any(differ), flags[-1], suspects, differ[rank])
             if not self.repairs:
-                # JAX would forward them past the cond, and at each step XLA would then copy each
-                # before the step writes to it. On CPUs it may: with a barrier, steps whose groups
-                # and workers communicate, too, crashed there.
-                as_given = lambda leaves: leaves
-                return found, shards.by_platform(leaves, as_given, lax.optimization_barrier)
+                return found, leaves
 
             def repair(leaves: list[Any]) -> list[Any]:
                 repaired = []
@@ -228,13 +228,15 @@ class Sentinel:
 
             return found, lax.cond(found.diverged, repair, lambda leaves: leaves, leaves)
 
-        def pass_over(leaves: list[Any]) -> tuple[Divergence, list[Any]]:
-            none = lambda number: jnp.zeros(number, bool)
-            clean = jnp.bool_(False)
-            found = Divergence(jnp.int32(-1), clean, clean, none(shards.number), none(len(leaves)))
-            return found, leaves
+        def turn(carry: tuple[jax.Array, Divergence, Any]) -> tuple[jax.Array, Divergence, Any]:
+            found, given = compare(carry[2])
+            return jnp.bool_(False), found, lax.optimization_barrier(given)
 
-        return lax.cond(due, compare, pass_over, leaves)
+        none = lambda number: jnp.zeros(number, bool)
+        clean = jnp.bool_(False)
+        nothing = Divergence(jnp.int32(-1), clean, clean, none(shards.number), none(len(leaves)))
+        # The results of a loop overwrite its inputs, which XLA may copy in a conditional.
+        return lax.while_loop(lambda carry: carry[0], turn, (due, nothing, leaves))[1:]
 
 
 def _repaired(healthy: jax.Array, decided: jax.Array, shards: Shards, x: Any) -> jax.Array:

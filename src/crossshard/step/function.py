@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _jax
 from crossshard.errors import ArgumentError
-from crossshard.guards import Sentinel
+from crossshard.guards import SCOPE, Sentinel
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import reduced_state
 from crossshard.model.state import TrainState
@@ -76,7 +76,7 @@ class StepConfig:
         check_same_rows(self.loss.split(batch)[0], self.loss.batch_axes)
         found: dict[str, Any] = {}
         if self.sentinel is not None:
-            with jax.named_scope("check_divergence"):
+            with jax.named_scope(SCOPE):
                 state, found["divergence"] = self.sentinel(layout, state)
         context = self._context(layout, batch)
         # An update that needs full arrays runs outside of shard_map, where XLA partitions it.

@@ -212,8 +212,8 @@ def _check_not_of_mesh(error: ValueError, axes: tuple[str, ...]) -> None:
 _COMBINED = 30 << 20
 # The GPUs of most hosts.
 _OF_A_HOST = 8
-# No kernels of YNNPACK, with which XLA for CPUs adds in another order now and then.
-_SUMS = {"xla_cpu_experimental_ynn_fusion_type": ""}
+# Of YNNPACK, with whose sums XLA for CPUs adds in another order now and then, only the products.
+_SUMS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 # XLA's number of level O1, and the options that it sets even where a flag says otherwise.
 _O1 = 19
 _OF_O1 = re.compile(r"^xla_gpu_enable_(pipelined|while_loop|latency_hiding|analytical)")

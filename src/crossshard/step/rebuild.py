@@ -16,13 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard.collectives.few_bits import Codec
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import Reduction
+from crossshard.guards import SCOPE as COMPARISON
 from crossshard.jaxprs.primitives import DRAWS
 from crossshard.jaxprs.walk import equations_within
 from crossshard.model.models import partition
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.aggregate import FewBits
 from crossshard.pipeline.stages.metrics import Metrics
-from crossshard.pipeline.stages.nonfinite import RARE
+from crossshard.pipeline.stages.nonfinite import RARE as IF_NOT_FINITE
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.batch_axes import BatchAxes, take_rows
 from crossshard.step.describe import bytes_on_device
@@ -32,7 +33,7 @@ from crossshard.step.losses.rows import LossOver
 from crossshard.step.train_step import TrainStep, config_of
 
 __all__ = [
-    "RARE",
+    "RARE_SCOPES",
     "Flops",
     "axes_of_batch",
     "bytes_on_device",
@@ -48,6 +49,9 @@ __all__ = [
     "own_rows",
     "with_optimizer",
 ]
+
+# The scopes of what runs in few steps.
+RARE_SCOPES = frozenset({IF_NOT_FINITE, COMPARISON})
 
 
 def with_optimizer(

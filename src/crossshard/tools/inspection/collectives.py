@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from crossshard.step.rebuild import RARE
+from crossshard.step.rebuild import RARE_SCOPES
 from crossshard.tools.inspection.hlo import (
     Array,
     Computation,
@@ -94,8 +94,8 @@ class Collective:
         another library, never in crossshard. For combined collectives XLA keeps one line.
       op_name: JAX's name of the operation.
       in_loop: whether it runs in a loop.
-      in_branch: whether it runs in only one branch of a conditional, or only in steps in which a
-        gradient is not finite.
+      in_branch: whether it runs in only one branch of a conditional, or only in few steps, in which
+        a gradient is not finite or copies are compared.
       times: how often it runs if its branch is taken; ``None`` if the length of a loop is unknown,
         and the bytes are then those of one iteration.
       widened: whether the compiler widens the sum, as XLA for CPUs does with 16 bits.
@@ -169,7 +169,7 @@ class Execution:
     # The conditionals around it, outermost first, each with the number of the branch.
     branches: tuple[tuple[str, int], ...] = ()
     times: int | None = 1  # in one call of the program; None if a loop's length is unknown
-    rare: bool = False  # only in steps in which a gradient is not finite
+    rare: bool = False  # only in few steps, such as those in which a gradient is not finite
 
 
 def executions(module: Module, at: Execution | None = None) -> Iterator[Execution]:
@@ -206,10 +206,10 @@ def executions(module: Module, at: Execution | None = None) -> Iterator[Executio
 
 
 def is_rare(instruction: Instruction) -> bool:
-    """Return whether this is a loop or a conditional that runs only if something is not finite."""
+    """Return whether this is a loop or a conditional that runs only in few steps."""
     scopes = (instruction.quoted("metadata", "op_name") or "").split("/")
     # Only the loop or the conditional itself, since all that runs in it names the scope, too.
-    return RARE in scopes and instruction.opcode in ("while", "conditional")
+    return not RARE_SCOPES.isdisjoint(scopes) and instruction.opcode in ("while", "conditional")
 
 
 def called_computations(

@@ -26,8 +26,9 @@ def kernel_bytes(module: Module) -> int:
 
     A fusion reads each of its operands once and writes its results once; of an array of which it
     takes or updates a slice, only the slice counts. Of a conditional the branch that moves most
-    counts, a loop of unknown length counts once, and what runs only where a gradient is not finite
-    does not. Caches are not modelled, so this is what the program asks of the memory at most.
+    counts, a loop of unknown length counts once, and what runs only in few steps, where a gradient
+    is not finite or copies are compared, does not. Caches are not modelled, so this is what the
+    program asks of the memory at most.
 
     >>> from crossshard.tools.inspection.hlo import parse
     >>> kernel_bytes(parse('''HloModule tiny, num_partitions=1
