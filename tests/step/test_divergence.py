@@ -370,3 +370,20 @@ def test_a_comparison_does_not_meet_what_groups_and_workers_send():
             state, metrics = step(state, batch)
         found.append(jax.device_get((step.model(state, shard=0), metrics["loss"])))
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.parametrize("on_divergence", ["raise", "repair"])
+def test_a_step_that_seldom_compares_keeps_its_state_in_place(on_divergence: str):
+    loss = lambda w, x: ((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2).mean()
+    params = {"a": np.ones((64, 512), np.float32), "b": np.ones((512, 64), np.float32)}
+    rows, size = np.ones((16, 64), np.float32), 3 * 2 * 4 * 64 * 512
+
+    def temporary(**options: Any) -> int:
+        step = make_train_step(
+            loss, optax.adam(0.1), num_shards=2, weight_update="replicated", **options
+        )
+        compiled = step.lower(step.abstract_init(params), rows).compile()
+        return int(compiled.memory_analysis().temp_size_in_bytes)
+
+    more = temporary(check_divergence=100, on_divergence=on_divergence) - temporary()
+    assert more < 0.1 * size
