@@ -64,13 +64,15 @@ def make(**options: Any) -> crossshard.TrainStep:
 
 
 def test_the_same_bits_have_one_order_of_sums_on_cpus(monkeypatch: pytest.MonkeyPatch):
-    made = lambda **options: sgd_step(lambda w, x: ((x @ w) ** 2).mean(), 0.1, 8, **options)
+    w, x = jnp.ones((64, 64)), jnp.ones((8, 64))
+    loss = lambda w, x: ((x @ w) ** 2).mean() + (w**2).sum()
+    made = lambda **options: sgd_step(loss, 0.1, 8, **options)
     name = "xla_cpu_experimental_ynn_fusion_type"
     assert made().compiler_options == {}
     step = made(virtual_shards=8)
     assert step.compiler_options == {name: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
     # An option that this JAX does not know is an error.
-    module = parse(step.lower(step.abstract_init(PARAMS), BATCH).compile().as_text())
+    module = parse(step.lower(step.abstract_init(w), x).compile().as_text())
     for computation in module.computations.values():
         for each in computation.instructions.values():
             if each.name.startswith("ynn_fusion"):
