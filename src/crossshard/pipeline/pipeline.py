@@ -474,6 +474,9 @@ class Pipeline:
           inputs: what ``rerun`` takes.
         """
 
+        # What is the same on all shards, as results of groups, which may differ.
+        typed = lambda x: x if self.over_all_shards else context.shards.as_varying(x)
+
         def after_arrival(gradients: Gradients) -> Gradients:
             return self.run(Phase.ARRIVAL, gradients, before, context)[0]
 
@@ -481,8 +484,14 @@ class Pipeline:
             sums = {**others(gradients.weight), **gradients.sums}
             return self.run(Phase.LOCAL, gradients.replace(sums=sums), state, context)
 
-        def after_reduction(gradients: Gradients, state: CrossShardState) -> Any:
+        def after_reduction(
+            gradients: Gradients, state: CrossShardState, *, all_count: bool = False
+        ) -> Any:
             reduced, state = self.run(Phase.REDUCTION, gradients, state, context)
+            if all_count:
+                # Numbers, and no sum: all gradients would wait for what is summed beside it.
+                total = jnp.asarray(context.shards.size, reduced.weight.dtype)
+                reduced = reduced.replace(weight=typed(total), skip=typed(jnp.bool_(False)))
             if self.nonfinite is not None:
                 return with_finite(reduced, context, is_sound(gradients)), state
             return reduced if self.loss_scale is None else with_finite(reduced, context), state
@@ -493,12 +502,12 @@ class Pipeline:
 
         # If the reduced gradient is finite, so is each shard's own, which need not be checked.
         gradients = as_local(gradients, context, ReportNonfinite.needs_local)
+        all_count = self.excludes_shards and gradients.weight is None
         if self.excludes_shards:
             gradients = gradients.replace(weight=as_counted(gradients.weight))
-        reduced, state = after_reduction(*after_local(gradients))
+        reduced, state = after_reduction(*after_local(gradients), all_count=all_count)
         with jax.named_scope(self.nonfinite.scope):
-            none = jnp.zeros(context.shards.number, jnp.float32)
-            none = none if self.over_all_shards else context.shards.as_varying(none)
+            none = typed(jnp.zeros(context.shards.number, jnp.float32))
             reduced = reduced.replace(sums={**reduced.sums, REPORTED: none})
             done = reduced, state.aggregate
 
