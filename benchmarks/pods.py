@@ -174,9 +174,9 @@ def main(out: Path = Path("docs/benchmarks/pods.md")) -> None:
         "Residual blocks of 2,048 × 8,192, in bfloat16 with float32 parameters, 4,096 rows for "
         "each chip, AdamW; sharded parameters, and what is behind matrix products. The bound "
         "counts gradients in 32 bits and parameters in 16, twice under `jax.checkpoint`; "
-        "GSPMD sums in 16 bits where it can. *Guards* are `nonfinite=\"quarantine\"`, "
+        'GSPMD sums in 16 bits where it can. *Guards* are `nonfinite="quarantine"`, '
         "`check_divergence=100` and the norms of gradient, update and parameters; what runs only "
-        "in steps that are not finite is among the collectives, and not in the bytes. "
+        "in few steps is among the collectives, and not in the bytes. "
         "`python -m benchmarks.pods v6e:8x8` prints the rows of one slice.",
         markdown.table(_HEADS_OF_HIDDEN, hidden, names=range(4)),
         markdown.repeat("make bench-pods", "libtpu"),

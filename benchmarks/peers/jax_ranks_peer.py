@@ -98,9 +98,10 @@ def run_rank(rank: int, problem: dict, folder: str, asked: Connection) -> None:
         of_each = NamedSharding(ranks, PartitionSpec("ranks"))
         sums = crossshard.CrossShardOptimizer(optax.identity(), axis_name="ranks")
         total = lambda xs: sums.update(jax.tree.map(lambda x: x[0], xs), sums.init(params))[0]
-        over = {"mesh": ranks, "in_specs": of_each.spec, "out_specs": PartitionSpec()}
         stack = lambda x: jax.make_array_from_process_local_data(of_each, x[None])
-        run: Any = jax.shard_map(total, **over, check_vma=False)  # type: ignore[call-overload]
+        run = jax.shard_map(
+            total, mesh=ranks, in_specs=of_each.spec, out_specs=PartitionSpec(), check_vma=False
+        )
         return _again(jax.jit(run)), (jax.tree.map(stack, params),)
 
     steps, states = {}, {}

@@ -10,7 +10,6 @@ import sys
 from multiprocessing.connection import Connection
 
 import torch  # type: ignore[import-not-found]
-import torch.distributed as dist  # type: ignore[import-not-found]
 from gloo_ranks import (  # type: ignore[import-not-found]
     adamw,
     answer,
@@ -78,7 +77,7 @@ class Trainer:
         """Forward, backward beside the reduction, and update; or a part of these."""
         if self._variant == "sum":
             for bucket in self._buckets:
-                dist.all_reduce(bucket)
+                torch.distributed.all_reduce(bucket)
             return
         if self._variant == "update":
             self._optimizer.step()

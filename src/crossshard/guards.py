@@ -69,8 +69,8 @@ class Divergence(NamedTuple):
     leaves: Bool[Array, " leaves"]
 
 
-# The scope of a comparison.
-SCOPE = "check_divergence"
+# The scope of comparisons; and of those that come in few steps.
+SCOPE, SELDOM = "check_divergence", "if_due"
 
 
 def check_divergence_options(every: Any, on_divergence: Any) -> "Sentinel | None":
@@ -182,13 +182,7 @@ class Sentinel:
     ) -> tuple[Divergence, Any]:
         """Compare, and maybe repair, one device's leaves, the first ``of_all`` with all shards."""
         mesh, names = layout.mesh, layout.axes
-        shards = Shards(
-            layout.number_of_shards,
-            names,
-            manual=True,
-            platform=mesh.devices.flat[0].platform,
-            groups=layout.groups,
-        )
+        shards = Shards(layout.number_of_shards, names, manual=True, groups=layout.groups)
         on_any = lambda flags: lax.pmax(flags.astype(jnp.int32), mesh.axis_names) > 0
 
         # All agree on this, since shards whose counts differ would hang in collectives.
@@ -235,8 +229,11 @@ class Sentinel:
         none = lambda number: jnp.zeros(number, bool)
         clean = jnp.bool_(False)
         nothing = Divergence(jnp.int32(-1), clean, clean, none(shards.number), none(len(leaves)))
+        if self.every == 1:
+            return compare(leaves)
         # The results of a loop overwrite its inputs, which XLA may copy in a conditional.
-        return lax.while_loop(lambda carry: carry[0], turn, (due, nothing, leaves))[1:]
+        with jax.named_scope(SELDOM):
+            return lax.while_loop(lambda carry: carry[0], turn, (due, nothing, leaves))[1:]
 
 
 def _repaired(healthy: jax.Array, decided: jax.Array, shards: Shards, x: Any) -> jax.Array:

@@ -291,19 +291,19 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     # Both are means in a batch without padding, and with gains that are 0.
     "a mask of ones": (
         lambda w, b: (in_order(w, b) * jnp.sort(b["mask"])).mean(),
-        r"other numbers in batch\['mask'\], .*of rows of the whole batch",
+        r"another order and other numbers in batch\['mask'\], .*of rows of the whole batch",
         FULL,
         {"params": "sharded"},
     ),
     "a mask that is true": (
         lambda w, b: jnp.where(jnp.sort(b["mask"]), in_order(w, b), 0).mean(),
-        r"other numbers in batch\['mask'\]",
+        r"another order and other numbers in batch\['mask'\]",
         BATCH | {"mask": np.ones(16, bool)},
         {"accumulate_steps": 2},
     ),
     "gains that are all 0, of sorted rows": (
         lambda w, b: (in_order(w, b) * jnp.sort(b["gain"]) + 0.1 * in_order(w, b)).mean(),
-        r"other numbers in batch\['gain'\]",
+        r"another order and other numbers in batch\['gain'\]",
         NO_GAINS,
         {},
     ),
@@ -394,7 +394,9 @@ def test_by_numbers_it_is_not_so(name: str):
 def test_a_layer_that_starts_at_0_hides_nothing(params: str):
     step = made(two_views, params=params)
     state = step.init(np.zeros((3, 2), np.float32))
-    with pytest.raises(LossError, match=r"other numbers in batch.*'x'\], params, "):
+    with pytest.raises(
+        LossError, match=r"another order and other numbers in batch.*'x'\], params, "
+    ):
         step(state, BATCH)
 
 

@@ -22,6 +22,7 @@ from crossshard.jaxprs.kernels import DEFINED_BY_JAXPR, Assumptions, is_rowwise,
 from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
 from crossshard.jaxprs.row_facts import (
     ADDS_SHARDS,
+    ENDS_LOOP,
     MEETS_EARLIER,
     OF_PLACE,
     Chunks,
@@ -358,7 +359,7 @@ class _OverRows(Analysis[Fact]):
             case Total() | Divided(Total() | Free()):
                 return pair.compared(f"a sum over rows decides a {name}")
             case _:
-                return pair.undecided(f"rows decide a {name}")
+                return pair.undecided(ENDS_LOOP if name == "while" else f"rows decide a {name}")
 
     def enters(self, equations: Equations, inputs: Sequence[Fact]) -> bool:
         kinds = [control_flow(each) for each in equations]

@@ -25,9 +25,10 @@ class OverRows(enum.Enum):
     UNDECIDED = "not decided"
 
 
-# Reasons for which a step has messages of their own.
+# Reasons for which a step has messages or numbers of their own.
 ADDS_SHARDS = "the shards' means are added up"
 ADDS_UNLIKE = "terms that depend differently on the number of rows"
+ENDS_LOOP = "rows decide a while"
 MEETS_EARLIER = "a row meets those before it"
 OF_PLACE = "the position of a row"
 SAME_NOISE = "noise from a key that is the same on every shard"

@@ -488,7 +488,7 @@ class Pipeline:
             gradients: Gradients, state: CrossShardState, *, all_count: bool = False
         ) -> Any:
             reduced, state = self.run(Phase.REDUCTION, gradients, state, context)
-            if all_count:
+            if all_count and reduced.weight is not None:
                 # Numbers, and no sum: all gradients would wait for what is summed beside it.
                 total = jnp.asarray(context.shards.size, reduced.weight.dtype)
                 reduced = reduced.replace(weight=typed(total), skip=typed(jnp.bool_(False)))

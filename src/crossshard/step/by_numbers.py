@@ -31,7 +31,7 @@ from crossshard.jaxprs.kernels import (
     text_of,
 )
 from crossshard.jaxprs.mean_over_rows import Finding, facts_of_outputs
-from crossshard.jaxprs.row_facts import Fact, Free, OverRows, Rows
+from crossshard.jaxprs.row_facts import ENDS_LOOP, Fact, Free, OverRows, Rows
 from crossshard.jaxprs.walk import (
     Call,
     Cond,
@@ -186,7 +186,7 @@ class _Check:
         as of a mask. Where rows end a loop they only become smaller: it may not end for larger
         ones. The rows change places, so that shards have others.
         """
-        loops = self._doubt.finding.reason.endswith("rows decide a while")
+        loops = self._doubt.finding.reason.endswith(ENDS_LOOP)
         rows, whole = self._config.loss.split(batch)
         axes = jax.tree.leaves(self._config.loss.batch_axes.tree_of(rows))
         found, tree = jax.tree_util.tree_flatten_with_path((rows, state.params))

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from crossshard.collectives.few_bits import Codec
 from crossshard.errors import ArgumentError
 from crossshard.gradients.status import Reduction
-from crossshard.guards import SCOPE as COMPARISON
+from crossshard.guards import SELDOM
 from crossshard.jaxprs.primitives import DRAWS
 from crossshard.jaxprs.walk import equations_within
 from crossshard.model.models import partition
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 # The scopes of what runs in few steps.
-RARE_SCOPES = frozenset({IF_NOT_FINITE, COMPARISON})
+RARE_SCOPES = frozenset({IF_NOT_FINITE, SELDOM})
 
 
 def with_optimizer(

@@ -14,12 +14,7 @@ from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Key, PyTree
 from crossshard._check import is_inexact
 from crossshard.distributed.watch import PROGRESS, entering, for_now
-from crossshard.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    DivergenceError,
-    NonfiniteError,
-)
+from crossshard.errors import ArgumentError, ArgumentTypeError, DivergenceError, NonfiniteError
 from crossshard.gradients.status import leaf_name
 from crossshard.guards import copy_state, differing, names_of_compared, report_divergence
 from crossshard.model.layout import StateLayout
