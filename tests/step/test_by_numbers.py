@@ -468,7 +468,11 @@ TAKEN: dict[str, tuple[Any, Callable[..., Any] | None, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", deep_but(["a weight", "noise", "gradients of the whole batch", "an axis"], TAKEN)
+    "name",
+    deep_but(
+        ["a weight", "noise", "gradients of the whole batch", "an axis", "two layers of experts"],
+        TAKEN,
+    ),
 )
 def test_by_numbers_it_is_so(name: str):
     loss, same, batch, options = TAKEN[name]

@@ -144,7 +144,7 @@ START = {"mean": np.float32(2), "count": 3}
         (counting, "per_shard", 2, 2),
         deep((counting, "per_shard", 4, 1)),
         (bounded, "mean", 4, 1),
-        deep((bounded, "mean", 2, 2)),
+        (bounded, "mean", 2, 2),
         deep((bounded, "per_shard", 2, 2)),
     ],
 )
