@@ -27,6 +27,7 @@ class Noted(Deferred):
 
     name: str
     arrays: Any
+    refs: Any = None
     dtype: Any = FLOAT
     may_convert: bool = True
     # The fewest dimensions of what has rows: a layer has none, though it has a first axis.
@@ -36,8 +37,8 @@ class Noted(Deferred):
     def kind(self) -> Any:
         return self.dtype, self.may_convert, self.stacked
 
-    def of(self, arrays: Any) -> "Noted":
-        return dataclasses.replace(self, arrays=arrays)
+    def of(self, arrays: Any, refs: Any) -> "Noted":
+        return dataclasses.replace(self, arrays=arrays, refs=refs)
 
     def used(self) -> jax.Array:
         # Two arrays, so that their slices must stay together.
@@ -71,7 +72,7 @@ def uses_of(function: Any, w: Any = W, **options: Any) -> list[Any]:
 
     def deferred(w: Any, x: Any) -> Any:
         jaxpr = jax.make_jaxpr(function)(w, x)
-        given = Noted("w", {"x": w, "zero": jnp.zeros_like(w)}, w.dtype, **options)
+        given = Noted("w", {"x": w, "zero": jnp.zeros_like(w)}, None, w.dtype, **options)
         (found,) = evaluate(jaxpr, [given, x], noting(uses))
         return found
 

@@ -32,15 +32,16 @@ class Deferred(abc.ABC):
 
     name: Any  # identifies the input in reports of where it is used
     arrays: Any  # a pytree of the arrays that it is made of
+    refs: Any  # a pytree of references to mutable arrays, which all of its rows share
 
     @property
     @abc.abstractmethod
     def kind(self) -> Hashable:
-        """Everything but the arrays and the name; equal for inputs that may share a trace."""
+        """Everything but arrays, refs and name; equal for inputs that may share a trace."""
 
     @abc.abstractmethod
-    def of(self, arrays: Any) -> Self:
-        """Return this input made of other arrays of the same shapes."""
+    def of(self, arrays: Any, refs: Any) -> Self:
+        """Return this input made of other arrays and references of the same shapes."""
 
     @abc.abstractmethod
     def used(self) -> jax.Array:
@@ -208,9 +209,11 @@ class _Evaluation:
     def _checkpointed(self, equation: Any, given: Sequence[Any], inside: Inside) -> Sequence[Any]:
         jaxpr, params = equation.params["jaxpr"], equation.params
         kinds = tuple(x.kind if isinstance(x, Deferred) else None for x in given)
-        # Several inputs may be rows of the same array.
-        names = [x.name for x in given if isinstance(x, Deferred)]
+        # Several inputs may be rows of the same array, and share its references.
+        deferred = [x for x in given if isinstance(x, Deferred)]
+        names = [x.name for x in deferred]
         together = tuple(map(names.index, names))
+        refs = {place: deferred[place].refs for place in together}
         kept = {name: params[name] for name in ("policy", "prevent_cse")}
         # The policy is a part of the key: JAX would trace one function once for all policies.
         key = jaxpr, kinds, together, inside, *kept.values()
@@ -225,13 +228,15 @@ class _Evaluation:
             has_policy = self.has_policy or params["policy"] is not None
             nested = dataclasses.replace(self, note=note, has_policy=has_policy)
 
-            def run(*arrays: Any) -> list[Any]:
+            def run(refs: Any, *arrays: Any) -> list[Any]:
                 uses.clear()
-                return nested.run(_jax.closed(jaxpr), _with_arrays(like, arrays), within)
+                inputs = _with_arrays(like, arrays, [refs[place] for place in together])
+                return nested.run(_jax.closed(jaxpr), inputs, within)
 
             self.checkpoints[key] = jax.checkpoint(run, **kept), like, uses
         function, first, uses = self.checkpoints[key]
-        out: Sequence[Any] = function(*map(_arrays, given))
+        arrays = [x.arrays if isinstance(x, Deferred) else x for x in given]
+        out: Sequence[Any] = function(refs, *arrays)
         pairs = zip(first, given, strict=True)
         name_of = {one.name: own.name for one, own in pairs if isinstance(one, Deferred)}
         for name, used, where in uses:
@@ -259,7 +264,8 @@ class _Evaluation:
         constants, carry = before[: scan.constants], before[scan.constants :]
 
         def turn(carry: Any, arrays: Any) -> tuple[Any, Any]:
-            out = self.run(scan.body, [*constants, *carry, *_with_arrays(rows, arrays)], within)
+            each = _with_arrays(rows, arrays, [x.refs for x in rows if x is not None])
+            out = self.run(scan.body, [*constants, *carry, *each], within)
             return out[: scan.carried], out[scan.carried :]
 
         names = ("unroll", "_split_transpose")
@@ -281,7 +287,7 @@ def _sliced(equation: Any, given: Deferred) -> Deferred | None:
         return None
     start, end = rows
     take = lambda x: lax.slice_in_dim(x, start, end)
-    return given.rows(end - start).of(jax.tree.map(take, given.arrays))
+    return given.rows(end - start).of(jax.tree.map(take, given.arrays), given.refs)
 
 
 def _rows(equation: Any) -> tuple[int, int] | None:
@@ -296,19 +302,18 @@ def _rows(equation: Any) -> tuple[int, int] | None:
 
 def _squeezed(equation: Any, given: Deferred) -> Deferred | None:
     row = given.row() if tuple(equation.params["dimensions"]) == (0,) else None
-    return row and row.of(jax.tree.map(lambda x: x[0], given.arrays))
-
-
-def _arrays(x: Any) -> Any:
-    return x.arrays if isinstance(x, Deferred) else x
+    return row and row.of(jax.tree.map(lambda x: x[0], given.arrays), given.refs)
 
 
 def _typed(x: Deferred) -> Deferred:
     """Replace the arrays, which belong to one trace, by their types."""
-    return x.of(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x.arrays))
+    return x.of(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x.arrays), None)
 
 
-def _with_arrays(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Return the arrays, with a ``Deferred`` made of them wherever ``like`` has one."""
+def _with_arrays(
+    like: Sequence[Deferred | None], arrays: Sequence[Any], refs: Sequence[Any]
+) -> list[Any]:
+    """Return the arrays, with a ``Deferred`` of them and of the next refs where ``like`` has one."""
+    of_next = iter(refs)
     pairs = zip(like, arrays, strict=True)
-    return [x.of(own) if isinstance(x, Deferred) else own for x, own in pairs]
+    return [own if x is None else x.of(own, next(of_next)) for x, own in pairs]

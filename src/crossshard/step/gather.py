@@ -1,10 +1,9 @@
 """AtUse: gathers parameters where the loss uses them, and sums gradients where they are made."""
 
-import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -186,19 +185,14 @@ class AtUse:
         given = list(whole)
         for place in late.intersection(read):
             given[place] = self._slot(place, leaves[place])
-        asks = self.held is not None or self.measures
-        beside = {p: self._beside(p) for p in late.intersection(read)} if asks else {}
+        refs = self._refs(late.intersection(read))
 
         uses: dict[int, list[str]] = {}
-        turns = collections.Counter[int]()
 
         def note(place: int, used: Any, inside: Inside) -> None:
             uses.setdefault(place, []).append(used.describe_use(inside))
-            turns[place] += math.prod(used.transfer.partition.shape) * inside.turns
 
-        def of_read(
-            arrays: Sequence[Any], others: Sequence[Any], beside: Mapping[int, Any]
-        ) -> tuple[Any, Any]:
+        def of_read(arrays: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
             inputs = list(whole)
             for place, x in zip(read, arrays, strict=True):
                 inputs[place] = x
@@ -207,17 +201,14 @@ class AtUse:
             else:
                 for place in late:
                     slot = None if unread[place] else inputs[place]
-                    more = beside.get(place)
-                    inputs[place] = self._leaf(place, leaves[place], slot, weight, more, loss_scale)
+                    inputs[place] = self._leaf(place, leaves[place], slot, weight, refs, loss_scale)
                 uses.clear()
-                turns.clear()
                 loss, aux = _call_traced(traced, [*inputs, *others], note)
             return scaled(loss, loss_scale), (loss, aux)
 
-        given_all = [given[place] for place in read], list(others), beside
+        given_all = [given[place] for place in read], list(others)
         check_sums(lambda: jax.make_jaxpr(lambda *each: of_read(*each)[0])(*given_all), ())
-        found, out = jax.grad(of_read, (0, 1, 2), has_aux=True)(*given_all)
-        *found, of_beside = found
+        found, out = jax.grad(of_read, (0, 1), has_aux=True)(*given_all)
         found, of_others = unscale(found, loss_scale)
         if self.record is not None and traced is not None:
             self.record.latest = uses
@@ -227,20 +218,7 @@ class AtUse:
         for place, gradient in zip(read, found, strict=True):
             gradients[place] = gradient
         early = tuple(place in late for place in range(len(leaves))) if late else ()
-        # The residual of a row that the loss does not use is not sent, and stays.
-        after: Any = None if self.held is None else list(self.held)
-        squared = jnp.float32(0)
-        for place, (new, mark) in of_beside.items():
-            is_used, norm = mark[..., 0], mark[..., 1].sum()
-            squared += norm
-            if new is None:
-                continue
-            if turns[place] != math.prod(self.partitions[place].shape):
-                is_used = is_used.reshape(is_used.shape + (1,) * (new.ndim - is_used.ndim))
-                new = jnp.where(is_used, new, beside[place][0])
-            after[place] = new
-        measured = squared if self.measures else None
-        return out, tree.unflatten(gradients), early, of_others, (after, measured)
+        return out, tree.unflatten(gradients), early, of_others, self._written(refs)
 
     def _at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
         """Gather the sharded parameters, except those in ``late``, which wait for their use."""
@@ -280,23 +258,39 @@ class AtUse:
         """Return zeros in the place of a gradient, in the shape that the backward pass gives it."""
         return jnp.zeros(self._shape(self.partitions[place]), wide(x.dtype))
 
-    def _beside(self, place: int) -> tuple[Any, jax.Array]:
-        """Return the residual of a gradient, and two zeros for each row, see ``backward``."""
-        rows = self.partitions[place].shape[: self.partitions[place].row is not None]
-        return None if self.held is None else self.held[place], jnp.zeros((*rows, 2))
+    def _refs(self, places: Iterable[int]) -> "Refs":
+        """Return what the backward pass writes beside the gradients at these places."""
+        every = self.held or {}
+        held = {p: jax.new_ref(every[p]) for p in places if every and every[p] is not None}
+        return Refs(held, jax.new_ref(jnp.float32(0)) if self.measures else None)
+
+    def _written(self, refs: "Refs") -> tuple[Any, Any]:
+        """Return the residuals, and the squared norm, as the backward pass has left them."""
+        norm = None if refs.squared_norm is None else jax.freeze(refs.squared_norm)
+        if self.held is None:
+            return None, norm
+        # What the loss does not use is not sent, and its residual stays.
+        after = list(self.held)
+        for place, ref in refs.held.items():
+            after[place] = jax.freeze(ref)
+        return after, norm
 
     def _leaf(
-        self, place: int, x: Any, slot: Any, weight: Any, beside: Any = None, scale: Any = None
+        self, place: int, x: Any, slot: Any, weight: Any, refs: Any = None, scale: Any = None
     ) -> "Leaf":
-        transfer = Transfer(self._of_one, self.partitions[place], x.dtype, wide(x.dtype))
-        arrays = {"value": x, "slot": slot, "beside": beside}
+        partition = self.partitions[place]
+        transfer = Transfer(self._of_one, partition, x.dtype, wide(x.dtype))
+        arrays, refs = {"value": x, "slot": slot}, refs or Refs({}, None)
+        held = refs.held.get(place)
+        if held is not None and partition.row is not None:
+            arrays["rows"] = jnp.arange(partition.shape[0])
         scale = scale if self.measures else None
-        shared = {"weight": weight, "rerun": self.rerun, "scale": scale}
+        shared = {"weight": weight, "rerun": self.rerun, "scale": scale, "norm": refs.squared_norm}
         if self.before is not None:
             values, _, total = self.before
             arrays["before"] = jax.tree.leaves(values)[place]
             shared["before"] = total
-        return Leaf(place, transfer, arrays, shared)
+        return Leaf(place, transfer, arrays, held, shared)
 
     @functools.cached_property
     def _of_one(self) -> "AtUse":
@@ -379,19 +373,22 @@ class Transfer:
             return value
         return self.at_use.gather([value], [self.partition], [self.dtype])[0]
 
-    def backward(self, gradient: jax.Array, kept: "Kept") -> tuple[jax.Array, Any]:
-        """Return this shard's slice of the sum of all gradients, and the next ``Kept.beside``."""
-        at_use, rerun = self.at_use, kept.shared["rerun"]
-        held, after = (None, None) if kept.beside is None else kept.beside
+    def backward(self, gradient: jax.Array, kept: "Kept") -> jax.Array:
+        """Return this shard's slice of the sum of all gradients; write what is kept beside it."""
+        at_use, rerun, held = self.at_use, kept.shared["rerun"], kept.held
         with jax.named_scope("reduce"):
             sent = self._sent(gradient, kept.shared, kept.before)
             if at_use.by_xla is not None:
-                return at_use.by_xla.split(sent, self.partition).astype(self.sum_dtype), None
+                return at_use.by_xla.split(sent, self.partition).astype(self.sum_dtype)
             if at_use.few_bits is None:
                 (total,) = bucketed_sum([sent], [self.partition], at_use.shards)
             else:
-                total, lost = at_use.few_bits.sum_one(sent, held, self.partition, at_use.shards)
-                held = None if held is None else lost
+                rows = ... if kept.rows is None else kept.rows
+                before = None if held is None else held[rows]
+                of_one = at_use.few_bits.sum_one
+                total, lost = of_one(sent, before, self.partition, at_use.shards)
+                if held is not None:
+                    held[rows] = lost
             total = total.astype(self.sum_dtype)
             own, weight = self._own(gradient, kept.shared, kept.before)
             if rerun is not None:
@@ -399,14 +396,11 @@ class Transfer:
                 counts = True if weight is None else weight != 0
                 is_bad = rerun.reports & counts & ~jnp.isfinite(own).all()
                 total = jnp.where(is_bad, jnp.nan, total)
-            if after is not None:
-                # That it was sent, and its squared norm.
+            if kept.shared["norm"] is not None:
                 # Divided before it is squared: the square of a large scale overflows.
-                norm = squared_norm(unscale(own, kept.shared["scale"])) if at_use.measures else 0.0
-                # A parameter that has rows may be used in full: then its first row has the norm.
-                first = jnp.arange(max(1, after.size // 2)).reshape(after.shape[:-1]) == 0
-                after = held, jnp.stack([jnp.ones(first.shape), jnp.where(first, norm, 0)], -1)
-            return total, after
+                norm = squared_norm(unscale(own, kept.shared["scale"]))
+                kept.shared["norm"][...] += norm
+            return total
 
     def _own(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> tuple[Any, Any]:
         """Return this shard's gradient, the mean of its microbatches, and its weight."""
@@ -466,11 +460,12 @@ class Transfer:
 
     def backward_of_product(
         self, how: Product, kept: "Kept", gradient: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+    ) -> tuple[jax.Array, jax.Array]:
         """Return the gradient of ``x``, and what ``backward`` returns."""
         x, whole, shards = kept.x, kept.whole, self.at_use.shards
         shared, before = kept.shared, kept.before
-        if not shards.in_rings or kept.beside is not None or self.at_use.few_bits is not None:
+        is_whole = self.at_use.few_bits is not None or shared["norm"] is not None
+        if not shards.in_rings or is_whole:
             of_w = how.gradient_of_w(x, gradient, self.dtype)
             of_x = how.gradient_of_x(gradient, whole, x.dtype)
             return of_x, self.backward(of_w, kept)
@@ -481,7 +476,7 @@ class Transfer:
         with jax.named_scope("reduce"):
             dtype = self.at_use.reduce_dtype or wide(how.dtype)
             of_x, total = how.backward(x, whole, gradient, shards, dtype, sent)
-            return of_x, (total.astype(self.sum_dtype), None)
+            return of_x, total.astype(self.sum_dtype)
 
 
 class Kept(NamedTuple):
@@ -489,9 +484,17 @@ class Kept(NamedTuple):
 
     x: Any  # what it is multiplied with, and the parameter in full; ``None`` without a product
     whole: Any
-    beside: Any  # see ``AtUse._beside``; ``None`` if nothing is asked for
-    shared: Any  # see ``Leaf``
+    held: Any  # see ``Leaf``
+    rows: Any
+    shared: Any
     before: Any
+
+
+class Refs(NamedTuple):
+    """What the backward pass writes beside the gradients."""
+
+    held: Mapping[int, Any]  # the residual of each parameter, by its place
+    squared_norm: Any  # of this shard's own gradients; ``None`` if it is not measured
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -515,10 +518,10 @@ def _use_backward(
 ) -> tuple[Any, ...]:
     of_x = None
     if how is None:
-        of_slot, beside = transfer.backward(gradient, kept)
+        of_slot = transfer.backward(gradient, kept)
     else:
-        of_x, (of_slot, beside) = transfer.backward_of_product(how, kept, gradient)
-    return None, of_slot, Kept(of_x, None, beside, None, None)
+        of_x, of_slot = transfer.backward_of_product(how, kept, gradient)
+    return None, of_slot, Kept(of_x, *[None] * 5)
 
 
 _use.defvjp(_use_forward, _use_backward)
@@ -531,11 +534,14 @@ class Leaf(Deferred):
     name: int  # its place among the parameters
     transfer: Transfer  # how it is gathered and its gradient summed
     # ``value``, as it is kept; ``slot``, zeros in the place of its gradient, or ``None`` if that is
-    # not computed; and ``before``, the sum of earlier microbatches, if there are some.
+    # not computed; ``before``, the sum of earlier microbatches, if there are some; and ``rows``,
+    # the places of its rows among those of ``refs``.
     arrays: dict[str, Any]
-    # What is the same for all rows: ``weight``, float[], of this shard, or ``None`` if all count
-    # the same; ``scale``, of the loss, where norms are measured; and ``before``, the sum of the
-    # weights of earlier microbatches.
+    # The residual of all rows, which the backward pass replaces; ``None`` without.
+    refs: Any
+    # What is the same for all parameters: ``weight``, float[], of this shard, or ``None`` if all
+    # count the same; ``scale``, of the loss, where norms are measured, and ``norm``, to which the
+    # backward pass adds them; and ``before``, the sum of the weights of earlier microbatches.
     shared: dict[str, Any]
     of_row: bool = False  # whether it is a row of the parameter, or some
     in_ring: bool = False  # whether its slices are multiplied one by one as they arrive
@@ -554,9 +560,9 @@ class Leaf(Deferred):
         dtype = self.transfer.at_use.gather_dtype or self.transfer.dtype
         return f"{rows}{loop}{ring}, in {dtype}{again}"
 
-    def of(self, arrays: Any) -> Self:
-        """Return it with other arrays."""
-        return dataclasses.replace(self, arrays=arrays)
+    def of(self, arrays: Any, refs: Any) -> Self:
+        """Return it with other arrays and references."""
+        return dataclasses.replace(self, arrays=arrays, refs=refs)
 
     def used(self) -> jax.Array:
         """Return the full parameter, whose gradient is summed here."""
@@ -580,7 +586,8 @@ class Leaf(Deferred):
         return used, _use(self.transfer, product, value, slot, self._kept(x))
 
     def _kept(self, x: Any) -> Kept:
-        return Kept(x, None, self.arrays["beside"], self.shared, self.arrays.get("before"))
+        rows = self.arrays.get("rows") if self.of_row else None
+        return Kept(x, None, self.refs, rows, self.shared, self.arrays.get("before"))
 
     def in_dtype(self, dtype: Any) -> Self | None:
         """Return it in a dtype of at most as many bits; one that is sent is converted once."""
