@@ -64,30 +64,43 @@ class Codec:
         """The number of scales of a row."""
         return LANES // _KINDS[self.dtype][1]
 
+    def noise(self, x: jax.Array, key: jax.Array | None) -> jax.Array | None:
+        """Return what is added to each number, before it is rounded; ``None`` without a key."""
+        if not self.stochastic:
+            return None
+        assert key is not None
+        return jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.float32) / (1 << 16)
+
+    def scales(self, x: Float[Array, "*shape rows 128"]) -> Float[Array, "*shape rows 128"]:
+        """Return the scale of each number, in bfloat16."""
+        return self._of_each(self._scales_of(x.astype(jnp.float32)))
+
+    def rounded(
+        self, x: Float[Array, "*shape"], scale: Float[Array, "*shape"], noise: jax.Array | None
+    ) -> Float[Array, "*shape"]:
+        """Return numbers as they are decoded, float32, given their scales, and the noise."""
+        return self._codes(x, scale, noise).astype(jnp.float32) * scale.astype(jnp.float32)
+
     def encode(
-        self, x: Float[Array, "*shape rows 128"], key: jax.Array | None = None
+        self, x: Float[Array, "*shape rows 128"], noise: jax.Array | None = None
     ) -> UInt8[Array, "*shape coded 128"]:
         """Encode numbers as bytes.
 
         Args:
           x: the numbers, in rows.
-          key: a PRNG key, to round stochastically.
+          noise: what ``noise`` returns, to round stochastically.
         """
+        scales = self._scales_of(x.astype(jnp.float32))
+        codes = self._codes(x, self._of_each(scales), noise)
+        # Rows fill bytes, and their scales rows.
         even = [*[(0, 0)] * (x.ndim - 2), (0, x.shape[-2] % 2), (0, 0)]
-        wide = jnp.pad(x.astype(jnp.float32), even)
-        scales = self._scales_of(wide)
-        of_each = self._of_each(scales).astype(jnp.float32)
-        ratio = wide / jnp.where(of_each == 0, 1, of_each)
-        if self.stochastic:
-            assert key is not None
-            noise = jax.random.bits(key, ratio.shape, jnp.uint16).astype(jnp.float32) / (1 << 16)
-            ratio = self._rounded(ratio, noise)
+        scales, codes = jnp.pad(scales, even), jnp.pad(codes, even)
         bits = lax.bitcast_convert_type(scales, jnp.uint16).reshape(*x.shape[:-2], -1)
         filled = [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % LANES)]
         bits = jnp.pad(bits, filled).reshape(*x.shape[:-2], -1, LANES)
         # The low bytes of all scales, and then the high ones.
         halves = [half.astype(jnp.uint8) for half in (bits & 255, bits >> 8)]
-        return jnp.concatenate([self._bytes_of(ratio), *halves], -2)
+        return jnp.concatenate([self._bytes_of(codes), *halves], -2)
 
     def decode(
         self, coded: UInt8[Array, "*shape coded 128"], rows: int
@@ -102,7 +115,8 @@ class Codec:
         flat = bits.reshape(*coded.shape[:-2], -1)[..., : even * self._scales]
         scales = lax.bitcast_convert_type(flat, jnp.bfloat16)
         of_each = self._of_each(scales.reshape(*coded.shape[:-2], even, self._scales))
-        return (self._numbers_of(numbers) * of_each.astype(jnp.float32))[..., :rows, :]
+        codes = self._codes_of(numbers).astype(jnp.float32)
+        return (codes * of_each.astype(jnp.float32))[..., :rows, :]
 
     def _scales_of(self, x: jax.Array) -> jax.Array:
         """Return the scale of each block, bfloat16[…, rows, scales], so that its numbers fit."""
@@ -135,7 +149,19 @@ class Codec:
             found = jnp.where(block == nth, scales[..., nth : nth + 1], found)
         return found
 
-    def _rounded(self, ratio: jax.Array, noise: jax.Array) -> jax.Array:
+    def _codes(self, x: jax.Array, scale: jax.Array, noise: jax.Array | None) -> jax.Array:
+        """Return the code of each number: int8 or float8."""
+        scale = scale.astype(jnp.float32)
+        ratio = x.astype(jnp.float32) / jnp.where(scale == 0, 1, scale)
+        if noise is not None:
+            ratio = self._neighbour(ratio, noise)
+        # A quotient may be rounded to a little more than the largest number.
+        if self.dtype == "float8_e4m3fn":
+            return jnp.clip(ratio, -_TOP, _TOP).astype(jnp.float8_e4m3fn)
+        most = 1 << (self._bits - 1)
+        return jnp.clip(jnp.round(ratio), -most, most - 1).astype(jnp.int8)
+
+    def _neighbour(self, ratio: jax.Array, noise: jax.Array) -> jax.Array:
         """Return the ratio, rounded to one of its two neighbours."""
         if self.dtype != "float8_e4m3fn":
             return jnp.floor(ratio + noise)
@@ -143,28 +169,20 @@ class Codec:
         step = jnp.maximum(jnp.exp2((exponent - 1 - _FRACTION).astype(jnp.float32)), _TINY)
         return jnp.floor(ratio / step + noise) * step
 
-    def _bytes_of(self, ratio: jax.Array) -> jax.Array:
-        # A quotient may be rounded to a little more than the largest number.
-        if self.dtype == "float8_e4m3fn":
-            ratio = jnp.clip(ratio, -_TOP, _TOP)
-            return lax.bitcast_convert_type(ratio.astype(jnp.float8_e4m3fn), jnp.uint8)
-        most = 1 << (self._bits - 1)
-        ratio = jnp.clip(jnp.round(ratio), -most, most - 1)
-        whole = lax.bitcast_convert_type(ratio.astype(jnp.int8), jnp.uint8)
-        if self.dtype == "int8":
-            return whole
+    def _bytes_of(self, codes: jax.Array) -> jax.Array:
+        each = lax.bitcast_convert_type(codes, jnp.uint8)
+        if self.dtype != "int4":
+            return each
         # Two rows share the bytes of one.
-        low, high = jnp.split(whole, 2, -2)
+        low, high = jnp.split(each, 2, -2)
         return (low & 15) | (high << 4)
 
-    def _numbers_of(self, coded: jax.Array) -> jax.Array:
+    def _codes_of(self, numbers: jax.Array) -> jax.Array:
         if self.dtype == "float8_e4m3fn":
-            return lax.bitcast_convert_type(coded, jnp.float8_e4m3fn).astype(jnp.float32)
-        whole = lax.bitcast_convert_type(coded, jnp.int8)
-        if self.dtype == "int4":
-            # A right shift of a signed number repeats its sign.
-            whole = jnp.concatenate([(whole << 4) >> 4, whole >> 4], -2)
-        return whole.astype(jnp.float32)
+            return lax.bitcast_convert_type(numbers, jnp.float8_e4m3fn)
+        codes = lax.bitcast_convert_type(numbers, jnp.int8)
+        # A right shift of a signed number repeats its sign.
+        return codes if self.dtype == "int8" else jnp.concatenate([(codes << 4) >> 4, codes >> 4], -2)
 
 
 def _up_to_16_bits(x: jax.Array) -> jax.Array:
@@ -278,23 +296,25 @@ def sum_in_few_bits(
     shard gets in full are encoded once more, by the shard that has added a slice of them.
 
     Args:
-      xs: floating arrays of this shard.
+      xs: floating arrays of this shard; one may have axes of length 1 before those that are split.
       partitions: the partition of each.
       shards: the shards; groups have one tier.
       key: a PRNG key, the same on all shards, to round stochastically; else ``None``.
       tiers: how shards send along which axes, inner tiers first.
     """
+    pairs = list(zip(xs, partitions, strict=True))
     if shards.other_axes:
         run = functools.partial(sum_in_few_bits, tiers=tiers)
         both = lambda specs: (specs, specs)
-        sums, lost = on_blocks(run, xs, partitions, shards, key, out_specs=both)
-        return sums, lost
-    rows = [_as_rows(x, each, shards.size) for x, each in zip(xs, partitions, strict=True)]
+        given = [x.reshape(each.shape) for x, each in pairs]
+        sums, lost = on_blocks(run, given, partitions, shards, key, out_specs=both)
+        return sums, [x.reshape(each.shape) for x, each in zip(lost, xs, strict=True)]
+    rows = [_as_rows(x.reshape(each.shape), each, shards.size) for x, each in pairs]
     buckets: dict[Any, list[int]] = {}
     for at, (row, partition) in enumerate(zip(rows, partitions, strict=True)):
         alone = row.shape[1] >= _MANY
         buckets.setdefault((partition.number, at if alone else None), []).append(at)
-    sums, lost = list(map(jnp.asarray, xs)), list(map(jnp.asarray, xs))
+    sums, lost = list(map(jnp.asarray, xs)), list(map(jnp.zeros_like, xs))
     for nth, places in enumerate(buckets.values()):
         own = None if key is None else jax.random.fold_in(key, nth)
         tiered = _TieredSum(tiers, shards, own)
@@ -302,21 +322,47 @@ def sum_in_few_bits(
         whole = partitions[places[0]].number == 1
         if whole:
             total, kept = tiered.gather(total)
-            missing = missing.at[shards.position()].add(kept)
-        ends = list(itertools.accumulate(rows[at].shape[1] for at in places))[:-1]
-        for at, of_sum, of_lost in zip(
-            places,
-            jnp.split(total, ends, -2),
-            jnp.split(missing, ends, -2),
-            strict=True,
-        ):
-            lost[at] = _from_rows(of_lost, partitions[at], xs[at].shape)
-            sums[at] = (
-                _from_rows(of_sum, partitions[at], xs[at].shape)
-                if whole
-                else _from_lanes(of_sum[None], partitions[at].local_shape)[0]
-            )
+            if kept is not None:
+                missing = missing.and_then(jnp.zeros_like(total).at[shards.position()].set(kept))
+        ends = list(itertools.accumulate(rows[at].shape[1] for at in places))
+        for at, start, end in zip(places, [0, *ends], ends, strict=False):
+            x, partition = xs[at], partitions[at]
+            native = functools.partial(_native, partition, x.shape, start, end)
+            lost[at] = jax.tree.map(native, missing).of(x)
+            if whole:
+                sums[at] = native(total)
+            else:
+                of_slice = lax.slice_in_dim(total, start, end, axis=-2)[None]
+                sums[at] = _from_lanes(of_slice, partition.local_shape)[0]
     return sums, lost
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["scale", "noise", "more"], meta_fields=["codec"]
+)
+@dataclasses.dataclass(frozen=True)
+class _Missing:
+    """What was not sent of numbers: in rows, or in an array's own shape.
+
+    What rounding loses is computed in an array's own shape. XLA for GPUs reads a residual and
+    updates it in place in one kernel, if all that is between is elementwise.
+    """
+
+    codec: Codec | None = None  # what has rounded the numbers; ``None`` if that loses nothing
+    scale: Any = None  # the scale of each number, and its noise
+    noise: Any = None
+    more: Any = None  # what was lost after that; ``None`` for nothing
+
+    def and_then(self, lost: jax.Array) -> "_Missing":
+        """Return this, and what was lost later."""
+        return dataclasses.replace(self, more=lost if self.more is None else self.more + lost)
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """Return what was not sent of an array."""
+        lost = jnp.zeros_like(x)
+        if self.codec is not None:
+            lost = x - self.codec.rounded(x, self.scale, self.noise).astype(x.dtype)
+        return lost if self.more is None else lost + self.more
 
 
 def gather_in_few_bits(
@@ -360,35 +406,32 @@ class _TieredSum:
             found.append((wire, own))
         return found
 
-    def scatter(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def scatter(self, x: jax.Array) -> tuple[jax.Array, _Missing]:
         """Return the sum of this shard's rows, ``[rows, 128]``, and what was not sent of ``x``."""
-        ways, lost = self._of_tiers, jnp.zeros_like(x)
+        ways, missing = self._of_tiers, _Missing()
         sizes = [own.size for _, own in reversed(ways)]
         x = x.reshape(*sizes, *x.shape[1:])
         for nth, (wire, own) in enumerate(ways):
             # The axes of the tiers that are left come first, that of this tier last of them.
             x = jnp.moveaxis(x, len(sizes) - 1 - nth, 0)
-            x, missing = self._scattered(x, wire, own, nth)
-            if missing is not None and wire.error_feedback:
-                lost += self._spread(jnp.moveaxis(missing, 0, -3), ways[:nth])
-        return x, lost
+            if not isinstance(wire, Quantized):
+                sent = x if wire is None else x.astype(wire)
+                x = send_scattered(sent, 0, own)[0].astype(x.dtype)
+                continue
+            codec = wire.codec()
+            noise = codec.noise(x, self._key_of(nth, self.shards))
+            coded = codec.encode(x, noise)
+            if wire.error_feedback:
+                lost = _Missing(codec, codec.scales(x), noise)
+                spread = functools.partial(self._spread, inner=ways[:nth])
+                missing = missing.and_then(spread(lost.of(x))) if nth else jax.tree.map(spread, lost)
+            total = codec.decode(exchange(coded, 0, own)[:, 0], x.shape[-2]).sum(0)
+            x = total.astype(x.dtype)
+        return x, missing
 
-    def _scattered(
-        self, x: jax.Array, wire: Any, own: Shards, nth: int
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Return this shard's row of a tier's sum of ``[shards, …]``, and what was not sent."""
-        if not isinstance(wire, Quantized):
-            sent = x if wire is None else x.astype(wire)
-            return send_scattered(sent, 0, own)[0].astype(x.dtype), None
-        codec = wire.codec()
-        coded = codec.encode(x, self._key_of(nth, self.shards))
-        read = functools.partial(codec.decode, rows=x.shape[-2])
-        total = read(exchange(coded, 0, own)[:, 0]).sum(0)
-        return total.astype(x.dtype), x - read(coded).astype(x.dtype)
-
-    def gather(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def gather(self, part: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Gather the rows of all shards, ``[shards, rows, 128]``; also return what was not sent."""
-        x, ways, kept = part, self._of_tiers, jnp.zeros_like(part)
+        x, ways, kept = part, self._of_tiers, None
         for nth, (wire, own) in reversed(list(enumerate(ways))):
             if not isinstance(wire, Quantized):
                 sent = (x if wire is None else x.astype(wire))[None]
@@ -396,17 +439,22 @@ class _TieredSum:
             else:
                 # Other shards along the outer tiers have the same rows, and must round them alike.
                 those, codec = [each for _, each in ways[: nth + 1]], wire.codec()
-                coded = codec.encode(x, self._key_of(nth + len(ways), *those))
-                read = functools.partial(codec.decode, rows=x.shape[-2])
-                missing = x - read(coded).astype(x.dtype)
-                kept += self._own_rows(missing, ways[nth + 1 :]) if wire.error_feedback else 0
-                x = read(gather_slices(coded[None], 0, own)).astype(x.dtype)
+                noise = codec.noise(x, self._key_of(nth + len(ways), *those))
+                coded = codec.encode(x, noise)
+                if wire.error_feedback:
+                    lost = _Missing(codec, codec.scales(x), noise).of(x)
+                    lost = self._own_rows(lost, ways[nth + 1 :])
+                    kept = lost if kept is None else kept + lost
+                x = codec.decode(gather_slices(coded[None], 0, own), x.shape[-2])
+                x = x.astype(part.dtype)
             # The axes of the outer tiers are the major ones.
             x = jnp.moveaxis(x, 0, -3)
         return x.reshape(-1, *part.shape), kept
 
-    def _spread(self, missing: jax.Array, inner: Sequence[tuple[Any, Shards]]) -> jax.Array:
+    @staticmethod
+    def _spread(missing: jax.Array, inner: Sequence[tuple[Any, Shards]]) -> jax.Array:
         """Return ``[shards, rows, 128]``, zero but for the sums of this shard in inner tiers."""
+        missing = jnp.moveaxis(missing, 0, -3)
         for _, own in reversed(inner):
             is_own = jnp.arange(own.number) == own.index()
             missing = jnp.where(is_own[:, None, None], missing[..., None, :, :], 0)
@@ -428,6 +476,14 @@ class _TieredSum:
             # Shards with the same place in their groups may send the same.
             key = jax.random.fold_in(key, shards.position())
         return key
+
+
+def _native(
+    partition: Partition, shape: tuple[int, ...], start: int, end: int, rows: jax.Array
+) -> jax.Array:
+    """Return some rows, ``[shards, rows, 128]``, as the array of this shape that they were."""
+    own = lax.slice_in_dim(rows, start, end, axis=-2)
+    return _from_rows(own, partition, partition.shape).reshape(shape)
 
 
 def _as_rows(x: jax.Array, partition: Partition, number: int) -> jax.Array:

@@ -383,12 +383,11 @@ class Transfer:
             if at_use.few_bits is None:
                 (total,) = bucketed_sum([sent], [self.partition], at_use.shards)
             else:
-                rows = ... if kept.rows is None else kept.rows
-                before = None if held is None else held[rows]
+                before = None if held is None else _rows_of(held, kept.rows)
                 of_one = at_use.few_bits.sum_one
                 total, lost = of_one(sent, before, self.partition, at_use.shards)
                 if held is not None:
-                    held[rows] = lost
+                    _set_rows(held, kept.rows, lost)
             total = total.astype(self.sum_dtype)
             own, weight = self._own(gradient, kept.shared, kept.before)
             if rerun is not None:
@@ -477,6 +476,26 @@ class Transfer:
             dtype = self.at_use.reduce_dtype or wide(how.dtype)
             of_x, total = how.backward(x, whole, gradient, shards, dtype, sent)
             return of_x, total.astype(self.sum_dtype)
+
+
+def _rows_of(ref: Any, rows: jax.Array | None) -> jax.Array:
+    """Return adjacent rows of an array; one row keeps its axis, of length 1."""
+    if rows is None:
+        return jnp.asarray(ref[...])
+    # XLA for GPUs updates rows in the kernel that reads them, if it sees that these are the same.
+    return lax.dynamic_slice_in_dim(
+        ref[...], rows.ravel()[0], rows.size, allow_negative_indices=False
+    )
+
+
+def _set_rows(ref: Any, rows: jax.Array | None, value: jax.Array) -> None:
+    """Replace what ``_rows_of`` returns."""
+    if rows is not None:
+        start = rows.ravel()[0]
+        value = lax.dynamic_update_slice_in_dim(
+            ref[...], value, start, 0, allow_negative_indices=False
+        )
+    ref[...] = value
 
 
 class Kept(NamedTuple):

@@ -564,12 +564,16 @@ class FewBits(BySlices):
     def sum_one(
         self, x: jax.Array, held: jax.Array | None, partition: Partition, shards: Shards
     ) -> tuple[jax.Array, jax.Array]:
-        """Return this shard's slice of the sum of one gradient, and its next residual."""
-        x = _add_residual(x, held)
+        """Return this shard's slice of the sum of one gradient, and its next residual.
+
+        ``held`` may have an axis of length 1 before those of the gradient.
+        """
+        x = _add_residual(x if held is None else x.reshape(held.shape), held)
         if takes_few_bits(x, shards):
             (total,), (lost,) = sum_in_few_bits([x], [partition], shards, None, self._tiers(shards))
         else:
-            total, lost = bucketed_sum([x], [partition], shards)[0], jnp.zeros_like(x)
+            own = x.reshape(partition.shape)
+            total, lost = bucketed_sum([own], [partition], shards)[0], jnp.zeros_like(x)
         return total, lost if held is None else lost.astype(held.dtype)
 
     def map_residuals(
