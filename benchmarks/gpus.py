@@ -95,6 +95,15 @@ STEPS: dict[str, Callable[[Mesh, Shapes], Any]] = {
     f"{_PARAMS_SHARDED}, int8, bfloat16 feedback": _ours(
         params="sharded", reduce_dtype=Quantized("int8", error_feedback="bfloat16")
     ),
+    f"{_PARAMS_SHARDED}, int4, bfloat16 feedback": _ours(
+        params="sharded", reduce_dtype=Quantized("int4", error_feedback="bfloat16")
+    ),
+    f"{_PARAMS_SHARDED}, bfloat16{_WITH_GUARDS}": _ours(
+        params="sharded", reduce_dtype="bfloat16", **GUARDS
+    ),
+    f"{_PARAMS_SHARDED}, int8{_WITH_GUARDS}": _ours(
+        params="sharded", reduce_dtype="int8", **GUARDS
+    ),
     "by hand, params sharded": _theirs(by_hand.params_sharded),
     "GSPMD, FSDP": _theirs(by_hand.gspmd, split_params=True),
     "GSPMD, FSDP, O1": _theirs(by_hand.gspmd, split_params=True, options=by_hand.O1),
@@ -187,9 +196,9 @@ a `jax.jit` with shardings, from which XLA makes the collectives, and activation
 split by rows. *O1* is XLA's optimization level, which NVIDIA recommends; MaxText's flags are those
 for FSDP on 1,024 H100s. Ours is compiled with `step.compiler_options`, all others as JAX does by
 default. *Guards* are `nonfinite="quarantine"`, `check_divergence=100` and the norms of gradient,
-update and parameters. *bfloat16* and *int8* are what gradients are sent in, *bfloat16 feedback* is
-what int8 keeps what it has lost in. Rows without bytes of kernels were measured on 2026-11-23, with
-0.1.0; the others later, with 0.3.0.dev0 and 0.4.0.dev0.
+update and parameters. *bfloat16*, *int8* and *int4* are what gradients are sent in; what int8 and
+int4 lose is kept in float32, or in bfloat16 with *bfloat16 feedback*. Rows without bytes of kernels
+were measured on 2026-11-23, with 0.1.0; the others later, with 0.3.0.dev0 and 0.4.0.dev0.
 
 GSPMD sums gradients in bfloat16, which is half the bytes; ours and those by hand sum in float32.
 The lower bound of our steps is 2(N−1)/N · P. With sharded parameters, gathered in bfloat16 as

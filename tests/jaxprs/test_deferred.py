@@ -27,11 +27,11 @@ class Noted(Deferred):
 
     name: str
     arrays: Any
-    refs: Any = None
     dtype: Any = FLOAT
     may_convert: bool = True
     # The fewest dimensions of what has rows: a layer has none, though it has a first axis.
     stacked: int = W.ndim
+    refs: Any = None
 
     @property
     def kind(self) -> Any:
@@ -72,7 +72,7 @@ def uses_of(function: Any, w: Any = W, **options: Any) -> list[Any]:
 
     def deferred(w: Any, x: Any) -> Any:
         jaxpr = jax.make_jaxpr(function)(w, x)
-        given = Noted("w", {"x": w, "zero": jnp.zeros_like(w)}, None, w.dtype, **options)
+        given = Noted("w", {"x": w, "zero": jnp.zeros_like(w)}, w.dtype, **options)
         (found,) = evaluate(jaxpr, [given, x], noting(uses))
         return found
 

@@ -255,6 +255,21 @@ def test_what_a_layer_holds_back_stays_while_a_loss_does_not_use_it():
     assert (after[0] != before[0]).any()
 
 
+@pytest.mark.parametrize("mode", ["parts", deep("replicated")])
+def test_what_is_held_back_of_layers_is_overwritten(mode: str):
+    """A step needs no more temporary memory to keep it than to drop it."""
+
+    def temporary(**kept: Any) -> int:
+        step = step_of(mode, scan_loss, SGD, reduce_dtype=Quantized("int8", **kept))
+        large = jax.tree.map(lambda x: np.tile(x, (8,) + (1,) * (x.ndim - 1)), PARAMS["layers"])
+        lowered = step.lower(step.abstract_init({**PARAMS, "layers": large}), BATCHES[0])
+        return int(lowered.compile().memory_analysis().temp_size_in_bytes)
+
+    without = temporary(error_feedback=False)
+    for kind in (True, "bfloat16"):
+        assert temporary(error_feedback=kind) <= 1.05 * without
+
+
 @pytest.mark.deep
 def test_what_is_held_back_stays_so_in_a_step_that_is_skipped():
     step = step_of("sharded", REMAT, SGD, nonfinite="skip", reduce_dtype="int8")

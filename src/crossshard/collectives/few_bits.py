@@ -137,9 +137,21 @@ class Codec:
 
     def _largest_of(self, x: jax.Array) -> jax.Array:
         """Return the largest number of each block, ``[…, rows, scales]``."""
-        block = jnp.arange(LANES) * self._scales // LANES
-        own = [jnp.where(block == nth, x, -jnp.inf) for nth in range(self._scales)]
-        return jnp.stack([(x if self._scales == 1 else each).max(-1) for each in own], -1)
+        number = self._scales
+        if number == 1:
+            return x.max(-1, keepdims=True)
+
+        def of_lanes(x: jax.Array) -> jax.Array:
+            block = jnp.arange(LANES) * number // LANES
+            own = [jnp.where(block == nth, x, -jnp.inf).max(-1) for nth in range(number)]
+            return jnp.stack(own, -1)
+
+        def of_blocks(x: jax.Array) -> jax.Array:
+            return x.reshape(*x.shape[:-1], number, -1).max(-1)
+
+        # On a TPU, shorter rows would not fill its lanes.
+        found: jax.Array = lax.platform_dependent(x, tpu=of_lanes, default=of_blocks)
+        return found
 
     def _of_each(self, scales: jax.Array) -> jax.Array:
         """Return the scale of each number, ``[…, rows, 128]``."""
@@ -181,8 +193,10 @@ class Codec:
         if self.dtype == "float8_e4m3fn":
             return lax.bitcast_convert_type(numbers, jnp.float8_e4m3fn)
         codes = lax.bitcast_convert_type(numbers, jnp.int8)
+        if self.dtype == "int8":
+            return codes
         # A right shift of a signed number repeats its sign.
-        return codes if self.dtype == "int8" else jnp.concatenate([(codes << 4) >> 4, codes >> 4], -2)
+        return jnp.concatenate([(codes << 4) >> 4, codes >> 4], -2)
 
 
 def _up_to_16_bits(x: jax.Array) -> jax.Array:
@@ -327,13 +341,13 @@ def sum_in_few_bits(
         ends = list(itertools.accumulate(rows[at].shape[1] for at in places))
         for at, start, end in zip(places, [0, *ends], ends, strict=False):
             x, partition = xs[at], partitions[at]
-            native = functools.partial(_native, partition, x.shape, start, end)
-            lost[at] = jax.tree.map(native, missing).of(x)
+            cut = functools.partial(lax.slice_in_dim, start_index=start, limit_index=end, axis=-2)
+            native = functools.partial(_from_rows, partition=partition, shape=x.shape)
+            lost[at] = jax.tree.map(native, jax.tree.map(cut, missing)).of(x)
             if whole:
-                sums[at] = native(total)
+                sums[at] = _from_rows(cut(total), partition, partition.shape)
             else:
-                of_slice = lax.slice_in_dim(total, start, end, axis=-2)[None]
-                sums[at] = _from_lanes(of_slice, partition.local_shape)[0]
+                sums[at] = _from_lanes(cut(total)[None], partition.local_shape)[0]
     return sums, lost
 
 
@@ -424,7 +438,10 @@ class _TieredSum:
             if wire.error_feedback:
                 lost = _Missing(codec, codec.scales(x), noise)
                 spread = functools.partial(self._spread, inner=ways[:nth])
-                missing = missing.and_then(spread(lost.of(x))) if nth else jax.tree.map(spread, lost)
+                if nth:
+                    missing = missing.and_then(spread(lost.of(x)))
+                else:
+                    missing = jax.tree.map(spread, lost)
             total = codec.decode(exchange(coded, 0, own)[:, 0], x.shape[-2]).sum(0)
             x = total.astype(x.dtype)
         return x, missing
@@ -478,14 +495,6 @@ class _TieredSum:
         return key
 
 
-def _native(
-    partition: Partition, shape: tuple[int, ...], start: int, end: int, rows: jax.Array
-) -> jax.Array:
-    """Return some rows, ``[shards, rows, 128]``, as the array of this shape that they were."""
-    own = lax.slice_in_dim(rows, start, end, axis=-2)
-    return _from_rows(own, partition, partition.shape).reshape(shape)
-
-
 def _as_rows(x: jax.Array, partition: Partition, number: int) -> jax.Array:
     """Return the slice of each shard, or an equal part for each, ``[shards, rows, 128]``."""
     if partition.number == 1:
@@ -496,11 +505,11 @@ def _as_rows(x: jax.Array, partition: Partition, number: int) -> jax.Array:
 
 
 def _from_rows(rows: jax.Array, partition: Partition, shape: tuple[int, ...]) -> jax.Array:
-    """Undo ``_as_rows``."""
-    size = math.prod(shape)
+    """Undo ``_as_rows``, and return the array in this shape."""
+    size = math.prod(partition.shape)
     if partition.number == 1:
-        return rows.reshape(shape) if rows.size == size else rows.ravel()[:size].reshape(shape)
-    return partition.joined(_from_lanes(rows, partition.local_shape))
+        return (rows if rows.size == size else rows.ravel()[:size]).reshape(shape)
+    return partition.joined(_from_lanes(rows, partition.local_shape)).reshape(shape)
 
 
 def _in_lanes(x: jax.Array) -> jax.Array:

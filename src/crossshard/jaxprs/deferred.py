@@ -313,7 +313,7 @@ def _typed(x: Deferred) -> Deferred:
 def _with_arrays(
     like: Sequence[Deferred | None], arrays: Sequence[Any], refs: Sequence[Any]
 ) -> list[Any]:
-    """Return the arrays, with a ``Deferred`` of them and of the next refs where ``like`` has one."""
+    """Return the arrays; where ``like`` has a ``Deferred``, one of them and of the next refs."""
     of_next = iter(refs)
     pairs = zip(like, arrays, strict=True)
     return [own if x is None else x.of(own, next(of_next)) for x, own in pairs]

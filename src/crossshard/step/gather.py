@@ -479,23 +479,23 @@ class Transfer:
 
 
 def _rows_of(ref: Any, rows: jax.Array | None) -> jax.Array:
-    """Return adjacent rows of an array; one row keeps its axis, of length 1."""
+    """Return adjacent rows of an array; one row, or the whole, has an axis of length 1 before it.
+
+    XLA for GPUs updates rows in the kernel that reads them, if it sees that these are the same.
+    """
     if rows is None:
-        return jnp.asarray(ref[...])
-    # XLA for GPUs updates rows in the kernel that reads them, if it sees that these are the same.
-    return lax.dynamic_slice_in_dim(
-        ref[...], rows.ravel()[0], rows.size, allow_negative_indices=False
-    )
+        return jnp.asarray(ref[...])[None]
+    first = rows.ravel()[0]
+    return lax.dynamic_slice_in_dim(ref[...], first, rows.size, allow_negative_indices=False)
 
 
 def _set_rows(ref: Any, rows: jax.Array | None, value: jax.Array) -> None:
     """Replace what ``_rows_of`` returns."""
-    if rows is not None:
-        start = rows.ravel()[0]
-        value = lax.dynamic_update_slice_in_dim(
-            ref[...], value, start, 0, allow_negative_indices=False
-        )
-    ref[...] = value
+    if rows is None:
+        ref[...] = value[0]
+        return
+    at = rows.ravel()[0]
+    ref[...] = lax.dynamic_update_slice_in_dim(ref[...], value, at, 0, allow_negative_indices=False)
 
 
 class Kept(NamedTuple):

@@ -182,3 +182,28 @@ def test_what_is_measured_of_each_shard_hides_as_much():
     needs_cuda()
     plain, measured = printed(HIDDEN)
     assert measured >= 0.94 * plain > 0.85
+
+
+# What few bits add, on 32 H100s: bytes of kernels for each parameter, and temporary memory.
+FEW_BITS = """
+import crossshard
+from benchmarks import gpus, shapes
+from crossshard.pipeline import Quantized
+model, mesh = shapes.transformer(4, scan=True, checkpoint=True), gpus.cluster(4)
+for dtype in None, "int8", "int4":
+    few = dtype and Quantized(dtype, error_feedback="bfloat16")
+    step = crossshard.make_train_step(
+        model.loss_fn, gpus.adamw(), mesh=mesh, params="sharded", reduce_dtype=few
+    )
+    lowered = step.lower(step.abstract_init(model.params), model.batch(mesh.size))
+    report = crossshard.inspect(lowered)
+    print(report.kernel_bytes / model.parameters, report.memory.peak - report.memory.argument)
+"""
+
+
+@pytest.mark.deep
+def test_few_bits_read_and_write_little():
+    needs_cuda()
+    plain, least, eight, of_eight, four, of_four = printed(FEW_BITS)
+    assert four - plain < eight - plain < 15
+    assert of_four < of_eight < least

@@ -480,8 +480,10 @@ def _add_residual(x: jax.Array, held: jax.Array | None) -> jax.Array:
     """Return a gradient plus what was not sent of those before it."""
     if held is None:
         return x
-    # A flipped bit may make a residual NaN, and with it every later gradient.
-    return widen(x) + jnp.where(jnp.isfinite(held), held, 0)
+    # A flipped bit may make a residual NaN, and with it every later gradient. The 0 is made from
+    # the flag: beside a constant, XLA for GPUs does not update a residual where it reads it.
+    is_finite = jnp.isfinite(held)
+    return widen(x) + jnp.where(is_finite, held, is_finite.astype(held.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
