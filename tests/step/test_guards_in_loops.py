@@ -242,6 +242,20 @@ def test_what_is_sent_in_few_bits_and_what_is_held_back_are_the_mean(mode: str, 
     assert max(float(abs(x).max()) for x in jax.tree.leaves(held_back(state))) > 0
 
 
+def test_gradients_of_64_bits_have_norms_too():
+    with jax.enable_x64(True):
+        params, batch = jax.tree.map(np.float64, (PARAMS, BATCHES[0]))
+        step = step_of("parts", REMAT, SGD, metrics=("local_grad_norm",))
+        _, metrics = step(step.init(params), batch)
+        each = [
+            jax.tree.map(lambda x, i=i: x[i * EACH : (i + 1) * EACH], batch) for i in range(SHARDS)
+        ]
+        want = [float(optax.tree.norm(jax.grad(REMAT)(params, rows))) for rows in each]
+        np.testing.assert_allclose(
+            float(metrics["local_grad_norm"]), np.sqrt(np.mean(np.square(want))), rtol=1e-6
+        )
+
+
 @pytest.mark.parametrize("mode", ["parts", deep("replicated")])
 def test_a_layer_in_a_group_of_layers_holds_back_its_own(mode: str):
     """Groups of layers are stacked; the loss does not use the first layer of the last group."""

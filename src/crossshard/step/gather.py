@@ -266,7 +266,7 @@ class AtUse:
                 lengths = _lengths(self.partitions[place])
                 others = every[place].shape[len(lengths) :]
                 held[place] = jax.new_ref(every[place].reshape(math.prod(lengths), *others))
-        return Refs(held, jax.new_ref(jnp.float32(0)) if self.measures else None)
+        return Refs(held, jax.new_ref(jnp.zeros(())) if self.measures else None)
 
     def _written(self, refs: "Refs") -> tuple[Any, Any]:
         """Return the residuals, and the squared norm, as the backward pass has left them."""
