@@ -260,7 +260,8 @@ class AtUse:
 
     def _refs(self, places: Iterable[int]) -> "Refs":
         """Return what the backward pass writes beside the gradients at these places."""
-        every, held = self.held or {}, {}
+        every = self.held or {}
+        held: dict[int, Any] = {}
         for place in places if every else ():
             if every[place] is not None:
                 lengths = _lengths(self.partitions[place])
