@@ -242,6 +242,47 @@ def test_what_is_sent_in_few_bits_and_what_is_held_back_are_the_mean(mode: str, 
     assert max(float(abs(x).max()) for x in jax.tree.leaves(held_back(state))) > 0
 
 
+def test_gradients_of_64_bits_have_norms_too():
+    with jax.enable_x64(True):
+        params, batch = jax.tree.map(np.float64, (PARAMS, BATCHES[0]))
+        step = step_of("parts", REMAT, SGD, metrics=("local_grad_norm",))
+        _, metrics = step(step.init(params), batch)
+        each = [
+            jax.tree.map(lambda x, i=i: x[i * EACH : (i + 1) * EACH], batch) for i in range(SHARDS)
+        ]
+        want = [float(optax.tree.norm(jax.grad(REMAT)(params, rows))) for rows in each]
+        np.testing.assert_allclose(
+            float(metrics["local_grad_norm"]), np.sqrt(np.mean(np.square(want))), rtol=1e-6
+        )
+
+
+@pytest.mark.parametrize("mode", ["parts", deep("replicated")])
+def test_a_layer_in_a_group_of_layers_holds_back_its_own(mode: str):
+    """Groups of layers are stacked; the loss does not use the first layer of the last group."""
+    of_groups = {"w": layered.normal(2, 3, 192, 192, scale=0.05), "b": layered.normal(2, 3, 192)}
+    params, rate = {**PARAMS, "layers": of_groups}, 1 / 64
+
+    def loss(params: Any, batch: Any) -> Any:
+        groups = jax.tree.map(lambda x: x[:1], params["layers"])
+        rest = jax.tree.map(lambda x: x[1][1:], params["layers"])
+        of_group = lambda h, group: layered.scanned(h, group, jax.checkpoint(layered.layer))
+        h = layered.scanned(layered.embedded(params, batch), groups, of_group)
+        return layered.error(params, layered.scanned(h, rest), batch).mean()
+
+    options: Any = {"reduce_dtype": "int8", "metrics": ("local_grad_norm",)}
+    step = step_of(mode, loss, optax.sgd(rate), **options)
+    state, sum_of_all = step.init(params), jax.tree.map(np.zeros_like, params)
+    for batch in BATCHES[:2]:
+        gradient = jax.jit(jax.grad(loss))(jax.tree.map(np.asarray, state.params), batch)
+        sum_of_all = jax.tree.map(lambda a, b: a + np.asarray(b), sum_of_all, gradient)
+        state, _ = step(state, batch)
+    sent = jax.tree.map(lambda a, b: (a - np.asarray(b)) / rate, params, state.params)
+    held = held_back(state)
+    assert_near(jax.tree.map(np.add, sent, held), sum_of_all)
+    used = abs(held["layers"]["w"]).max((2, 3)) > 0
+    np.testing.assert_array_equal(used, [[True, True, True], [False, True, True]])
+
+
 def test_what_a_layer_holds_back_stays_while_a_loss_does_not_use_it():
     of_all, of_some = (
         step_of("sharded", f, SGD, reduce_dtype="int8") for f in (REMAT, some_layers)

@@ -310,7 +310,7 @@ def sum_in_few_bits(
     shard gets in full are encoded once more, by the shard that has added a slice of them.
 
     Args:
-      xs: floating arrays of this shard; one may have axes of length 1 before those that are split.
+      xs: floating arrays of this shard; one may have another shape than its partition.
       partitions: the partition of each.
       shards: the shards; groups have one tier.
       key: a PRNG key, the same on all shards, to round stochastically; else ``None``.

@@ -261,8 +261,13 @@ class AtUse:
     def _refs(self, places: Iterable[int]) -> "Refs":
         """Return what the backward pass writes beside the gradients at these places."""
         every = self.held or {}
-        held = {p: jax.new_ref(every[p]) for p in places if every and every[p] is not None}
-        return Refs(held, jax.new_ref(jnp.float32(0)) if self.measures else None)
+        held: dict[int, Any] = {}
+        for place in places if every else ():
+            if every[place] is not None:
+                lengths = _lengths(self.partitions[place])
+                others = every[place].shape[len(lengths) :]
+                held[place] = jax.new_ref(every[place].reshape(math.prod(lengths), *others))
+        return Refs(held, jax.new_ref(jnp.zeros(())) if self.measures else None)
 
     def _written(self, refs: "Refs") -> tuple[Any, Any]:
         """Return the residuals, and the squared norm, as the backward pass has left them."""
@@ -272,7 +277,7 @@ class AtUse:
         # What the loss does not use is not sent, and its residual stays.
         after = list(self.held)
         for place, ref in refs.held.items():
-            after[place] = jax.freeze(ref)
+            after[place] = jax.freeze(ref).reshape(after[place].shape)
         return after, norm
 
     def _leaf(
@@ -282,8 +287,8 @@ class AtUse:
         transfer = Transfer(self._of_one, partition, x.dtype, wide(x.dtype))
         arrays, refs = {"value": x, "slot": slot}, refs or Refs({}, None)
         held = refs.held.get(place)
-        if held is not None and partition.row is not None:
-            arrays["rows"] = jnp.arange(partition.shape[0])
+        if held is not None and (lengths := _lengths(partition)):
+            arrays["rows"] = jnp.arange(math.prod(lengths)).reshape(lengths)
         scale = scale if self.measures else None
         shared = {"weight": weight, "rerun": self.rerun, "scale": scale, "norm": refs.squared_norm}
         if self.before is not None:
@@ -478,13 +483,19 @@ class Transfer:
             return of_x, total.astype(self.sum_dtype)
 
 
+def _lengths(partition: Partition) -> tuple[int, ...]:
+    """Return how many rows an array has, how many each of these has, and so on."""
+    row = partition.row
+    return () if row is None else (partition.shape[0], *_lengths(row))
+
+
 def _rows_of(ref: Any, rows: jax.Array | None) -> jax.Array:
-    """Return adjacent rows of an array; one row, or the whole, has an axis of length 1 before it.
+    """Return adjacent rows of an array; all of them for ``None``.
 
     XLA for GPUs updates rows in the kernel that reads them, if it sees that these are the same.
     """
     if rows is None:
-        return jnp.asarray(ref[...])[None]
+        return jnp.asarray(ref[...])
     first = rows.ravel()[0]
     return lax.dynamic_slice_in_dim(ref[...], first, rows.size, allow_negative_indices=False)
 
@@ -492,7 +503,7 @@ def _rows_of(ref: Any, rows: jax.Array | None) -> jax.Array:
 def _set_rows(ref: Any, rows: jax.Array | None, value: jax.Array) -> None:
     """Replace what ``_rows_of`` returns."""
     if rows is None:
-        ref[...] = value[0]
+        ref[...] = value
         return
     at = rows.ravel()[0]
     ref[...] = lax.dynamic_update_slice_in_dim(ref[...], value, at, 0, allow_negative_indices=False)
@@ -512,7 +523,8 @@ class Kept(NamedTuple):
 class Refs(NamedTuple):
     """What the backward pass writes beside the gradients."""
 
-    held: Mapping[int, Any]  # the residual of each parameter, by its place
+    # The residual of each parameter by its place, as ``[rows, …]`` of its smallest rows.
+    held: Mapping[int, Any]
     squared_norm: Any  # of this shard's own gradients; ``None`` if it is not measured
 
 
@@ -554,7 +566,7 @@ class Leaf(Deferred):
     transfer: Transfer  # how it is gathered and its gradient summed
     # ``value``, as it is kept; ``slot``, zeros in the place of its gradient, or ``None`` if that is
     # not computed; ``before``, the sum of earlier microbatches, if there are some; and ``rows``,
-    # the places of its rows among those of ``refs``.
+    # the places of its smallest rows among those of ``refs``.
     arrays: dict[str, Any]
     # The residual of all rows, which the backward pass replaces; ``None`` without.
     refs: Any

@@ -568,7 +568,7 @@ class FewBits(BySlices):
     ) -> tuple[jax.Array, jax.Array]:
         """Return this shard's slice of the sum of one gradient, and its next residual.
 
-        ``held`` may have an axis of length 1 before those of the gradient.
+        ``held`` may have another shape, with its elements in the same order.
         """
         x = _add_residual(x if held is None else x.reshape(held.shape), held)
         if takes_few_bits(x, shards):
