@@ -396,7 +396,7 @@ class _OverRows(Analysis[Fact]):
         if self.derives and has_own_derivative(equations[0]):
             obstacle = self._of_derivative(equations, inputs, outputs)
             if obstacle is not None:
-                outputs = [worst([fact, obstacle]) or obstacle for fact in outputs]
+                outputs = [rules.with_own_derivative(fact, obstacle) for fact in outputs]
         # Another call of the same jaxpr has other values.
         outputs = [
             fact if fact in inputs else outside(fact, equations[0].outvars[0]) for fact in outputs
