@@ -245,6 +245,45 @@ def two_layers(layer: Any) -> Any:
     return loss
 
 
+def with_capacity(capacity: float) -> Any:
+    """Rows are sorted by what they have chosen, and those beyond an expert's capacity dropped."""
+
+    def loss(w: Any, batch: Any) -> Any:
+        chosen, rows = batch["class"], len(batch["x"])
+        order = jnp.argsort(chosen)
+        starts = jnp.searchsorted(chosen[order], jnp.arange(4))
+        places = jnp.arange(rows) - starts[chosen[order]]
+        kept = jnp.where(places < capacity * rows, ((batch["x"] @ w) ** 2).sum(1)[order], 0)
+        return jnp.zeros(rows).at[order].set(kept).mean()
+
+    return loss
+
+
+def of_tokens(w: Any, batch: Any) -> Any:
+    """The same of tokens, of which each row has one for each expert in ``EXPERTS``."""
+    tokens = {"x": batch["x"].repeat(4, 0), "class": batch["token"].reshape(-1)}
+    return with_capacity(0.5)(w, tokens)
+
+
+def own_ratio(w: Any, batch: Any) -> Any:
+    """A mean over rows that count, with a gradient of its own."""
+
+    @jax.custom_vjp
+    def mean_of(losses: Any, counts: Any) -> Any:
+        return (losses * counts).sum() / counts.sum()
+
+    def backward(kept: Any, g: Any) -> Any:
+        return g * kept / jnp.maximum(kept.sum(), 1), jnp.zeros_like(kept)
+
+    mean_of.defvjp(lambda losses, counts: (mean_of(losses, counts), counts), backward)
+    return mean_of(((batch["x"] @ w) ** 2).sum(1), (batch["class"] != -100).astype(w.dtype))
+
+
+def value_of_a_mean(w: Any, batch: Any) -> Any:
+    counts = batch["class"] != -100
+    return crossshard.Mean((((batch["x"] @ w) ** 2).sum(1) * counts).sum(), counts.sum()).value()
+
+
 def undecided_below(x: Any) -> Any:
     """Divide all rows by the largest entry, in a callback, if that is more than 1."""
     of = lambda x: np.float32(x / max(1, np.abs(x).max()))
@@ -267,6 +306,7 @@ def two_views(w: Any, batch: Any) -> Any:
 
 ALIKE = BATCH | {"x": np.tile(BATCH["x"][:1], (16, 1)), "class": np.ones(16, np.int32)}
 EVEN = {"class": np.tile(np.int32([0, 1, 0, 2]), SHARDS)}
+EXPERTS = MANY | {"class": np.arange(48) % 4, "token": np.tile(np.arange(4), (48, 1))}
 CLASSES = BATCH | {"class": np.int32(np.arange(16) ** 2 % 3)}
 FULL = BATCH | {"mask": np.ones(16, np.float32)}
 NO_GAINS = BATCH | {"gain": np.zeros(16, np.float32)}
@@ -329,6 +369,25 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     "a margin": (with_a_margin, "max of a sum over rows", BATCH, {}),
     "rows that all count": (of_sorted_classes, "divides by a sum over the rows", ALIKE, {}),
     "rows of one class": (balanced_over_classes, "divides by a sum over the rows", ALIKE, {}),
+    "a capacity that no expert reaches": (with_capacity(0.75), "with copies of one", EXPERTS, {}),
+    "a capacity that tokens do not reach": (of_tokens, "with copies of one row", EXPERTS, {}),
+    "the most frequent class": (
+        lambda w, b: (
+            ((b["x"] @ w) ** 2).sum(1)
+            * (b["class"] != jnp.argmax(jnp.bincount(b["class"], length=3)))
+        ).mean(),
+        "with copies of one row in each part",
+        MANY | {"class": np.tile(np.int32([0, 0, 0, 1]), 12)},
+        {},
+    ),
+    "a flag that is set on every shard": (
+        lambda w, b: jnp.where(jnp.any(b["done"]), plain(w, b), 2 * plain(w, b)),
+        "with copies of one row in each part",
+        BATCH | {"done": np.ones(16, bool)},
+        {},
+    ),
+    "rows that all count, with a gradient of its own": (own_ratio, "divides by a sum", ALIKE, {}),
+    "rows that all count, in a value": (value_of_a_mean, "divides by a sum over", ALIKE, {}),
     # The callback does not compute each row alone, either.
     "a callback that is of all rows where one is large": (
         lambda w, b: (undecided_below(b["x"]) @ w).sum(1).mean(),
@@ -398,6 +457,11 @@ def test_a_layer_that_starts_at_0_hides_nothing(params: str):
         LossError, match=r"another order and other numbers in batch.*'x'\], params, "
     ):
         step(state, BATCH)
+
+
+def test_a_capacity_that_all_rows_fit_into_runs():
+    found = moved(made(with_capacity(1)), EXPERTS)
+    np.testing.assert_allclose(found, 2 * jax.grad(plain)(W, MANY), rtol=0, atol=1e-5)
 
 
 def test_a_loop_that_rows_end_is_given_no_larger_ones():

@@ -132,6 +132,25 @@ def test_what_is_no_mean_over_rows_is_refused_with_what_to_write(name: str):
     assert name != "no entry" or "Pass weight=" not in text
 
 
+@pytest.mark.parametrize("total", [lambda x: x, lambda x: jax.lax.pmean(x, "shards")])
+@pytest.mark.parametrize("shards", [1, SHARDS])
+def test_a_count_that_is_summed_over_the_shards_is_not_that_of_other_microbatches(
+    total: Any, shards: int
+):
+    def loss(w: Any, batch: Any) -> Any:
+        losses = ((batch["x"] @ w).sum(1) * batch["mask"]).sum()
+        return total(losses) / jax.lax.pmean(batch["mask"].sum(), "shards")
+
+    options = {"num_shards": shards, "axis_name": "shards"}
+    step = make_train_step(loss, optax.sgd(0.1), **options)
+    state, _ = step(step.init(W), BATCH)
+    want = W - 0.1 * jax.jit(jax.grad(masked))(W, BATCH)
+    np.testing.assert_allclose(state.params, want, rtol=0, atol=1e-6)
+    step = make_train_step(loss, optax.sgd(0.1), accumulate_steps=2, **options)
+    with pytest.raises(LossError, match="divides a sum over the rows of the batch by another"):
+        step(step.init(W), BATCH)
+
+
 def test_an_unknown_word_is_refused():
     with pytest.raises(ArgumentError, match="loss_over"):
         make_train_step(mean, CrossShardOptimizer(optax.sgd(0.1)), loss_over="examples")

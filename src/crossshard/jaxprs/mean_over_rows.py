@@ -396,7 +396,7 @@ class _OverRows(Analysis[Fact]):
         if self.derives and has_own_derivative(equations[0]):
             obstacle = self._of_derivative(equations, inputs, outputs)
             if obstacle is not None:
-                outputs = [worst([fact, obstacle]) or obstacle for fact in outputs]
+                outputs = [rules.with_own_derivative(fact, obstacle) for fact in outputs]
         # Another call of the same jaxpr has other values.
         outputs = [
             fact if fact in inputs else outside(fact, equations[0].outvars[0]) for fact in outputs
@@ -464,7 +464,9 @@ class _OverRows(Analysis[Fact]):
             return [Free(own=True) if free else by_itself] * len(pair.one.outvars)
         whole = pair.one.params.get("axis_index_groups") is None and self.derives
         adds = pair.name.startswith("psum")
-        number = math.prod(_jax.bound_axes().get(name, 1) for name in names) if adds else 1
+        sizes = _jax.bound_axes()
+        number = math.prod(sizes.get(name, 1) for name in names) if adds else 1
+        in_part = number < self.times and names <= sizes.keys()
 
         def of(fact: Fact) -> Fact:
             match fact:
@@ -477,6 +479,9 @@ class _OverRows(Analysis[Fact]):
                     return fact
                 case Free(power, own) if whole:
                     return Free(power, own and elsewhere, times=1 if elsewhere else number)
+                case Total(power, moved="") if power and whole and adds and in_part:
+                    # Other microbatches, or shards along other axes, have another sum.
+                    return replace(fact, of=None)
                 case Total(power, moved="") if whole and adds and not elsewhere:
                     return Free(power, times=1 if power else number)
                 case Divided(Total()) if not elsewhere:

@@ -47,6 +47,7 @@ from crossshard.jaxprs.row_facts import (
     layout,
     power_of,
     shape_of,
+    worst,
 )
 from crossshard.jaxprs.slices import Along, Slicing, axes_after
 
@@ -714,7 +715,16 @@ def of_undecided(pair: Pair, inputs: Sequence[Fact], obstacle: Obstacle) -> Obst
         linear = any(isinstance(x, Free) and (x.number or 0) >= (name == "max") for x in inputs)
     if linear and not pair.converts():
         return replace(obstacle, of_all=True)
-    return pair.compared(f"{name} of a sum over rows")
+    if name == "mul" and obstacle.reason == DIVIDES and any(isinstance(x, Total) for x in inputs):
+        return obstacle  # its inverse is multiplied with
+    return pair.compared(f"{name} of a sum over rows, or of a part of them")
+
+
+def with_own_derivative(fact: Fact, obstacle: Obstacle) -> Obstacle:
+    """Return the fact of an output whose own gradient is an obstacle: it keeps what divides it."""
+    if isinstance(fact, Divided) and obstacle.kind is OverRows.UNDECIDED:
+        return replace(obstacle, reason=DIVIDES, equation=fact.equation, of_all=True)
+    return worst([fact, replace(obstacle, of_all=obstacle.of_all or _is_of_all(fact))]) or obstacle
 
 
 def of_all_rows(pair: Pair, inputs: Sequence[Fact], outputs: Sequence[Fact]) -> Sequence[Fact]:

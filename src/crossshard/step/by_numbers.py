@@ -72,8 +72,10 @@ from crossshard.step.over_rows import (
 _TOLERANCE, _COARSEST = 1e-4, float(jnp.finfo(jnp.bfloat16).eps)
 # What divides may be computed in a loop, where a trace does not tell one sum from several.
 _COUNTS = "If it divides by what counts in the batch, return crossshard.Mean(total, count)."
-# With how many batches a loss is compared where the first hides what later ones show.
+# With how many batches a loss is compared where the first hides what later ones show: with the rows
+# in another order, and as many with copies of one row in each piece.
 _VARIED = 4
+_REORDERED, _COPIED = "with the rows in another order", "with copies of one row in each part"
 # The changes that are tried, and how far each may change the result of a row, in units of the
 # operation's precision. One program rounds a row's result in one way; with another number of rows
 # XLA may tile it differently. Sums over rows, as in the gradient of a weight, are rounded anew.
@@ -184,7 +186,10 @@ class _Check:
         become random; and so do parameters, as of a layer that starts at 0. Other floats of a batch
         become larger and smaller, each by its own factor, as outliers are, unless all are integers,
         as of a mask. Where rows end a loop they only become smaller: it may not end for larger
-        ones. The rows change places, so that shards have others.
+        ones. The rows change places, so that shards have others; or each piece has copies of one,
+        as if they were sorted by class: a batch in which all pieces look alike hides what happens
+        only to many rows of one kind, as those beyond an expert's capacity. The tokens of such
+        a row are all alike, too, in every other batch.
         """
         loops = self._doubt.finding.reason.endswith(ENDS_LOOP)
         rows, whole = self._config.loss.split(batch)
@@ -195,10 +200,11 @@ class _Check:
         places = [place for place, x in enumerate(leaves) if is_number(x)]
         looks = lambda x: (x.min(), x.max(), (x == jnp.round(x)).all() if is_inexact(x) else True)
         look = jax.jit(lambda xs: list(map(looks, xs)), out_shardings=self._everywhere)
-        draws = dict[int, Callable[..., Any]]()
+        draws, flags = dict[int, Callable[..., Any]](), set[int]()
         seen = jax.device_get(look([leaves[place] for place in places]))
         for place, (low, high, counts) in zip(places, seen, strict=True):
             exact, of_batch = is_inexact(leaves[place]), not found[place][0][0].idx
+            flags |= {place} if counts and low >= 0 and high <= 1 else set()
             if of_batch and low == high and (low == 1 or (low == 0 and not exact)):
                 draws[place] = functools.partial(_some_ones, 0.8 if low else 0.2)
             elif exact and low == high:
@@ -208,18 +214,34 @@ class _Check:
 
         def drawn(turn: Any, given: dict[int, Any]) -> dict[int, Any]:
             key = lambda place: jax.random.fold_in(jax.random.key(turn), place)
-            order = jax.random.permutation(key(len(leaves)), leaves[0].shape[axes[0]])
+            number = leaves[0].shape[axes[0]]
+            order = jax.random.permutation(key(len(leaves)), number)
+            copies = order[jnp.arange(number) * pieces // number]
+            order, size = jnp.where(turn < _VARIED, order, copies), turn % _VARIED
             found = {
-                place: draws[place](key(place), x, turn).astype(x.dtype) if place in draws else x
+                place: draws[place](key(place), x, size).astype(x.dtype) if place in draws else x
                 for place, x in given.items()
             }
-            moved = lambda place, x: take_rows(x, axes[place], order) if place < len(axes) else x
+            alike = (turn > _VARIED) & (turn % 2 == 1)
+
+            def moved(place: int, x: Any) -> Any:
+                if place >= len(axes):
+                    return x
+                x = take_rows(x, axes[place], order)
+                if x.ndim < 2 or not x.size or place in flags:
+                    return x
+                along = int(axes[place] == 0)
+                token = jax.random.randint(key(len(leaves)), (1,), 0, x.shape[along])
+                return jnp.where(alike, jnp.take(x, token, along), x)
+
             return {place: moved(place, x) for place, x in found.items()}
 
         given = {place: leaves[place] for place in {*range(len(axes)), *draws}}
         run = jax.jit(drawn, out_shardings={place: x.sharding for place, x in given.items()})
+        shards = self._layout.number_of_shards
+        pieces = shards * self._config.loss.pieces(shards)
         varied = []
-        for turn in range(_VARIED):
+        for turn in range(2 * _VARIED):
             others = run(turn, given)
             rows, params = tree.unflatten([others.get(i, x) for i, x in enumerate(leaves)])
             varied.append((dataclasses.replace(state, params=params), join(rows, whole)))
@@ -245,6 +267,7 @@ class _Check:
             return join(jax.tree.map(again, rows, loss.batch_axes.tree_of(rows)), whole)
 
         varied, names = self._varied(state, batch)
+        others = f" and other numbers in {', '.join(names)}" * bool(names)
         given = [(state, batch), *varied]
         same = lambda x: x
         of_batch = changed(self._loss, over=LossOver.BATCH, weight=None)
@@ -259,10 +282,11 @@ class _Check:
                     failure = error
                 else:
                     self._check_apart(found, precision)
-                    for each in more:
+                    for turn, each in enumerate(more):
+                        rows = _REORDERED if turn < _VARIED else _COPIED
                         # Not of a piece without anything that counts.
                         if np.isfinite(each).all():
-                            self._check_apart(each, precision, names)
+                            self._check_apart(each, precision, f"{rows}{others}, ")
                     if not any(each[4] for each in (found, *more)):
                         raise LossError(
                             f"{self._doubt.sentence} And the gradient of this batch is 0, which "
@@ -298,22 +322,16 @@ class _Check:
         values = _relative(whole - mean, whole, mean)
         return jnp.stack([values, _relative(*norms), whole, mean, norms[1]])
 
-    def _check_apart(
-        self, found: Any, precision: float, names: Sequence[str] | None = None
-    ) -> None:
+    def _check_apart(self, found: Any, precision: float, numbers: str = "") -> None:
         """Raise if losses or gradients are further apart than rounding makes them.
 
-        ``names`` are the entries that were varied; ``None`` of the first batch.
+        ``numbers`` says how the first batch was varied, if it was.
         """
         values, gradients, both, mean, _ = map(float, found)
         allowed = max(_TOLERANCE, 2 * min(precision, _COARSEST))
         # False also of numbers that are not finite: they show nothing.
         if values <= allowed and gradients <= allowed:
             return
-        numbers = ""
-        if names is not None:
-            others = f" and other numbers in {', '.join(names)}" * bool(names)
-            numbers = f"with the rows in another order{others}, "
         numbers += (
             f"of rows of the whole batch the loss is {both:.6g}, and the mean of the shards' "
         )
