@@ -43,7 +43,8 @@ class Codec:
     ``x - decode(encode(x))``, is exact in float32 if it was rounded to the nearest.
 
     >>> codec, x = Codec("int8"), jnp.linspace(0, 127, 256).reshape(2, 128)
-    >>> float(abs(codec.decode(codec.encode(x), 2) - x).max()) <= 0.5
+    >>> coded = codec.encode(x, codec.scales(x))
+    >>> float(abs(codec.decode(coded, 2) - x).max()) <= 0.5
     True
     """
 
@@ -71,10 +72,6 @@ class Codec:
         assert key is not None
         return jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.float32) / (1 << 16)
 
-    def scales(self, x: Float[Array, "*shape rows 128"]) -> Float[Array, "*shape rows 128"]:
-        """Return the scale of each number, in bfloat16."""
-        return self._of_each(self._scales_of(x.astype(jnp.float32)))
-
     def rounded(
         self, x: Float[Array, "*shape"], scale: Float[Array, "*shape"], noise: jax.Array | None
     ) -> Float[Array, "*shape"]:
@@ -82,16 +79,19 @@ class Codec:
         return self._codes(x, scale, noise).astype(jnp.float32) * scale.astype(jnp.float32)
 
     def encode(
-        self, x: Float[Array, "*shape rows 128"], noise: jax.Array | None = None
+        self,
+        x: Float[Array, "*shape rows 128"],
+        scales: Float[Array, "*shape rows scales"],
+        noise: jax.Array | None = None,
     ) -> UInt8[Array, "*shape coded 128"]:
         """Encode numbers as bytes.
 
         Args:
           x: the numbers, in rows.
+          scales: what ``scales`` returns.
           noise: what ``noise`` returns, to round stochastically.
         """
-        scales = self._scales_of(x.astype(jnp.float32))
-        codes = self._codes(x, self._of_each(scales), noise)
+        codes = self._codes(x, self.of_each(scales), noise)
         # Rows fill bytes, and their scales rows.
         even = [*[(0, 0)] * (x.ndim - 2), (0, x.shape[-2] % 2), (0, 0)]
         scales, codes = jnp.pad(scales, even), jnp.pad(codes, even)
@@ -114,12 +114,13 @@ class Codec:
         bits = low.astype(jnp.uint16) | (high.astype(jnp.uint16) << 8)
         flat = bits.reshape(*coded.shape[:-2], -1)[..., : even * self._scales]
         scales = lax.bitcast_convert_type(flat, jnp.bfloat16)
-        of_each = self._of_each(scales.reshape(*coded.shape[:-2], even, self._scales))
+        of_each = self.of_each(scales.reshape(*coded.shape[:-2], even, self._scales))
         codes = self._codes_of(numbers).astype(jnp.float32)
         return (codes * of_each.astype(jnp.float32))[..., :rows, :]
 
-    def _scales_of(self, x: jax.Array) -> jax.Array:
-        """Return the scale of each block, bfloat16[…, rows, scales], so that its numbers fit."""
+    def scales(self, x: Float[Array, "*shape rows 128"]) -> Float[Array, "*shape rows scales"]:
+        """Return the scale of each block, in bfloat16, so that its numbers fit."""
+        x = x.astype(jnp.float32)
         above, below = self._largest_of(x), self._largest_of(-x)
         larger, smaller = jnp.maximum(above, below), jnp.minimum(above, below)
         if self.dtype == "float8_e4m3fn":
@@ -153,7 +154,7 @@ class Codec:
         found: jax.Array = lax.platform_dependent(x, tpu=of_lanes, default=of_blocks)
         return found
 
-    def _of_each(self, scales: jax.Array) -> jax.Array:
+    def of_each(self, scales: jax.Array) -> jax.Array:
         """Return the scale of each number, ``[…, rows, 128]``."""
         block = jnp.arange(LANES) * self._scales // LANES
         found = jnp.broadcast_to(scales[..., :1], (*scales.shape[:-1], LANES))
@@ -390,7 +391,8 @@ def gather_in_few_bits(
         of_block = lambda xs, blocks, device: [gather_in_few_bits(xs[0], blocks[0], codec, device)]
         return jnp.asarray(on_blocks(of_block, [part], [partition], shards)[0])
     row = _in_lanes(part[None])
-    found = codec.decode(gather_slices(codec.encode(row), 0, shards), row.shape[1])
+    coded = codec.encode(row, codec.scales(row))
+    found = codec.decode(gather_slices(coded, 0, shards), row.shape[1])
     return _from_rows(found.astype(part.dtype), partition, partition.shape)
 
 
@@ -434,9 +436,12 @@ class _TieredSum:
                 continue
             codec = wire.codec()
             noise = codec.noise(x, self._key_of(nth, self.shards))
-            coded = codec.encode(x, noise)
+            scales = codec.scales(x)
+            coded = codec.encode(x, scales, noise)
             if wire.error_feedback:
-                lost = _Missing(codec, codec.scales(x), noise)
+                # A residual is replaced only after all that reads it, or XLA may copy it.
+                scales, coded = lax.optimization_barrier((scales, coded))
+                lost = _Missing(codec, codec.of_each(scales), noise)
                 spread = functools.partial(self._spread, inner=ways[:nth])
                 if nth:
                     missing = missing.and_then(spread(lost.of(x)))
@@ -457,9 +462,10 @@ class _TieredSum:
                 # Other shards along the outer tiers have the same rows, and must round them alike.
                 those, codec = [each for _, each in ways[: nth + 1]], wire.codec()
                 noise = codec.noise(x, self._key_of(nth + len(ways), *those))
-                coded = codec.encode(x, noise)
+                scales = codec.scales(x)
+                coded = codec.encode(x, scales, noise)
                 if wire.error_feedback:
-                    lost = _Missing(codec, codec.scales(x), noise).of(x)
+                    lost = _Missing(codec, codec.of_each(scales), noise).of(x)
                     lost = self._own_rows(lost, ways[nth + 1 :])
                     kept = lost if kept is None else kept + lost
                 x = codec.decode(gather_slices(coded[None], 0, own), x.shape[-2])
