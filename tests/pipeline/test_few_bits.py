@@ -117,7 +117,8 @@ HOW = {
 SUMS: list[Any] = [
     ("int4", "replicated", "mean"),
     deep(("int4", "params sharded", "mean")),
-    ({"host": "int4", "chip": "int8"}, "sharded", "mean"),
+    ({"host": "int4", "chip": "int8"}, "replicated", "mean"),
+    deep(({"host": "int4", "chip": "int8"}, "sharded", "mean")),
     deep(("int8", "sharded", "sum")),
     deep(("float8_e4m3fn", "params sharded", "mean")),
     deep((Quantized("float8_e4m3fn", "stochastic"), "sharded", "mean")),
