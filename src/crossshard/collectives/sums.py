@@ -131,8 +131,8 @@ def exchange(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
 
     Their sum is the result of a reduce-scatter, and this sends as many bytes.
     """
-    cut = x.reshape(*x.shape[:axis], shards.size, -1, *x.shape[axis + 1 :])
-    parts = jnp.moveaxis(cut, axis, 0)
+    before, length, after = x.shape[:axis], x.shape[axis] // shards.size, x.shape[axis + 1 :]
+    parts = jnp.moveaxis(x.reshape(*before, shards.size, length, *after), axis, 0)
     if shards.groups is not None and not shards.manual:
         return gather_over_group(parts, shards)[:, shards.position()]
     return lax.all_to_all(

@@ -212,34 +212,28 @@ class _Check:
             elif of_batch and not counts:
                 draws[place] = functools.partial(_with_outliers, loops)
 
+        shards, number = self._layout.number_of_shards, leaves[0].shape[axes[0]]
+        pieces = shards * self._config.loss.pieces(shards)
+
         def drawn(turn: Any, given: dict[int, Any]) -> dict[int, Any]:
             key = lambda place: jax.random.fold_in(jax.random.key(turn), place)
-            number = leaves[0].shape[axes[0]]
-            order = jax.random.permutation(key(len(leaves)), number)
+            of_rows, size = key(len(leaves)), turn % _VARIED
+            order = jax.random.permutation(of_rows, number)
             copies = order[jnp.arange(number) * pieces // number]
-            order, size = jnp.where(turn < _VARIED, order, copies), turn % _VARIED
-            found = {
-                place: draws[place](key(place), x, size).astype(x.dtype) if place in draws else x
-                for place, x in given.items()
-            }
-            alike = (turn > _VARIED) & (turn % 2 == 1)
-
-            def moved(place: int, x: Any) -> Any:
-                if place >= len(axes):
-                    return x
-                x = take_rows(x, axes[place], order)
-                if x.ndim < 2 or not x.size or place in flags:
-                    return x
-                along = int(axes[place] == 0)
-                token = jax.random.randint(key(len(leaves)), (1,), 0, x.shape[along])
-                return jnp.where(alike, jnp.take(x, token, along), x)
-
-            return {place: moved(place, x) for place, x in found.items()}
+            order = jnp.where(turn < _VARIED, order, copies)
+            one_token = (turn > _VARIED) & (turn % 2 == 1)
+            found = dict(given)
+            for place in draws:
+                x = given[place]
+                found[place] = draws[place](key(place), x, size).astype(x.dtype)
+            for place, axis in enumerate(axes):
+                found[place] = take_rows(found[place], axis, order)
+                if place not in flags:
+                    found[place] = _of_one_token(one_token, of_rows, found[place], axis)
+            return found
 
         given = {place: leaves[place] for place in {*range(len(axes)), *draws}}
         run = jax.jit(drawn, out_shardings={place: x.sharding for place, x in given.items()})
-        shards = self._layout.number_of_shards
-        pieces = shards * self._config.loss.pieces(shards)
         varied = []
         for turn in range(2 * _VARIED):
             others = run(turn, given)
@@ -471,6 +465,15 @@ def _nearby(size: float, key: Any, x: Any, turn: Any) -> Any:
 def _with_outliers(smaller: bool, key: Any, x: Any, turn: Any) -> Any:
     size = turn * jax.random.normal(key, x.shape)
     return x * jnp.exp(-jnp.abs(size) if smaller else size)
+
+
+def _of_one_token(is_set: Any, key: Any, x: Any, axis: int) -> Any:
+    """Return rows whose tokens are all that of one place, if that is set."""
+    if x.ndim < 2 or not x.size:
+        return x
+    along = int(axis == 0)
+    place = jax.random.randint(key, (1,), 0, x.shape[along])
+    return jnp.where(is_set, jnp.take(x, place, along), x)
 
 
 def _relative(difference: Any, *values: Any) -> jax.Array:
