@@ -228,18 +228,17 @@ def main(words: Sequence[str] | None = None) -> None:
     found = {(row["model"], row["gpus"], row["step"]): row for row in rows}
     wanted.out.mkdir(parents=True, exist_ok=True)
     print(" | ".join(("model", *_HEADS)))
-    measured_now = [*itertools.product(wanted.models, wanted.gpus, wanted.steps)]
-    for model, number, step in measured_now:
+    for model, number, step in itertools.product(wanted.models, wanted.gpus, wanted.steps):
         mesh = cluster(number // _GPUS_OF_A_HOST)
-        row = {"model": model, "gpus": number, "step": step}
+        row = {"model": model, "gpus": number, "step": step, "version": crossshard.__version__}
         row |= measured(step, mesh, models[model][1])
         print(" | ".join((model, *_cells(row))), flush=True)
         # At once, since a whole run is long.
         found[model, number, step] = row
         kept.write_text(json.dumps([*found.values()], indent=1) + "\n", encoding="utf-8")
     titles = {model: title for model, (title, _) in models.items()}
-    rows_stay = not found.keys() <= {*measured_now}
-    age.write(wanted.out / "gpus.md", page(titles, found.values()), rows_stay=rows_stay)
+    old = {row["version"] for row in found.values()} - {crossshard.__version__}
+    age.write(wanted.out / "gpus.md", page(titles, found.values()), rows_stay=bool(old))
 
 
 def _wanted(words: Sequence[str] | None, models: Collection[str]) -> argparse.Namespace:
