@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,6 +43,12 @@ _source_info_util.register_inclusion(os.path.join(_OURS, "tools", "cli.py"))
 def bound_axes() -> dict[str, int]:
     """Return the named axes that collectives can use here, outermost first, with their sizes."""
     return dict(_core.get_axis_env().axis_sizes)
+
+
+def sizes_of_axes(sizes: Mapping[str, int]) -> AbstractContextManager[None]:
+    """Bind named axes with other sizes inside, for a trace that is only read."""
+    found: AbstractContextManager[None] = _core.extend_axis_env_nd(sizes.items())
+    return found
 
 
 def default_optimization_level() -> bool:

@@ -1,5 +1,6 @@
 """Proves what a loss is in the rows of a batch, from its traces with some rows and with more."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from crossshard.jaxprs.mean_over_rows import (
     prove,
     types_with,
 )
+from crossshard.shards.axes import as_one_shard
 
 
 def proof_of(
@@ -28,17 +30,12 @@ def proof_of(
     leaves = jax.tree.leaves(batch)
     axes = [0] * len(leaves) if axes is None else axes
     rows = leaves[0].shape[axes[0]]
-    traces: list[Any] = [jax.make_jaxpr(loss)(types_with(batch, axes, rows), *others, own)]
-    proof = None
-    while proof is None:
-        number = rows * times * len(traces)
-        try:
-            traces.append(jax.make_jaxpr(loss)(types_with(batch, axes, number), *others, own))
-        except Exception as error:  # a loss may raise anything on other shapes
-            traces.append(error)
-        inputs = facts_of_inputs(leaves, axes, others, own)
-        proof = prove(traces, inputs, rows, times, shards)
-    return proof
+
+    def trace(number: int, alone: bool) -> Any:
+        with as_one_shard(shards or ()) if alone else contextlib.nullcontext():
+            return jax.make_jaxpr(loss)(types_with(batch, axes, number), *others, own)
+
+    return prove(trace, facts_of_inputs(leaves, axes, others, own), rows, times, shards)
 
 
 def over_rows(loss: Callable[..., Any], batch: Any, *others: Any, **how: Any) -> Finding:

@@ -570,7 +570,7 @@ def test_a_mean_that_is_divided_again_is_none():
     plain = lambda b, w, k: (b["x"] @ w).mean() / ROWS_OF(b)
     ratio = lambda b, w, k: (b["x"] @ w).sum() / b["weight"].sum() / ROWS_OF(b)
     for loss in (mapped, of_rows, plain, ratio):
-        assert found(loss) == Finding(OverRows.UNDECIDED, "it grows with the number of rows")
+        assert found(loss) == Finding(OverRows.UNDECIDED, "it falls with the number of rows")
 
 
 def test_what_is_written_in_place_says_so():

@@ -23,13 +23,14 @@ BATCH = {
 Loss = Callable[[Any, Any], Any]
 
 
-def found(loss: Loss) -> Finding:
+def found(loss: Loss, microbatches: int = 1) -> Finding:
     """What is found of a loss in a ``shard_map`` over shards and parts of the model."""
     of: list[Finding] = []
 
     def look(x: Any) -> Any:
         function = lambda batch, w, own: loss(batch, w)
-        of.append(over_rows(function, BATCH, W, times=SHARDS, shards=("shards",)))
+        times = SHARDS * microbatches
+        of.append(over_rows(function, BATCH, W, times=times, shards=("shards",)))
         return x
 
     mesh = jax.sharding.AbstractMesh((SHARDS, 2), ("shards", "model"))
@@ -112,20 +113,91 @@ def test_what_is_wrong_beside_such_a_sum_is_told(name: str):
     assert found(loss).kind is kind
 
 
-def test_means_that_are_added_up_are_told():
-    for loss in (
-        lambda b, w: jax.lax.psum(((b["x"] @ w) ** 2).mean(), "shards"),
-        lambda b, w: 2 * jax.lax.psum(((b["x"] @ w) ** 2).mean() + (w**2).sum(), "shards"),
-    ):
-        assert found(loss).reason == "the shards' means are added up"
-    for loss in (
-        lambda b, w: jax.lax.pmean(((b["x"] @ w) ** 2).mean(), "shards"),
-        lambda b, w: (
-            jax.lax.psum(((b["x"] @ w) ** 2).mean(), "shards") / jax.lax.axis_size("shards")
-        ),
-        lambda b, w: (
-            jax.lax.psum(((b["x"] @ w) ** 2).sum(), "shards")
-            / jax.lax.psum((b["x"] > 0).sum(), "shards")
-        ),
-    ):
-        assert found(loss).kind is OverRows.OVER_SHARDS
+def psum(x: Any) -> Any:
+    return lax.psum(x, "shards")
+
+
+def losses(b: Any, w: Any) -> Any:
+    return jnp.tanh(b["x"] @ w)
+
+
+# What is summed over the shards: as many times too large as there are shards, or too small.
+TOO_LARGE: dict[str, Loss] = {
+    "means": lambda b, w: psum(losses(b, w).mean()),
+    "means and parameters": lambda b, w: 2 * psum(losses(b, w).mean() + (w**2).sum()),
+    "a sum over the rows of one": lambda b, w: psum(losses(b, w).sum()) / len(b["x"]),
+    # The number of shards is that of the columns, too.
+    "a sum over the elements of one": lambda b, w: psum(losses(b, w).sum()) / losses(b, w).size,
+    "a ratio times their number": lambda b, w: (
+        psum(losses(b, w).sum()) / psum(b["mask"].sum()) * lax.axis_size("shards")
+    ),
+}
+TOO_SMALL: dict[str, Loss] = {
+    "its own over all": lambda b, w: losses(b, w).sum() / psum(b["mask"].sum()),
+    "beside what is right": lambda b, w: (
+        lax.pmean(losses(b, w).mean(), "shards") * losses(b, w).sum() / psum(len(b["x"]))
+    ),
+}
+RIGHT: dict[str, Loss] = {
+    "mean": lambda b, w: lax.pmean(losses(b, w).mean(), "shards"),
+    "means over their number": lambda b, w: psum(losses(b, w).mean()) / lax.axis_size("shards"),
+    "means over a literal": lambda b, w: psum(losses(b, w).mean()) / SHARDS,
+    "means times a literal": lambda b, w: psum(losses(b, w).mean()) * (1 / SHARDS),
+    "sums over counts": lambda b, w: psum(losses(b, w).sum()) / psum((b["x"] > 0).sum()),
+    "its own over the mean": lambda b, w: losses(b, w).sum() / lax.pmean(b["mask"].sum(), "shards"),
+    "its own, times their number": lambda b, w: (
+        lax.axis_size("shards") * losses(b, w).sum() / psum(b["mask"].sum())
+    ),
+    "over all elements": lambda b, w: (
+        psum(losses(b, w).sum()) / (losses(b, w).size * lax.axis_size("shards"))
+    ),
+    "logarithm of a mean": lambda b, w: jnp.log(psum(losses(b, w).sum()) / psum(len(b["x"]))),
+}
+# The numbers of rows and shards in a loss are those of one shard with all rows, to the proof.
+PARTS: dict[str, Loss] = {
+    "over all rows": lambda b, w: losses(b, w).sum() / psum(len(b["x"])),
+    "over rows and shards": lambda b, w: (
+        losses(b, w).sum() / (len(b["x"]) * lax.axis_size("shards"))
+    ),
+    "a mean over shards": lambda b, w: losses(b, w).mean() / lax.axis_size("shards"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_what_all_shards_add_up_once_more_is_told(name: str):
+    assert found(TOO_LARGE[name]).reason == "the shards' means are added up"
+
+
+@pytest.mark.parametrize("name", TOO_SMALL)
+def test_what_is_a_part_of_the_shards_is_told(name: str):
+    of = found(TOO_SMALL[name])
+    assert of.kind is OverRows.SUM
+    assert of.reason.startswith("a shard's part")
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_sum_over_the_shards_that_all_divide_is_right(name: str):
+    assert found(RIGHT[name]).kind is OverRows.OVER_SHARDS
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_number_of_shards_is_one_for_all_rows(name: str):
+    assert found(PARTS[name]).kind is OverRows.SUM
+
+
+# With two microbatches, which do not see each other's rows.
+OF_MICROBATCHES: dict[str, tuple[Loss, OverRows]] = {
+    "mean": (RIGHT["mean"], OverRows.OVER_SHARDS),
+    "over all elements": (RIGHT["over all elements"], OverRows.OVER_SHARDS),
+    "sums over counts": (RIGHT["sums over counts"], OverRows.RATIO),
+    "logarithm of a mean": (RIGHT["logarithm of a mean"], OverRows.COMPARED),
+    "batch norm": (BY_ITSELF["batch norm"], OverRows.COMPARED),
+    "a sum": (lambda b, w: psum(losses(b, w).sum()), OverRows.COMPARED),
+    "a shard's part": (PARTS["over rows and shards"], OverRows.SUM),
+}
+
+
+@pytest.mark.parametrize("name", OF_MICROBATCHES)
+def test_a_sum_over_the_shards_has_the_rows_of_one_microbatch(name: str):
+    loss, kind = OF_MICROBATCHES[name]
+    assert found(loss, microbatches=2).kind is kind

@@ -281,6 +281,12 @@ enter(
         row_losses(p, b).mean() + (p["a"] ** 2).sum() / len(b["v"])
     ),
     sum_over_the_axis_in_place_of_a_mean=lambda p, b: lax.psum(row_losses(p, b).mean(), "shards"),
+    part_of_the_token_mean_of_all=lambda p, b: (
+        (token_losses(p, b) * b["mask"]).sum() / lax.psum(b["mask"].sum(), "shards")
+    ),
+    sum_over_the_axis_by_the_rows_of_a_shard=lambda p, b: (
+        lax.psum(row_losses(p, b).sum(), "shards") / len(b["v"])
+    ),
     mean_that_counts_by_a_root=lambda p, b, mean: mean(
         (token_losses(p, b) * b["mask"]).sum(), jnp.sqrt(b["mask"].sum())
     ),

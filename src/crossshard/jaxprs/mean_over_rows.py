@@ -8,7 +8,7 @@ there, and a literal that grows by the same factor counts them.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,9 +22,11 @@ from crossshard.jaxprs.kernels import DEFINED_BY_JAXPR, Assumptions, is_rowwise,
 from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
 from crossshard.jaxprs.row_facts import (
     ADDS_SHARDS,
+    DIVIDES,
     ENDS_LOOP,
     MEETS_EARLIER,
     OF_PLACE,
+    PART_OF_SHARDS,
     Chunks,
     Divided,
     Fact,
@@ -117,76 +119,145 @@ class Proof(NamedTuple):
     def concluded(self, finding: Finding) -> Finding:
         """Return a finding about these outputs with what it assumes.
 
-        A loss that sums over the shards itself gets the kind ``OVER_SHARDS``, unless something else
-        is wrong.
+        A loss that sums over the shards itself gets the kind ``OVER_SHARDS``, unless something is
+        wrong.
         """
-        names = self.assumed.names()
+        names, over_shards = self.assumed.names(), _over_shards(self.jaxpr)
+        if over_shards is not None and finding.reason in (_FALLS, _GROWS):
+            adds = ADDS_SHARDS if finding.reason == _FALLS else _GROWS
+            finding = replace(finding, kind=OverRows.COMPARED, reason=adds)
+        if over_shards is not None and finding.kind is OverRows.SUM:
+            finding = replace(finding, reason=PART_OF_SHARDS)
         if finding.kind is OverRows.COMPARED and names:
             # The reason may not hold if one of the operations does not compute each row alone.
             finding = replace(finding, kind=OverRows.UNDECIDED, assumes=names, compares=True)
         elif finding.kind is not OverRows.UNDECIDED:
             finding = replace(finding, assumes=names)
-        traces_differ = finding.reason in (_FAILS, _DIFFERS, _OF_FEW)
-        if finding.kind in (OverRows.MEAN, OverRows.UNDECIDED) and not traces_differ:
-            for each in equations_of(self.jaxpr):
-                if each.primitive.name != "axis_index" and named_axes(each):
-                    name = str(each.primitive.name)
-                    return Finding(OverRows.OVER_SHARDS, name, _jax.sources_of(each))
-        return finding
+        stays = finding.reason in (*_TRACES_DIFFER, DIVIDES)
+        if finding.kind not in (OverRows.MEAN, OverRows.UNDECIDED) or stays or over_shards is None:
+            return finding
+        name = str(over_shards.primitive.name)
+        return Finding(OverRows.OVER_SHARDS, name, _jax.sources_of(over_shards))
+
+
+def _over_shards(jaxpr: Any, axes: Sequence[str] | None = None) -> Any | None:
+    """Return the first collective of a jaxpr over some of these axes, or any; else ``None``."""
+    for each in equations_of(jaxpr):
+        names = named_axes(each)
+        if each.primitive.name != "axis_index" and names and (axes is None or names & {*axes}):
+            return each
+    return None
 
 
 def prove(
-    traces: Sequence[Any],
+    trace: Callable[[int, bool], Any],
     inputs: Sequence[Fact],
     rows: int,
     times: int = 2,
     shards: Sequence[str] | None = None,
-) -> Proof | None:
-    """Return how each output of a function depends on rows; ``None`` to ask for a third trace.
+) -> Proof:
+    """Return how each output of a function depends on the rows of a batch.
 
-    The first two traces have the numbers of rows of the proof: those of one piece, and of all
-    ``times`` pieces. So Python code that asks for the number of rows gets the numbers of the step.
-    If a piece has few rows, a third trace may be needed, with twice as many rows as the second.
+    Its trace for a piece of the batch is compared with that for one device, which has all pieces.
+    So Python code that asks for the number of rows, or of shards, gets the numbers of the step.
 
     Args:
-      traces: the jaxprs of the function; in place of the second or third, the error it raised.
+      trace: returns the jaxpr of the function with so many rows; if the second argument is true,
+        for one shard along ``shards``. It may raise anything but for the rows of a piece.
       inputs: what is known of its inputs; see ``facts_of_inputs``.
       rows: the number of rows of a piece.
       times: the number of pieces, at least 2.
       shards: the mesh axes of the shards; all named axes if ``None``.
     """
-    (first, whole, *more), assumed = traces, Assumptions()
-    if isinstance(whole, Exception):
-        fails = Obstacle(OverRows.UNDECIDED, _FAILS, source=_jax.source_of_error(whole))
-        return Proof((fails,) * len(first.out_avals), first, assumed)
-    facts = facts_of_outputs((first, whole), inputs, rows, times, shards, assumed)
-    if assumed.names() and any(map(_compares, facts)):
-        # Rows may be compared whatever the operations do, so that no numbers need to show it.
-        nothing = Assumptions(allowed=False)
-        known = facts_of_outputs((first, whole), inputs, rows, times, shards, nothing)
-        if any(map(_compares, known)):
-            return Proof(known, first, nothing)
-    if rows >= _MANY or not any(isinstance(fact, Obstacle) for fact in facts):
-        return Proof(facts, first, assumed)
-    # With one row JAX leaves out operations that would repeat it. So the program with more rows is
-    # analysed, and compared with the one of a single row.
-    if not more:
-        return None
-    (larger,) = more
-    if isinstance(larger, Exception):
-        return Proof(facts, first, assumed)
-    general = facts_of_outputs((whole, larger), inputs, times * rows, 2, shards, assumed)
-    if all(isinstance(fact, Obstacle) for fact in general):
-        return Proof(facts, first, assumed)
-    same = is_same_program((first, whole, larger), (rows, times * rows, 2 * times * rows))
-    few = Obstacle(OverRows.UNDECIDED, _OF_FEW)
+    first, names = trace(rows, False), () if shards is None else tuple(shards)
+    sizes, of = _jax.bound_axes(), _Pieces(first, trace, inputs, rows, shards)
+    number = math.prod(sizes.get(name, 1) for name in names)
+    sums = number > 1 and _over_shards(first, names) is not None
+    (microbatches, odd), joined = divmod(times, number), number if sums else 1
+    in_two_steps = number > 1 and microbatches > 1 and not odd
+    if not (sums and in_two_steps):
+        proof = of.compared(times, alone=number > 1, joined=0 if odd and sums else joined)
+        undecided = any(getattr(fact, "kind", None) is OverRows.UNDECIDED for fact in proof.facts)
+        if not (undecided and in_two_steps):
+            return proof
+    # The microbatches of each shard are joined first, and then the shards. To a microbatch a sum
+    # over the shards is one over its rows.
+    whole = of.tried(microbatches * rows)
+    if isinstance(whole, Obstacle):
+        return Proof((whole,) * len(first.out_avals), first, Assumptions())
+    of_shards = _Pieces(whole, trace, inputs, microbatches * rows, shards)
+    both = of.compared(microbatches), of_shards.compared(number, alone=True, joined=joined)
+    facts = tuple(map(_of_both, *(proof.facts for proof in both)))
+    return Proof(facts, both[0].jaxpr, both[worst(both[0].facts) is None].assumed)
 
-    def better(fact: Fact, of_more: Fact) -> Fact:
-        if not isinstance(fact, Obstacle) or isinstance(of_more, Obstacle):
-            return fact
-        return of_more if same else few if fact.kind is OverRows.UNDECIDED else fact
 
-    return Proof(tuple(map(better, facts, general)), whole, assumed)
+class _Pieces(NamedTuple):
+    """The trace of a function for a piece of a batch, and what makes another one."""
+
+    first: Any  # the jaxpr for a piece
+    trace: Callable[[int, bool], Any]  # as in ``prove``, and so are the others
+    inputs: Sequence[Fact]
+    rows: int
+    shards: Sequence[str] | None
+
+    def compared(self, times: int, *, alone: bool = False, joined: int = 1) -> Proof:
+        """Return what a trace with ``times`` as many rows shows, ``alone`` for one shard.
+
+        If the rows are few, a third trace is needed, with twice as many rows as the second.
+        ``joined`` is as in ``_OverRows``.
+        """
+        first, inputs, rows = self.first, self.inputs, self.rows
+        whole, assumed = self.tried(times * rows, alone), Assumptions()
+        of = functools.partial(facts_of_outputs, inputs=inputs, shards=self.shards, joined=joined)
+        facts = of((first, whole), rows=rows, times=times, assumed=assumed)
+        differs = any(isinstance(fact, Obstacle) and fact.reason == _DIFFERS for fact in facts)
+        if alone and (isinstance(whole, Obstacle) or (differs and joined != 1)):
+            # Such as a ring of as many steps as there are shards.
+            return self.compared(times, joined=1 if joined == 1 else 0)
+        if assumed.names() and any(map(_compares, facts)):
+            # Rows may be compared whatever the operations do, so that no numbers need to show it.
+            nothing = Assumptions(allowed=False)
+            known = of((first, whole), rows=rows, times=times, assumed=nothing)
+            if any(map(_compares, known)):
+                return Proof(known, first, nothing)
+        is_known = not any(isinstance(fact, Obstacle) for fact in facts)
+        if rows >= _MANY or is_known or joined != 1 or isinstance(whole, Obstacle):
+            return Proof(facts, first, assumed)
+        # With one row JAX leaves out operations that would repeat it. So the program with more rows
+        # is analysed, and compared with the one of a single row.
+        larger = self.tried(2 * times * rows, alone)
+        general = of((whole, larger), rows=times * rows, times=2, assumed=assumed)
+        if all(isinstance(fact, Obstacle) for fact in general):
+            return Proof(facts, first, assumed)
+        same = is_same_program((first, whole, larger), (rows, times * rows, 2 * times * rows))
+        few = Obstacle(OverRows.UNDECIDED, _OF_FEW)
+
+        def better(fact: Fact, of_more: Fact) -> Fact:
+            if not isinstance(fact, Obstacle) or isinstance(of_more, Obstacle):
+                return fact
+            return of_more if same else few if fact.kind is OverRows.UNDECIDED else fact
+
+        return Proof(tuple(map(better, facts, general)), whole, assumed)
+
+    def tried(self, rows: int, alone: bool = False) -> Any:
+        """Return the jaxpr with so many rows, or the obstacle that it raises something."""
+        try:
+            return self.trace(rows, alone)
+        except Exception as error:  # a loss may raise anything on other shapes
+            return Obstacle(OverRows.UNDECIDED, _FAILS, source=_jax.source_of_error(error))
+
+
+def _of_both(of_microbatches: Fact, of_shards: Fact) -> Fact:
+    """Return the fact of a value of each microbatch of each shard."""
+    one, other = of_microbatches, of_shards
+    obstacle = worst([one, other])
+    if obstacle is not None:
+        return obstacle
+    if isinstance(one, Divided) and isinstance(other, Free | Total) and is_mean(other):
+        return one
+    if is_sum(one) and is_mean(other):
+        return Obstacle(OverRows.COMPARED, _OF_MICROBATCH)
+    return other
 
 
 def types_with(batch: Any, axes: Sequence[int], rows: int) -> Any:
@@ -223,13 +294,16 @@ def facts_of_outputs(
     times: int,
     shards: Sequence[str] | None,
     assumed: Assumptions,
+    joined: int = 1,
 ) -> tuple[Fact, ...]:
     """Return the facts of the outputs of two jaxprs, the second with ``times`` as many rows.
 
-    What this assumes of operations is added to ``assumed``.
+    What this assumes of operations is added to ``assumed``; ``joined`` is as in ``_OverRows``.
     """
+    if isinstance(traces[1], Obstacle):
+        return (traces[1],) * len(traces[0].out_avals)
     try:
-        return tuple(follow(_OverRows(rows, times, shards, assumed), traces, inputs))
+        return tuple(follow(_OverRows(rows, times, shards, assumed, joined), traces, inputs))
     except Mismatch as mismatch:
         differs = Obstacle(OverRows.UNDECIDED, _DIFFERS, mismatch.equation)
         return (differs,) * len(traces[0].out_avals)
@@ -242,6 +316,10 @@ _FAILS = "it cannot be traced with more rows"
 _COUNTS = "it computes with the number of rows"
 _DIFFERS = "it computes something different with more rows"
 _OF_FEW = "it computes something different with this number of rows"
+_TRACES_DIFFER = (_FAILS, _DIFFERS, _OF_FEW)
+_GROWS = "it grows with the number of rows"
+_FALLS = "it falls with the number of rows"
+_OF_MICROBATCH = "what is summed over the shards is that of a single microbatch"
 
 
 def _compares(fact: Fact) -> bool:
@@ -286,8 +364,6 @@ def found(fact: Fact) -> Finding:
                 by=by.of,
                 adds=adds,
             )
-        case Free(times=times) if times > 1:
-            return Finding(OverRows.COMPARED, ADDS_SHARDS)
         case Free(power=0) | Total(power=0, moved=""):
             return Finding(OverRows.MEAN)
         case Total(power=1, moved=""):
@@ -296,8 +372,10 @@ def found(fact: Fact) -> Finding:
             return Finding(OverRows.COMPARED, _NOT_LINEAR)
         case Divided(Free()) | NonZero():
             return Finding(OverRows.COMPARED, _NOT_LINEAR)
+        case Free(power) | Total(power) | Divided(Total(power)) if power < 0:
+            return Finding(OverRows.UNDECIDED, _FALLS)
         case _:
-            return Finding(OverRows.UNDECIDED, "it grows with the number of rows")
+            return Finding(OverRows.UNDECIDED, _GROWS)
 
 
 @dataclasses.dataclass(eq=False)
@@ -308,6 +386,9 @@ class _OverRows(Analysis[Fact]):
     times: int  # how many times as many rows the second has
     shards: Sequence[str] | None = None  # the mesh axes of the shards; ``None`` for all
     assumed: Assumptions = dataclasses.field(default_factory=Assumptions)
+    # How many shards of the first are one in the second, which has the rows of all; 0 if nothing is
+    # known of what they send each other.
+    joined: int = 1
     # Whether custom derivatives are analysed, too; not within one.
     derives: bool = True
 
@@ -462,11 +543,11 @@ class _OverRows(Analysis[Fact]):
         if brings or len(inputs) != len(pair.one.outvars):
             free = all(isinstance(fact, Free) and fact.power == 0 for fact in inputs)
             return [Free(own=True) if free else by_itself] * len(pair.one.outvars)
-        whole = pair.one.params.get("axis_index_groups") is None and self.derives
-        adds = pair.name.startswith("psum")
-        sizes = _jax.bound_axes()
-        number = math.prod(sizes.get(name, 1) for name in names) if adds else 1
-        in_part = number < self.times and names <= sizes.keys()
+        known = pair.one.params.get("axis_index_groups") is None and self.derives and self.joined
+        adds, sizes = pair.name.startswith("psum"), _jax.bound_axes()
+        number = math.prod(sizes.get(name, 1) for name in names)
+        # Shards along other axes have another sum.
+        of_all = number == self.joined > 1
 
         def of(fact: Fact) -> Fact:
             match fact:
@@ -475,17 +556,19 @@ class _OverRows(Analysis[Fact]):
                     return replace(fact, entry=None, counts=False)
                 case Total(power, moved="") if elsewhere and adds:
                     return Total(power)
-                case Obstacle() if elsewhere:
+                case Obstacle() if elsewhere or fact.reason == DIVIDES:
                     return fact
-                case Free(power, own) if whole:
-                    return Free(power, own and elsewhere, times=1 if elsewhere else number)
-                case Total(power, moved="") if power and whole and adds and in_part:
-                    # Other microbatches, or shards along other axes, have another sum.
-                    return replace(fact, of=None)
-                case Total(power, moved="") if whole and adds and not elsewhere:
-                    return Free(power, times=1 if power else number)
+                case Free(power, own) if elsewhere:
+                    return Free(power, own)
                 case Divided(Total()) if not elsewhere:
                     return pair.compared(f"{pair.name} of each shard's ratio of sums over rows")
+                case Free(power) if known and (not adds or self.joined == 1):
+                    return Free(power)
+                case Free(power) | Total(power, moved="") if known and adds and of_all:
+                    # As many times their mean as there are shards; on one shard it is just that.
+                    return Free(power - 1)
+                case Total(power, moved="") if known and adds and (power or self.joined == 1):
+                    return Total(power)
             return by_itself
 
         return list(map(of, inputs))
@@ -572,10 +655,11 @@ class _OverRows(Analysis[Fact]):
         own, power = any(fact.own for fact in free), power_of(pair, inputs)
         if power is None:
             return pair.undecided(f"{name} of the number of rows")
+        power += self._by_number_of_shards(name, free)
         if all(map(_same_shape, pair.one.outvars, pair.other.outvars)):
             kept = name in MOVES and not pair.converts() and len(free) == len(inputs)
             of_all = free[0].number if kept and free else None
-            return [Free(power, own, of_all, _times(name, free))] * number
+            return [Free(power, own, of_all)] * number
         shapes = [tuple(map(shape_of, each.outvars)) for each in pair[:2]]
         axes = set(map(axis_of_slices, *shapes))
         axis = axes.pop() if len(axes) == 1 else None
@@ -596,6 +680,14 @@ class _OverRows(Analysis[Fact]):
         if name in KEYS and inner == 1:
             return rules.drawn(pair, inputs, axis)
         return pair.undecided(f"{name} with the number of rows")
+
+    def _by_number_of_shards(self, name: str, free: Sequence[Free]) -> int:
+        """Return 1 if a sum of the shards' means is divided by how many they are, as a literal."""
+        match sorted(free, key=lambda fact: fact.power):
+            case [Free(-1, number=None), Free(0, number=float(by))]:
+                is_inverse = name == "div" and free[1].number == self.joined
+                return int(is_inverse or (name == "mul" and by * self.joined == 1))
+        return 0
 
     def _of_shapes(self, pair: Pair, inputs: Sequence[Fact]) -> Fact:
         match inputs:
@@ -793,21 +885,6 @@ def _solvers_of(equation: Any) -> list[tuple[Any, list[int]]]:
 def _is_key(dtype: Any) -> bool:
     """Return whether a dtype is one of PRNG keys, typed or legacy."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32)
-
-
-def _times(name: str, facts: Sequence[Free]) -> int:
-    """Return how many times too large an output is, given its inputs; see ``Free.times``."""
-    times = [fact.times for fact in facts]
-    if max(times, default=1) == 1:
-        return 1
-    if name in MOVES or name in ADDS or name == "neg":
-        return max(times)
-    if name in ("mul", "div") and len(facts) == 2:
-        one, other = facts if times[0] > 1 else facts[::-1]
-        # pmean divides by the number of shards, and a ratio of two sums over shards by the other.
-        by = one.times if name == "div" else 1 / one.times
-        return 1 if other.number == by or (name == "div" and times[1] > 1) else one.times
-    return 1
 
 
 def _number(value: np.ndarray[Any, Any]) -> float | None:

@@ -27,6 +27,7 @@ class OverRows(enum.Enum):
 
 # Reasons for which a step has messages or numbers of their own.
 ADDS_SHARDS = "the shards' means are added up"
+PART_OF_SHARDS = "a shard's part of what all of them add up to"
 ADDS_UNLIKE = "terms that depend differently on the number of rows"
 ENDS_LOOP = "rows decide a while"
 MEETS_EARLIER = "a row meets those before it"
@@ -44,8 +45,6 @@ class Free:
     own: bool = False  # whether it differs from shard to shard
     # The number that all its elements are, if known; in the trace with fewer rows.
     number: float | None = None
-    # How many times too large it is, if it is no sum over rows and was summed over the shards.
-    times: int = 1
 
 
 @dataclass(frozen=True)

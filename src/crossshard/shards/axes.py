@@ -97,6 +97,18 @@ def shard_context(
         _thread.context = None
 
 
+@contextmanager
+def as_one_shard(axes: Iterable[str]) -> Iterator[None]:
+    """Trace what is inside as on one shard along these axes, which has the rows of all."""
+    outer = get_shard_context()
+    _thread.context = outer and dataclasses.replace(outer, number_of_shards=1)
+    try:
+        with _jax.sizes_of_axes(dict.fromkeys(axes, 1)):
+            yield
+    finally:
+        _thread.context = outer
+
+
 def get_shard_context() -> ShardContext | None:
     """Return the current shard context of this thread, or ``None``.
 

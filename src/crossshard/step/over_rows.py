@@ -33,6 +33,7 @@ from crossshard.jaxprs.row_facts import (
     DIVIDES,
     MEETS_EARLIER,
     OF_PLACE,
+    PART_OF_SHARDS,
     SAME_NOISE,
     Free,
     OverRows,
@@ -227,6 +228,15 @@ class OverRowsRecord:
 def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> str:
     """Explain why a loss is no mean over rows, and what to write; empty if it may be one."""
     compares, reason = finding.kind is OverRows.COMPARED, finding.reason
+    if finding.kind is OverRows.SUM and reason == PART_OF_SHARDS and not summed:
+        return (
+            f"The loss is {reason}, such as a sum over the shard's rows divided by a sum over "
+            f"those of all, so that the mean of the shards' losses is as many times too small as "
+            f"there are shards. Write the mean over rows, or jax.lax.psum(total, axis) / "
+            f"jax.lax.psum(count, axis); or return crossshard.Mean(total, count), without "
+            f"jax.lax.psum; or pass CrossShardOptimizer(optimizer, reduction='sum'), which adds up "
+            f"the shards' gradients."
+        )
     if finding.kind is OverRows.SUM and not summed:
         return (
             "The loss is a sum over the rows of the batch, and the mean of the shards' sums is "
@@ -263,8 +273,9 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
     if reason == ADDS_SHARDS:
         return (
             "The loss adds up the shards' means, or what is the same on all of them, with "
-            "jax.lax.psum over their axis, so that it is as many times too large as there are "
-            "shards. Write jax.lax.pmean; or add up sums over rows, and divide by a sum over all."
+            "jax.lax.psum over their axis, or divides a sum over all shards by the number of rows "
+            "of one, so that it is as many times too large as there are shards. Write "
+            "jax.lax.pmean; or add up sums over rows, and divide by a sum over all."
         )
     if reason == OF_PLACE:
         return (

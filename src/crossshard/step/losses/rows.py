@@ -1,6 +1,7 @@
 """StepLoss: a loss, the rows it is over, and its gradient. RowsLoss: over each shard's rows."""
 
 import abc
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -30,7 +31,7 @@ from crossshard.model.models import after_loss, check_not_written, combine
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Gradients
 from crossshard.pipeline.stages.accumulate import Sums, add, mean, zeros
-from crossshard.shards.axes import get_shard_context, shard_context
+from crossshard.shards.axes import as_one_shard, get_shard_context, shard_context
 from crossshard.shards.batch_axes import FIRST, BatchAxes, VirtualShards, join
 from crossshard.shards.random_streams import keys_of_rows
 from crossshard.step.gather import AtUse
@@ -570,23 +571,23 @@ class StepLoss(abc.ABC):
         outputs = len(jax.tree.leaves(returned))
         (axes, inputs), context = self.facts(arguments), get_shard_context()
         each = jax.tree.leaves(given)[0].shape[axes[0]]
-        of_arguments = functools.partial(self.of_arguments, state)
-        traces, proof = [_jax.without_unread(first, outputs)], None
-        while proof is None:
-            more = types_with(given, axes, len(traces) * times * each)
-            try:
-                jaxpr = jax.make_jaxpr(of_arguments)(*arguments._replace(given=more))
-                traces.append(_jax.without_unread(jaxpr, outputs))
-            except Exception as error:  # a loss may raise anything on other shapes
-                traces.append(error)
-            shards = None if context is None else context.axis_name
-            proof = prove(traces, inputs, each, times, shards)
+        shards = None if context is None else context.axis_name
+
+        def trace(rows: int, alone: bool) -> Any:
+            if rows == each and not alone:
+                return _jax.without_unread(first, outputs)
+            more = arguments._replace(given=types_with(given, axes, rows))
+            with as_one_shard(shards or ()) if alone else contextlib.nullcontext():
+                jaxpr = jax.make_jaxpr(functools.partial(self.of_arguments, state))(*more)
+            return _jax.without_unread(jaxpr, outputs)
+
+        proof = prove(trace, inputs, each, times, shards)
         structure = jax.tree.structure(returned)
         finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
         divisor = None
         if self.weight is not None and finding.kind is OverRows.RATIO:
             # The sum of an entry is known for any number of rows, and so for those of a piece.
-            jaxpr = traces[0] if isinstance(finding.by, int) else proof.jaxpr
+            jaxpr = trace(each, False) if isinstance(finding.by, int) else proof.jaxpr
             divisor = divisor_of(finding, jaxpr, arguments, self.split, self.weight)
         self.record.known[key] = finding, divisor
         if self.weight is not None and finding.kind is OverRows.MEAN:
