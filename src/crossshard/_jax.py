@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -95,12 +95,12 @@ def summed_by_type(x: Any) -> Any:
     return jax.sharding.reshard(x, jax.sharding.PartitionSpec(*partitions))
 
 
-def without_unread(jaxpr: Any, number: int | None = None) -> Any:
-    """Drop the equations that the outputs of a closed jaxpr, or the first ``number``, do not need.
+def without_unread(jaxpr: Any, places: Collection[int] | None = None) -> Any:
+    """Drop the equations that the outputs of a closed jaxpr, or those at some places, do not need.
 
     It keeps all inputs.
     """
-    outputs = [number is None or place < number for place in range(len(jaxpr.jaxpr.outvars))]
+    outputs = [places is None or place in places for place in range(len(jaxpr.jaxpr.outvars))]
     found, _ = _partial_eval.dce_jaxpr(jaxpr.jaxpr, outputs, instantiate=True)
     return _ClosedJaxpr(found, jaxpr.consts)
 

@@ -191,7 +191,7 @@ def test_infinities_in_a_model_state_may_be_meant(action: str):
         own = (w * x).mean()
         return own, {"best": jnp.minimum(seen["best"], own), "mask": seen["mask"]}
 
-    step = sgd_step(loss, 1.0, N, model_state="mean", nonfinite=action)
+    step = sgd_step(loss, 1.0, N, model_state="mean", loss_over="shard", nonfinite=action)
     before = {"best": jnp.float32(np.inf), "mask": jnp.float32([0, -np.inf, np.nan])}
     state = step.init(np.float32(1), model_state=before)
     for _ in range(3):

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from crossshard import CrossShardOptimizer, make_train_step
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, LossError
 from crossshard.testing import assert_communication
 from tests.quick import deep
 from tests.step import common
@@ -222,3 +222,59 @@ def test_a_count_of_rows_cannot_be_averaged():
     step = sgd_step(loss, 0.1, 2, model_state="per_shard")
     state, _ = step(step.init(np.float32(1), model_state=START), BATCH)
     np.testing.assert_array_equal(state.model_state["count"], [15, 15])
+
+
+# What is averaged has to be a mean over rows.
+
+W = np.float32(RNG.normal(size=(4, 5)))
+OF_ROWS = {
+    "mean": lambda old, h: 0.9 * old + 0.1 * h.mean(0),
+    "squares": lambda old, h: 0.9 * old + 0.1 * (h**2).mean(0),
+    "share of each": lambda old, h: jax.nn.one_hot(h.argmax(1), 5).mean(0),
+    "of parameters": lambda old, h: old + (W**2).sum(0),
+    "variance of all": lambda old, h: (
+        jax.lax.pmean((h**2).mean(0), "shards") - jax.lax.pmean(h.mean(0), "shards") ** 2
+    ),
+}
+OF_ALL_ROWS = {
+    "variance": (lambda old, h: 0.9 * old + 0.1 * h.var(0), "a comparison of rows"),
+    "largest": (lambda old, h: jnp.maximum(old, h.max(0)), "a comparison of rows"),
+    "sign": (lambda old, h: old + jnp.sign(h.mean(0) - 0.1), "sign of a sum over rows"),
+    "sum": (lambda old, h: h.sum(0), "a sum over the rows"),
+    "codes": (
+        lambda old, h: old + jax.ops.segment_sum(h.sum(1), h.argmax(1), 5),
+        "terms that depend differently on the number of rows",
+    ),
+    "ratio": (lambda old, h: (h > 0).sum(0) / (h > 0).sum(), "a ratio of two sums"),
+}
+
+
+def step_with(after: Any, shards: int, **options: Any) -> Any:
+    loss = lambda w, old, x: (((x @ w) ** 2).mean(), after(old, x @ w))
+    return sgd_step(loss, 0.1, shards, model_state="mean", axis_name="shards", **options)
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_a_mean_over_rows_is_that_of_the_batch(name: str):
+    found = []
+    for shards in (1, 8):
+        step = step_with(OF_ROWS[name], shards)
+        state, _ = step(step.init(W, model_state=np.ones(5, np.float32)), X[0])
+        found.append(jax.device_get(step.model(state)))
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("name", OF_ALL_ROWS)
+def test_a_state_of_all_rows_is_not_averaged(name: str):
+    after, reason = OF_ALL_ROWS[name]
+
+    def lower(shards: int, **options: Any) -> None:
+        step = step_with(after, shards, **options)
+        step.lower(step.abstract_init(W, model_state=np.ones(5, np.float32)), X[0])
+
+    with pytest.raises(LossError, match=f"model_state is .*{reason}.* loss_over='batch'"):
+        lower(2)
+    # Where each shard's own is meant, where all rows are given, and where there is one shard.
+    lower(2, loss_over="shard")
+    lower(2, loss_over="batch")
+    lower(1)

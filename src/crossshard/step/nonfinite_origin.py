@@ -159,7 +159,7 @@ class _Program:
         frames = _jax.frames_of((equation, *found.scope.around))
         own = [frame for frame in frames if not _jax.is_of_library(frame[0])]
         file, line, function = next(iter(own or frames), ("", 0, ""))
-        forward = equations_of(_jax.without_unread(self.jaxpr, self._forward))
+        forward = equations_of(_jax.without_unread(self.jaxpr, range(self._forward)))
         is_forward = any(equation.outvars[0] in each.outvars for each in forward)
         arrays = [np.asarray(x) for x in found.given if not is_key(x)]
         is_same = equation.primitive.name in ELEMENTWISE

@@ -16,11 +16,13 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from crossshard import _check, _jax
 from crossshard._annotations import PyTree
+from crossshard._check import is_inexact
 from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
 from crossshard.gradients.mean import Mean, Moved, Term, with_moved
 from crossshard.jaxprs.kernels import ROWWISE
 from crossshard.jaxprs.mean_over_rows import (
     Finding,
+    Proof,
     found,
     is_free,
     is_mean,
@@ -297,6 +299,28 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
         f"that the mean of the shards' losses is not that of the whole batch. "
         f"{axis if reason == MEETS_EARLIER else ''}{REMEDIES}"
     )
+
+
+def check_state_is_mean(model_state: Any, proof: Proof, *, weighs: bool) -> None:
+    """Raise LossError if the mean of the states that shards return is not that of the batch.
+
+    Args:
+      model_state: the state before the loss.
+      proof: what is known of the one after it.
+      weighs: whether the shards have weights, so that a ratio of sums may be their mean.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(model_state)
+    for (path, leaf), fact in zip(paths, proof.facts, strict=True):
+        of = proof.concluded(found(fact))
+        is_none = of.kind in (OverRows.COMPARED, OverRows.SUM)
+        if is_inexact(leaf) and (is_none or (of.kind is OverRows.RATIO and not weighs)):
+            raise LossError(
+                f"model_state{jax.tree_util.keystr(path)} is {of}. With model_state='mean' a step "
+                f"averages what each shard returns for its own rows, which is the state of the "
+                f"whole batch only if it is a mean over rows. Return such means, as of squares, "
+                f"and compute from them where the state is used; or write loss_over='batch', with "
+                f"which it is one device's; or loss_over='shard', if each shard's own is meant."
+            )
 
 
 # What is said of a ratio that is in doubt.

@@ -21,7 +21,7 @@ from crossshard.errors import ArgumentError
 from crossshard.gradients.local import as_scale, split_loss
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
-from crossshard.jaxprs.mean_over_rows import facts_of_inputs, prove, types_with
+from crossshard.jaxprs.mean_over_rows import Proof, facts_of_inputs, prove, types_with
 from crossshard.jaxprs.rewrite import opaque_false
 from crossshard.jaxprs.row_facts import OverRows
 from crossshard.model import model_state as model_states
@@ -54,6 +54,7 @@ from crossshard.step.over_rows import (
     Arguments,
     OverRowsRecord,
     as_mean,
+    check_state_is_mean,
     check_weight_of_mean,
     divisor_of,
     finding_of,
@@ -566,28 +567,35 @@ class StepLoss(abc.ABC):
         ``arguments`` are the types of one of the ``times`` pieces of the batch.
         """
         given, (first, tree) = arguments.given, self._trace(state, arguments)
-        # The outputs of the loss come first; those of ``aux`` and the rest follow.
-        returned = jax.tree.unflatten(tree, range(tree.num_leaves)).loss
-        outputs = len(jax.tree.leaves(returned))
+        places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
         (axes, inputs), context = self.facts(arguments), get_shard_context()
         each = jax.tree.leaves(given)[0].shape[axes[0]]
         shards = None if context is None else context.axis_name
 
+        @functools.cache
         def trace(rows: int, alone: bool) -> Any:
             if rows == each and not alone:
-                return _jax.without_unread(first, outputs)
+                return first
             more = arguments._replace(given=types_with(given, axes, rows))
             with as_one_shard(shards or ()) if alone else contextlib.nullcontext():
-                jaxpr = jax.make_jaxpr(functools.partial(self.of_arguments, state))(*more)
-            return _jax.without_unread(jaxpr, outputs)
+                return jax.make_jaxpr(functools.partial(self.of_arguments, state))(*more)
 
-        proof = prove(trace, inputs, each, times, shards)
-        structure = jax.tree.structure(returned)
+        def proof_of(outputs: Any, times: int) -> Proof:
+            read = frozenset(jax.tree.leaves(outputs))
+            of = lambda rows, alone: _jax.without_unread(trace(rows, alone), read)
+            return prove(of, inputs, each, times, shards)
+
+        proof = proof_of(places.loss, times)
+        structure = jax.tree.structure(places.loss)
         finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
+        averages = self.model_state is ModelState.MEAN and times > self.accumulate_steps
+        if averages and finding.kind is not OverRows.COMPARED:
+            of_state = proof_of(places.model_state, times // self.accumulate_steps)
+            check_state_is_mean(state.model_state, of_state, weighs=self.weight is not None)
         divisor = None
         if self.weight is not None and finding.kind is OverRows.RATIO:
             # The sum of an entry is known for any number of rows, and so for those of a piece.
-            jaxpr = trace(each, False) if isinstance(finding.by, int) else proof.jaxpr
+            jaxpr = first if isinstance(finding.by, int) else proof.jaxpr
             divisor = divisor_of(finding, jaxpr, arguments, self.split, self.weight)
         self.record.known[key] = finding, divisor
         if self.weight is not None and finding.kind is OverRows.MEAN:
