@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import io
 import json
-import math
 import os
 import pkgutil
 import sys
@@ -22,9 +21,8 @@ from crossshard.distributed.launcher import GRACE_SECONDS, launch
 from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.shards.devices import cpu_devices
 from crossshard.tools.diagnosis import SECONDS, SIZES, diagnose
-from crossshard.tools.inspection.collectives import KINDS
 from crossshard.tools.inspection.hlo import users_line
-from crossshard.tools.inspection.inspect import Contract, is_program, named_bytes, program_of
+from crossshard.tools.inspection.inspect import is_program, named_bytes, program_of
 from crossshard.tools.planning import KNOWN, topology
 
 _REFUSED = 2
@@ -104,7 +102,6 @@ def _parser() -> argparse.ArgumentParser:
             option("--devices", what, type=int, metavar="N")
         return option
 
-    several = {"action": "append", "default": []}
     what = "say what looks wrong with this machine, before you train on it"
     option = command(_doctor, what, _AFTER_DOCTOR)
     option("--no-self-test", "run no collective", dest="self_test", action="store_false")
@@ -119,15 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     option("--parameters", what, type=int, metavar="BYTES")
     what = "a mesh axis that splits the batch, where others split layers; may be repeated"
     option("--axis-name", what, action="append", metavar="AXIS")
-    what = "fail if a shard sends more than R times the lower bound"
-    option("--max-bytes-ratio", what, type=float, metavar="R", default=math.inf)
-    what = "fail if the step has this kind of collective; may be repeated"
-    option("--forbid", what, metavar="KIND", **several)
-    what = (
-        "fail if a smaller share of the bytes sent, or of this kind, is behind matrix products; "
-        "may be repeated"
-    )
-    option("--min-hidden", what, type=_share, metavar="[KIND=]SHARE", **several)
 
     what = "run a script in several processes of this machine"
     option = command(_launch, what, _AFTER_LAUNCH)
@@ -156,17 +144,6 @@ def _parser() -> argparse.ArgumentParser:
     what = "the shards that reduce together, as [[0, 1], [2, 3]]"
     option("--groups", what, type=_groups, metavar="LISTS")
     return parser
-
-
-def _share(text: str) -> tuple[str, float]:
-    """Return the kind and the share of ``all-reduce=0.5``; of ``0.5``, the kind is empty."""
-    kind, _, share = text.rpartition("=")
-    try:
-        return kind, float(share)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"takes a share from 0 to 1, or KIND=SHARE; got {text!r}"
-        ) from None
 
 
 def _groups(text: str) -> Any:
@@ -211,10 +188,7 @@ arrays or jax.ShapeDtypeStruct; or a lowered or compiled program. It is compiled
 
     crossshard inspect train:make --devices 8
 
-Kinds of collectives: {", ".join(KINDS)}.
-
-Exit codes: 0 success; 1 if the step breaks --max-bytes-ratio, --forbid or --min-hidden,
-with the reason on stderr; {_REFUSES}"""
+Exit codes: 0 success; {_REFUSES}"""
 
 _AFTER_LAUNCH = """\
 The script calls crossshard.distributed.initialize() before the first JAX operation:
@@ -274,11 +248,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    # Only what the options forbid is checked; in_loop=True allows collectives in loops.
-    shares = dict(options.min_hidden)
-    whole = shares.get("") if len(shares) < 2 else None
-    hidden = shares if whole is None else whole
-    contract = Contract(options.max_bytes_ratio, options.forbid, True, hidden)
     if options.parameters is not None:
         named_bytes(options.parameters)
     _make_devices(options.devices)
@@ -294,11 +263,7 @@ def _inspect(options: argparse.Namespace) -> int:
         program = program_of(step, args, {})
     with _in_one_sentence(f"The step of {options.factory} cannot be inspected"):
         report = crossshard.inspect(program, options.parameters, axis_name=options.axis_name)
-    breaches = list(contract.breaches(report))
-    code = _shown(report, options, not breaches)
-    for sentence, _ in breaches:
-        print(f"crossshard: {sentence}.", file=sys.stderr)
-    return code
+    return _shown(report, options, ok=True)
 
 
 def _launch(options: argparse.Namespace) -> int:

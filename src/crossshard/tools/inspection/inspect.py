@@ -1,4 +1,4 @@
-"""Reports the communication of a lowered or compiled step, and checks contracts on it."""
+"""Reports the communication of a lowered or compiled step."""
 
 import dataclasses
 import itertools
@@ -6,7 +6,7 @@ import json
 import math
 import numbers
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -26,24 +26,13 @@ from crossshard.tools.inspection.collectives import (
     bytes_sent,
     collectives,
 )
-from crossshard.tools.inspection.hlo import Groups, Module, parse, width
+from crossshard.tools.inspection.hlo import Groups, Module, parse
 from crossshard.tools.inspection.kernels import kernel_bytes
 
 # The dtype of parameters whose bytes are given, but not their arrays.
 UNKNOWN = "unknown"
 
 _HEAD = ("collective", "operands", "sent per shard", "groups", "when", "source")
-
-# Allowance for padding, relative to the bytes of the parameters.
-_PADDING = 0.005
-# Allowance for losses and metrics in a bucket of gradients, as a number of 32-bit values.
-_NUMBERS = 16
-_SYNCHRONOUS = (
-    ". The others are synchronous: compile for the devices that train, since XLA for CPUs does not "
-    "compute while it sends"
-)
-# Narrower gradients are summed in this many bits.
-_SUMMED_IN = 32
 
 # The properties that JSON has in addition to the attributes.
 _TOTALS = (
@@ -218,7 +207,7 @@ class Communication:
         if self.uncounted_loops:
             least = "at least "
         lines = [
-            _collective_table(self.collectives),
+            table(_HEAD, list(map(_row, self.collectives))),
             f"each of {self.devices} devices sends {least}{exact_size(self.bytes_sent)}"
             + f", and {exact_size(scalars)} for scalars" * bool(scalars),
         ]
@@ -263,11 +252,6 @@ class Communication:
         return "\n".join(lines)
 
 
-def _collective_table(collectives: Iterable[Collective]) -> str:
-    """Return a plain text table of collectives."""
-    return table(_HEAD, list(map(_row, collectives)))
-
-
 def _row(each: Collective) -> tuple[str, ...]:
     """Return a collective as a row of the table, one text for each column."""
     shown = [str(operand) for operand in each.operands[:2]]
@@ -291,142 +275,6 @@ def _row(each: Collective) -> tuple[str, ...]:
     return (each.kind, ", ".join(shown), sent, among, ", ".join(when), where)
 
 
-# Contracts: limits on the bytes, on the kinds of collectives, and on what is not hidden.
-
-
-# A violation: a sentence with what to do, and a table of the collectives that cause it.
-Breach: TypeAlias = tuple[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Contract:
-    """Limits on the communication of a step; see ``assert_communication``.
-
-    Raises:
-      ArgumentError: an unknown kind, a ratio that is not a number of at least 0, or a share that is
-        not a number from 0 to 1.
-      ArgumentTypeError: ``forbid`` or ``in_loop`` has an invalid type.
-    """
-
-    max_bytes_ratio: float = 1.0
-    forbid: Iterable[str] = ()
-    in_loop: bool = False
-    min_hidden: float | Mapping[str, float] | None = None
-
-    def __post_init__(self) -> None:
-        forbid, hidden = self.forbid, self.min_hidden
-        if not isinstance(forbid, Iterable) or hasattr(forbid, "dtype"):
-            raise ArgumentTypeError(
-                f'forbid must be kinds of collectives, such as ("all-reduce",); got '
-                f"{_check.shown(forbid)}."
-            )
-        forbid = (forbid,) if isinstance(forbid, str) else tuple(forbid)
-        object.__setattr__(self, "forbid", forbid)
-        shares = hidden if isinstance(hidden, Mapping) else {}
-        for name, kinds in (("forbid", forbid), ("min_hidden", shares)):
-            for kind in kinds:
-                if not isinstance(kind, str) or kind not in KINDS:
-                    raise ArgumentError(
-                        f"{name} must name kinds among {', '.join(KINDS)}; got "
-                        f"{_check.shown(kind)}."
-                    )
-        if not _is_number(self.max_bytes_ratio, math.inf):
-            shown = _check.shown(self.max_bytes_ratio)
-            raise ArgumentError(f"max_bytes_ratio must be a number of at least 0; got {shown}.")
-        _check.flag("in_loop", self.in_loop)
-        one = [0 if hidden is None else hidden]
-        given = hidden.values() if isinstance(hidden, Mapping) else one
-        if not all(_is_number(each, 1) for each in given):
-            raise ArgumentError(
-                f"min_hidden must be a share from 0 to 1, or one for each of some kinds, such as "
-                f'{{"reduce-scatter": 0.8}}; got {_check.shown(hidden)}.'
-            )
-
-    def breaches(self, report: Communication) -> Iterator[Breach]:
-        """Yield the violations of a step; scalars are not counted."""
-        # Communication within a shard is up to the user's model.
-        sending = [each for each in report.collectives if each.bytes_sent and not each.within_shard]
-        sent = report.bytes_between_shards - _widening(sending, report)
-        if found := [each for each in sending if each.kind in self.forbid]:
-            named = ", ".join(kind for kind in self.forbid if kind in {each.kind for each in found})
-            yield (f"The step has forbidden collectives, {named}", _collective_table(found))
-        found = [each for each in sending if each.in_loop and not self.in_loop]
-        # If all iterations together send the least, each of them sends another layer.
-        if found and (report.uncounted_loops or sent > _allowed(1, report)):
-            yield (
-                "The step communicates within a loop; reduce gradients once after it, or pass "
-                "in_loop=True if that is intended, for example for a loop over steps",
-                _collective_table(found),
-            )
-        if sending and not math.isinf(self.max_bytes_ratio):
-            yield from self._too_much(sending, sent, report)
-        given = self.min_hidden
-        for kind, share in (given if isinstance(given, Mapping) else {None: given}).items():
-            kinds = KINDS if kind is None else (kind,)
-            hidden = report.hidden_share_of(*kinds)
-            if share is None or hidden is None or hidden >= share:
-                continue
-            exposed = [each for each in sending if each.kind in kinds and each.behind != PRODUCTS]
-            of_kind = "" if kind is None else f" of {kind}"
-            reason = "" if any(each.asynchronous for each in exposed) else _SYNCHRONOUS
-            yield (
-                f"The step sends {hidden:.1%} of its bytes{of_kind} behind matrix products, but at "
-                f"least {share:.1%} must be{reason}",
-                _collective_table(exposed),
-            )
-
-    def _too_much(
-        self, sending: list[Collective], sent: float, report: Communication
-    ) -> Iterator[Breach]:
-        if not report.lower_bound:
-            yield (
-                "The step communicates, but its parameters are unknown. Pass parameters=, as "
-                "arrays or a number of bytes (--parameters on the command line), or "
-                'max_bytes_ratio=float("inf")',
-                report.table(),
-            )
-        elif report.uncounted_loops:
-            yield (
-                "The step communicates in a loop of unknown length, so its bytes cannot be "
-                'counted. Give the loop a fixed length, or pass max_bytes_ratio=float("inf")',
-                _collective_table(report.uncounted_loops),
-            )
-        elif sent > _allowed(self.max_bytes_ratio, report):
-            times = f"{sent / report.lower_bound:.3f} times the lower bound"
-            counted = (each for each in sending if each.counted and each.in_branch)
-            if in_branches := sum(each.bytes_sent for each in counted):
-                rest = (sent - in_branches) / report.lower_bound
-                times = f"at most {times} ({rest:.3f} without what is in branches)"
-            allowed = f"but only {self.max_bytes_ratio:g} is allowed"
-            yield (f"The step sends {times}, {allowed}", report.table())
-
-
-def _allowed(ratio: float, report: Communication) -> float:
-    """Return ``ratio`` times the lower bound in bytes, plus allowances for padding and metrics."""
-    allowance = bytes_sent("all-reduce", report.shards, _NUMBERS * 4)
-    return ratio * (report.lower_bound or 0) * (1 + _PADDING) + allowance
-
-
-def _widening(sending: list[Collective], report: Communication) -> float:
-    """Return the extra bytes of summing narrow gradients in 32 bits, not the parameters' dtypes.
-
-    At most one reduction of each gradient counts.
-    """
-    widths = {dtype: width(dtype) for dtype in report.parameters if 0 < width(dtype) < _SUMMED_IN}
-    wide = sum(
-        each.bytes_sent * (1 - min(widths.values()) / _SUMMED_IN)
-        for each in sending
-        if widths and each.counted and {width(dtype) for dtype in each.dtypes} == {_SUMMED_IN}
-    )
-    added = sum(report.parameters[x] * (_SUMMED_IN / bits - 1) for x, bits in widths.items())
-    return min(wide, bytes_sent("all-reduce", report.shards, added))
-
-
-def _is_number(given: Any, most: float) -> bool:
-    is_real = isinstance(given, numbers.Real) and not isinstance(given, bool)
-    return is_real and 0 <= float(given) <= most
-
-
 # From a program to its report.
 
 # The axes of a program's mesh: names with sizes, in the order of its devices.
@@ -441,13 +289,6 @@ class HasText(Protocol):
 
 
 Program: TypeAlias = jax.stages.Traced | HasText
-
-
-class HasLower(Protocol):
-    """A function of ``jax.jit`` or ``nnx.jit``, or a ``TrainStep``."""
-
-    def lower(self, *args: Any, **kwargs: Any) -> Program:
-        """Lower the function for these arguments."""
 
 
 def inspect(
