@@ -22,7 +22,7 @@ from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.shards.devices import cpu_devices
 from crossshard.tools.diagnosis import SECONDS, SIZES, diagnose
 from crossshard.tools.inspection.hlo import users_line
-from crossshard.tools.inspection.inspect import is_program, named_bytes, program_of
+from crossshard.tools.inspection.inspect import named_bytes
 from crossshard.tools.planning import KNOWN, topology
 
 _REFUSED = 2
@@ -111,8 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     option("--timeout", what, type=float, default=SECONDS, metavar="S")
 
     what = "show what your step sends between its devices"
-    option = command(_inspect, what, _AFTER_INSPECT, "the step")
-    what = "the bytes of the parameters of one shard, P, unless the step is a TrainStep"
+    option = command(_inspect, what, _AFTER_INSPECT, "the program")
+    what = "the bytes of the parameters of one shard, P, unless they are of a TrainStep"
     option("--parameters", what, type=int, metavar="BYTES")
     what = "a mesh axis that splits the batch, where others split layers; may be repeated"
     option("--axis-name", what, action="append", metavar="AXIS")
@@ -182,9 +182,8 @@ values with numpy's. Of a job it is run in every process, as training would be:
 Exit codes: 0 if nothing looks wrong; 1 if something does; {_REFUSES}"""
 
 _AFTER_INSPECT = f"""\
-{_FACTORY} (step, args...): a function, with jax.jit or
-without, a TrainStep, or anything else with a method lower, and the arguments to lower it with, as
-arrays or jax.ShapeDtypeStruct; or a lowered or compiled program. It is compiled and not run.
+{_FACTORY} a lowered or compiled step, such as
+step.lower(state, batch), of arrays or jax.ShapeDtypeStruct. It is compiled and not run.
 
     crossshard inspect train:make --devices 8
 
@@ -251,17 +250,8 @@ def _inspect(options: argparse.Namespace) -> int:
     if options.parameters is not None:
         named_bytes(options.parameters)
     _make_devices(options.devices)
-    returned = _call_factory(options.factory)
-    returned = (returned,) if is_program(returned) else returned
-    if not isinstance(returned, tuple) or not returned:
-        raise ArgumentError(
-            f"{options.factory} returned {type(returned).__name__}; it must return (step, args…), "
-            "or a lowered or compiled program."
-        )
-    step, *args = returned
-    with _in_one_sentence(f"The step of {options.factory} cannot be lowered"):
-        program = program_of(step, args, {})
-    with _in_one_sentence(f"The step of {options.factory} cannot be inspected"):
+    program = _call_factory(options.factory)
+    with _in_one_sentence(f"What {options.factory} returned cannot be inspected"):
         report = crossshard.inspect(program, options.parameters, axis_name=options.axis_name)
     return _shown(report, options, ok=True)
 

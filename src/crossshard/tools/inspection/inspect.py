@@ -470,35 +470,6 @@ def named_bytes(parameters: Any, data_axes: Collection[str] = ()) -> Mapping[str
     return found
 
 
-def is_program(step: Any) -> bool:
-    """Return whether this is a traced, lowered or compiled program of JAX or Flax."""
-    stages = jax.stages.Lowered | jax.stages.Compiled | jax.stages.Traced
-    return isinstance(_unwrapped(step), stages)
-
-
-def program_of(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-    """Lower a step for its arguments; a program, which takes none, is returned as it is.
-
-    A step is a function, with ``jax.jit`` or without, or anything with a method ``lower``.
-    """
-    if is_program(step):
-        if args or kwargs:
-            raise ArgumentTypeError(
-                f"{type(step).__name__} is a program that already has its arguments; leave out the "
-                f"{len(args) + len(kwargs)} given."
-            )
-        return step
-    # Strings also have a method lower.
-    if hasattr(step, "lower") and not isinstance(step, str | bytes | bytearray):
-        return step.lower(*args, **kwargs)
-    if not callable(step):
-        raise ArgumentTypeError(
-            "A step is a function, an object with a method lower, or a lowered or compiled "
-            f"program; got {type(step).__name__}."
-        )
-    return jax.jit(step).lower(*args, **kwargs)
-
-
 def _unwrapped(program: Any) -> Any:
     # Flax wraps the programs of JAX.
     return getattr(program, "compiled", getattr(program, "lowered", program))
