@@ -22,7 +22,7 @@ from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.shards.devices import cpu_devices
 from crossshard.tools.diagnosis import SECONDS, SIZES, diagnose
 from crossshard.tools.inspection.hlo import users_line
-from crossshard.tools.inspection.inspect import named_bytes
+from crossshard.tools.inspection.inspect import bytes_of
 from crossshard.tools.planning import KNOWN, topology
 
 _REFUSED = 2
@@ -248,7 +248,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     if options.parameters is not None:
-        named_bytes(options.parameters)
+        bytes_of(options.parameters)
     _make_devices(options.devices)
     program = _call_factory(options.factory)
     with _in_one_sentence(f"What {options.factory} returned cannot be inspected"):

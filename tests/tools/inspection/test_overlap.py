@@ -198,7 +198,7 @@ def test_what_is_counted():
 def h100(name: str) -> Communication:
     """Four matrices of a megabyte of numbers on eight H100s, as data/make_gpu.py compiled them."""
     module = parse((DATA / f"h100_8_{name}.hlo").read_text())
-    return report_on(module, {"f32": 4 * 4 * 2**20})
+    return report_on(module, 4 * 4 * 2**20)
 
 
 def test_reduce_scatters_hide_behind_the_backward_pass_where_xla_does_not_combine_them():

@@ -6,7 +6,7 @@ import json
 import math
 import numbers
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -29,14 +29,11 @@ from crossshard.tools.inspection.collectives import (
 from crossshard.tools.inspection.hlo import Groups, Module, parse
 from crossshard.tools.inspection.kernels import kernel_bytes
 
-# The dtype of parameters whose bytes are given, but not their arrays.
-UNKNOWN = "unknown"
-
 _HEAD = ("collective", "operands", "sent per shard", "groups", "when", "source")
 
 # The properties that JSON has in addition to the attributes.
 _TOTALS = (
-    *("bytes_sent", "scalar_bytes_sent", "parameter_bytes", "parameter_dtypes"),
+    *("bytes_sent", "scalar_bytes_sent"),
     *("bytes_in_branches", "bytes_by_axes", "bytes_between_shards", "lower_bound", "ratio"),
     *("bytes_behind_matrix_products", "bytes_behind_other_kernels", "bytes_exposed"),
     "hidden_share",
@@ -74,8 +71,7 @@ class Communication:
       collectives: in the order in which they run.
       devices: the number of devices that the program runs on.
       shards: N, the number of shards that collectives connect.
-      parameters: the bytes of one shard's copy of the parameters by dtype: ``f32``, ``bf16``, or
-        ``unknown`` if their bytes were given; empty if they are not known.
+      parameter_bytes: P, the bytes of one shard's copy of the parameters; ``None`` if unknown.
       memory: the compiler's memory analysis, or ``None``.
       kernel_bytes: what all kernels but matrix products read and write, in bytes. A fusion reads
         each operand once; an array of which it uses a slice counts as the slice.
@@ -90,7 +86,7 @@ class Communication:
     collectives: tuple[Collective, ...]
     devices: int
     shards: int
-    parameters: Mapping[str, int]
+    parameter_bytes: int | None
     memory: Memory | None
     kernel_bytes: int
 
@@ -164,16 +160,6 @@ class Communication:
         return sum(
             each.bytes_sent for each in self.counted if each.behind == what and each.kind in kinds
         )
-
-    @property
-    def parameter_bytes(self) -> int | None:
-        """P, the bytes of one copy of the parameters; ``None`` if unknown."""
-        return sum(self.parameters.values()) or None
-
-    @property
-    def parameter_dtypes(self) -> tuple[str, ...]:
-        """The known dtypes of the parameters by XLA's names."""
-        return tuple(dtype for dtype in self.parameters if dtype != UNKNOWN)
 
     @property
     def lower_bound(self) -> float | None:
@@ -355,15 +341,14 @@ def inspect(
     axes = _mesh_axes(inputs)
     states = [each for each in inputs if isinstance(each, TrainState)]
     data_axes = _data_axes(axis_name, axes, inputs if states else ())
-    found: Mapping[str, int] = {}
+    found = None
     if parameters is not None:
-        found = named_bytes(parameters, data_axes)
+        found = bytes_of(parameters, data_axes)
     elif states:
-        found = _bytes_by_dtype(states[0].params, data_axes)
+        found = _bytes_of_arrays(states[0].params, data_axes)
         if states[0].grouped:
             # Each shard has parameters of its own.
-            shards = jax.tree.leaves(states[0].params)[0].shape[0]
-            found = {dtype: total // shards for dtype, total in found.items()}
+            found //= jax.tree.leaves(states[0].params)[0].shape[0]
     stats = compiled.memory_analysis()
     kinds = ("argument_size", "output_size", "temp_size", "alias_size", "peak_memory")
     memory = stats and Memory(*(getattr(stats, f"{kind}_in_bytes") for kind in kinds))
@@ -372,7 +357,7 @@ def inspect(
 
 def report_on(
     module: Module,
-    parameters: Mapping[str, int] | None = None,
+    parameter_bytes: int | None = None,
     memory: Memory | None = None,
     axes: Axes = (),
     data_axes: Collection[str] = (),
@@ -381,7 +366,7 @@ def report_on(
 
     Args:
       module: the program.
-      parameters: the bytes of one shard's copy of the parameters by dtype.
+      parameter_bytes: those of one shard's copy of the parameters; none or 0 if unknown.
       memory: the compiler's memory analysis.
       axes: the axes of its mesh; empty if unknown.
       data_axes: the axes that split the batch; all if empty.
@@ -398,7 +383,7 @@ def report_on(
         collectives=tuple(found),
         devices=module.devices,
         shards=joined_shards(sending, module.devices, axes, data_axes),
-        parameters=dict(parameters or {}),
+        parameter_bytes=parameter_bytes or None,
         memory=memory,
         kernel_bytes=kernel_bytes(module),
     )
@@ -449,25 +434,24 @@ def joined_shards(
     return max(Counter(leader.tolist()).values())
 
 
-def named_bytes(parameters: Any, data_axes: Collection[str] = ()) -> Mapping[str, int]:
-    """Return the bytes of one shard's copy of the given parameters, by dtype.
+def bytes_of(parameters: Any, data_axes: Collection[str] = ()) -> int:
+    """Return the bytes of one shard's copy of the given parameters.
 
     The parameters are a number of bytes, or a pytree of arrays or ``jax.ShapeDtypeStruct``. Scalars
     are not counted, like their collectives. The axes ``data_axes`` split the batch; all if empty.
 
     >>> import numpy as np
-    >>> dict(named_bytes({"w": np.zeros((3, 4), np.float32), "scale": np.zeros((), np.float32)}))
-    {'f32': 48}
+    >>> bytes_of({"w": np.zeros((3, 4), np.float32), "scale": np.zeros((), np.float32)})
+    48
     """
     is_number = isinstance(parameters, numbers.Integral) and not isinstance(parameters, bool)
-    found = {UNKNOWN: int(parameters)} if is_number else _bytes_by_dtype(parameters, data_axes)
-    total = sum(found.values())
+    total = int(parameters) if is_number else _bytes_of_arrays(parameters, data_axes)
     if total <= 0:
         raise ArgumentError(
             "parameters must be arrays, not only scalars, or their number of bytes; got "
             f"{str(parameters)[:80]}, which has {total} bytes to reduce."
         )
-    return found
+    return total
 
 
 def _unwrapped(program: Any) -> Any:
@@ -527,9 +511,9 @@ def _data_axes(given: Any, axes: Axes, inputs: Sequence[Any]) -> tuple[str, ...]
     return tuple(named)
 
 
-def _bytes_by_dtype(parameters: Any, data_axes: Collection[str]) -> Counter[str]:
-    """Return the bytes of one shard's copy of arrays, by dtype."""
-    found: Counter[str] = Counter()
+def _bytes_of_arrays(parameters: Any, data_axes: Collection[str]) -> int:
+    """Return the bytes of one shard's copy of arrays."""
+    total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise ArgumentTypeError(
@@ -540,8 +524,8 @@ def _bytes_by_dtype(parameters: Any, data_axes: Collection[str]) -> Counter[str]
         size, split = math.prod(leaf.shape), _split_over(leaf).items()
         pieces = math.prod(number for name, number in split if data_axes and name not in data_axes)
         if size > 1:
-            found[_xla_name(leaf.dtype.name)] += size * leaf.dtype.itemsize // pieces
-    return found
+            total += size * leaf.dtype.itemsize // pieces
+    return total
 
 
 def _split_over(array: Any) -> dict[str, int]:
@@ -552,10 +536,3 @@ def _split_over(array: Any) -> dict[str, int]:
     parts = (part if isinstance(part, tuple) else (part,) for part in sharding.spec)
     names = (name for part in parts for name in part if isinstance(name, str))
     return {name: sharding.mesh.shape[name] for name in names}
-
-
-def _xla_name(dtype: str) -> str:
-    """Return XLA's name of a NumPy dtype, such as ``f32`` or ``f8e4m3fn``."""
-    for numpy_name, xla_name in (("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "s")):
-        dtype = dtype.replace(numpy_name, xla_name)
-    return dtype.replace("_", "")
