@@ -204,7 +204,7 @@ class LinenNet(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         # With a bias before the norm, whose gradient is nothing but rounding.
-        x = nn.BatchNorm(False, momentum=0.9)(nn.Dense(16)(x))
+        x = nn.BatchNorm(False, momentum=0.9, axis_name="s")(nn.Dense(16)(x))
         return nn.Dense(1)(nn.tanh(x))[:, 0]
 
 
@@ -213,8 +213,8 @@ class StatsState(TrainState):
 
 
 @right()
-def linen_batch_norm_of_each_shard_in_pmap(optimizer, n):
-    """As in Flax's ImageNet example, with replicated state; statistics are not averaged."""
+def linen_batch_norm_over_all_shards_in_pmap(optimizer, n):
+    """As in Flax's ImageNet example, with replicated state and statistics of all rows."""
 
     def one(state: Any, x: Any, y: Any) -> Any:
         def loss(params: Any) -> Any:

@@ -90,14 +90,6 @@ class Comparison:
         scale = norm(self.update) + norm(self.one)
         return any(norm(x - self.update) > 1e-5 * scale for x in self.many[1:])
 
-    def is_mean_of_own(self) -> bool:
-        """Return whether N shards have the mean of what each computes alone."""
-        if self.own is None:
-            return False
-        mean = self.own.mean(axis=0)
-        scale = max(norm(self.update), norm(mean))
-        return norm(self.update - mean) <= self.tolerance * scale + self.rounding
-
     def is_fine(self) -> bool:
         """Return whether N shards have the same as one device."""
         if self.copies_differ:

@@ -33,7 +33,6 @@ from crossshard.tools.verification.measurement import (
     COARSE,
     Comparison,
     Measurement,
-    is_weighted,
     norm,
     rms,
 )
@@ -44,10 +43,6 @@ _VANISHING = 1e-5
 # How far a factor may be from a named one, relative to it.
 _NEAR = 5e-3
 _FINE, _TOO_SMALL, _NOTED = "fine", "too small", "noted"
-_OWN_STATISTICS = (
-    "each shard normalises by the statistics of its own rows; one device would by those of all rows"
-)
-
 _EACH_ITS_OWN = "each shard has its own: not reduced"
 _STACKED = "each shard keeps statistics of its own: reduce them before you evaluate or save"
 _NEITHER = "is neither that of all rows nor the mean of the shards'"
@@ -327,9 +322,6 @@ def _conclude(measured: Measurement) -> Verification:
     updates, statistics = measured.of(UPDATE), measured.of(STATISTICS)
     largest = max(rms(np.stack([case.one for case in groups])) for groups in updates.values())
     verdicts = {name: _verdict_on_parameter(groups, largest) for name, groups in updates.items()}
-    if _are_of_rows(statistics, updates) and (excused := _with_own_statistics(verdicts)):
-        verdicts |= {name: verdicts[name]._replace(kind=_FINE) for name in excused}
-        notes.append(_OWN_STATISTICS)
     faults = _faults(verdicts)
     for what, compared in ((STATISTICS, statistics), (METRIC, measured.of(METRIC))):
         # If there are several groups, each has statistics and metrics of its own.
@@ -411,38 +403,6 @@ def _named_factors(case: Comparison) -> list[tuple[str, float]]:
         ]
     of = [each for each in sizes if each[2] != 1]
     return [pair for up, down, size in of for pair in ((up, size), (down, 1 / size))]
-
-
-def _are_of_rows(
-    statistics: Mapping[str, list[Comparison]], updates: Mapping[str, list[Comparison]]
-) -> bool:
-    """Return whether any statistic is one of rows, as of batch norm, and not one of gradients."""
-    along = lambda x, y: x.size == y.size and abs(x @ y) > 0.9 * norm(x) * norm(y)
-    ones = [[first.one for first, *_ in each.values()] for each in (statistics, updates)]
-    return any(x.size > 1 and not any(along(x, y) for y in ones[1]) for x in ones[0])
-
-
-def _with_own_statistics(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return the parameters that differ only because each shard normalises its own rows."""
-    excused: list[str] = []
-    for members in {each.case.members for each in verdicts.values()}:
-        cases = {
-            name: case
-            for name, (kind, case, _, factor) in verdicts.items()
-            if kind == UPDATE and not factor and case.members == members and case.is_mean_of_own()
-        }
-        owns = [case.own for case in cases.values() if case.own is not None]
-        if not owns:
-            continue
-        # All parameters together show whether it is a clip of each shard's gradient, or weights.
-        own = np.concatenate(owns, axis=1)
-        sizes = np.linalg.norm(own, axis=1)
-        one = np.concatenate([case.one for case in cases.values()])
-        within = max(case.tolerance for case in cases.values())
-        is_clipped = np.ptp(sizes) <= 1e-3 * sizes.max()
-        if not (is_clipped or is_weighted(own, one, within)):
-            excused += cases
-    return excused
 
 
 def _describe_ratio(factor: str, cases: list[Comparison]) -> str:
