@@ -258,9 +258,6 @@ REFUSED = {
     "verify mine.train:returns_nothing": r"must return \(make_step, batch…\)",
     "verify mine.train:check_fails --shards 2": "ZeroDivisionError",
     "verify mine.train:check_step --shards 2": "has its own number of shards",
-    "verify mine.train:check_step --groups 0,1": (
-        r"--groups: takes lists of shards, such as \[\[0, 1\], \[2, 3\]\]; got '0,1'"
-    ),
     "doctor --timeout 0": "timeout must be above 0",
     "doctor --sizes -1": "-1",
     "doctor --devices 0": "0",

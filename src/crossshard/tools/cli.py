@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import io
-import json
 import os
 import pkgutil
 import sys
@@ -141,19 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     option = command(_verify, what, _AFTER_VERIFY, "make_step and the batch")
     option("--shards", "the number of shards; all devices by default", type=int, metavar="N")
     option("--key", "pass a random key to the step, the last argument", type=int, metavar="SEED")
-    what = "the shards that reduce together, as [[0, 1], [2, 3]]"
-    option("--groups", what, type=_groups, metavar="LISTS")
     return parser
-
-
-def _groups(text: str) -> Any:
-    """Return the lists of shards in a JSON text."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise argparse.ArgumentTypeError(
-            f"takes lists of shards, such as [[0, 1], [2, 3]]; got {text!r}"
-        ) from None
 
 
 def _make_devices(number: int | None) -> None:
@@ -316,8 +303,7 @@ def _verify(options: argparse.Namespace) -> int:
         )
     key = None if options.key is None else jax.random.key(options.key)
     with _in_one_sentence(f"The step of {options.factory} cannot be verified"):
-        shards = {"num_shards": options.shards, "groups": options.groups}
-        found = crossshard.verify(*returned, key=key, **shards)
+        found = crossshard.verify(*returned, key=key, num_shards=options.shards)
     return _shown(found, options, found.ok)
 
 
