@@ -93,7 +93,6 @@ class BuiltStep:
                 "make_step(optimizer, num_shards) must return (step, *state): the step, and the "
                 f"arguments that it is called with before the batch; got {_described(returned)}."
             )
-        self.number = number
         self._step, *self._state = returned
 
     def run(
