@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import crossshard
 from crossshard.errors import ArgumentError
 from tests.tools.verification.ways import (
+    BATCH,
     ROWS,
     WAYS,
     Here,
@@ -341,3 +343,22 @@ def test_what_cannot_be_told_from_noise_is_refused(name: str, way: str):
         ArgumentError, match=r"another update on 8 shards than .* dropout rate of 0"
     ):
         NOISY[name].verified(way)
+
+
+@pytest.mark.parametrize("name", ["keys from the count and the shard", "a key as argument"])
+def test_noise_is_seen_in_a_step_that_cannot_be_traced(name: str):
+    def make_step(optimizer: Any, n: int) -> Any:
+        run, *state = WAYS["no vma"](plan, optimizer, n)
+
+        def step(state: Any, x: Any, y: Any, *key: Any) -> Any:
+            assert float(y[0]) > -100
+            return run(state, x, y, *key)
+
+        return step, *state
+
+    verified = lambda: crossshard.verify(make_step, *BATCH, num_shards=8, key=plan.key)
+    plan = NOISY[name]
+    with pytest.raises(ArgumentError, match="dropout rate of 0"):
+        verified()
+    plan = FAULTS["sum instead of mean"].plan
+    assert [fault.factor for fault in verified().faults] == ["N"]

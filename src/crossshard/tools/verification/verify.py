@@ -244,9 +244,9 @@ def _compare(
     if found.ok or not measurement.is_random():
         return found
     raise ArgumentError(
-        f"The step draws random numbers, and another update on {found.num_shards} shards than on "
-        f"one device may come of these alone. Verify it without noise, such as with a dropout "
-        f"rate of 0."
+        "The step draws random numbers, or changes from call to call in a way that no trace shows, "
+        f"and another update on {found.num_shards} shards than on one device may come of that "
+        "alone. Verify it without noise, such as with a dropout rate of 0."
     )
 
 
