@@ -151,7 +151,6 @@ GOOD: dict[str, Callable[[], Any]] = {
     "function": lambda: lambda x: x,
     "computation": lambda: lambda *x: x[0],
     "verify.batch": lambda: (jnp.ones(3), rows()),
-    "assert_communication.args": lambda: (a_state(), rows()),
     "ShardedFunction.__call__.args": lambda: (rows(),),
     "ShardedFunction.build.args": lambda: (rows(),),
     "replicate.inputs": lambda: [[rows()], [rows()]],

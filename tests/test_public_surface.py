@@ -27,8 +27,8 @@ PUBLIC = {
     """,
     "crossshard.errors": """
         ArgumentError ArgumentTypeError AxisError CheckpointDamagedError CheckpointError
-        CheckpointMismatchError CheckpointWarning CommunicationError CrossshardError
-        DeadlockWarning DistributedError DivergenceError DivergenceWarning DoubleReductionError
+        CheckpointMismatchError CheckpointWarning CrossshardError DeadlockWarning
+        DistributedError DivergenceError DivergenceWarning DoubleReductionError
         GroupAssignmentError IncomingError LossError NestedContextError NestedReductionError
         NonfiniteError
         ProgramMismatchError ShardContextError ShardContextWarning VariableError VariableTypeError
@@ -47,7 +47,6 @@ PUBLIC = {
     "crossshard.step": """
         NonfiniteOrigin Prefetch StepOptions TrainState TrainStep make_train_step
     """,
-    "crossshard.testing": "assert_communication",
     "crossshard.tf1": """
         CrossShardOptimizer Reduction ShardContext TpuContext all_to_all batch_parallel
         collective_permute cross_replica_sum get_shard_context get_tpu_context replicate rewrite

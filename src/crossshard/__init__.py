@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from crossshard import nnx as nnx
     from crossshard import pipeline as pipeline
     from crossshard import step as step
-    from crossshard import testing as testing
     from crossshard import tf1 as tf1
     from crossshard import tools as tools
     from crossshard.checkpoints import Checkpoints
@@ -72,7 +71,7 @@ _LATER = {
     "nnx": "merge_shards shard",
     "tools": "doctor inspect plan verify",
 }
-_MODULES = ("checkpoints", "errors", "guards", "nnx", "pipeline", "step", "testing", "tf1", "tools")
+_MODULES = ("checkpoints", "errors", "guards", "nnx", "pipeline", "step", "tf1", "tools")
 
 
 # A type checker sees only the names above.

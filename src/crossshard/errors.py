@@ -8,7 +8,6 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatchError",
     "CheckpointWarning",
-    "CommunicationError",
     "CrossshardError",
     "DeadlockWarning",
     "DistributedError",
@@ -132,14 +131,6 @@ class VariableTypeError(ArgumentTypeError, VariableError):
 
     Mistake: ``opt.minimize(loss, var_list=[jnp.ones(3)])``.
     Fix: ``opt.minimize(loss, var_list=[nnx.Param(jnp.ones(3))])``.
-    """
-
-
-class CommunicationError(CrossshardError, AssertionError):
-    """A step sends more than its test allows.
-
-    Mistake: two ``pmean`` of the same gradients, under ``assert_communication(step, *args)``.
-    Fix: one of them.
     """
 
 

@@ -19,7 +19,6 @@ import pytest
 from flax import nnx
 
 import crossshard
-import crossshard.testing
 from tests.quick import deep_but
 
 FOLDER = Path(__file__).parents[2] / "examples"

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
+import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.testing import assert_communication
 from tests.quick import deep
 from tests.step.common import sgd_step
 
@@ -94,7 +94,7 @@ def test_one_word_is_for_all_of_it_and_nothing_more_is_sent():
     np.testing.assert_allclose(features, X.sum(0) / 4, rtol=1e-5, atol=1e-6)
     _, metrics = plain(plain.init(W), BATCH)
     np.testing.assert_allclose(metrics["aux"][1], X.reshape(4, 2, 3).sum(1), rtol=1e-5, atol=1e-6)
-    report = assert_communication(step, step.abstract_init(W), BATCH, max_bytes_ratio=10)
+    report = crossshard.inspect(step.lower(step.abstract_init(W), BATCH))
     assert [each.kind for each in report.collectives] == ["all-reduce"]
     # The gradient, the loss and aux, 32 bits each.
     assert report.bytes_sent == pytest.approx(2 * 3 / 4 * 4 * (3 + 1 + 4))

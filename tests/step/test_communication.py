@@ -12,7 +12,6 @@ import pytest
 
 import crossshard
 from crossshard import make_train_step
-from crossshard.testing import assert_communication
 from tests.quick import deep
 from tests.step.common import follows_one_device
 
@@ -53,7 +52,7 @@ SUMS = {"sgd": 0, "adamw": 0, "lamb": 2 * LEAVES, "clip + adam": LEAVES // 2}
     [("sgd", "replicated"), *map(deep, (("clip + adam", "sharded"), ("lamb", "sharded")))],
 )
 def test_a_step_sends_the_lower_bound(rule: str, weight_update: str):
-    report = assert_communication(lowered(RULES[rule], weight_update))
+    report = crossshard.inspect(lowered(RULES[rule], weight_update))
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS))
     # Beside the gradients, the loss is summed, and what a sharded update reads of whole arrays.
     scalars = 1 + (SUMS[rule] if weight_update == "sharded" else 0)
@@ -70,7 +69,7 @@ def test_the_small_arrays_of_a_step_travel_together():
     small = jax.tree.map(lambda x: x[:16, :16] if x.ndim > 1 else x[:16], PARAMS)
     loss = lambda p, b: sum(((b[:, :16] @ w["kernel"] + w["bias"]) ** 2).mean() for w in p.values())
     step = make_train_step(loss, RULES["sgd"], num_shards=SHARDS)
-    report = assert_communication(step, step.abstract_init(small), BATCH)
+    report = crossshard.inspect(step.lower(step.abstract_init(small), BATCH))
     assert [each.kind for each in report.collectives] == ["all-reduce"]
 
 
@@ -97,7 +96,7 @@ def test_many_arrays_of_one_shape_travel_in_buckets_of_their_own():
     batch = np.float32(rng.normal(size=(16, 8)) + np.linspace(-1, 1, 16)[:, None])
     loss = lambda p, b: sum((i + 1) * jnp.tanh(b @ w).mean() for i, w in enumerate(p))
     step = make_train_step(loss, RULES["sgd"], num_shards=SHARDS, weight_update="sharded")
-    report = assert_communication(step, step.abstract_init(params), batch)
+    report = crossshard.inspect(step.lower(step.abstract_init(params), batch))
     kinds = [each.kind for each in report.collectives if each.kind != "all-reduce"]
     # Four of ten arrays, and one of the array that is left.
     assert Counter(kinds) == {"reduce-scatter": 5, "all-gather": 5}

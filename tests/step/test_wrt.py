@@ -10,9 +10,9 @@ import optax
 import pytest
 from flax import nnx
 
+import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
 from crossshard.errors import ArgumentError, VariableError
-from crossshard.testing import assert_communication
 from tests.quick import deep
 from tests.step import common
 from tests.step.common import assert_same, on_one_device, sgd_step, train
@@ -76,7 +76,7 @@ def test_nothing_frozen_is_sent_or_copied(weight_update: str):
     kwargs = {"wrt": is_trained, "weight_update": weight_update}
     step = make_train_step(loss_fn, OPTIMIZERS["adamw"], num_shards=8, **kwargs)
     trained, frozen = split(PARAMS)
-    report = assert_communication(step, step.abstract_init(PARAMS), BATCH, parameters=trained)
+    report = crossshard.inspect(step.lower(step.abstract_init(PARAMS), BATCH), trained)
     assert report.bytes_sent == pytest.approx(report.lower_bound, rel=0.01)
     # The whole state is updated in place, what is frozen included.
     assert report.memory.output - report.memory.alias < 4096
@@ -197,7 +197,7 @@ def test_what_an_optimizer_leaves_alone_is_not_sent(name: str, way: str, weight_
     state = train(step, step.init(PARAMS), [BATCH] * 2)
     assert_close(state.params, on_one_device(loss_fn, optimizer, PARAMS, [BATCH] * 2)[0])
     sent = PARAMS if way == "norm" else split(PARAMS)[0]
-    report = assert_communication(step, step.abstract_init(PARAMS), BATCH, parameters=sent)
+    report = crossshard.inspect(step.lower(step.abstract_init(PARAMS), BATCH), sent)
     assert report.bytes_sent == pytest.approx(report.lower_bound, rel=0.01)
 
 
@@ -210,5 +210,5 @@ def test_a_frozen_leaf_that_decays_keeps_decaying():
         step = make_train_step(loss_fn, optimizer, num_shards=8, weight_update=weight_update)
         state, _ = step(step.init(PARAMS), BATCH)
         assert_close(split(state.params)[1], jax.tree.map(lambda x: 0.99 * x, split(PARAMS)[1]))
-        report = assert_communication(step, step.abstract_init(PARAMS), BATCH, parameters=PARAMS)
+        report = crossshard.inspect(step.lower(step.abstract_init(PARAMS), BATCH), PARAMS)
         assert report.bytes_sent == pytest.approx(7 / 8 * (trained + gathered), rel=0.02)

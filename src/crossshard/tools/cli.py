@@ -3,8 +3,6 @@
 import argparse
 import contextlib
 import io
-import json
-import math
 import os
 import pkgutil
 import sys
@@ -22,9 +20,8 @@ from crossshard.distributed.launcher import GRACE_SECONDS, launch
 from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.shards.devices import cpu_devices
 from crossshard.tools.diagnosis import SECONDS, SIZES, diagnose
-from crossshard.tools.inspection.collectives import KINDS
 from crossshard.tools.inspection.hlo import users_line
-from crossshard.tools.inspection.inspect import Contract, is_program, named_bytes, program_of
+from crossshard.tools.inspection.inspect import bytes_of
 from crossshard.tools.planning import KNOWN, topology
 
 _REFUSED = 2
@@ -104,7 +101,6 @@ def _parser() -> argparse.ArgumentParser:
             option("--devices", what, type=int, metavar="N")
         return option
 
-    several = {"action": "append", "default": []}
     what = "say what looks wrong with this machine, before you train on it"
     option = command(_doctor, what, _AFTER_DOCTOR)
     option("--no-self-test", "run no collective", dest="self_test", action="store_false")
@@ -114,20 +110,11 @@ def _parser() -> argparse.ArgumentParser:
     option("--timeout", what, type=float, default=SECONDS, metavar="S")
 
     what = "show what your step sends between its devices"
-    option = command(_inspect, what, _AFTER_INSPECT, "the step")
-    what = "the bytes of the parameters of one shard, P, unless the step is a TrainStep"
+    option = command(_inspect, what, _AFTER_INSPECT, "the program")
+    what = "the bytes of the parameters of one shard, P, unless they are of a TrainStep"
     option("--parameters", what, type=int, metavar="BYTES")
     what = "a mesh axis that splits the batch, where others split layers; may be repeated"
     option("--axis-name", what, action="append", metavar="AXIS")
-    what = "fail if a shard sends more than R times the lower bound"
-    option("--max-bytes-ratio", what, type=float, metavar="R", default=math.inf)
-    what = "fail if the step has this kind of collective; may be repeated"
-    option("--forbid", what, metavar="KIND", **several)
-    what = (
-        "fail if a smaller share of the bytes sent, or of this kind, is behind matrix products; "
-        "may be repeated"
-    )
-    option("--min-hidden", what, type=_share, metavar="[KIND=]SHARE", **several)
 
     what = "run a script in several processes of this machine"
     option = command(_launch, what, _AFTER_LAUNCH)
@@ -153,30 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     option = command(_verify, what, _AFTER_VERIFY, "make_step and the batch")
     option("--shards", "the number of shards; all devices by default", type=int, metavar="N")
     option("--key", "pass a random key to the step, the last argument", type=int, metavar="SEED")
-    what = "the shards that reduce together, as [[0, 1], [2, 3]]"
-    option("--groups", what, type=_groups, metavar="LISTS")
     return parser
-
-
-def _share(text: str) -> tuple[str, float]:
-    """Return the kind and the share of ``all-reduce=0.5``; of ``0.5``, the kind is empty."""
-    kind, _, share = text.rpartition("=")
-    try:
-        return kind, float(share)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"takes a share from 0 to 1, or KIND=SHARE; got {text!r}"
-        ) from None
-
-
-def _groups(text: str) -> Any:
-    """Return the lists of shards in a JSON text."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise argparse.ArgumentTypeError(
-            f"takes lists of shards, such as [[0, 1], [2, 3]]; got {text!r}"
-        ) from None
 
 
 def _make_devices(number: int | None) -> None:
@@ -205,16 +169,12 @@ values with numpy's. Of a job it is run in every process, as training would be:
 Exit codes: 0 if nothing looks wrong; 1 if something does; {_REFUSES}"""
 
 _AFTER_INSPECT = f"""\
-{_FACTORY} (step, args...): a function, with jax.jit or
-without, a TrainStep, or anything else with a method lower, and the arguments to lower it with, as
-arrays or jax.ShapeDtypeStruct; or a lowered or compiled program. It is compiled and not run.
+{_FACTORY} a lowered or compiled step, such as
+step.lower(state, batch), of arrays or jax.ShapeDtypeStruct. It is compiled and not run.
 
     crossshard inspect train:make --devices 8
 
-Kinds of collectives: {", ".join(KINDS)}.
-
-Exit codes: 0 success; 1 if the step breaks --max-bytes-ratio, --forbid or --min-hidden,
-with the reason on stderr; {_REFUSES}"""
+Exit codes: 0 success; {_REFUSES}"""
 
 _AFTER_LAUNCH = """\
 The script calls crossshard.distributed.initialize() before the first JAX operation:
@@ -274,31 +234,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    # Only what the options forbid is checked; in_loop=True allows collectives in loops.
-    shares = dict(options.min_hidden)
-    whole = shares.get("") if len(shares) < 2 else None
-    hidden = shares if whole is None else whole
-    contract = Contract(options.max_bytes_ratio, options.forbid, True, hidden)
     if options.parameters is not None:
-        named_bytes(options.parameters)
+        bytes_of(options.parameters)
     _make_devices(options.devices)
-    returned = _call_factory(options.factory)
-    returned = (returned,) if is_program(returned) else returned
-    if not isinstance(returned, tuple) or not returned:
-        raise ArgumentError(
-            f"{options.factory} returned {type(returned).__name__}; it must return (step, args…), "
-            "or a lowered or compiled program."
-        )
-    step, *args = returned
-    with _in_one_sentence(f"The step of {options.factory} cannot be lowered"):
-        program = program_of(step, args, {})
-    with _in_one_sentence(f"The step of {options.factory} cannot be inspected"):
+    program = _call_factory(options.factory)
+    with _in_one_sentence(f"What {options.factory} returned cannot be inspected"):
         report = crossshard.inspect(program, options.parameters, axis_name=options.axis_name)
-    breaches = list(contract.breaches(report))
-    code = _shown(report, options, not breaches)
-    for sentence, _ in breaches:
-        print(f"crossshard: {sentence}.", file=sys.stderr)
-    return code
+    return _shown(report, options, ok=True)
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -361,8 +303,7 @@ def _verify(options: argparse.Namespace) -> int:
         )
     key = None if options.key is None else jax.random.key(options.key)
     with _in_one_sentence(f"The step of {options.factory} cannot be verified"):
-        shards = {"num_shards": options.shards, "groups": options.groups}
-        found = crossshard.verify(*returned, key=key, **shards)
+        found = crossshard.verify(*returned, key=key, num_shards=options.shards)
     return _shown(found, options, found.ok)
 
 

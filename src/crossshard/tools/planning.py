@@ -59,15 +59,17 @@ _FOR_GPUS = (
     {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
 )
 
-# A GPU for the compiler: a ``GpuTargetConfigProto`` of XLA, as text.
-_GPU_TARGET = """
+_H100_BYTES = 84942979072
+# An H100 for the compiler: a ``GpuTargetConfigProto`` of XLA, as text. From h100_sxm.txtpb in
+# xla/backends/gpu/target_config/specs of github.com/openxla/xla (Apache-2.0).
+_H100 = f"""
 gpu_device_info {{
-  name: "{name}"
+  name: "NVIDIA H100 80GB HBM3"
   device_vendor: "NVIDIA Corporation"
-  cuda_compute_capability {{ major: {capability} }}
-  core_count: {cores}
-  fpus_per_core: {fpus}
-  clock_rate_ghz: {clock}
+  cuda_compute_capability {{ major: 9 }}
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
   threads_per_warp: 32
   threads_per_block_limit: 1024
   threads_per_core_limit: 2048
@@ -80,60 +82,25 @@ gpu_device_info {{
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {block}
-  shared_memory_per_core: {shared}
-  l2_cache_size: {cache}
-  memory_bandwidth: {bandwidth}
-  device_memory_size: {memory}
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  l2_cache_size: 52428800
+  memory_bandwidth: 3352320000000
+  device_memory_size: {_H100_BYTES}
   device_address_bits: 64
   driver_version: "13.0.0"
   runtime_version: "12.8.0"
   compile_time_toolkit_version: "12.8.0"
-  dnn_version: "{dnn[0]}.{dnn[1]}.0"
+  dnn_version: "9.10.0"
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: {dnn[0]} minor: {dnn[1]} }}
-device_description_str: "{name}"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "NVIDIA H100 80GB HBM3"
 """
-_GPU_FIELDS = (
-    *("name", "memory", "capability", "cores", "fpus", "clock", "shared", "block", "cache"),
-    *("bandwidth", "dnn"),
-)
-# From xla/backends/gpu/target_config/specs/*.txtpb in github.com/openxla/xla (Apache-2.0).
-GPUS: dict[str, tuple[Any, ...]] = {
-    "a100": (
-        *("NVIDIA A100-SXM4-80GB", 85100068864, 8, 108, 64, 1.41),
-        *(167936, 166912, 41943040, 2039040000000, (8, 9)),
-    ),
-    "h100": (
-        *("NVIDIA H100 80GB HBM3", 84942979072, 9, 132, 128, 1.98),
-        *(233472, 232448, 52428800, 3352320000000, (9, 10)),
-    ),
-    "h200": (
-        *("NVIDIA H200 141GB HBM3e", 151397597184, 9, 132, 128, 1.98),
-        *(233472, 232448, 52428800, 4800000000000, (9, 10)),
-    ),
-    "b200": (
-        *("NVIDIA B200", 191514411008, 10, 148, 128, 1.965),
-        *(233472, 232448, 132644864, 7672320000000, (9, 7)),
-    ),
-}
-
-
-def target(kind: str) -> str:
-    """Return the description of a GPU for the compiler.
-
-    >>> "core_count: 132" in target("h100")
-    True
-    """
-    return _GPU_TARGET.format(**dict(zip(_GPU_FIELDS, GPUS[kind], strict=True)))
-
-
 # The names of topologies, in words.
 KNOWN = (
-    "v5e:4x4 and v6e:8x8 (chips), v5p:4x4x4, "
-    + ", ".join(f"{name}:4x8" for name in GPUS)
-    + " (hosts x GPUs), cpu:8; in these forms with other numbers"
+    "v5e:4x4 and v6e:8x8 (chips), v5p:4x4x4, h100:4x8 (hosts x GPUs), cpu:8; in these forms with "
+    "other numbers"
 )
 _MOST_DEVICES = 2**17
 
@@ -188,9 +155,9 @@ def topology(name: str) -> Topology:
     found = re.fullmatch(r"([a-z]\w*):(\d{1,6}(?:x\d{1,6})*)", given)
     kind, sizes = (found[1], [int(n) for n in found[2].split("x")]) if found else ("", [0])
     is_tpu = kind in TPUS
-    if not (is_tpu or kind in GPUS or kind == "cpu") or not 0 < math.prod(sizes) <= _MOST_DEVICES:
+    if kind not in (*TPUS, "h100", "cpu") or not 0 < math.prod(sizes) <= _MOST_DEVICES:
         raise ArgumentError(f"There is no topology {_check.shown(name)}. Known are {KNOWN}.")
-    numbers = TPUS[kind][1] if is_tpu else 2 if kind in GPUS else 1
+    numbers = TPUS[kind][1] if is_tpu else 2 if kind == "h100" else 1
     if len(sizes) != numbers:
         example = {1: "8", 2: "4x8"}[numbers] if not is_tpu else "x".join(["4"] * numbers)
         raise ArgumentError(
@@ -209,7 +176,7 @@ def topology(name: str) -> Topology:
         # The default is four or eight chips per host.
         described["chips_per_host_bounds"] = (1, 1, 1)
     elif not is_tpu:
-        described = {"platform": "cuda", "topology_name": kind, "target_config": target(kind)}
+        described = {"platform": "cuda", "topology_name": kind, "target_config": _H100}
         described["topology"] = f"1x{given.partition(':')[2]}"
     for setting, value in settings.items():
         os.environ.setdefault(setting, value)
@@ -224,8 +191,7 @@ def topology(name: str) -> Topology:
         raise ArgumentError(
             f"There is no topology {name!r}: {first:.200}. Known are {KNOWN}."
         ) from error
-    memory = TPUS[kind][0] if is_tpu else GPUS[kind][_GPU_FIELDS.index("memory")]
-    return Topology(name, memory, devices)
+    return Topology(name, TPUS[kind][0] if is_tpu else _H100_BYTES, devices)
 
 
 # For ``plan``, which has an argument of this name.
@@ -435,8 +401,7 @@ def plan(
         returns it.
       optimizer: an Optax transformation.
       topology: ``"v5e:4x4"``, ``"v5p:16x16x16"``, ``"v6e:8x8"``: chips of a TPU slice;
-        ``"h100:4x8"``, ``"a100:4x8"``, ``"h200:4x8"``, ``"b200:4x8"``: hosts times GPUs of a host;
-        ``"cpu:8"``: CPU devices of this machine.
+        ``"h100:4x8"``: hosts times GPUs of a host; ``"cpu:8"``: CPU devices of this machine.
       **options: further arguments of ``make_train_step``.
 
     Returns:

@@ -151,8 +151,6 @@ LINES = {
     # Where no line is the user's it is another library's, and never ours.
     (f"{OURS}optimizer/pipeline.py:1", FLAX): FLAX,
     (f"{OURS}optimizer/pipeline.py:1",): None,
-    # What calls our command is not the user's training.
-    (f"{OURS}train_step.py:1", f"{OURS}tools/cli.py:1", "bin/it:3"): None,
 }
 
 

@@ -120,7 +120,7 @@ def test_an_all_reduce_fused_with_its_slice_is_a_reduce_scatter():
     assert kinds(text).count("reduce-scatter") == 2
     # The same outside of such a fusion.
     assert "reduce-scatter" not in kinds(text.replace("kind=kCustom", "kind=kLoop"))
-    report = report_on(parse(text), {"f32": 32 * 2**20})
+    report = report_on(parse(text), 32 * 2**20)
     assert (report.devices, report.shards) == (16, 16)
     assert report.ratio == pytest.approx(1.025, rel=1e-4)
     assert report.scalar_bytes_sent == pytest.approx(8, rel=0.1)

@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import crossshard
+from crossshard.errors import ArgumentError
 from tests.tools.verification.ways import (
+    BATCH,
     ROWS,
     WAYS,
     Here,
@@ -134,10 +137,6 @@ def key_of(here: Here, rest: Any, *, equal: bool = False) -> Any:
 
 
 noisy = lambda here, params, rest, x, y, key: dropped(params, x, y, key_of(here, rest))
-all_alike = lambda here, params, rest, x, y, key: dropped(
-    params, x, y, key_of(here, rest, equal=True)
-)
-given_key = lambda here, params, rest, x, y, key: dropped(params, x, y, key)
 own_key = lambda here, params, rest, x, y, key: dropped(
     params, x, y, jax.random.fold_in(key, here.index())
 )
@@ -153,24 +152,14 @@ def noise_of_rows(here: Here, params: Any, rest: Any, x: Any, y: Any, key: Any) 
     return loss_fn(params, x + noise, y)
 
 
-def stochastic_depth(here: Here, params: Any, rest: Any, x: Any, y: Any, key: Any) -> Any:
-    """The rows of a shard that drops the layer tell nothing of it."""
-    kept = jax.random.bernoulli(key_of(here, rest), 0.5)
-    out = jnp.where(kept, hidden(params, x) @ params["b"] / 0.5, 0)
-    return jnp.mean((out + x.sum(1) - y) ** 2)
-
-
-def with_statistics(how: Callable, metric: Callable = mean, loss: Callable = plain) -> Plan:
-    """A moving mean of what a layer sees, with noise before it if the loss has some."""
+def with_statistics(how: Callable) -> Plan:
+    """A moving mean of what a layer sees."""
 
     def advance(here: Here, params: Any, rest: Any, x: Any) -> Any:
-        noise = jax.random.normal(key_of(here, rest), x.shape) if loss is noisy else 0
-        seen = hidden(params, x + 0.3 * noise).mean(axis=0)
-        after = {"mean": 0.9 * rest["mean"] + 0.1 * how(here, seen)}
-        return after | counted(here, params, rest, x) if loss is noisy else after
+        seen = hidden(params, x).mean(axis=0)
+        return {"mean": 0.9 * rest["mean"] + 0.1 * how(here, seen)}
 
-    rest = {"mean": jnp.zeros(6)} | (COUNT if loss is noisy else {})
-    return by(mean, loss, metric, advance, rest=rest)
+    return by(mean, advance=advance, rest={"mean": jnp.zeros(6)})
 
 
 of_shard_0 = lambda here, x: here.of(x, 0)
@@ -255,40 +244,6 @@ FAULTS = {
         by(summed, chain=accumulated), "8.000 = N", "N", kinds=("update", "statistics")
     ),
     "accumulated by Optax, and clipped by value": Planted(by(clipped_by_value, chain=accumulated)),
-    # Keys that all shards share.
-    "equal random keys": Planted(
-        by(loss=given_key, key=TYPED),
-        "random keys are equal on all shards",
-        leaves=0,
-        kinds=("keys",),
-    ),
-    "equal keys from the count": Planted(counting(all_alike), leaves=0, kinds=("keys",)),
-    "equal legacy keys in the state": Planted(
-        by(loss=all_alike, rest={"key": LEGACY}, advance=split), leaves=0, kinds=("keys",)
-    ),
-    # Noise, of which the mean is compared.
-    "noise, and summed": Planted(counting(noisy, summed), "= N", "N"),
-    "noise, and averaged twice": Planted(counting(noisy, scaled(lambda h: 1 / h.n)), "1/N", "1/N"),
-    "noise, and not reduced": Planted(
-        by(lambda h, g: g, noisy, rest=COUNT, advance=counted, per_shard=True),
-        COPIES,
-        kinds=("copies",),
-    ),
-    "noise, and shard 0's own": Planted(counting(noisy, of_shard_0), ASIDE, leaves=1),
-    "noise, and one leaf is shard 5's own": Planted(
-        counting(noisy, by_leaf(of_shard_5, mean)), ASIDE, leaves=1
-    ),
-    "noise, and divided by 5": Planted(counting(noisy, scaled(lambda h: 1 / 5)), "times the"),
-    "noise, and the other way": Planted(counting(noisy, scaled(lambda h: -1))),
-    "noise, and one leaf not updated": Planted(
-        counting(noisy, by_leaf(scaled(lambda h: 0), mean)), factor="0", leaves=1
-    ),
-    "noise, and statistics of shard 0": Planted(
-        with_statistics(of_shard_0, loss=noisy), leaves=1, kinds=("statistics",)
-    ),
-    "noise, and the loss summed": Planted(
-        with_statistics(mean, summed, noisy), factor="N", leaves=1, kinds=("metric",)
-    ),
 }
 
 half = lambda tree: each(lambda x: x.astype(jnp.bfloat16), tree)
@@ -316,27 +271,22 @@ RIGHT = {
     ),
     "accumulated by Optax": by(chain=lambda sgd: optax.MultiSteps(sgd, every_k_schedule=3)),
     "a schedule by a counter": counting(scheduled),
-    # Keys in all their forms.
-    "a key as argument": by(loss=own_key, key=TYPED),
-    "a legacy key as argument": by(loss=own_key, key=LEGACY),
-    "keys from the count and the shard": counting(noisy),
     "noise with a key for each row": counting(noise_of_rows),
     "noise that all rows share": counting(
         lambda h, p, rest, x, y, key: loss_fn(
             p, x + jax.random.normal(key_of(h, rest, equal=True), (5,)), y
         )
     ),
-    "stochastic depth by shard": counting(stochastic_depth),
+}
+# Each shard has random numbers of its own, whatever they come from.
+NOISY = {
+    "a key as argument": by(loss=own_key, key=TYPED),
+    "a legacy key as argument": by(loss=own_key, key=LEGACY),
+    "keys from the count and the shard": counting(noisy),
     "a legacy key in the state": by(loss=noisy, rest={"key": LEGACY}, advance=split),
     "a typed key in the state": by(loss=noisy, rest={"key": TYPED}, advance=split),
     "a legacy key that stays": by(loss=noisy, rest={"key": LEGACY}),
-    "statistics of what is noisy": with_statistics(mean, loss=noisy),
-}
-# Those of which each shard has random numbers of its own.
-OWN_NOISE = {
-    *("a key as argument", "a legacy key as argument", "keys from the count and the shard"),
-    *("stochastic depth by shard", "a legacy key in the state", "a typed key in the state"),
-    *("a legacy key that stays", "statistics of what is noisy"),
+    "and summed": counting(noisy, summed),
 }
 
 
@@ -344,7 +294,7 @@ OWN_NOISE = {
 QUICK = {
     *("sum instead of mean", "one leaf not reduced", "rows dropped", "a sum over rows, averaged"),
     *("a group's sum over all shards", "a schedule that advances N times", "loss summed"),
-    *("equal keys from the count", "mean", "mean of statistics"),
+    *("mean", "mean of statistics", "keys from the count and the shard"),
 }
 
 
@@ -384,6 +334,31 @@ def test_a_right_step_is_fine(name: str, way: str):
     found = RIGHT[name].verified(way)
     assert found.ok, found
     assert all(leaf.verdict == "fine" for leaf in found.leaves)
-    # What noise hides is said.
-    said = ["the step draws other random numbe"] * (name in OWN_NOISE)
-    assert [note[:33] for note in found.notes] == said
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize(("name", "way"), spread(NOISY))
+def test_what_cannot_be_told_from_noise_is_refused(name: str, way: str):
+    with pytest.raises(
+        ArgumentError, match=r"another update on 8 shards than .* dropout rate of 0"
+    ):
+        NOISY[name].verified(way)
+
+
+@pytest.mark.parametrize("name", ["keys from the count and the shard", "a key as argument"])
+def test_noise_is_seen_in_a_step_that_cannot_be_traced(name: str):
+    def make_step(optimizer: Any, n: int) -> Any:
+        run, *state = WAYS["no vma"](plan, optimizer, n)
+
+        def step(state: Any, x: Any, y: Any, *key: Any) -> Any:
+            assert float(y[0]) > -100
+            return run(state, x, y, *key)
+
+        return step, *state
+
+    verified = lambda: crossshard.verify(make_step, *BATCH, num_shards=8, key=plan.key)
+    plan = NOISY[name]
+    with pytest.raises(ArgumentError, match="dropout rate of 0"):
+        verified()
+    plan = FAULTS["sum instead of mean"].plan
+    assert [fault.factor for fault in verified().faults] == ["N"]

@@ -1,4 +1,4 @@
-"""Steps of Optax, Flax, Equinox, Haiku, Keras and crossshard, as users write them, are fine."""
+"""Steps of Optax, Flax, Equinox, Haiku and crossshard, as users write them, are fine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import crossshard
+from crossshard.errors import ArgumentError
 from crossshard.step import gather
 from tests.examples.test_examples import load
 from tests.quick import deep_but
@@ -179,31 +180,14 @@ def lora_beside_frozen_weights(optimizer, n):
     return run, adapter, optimizer.init(adapter), first_params()
 
 
-@right()
-def typed_keys_of_shards_in_pmap(optimizer, n):
-    """Each shard has a key of its own in the state."""
-
-    def one(params: Any, state: Any, key: Any, x: Any, y: Any) -> Any:
-        key, now = jax.random.split(key)
-        value, gradients = jax.value_and_grad(dropped)(params, x, y, now)
-        return *updated(optimizer, params, state, mean(gradients)), key, mean(value)
-
-    run = jax.pmap(one, "s", devices=jax.devices()[:n])
-    step = lambda *args: run(*args[:3], args[3].reshape(n, -1, 4), args[4].reshape(n, -1))
-    params = first_params()
-    copy = lambda x: jnp.broadcast_to(x, (n, *jnp.shape(x)))
-    state = jax.tree.map(copy, (params, optimizer.init(params)))
-    return step, *state, jax.random.split(jax.random.key(0), n)
-
-
-# Flax, Keras, Haiku, Equinox.
+# Flax, Haiku, Equinox.
 
 
 class LinenNet(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         # With a bias before the norm, whose gradient is nothing but rounding.
-        x = nn.BatchNorm(False, momentum=0.9)(nn.Dense(16)(x))
+        x = nn.BatchNorm(False, momentum=0.9, axis_name="s")(nn.Dense(16)(x))
         return nn.Dense(1)(nn.tanh(x))[:, 0]
 
 
@@ -212,8 +196,8 @@ class StatsState(TrainState):
 
 
 @right()
-def linen_batch_norm_of_each_shard_in_pmap(optimizer, n):
-    """As in Flax's ImageNet example, with replicated state; statistics are not averaged."""
+def linen_batch_norm_over_all_shards_in_pmap(optimizer, n):
+    """As in Flax's ImageNet example, with replicated state and statistics of all rows."""
 
     def one(state: Any, x: Any, y: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -263,35 +247,8 @@ def nnx_dropout_in_nnx_jit(optimizer, n):
     return on_rows(run, n), model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
 
-@right()
-def keras_stateless_with_seeds_of_shards(optimizer, n):
-    import keras  # it takes two seconds, and the default run needs none of it
-
-    keras.utils.set_random_seed(0)
-    layers = [keras.Input((4,)), keras.layers.Dense(16), keras.layers.GaussianNoise(0.3, seed=2)]
-    model = keras.Sequential([*layers, keras.layers.Dense(1)])
-    variables = lambda of: [each.value for each in of]
-
-    def loss(trainable: Any, rest: Any, x: Any, y: Any) -> Any:
-        out, rest = model.stateless_call(trainable, rest, x, training=True)
-        return jnp.mean((out[:, 0] - y) ** 2), rest
-
-    def step(trainable: Any, state: Any, seeds: Any, x: Any, y: Any) -> Any:
-        own = [seed[0] for seed in seeds]
-        (value, own), gradients = jax.value_and_grad(loss, has_aux=True)(trainable, own, x, y)
-        trainable, state = updated(optimizer, trainable, state, mean(gradients))
-        return trainable, state, [seed[None] for seed in own], mean(value)
-
-    specs = (WHOLE, WHOLE, SPLIT, SPLIT, SPLIT)
-    run = over(step, specs, (WHOLE, WHOLE, SPLIT, WHOLE), mesh_of(s=n))
-    trainable = variables(model.trainable_variables)
-    own = lambda seed: jnp.stack([seed + jnp.uint32(i) * 77 for i in range(n)])
-    seeds = [own(seed) for seed in variables(model.non_trainable_variables)]
-    return run, trainable, optimizer.init(trainable), seeds
-
-
-@right()
-def haiku_with_a_key_sequence_of_the_host(optimizer, n):
+@pytest.mark.deep
+def test_haikus_key_sequence_of_the_host_is_refused_as_noise():
     """As in Haiku's examples: the sequence is no part of the state."""
 
     def forward(x: Any) -> Any:
@@ -300,16 +257,20 @@ def haiku_with_a_key_sequence_of_the_host(optimizer, n):
 
     net, keys = hk.transform(forward), hk.PRNGSequence(42)
 
-    def of_shard(params: Any, state: Any, x: Any, y: Any, key: Any) -> Any:
-        key = jax.random.fold_in(key, lax.axis_index("s"))
-        loss = lambda p: jnp.mean((net.apply(p, key, x) - y) ** 2)
-        value, gradients = jax.value_and_grad(loss)(params)
-        return *updated(optimizer, params, state, mean(gradients)), mean(value)
+    def make_step(optimizer: Any, n: int) -> Any:
+        def of_shard(params: Any, state: Any, x: Any, y: Any, key: Any) -> Any:
+            key = jax.random.fold_in(key, lax.axis_index("s"))
+            loss = lambda p: jnp.mean((net.apply(p, key, x) - y) ** 2)
+            value, gradients = jax.value_and_grad(loss)(params)
+            return *updated(optimizer, params, state, mean(gradients)), mean(value)
 
-    run = over(of_shard, (WHOLE, WHOLE, SPLIT, SPLIT, WHOLE), WHOLE, mesh_of(s=n))
-    params = net.init(jax.random.key(0), X)
-    step = lambda params, state, x, y: run(params, state, x, y, next(keys))
-    return step, params, optimizer.init(params)
+        run = over(of_shard, (WHOLE, WHOLE, SPLIT, SPLIT, WHOLE), WHOLE, mesh_of(s=n))
+        params = net.init(jax.random.key(0), X)
+        step = lambda params, state, x, y: run(params, state, x, y, next(keys))
+        return step, params, optimizer.init(params)
+
+    with pytest.raises(ArgumentError, match="draws random numbers"):
+        crossshard.verify(make_step, X, Y, num_shards=8)
 
 
 @right()
@@ -377,11 +338,6 @@ def counted_loss(params: Any, count: Any, batch: Any) -> Any:
     return mse_of(params, batch) / (1.0 + count), count + 1
 
 
-def raw_key_loss(params: Any, rng: Any, batch: Any) -> Any:
-    key, now = jax.random.split(rng["rng"])
-    return dropped(params, batch["x"], batch["y"], now), {"rng": key}
-
-
 def key_loss(params: Any, batch: Any, rng: Any) -> Any:
     return dropped(params, batch["x"], batch["y"], rng)
 
@@ -405,10 +361,6 @@ STEPS: dict[str, tuple[Any, list[Any], Any, dict[str, Any]]] = {
     "that sums": (mse_of, [], wrapped(reduction="sum"), {}),
     "over the batch with dropout": (key_loss, [], ADAM, {"loss_over": "batch"}),
     "with a counter": (counted_loss, [jnp.int32(0)], ADAM, {"model_state": "mean"}),
-    "with a legacy key of each shard": (
-        *(raw_key_loss, [{"rng": jax.random.PRNGKey(0)}], ADAM),
-        {"model_state": "per_shard"},
-    ),
 }
 
 

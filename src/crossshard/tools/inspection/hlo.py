@@ -6,7 +6,6 @@ lazily, because a pod's program has megabytes of them.
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,8 +25,6 @@ _OPCODE = re.compile(r" ([\w\-]+)\(")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _BITS = re.compile(r"[a-z]+(\d+)")
 _OURS = f"{Path(__file__).parents[2]}/"
-# Frames above the crossshard command are not user code.
-_COMMAND = f"{_OURS}tools/cli.py:"
 
 # The libraries that a training script calls, and the standard library.
 _LIBRARIES = re.compile(
@@ -457,12 +454,9 @@ def users_line(lines: Iterable[str]) -> str | None:
 
 
 def source_of(lines: Iterable[str]) -> str | None:
-    """Return the first line in user code, or if there is none, the first outside crossshard.
-
-    ``None`` if there is neither, as in a step of crossshard that its command has lowered.
-    """
-    called = list(itertools.takewhile(lambda line: not line.startswith(_COMMAND), lines))
-    return users_line(called) or next((line for line in called if not _is_ours(line)), None)
+    """Return the first line in user code, or if there is none, the first outside crossshard."""
+    lines = list(lines)
+    return users_line(lines) or next((line for line in lines if not _is_ours(line)), None)
 
 
 def _is_ours(line: str) -> bool:

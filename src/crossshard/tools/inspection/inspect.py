@@ -1,4 +1,4 @@
-"""Reports the communication of a lowered or compiled step, and checks contracts on it."""
+"""Reports the communication of a lowered or compiled step."""
 
 import dataclasses
 import itertools
@@ -6,7 +6,7 @@ import json
 import math
 import numbers
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -26,28 +26,14 @@ from crossshard.tools.inspection.collectives import (
     bytes_sent,
     collectives,
 )
-from crossshard.tools.inspection.hlo import Groups, Module, parse, width
+from crossshard.tools.inspection.hlo import Groups, Module, parse
 from crossshard.tools.inspection.kernels import kernel_bytes
-
-# The dtype of parameters whose bytes are given, but not their arrays.
-UNKNOWN = "unknown"
 
 _HEAD = ("collective", "operands", "sent per shard", "groups", "when", "source")
 
-# Allowance for padding, relative to the bytes of the parameters.
-_PADDING = 0.005
-# Allowance for losses and metrics in a bucket of gradients, as a number of 32-bit values.
-_NUMBERS = 16
-_SYNCHRONOUS = (
-    ". The others are synchronous: compile for the devices that train, since XLA for CPUs does not "
-    "compute while it sends"
-)
-# Narrower gradients are summed in this many bits.
-_SUMMED_IN = 32
-
 # The properties that JSON has in addition to the attributes.
 _TOTALS = (
-    *("bytes_sent", "scalar_bytes_sent", "parameter_bytes", "parameter_dtypes"),
+    *("bytes_sent", "scalar_bytes_sent"),
     *("bytes_in_branches", "bytes_by_axes", "bytes_between_shards", "lower_bound", "ratio"),
     *("bytes_behind_matrix_products", "bytes_behind_other_kernels", "bytes_exposed"),
     "hidden_share",
@@ -85,8 +71,7 @@ class Communication:
       collectives: in the order in which they run.
       devices: the number of devices that the program runs on.
       shards: N, the number of shards that collectives connect.
-      parameters: the bytes of one shard's copy of the parameters by dtype: ``f32``, ``bf16``, or
-        ``unknown`` if their bytes were given; empty if they are not known.
+      parameter_bytes: P, the bytes of one shard's copy of the parameters; ``None`` if unknown.
       memory: the compiler's memory analysis, or ``None``.
       kernel_bytes: what all kernels but matrix products read and write, in bytes. A fusion reads
         each operand once; an array of which it uses a slice counts as the slice.
@@ -101,7 +86,7 @@ class Communication:
     collectives: tuple[Collective, ...]
     devices: int
     shards: int
-    parameters: Mapping[str, int]
+    parameter_bytes: int | None
     memory: Memory | None
     kernel_bytes: int
 
@@ -177,16 +162,6 @@ class Communication:
         )
 
     @property
-    def parameter_bytes(self) -> int | None:
-        """P, the bytes of one copy of the parameters; ``None`` if unknown."""
-        return sum(self.parameters.values()) or None
-
-    @property
-    def parameter_dtypes(self) -> tuple[str, ...]:
-        """The known dtypes of the parameters by XLA's names."""
-        return tuple(dtype for dtype in self.parameters if dtype != UNKNOWN)
-
-    @property
     def lower_bound(self) -> float | None:
         """2(N−1)/N · P: the least that one of N shards has to send to average P bytes once."""
         total = self.parameter_bytes
@@ -218,7 +193,7 @@ class Communication:
         if self.uncounted_loops:
             least = "at least "
         lines = [
-            _collective_table(self.collectives),
+            table(_HEAD, list(map(_row, self.collectives))),
             f"each of {self.devices} devices sends {least}{exact_size(self.bytes_sent)}"
             + f", and {exact_size(scalars)} for scalars" * bool(scalars),
         ]
@@ -263,11 +238,6 @@ class Communication:
         return "\n".join(lines)
 
 
-def _collective_table(collectives: Iterable[Collective]) -> str:
-    """Return a plain text table of collectives."""
-    return table(_HEAD, list(map(_row, collectives)))
-
-
 def _row(each: Collective) -> tuple[str, ...]:
     """Return a collective as a row of the table, one text for each column."""
     shown = [str(operand) for operand in each.operands[:2]]
@@ -291,142 +261,6 @@ def _row(each: Collective) -> tuple[str, ...]:
     return (each.kind, ", ".join(shown), sent, among, ", ".join(when), where)
 
 
-# Contracts: limits on the bytes, on the kinds of collectives, and on what is not hidden.
-
-
-# A violation: a sentence with what to do, and a table of the collectives that cause it.
-Breach: TypeAlias = tuple[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Contract:
-    """Limits on the communication of a step; see ``assert_communication``.
-
-    Raises:
-      ArgumentError: an unknown kind, a ratio that is not a number of at least 0, or a share that is
-        not a number from 0 to 1.
-      ArgumentTypeError: ``forbid`` or ``in_loop`` has an invalid type.
-    """
-
-    max_bytes_ratio: float = 1.0
-    forbid: Iterable[str] = ()
-    in_loop: bool = False
-    min_hidden: float | Mapping[str, float] | None = None
-
-    def __post_init__(self) -> None:
-        forbid, hidden = self.forbid, self.min_hidden
-        if not isinstance(forbid, Iterable) or hasattr(forbid, "dtype"):
-            raise ArgumentTypeError(
-                f'forbid must be kinds of collectives, such as ("all-reduce",); got '
-                f"{_check.shown(forbid)}."
-            )
-        forbid = (forbid,) if isinstance(forbid, str) else tuple(forbid)
-        object.__setattr__(self, "forbid", forbid)
-        shares = hidden if isinstance(hidden, Mapping) else {}
-        for name, kinds in (("forbid", forbid), ("min_hidden", shares)):
-            for kind in kinds:
-                if not isinstance(kind, str) or kind not in KINDS:
-                    raise ArgumentError(
-                        f"{name} must name kinds among {', '.join(KINDS)}; got "
-                        f"{_check.shown(kind)}."
-                    )
-        if not _is_number(self.max_bytes_ratio, math.inf):
-            shown = _check.shown(self.max_bytes_ratio)
-            raise ArgumentError(f"max_bytes_ratio must be a number of at least 0; got {shown}.")
-        _check.flag("in_loop", self.in_loop)
-        one = [0 if hidden is None else hidden]
-        given = hidden.values() if isinstance(hidden, Mapping) else one
-        if not all(_is_number(each, 1) for each in given):
-            raise ArgumentError(
-                f"min_hidden must be a share from 0 to 1, or one for each of some kinds, such as "
-                f'{{"reduce-scatter": 0.8}}; got {_check.shown(hidden)}.'
-            )
-
-    def breaches(self, report: Communication) -> Iterator[Breach]:
-        """Yield the violations of a step; scalars are not counted."""
-        # Communication within a shard is up to the user's model.
-        sending = [each for each in report.collectives if each.bytes_sent and not each.within_shard]
-        sent = report.bytes_between_shards - _widening(sending, report)
-        if found := [each for each in sending if each.kind in self.forbid]:
-            named = ", ".join(kind for kind in self.forbid if kind in {each.kind for each in found})
-            yield (f"The step has forbidden collectives, {named}", _collective_table(found))
-        found = [each for each in sending if each.in_loop and not self.in_loop]
-        # If all iterations together send the least, each of them sends another layer.
-        if found and (report.uncounted_loops or sent > _allowed(1, report)):
-            yield (
-                "The step communicates within a loop; reduce gradients once after it, or pass "
-                "in_loop=True if that is intended, for example for a loop over steps",
-                _collective_table(found),
-            )
-        if sending and not math.isinf(self.max_bytes_ratio):
-            yield from self._too_much(sending, sent, report)
-        given = self.min_hidden
-        for kind, share in (given if isinstance(given, Mapping) else {None: given}).items():
-            kinds = KINDS if kind is None else (kind,)
-            hidden = report.hidden_share_of(*kinds)
-            if share is None or hidden is None or hidden >= share:
-                continue
-            exposed = [each for each in sending if each.kind in kinds and each.behind != PRODUCTS]
-            of_kind = "" if kind is None else f" of {kind}"
-            reason = "" if any(each.asynchronous for each in exposed) else _SYNCHRONOUS
-            yield (
-                f"The step sends {hidden:.1%} of its bytes{of_kind} behind matrix products, but at "
-                f"least {share:.1%} must be{reason}",
-                _collective_table(exposed),
-            )
-
-    def _too_much(
-        self, sending: list[Collective], sent: float, report: Communication
-    ) -> Iterator[Breach]:
-        if not report.lower_bound:
-            yield (
-                "The step communicates, but its parameters are unknown. Pass parameters=, as "
-                "arrays or a number of bytes (--parameters on the command line), or "
-                'max_bytes_ratio=float("inf")',
-                report.table(),
-            )
-        elif report.uncounted_loops:
-            yield (
-                "The step communicates in a loop of unknown length, so its bytes cannot be "
-                'counted. Give the loop a fixed length, or pass max_bytes_ratio=float("inf")',
-                _collective_table(report.uncounted_loops),
-            )
-        elif sent > _allowed(self.max_bytes_ratio, report):
-            times = f"{sent / report.lower_bound:.3f} times the lower bound"
-            counted = (each for each in sending if each.counted and each.in_branch)
-            if in_branches := sum(each.bytes_sent for each in counted):
-                rest = (sent - in_branches) / report.lower_bound
-                times = f"at most {times} ({rest:.3f} without what is in branches)"
-            allowed = f"but only {self.max_bytes_ratio:g} is allowed"
-            yield (f"The step sends {times}, {allowed}", report.table())
-
-
-def _allowed(ratio: float, report: Communication) -> float:
-    """Return ``ratio`` times the lower bound in bytes, plus allowances for padding and metrics."""
-    allowance = bytes_sent("all-reduce", report.shards, _NUMBERS * 4)
-    return ratio * (report.lower_bound or 0) * (1 + _PADDING) + allowance
-
-
-def _widening(sending: list[Collective], report: Communication) -> float:
-    """Return the extra bytes of summing narrow gradients in 32 bits, not the parameters' dtypes.
-
-    At most one reduction of each gradient counts.
-    """
-    widths = {dtype: width(dtype) for dtype in report.parameters if 0 < width(dtype) < _SUMMED_IN}
-    wide = sum(
-        each.bytes_sent * (1 - min(widths.values()) / _SUMMED_IN)
-        for each in sending
-        if widths and each.counted and {width(dtype) for dtype in each.dtypes} == {_SUMMED_IN}
-    )
-    added = sum(report.parameters[x] * (_SUMMED_IN / bits - 1) for x, bits in widths.items())
-    return min(wide, bytes_sent("all-reduce", report.shards, added))
-
-
-def _is_number(given: Any, most: float) -> bool:
-    is_real = isinstance(given, numbers.Real) and not isinstance(given, bool)
-    return is_real and 0 <= float(given) <= most
-
-
 # From a program to its report.
 
 # The axes of a program's mesh: names with sizes, in the order of its devices.
@@ -441,13 +275,6 @@ class HasText(Protocol):
 
 
 Program: TypeAlias = jax.stages.Traced | HasText
-
-
-class HasLower(Protocol):
-    """A function of ``jax.jit`` or ``nnx.jit``, or a ``TrainStep``."""
-
-    def lower(self, *args: Any, **kwargs: Any) -> Program:
-        """Lower the function for these arguments."""
 
 
 def inspect(
@@ -514,15 +341,14 @@ def inspect(
     axes = _mesh_axes(inputs)
     states = [each for each in inputs if isinstance(each, TrainState)]
     data_axes = _data_axes(axis_name, axes, inputs if states else ())
-    found: Mapping[str, int] = {}
+    found = None
     if parameters is not None:
-        found = named_bytes(parameters, data_axes)
+        found = bytes_of(parameters, data_axes)
     elif states:
-        found = _bytes_by_dtype(states[0].params, data_axes)
+        found = _bytes_of_arrays(states[0].params, data_axes)
         if states[0].grouped:
             # Each shard has parameters of its own.
-            shards = jax.tree.leaves(states[0].params)[0].shape[0]
-            found = {dtype: total // shards for dtype, total in found.items()}
+            found //= jax.tree.leaves(states[0].params)[0].shape[0]
     stats = compiled.memory_analysis()
     kinds = ("argument_size", "output_size", "temp_size", "alias_size", "peak_memory")
     memory = stats and Memory(*(getattr(stats, f"{kind}_in_bytes") for kind in kinds))
@@ -531,7 +357,7 @@ def inspect(
 
 def report_on(
     module: Module,
-    parameters: Mapping[str, int] | None = None,
+    parameter_bytes: int | None = None,
     memory: Memory | None = None,
     axes: Axes = (),
     data_axes: Collection[str] = (),
@@ -540,7 +366,7 @@ def report_on(
 
     Args:
       module: the program.
-      parameters: the bytes of one shard's copy of the parameters by dtype.
+      parameter_bytes: those of one shard's copy of the parameters; none or 0 if unknown.
       memory: the compiler's memory analysis.
       axes: the axes of its mesh; empty if unknown.
       data_axes: the axes that split the batch; all if empty.
@@ -557,7 +383,7 @@ def report_on(
         collectives=tuple(found),
         devices=module.devices,
         shards=joined_shards(sending, module.devices, axes, data_axes),
-        parameters=dict(parameters or {}),
+        parameter_bytes=parameter_bytes or None,
         memory=memory,
         kernel_bytes=kernel_bytes(module),
     )
@@ -608,54 +434,24 @@ def joined_shards(
     return max(Counter(leader.tolist()).values())
 
 
-def named_bytes(parameters: Any, data_axes: Collection[str] = ()) -> Mapping[str, int]:
-    """Return the bytes of one shard's copy of the given parameters, by dtype.
+def bytes_of(parameters: Any, data_axes: Collection[str] = ()) -> int:
+    """Return the bytes of one shard's copy of the given parameters.
 
     The parameters are a number of bytes, or a pytree of arrays or ``jax.ShapeDtypeStruct``. Scalars
     are not counted, like their collectives. The axes ``data_axes`` split the batch; all if empty.
 
     >>> import numpy as np
-    >>> dict(named_bytes({"w": np.zeros((3, 4), np.float32), "scale": np.zeros((), np.float32)}))
-    {'f32': 48}
+    >>> bytes_of({"w": np.zeros((3, 4), np.float32), "scale": np.zeros((), np.float32)})
+    48
     """
     is_number = isinstance(parameters, numbers.Integral) and not isinstance(parameters, bool)
-    found = {UNKNOWN: int(parameters)} if is_number else _bytes_by_dtype(parameters, data_axes)
-    total = sum(found.values())
+    total = int(parameters) if is_number else _bytes_of_arrays(parameters, data_axes)
     if total <= 0:
         raise ArgumentError(
             "parameters must be arrays, not only scalars, or their number of bytes; got "
             f"{str(parameters)[:80]}, which has {total} bytes to reduce."
         )
-    return found
-
-
-def is_program(step: Any) -> bool:
-    """Return whether this is a traced, lowered or compiled program of JAX or Flax."""
-    stages = jax.stages.Lowered | jax.stages.Compiled | jax.stages.Traced
-    return isinstance(_unwrapped(step), stages)
-
-
-def program_of(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-    """Lower a step for its arguments; a program, which takes none, is returned as it is.
-
-    A step is a function, with ``jax.jit`` or without, or anything with a method ``lower``.
-    """
-    if is_program(step):
-        if args or kwargs:
-            raise ArgumentTypeError(
-                f"{type(step).__name__} is a program that already has its arguments; leave out the "
-                f"{len(args) + len(kwargs)} given."
-            )
-        return step
-    # Strings also have a method lower.
-    if hasattr(step, "lower") and not isinstance(step, str | bytes | bytearray):
-        return step.lower(*args, **kwargs)
-    if not callable(step):
-        raise ArgumentTypeError(
-            "A step is a function, an object with a method lower, or a lowered or compiled "
-            f"program; got {type(step).__name__}."
-        )
-    return jax.jit(step).lower(*args, **kwargs)
+    return total
 
 
 def _unwrapped(program: Any) -> Any:
@@ -715,9 +511,9 @@ def _data_axes(given: Any, axes: Axes, inputs: Sequence[Any]) -> tuple[str, ...]
     return tuple(named)
 
 
-def _bytes_by_dtype(parameters: Any, data_axes: Collection[str]) -> Counter[str]:
-    """Return the bytes of one shard's copy of arrays, by dtype."""
-    found: Counter[str] = Counter()
+def _bytes_of_arrays(parameters: Any, data_axes: Collection[str]) -> int:
+    """Return the bytes of one shard's copy of arrays."""
+    total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise ArgumentTypeError(
@@ -728,8 +524,8 @@ def _bytes_by_dtype(parameters: Any, data_axes: Collection[str]) -> Counter[str]
         size, split = math.prod(leaf.shape), _split_over(leaf).items()
         pieces = math.prod(number for name, number in split if data_axes and name not in data_axes)
         if size > 1:
-            found[_xla_name(leaf.dtype.name)] += size * leaf.dtype.itemsize // pieces
-    return found
+            total += size * leaf.dtype.itemsize // pieces
+    return total
 
 
 def _split_over(array: Any) -> dict[str, int]:
@@ -740,10 +536,3 @@ def _split_over(array: Any) -> dict[str, int]:
     parts = (part if isinstance(part, tuple) else (part,) for part in sharding.spec)
     names = (name for part in parts for name in part if isinstance(name, str))
     return {name: sharding.mesh.shape[name] for name in names}
-
-
-def _xla_name(dtype: str) -> str:
-    """Return XLA's name of a NumPy dtype, such as ``f32`` or ``f8e4m3fn``."""
-    for numpy_name, xla_name in (("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "s")):
-        dtype = dtype.replace(numpy_name, xla_name)
-    return dtype.replace("_", "")

@@ -1,8 +1,7 @@
 """Measurement: compares a step on N shards with one device, and with each shard's rows alone."""
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,8 +19,6 @@ from crossshard.tools.verification.runs import (
     rows_taken,
 )
 
-# How often a random step is run with each shard's rows.
-_OWN_SAMPLES = 16
 # The relative difference that is taken for rounding, unless a dtype is coarser.
 _ROUNDING = 1e-4
 # The factor between updates and parameters above which SGD gets another learning rate.
@@ -30,8 +27,6 @@ _FAR_RATE = 16.0
 _ORDER_ERROR = 1e-6
 # The relative difference above which two updates are not equal up to rounding.
 _NOT_EQUAL = 1e-3
-# The number of standard errors above which a difference is not chance.
-_ERRORS = 4.0
 # A relative difference larger than the rounding of 16 bits.
 COARSE = 2e-2
 
@@ -53,62 +48,18 @@ def apart(one: np.ndarray, other: np.ndarray) -> float:
     return norm(one - other) / scale if scale else 0.0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Comparison:
-    """An array of a group of shards in one run, or its mean over runs with other random keys.
-
-    N shards and one device are compared within the same run. So whatever differs from run to run
-    but is the same on both, such as a schedule, does not count as noise.
-    """
+    """An array of a group of shards."""
 
     members: tuple[int, ...]  # the numbers of these shards
     of_all: int  # the number of shards in all groups
-    tolerance: float = 0.0  # the relative difference that is rounding
-    rounding: float = 0.0  # the norm of the rounding errors of the arrays it was computed from
-    is_stacked: bool = False  # whether N shards keep it as an array [shards, …]
-    runs: int = 0
-    # float64[copies, size], on N shards; one copy if all shards have the same.
-    many: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1)))
-    # float64[size], on one device with all rows of the group: the expected value.
-    one: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1))
-    # float64[shards, size], on one device with each shard's rows, if it was run.
-    own: np.ndarray | None = None
-    own_runs: int = 0  # the number of runs behind ``own``, which may be smaller
-    _off: np.ndarray | float = 0.0
-    _square: np.ndarray | float = 0.0
-
-    def add(self, many: np.ndarray, one: np.ndarray) -> None:
-        """Add a run to the means, of ``many`` and ``one``."""
-        self.runs += 1
-        # Copies may agree in one run and not in the next.
-        self.many = self.many + (many - self.many) / self.runs
-        self.one = self.one + (one - self.one) / self.runs
-        self._off, self._square = self._off + (many - one), self._square + (many - one) ** 2
-
-    def add_own(self, own: np.ndarray) -> None:
-        """Add a run with each shard's rows."""
-        self.own_runs += 1
-        before = 0 if self.own is None else self.own
-        self.own = before + (own - before) / self.own_runs
-
-    @property
-    def chance(self) -> float:
-        """The norm of a difference that may be chance; 0 after a single run."""
-        if self.runs < 2:
-            return 0.0
-        variance = self._square / self.runs - (self._off / self.runs) ** 2
-        squares = np.maximum(variance, 0).sum(axis=-1) / (self.runs - 1)
-        return float(_ERRORS * np.sqrt(squares.max()))
-
-    @property
-    def noise(self) -> float:
-        """The norm of a difference that is rounding or chance."""
-        return float(np.hypot(self.rounding, self.chance))
-
-    @property
-    def noise_of_own(self) -> float:
-        """The factor by which the noise in ``own`` is larger."""
-        return float(np.sqrt(max(1.0, self.runs / max(1, self.own_runs))))
+    tolerance: float  # the relative difference that is rounding
+    rounding: float  # the norm of the rounding errors of the arrays it was computed from
+    is_stacked: bool  # whether N shards keep it as an array [shards, …]
+    many: np.ndarray  # float64[copies, size], on N shards; one copy if all have the same
+    one: np.ndarray  # float64[size], on one device with all rows of the group: as expected
+    own: np.ndarray | None  # float64[shards, size], on one device with each shard's rows, if run
 
     @property
     def update(self) -> np.ndarray:
@@ -129,14 +80,9 @@ class Comparison:
 
     @property
     def is_multiple(self) -> bool:
-        """Whether the ratio leaves nothing unexplained but rounding and chance."""
+        """Whether the ratio leaves nothing unexplained but rounding."""
         size = norm(self.update)
-        return self.residual * size <= self.tolerance * size + self.noise
-
-    @property
-    def is_hidden(self) -> bool:
-        """Whether both are smaller than what may be chance."""
-        return self.runs > 1 and self.noise >= max(norm(self.update), norm(self.one))
+        return self.residual * size <= self.tolerance * size + self.rounding
 
     @property
     def copies_differ(self) -> bool:
@@ -144,23 +90,14 @@ class Comparison:
         scale = norm(self.update) + norm(self.one)
         return any(norm(x - self.update) > 1e-5 * scale for x in self.many[1:])
 
-    def is_mean_of_own(self) -> bool:
-        """Return whether N shards have the mean of what each computes alone."""
-        if self.own is None:
-            return False
-        mean = self.own.mean(axis=0)
-        scale = max(norm(self.update), norm(mean))
-        off = self.tolerance * scale + self.noise_of_own * self.noise
-        return norm(self.update - mean) <= off
-
     def is_fine(self) -> bool:
         """Return whether N shards have the same as one device."""
         if self.copies_differ:
             return False
         off, size = norm(self.update - self.one), norm(self.one)
-        if off <= self.tolerance * max(norm(self.update), size) + self.noise:
+        if off <= self.tolerance * max(norm(self.update), size) + self.rounding:
             return True
-        if self.own is None or self.runs > 1:
+        if self.own is None:
             return False
         # The error in the mean of the shards' own values shows how exactly the step computes.
         exact = norm(self.own.mean(axis=0) - self.one) / max(size, 1e-300)
@@ -180,7 +117,7 @@ def is_weighted(own: np.ndarray, of: np.ndarray, within: float) -> bool:
 
 
 class Measurement:
-    """Runs the step once in each way, and more often when asked to.
+    """Runs the step once in each way.
 
     ``factor`` is the factor by which the update on N shards should be larger: the size of a group
     under SUM.
@@ -219,29 +156,29 @@ class Measurement:
                 f"nobody can tell which group has which. Pass a multiple of {self.number} rows."
             )
         self._alone, self._together = BuiltStep(make_step, 1), BuiltStep(make_step, self.number)
-        first = next(self._alone.runs(self._rows_of(groups[0]), key))
+        first = self._alone.run(self._rows_of(groups[0]), key)
         # The rate is a power of 2, so multiplying by it rounds nothing.
         self._rate, self._calls = _good_rate(first), first.calls
-        self._many_runs = self._run(self._together, batch)
-        self._one_runs = [self._run(self._alone, self._rows_of(each)) for each in groups]
-        self._many, self._one = next(self._many_runs), list(map(next, self._one_runs))
-        one = self._one[0]
-        names = list(dict.fromkeys(name for run in self._one for name in run.parameters()))
-        self.shapes = {name: one.start[name].values.shape[1:] for name in names}
-        self._check_names(one, self._many)
-        self._largest = max(rms(self._update(one, name)) for name in names)
-        idle = one.seen[STATISTICS].items()
+        many = self._run(self._together, batch)
+        ones = [self._run(self._alone, self._rows_of(each)) for each in groups]
+        self._one = ones[0]
+        names = list(dict.fromkeys(name for run in ones for name in run.parameters()))
+        self.shapes = {name: self._one.start[name].values.shape[1:] for name in names}
+        self._check_names(self._one, many)
+        self._largest = max(rms(self._update(self._one, name)) for name in names)
+        idle = self._one.seen[STATISTICS].items()
         statistics = sorted({name for name, x in idle if np.any(x.values)} - {*names})
-        metrics = one.seen[METRIC] if factor == 1 else ()  # metrics have another factor
+        metrics = self._one.seen[METRIC] if factor == 1 else ()  # metrics have another factor
+        own = self._runs_of_own(has_equal_shards)
         known = ((UPDATE, names), (STATISTICS, statistics), (METRIC, metrics))
+        compare = lambda what, name: self._compare(what, name, many, ones, own)
         self._compared = {
-            (what, name): [Comparison(each, self.number) for each in groups]
-            for what, names in known
-            for name in names
+            what: {name: found for name in of if (found := compare(what, name))}
+            for what, of in known
         }
-        self.samples = 0  # the number of runs, each with other random keys
-        self._take(self._many, self._one)
-        self._own: list[Iterator[Run]] = []
+
+    def _runs_of_own(self, has_equal_shards: bool) -> list[Run]:
+        """Run each shard's rows alone; empty if this cannot be done, with a note."""
         if self._blocks is None:
             self.notes.append(
                 f"the {self.rows} rows do not divide over {self.number} shards, so no shard's rows "
@@ -249,100 +186,72 @@ class Measurement:
                 if has_equal_shards
                 else "shards have unequal numbers of virtual shards, so none's rows were run alone"
             )
-            return
-        self._own = [self._run(self._alone, self._rows_of([i])) for i in range(self.number)]
+            return []
         try:
-            self._take_own()
+            return [self._run(self._alone, self._rows_of([i])) for i in range(self.number)]
         except Exception as error:  # the step may want a fixed number of rows
             kind = type(error).__name__
             self.notes.append(f"the step on one device does not take a shard's rows alone ({kind})")
-            self._own = []
-
-    def take_samples(self, samples: int) -> None:
-        """Run until the means are those of ``samples`` runs."""
-        while self.samples < samples:
-            self._take(next(self._many_runs), list(map(next, self._one_runs)))
-        # What each shard computes alone only matters where something differs.
-        each = itertools.chain.from_iterable(self._compared.values())
-        if self._own and not all(of_group.is_fine() for of_group in each):
-            for _ in range(1, _OWN_SAMPLES):
-                self._take_own()
+            return []
 
     def of(self, what: str) -> dict[str, list[Comparison]]:
         """Return the comparisons of one kind, such as ``UPDATE``: by array, one for each group."""
-        return {name: each for (kind, name), each in self._compared.items() if kind == what}
+        return self._compared[what]
 
     def is_random(self) -> bool:
         """Return whether the step draws random numbers, in its jaxpr or anywhere else."""
         rows = self._rows_of(self._groups[0])
         again = self._run(self._alone, rows)
-        if self._most_apart(self._one[0], next(again)) > _NOT_EQUAL:
+        if self._most_apart(self._one, again) > _NOT_EQUAL:
             return True  # keys on the host, which a trace would leave in a wrong state
         draws = self._alone.draws(rows, self._key)
+        if draws is not None:
+            return draws
         # The next step would have other keys.
-        return self._most_apart(self._one[0], next(again)) > _NOT_EQUAL if draws is None else draws
-
-    def keys_are_equal(self) -> bool:
-        """Return whether the step stays the same if shards swap rows, at the same random keys."""
-        if self._blocks is None:
-            return False
-        swapped = np.empty_like(self._blocks)
-        for members in map(list, self._groups):
-            swapped[members] = np.roll(self._blocks[members], 1, axis=0)
-        moved = next(self._run(self._together, self._taken(swapped)))
-        _, other = itertools.islice(self._run(self._together, self._batch), 2)
-        by_key = self._most_apart(self._many, other)
-        if not by_key or self._most_apart(self._many, moved) >= 0.02 * by_key:
-            return False
-        # On one device only noise that is independent of rows, such as noise on weights, stays.
-        alone = next(self._run(self._alone, self._taken(swapped[list(self._groups[0])])))
-        return self._most_apart(self._one[0], alone) > _NOT_EQUAL
+        next_one = self._run(self._alone, rows, skipped=1)
+        return self._key is not None or self._most_apart(self._one, next_one) > _NOT_EQUAL
 
     # Runs.
 
-    def _run(self, built: BuiltStep, rows: Sequence[Any]) -> Iterator[Run]:
-        return built.runs(rows, self._key, self._rate, self._calls)
+    def _run(self, built: BuiltStep, rows: Sequence[Any], skipped: int = 0) -> Run:
+        return built.run(rows, self._key, self._rate, self._calls, skipped=skipped)
 
     def _rows_of(self, shards: Sequence[int]) -> Sequence[Any]:
         if len(shards) == self.number or self._blocks is None:
             return self._batch
-        return self._taken(self._blocks[list(shards)])
+        return rows_taken(self._batch, self._axes, self._blocks[list(shards)].ravel())
 
-    def _taken(self, rows: np.ndarray) -> list[Any]:
-        return rows_taken(self._batch, self._axes, rows.ravel())
-
-    def _take(self, many: Run, one: Sequence[Run]) -> None:
-        """Add a sample."""
-        self.samples += 1
-        for (what, name), groups in list(self._compared.items()):
-            of, there = one[0].seen[what].get(name), many.seen[what].get(name)
-            shape, alone = () if of is None else of.values.shape[1:], _on_one(one, what, name)
-            copies = None if there is None else there.of_shape(shape, self.number)
-            if of is None or there is None or alone is None or copies is None:
-                del self._compared[what, name]  # N shards have no such array
-                continue
-            rounding = 1e-7 + 4 * of.rounding
-            if what == UPDATE:
-                by_order = _ORDER_ERROR * self._largest * np.sqrt(alone.shape[-1])
-                rounding = float(np.hypot(2 * of.rounding / self._rate, by_order))
-            for each, of_group in zip(groups, self._wanted(what) * alone, strict=True):
-                each.is_stacked = there.values.shape[1:] != shape
-                each.tolerance = max(_ROUNDING, 4 * float(jnp.finfo(of.dtype).eps))
-                each.rounding = rounding
-                own = copies[list(each.members)] if len(copies) == self.number else copies
-                each.add(own, of_group)
-
-    def _take_own(self) -> None:
-        """Add a sample of the shards' own values."""
-        runs = list(map(next, self._own))
-        for (what, name), groups in self._compared.items():
-            own = _on_one(runs, what, name)
-            if own is not None and own.shape[1:] == groups[0].one.shape:
-                for each in groups:
-                    each.add_own(self._wanted(what) * own[list(each.members)])
-
-    def _wanted(self, what: str) -> float:
-        return self._factor if what == UPDATE else 1.0
+    def _compare(
+        self, what: str, name: str, many: Run, ones: Sequence[Run], own: Sequence[Run]
+    ) -> list[Comparison]:
+        """Compare an array in each group; return nothing if N shards have no such array."""
+        of, there = ones[0].seen[what].get(name), many.seen[what].get(name)
+        alone, by_shard = _on_one(ones, what, name), _on_one(own, what, name)
+        if of is None or there is None or alone is None:
+            return []
+        shape = of.values.shape[1:]
+        copies = there.of_shape(shape, self.number)
+        if copies is None:
+            return []
+        rounding, factor = 1e-7 + 4 * of.rounding, 1.0
+        if what == UPDATE:
+            by_order = _ORDER_ERROR * self._largest * np.sqrt(alone.shape[-1])
+            rounding = float(np.hypot(2 * of.rounding / self._rate, by_order))
+            factor = self._factor
+        has_own = by_shard is not None and by_shard.shape[1:] == alone.shape[1:]
+        return [
+            Comparison(
+                members=members,
+                of_all=self.number,
+                tolerance=max(_ROUNDING, 4 * float(jnp.finfo(of.dtype).eps)),
+                rounding=rounding,
+                is_stacked=there.values.shape[1:] != shape,
+                many=copies[list(members)] if len(copies) == self.number else copies,
+                one=factor * of_group,
+                own=factor * by_shard[list(members)] if has_own else None,
+            )
+            for members, of_group in zip(self._groups, alone, strict=True)
+        ]
 
     def _most_apart(self, one: Run, other: Run) -> float:
         """Return the largest relative difference between two runs' updates of a parameter."""
@@ -380,7 +289,7 @@ class Measurement:
 def _on_one(runs: Sequence[Run], what: str, name: str) -> Any:
     """Return float64[runs, size] of runs on one device; ``None`` unless all have the array."""
     found = [x.values[0].ravel() for run in runs if (x := run.seen[what].get(name)) is not None]
-    return np.stack(found) if len(found) == len(runs) else None
+    return np.stack(found) if found and len(found) == len(runs) else None
 
 
 def _good_rate(run: Run) -> float:

@@ -1,8 +1,7 @@
 """Runs: a step as its factory builds it, with plain SGD on chosen batches, and what it changes."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.shards.batch_axes import take_rows
-from crossshard.shards.random_streams import is_key, may_be_raw_key, own_stream
 from crossshard.step.rebuild import draws
 
 # Arrays by their path in a tree.
@@ -95,46 +93,49 @@ class BuiltStep:
                 "make_step(optimizer, num_shards) must return (step, *state): the step, and the "
                 f"arguments that it is called with before the batch; got {_described(returned)}."
             )
-        self.number = number
         self._step, *self._state = returned
 
-    def runs(
+    def run(
         self,
         batch: Sequence[Any],
         key: Any = None,
         rate: float = 1.0,
         calls: int | None = None,
-    ) -> Iterator[Run]:
-        """Yield runs with the same batch: a chain of idle steps, each followed by steps at a rate.
+        *,
+        skipped: int = 0,
+    ) -> Run:
+        """Run an idle step, and then ``calls`` steps at a rate.
 
-        The next run continues from the idle step, so counters go on as they do in training. Each
-        run has other random keys, whether these are made from a counter, are in the state, or are
-        the last argument, ``key``. After each idle step there are ``calls`` steps with the learning
-        rate, or as many as it takes to change a parameter.
+        Args:
+          batch: the arguments after the state.
+          key: the last argument, if the step takes one.
+          rate: the learning rate.
+          calls: how many steps have it; as many as it takes to change a parameter if ``None``.
+          skipped: how many idle steps come before, which advance counters and keys.
         """
-        state = tuple(self._state)
-        for seed in itertools.count():
-            # Statistics start from their first values again, so that samples are independent.
-            state = fresh(_with_reals_of(self._state, state), seed)
-            start = snapshot(state)
-            state, metrics = self._call(state, self._args(batch, key, seed))
-            idle = snapshot(state)
-            moving = map_arrays(lambda x: _with_rate(x, rate), fresh(state))
-            for number in range(1, (calls or _MOST_CALLS) + 1):
-                moving, _ = self._call(moving, self._args(batch, key, seed))
-                if number == calls or calls is None:
-                    updates = _changes(idle, snapshot(moving), -rate)
-                    seen = {UPDATE: updates, STATISTICS: _changes(start, idle), METRIC: metrics}
-                    run = Run(start, seen, number)
-                    if run.parameters():
-                        break
-            yield run
+        state = fresh(self._state)
+        for _ in range(skipped):
+            state, _ = self._call(state, self._args(batch, key))
+        start = snapshot(state)
+        state, metrics = self._call(state, self._args(batch, key))
+        idle = snapshot(state)
+        state = map_arrays(lambda x: _with_rate(x, rate), fresh(state))
+        number, run = 0, None
+        while number < (calls or _MOST_CALLS) and not (run and run.parameters()):
+            state, _ = self._call(state, self._args(batch, key))
+            number += 1
+            if calls in (None, number):
+                updates = _changes(idle, snapshot(state), -rate)
+                seen = {UPDATE: updates, STATISTICS: _changes(start, idle), METRIC: metrics}
+                run = Run(start, seen, number)
+        assert run is not None
+        return run
 
     def draws(self, batch: Sequence[Any], key: Any = None) -> bool | None:
         """Return whether the step draws random numbers in its jaxpr; ``None`` if it has none."""
         state = fresh(self._state)
         graph, arrays = nnx.split(state) if holds_nnx(state) else (None, state)
-        leaves, tree = jax.tree.flatten((arrays, self._args(batch, key, 0)))
+        leaves, tree = jax.tree.flatten((arrays, self._args(batch, key)))
 
         def of_arrays(*own: Any) -> Any:
             given = iter(own)
@@ -150,10 +151,9 @@ class BuiltStep:
             return None
         return draws(traced)
 
-    def _args(self, batch: Sequence[Any], key: Any, seed: int) -> list[Any]:
-        keys = [] if key is None else [jax.random.fold_in(key, seed) if seed else key]
+    def _args(self, batch: Sequence[Any], key: Any) -> list[Any]:
         # Copied, since a step may donate them.
-        return [*fresh(batch), *fresh(keys)]
+        return [*fresh(batch), *fresh([] if key is None else [key])]
 
     def _call(self, state: tuple[Any, ...], args: list[Any]) -> tuple[tuple[Any, ...], Snapshot]:
         trees = [jax.tree.structure(each) for each in state if not holds_nnx(each)]
@@ -286,22 +286,6 @@ def snapshot(state: Sequence[Any]) -> Snapshot:
     return found
 
 
-def _with_reals_of(first: Sequence[Any], state: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a state with the real arrays of the first one, but its own scalars.
-
-    Scalars may be counters, which have to go on.
-    """
-
-    def array_of(now: Any, at_first: Any) -> Any:
-        is_array = isinstance(now, jax.Array | np.ndarray) and now.size > 1
-        return at_first if is_array and jnp.issubdtype(now.dtype, jnp.floating) else now
-
-    try:
-        return map_arrays(array_of, tuple(state), tuple(first))
-    except ValueError:  # the step has made other arrays
-        return tuple(state)
-
-
 def copies_of(x: Any) -> Copies:
     """Copy an array as each device of this process has it."""
     if not isinstance(x, jax.Array):
@@ -326,20 +310,10 @@ def copies_of(x: Any) -> Copies:
     return Copies(whole[:1] if same else whole, x.dtype)
 
 
-def fresh(state: Sequence[Any], seed: int = 0) -> tuple[Any, ...]:
-    """Copy the arguments of a step, and fold a seed into their random keys unless it is 0.
-
-    Keys are typed, or raw like those of ``PRNGKey`` and Keras.
-    """
-
-    def copy(x: Any) -> Any:
-        if not isinstance(x, jax.Array | np.ndarray):
-            return x
-        if seed and (is_key(x) or may_be_raw_key(x)):
-            return own_stream(jnp.asarray(x), jnp.int32(seed))
-        return jnp.copy(x) if isinstance(x, jax.Array) else x.copy()
-
-    return map_arrays(copy, tuple(state))
+def fresh(state: Sequence[Any]) -> tuple[Any, ...]:
+    """Copy the arguments of a step."""
+    copy = lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x.copy()
+    return map_arrays(lambda x: copy(x) if isinstance(x, _ARRAYS) else x, tuple(state))
 
 
 def map_arrays(function: Callable[..., Any], tree: Any, *others: Any) -> Any:

@@ -33,23 +33,16 @@ from crossshard.tools.verification.measurement import (
     COARSE,
     Comparison,
     Measurement,
-    is_weighted,
     norm,
     rms,
 )
 from crossshard.tools.verification.runs import METRIC, STATISTICS, UPDATE, map_arrays
 
-# How often a random step is run, each time with other keys, to compare the means.
-_SAMPLES = 64
 # A gradient that is smaller than this, relative to the largest leaf, may be nothing but rounding.
 _VANISHING = 1e-5
 # How far a factor may be from a named one, relative to it.
 _NEAR = 5e-3
 _FINE, _TOO_SMALL, _NOTED = "fine", "too small", "noted"
-_OWN_STATISTICS = (
-    "each shard normalises by the statistics of its own rows; one device would by those of all rows"
-)
-
 _EACH_ITS_OWN = "each shard has its own: not reduced"
 _STACKED = "each shard keeps statistics of its own: reduce them before you evaluate or save"
 _NEITHER = "is neither that of all rows nor the mean of the shards'"
@@ -63,8 +56,8 @@ class Fault:
     'N'
 
     Attributes:
-      kind: what differs: ``"update"``, ``"copies"``, ``"statistics"``, ``"metric"`` or ``"keys"``;
-        the page on ``verify`` explains each.
+      kind: what differs: ``"update"``, ``"copies"``, ``"statistics"`` or ``"metric"``; the
+        page on ``verify`` explains each.
       sentence: what differs, where and by how much.
       leaves: the names of the arrays that differ.
       ratio: the first array's value on N shards over that on one, by least squares; ``None`` if
@@ -96,7 +89,7 @@ class LeafReport:
         ``tolerance``.
       tolerance: the relative difference up to which the two count as equal.
       verdict: ``"fine"``, the kind of its fault, or ``"too small"`` for a gradient that is nothing
-        but rounding, or is hidden by noise.
+        but rounding.
     """
 
     name: str
@@ -174,8 +167,7 @@ def verify(
         parts of their rows.
       num_shards: N; all devices if ``None``.
       key: a random key, typed or raw, that is passed to the step as its last argument, if it takes
-        one. Keys that the step gets in another way need no argument here. If the shards draw other
-        numbers than one device, the means of 64 steps are compared, and a note says how exactly.
+        one. Keys that the step gets in another way need no argument here.
       groups: the groups of shards that reduce together; one group of all if ``None``.
       batch_axis: the axis of the rows in all arrays; or a list with one entry for each of
         ``*batch``: an axis, ``None`` if it has no rows, or a pytree prefix of it with these. A
@@ -185,8 +177,9 @@ def verify(
       A ``Verification`` with the faults and a comparison for each parameter: print it.
 
     Raises:
-      ArgumentError: the step cannot be run as described, or not on N shards with these rows; the
-        processes of a job pass different rows.
+      ArgumentError: the step cannot be run as described, or not on N shards with these rows; it
+        draws other random numbers there than on one device; the processes of a job pass different
+        rows.
       ArgumentTypeError: ``make_step`` does not return a step with its state.
 
     >>> import jax, jax.numpy as jnp, optax
@@ -242,12 +235,19 @@ def verify(
 def _compare(
     measurement: Measurement, agreed: Callable[[Verification], Verification]
 ) -> Verification:
-    """Return what differs; of a random step, what differs between its means."""
+    """Return what differs.
+
+    Raises:
+      ArgumentError: the step draws random numbers, and not those of one device.
+    """
     found = agreed(_conclude(measurement))
     if found.ok or not measurement.is_random():
         return found
-    measurement.take_samples(_SAMPLES)
-    return agreed(_conclude(measurement))
+    raise ArgumentError(
+        "The step draws random numbers, or changes from call to call in a way that no trace shows, "
+        f"and another update on {found.num_shards} shards than on one device may come of that "
+        "alone. Verify it without noise, such as with a dropout rate of 0."
+    )
 
 
 def _measure_train_step(
@@ -318,13 +318,10 @@ class Verdict(NamedTuple):
 
 def _conclude(measured: Measurement) -> Verification:
     """Return what differs, in words."""
-    notes, is_random = list(measured.notes), measured.samples > 1
+    notes = list(measured.notes)
     updates, statistics = measured.of(UPDATE), measured.of(STATISTICS)
     largest = max(rms(np.stack([case.one for case in groups])) for groups in updates.values())
     verdicts = {name: _verdict_on_parameter(groups, largest) for name, groups in updates.items()}
-    if _are_of_rows(statistics, updates) and (excused := _with_own_statistics(verdicts)):
-        verdicts |= {name: verdicts[name]._replace(kind=_FINE) for name in excused}
-        notes.append(_OWN_STATISTICS)
     faults = _faults(verdicts)
     for what, compared in ((STATISTICS, statistics), (METRIC, measured.of(METRIC))):
         # If there are several groups, each has statistics and metrics of its own.
@@ -332,20 +329,13 @@ def _conclude(measured: Measurement) -> Verification:
         beside = {name: _verdict_on_other(what, name, case) for name, case in of_all.items()}
         faults += _faults(beside)
         notes += dict.fromkeys(each.words for each in beside.values() if each.kind == _NOTED)
-    if is_random and measured.keys_are_equal():
-        words = "random keys are equal on all shards: shards that swap rows leave the step as it is"
-        # Differences of the mean that the shared key causes are not reported as faults.
-        faults = [x for x in faults if x.kind != UPDATE or x.factor]
-        faults.insert(0, Fault("keys", words))
-    if is_random:
-        notes.append(_note_on_noise(measured, updates, verdicts))
     leaves = tuple(
         LeafReport(
             name=name,
             shape=measured.shapes[name],
             ratio=case.ratio,
             residual=case.residual,
-            tolerance=case.tolerance + case.noise / max(norm(case.one), 1e-300),
+            tolerance=case.tolerance + case.rounding / max(norm(case.one), 1e-300),
             verdict=kind,
         )
         for name, (kind, case, *_) in verdicts.items()
@@ -356,9 +346,8 @@ def _conclude(measured: Measurement) -> Verification:
 def _verdict_on_parameter(groups: Sequence[Comparison], largest: float) -> Verdict:
     off = next((case for case in groups if not case.is_fine()), None)
     if off is None:
-        hidden = any(each.is_hidden for each in groups)
-        return Verdict(_TOO_SMALL if hidden else _FINE, groups[0])
-    floor = _VANISHING * largest * np.sqrt(len(off.one)) + groups[0].noise
+        return Verdict(_FINE, groups[0])
+    floor = _VANISHING * largest * np.sqrt(len(off.one)) + groups[0].rounding
     if off.copies_differ:
         return Verdict("copies", off, "differs between the shards")
     if len(groups[0].many) == 1 and max(norm(groups[0].update), norm(groups[0].one)) <= floor:
@@ -395,8 +384,6 @@ def _name_of_factor(case: Comparison) -> str:
     if ratio is None or ratio < 0 or not (is_coarse or case.is_multiple):
         return ""
     within = COARSE if case.residual > 1e-4 else _NEAR
-    if case.runs > 1:
-        within = min(0.3, _NEAR + case.noise / size)
     apart = {name: abs(math.log(ratio / known)) for name, known in _named_factors(case)}
     name = min(apart, key=lambda name: apart[name])
     is_near = apart[name] <= math.log1p(within) and abs(math.log(ratio)) > math.log1p(_NEAR)
@@ -418,39 +405,6 @@ def _named_factors(case: Comparison) -> list[tuple[str, float]]:
     return [pair for up, down, size in of for pair in ((up, size), (down, 1 / size))]
 
 
-def _are_of_rows(
-    statistics: Mapping[str, list[Comparison]], updates: Mapping[str, list[Comparison]]
-) -> bool:
-    """Return whether any statistic is one of rows, as of batch norm, and not one of gradients."""
-    along = lambda x, y: x.size == y.size and abs(x @ y) > 0.9 * norm(x) * norm(y)
-    ones = [[first.one for first, *_ in each.values()] for each in (statistics, updates)]
-    return any(x.size > 1 and not any(along(x, y) for y in ones[1]) for x in ones[0])
-
-
-def _with_own_statistics(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return the parameters that differ only because each shard normalises its own rows."""
-    excused: list[str] = []
-    for members in {each.case.members for each in verdicts.values()}:
-        cases = {
-            name: case
-            for name, (kind, case, _, factor) in verdicts.items()
-            if kind == UPDATE and not factor and case.members == members and case.is_mean_of_own()
-        }
-        owns = [case.own for case in cases.values() if case.own is not None]
-        if not owns:
-            continue
-        # All parameters together show whether it is a clip of each shard's gradient, or weights.
-        own = np.concatenate(owns, axis=1)
-        sizes = np.linalg.norm(own, axis=1)
-        one = np.concatenate([case.one for case in cases.values()])
-        within = max(case.tolerance for case in cases.values())
-        is_clipped = np.ptp(sizes) <= 1e-3 * sizes.max()
-        is_random = any(case.runs > 1 for case in cases.values())
-        if is_random or not (is_clipped or is_weighted(own, one, within)):
-            excused += cases
-    return excused
-
-
 def _describe_ratio(factor: str, cases: list[Comparison]) -> str:
     """Describe by how much updates differ."""
     ratios = sorted(case.ratio for case in cases if case.ratio is not None)
@@ -468,47 +422,31 @@ def _describe_ratio(factor: str, cases: list[Comparison]) -> str:
 
 def _verdict_on_other(what: str, name: str, case: Comparison) -> Verdict:
     """Return the verdict on a statistic or a metric."""
-    many, one, own, chance = case.many, case.one, case.own, case.chance
-    of_own = case.noise_of_own * chance
+    many, one, own = case.many, case.one, case.own
     fine = Verdict(_FINE, case)
 
-    def near(one: np.ndarray, other: np.ndarray, off: float, within: float = 1e-3) -> bool:
+    def near(one: np.ndarray, other: np.ndarray, within: float = 1e-3) -> bool:
         scale = max(norm(one), norm(other))
-        return norm(one - other) <= within * scale + off + case.rounding
+        return norm(one - other) <= within * scale + case.rounding
 
     if what == METRIC and (case.is_stacked or one.size > 1):
         return fine  # each shard may have its own
-    if all(near(copy, one, chance) for copy in many):
+    if all(near(copy, one) for copy in many):
         return fine
-    if any(not near(copy, many[0], 0.0, 1e-5) for copy in many[1:]):
+    if any(not near(copy, many[0], 1e-5) for copy in many[1:]):
         return (
             Verdict(_NOTED, case, _STACKED)
             if case.is_stacked
             else Verdict(what, case, _EACH_ITS_OWN)
         )
-    if own is None or near(many[0], own.mean(axis=0), of_own):
+    if own is None or near(many[0], own.mean(axis=0)):
         return fine
     for shard, alone in enumerate(own):
-        if near(many[0], alone, of_own, 1e-4):
+        if near(many[0], alone, 1e-4):
             return Verdict(what, case, f"that of shard {shard} alone")
     number = len(own)
     for factor, times in (("N", number), ("1/N", 1 / number)):
-        if near(many[0], times * own.mean(axis=0), times * of_own):
+        if near(many[0], times * own.mean(axis=0)):
             words = f"{times:.3f} = {factor} times that of one device"
             return Verdict(what, case, words, factor)
     return fine if what == METRIC else Verdict(_NOTED, case, f"{name} {_NEITHER}")
-
-
-def _note_on_noise(
-    measured: Measurement, cases: Mapping[str, list[Comparison]], verdicts: Mapping[str, Verdict]
-) -> str:
-    """Describe how exactly a random step was compared, and which arrays were not."""
-    words = (
-        f"the step draws other random numbers on {measured.number} shards than on one device, so "
-        f"means of {measured.samples} steps are compared"
-    )
-    off = lambda of_leaf: max(case.noise / max(norm(case.one), 1e-300) for case in of_leaf)
-    fine = [off(of_leaf) for name, of_leaf in cases.items() if verdicts[name].kind == _FINE]
-    hidden = [name for name, of_leaf in cases.items() if any(case.is_hidden for case in of_leaf)]
-    words += f", to within {100 * max(fine):.0f}% of an update" if fine else ""
-    return words + (f"; noise hides that of {listed(hidden, 4)}" if hidden else "")
