@@ -164,6 +164,24 @@ def test_the_sum_that_divides_is_taken(way: str, name: str) -> None:
     assert_close(step.model(train(step, state, BATCHES[1:])), want, atol=4e-6)
 
 
+@pytest.mark.parametrize("way", deep_but(["8, microbatches"], WAYS))
+@pytest.mark.parametrize(
+    "moved",
+    [lambda n: jnp.maximum(n, 1), one_for_none, lambda n: n + 1e-8],
+    ids=["at least 1", "guarded", "an epsilon"],
+)
+def test_where_nothing_counts_the_sum_above_does(way: str, moved: Callable[[Any], Any]) -> None:
+    # As in the focal loss over anchors, where most images have no object.
+    objects = np.where(np.arange(ROWS)[:, None] < 5, BATCHES[0]["words"] % 2, 0)
+    batch, (number, options) = {**BATCHES[0], "objects": objects}, WAYS[way]
+    loss = lambda p, b: losses(p, b).sum() / moved(b["objects"].sum())
+    step = sgd_step(loss, RATE, number, weight="objects", **options)
+    state, metrics = step(step.init(W), batch)
+    want, _ = on_one_device(loss, optax.sgd(RATE), W, [batch])
+    assert_close(step.model(state), want, atol=2e-6)
+    np.testing.assert_allclose(metrics["loss"], loss(W, batch), rtol=1e-5)
+
+
 WRONG: dict[str, tuple[Any, Any]] = {
     "the mask of a shifted one": (divided(shifted), "mask"),
     "one of two": (divided(both), "mask"),

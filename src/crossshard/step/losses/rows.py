@@ -58,7 +58,6 @@ from crossshard.step.over_rows import (
     check_weight_of_mean,
     divisor_of,
     finding_of,
-    is_exact,
     types_of,
 )
 
@@ -545,7 +544,7 @@ class StepLoss(abc.ABC):
         )
         if divisor is None or not divisor.is_of_piece:
             return run, weight
-        if is_exact(finding):
+        if not finding.moved:
             # Another sum may equal the divisor in the first batch alone.
             return run, weight if divisor.is_weight else divisor.of_batch(batch)
 
