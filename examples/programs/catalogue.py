@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from examples._patch import patched
+
 HERE = Path(__file__).parent
 
 
@@ -90,7 +92,7 @@ class Program:
     def text(self, kind: str) -> str:
         """Its text, ``"before"`` or ``"after"``."""
         after = self.path.read_text(encoding="utf-8")
-        return without(self.diff(), after) if kind == "before" else after
+        return patched(after, self.diff(), back=True) if kind == "before" else after
 
     def module(self, text: str) -> ModuleType:
         """The program with this text, which may be another than the file's."""
@@ -147,19 +149,6 @@ class Program:
 
 
 PROGRAMS = tuple(Program(path.stem) for path in sorted(HERE.glob("*.patch")))
-
-
-def without(diff: str, after: str) -> str:
-    """The text that a diff was made from: ``after``, with each change taken back."""
-    before = after.splitlines()
-    for hunk in reversed(re.split("^@@ ", diff, flags=re.MULTILINE)[1:]):  # the last line first
-        ranges, *lines = hunk.splitlines()
-        first, count = map(int, re.findall(r"\+(\d+),(\d+)", ranges)[0])
-        of = slice(first - 1, first - 1 + count)
-        if before[of] != [line[1:] for line in lines if not line.startswith("-")]:
-            raise ValueError(f"line {first} is not as the patch says: write it anew")
-        before[of] = [line[1:] for line in lines if not line.startswith("+")]
-    return "".join(f"{line}\n" for line in before)
 
 
 def table(folder: str) -> str:

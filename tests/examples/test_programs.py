@@ -7,8 +7,9 @@ import optax
 import pytest
 
 from crossshard.errors import CrossshardError, DoubleReductionError
+from examples._patch import patched
 from examples.programs import __main__ as command
-from examples.programs.catalogue import PROGRAMS, difference, table, without
+from examples.programs.catalogue import PROGRAMS, difference, table
 from tests.quick import deep_but
 from tests.test_docs import ROOT, blocks
 
@@ -74,9 +75,9 @@ def test_there_are_all_kinds():
 def test_changes_that_are_not_in_the_program_are_refused():
     program = NAMED["ppo"]
     text = program.text("after")
-    assert without(program.diff(), text) != text
+    assert patched(program.text("before"), program.diff()) == text
     with pytest.raises(ValueError, match="line 59 is not as the patch says"):
-        without(program.diff(), text.replace("step.init(params)", "step.init(agent)"))
+        patched(text.replace("step.init(params)", "step.init(agent)"), program.diff(), back=True)
 
 
 def test_the_page_lists_them_and_shows_what_was_changed():
