@@ -1,4 +1,7 @@
-"""The report of a benchmark: a page with tables, and the raw times as JSON."""
+"""The report of a benchmark: a page with tables, and the raw times as JSON.
+
+What a page says besides is written in docs/benchmarks, and stays.
+"""
 
 import dataclasses
 import json

@@ -1,6 +1,7 @@
 """The programs: what each is, what was changed in it, and what the first try said.
 
-A program stands here as it trains on eight shards; the patch beside it says what was changed.
+A program stands here as it trains on eight shards; the patch beside it says what was changed, as
+``diff -U1`` writes it. Where a change of the program is one of its lines, it is written anew.
 """
 
 import ast
