@@ -14,7 +14,7 @@ from benchmarks.options import BenchOptions
 from benchmarks.problem import Problem, adamw
 from benchmarks.progress import Screen
 from benchmarks.result import Result
-from benchmarks.step import compared, problems
+from benchmarks.step import compared, problems, sent
 
 MICROBATCHES = 4
 
@@ -27,13 +27,8 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
     sizes = problems(options.quick, _SIZES)
     # Rows for every microbatch of every shard.
     return compared(
-        "accumulation", options, screen, sizes, make_candidates, _sent, parts=MICROBATCHES
+        "accumulation", options, screen, sizes, make_candidates, sent, parts=MICROBATCHES
     )
-
-
-def _sent(candidates: list[JaxCandidate]) -> dict[str, Any]:
-    sent = {candidate.name: candidate.bytes_sent() for candidate in candidates}
-    return {"sent": sent, "least_sent": candidates[0].communication().lower_bound}
 
 
 def make_candidates(problem: Problem, shards: int) -> list[JaxCandidate]:

@@ -19,6 +19,8 @@ from typing import Any
 from benchmarks import age, markdown
 
 SHARDS = 8
+# Arrays of parameters, half of them matrices, and their columns, as the page says.
+_ARRAYS, _WIDTH = 500, 64
 BY_HAND = "by hand, "
 # What is built of each model, and the step by hand that it is measured against.
 OF_ARRAYS = dict.fromkeys(("replicated", "sharded"), f"{BY_HAND}replicated")
@@ -33,16 +35,16 @@ def main() -> None:
     """Builds every step in turn, and prints or writes tables of seconds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--leaves", type=int, default=500, help="arrays of parameters")
-    parser.add_argument("--width", type=int, default=64, help="columns of a matrix")
     parser.add_argument("--rounds", type=int, default=3, help="how often each step is built")
     parser.add_argument("--out", type=Path, help="write a page, such as docs/benchmarks/x.md")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.step:
         (model,) = options.models
-        print(json.dumps(_build(model, options.step, options.leaves, options.width)))
+        print(json.dumps(_build(model, options.step)))
         return
+    if options.out and len(options.models) < len(MODELS):
+        parser.error("a page has all models: leave --models out, or --out")
     tables = {}
     for model in options.models:
         steps = [*dict.fromkeys(MODELS[model].values()), *MODELS[model]]
@@ -51,12 +53,13 @@ def main() -> None:
             for name in steps:
                 what = f"{model}, round {number + 1} of {options.rounds}: {name}"
                 print(f"\r{what:<60}", end="", file=sys.stderr)
-                rows[name].append(_in_a_process(model, name, options))
+                rows[name].append(_in_a_process(model, name))
         print(file=sys.stderr)
         tables[model] = _table(rows, MODELS[model])
         print(tables[model])
     if options.out is not None:
-        age.write(options.out, _page(tables, options))
+        last = markdown.repeat(f"python -m benchmarks.compile_time --rounds {options.rounds}")
+        age.write(options.out, markdown.again("compile_time", [*tables.values()], last))
 
 
 def _table(rows: dict[str, list[dict[str, tuple[float, float]]]], against: dict[str, str]) -> str:
@@ -76,41 +79,7 @@ def _table(rows: dict[str, list[dict[str, tuple[float, float]]]], against: dict[
     return markdown.table(head, lines)
 
 
-def _page(tables: dict[str, str], options: argparse.Namespace) -> str:
-    titles = {
-        "arrays": f"{options.leaves} arrays",
-        "unrolled": "A transformer of 24 layers, written out",
-        "scan": "The same transformer with its layers in a `lax.scan`",
-    }
-    what = {
-        "arrays": f"Half of them {options.width} × {options.width} and half of {options.width} "
-        f"elements. A step of ours sends small arrays in buckets, for which XLA compiles kernels "
-        f"that copy arrays in and read them out; by hand each array is an operand of one "
-        f"all-reduce. `init` traces the update to find out whether its state keeps its structure, "
-        f"and for a sharded step a second time, on the slices of one shard, to find out whether it "
-        f"is elementwise.",
-        "unrolled": "1.3 billion parameters, with `jax.checkpoint` around each layer, from types "
-        "alone. Each step is measured against the one by hand of its kind: see "
-        "[GPU clusters](gpus.md). To prove that its loss is a mean over rows, a step traces it "
-        "with the rows of a shard, which it then differentiates, and with those of the batch; a "
-        "step with `loss_over='shard'` proves nothing.",
-        "scan": "",
-    }
-    paragraphs = [
-        "# Compile time",
-        f"Steps with AdamW on {SHARDS} virtual CPU devices. Seconds of processor time, and by the "
-        f"clock in brackets: medians of {options.rounds} rounds, in which each step is built in "
-        f"turn in an interpreter of its own. Ratios are of processor time, within a round.",
-    ]
-    for model, table in tables.items():
-        paragraphs += [f"## {titles[model]}", *([what[model]] * bool(what[model])), table]
-    paragraphs.append(markdown.repeat("python -m benchmarks.compile_time"))
-    return "\n\n".join(paragraphs) + "\n"
-
-
-def _in_a_process(model: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    sizes = ["--leaves", options.leaves, "--width", options.width]
-    arguments = ["--models", model, "--step", name, *sizes]
+def _in_a_process(model: str, name: str) -> dict[str, Any]:
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -119,7 +88,7 @@ def _in_a_process(model: str, name: str, options: argparse.Namespace) -> dict[st
         "NPROC": str(4 * SHARDS),
     }
     ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks.compile_time", *map(str, arguments)],
+        [sys.executable, "-m", "benchmarks.compile_time", "--models", model, "--step", name],
         env=environment,
         capture_output=True,
         text=True,
@@ -129,7 +98,7 @@ def _in_a_process(model: str, name: str, options: argparse.Namespace) -> dict[st
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def _build(model: str, name: str, leaves: int, width: int) -> dict[str, tuple[float, float]]:
+def _build(model: str, name: str) -> dict[str, tuple[float, float]]:
     """The seconds of each phase: processor time and wall time."""
     import jax
     import jax.numpy as jnp
@@ -144,7 +113,7 @@ def _build(model: str, name: str, leaves: int, width: int) -> dict[str, tuple[fl
         return result
 
     jax.block_until_ready(jax.jit(jnp.negative)(np.ones(3)))  # starts the devices
-    start, lower = (_of_arrays if model == "arrays" else _of_layers)(model, name, leaves, width)
+    start, lower = (_of_arrays if model == "arrays" else _of_layers)(model, name)
     started = timed("init", start)
     lowered = timed("lower", lambda: lower(started))
     timed("compile", lowered.compile)
@@ -155,7 +124,7 @@ def _build(model: str, name: str, leaves: int, width: int) -> dict[str, tuple[fl
 _Phases = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
-def _of_arrays(model: str, name: Any, leaves: int, width: int) -> _Phases:
+def _of_arrays(model: str, name: Any) -> _Phases:
     import jax.numpy as jnp
     import numpy as np
 
@@ -164,10 +133,10 @@ def _of_arrays(model: str, name: Any, leaves: int, width: int) -> _Phases:
 
     del model
     params = [
-        {"kernel": np.eye(width, dtype=np.float32), "bias": np.zeros(width, np.float32)}
-        for _ in range(leaves // 2)
+        {"kernel": np.eye(_WIDTH, dtype=np.float32), "bias": np.zeros(_WIDTH, np.float32)}
+        for _ in range(_ARRAYS // 2)
     ]
-    batch = np.ones((2 * SHARDS, width), np.float32)
+    batch = np.ones((2 * SHARDS, _WIDTH), np.float32)
 
     def loss_fn(params: Any, batch: Any) -> Any:
         for layer in params:
@@ -180,7 +149,7 @@ def _of_arrays(model: str, name: Any, leaves: int, width: int) -> _Phases:
     return make, lambda candidate: candidate.lower()
 
 
-def _of_layers(model: str, name: str, leaves: int, width: int) -> _Phases:
+def _of_layers(model: str, name: str) -> _Phases:
     import jax
 
     import crossshard
@@ -188,7 +157,6 @@ def _of_layers(model: str, name: str, leaves: int, width: int) -> _Phases:
     from benchmarks.problem import adamw
     from benchmarks.shapes import transformer
 
-    del leaves, width
     shapes = transformer(scan=model == "scan", checkpoint=True)
     mesh = jax.make_mesh((SHARDS,), (by_hand.AXIS,), (jax.sharding.AxisType.Auto,))
     batch = shapes.batch(SHARDS)

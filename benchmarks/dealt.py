@@ -18,7 +18,7 @@ from benchmarks.problem import Problem, adamw
 from benchmarks.progress import Screen
 from benchmarks.result import Result
 from benchmarks.shapes import transformer
-from benchmarks.step import NamedProblem, compared
+from benchmarks.step import NamedProblem, compared, sent
 
 _CLIP = optax.clip_by_global_norm(1.0)
 
@@ -63,11 +63,8 @@ def make_candidates(problem: Problem, shards: int) -> list[JaxCandidate]:
 
 
 def _facts(candidates: list[JaxCandidate]) -> dict[str, Any]:
-    return {
-        "sent": {each.name: each.bytes_sent() for each in candidates},
-        "least_sent": candidates[0].communication().lower_bound,
-        "compiling": {each.name: each.seconds_to_compile() for each in candidates},
-    }
+    compiling = {each.name: each.seconds_to_compile() for each in candidates}
+    return {**sent(candidates), "compiling": compiling}
 
 
 def make(*, scan: bool = True) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from benchmarks.problem import Problem
 from benchmarks.tables import three_digits
 from benchmarks.timing import Timing
 
+# As the page says.
 EVERY = 100
 WITHOUT, NEVER, ALWAYS = "without", "not compared", "compared at every step"
 QUARANTINE, TOGETHER = "quarantine", "quarantine, not compared"
@@ -65,7 +66,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write a page, such as docs/benchmarks/x.md")
     options = parser.parse_args()
     crossshard.cpu_devices(max(options.shards))
-    machine, rows, problem = this_machine(), [], None
+    machine, rows = this_machine(), []
     for shards in options.shards:
         problem = transformer(shards, **({"layers": 1, "width": 32} if options.quick else {}))
         for update, action in _KINDS:
@@ -80,30 +81,11 @@ def main() -> None:
     print(file=sys.stderr)
     table = markdown.table(_HEADS, rows, names=(1, 2))
     print(table)
-    if options.out is None:
-        return
-    assert problem is not None
-    paragraphs = (
-        "# Watching for faults",
-        f"What `check_divergence={EVERY}` and `nonfinite='quarantine'` cost: the step of the "
-        f"demo's transformer of {problem.parameters:,} parameters, with AdamW in float32.",
-        table,
-        f"Milliseconds of processor time of all devices, which are virtual and share the cores: "
-        f"other load changes these less than the time by the clock. Five steps take turns of a few "
-        f"steps each, of which the first is not timed: one without anything, one whose comparison "
-        f"is never due, one that compares before every step, one with quarantine, and one with "
-        f"quarantine whose comparison is never due. *Other steps cost* is the second less the "
-        f"first, *a comparison costs* the third less the second, and *quarantine costs* the fourth "
-        f"less the first, within a round: medians and quartiles of {options.rounds} rounds. "
-        f"*Together* is the fifth less the first and {EVERY}⁻¹ of a comparison, relative to the "
-        f"step without. A difference whose quartiles have both signs is smaller than the noise.",
-        markdown.measured_on(
-            machine,
-            f"python -m benchmarks.faults --shards {' '.join(map(str, options.shards))} --rounds "
-            f"{options.rounds}",
-        ),
-    )
-    age.write(options.out, "\n\n".join(paragraphs) + "\n")
+    if options.out is not None:
+        shards = " ".join(map(str, options.shards))
+        repeat = f"python -m benchmarks.faults --shards {shards} --rounds {options.rounds}"
+        last = markdown.measured_on(machine, repeat)
+        age.write(options.out, markdown.again("faults", [table], last))
 
 
 def make_candidates(

@@ -1,13 +1,17 @@
-"""Cells, tables and last lines of pages."""
+"""Cells, tables and last lines of pages, and the pages again with other ones."""
 
 import collections
 import datetime
 from collections.abc import Collection, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from benchmarks.machine import Machine
+
+# What a page says besides its numbers stands in the page alone.
+PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], names: Collection[int] = (0,)) -> str:
@@ -36,3 +40,20 @@ def measured_on(machine: "Machine", command: str) -> str:
     """The same, and on which machine."""
     cpu = f"{machine.cpu}, {machine.cores} cores; load {machine.load:g} before it began"
     return f"{cpu}; {repeat(command)}"
+
+
+def again(name: str, tables: Sequence[str], repeat: str) -> str:
+    """The page that there is, with what was measured now.
+
+    Args:
+      name: that of its file.
+      tables: its first tables, in order.
+      repeat: where it says how to repeat it.
+    """
+    parts = (PAGES / f"{name}.md").read_text(encoding="utf-8").split("\n\n")
+    places = [place for place, part in enumerate(parts) if part.startswith("| ")]
+    for place, table in zip(places[: len(tables)], tables, strict=True):
+        parts[place] = table
+    [last] = (place for place, part in enumerate(parts) if "To repeat: `" in part)
+    parts[last] = repeat if last + 1 < len(parts) else f"{repeat}\n"
+    return "\n\n".join(parts)

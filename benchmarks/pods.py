@@ -163,29 +163,13 @@ def main(out: Path = Path("docs/benchmarks/pods.md")) -> None:
         print(" | ".join(row), flush=True)
         found.append(row)
     hidden = list(hidden_rows())
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(PARAMS))
-    lines = [
-        "# TPU pods",
-        f"A training step with {parameters:,} float32 parameters, compiled for TPU slices on a "
-        f"machine without TPUs, and the bytes that each chip sends. The mesh has one axis over all "
-        f"chips; crossshard splits it into rings. The lower bound is 2(N−1)/N · P. These are bytes "
-        f"and not times: nothing here has run on a TPU.",
+    tables = [
         markdown.table(_HEADS, found, names=range(3)),
-        "Residual blocks of 2,048 × 8,192, in bfloat16 with float32 parameters, 4,096 rows for "
-        "each chip, AdamW; sharded parameters, and what is behind matrix products. The bound "
-        "counts gradients in 32 bits and parameters in 16, twice under `jax.checkpoint`; "
-        'GSPMD sums in 16 bits where it can. *Guards* are `nonfinite="quarantine"`, '
-        "`check_divergence=100` and the norms of gradient, update and parameters; what runs only "
-        "in few steps is among the collectives, and not in the bytes. "
-        "`python -m benchmarks.pods v6e:8x8` prints the rows of one slice.",
         markdown.table(_HEADS_OF_HIDDEN, hidden, names=range(4)),
-        markdown.repeat("make bench-pods", "libtpu"),
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
-    # What was tried by hand stands below the table, and stays.
-    before = out.read_text(encoding="utf-8") if out.exists() else ""
-    _, heading, tried = before.partition("\n\n## ")
-    age.write(out, "\n\n".join(lines) + (heading + tried or "\n"))
+    # What was tried by hand stands below, and stays.
+    age.write(out, markdown.again("pods", tables, markdown.repeat("make bench-pods", "libtpu")))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import crossshard
 from benchmarks import age, markdown
 from benchmarks.machine import this_machine
 
+# As the page says.
 _LOADER, _STEP = 0.020, 0.050
 _HEADS = ("loop", "ms a step", "least", "most", "threads left")
 
@@ -35,20 +36,10 @@ def main() -> None:
     machine = this_machine()
     table = markdown.table(_HEADS, measured(options.steps), names=(0,))
     print(table)
-    if options.out is None:
-        return
-    paragraphs = (
-        "# Prefetch",
-        f"How long a step takes in a loop whose loader takes {1000 * _LOADER:.0f} ms for a batch, "
-        f"and whose step takes {1000 * _STEP:.0f}.",
-        table,
-        f"Medians of {options.steps} steps on eight virtual devices, from batch to batch. A real "
-        f"step of a small model is waited for, and the loop sleeps until the time of a step is "
-        f"over, so that only the loader is compared. How it is used is in "
-        f"[its guide](../guide/data.md).",
-        markdown.measured_on(machine, f"python -m benchmarks.prefetch --steps {options.steps}"),
-    )
-    age.write(options.out, "\n\n".join(paragraphs) + "\n")
+    if options.out is not None:
+        repeat = f"python -m benchmarks.prefetch --steps {options.steps}"
+        last = markdown.measured_on(machine, repeat)
+        age.write(options.out, markdown.again("prefetch", [table], last))
 
 
 def measured(steps: int) -> list[list[str]]:

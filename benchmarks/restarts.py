@@ -127,25 +127,11 @@ def main() -> None:
     head = ("run with", *PARTS, "in all", "95%", "steps done again")
     table = markdown.table(head, rows)
     print(table)
-    if options.out is None:
-        return
-    picture = options.out.with_suffix(".svg")
-    picture.write_text(drawn(medians), encoding="utf-8")
-    paragraphs = (
-        "# When a process dies",
-        f"Seconds from the death of one of {PROCESSES} processes to the next step of the run that "
-        f"takes its place, at the median of {options.kills} deaths, and what each part of it "
-        f"takes.",
-        f"![The parts of a restart, one below the other for each kind of run.]({picture.name})",
-        table,
-        f"`examples.byte_lm` in {PROCESSES} processes with a CPU device each, under `crossshard "
-        f"launch --restarts`; a random process is killed by SIGKILL at a random moment. A "
-        f"checkpoint is written every 50 steps, a snapshot every {EVERY}. The launcher keeps "
-        f"compiled programs in all of them. What the flags mean is in "
-        f"[the guide](../guide/processes.md).",
-        markdown.measured_on(machine, f"python -m benchmarks.restarts --kills {options.kills}"),
-    )
-    age.write(options.out, "\n\n".join(paragraphs) + "\n")
+    if options.out is not None:
+        options.out.with_suffix(".svg").write_text(drawn(medians), encoding="utf-8")
+        repeat = f"python -m benchmarks.restarts --kills {options.kills}"
+        last = markdown.measured_on(machine, repeat)
+        age.write(options.out, markdown.again("restarts", [table], last))
 
 
 def measured(

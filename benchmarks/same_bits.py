@@ -1,7 +1,6 @@
 """Benchmark of virtual shards: the same bits at any number of shards, against the plain step."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from benchmarks import dealt
 from benchmarks.jax_baselines import JaxCandidate, ours
@@ -9,7 +8,7 @@ from benchmarks.options import BenchOptions
 from benchmarks.problem import Problem
 from benchmarks.progress import Screen
 from benchmarks.result import Result
-from benchmarks.step import compared, problems
+from benchmarks.step import compared, problems, sent
 
 VIRTUAL = 8
 
@@ -25,12 +24,7 @@ def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> 
     of_matrices = dict(dealt.problems(options.quick))
     sizes += [(name, of_matrices[name]) for name in _NOT_ELEMENTWISE]
     # Rows for every virtual shard.
-    return compared("same_bits", options, screen, sizes, make_candidates, _sent, parts=VIRTUAL)
-
-
-def _sent(candidates: list[JaxCandidate]) -> dict[str, Any]:
-    sent = {candidate.name: candidate.bytes_sent() for candidate in candidates}
-    return {"sent": sent, "least_sent": candidates[0].communication().lower_bound}
+    return compared("same_bits", options, screen, sizes, make_candidates, sent, parts=VIRTUAL)
 
 
 def make_candidates(problem: Problem, shards: int) -> list[JaxCandidate]:

@@ -37,7 +37,7 @@ _HEADS = (
     "written after, ms",
     "Orbax's, ms",
 )
-# Steps from one snapshot to the next.
+# Steps from one snapshot to the next, as the page says.
 _EVERY = 10
 _MEMORY_HEADS = (
     "shards",
@@ -73,26 +73,10 @@ def main() -> None:
     table = markdown.table(_HEADS, rows, names=(1,))
     in_memory_table = markdown.table(_MEMORY_HEADS, of_memory, names=(1,))
     print(table, in_memory_table, sep="\n\n")
-    if options.out is None:
-        return
-    paragraphs = (
-        "# Saves",
-        "How long a save keeps a loop waiting: a model of 17 matrices with Adam.",
-        table,
-        f"Medians of {options.rounds} saves, and the longest stall; the first save of each, which "
-        f"imports and compiles, is not counted. A save of `crossshard.Checkpoints` and one of "
-        f"Orbax's `AsyncCheckpointer` take turns; after each comes a step, and once all is written "
-        f"*another step*. The step after a save finds the memory of its state in use, and takes "
-        f"new. Ours also hashes every array, before the next step.",
-        "## Snapshots in memory",
-        f"`Checkpoints(..., memory=...)` against Orbax's `AsyncCheckpointer` that writes to memory "
-        f"too, once in {_EVERY} steps of a batch that keeps both cores busy for seconds: runs of "
-        f"{_EVERY} steps take turns, with a snapshot after the first, with one of Orbax's, and "
-        f"without any. Each ends when all is written.",
-        in_memory_table,
-        markdown.measured_on(machine, f"python -m benchmarks.saves --rounds {options.rounds}"),
-    )
-    age.write(options.out, "\n\n".join(paragraphs) + "\n")
+    if options.out is not None:
+        repeat = f"python -m benchmarks.saves --rounds {options.rounds}"
+        last = markdown.measured_on(machine, repeat)
+        age.write(options.out, markdown.again("saves", [table, in_memory_table], last))
 
 
 def measured(shards: int, update: str, width: int, rounds: int) -> list[str]:

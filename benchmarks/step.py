@@ -91,6 +91,12 @@ def problems(quick: bool, sizes: Sequence[int]) -> Iterator[NamedProblem]:
         yield "MLP", functools.partial(mlp, size)
 
 
+def sent(candidates: Candidates) -> dict[str, Any]:
+    """What each candidate sends in a step, and the least that the first one must."""
+    of_each = {candidate.name: candidate.bytes_sent() for candidate in candidates}
+    return {"sent": of_each, "least_sent": candidates[0].communication().lower_bound}
+
+
 def _needed_bytes(parameters: int, shards: int) -> int:
     """Parameters and moments of four candidates, gradients and updates of the one that runs."""
     replicated, sharded = 3 * shards, shards + 2

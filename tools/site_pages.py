@@ -23,7 +23,7 @@ _PAGES = {
 }
 _VERSIONED = ROOT / "src" / "crossshard" / "__init__.py"
 _log = logging.getLogger("mkdocs.site_pages")
-_KINDS = {".py": "python", ".toml": "toml"}
+_KINDS = {".py": "python", ".toml": "toml", ".patch": "diff"}
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]+)?\))")
 # Links in bold between dots, which the front page shows as buttons.
 _BUTTON = re.compile(r"\*\*(\[[^]]+\]\([^)]+\))\*\*(?: · )?")

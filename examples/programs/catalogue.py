@@ -1,15 +1,20 @@
-"""The programs: what each is, what was changed in it, and what the first try said."""
+"""The programs: what each is, what was changed in it, and what the first try said.
+
+A program stands here as it trains on eight shards; the patch beside it says what was changed, as
+``diff -U1`` writes it. Where a change of the program is one of its lines, it is written anew.
+"""
 
 import ast
 import dataclasses
-import difflib
-import importlib
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
+
+from examples._patch import patched
 
 HERE = Path(__file__).parent
 
@@ -80,23 +85,30 @@ class Program:
 
     name: str
 
-    def path(self, kind: str) -> Path:
-        """Where its text is: that of ``"before"`` or of ``"after"``."""
-        return HERE / kind / f"{self.name}.py"
+    @property
+    def path(self) -> Path:
+        """Where it is, as it trains on eight shards."""
+        return HERE / f"{self.name}.py"
 
     def text(self, kind: str) -> str:
         """Its text, ``"before"`` or ``"after"``."""
-        return self.path(kind).read_text(encoding="utf-8")
+        after = self.path.read_text(encoding="utf-8")
+        return patched(after, self.diff(), back=True) if kind == "before" else after
+
+    def module(self, text: str) -> ModuleType:
+        """The program with this text, which may be another than the file's."""
+        module = ModuleType(self.name)
+        exec(compile(text, str(self.path), "exec"), vars(module))
+        return module
 
     def run(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         """Train, and return what is trained, as numpy arrays."""
-        module = importlib.import_module(f"examples.programs.{kind}.{self.name}")
-        return jax.device_get(module.main(*args, **kwargs))
+        return jax.device_get(self.module(self.text(kind)).main(*args, **kwargs))
 
     @property
     def what(self) -> str:
-        """What it trains: the first line of the file, which both have."""
-        return (ast.get_docstring(ast.parse(self.text("before"))) or "").removesuffix(".")
+        """What it trains: the first line of the file."""
+        return (ast.get_docstring(ast.parse(self.text("after"))) or "").removesuffix(".")
 
     @property
     def library(self) -> str:
@@ -128,10 +140,8 @@ class Program:
         return text
 
     def diff(self) -> str:
-        """What was changed, as ``diff -U1`` shows it."""
-        before, after = (self.text(kind).splitlines() for kind in ("before", "after"))
-        lines = list(difflib.unified_diff(before, after, n=1, lineterm=""))[2:]
-        return "".join(f"{line.rstrip()}\n" for line in lines)
+        """What was changed, as ``diff -U1`` shows it: its patch, without the names of files."""
+        return "".join(self.path.with_suffix(".patch").read_text("utf-8").splitlines(True)[2:])
 
     @property
     def changed(self) -> int:
@@ -139,7 +149,7 @@ class Program:
         return sum(line.startswith("+") for line in self.diff().splitlines())
 
 
-PROGRAMS = tuple(Program(path.stem) for path in sorted((HERE / "before").glob("[a-z]*.py")))
+PROGRAMS = tuple(Program(path.stem) for path in sorted(HERE.glob("*.patch")))
 
 
 def table(folder: str) -> str:
@@ -149,12 +159,13 @@ def table(folder: str) -> str:
         "|---|---|---|---|---|",
     ]
     for each in PROGRAMS:
-        links = " ".join(f"[{k}]({folder}/{k}/{each.name}.py)" for k in ("before", "after"))
+        program, changes = (f"{folder}/{each.name}{ending}" for ending in (".py", ".patch"))
         refused = each.refused
         said = "right"
         if refused is not None:
             said = f"“{refused.said} …”: write `{refused.written}`"
-        row = f"{each.what} ({links})", each.library, each.way, each.changed, said
+        what = f"[{each.what}]({program}) ([changes]({changes}))"
+        row = what, each.library, each.way, each.changed, said
         lines.append(f"| {' | '.join(map(str, row))} |")
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,6 @@
 """Runs the programs of PyTorch and TensorFlow, and records what they print.
 
-``make bench-peers`` builds their environments; then ``python examples/ways_in/record.py`` writes
+``make bench-peers`` builds their environments; then ``python -m examples.ways_in.record`` writes
 ``docs/ways-in/recorded.json``, which tests compare with crossshard's programs.
 """
 
@@ -8,10 +8,13 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from examples._patch import patched
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 RECORDED = ROOT / "docs" / "ways-in" / "recorded.json"
 FOUR_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 ENVIRONMENTS = {
@@ -25,19 +28,31 @@ def interpreter(name: str) -> Path:
     return ROOT / ".venvs" / f"peer-{ENVIRONMENTS[name]}" / "bin" / "python"
 
 
+def text(name: str) -> str:
+    """The program, which may be that of DDP with a patch."""
+    patch = HERE / f"{name}.patch"
+    if not patch.exists():
+        return (HERE / f"{name}.py").read_text()
+    return patched(text("torch_ddp"), patch.read_text())
+
+
 def run(name: str) -> dict[str, Any]:
     """What the program prints."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     arguments = FOUR_RANKS if ENVIRONMENTS[name] == "torch" else ()
-    ran = subprocess.run(
-        [interpreter(name), *arguments, Path(__file__).parent / f"{name}.py"],
-        # Nothing listens to the outside.
-        env={**os.environ, "GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        # A rank of gloo that has done its work sometimes aborts as it ends.
-        check=False,
-    )
+    # Nothing listens to the outside, and programs find those that they import.
+    own = {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, f"{name}.py")
+        program.write_text(text(name))
+        ran = subprocess.run(
+            [interpreter(name), *arguments, program],
+            env={**os.environ, **own},
+            stdout=subprocess.PIPE,
+            text=True,
+            # A rank of gloo that has done its work sometimes aborts as it ends.
+            check=False,
+        )
     return json.loads(ran.stdout)
 
 

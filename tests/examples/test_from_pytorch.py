@@ -19,7 +19,6 @@ from tests.quick import deep_but
 from tests.test_docs import ROOT, blocks
 
 PAGE = ROOT / "docs" / "ways-in" / "from-pytorch.md"
-FOLDER = ROOT / "examples" / "ways_in"
 RECORDED = json.loads(record.RECORDED.read_text())
 DIFFERENCES = RECORDED["torch_differences"]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -69,7 +68,7 @@ def test_pytorch_prints_what_was_recorded(name: str):
 
 
 def test_the_page_shows_the_programs():
-    texts = {name: (FOLDER / f"{name}.py").read_text() for name in [*OPTIONS, "ddp_port"]}
+    texts = {name: record.text(name) for name in [*OPTIONS, "ddp_port"]}
     assert blocks(PAGE, "py")[0].lstrip("\n") == texts["torch_ddp"]
     assert blocks(PAGE, "python")[0].lstrip("\n") == texts["ddp_port"]
     shown = [block.lstrip("\n") for block in blocks(PAGE, "diff")]

@@ -1,15 +1,15 @@
 """Programs as people have them, moved over in ten lines: each trains as it does on one device."""
 
 import re
-from types import ModuleType
 from typing import Any
 
 import optax
 import pytest
 
 from crossshard.errors import CrossshardError, DoubleReductionError
+from examples._patch import patched
 from examples.programs import __main__ as command
-from examples.programs.catalogue import PROGRAMS, Program, difference, table
+from examples.programs.catalogue import PROGRAMS, difference, table
 from tests.quick import deep_but
 from tests.test_docs import ROOT, blocks
 
@@ -21,13 +21,6 @@ IN_SHARD_MAP = [name for name, each in NAMED.items() if "shard_map" in each.way]
 REFUSED = [name for name, each in NAMED.items() if each.refused]
 
 TOLERANCE = 1e-6
-
-
-def module_of(program: Program, text: str) -> ModuleType:
-    """A program with this text."""
-    module = ModuleType(program.name)
-    exec(compile(text, str(program.path("after")), "exec"), vars(module))
-    return module
 
 
 def sgd(rate: float = 0.01) -> Any:
@@ -47,7 +40,7 @@ def test_the_first_try_is_refused_with_the_words_to_write(name: str):
     assert refused is not None
     assert text != program.text("after")
     with pytest.raises(CrossshardError) as error:
-        module_of(program, text).main()
+        program.module(text).main()
     assert refused.said in str(error.value)
     assert refused.named in str(error.value)
 
@@ -58,7 +51,7 @@ def test_gradients_that_jax_has_summed_are_refused(name: str):
     text = re.sub(r"crossshard\.(value_and_)?grad\b", r"jax.\1grad", program.text("after"))
     assert text != program.text("after")
     with pytest.raises(DoubleReductionError, match=r"crossshard\.value_and_grad"):
-        module_of(program, text).main()
+        program.module(text).main()
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -75,9 +68,16 @@ def test_there_are_all_kinds():
     assert {each.library for each in PROGRAMS} == libraries
     assert len({each.way for each in PROGRAMS}) == 4
     assert len({each.what for each in PROGRAMS}) == len(PROGRAMS)
-    for kind in ("before", "after"):
-        files = {path.stem for path in PROGRAMS[0].path(kind).parent.glob("[a-z]*.py")}
-        assert files == set(NAMED)
+    files = {path.stem for path in PROGRAMS[0].path.parent.glob("[a-z]*.py")}
+    assert files == {*NAMED, "catalogue"}
+
+
+def test_changes_that_are_not_in_the_program_are_refused():
+    program = NAMED["ppo"]
+    text = program.text("after")
+    assert patched(program.text("before"), program.diff()) == text
+    with pytest.raises(ValueError, match="line 59 is not as the patch says"):
+        patched(text.replace("step.init(params)", "step.init(agent)"), program.diff(), back=True)
 
 
 def test_the_page_lists_them_and_shows_what_was_changed():
