@@ -151,22 +151,6 @@ def per_shard(value: Any) -> Any:
     return jax.tree.map(PerShardArray, value)
 
 
-def set_shared(variable: AnyVariable, value: npt.ArrayLike) -> None:
-    """Write one value for all shards to a variable, even if it differed between them.
-
-    Raises:
-      VariableError: not a variable, or the value is not an array.
-
-    >>> from flax import nnx
-    >>> variable = nnx.Param(0.0)
-    >>> set_shared(variable, 1.0)
-    >>> variable.get_value()
-    Array(1., dtype=float32, weak_type=True)
-    """
-    value = _check_value(variable, value)
-    variable.set_value(value)
-
-
 def set_per_shard(variable: AnyVariable, values: npt.ArrayLike) -> None:
     """Write per-shard values ``[shards, …]`` to a variable, for example from a checkpoint.
 
@@ -180,11 +164,12 @@ def set_per_shard(variable: AnyVariable, values: npt.ArrayLike) -> None:
     >>> is_per_shard(variable)
     True
     """
-    values = _check_value(variable, values)
+    name = f"The per-shard values of {describe_variable(_check_variable(variable))}"
+    values = _check.as_array(name, values.array if isinstance(values, PerShardArray) else values)
     if values.ndim == 0:
         raise VariableError(
-            f"The per-shard values of {describe_variable(variable)} must have shape [shards, …]; "
-            f"got a scalar. Write it with crossshard.nnx.set_shared."
+            f"{name} must have shape [shards, …]; got a scalar. For one value on all shards write "
+            f"variable.set_value(value)."
         )
     if get_shard_context() is not None and not _jax.at_top_level():
         raise VariableError(
@@ -248,8 +233,7 @@ def by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
         own = getattr(x.sharding, "mesh", None)
         if own is None or not _mesh.has_explicit_axes(own):
             return function(x)
-        with _mesh.in_place_of_the_users_mesh(_mesh.with_automatic_axes(own)):
-            return _mesh.on_mesh(function(_mesh.on_mesh(x, None)), own)
+        return _mesh.OnAutomaticAxes(function, own)(x)
 
     return jax.tree.map(one, values)
 
@@ -263,9 +247,3 @@ def _check_variable(variable: Any) -> AnyVariable:
     if not isinstance(variable, nnx.Variable):
         raise VariableError(f"Expected an nnx variable; got {type(variable).__name__}.")
     return variable
-
-
-def _check_value(variable: Any, value: Any) -> jax.Array:
-    _check_variable(variable)
-    value = value.array if isinstance(value, PerShardArray) else value
-    return _check.as_array(f"The value of {describe_variable(variable)}", value)

@@ -204,7 +204,7 @@ def _has_arrays(variable: Any, shards: int | None) -> bool:
         raise VariableError(
             f"{describe_variable(variable)} differs between {number} shards, and this step runs on "
             f"{shards}. Use crossshard.merge_shards(model), or write one value for all shards with "
-            f"crossshard.nnx.set_shared(variable, value)."
+            f"variable.set_value(value)."
         )
     return all(map(is_numeric, jax.tree.leaves(value)))
 

@@ -25,7 +25,6 @@ from crossshard.nnx.per_shard import (
     is_per_shard_array,
     per_shard,
     set_per_shard,
-    set_shared,
     stacked,
 )
 
@@ -436,11 +435,13 @@ class SlotStore:
                     f"[shards, …] of that if the parameters differ between shards; got "
                     f"{value.shape}. Restore them first, with crossshard.nnx.set_per_shard."
                 )
-            write = set_shared if value.shape == shape else set_per_shard
-            writes.append((write, variable, value.astype(variable.get_raw_value().dtype)))
+            writes.append((variable, value.astype(variable.get_raw_value().dtype), shape))
         # Written only now, after every leaf was checked.
-        for write, variable, value in writes:
-            write(variable, value)
+        for variable, value, shape in writes:
+            if value.shape == shape:
+                variable.set_value(value)
+            else:
+                set_per_shard(variable, value)
 
 
 class Computed:
