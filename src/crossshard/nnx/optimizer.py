@@ -39,7 +39,6 @@ from crossshard.nnx.program import (
     same_arrays,
 )
 from crossshard.nnx.slots import (
-    Computed,
     HasSlots,
     SlotStore,
     as_params,
@@ -167,7 +166,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         self._transformation = transformation
         self._made_in = made_in
         self.slots = slots
-        self.computed = Computed()
+        self.forget()
         return self
 
     def __init_subclass__(cls) -> NoReturn:
@@ -367,7 +366,11 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             seed = jnp.asarray(_check.scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
             _check.finite("grad_loss", grad_loss)
             gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
-        self.computed.add(found, shards.number, value, empty)
+        computed = self.computed
+        computed.names.update(found)
+        computed.shards.update(dict.fromkeys(found, (shards.number, False)))
+        computed.value = value
+        computed.weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
         of_each = enumerate(zip(gradients, variables, strict=True))
         return [(g if place in reached else None, v) for place, (g, v) in of_each]
 
@@ -534,7 +537,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         A float[], not divided by the number of shards. To call the loss once more would also
         update batch statistics and draw random numbers once more.
         """
-        return self.computed.value if self.computed.names else None
+        return self.computed.value
 
     @property
     def state(self) -> CrossShardState | None:

@@ -145,7 +145,7 @@ class Given:
             _thread.bound = None
             # These gradients belong to the trace.
             for optimizer in self.optimizers:
-                optimizer.computed.clear()
+                optimizer.forget()
 
 
 def _flatten(values: list[Any]) -> tuple[list[Any], list[Any], Any]:

@@ -66,15 +66,12 @@ class InputAxes(NamedTuple):
                 f"input_shard_axes={_check.shown(input_shard_axes)} and "
                 f"batch_axis={_check.shown(batch_axis)} say the same. Pass batch_axis alone."
             )
-        name = "input_shard_axes"
-        if not isinstance(input_shard_axes, list | tuple) or not all(
-            axis is None or type(axis) is int
-            for axis in jax.tree.leaves(list(input_shard_axes), is_leaf=lambda x: x is None)
-        ):
+        if not isinstance(input_shard_axes, list | tuple):
             raise ArgumentTypeError(
-                f"{name} must be a list of ints, or of pytrees of them, one for each input; got "
-                f"{_check.shown(input_shard_axes)}."
+                f"input_shard_axes must be a list of ints, or of pytrees of them, one for each "
+                f"input; got {_check.shown(input_shard_axes)}."
             )
+        name = "input_shard_axes"
         return cls(tuple(axes_of(entry, name) for entry in input_shard_axes), name)
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchAxes]:
