@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -219,23 +220,9 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
                 f"{describe_variable(variable)} differs between {number} shards, and a mean of "
                 f"weights is a different model. Choose a shard: merge_shards(model, shard=0)."
             )
-        variable.set_raw_value(by_row(one_for_all if shard is None else lambda x: x[shard], values))
+        row = one_for_all if shard is None else operator.itemgetter(shard)
+        variable.set_raw_value(jax.tree.map(functools.partial(_mesh.of_rows, row), values))
     return merged
-
-
-def by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
-    """Apply a function to arrays ``[shards, …]``, with automatic mesh axes while it runs.
-
-    JAX cannot type one row of such an array on explicit axes.
-    """
-
-    def one(x: jax.Array) -> jax.Array:
-        own = getattr(x.sharding, "mesh", None)
-        if own is None or not _mesh.has_explicit_axes(own):
-            return function(x)
-        return _mesh.OnAutomaticAxes(function, own)(x)
-
-    return jax.tree.map(one, values)
 
 
 def _all_equal(values: Any) -> bool:

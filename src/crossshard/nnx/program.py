@@ -216,12 +216,16 @@ def _type_of(value: Any) -> Any:
     return tree, tuple((jnp.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
 
 
-def same_arrays(a: Any, b: Any) -> bool:
-    """Return whether two values consist of identical array objects."""
-    return a is b or (
-        jax.tree.structure(a) == jax.tree.structure(b)
-        and all(map(operator.is_, jax.tree.leaves(a), jax.tree.leaves(b)))
-    )
+def written(before: Sequence[Any], after: Sequence[Any]) -> list[list[Any]]:
+    """Return for each value a list of its new value, or an empty one if its arrays are the same."""
+
+    def is_same(a: Any, b: Any) -> bool:
+        leaves, others = jax.tree.leaves(a), jax.tree.leaves(b)
+        same = jax.tree.structure(a) == jax.tree.structure(b)
+        return same and all(map(operator.is_, leaves, others))
+
+    pairs = zip(before, after, strict=True)
+    return [[] if a is b or is_same(a, b) else [b] for a, b in pairs]
 
 
 def bound() -> Given | None:
@@ -399,8 +403,8 @@ class Program:
             outputs, after = self._compiled(values, call.leaves)
         finally:
             self._call = None
-        for variable, placement, written in zip(variables, self._leaving, after, strict=True):
-            for value in written:
+        for variable, placement, new in zip(variables, self._leaving, after, strict=True):
+            for value in new:
                 variable.set_raw_value(per_shard(value) if placement.per_shard else value)
         return self._tree.unflatten(outputs)
 
@@ -484,8 +488,7 @@ class Program:
             given.check_nothing_new()
         self._tree = jax.tree.structure(outputs)
         arrays, self._specs_of_outputs, self._from_all = self._outputs.lay_out(outputs, self._names)
-        pairs = zip(after, before, strict=True)
-        return arrays, [[] if same_arrays(a, b) else [a] for a, b in pairs]
+        return arrays, written(before, after)
 
     def _run(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
         """Run the step on all shards; return its outputs, and what it writes to each variable."""

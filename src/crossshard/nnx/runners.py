@@ -21,7 +21,6 @@ from crossshard._check import is_number
 from crossshard.distributed.agreement import processes_of
 from crossshard.distributed.watch import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
-from crossshard.nnx.per_shard import by_row
 from crossshard.nnx.program import (
     Call,
     Given,
@@ -449,7 +448,8 @@ def replicate(
     stacked = [_stack(place, values, rows) for place, values in enumerate(zip(*lists, strict=True))]
     run = _runner(_OnOneRow(_check_callable(computation)), where, InputAxes(), Outputs())
     joined = jax.tree.map(on_every_device, run(*stacked))
-    return [by_row(operator.itemgetter(replica), joined) for replica in range(len(lists))]
+    row = lambda replica: functools.partial(_mesh.of_rows, operator.itemgetter(replica))
+    return [jax.tree.map(row(replica), joined) for replica in range(len(lists))]
 
 
 @dataclasses.dataclass(frozen=True)
