@@ -122,15 +122,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         **options: Unpack[Options],
     ) -> Self:
         check_names(CrossShardOptimizer, options, Options)
+        given = {"preprocess": preprocess, **options}
         transformation = Transformation.checked(
-            opt,
-            reduction,
-            name,
-            group_assignment,
-            axis_name,
-            incoming,
-            weight_update,
-            {"preprocess": preprocess, **options},
+            opt, reduction, name, group_assignment, axis_name, incoming, weight_update, given
         )
         made_in = None
         if "flax" in sys.modules:  # Flax must know this class as a node before it sees an instance

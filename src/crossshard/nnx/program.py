@@ -220,12 +220,10 @@ def written(before: Sequence[Any], after: Sequence[Any]) -> list[list[Any]]:
     """Return for each value a list of its new value, or an empty one if its arrays are the same."""
 
     def is_same(a: Any, b: Any) -> bool:
-        leaves, others = jax.tree.leaves(a), jax.tree.leaves(b)
-        same = jax.tree.structure(a) == jax.tree.structure(b)
-        return same and all(map(operator.is_, leaves, others))
+        (ours, tree), (others, other_tree) = jax.tree.flatten(a), jax.tree.flatten(b)
+        return tree == other_tree and all(map(operator.is_, ours, others))
 
-    pairs = zip(before, after, strict=True)
-    return [[] if a is b or is_same(a, b) else [b] for a, b in pairs]
+    return [[] if is_same(a, b) else [b] for a, b in zip(before, after, strict=True)]
 
 
 def bound() -> Given | None:
@@ -311,8 +309,8 @@ class Outputs:
 
     def lay_out(
         self, out: Any, names: tuple[str, ...]
-    ) -> tuple[list[jax.Array], list[PartitionSpec], list[bool]]:
-        """Return the arrays of one shard's outputs, their specs, and which of them are joined."""
+    ) -> list[tuple[jax.Array, PartitionSpec, bool]]:
+        """Return, for each array of one shard's outputs: it, its spec, and whether it is joined."""
         several = isinstance(out, list | tuple) and not hasattr(out, "_fields")
         tops = list(out) if several else [out]
         flags = self.from_all * len(tops) if len(self.from_all) == 1 else self.from_all
@@ -322,9 +320,7 @@ class Outputs:
                 raise ArgumentError(
                     f"{name} has {len(given)} entries for {len(tops)} outputs; pass one per output."
                 )
-        arrays: list[jax.Array] = []
-        specs: list[PartitionSpec] = []
-        joined: list[bool] = []
+        found = []
         for top, from_all, axis in zip(tops, flags, axes, strict=True):
             for x in jax.tree.leaves(top):
                 is_stacked = not from_all or x.ndim == 0
@@ -332,10 +328,9 @@ class Outputs:
                     raise ArgumentError(
                         f"output_shard_axes names axis {axis} of an output of shape {x.shape}."
                     )
-                arrays.append(x[None] if is_stacked else x)
-                specs.append(spec_along(0 if is_stacked else axis % x.ndim, names))
-                joined.append(from_all)
-        return arrays, specs, joined
+                spec = spec_along(0 if is_stacked else axis % x.ndim, names)
+                found.append((x[None] if is_stacked else x, spec, from_all))
+        return found
 
 
 def as_output(value: Any) -> Any:
@@ -487,8 +482,9 @@ class Program:
                 after = [variable.get_raw_value() for variable in variables]
             given.check_nothing_new()
         self._tree = jax.tree.structure(outputs)
-        arrays, self._specs_of_outputs, self._from_all = self._outputs.lay_out(outputs, self._names)
-        return arrays, written(before, after)
+        laid_out = self._outputs.lay_out(outputs, self._names)
+        self._joins = [(spec, from_all) for _, spec, from_all in laid_out]
+        return [x for x, _, _ in laid_out], written(before, after)
 
     def _run(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
         """Run the step on all shards; return its outputs, and what it writes to each variable."""
@@ -498,19 +494,19 @@ class Program:
             pairs = zip(self._leaving, after, strict=True)
             return outputs, [jax.tree.map(placement.stored, value) for placement, value in pairs]
 
+        of_outputs = [spec for spec, _ in self._joins]
         of_variables = [placement.spec(self._names) for placement in self._leaving]
-        run = self._over_mesh(self._call, stored, (self._specs_of_outputs, of_variables))
+        run = self._over_mesh(self._call, stored, (of_outputs, of_variables))
         outputs, after = run(values, leaves)
         whole = NamedSharding(self._mesh, PartitionSpec())
         # Every process has to be able to read the first shard's output.
         readable = lambda x: lax.with_sharding_constraint(x, whole) if self._has_processes else x
-        pairs = zip(outputs, self._from_all, strict=True)
-        return [x if from_all else readable(x[0]) for x, from_all in pairs], after
+        pairs = zip(outputs, self._joins, strict=True)
+        return [x if from_all else readable(x[0]) for x, (_, from_all) in pairs], after
 
     def _specs(self, found: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         """Return the specs of what ``_run`` returns."""
-        pairs = zip(self._specs_of_outputs, self._from_all, strict=True)
-        of_outputs = [spec if from_all else PartitionSpec() for spec, from_all in pairs]
+        of_outputs = [spec if from_all else PartitionSpec() for spec, from_all in self._joins]
         spread = lambda own, value: jax.tree.map(lambda _: own.spec(self._names), value)
         return of_outputs, list(map(spread, self._leaving, found[1]))
 

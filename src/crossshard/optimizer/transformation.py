@@ -123,8 +123,7 @@ class Transformation:
 
     def reads(self, name: str, extra_args: Mapping[str, Any], params: Any) -> bool:
         """Return whether an optimizer reads one of these extra arguments."""
-        run = self.transformations
-        return any(_may_read(each, params, name, extra_args) for each in run)
+        return any(_may_read(each, params, name, extra_args) for each in self.transformations)
 
     def check_read(self, extra_args: Mapping[str, Any], params: Any) -> None:
         """Raise ArgumentTypeError if an extra argument of ``apply_gradients`` is not read."""
