@@ -329,7 +329,7 @@ RUNNERS = [
     bad("rewrite without a list", lambda world: rewrite(lambda x: x, 3.0), *TYPE,
         "inputs must be a list", "float"),
     bad("per-shard variables on another number of shards", differing_on_two_used_on_four,
-        *VARIABLE, "Param float32[2,3]", "between 2 shards", "runs on 4", "set_shared"),
+        *VARIABLE, "Param float32[2,3]", "between 2 shards", "runs on 4", "set_value"),
 ]
 
 COMPUTE = [

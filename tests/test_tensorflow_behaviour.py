@@ -191,7 +191,7 @@ def test_gradients_of_unknown_origin_are_refused_under_mean():
         def step(w: nnx.Param, opt: CrossShardOptimizer, x: jax.Array) -> None:
             opt.apply_gradients([(x[0], w)], incoming=incoming)
 
-        crossshard.nnx.set_shared(w, jnp.zeros(()))
+        w.set_value(jnp.zeros(()))
         crossshard.shard(num_shards=4)(step)(w, opt, np.arange(4.0, dtype=np.float32))
         return w.get_value()
 

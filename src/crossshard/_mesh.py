@@ -85,6 +85,15 @@ class OnAutomaticAxes:
         return self._run(self._compiled.trace, args)
 
 
+def of_rows(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Apply a function to an array ``[shards, …]``, of which JAX types no row on explicit axes."""
+    own = getattr(x.sharding, "mesh", None)
+    if own is None or not has_explicit_axes(own):
+        return function(x)
+    found: jax.Array = OnAutomaticAxes(function, own)(x)
+    return found
+
+
 def under_automatic_axes(
     function: Callable[..., Any], mesh: Mesh, specs: Callable[..., Any]
 ) -> Callable[..., Any]:

@@ -569,7 +569,7 @@ def test_in_a_step_a_variable_is_one_shards_own():
     def step(w: Any, opt: Any, x: Any) -> None:
         opt.minimize(lambda: (w[...] * x[0, :3]).sum(), var_list=[w])
         opt.state = opt.state
-        crossshard.nnx.set_shared(w, w[...] + 1)
+        w.set_value(w[...] + 1)
 
     for _ in range(2):
         step(w, opt, X[:2])

@@ -81,3 +81,12 @@ def test_what_one_of_optax_takes_arrives():
     for go, expected in ((True, -1.0), (False, 1.0)):
         got = apply(optax.chain(every_other), go=jnp.array(go))
         np.testing.assert_array_equal(got, np.full(2, expected))
+
+
+def test_a_loss_that_the_optimizer_does_not_read_is_looked_at_for_a_nan():
+    w, opt = nnx.Param(jnp.zeros(2)), CrossShardOptimizer(optax.sgd(1.0), nonfinite="skip")
+    with crossshard.shard_context(1):
+        for loss, expected in ((np.nan, [0, 0]), (1.0, [-1, -1])):
+            pairs = opt.compute_gradients(lambda: w[...].sum(), [w])
+            opt.apply_gradients(pairs, value=jnp.float32(loss))
+            np.testing.assert_array_equal(w[...], expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeAlias, Unpack, final
@@ -21,25 +20,21 @@ from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
     CrossshardError,
-    NestedReductionError,
     VariableError,
     WeightUpdateError,
 )
 from crossshard.gradients.local import value_and_grad
 from crossshard.gradients.mean import Mean, part_of_shard
-from crossshard.gradients.nesting import inside_optimizer
-from crossshard.gradients.status import GradientStatus, Reduction, check_incoming, check_reduction
-from crossshard.jaxprs.walk import depends
+from crossshard.gradients.status import GradientStatus, Reduction, check_incoming
 from crossshard.nnx.program import (
     Given,
     MissingSlots,
     bound,
     explaining_writes,
     roots_of_step,
-    same_arrays,
+    written,
 )
 from crossshard.nnx.slots import (
-    Computed,
     HasSlots,
     SlotStore,
     as_params,
@@ -51,12 +46,8 @@ from crossshard.nnx.slots import (
 from crossshard.optimizer.transformation import Transformation
 from crossshard.pipeline.pipeline import Options, Pipeline, check_names
 from crossshard.pipeline.stage import CrossShardState, Stage, StageContext
-from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation
-from crossshard.pipeline.update.arrays import Sharded
-from crossshard.pipeline.update.optimize import takes
-from crossshard.pipeline.update.plan import WeightUpdate, check_weight_update
-from crossshard.shards.axes import Shards, check_axis_name, check_group_assignment, check_num_shards
-from crossshard.shards.devices import infer_axes
+from crossshard.pipeline.update.plan import WeightUpdate
+from crossshard.shards.axes import Shards
 
 GradientsAndVariables: TypeAlias = "Iterable[tuple[jax.Array | None, AnyVariable]]"
 VariableList: TypeAlias = "nnx.Pytree | AnyVariable | Sequence[nnx.Pytree | AnyVariable]"
@@ -131,29 +122,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         **options: Unpack[Options],
     ) -> Self:
         check_names(CrossShardOptimizer, options, Options)
-        reduction = check_reduction(reduction)
-        inner = check_transformation(opt)
-        for each in (inner, preprocess):
-            if isinstance(each, CrossShardOptimizer):
-                raise NestedReductionError(
-                    f"{each!r} already reduces over the shards; wrapping it again would reduce "
-                    f"twice. Wrap its .inner."
-                )
-        pipeline = Pipeline(
-            optax.with_extra_args_support(inner),
-            reduction,
-            check_group_assignment(group_assignment),
-            check_axis_name(axis_name),
-            check_incoming(incoming),
-            options={"preprocess": preprocess, **options},
+        given = {"preprocess": preprocess, **options}
+        transformation = Transformation.checked(
+            opt, reduction, name, group_assignment, axis_name, incoming, weight_update, given
         )
-        where = check_weight_update(weight_update)
-        if where is WeightUpdate.AUTO:
-            raise ArgumentError(
-                "weight_update='auto' is for make_train_step, which shards the state itself; pass "
-                "'replicated' or 'sharded'."
-            )
-        transformation = Transformation(pipeline, where, _check.word("name", name), inner)
         made_in = None
         if "flax" in sys.modules:  # Flax must know this class as a node before it sees an instance
             _flax.load()
@@ -167,7 +139,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         self._transformation = transformation
         self._made_in = made_in
         self.slots = slots
-        self.computed = Computed()
+        self.forget()
         return self
 
     def __init_subclass__(cls) -> NoReturn:
@@ -252,9 +224,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         >>> specs.inner_state.trace == PartitionSpec("shards")
         True
         """
-        number = check_num_shards(num_shards)
-        named = check_axis_name(axis_name) or self._pipeline.axis_name
-        return self._transformation.specs(params, number, named or infer_axes(params, number))
+        return self._transformation.specs(params, num_shards, axis_name)
 
     def describe(self) -> str:
         """Return the stages of the pipeline in one line.
@@ -263,8 +233,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         >>> CrossShardOptimizer(optax.sgd(0.1), "sum").describe()
         'local gradient → sum over all shards → update'
         """
-        sharded = self._transformation.weight_update is WeightUpdate.SHARDED
-        return self._pipeline.describe(Sharded.steps) if sharded else self._pipeline.describe()
+        return self._transformation.describe()
 
     # The stateful idiom.
 
@@ -332,7 +301,6 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         others = [v for v in below.variables if id(v) not in found]
         before = [other.get_raw_value() for other in others]
         reached: set[int] = set()
-        written: list[AnyVariable] = []
 
         def of_values(values: list[Any]) -> Any:
             marked = [_mark(value, place, reached) for place, value in enumerate(values)]
@@ -345,11 +313,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             if isinstance(out, Mean):
                 out, empty = part_of_shard(out, self._shards_of_mean())
             value = jnp.asarray(_check.scalar(out))
-            changed = [not same_arrays(a, b) for a, b in zip(after, before, strict=True)]
-            written[:] = itertools.compress(others, changed)
-            kept = list(itertools.compress(after, changed))
             divided = value if divisor == 1 or divide_after else value / divisor
-            return divided, (value, kept, empty)
+            return divided, (value, written(before, after), empty)
 
         values = [variable.get_raw_value() for variable in variables]
         # In 16 bits, a small gradient that is divided could underflow before it is summed.
@@ -360,14 +325,19 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         if divide_after:
             gradients = [widen(gradient) / divisor for gradient in gradients]
         with explaining_writes():
-            for other, after in zip(written, kept, strict=True):
-                other.set_raw_value(after)
+            for other, new in zip(others, kept, strict=True):
+                for value_after in new:
+                    other.set_raw_value(value_after)
         if grad_loss is not None:
             # grad_loss may be an int; a loss may not.
             seed = jnp.asarray(_check.scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
             _check.finite("grad_loss", grad_loss)
             gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
-        self.computed.add(found, shards.number, value, empty)
+        computed = self.computed
+        computed.names.update(found)
+        computed.shards.update(dict.fromkeys(found, (shards.number, False)))
+        computed.value = value
+        computed.weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
         of_each = enumerate(zip(gradients, variables, strict=True))
         return [(g if place in reached else None, v) for place, (g, v) in of_each]
 
@@ -420,17 +390,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         )
         if incoming is None and origin is GradientStatus.SCALED and weight is None:
             weight = self.computed.weight
-        keyed = self._keyed(variables, [variable for _, variable in pairs])
-        run = self._transformation.transformations
-        is_read = lambda name: _may_read(run, as_params(keyed), name, extra_args)
-        # By convention, optimizers ignore Optax's names for the loss and its gradient if unused.
-        others = [name for name in extra_args if name not in ("value", "grad")]
-        if isinstance(self._pipeline.preprocess, Preprocess | None):  # else a stage may read them
-            for name in itertools.filterfalse(is_read, others):
-                raise ArgumentTypeError(
-                    f"apply_gradients was given {name!r}, which neither it nor the inner optimizer "
-                    f"takes. Keep hyperparameters in its state, with optax.inject_hyperparams."
-                )
+        keyed = self._keyed(pairs)
+        self._transformation.check_read(extra_args, as_params(keyed))
         self._make_slots(keyed)
         gradients = {key: jnp.asarray(g) for key, (g, _) in zip(keyed, given, strict=True)}
         params, before = as_params(keyed), self.slots.values(keyed)
@@ -477,11 +438,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         del aggregation_method, colocate_gradients_with_ops
         pairs = self.compute_gradients(loss, var_list, gate_gradients, grad_loss=grad_loss)
         value = self.computed.value
-        variables = [variable for _, variable in pairs]
-        params = as_params(self._keyed(variables, variables))
-        # Passed only if it is read, since it would be summed over the shards in any case.
         with_loss = {"value": value, **extra_args}
-        if _may_read(self._transformation.transformations, params, "value", with_loss):
+        # Passed only if it is read, since it would be summed over the shards in any case.
+        if self._transformation.reads("value", with_loss, as_params(self._keyed(pairs))):
             extra_args = with_loss
         self.apply_gradients(pairs, global_step, name, **extra_args)
         return value
@@ -534,7 +493,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         A float[], not divided by the number of shards. To call the loss once more would also
         update batch statistics and draw random numbers once more.
         """
-        return self.computed.value if self.computed.names else None
+        return self.computed.value
 
     @property
     def state(self) -> CrossShardState | None:
@@ -563,22 +522,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 "the full shape of its variable. Leave weight_update out here."
             )
 
-    def _shards_of_mean(self) -> Shards:
-        """Return the shards over which a ``Mean`` is counted; raise if no ``Mean`` is taken."""
-        pipeline = self._pipeline
-        if pipeline.reduction is Reduction.SUM:
-            why = "its reduction is SUM, which adds up the losses of shards. Use MEAN."
-        elif pipeline.accumulate is not None:
-            number = pipeline.accumulate.steps
-            why = f"it accumulates over {number} calls, and counts one. Use make_train_step."
-        elif pipeline.excludes_shards:
-            why = "nonfinite='quarantine' leaves out what was counted. Write nonfinite='skip'."
-        else:
-            return pipeline.shards(warn=False)
-        raise ArgumentError(
-            f"The loss returns a Mean, which is a mean over the whole batch, and this optimizer "
-            f"takes none: {why}"
-        )
+    @property
+    def _shards_of_mean(self) -> Callable[[], Shards]:
+        return self._transformation.shards_of_mean
 
     def _loss_scale(self) -> jax.Array | None:
         """Return the current scale of the loss; ``None`` if there is none."""
@@ -587,9 +533,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             return None
         return stage.init(None).scale if state is None else state.loss_scale.scale.get_value()
 
-    def _keyed(self, variables: Sequence[AnyVariable], among: Any) -> dict[str, AnyVariable]:
-        """Return variables by key; one without a name is named by its place in ``among``."""
-        by_place = {id(v): (v, f"#{place}") for place, v in enumerate(among)}
+    def _keyed(self, pairs: Sequence[tuple[Any, AnyVariable]]) -> dict[str, AnyVariable]:
+        """Return the variables that have a gradient by key; a place stands for a missing name."""
+        by_place = {id(v): (v, f"#{place}") for place, (_, v) in enumerate(pairs)}
+        variables = [variable for gradient, variable in pairs if gradient is not None]
         named = known_names(variables, roots_of_step())
         return self.slots.keyed(variables, by_place | named | self.computed.names)
 
@@ -653,27 +600,6 @@ def _unflatten(static: Any, children: Any) -> CrossShardOptimizer:
 # As with nnx.Optimizer, its children in JAX's trees and NNX's graphs are its slots.
 jax.tree_util.register_pytree_with_keys(CrossShardOptimizer, _flatten, _unflatten)
 _flax.when_loaded(lambda: nnx.register_data_type(CrossShardOptimizer))
-
-
-def _may_read(
-    transformations: Sequence[optax.GradientTransformation],
-    params: Any,
-    name: str,
-    given: Mapping[str, Any],
-) -> bool:
-    """Return whether an update depends on a keyword; also if it cannot be traced alone."""
-    for transformation in transformations:
-
-        def update(value: Any, params: Any, gradients: Any, run: Any = transformation) -> Any:
-            with inside_optimizer():
-                return run.update(gradients, run.init(params), params, **{**given, name: value})
-
-        try:
-            if takes(transformation, name) and depends(update, given[name], params, params):
-                return True
-        except Exception:  # for example if the value is a function; the step itself will show it
-            return True
-    return False
 
 
 def _mark(value: jax.Array, place: int, reached: set[int]) -> jax.Array:

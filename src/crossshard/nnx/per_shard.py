@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -151,22 +152,6 @@ def per_shard(value: Any) -> Any:
     return jax.tree.map(PerShardArray, value)
 
 
-def set_shared(variable: AnyVariable, value: npt.ArrayLike) -> None:
-    """Write one value for all shards to a variable, even if it differed between them.
-
-    Raises:
-      VariableError: not a variable, or the value is not an array.
-
-    >>> from flax import nnx
-    >>> variable = nnx.Param(0.0)
-    >>> set_shared(variable, 1.0)
-    >>> variable.get_value()
-    Array(1., dtype=float32, weak_type=True)
-    """
-    value = _check_value(variable, value)
-    variable.set_value(value)
-
-
 def set_per_shard(variable: AnyVariable, values: npt.ArrayLike) -> None:
     """Write per-shard values ``[shards, …]`` to a variable, for example from a checkpoint.
 
@@ -180,11 +165,12 @@ def set_per_shard(variable: AnyVariable, values: npt.ArrayLike) -> None:
     >>> is_per_shard(variable)
     True
     """
-    values = _check_value(variable, values)
+    name = f"The per-shard values of {describe_variable(_check_variable(variable))}"
+    values = _check.as_array(name, values.array if isinstance(values, PerShardArray) else values)
     if values.ndim == 0:
         raise VariableError(
-            f"The per-shard values of {describe_variable(variable)} must have shape [shards, …]; "
-            f"got a scalar. Write it with crossshard.nnx.set_shared."
+            f"{name} must have shape [shards, …]; got a scalar. For one value on all shards write "
+            f"variable.set_value(value)."
         )
     if get_shard_context() is not None and not _jax.at_top_level():
         raise VariableError(
@@ -234,24 +220,9 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
                 f"{describe_variable(variable)} differs between {number} shards, and a mean of "
                 f"weights is a different model. Choose a shard: merge_shards(model, shard=0)."
             )
-        variable.set_raw_value(by_row(one_for_all if shard is None else lambda x: x[shard], values))
+        row = one_for_all if shard is None else operator.itemgetter(shard)
+        variable.set_raw_value(jax.tree.map(functools.partial(_mesh.of_rows, row), values))
     return merged
-
-
-def by_row(function: Callable[[jax.Array], jax.Array], values: Any) -> Any:
-    """Apply a function to arrays ``[shards, …]``, with automatic mesh axes while it runs.
-
-    JAX cannot type one row of such an array on explicit axes.
-    """
-
-    def one(x: jax.Array) -> jax.Array:
-        own = getattr(x.sharding, "mesh", None)
-        if own is None or not _mesh.has_explicit_axes(own):
-            return function(x)
-        with _mesh.in_place_of_the_users_mesh(_mesh.with_automatic_axes(own)):
-            return _mesh.on_mesh(function(_mesh.on_mesh(x, None)), own)
-
-    return jax.tree.map(one, values)
 
 
 def _all_equal(values: Any) -> bool:
@@ -263,9 +234,3 @@ def _check_variable(variable: Any) -> AnyVariable:
     if not isinstance(variable, nnx.Variable):
         raise VariableError(f"Expected an nnx variable; got {type(variable).__name__}.")
     return variable
-
-
-def _check_value(variable: Any, value: Any) -> jax.Array:
-    _check_variable(variable)
-    value = value.array if isinstance(value, PerShardArray) else value
-    return _check.as_array(f"The value of {describe_variable(variable)}", value)

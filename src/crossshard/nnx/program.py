@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import itertools
 import math
 import operator
 import threading
@@ -35,6 +34,7 @@ from crossshard.jaxprs.walk import varying_axes_of_outputs
 from crossshard.nnx.per_shard import is_per_shard, number_of_shards, per_shard, stacked
 from crossshard.nnx.slots import HasSlots
 from crossshard.shards.axes import shard_context
+from crossshard.shards.batch_axes import spec_along
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
 from crossshard.shards.devices import put_whole
 from crossshard.shards.random_streams import own_stream
@@ -78,7 +78,7 @@ class Given:
     """The modules, variables and optimizers in some values, and all that are below them.
 
     Attributes:
-      roots: the modules, variables and optimizers themselves, each once.
+      roots: the modules, variables and optimizers themselves.
       variables: every variable below them that holds arrays, in a fixed order.
       optimizers: every optimizer below them.
       modules: every NNX module below them.
@@ -86,8 +86,8 @@ class Given:
 
     def __init__(self, values: Any, shards: int | None = None):
         found = jax.tree.leaves(values, is_leaf=is_stateful)
-        self.roots = list({id(each): each for each in found if is_stateful(each)}.values())
-        leaves, nodes, self._tree = _flatten(self.roots)
+        self.roots = list(filter(is_stateful, found))
+        leaves, nodes, self._tree = _flatten(found)
         self.optimizers = [node for node in nodes if isinstance(node, HasSlots)]
         self.modules = [node for node in nodes if not isinstance(node, HasSlots)]
         # The place where each leaf is first; for a module that occurs again, its negative number.
@@ -95,7 +95,7 @@ class Given:
         self._places = tuple(first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves))
         each_once = [leaf for n, leaf in enumerate(leaves) if self._places[n] == n]
         self.variables: list[AnyVariable] = [x for x in each_once if _has_arrays(x, shards)]
-        # Arrays that are attributes themselves, and variables without arrays.
+        # Other values, arrays that are attributes themselves, and variables without arrays.
         known = set(map(id, self.variables))
         self._constants = [x for x in each_once if id(x) not in known]
 
@@ -107,7 +107,7 @@ class Given:
         types = tuple(_type_of(variable.get_raw_value()) for variable in self.variables)
         of_slots = tuple(places.get(id(owner)) for owner in owners)
         tree = self._lasting() if lasting else self._tree
-        return tree, self._places, types, of_slots, tuple(map(as_key, self._constants))
+        return tree, self._places, types, of_slots, tuple(map(_as_key, self._constants))
 
     def _lasting(self) -> Any:
         """Return the structure, with copies of attributes that are mutable, such as lists."""
@@ -145,11 +145,11 @@ class Given:
             _thread.bound = None
             # These gradients belong to the trace.
             for optimizer in self.optimizers:
-                optimizer.computed.clear()
+                optimizer.forget()
 
 
-def _flatten(roots: list[Any]) -> tuple[list[Any], list[Any], Any]:
-    """Return the leaves of modules and optimizers, the objects themselves, and the structure."""
+def _flatten(values: list[Any]) -> tuple[list[Any], list[Any], Any]:
+    """Return the leaves of some values, the modules and optimizers in them, and the structure."""
     nodes: dict[int, Any] = {}
 
     def is_leaf(node: Any) -> bool:
@@ -160,7 +160,7 @@ def _flatten(roots: list[Any]) -> tuple[list[Any], list[Any], Any]:
             return is_known
         return isinstance(node, nnx.Variable)
 
-    leaves, tree = jax.tree.flatten(roots, is_leaf=is_leaf)
+    leaves, tree = jax.tree.flatten(values, is_leaf=is_leaf)
     return leaves, list(nodes.values()), tree
 
 
@@ -181,7 +181,7 @@ class _Constant:
         return ours is theirs or (ours.is_fully_addressable and bool((ours == theirs).all()))
 
 
-def as_key(value: Any) -> Any:
+def _as_key(value: Any) -> Any:
     """Return the cache key of a value that is a constant of the program."""
     if isinstance(value, nnx.Variable):
         value = value.get_raw_value()
@@ -204,7 +204,7 @@ def _has_arrays(variable: Any, shards: int | None) -> bool:
         raise VariableError(
             f"{describe_variable(variable)} differs between {number} shards, and this step runs on "
             f"{shards}. Use crossshard.merge_shards(model), or write one value for all shards with "
-            f"crossshard.nnx.set_shared(variable, value)."
+            f"variable.set_value(value)."
         )
     return all(map(is_numeric, jax.tree.leaves(value)))
 
@@ -216,12 +216,14 @@ def _type_of(value: Any) -> Any:
     return tree, tuple((jnp.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
 
 
-def same_arrays(a: Any, b: Any) -> bool:
-    """Return whether two values consist of identical array objects."""
-    return a is b or (
-        jax.tree.structure(a) == jax.tree.structure(b)
-        and all(map(operator.is_, jax.tree.leaves(a), jax.tree.leaves(b)))
-    )
+def written(before: Sequence[Any], after: Sequence[Any]) -> list[list[Any]]:
+    """Return for each value a list of its new value, or an empty one if its arrays are the same."""
+
+    def is_same(a: Any, b: Any) -> bool:
+        (ours, tree), (others, other_tree) = jax.tree.flatten(a), jax.tree.flatten(b)
+        return tree == other_tree and all(map(operator.is_, ours, others))
+
+    return [[] if is_same(a, b) else [b] for a, b in zip(before, after, strict=True)]
 
 
 def bound() -> Given | None:
@@ -269,18 +271,12 @@ class Call:
     specs: tuple[PartitionSpec, ...]
     unsplit: dict[int, Any]  # modules, optimizers and Python values, by place among all leaves
     tree: Any  # the structure of the positional and the keyword arguments
-    given: Given
+    given: Given  # what is unsplit
 
     def key(self, *, lasting: bool = False) -> Any:
         """Return the cache key of a call with these arguments."""
-        first: dict[int, int] = {}
-        unsplit = tuple(
-            # For a module, the place where it occurs first, since it may be given twice.
-            (place, first.setdefault(id(x), place) if is_stateful(x) else as_key(x))
-            for place, x in self.unsplit.items()
-        )
         types = tuple((leaf.shape, leaf.dtype) for leaf in self.leaves)
-        return self.given.key(lasting=lasting), self.tree, unsplit, self.specs, types
+        return self.given.key(lasting=lasting), self.tree, tuple(self.unsplit), self.specs, types
 
     def arguments(self, leaves: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments, with these arrays."""
@@ -327,15 +323,13 @@ class Outputs:
         found = []
         for top, from_all, axis in zip(tops, flags, axes, strict=True):
             for x in jax.tree.leaves(top):
-                if not from_all or x.ndim == 0:
-                    found.append((x[None], PartitionSpec(names), from_all))
-                elif -x.ndim <= axis < x.ndim:
-                    spec = PartitionSpec(*[None] * (axis % x.ndim), names)
-                    found.append((x, spec, from_all))
-                else:
+                is_stacked = not from_all or x.ndim == 0
+                if not is_stacked and not -x.ndim <= axis < x.ndim:
                     raise ArgumentError(
                         f"output_shard_axes names axis {axis} of an output of shape {x.shape}."
                     )
+                spec = spec_along(0 if is_stacked else axis % x.ndim, names)
+                found.append((x[None] if is_stacked else x, spec, from_all))
         return found
 
 
@@ -379,19 +373,19 @@ class Program:
         self._entering = [PER_SHARD if is_per_shard(v) else REPLICATED for v in variables]
         self._shardings = [NamedSharding(mesh, x.spec(self._names)) for x in self._entering]
         differs = self._differing(call)
-        of_changed = itertools.compress(differs, self._changed)
-        self._leaving = [PER_SHARD if own else REPLICATED for own in of_changed]
-        # Which variables have to be stored as ``[shards, …]`` before it can run.
-        each = zip(self._entering, self._changed, differs, strict=True)
-        self._to_spread = [new and own and not was.per_shard for was, new, own in each]
+        self._leaving = [PER_SHARD if own else REPLICATED for own in differs]
+        # The places of the variables that have to be stored as ``[shards, …]`` before it can run.
+        each = enumerate(zip(self._entering, differs, strict=True))
+        self._to_spread = [place for place, (was, own) in each if own and not was.per_shard]
         self._compiled = jax.jit(_mesh.under_automatic_axes(self._run, mesh, self._specs))
 
     def spread(self, call: Call) -> bool:
         """Store variables that will differ as ``[shards, …]``; return whether there were any."""
         on_each = lambda x: jnp.broadcast_to(x, (self._mesh.size, *jnp.shape(x)))
-        for variable in itertools.compress(call.given.variables, self._to_spread):
+        for place in self._to_spread:
+            variable = call.given.variables[place]
             variable.set_raw_value(per_shard(jax.tree.map(on_each, variable.get_raw_value())))
-        return any(self._to_spread)
+        return bool(self._to_spread)
 
     def __call__(self, call: Call) -> Any:
         """Run the step on the arrays of a call, and write its variables."""
@@ -404,9 +398,9 @@ class Program:
             outputs, after = self._compiled(values, call.leaves)
         finally:
             self._call = None
-        written = itertools.compress(variables, self._changed)
-        for variable, placement, value in zip(written, self._leaving, after, strict=True):
-            variable.set_raw_value(per_shard(value) if placement.per_shard else value)
+        for variable, placement, new in zip(variables, self._leaving, after, strict=True):
+            for value in new:
+                variable.set_raw_value(per_shard(value) if placement.per_shard else value)
         return self._tree.unflatten(outputs)
 
     def _placed(self, call: Call) -> list[Any]:
@@ -455,7 +449,7 @@ class Program:
             self._is_compared = True
 
     def _differing(self, call: Call) -> list[bool]:
-        """Trace the step; return which variables may differ between shards after it."""
+        """Trace the step; return which variables it may leave different between shards."""
         stored = lambda _, after: jax.tree.map(lambda x: x[None], after)
         run = self._over_mesh(call, stored, PartitionSpec(self._names))
         on_mesh = lambda x: _mesh.on_mesh(x, self._mesh)
@@ -473,7 +467,10 @@ class Program:
         return jax.tree.map(placement.local, value)
 
     def _step(self, call: Call, values: Any, leaves: Any) -> tuple[list[jax.Array], list[Any]]:
-        """Run one shard's step; return its outputs and variables, and record how to join them."""
+        """Run one shard's step; return its outputs, and for each variable a list of what it wrote.
+
+        It records how to join the outputs.
+        """
         given = call.given
         variables = given.variables
         before = list(map(self._local, variables, self._entering, values))
@@ -484,38 +481,34 @@ class Program:
                     outputs = as_output(self._computation(*args, **kwargs))
                 after = [variable.get_raw_value() for variable in variables]
             given.check_nothing_new()
-        out = self._outputs.lay_out(outputs, self._names)
-        self._changed = [not same_arrays(a, b) for a, b in zip(after, before, strict=True)]
-        self._specs_of_outputs = [spec for _, spec, _ in out]
-        self._from_all = [from_all for _, _, from_all in out]
         self._tree = jax.tree.structure(outputs)
-        return [x for x, _, _ in out], after
+        laid_out = self._outputs.lay_out(outputs, self._names)
+        self._joins = [(spec, from_all) for _, spec, from_all in laid_out]
+        return [x for x, _, _ in laid_out], written(before, after)
 
     def _run(self, values: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
-        """Run the step on all shards; return its outputs, and the variables that it writes."""
+        """Run the step on all shards; return its outputs, and what it writes to each variable."""
         assert self._call is not None
-        call = self._call
 
         def stored(outputs: Any, after: Any) -> Any:
-            written = zip(self._leaving, itertools.compress(after, self._changed), strict=True)
-            return outputs, [jax.tree.map(placement.stored, value) for placement, value in written]
+            pairs = zip(self._leaving, after, strict=True)
+            return outputs, [jax.tree.map(placement.stored, value) for placement, value in pairs]
 
-        specs = [placement.spec(self._names) for placement in self._leaving]
-        run = self._over_mesh(call, stored, (self._specs_of_outputs, specs))
+        of_outputs = [spec for spec, _ in self._joins]
+        of_variables = [placement.spec(self._names) for placement in self._leaving]
+        run = self._over_mesh(self._call, stored, (of_outputs, of_variables))
         outputs, after = run(values, leaves)
         whole = NamedSharding(self._mesh, PartitionSpec())
         # Every process has to be able to read the first shard's output.
         readable = lambda x: lax.with_sharding_constraint(x, whole) if self._has_processes else x
-        pairs = zip(outputs, self._from_all, strict=True)
-        return [x if from_all else readable(x[0]) for x, from_all in pairs], after
+        pairs = zip(outputs, self._joins, strict=True)
+        return [x if from_all else readable(x[0]) for x, (_, from_all) in pairs], after
 
     def _specs(self, found: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-        """Return the specs of the outputs and of the written variables."""
-        pairs = zip(self._specs_of_outputs, self._from_all, strict=True)
-        of_outputs = [spec if from_all else PartitionSpec() for spec, from_all in pairs]
-        each = zip(self._leaving, found[1], strict=True)
-        spread = lambda spec, value: jax.tree.map(lambda _: spec, value)
-        return of_outputs, [spread(placement.spec(self._names), value) for placement, value in each]
+        """Return the specs of what ``_run`` returns."""
+        of_outputs = [spec if from_all else PartitionSpec() for spec, from_all in self._joins]
+        spread = lambda own, value: jax.tree.map(lambda _: own.spec(self._names), value)
+        return of_outputs, list(map(spread, self._leaving, found[1]))
 
     def _over_mesh(self, call: Call, stored: Callable[..., Any], out_specs: Any) -> Any:
         """Return the step mapped over the mesh; ``stored`` makes its results arrays to store."""

@@ -21,7 +21,6 @@ from crossshard._check import is_number
 from crossshard.distributed.agreement import processes_of
 from crossshard.distributed.watch import PROGRESS, entering
 from crossshard.errors import ArgumentError, ArgumentTypeError, NestedContextError
-from crossshard.nnx.per_shard import by_row
 from crossshard.nnx.program import (
     Call,
     Given,
@@ -66,15 +65,12 @@ class InputAxes(NamedTuple):
                 f"input_shard_axes={_check.shown(input_shard_axes)} and "
                 f"batch_axis={_check.shown(batch_axis)} say the same. Pass batch_axis alone."
             )
-        name = "input_shard_axes"
-        if not isinstance(input_shard_axes, list | tuple) or not all(
-            axis is None or type(axis) is int
-            for axis in jax.tree.leaves(list(input_shard_axes), is_leaf=lambda x: x is None)
-        ):
+        if not isinstance(input_shard_axes, list | tuple):
             raise ArgumentTypeError(
-                f"{name} must be a list of ints, or of pytrees of them, one for each input; got "
-                f"{_check.shown(input_shard_axes)}."
+                f"input_shard_axes must be a list of ints, or of pytrees of them, one for each "
+                f"input; got {_check.shown(input_shard_axes)}."
             )
+        name = "input_shard_axes"
         return cls(tuple(axes_of(entry, name) for entry in input_shard_axes), name)
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchAxes]:
@@ -452,7 +448,8 @@ def replicate(
     stacked = [_stack(place, values, rows) for place, values in enumerate(zip(*lists, strict=True))]
     run = _runner(_OnOneRow(_check_callable(computation)), where, InputAxes(), Outputs())
     joined = jax.tree.map(on_every_device, run(*stacked))
-    return [by_row(operator.itemgetter(replica), joined) for replica in range(len(lists))]
+    row = lambda replica: functools.partial(_mesh.of_rows, operator.itemgetter(replica))
+    return [jax.tree.map(row(replica), joined) for replica in range(len(lists))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
@@ -25,7 +26,6 @@ from crossshard.nnx.per_shard import (
     is_per_shard_array,
     per_shard,
     set_per_shard,
-    set_shared,
     stacked,
 )
 
@@ -436,55 +436,37 @@ class SlotStore:
                     f"[shards, …] of that if the parameters differ between shards; got "
                     f"{value.shape}. Restore them first, with crossshard.nnx.set_per_shard."
                 )
-            write = set_shared if value.shape == shape else set_per_shard
-            writes.append((write, variable, value.astype(variable.get_raw_value().dtype)))
+            writes.append((variable, value.astype(variable.get_raw_value().dtype), shape))
         # Written only now, after every leaf was checked.
-        for write, variable, value in writes:
-            write(variable, value)
+        for variable, value, shape in writes:
+            if value.shape == shape:
+                variable.set_value(value)
+            else:
+                set_per_shard(variable, value)
 
 
+@dataclasses.dataclass
 class Computed:
-    """The variables whose gradients ``compute_gradients`` returned in the current trace."""
+    """The variables whose gradients ``compute_gradients`` returned in a trace.
 
-    def __init__(self) -> None:
-        self.clear()
+    Attributes:
+      names: these variables, with their names.
+      shards: for the id of each, the number of shards, and whether its gradient was applied.
+      value: float[], the latest loss of this shard.
+      weight: float[], 0 if no row counts in a ``Mean``; ``None`` if some row always counts.
+      trace: the trace.
+    """
 
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._trace = _flax.current_trace()
-        self._names: Named = {}
-        # By the id of the variable: the number of shards, and whether its gradient was applied.
-        self._shards: dict[int, tuple[int, bool]] = {}
-        # float[], the latest loss of this shard.
-        self.value: Any = None
-        # float[], 0 if no row counts in a Mean; None if some row always counts.
-        self.weight: jax.Array | None = None
-
-    @property
-    def names(self) -> Named:
-        """The variables that were named in this trace."""
-        if self._trace != _flax.current_trace():
-            self.clear()
-        return self._names
-
-    def add(self, found: Named, number_of_shards: int, value: Any, empty: Any) -> None:
-        """Record variables whose gradients were returned.
-
-        Args:
-          found: the variables with their names.
-          number_of_shards: the number of shards of the step.
-          value: the loss of this shard.
-          empty: whether no row of this shard counts; ``None`` if some always count.
-        """
-        self.names.update(found)
-        self.value = value
-        self.weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
-        self._shards.update(dict.fromkeys(found, (number_of_shards, False)))
+    names: Named = dataclasses.field(default_factory=dict)
+    shards: dict[int, tuple[int, bool]] = dataclasses.field(default_factory=dict)
+    value: Any = None
+    weight: jax.Array | None = None
+    trace: Any = dataclasses.field(default_factory=_flax.current_trace)
 
     def note_applied(self, variables: Sequence[AnyVariable]) -> None:
         """Record that the gradients of these variables were applied."""
-        for known in {id(variable) for variable in variables} & self._shards.keys():
-            self._shards[known] = self._shards[known][0], True
+        for known in {id(variable) for variable in variables} & self.shards.keys():
+            self.shards[known] = self.shards[known][0], True
 
     def origin(
         self, variables: Sequence[AnyVariable], number: int, divisor: int, *, declared: bool
@@ -501,9 +483,8 @@ class Computed:
           IncomingError: gradients that were applied before, or come from elsewhere undeclared.
           ShardContextError: gradients that were computed under another number of shards.
         """
-        known = self.names and self._shards
         for variable in variables:
-            computed, is_applied = known.get(id(variable), (number, False))
+            computed, is_applied = self.shards.get(id(variable), (number, False))
             if is_applied and divisor > 1:
                 raise IncomingError(
                     f"The gradient of {describe_variable(variable)} has been applied already in "
@@ -514,7 +495,7 @@ class Computed:
                     f"The gradient of {describe_variable(variable)} was computed under {computed} "
                     f"shards and is applied under {number}. Do both in the same step."
                 )
-        elsewhere = [variable for variable in variables if id(variable) not in known]
+        elsewhere = [variable for variable in variables if id(variable) not in self.names]
         if not elsewhere:
             return GradientStatus.SCALED
         if declared or divisor == 1:
@@ -533,4 +514,15 @@ class HasSlots:
     """The parts of an optimizer that the runners use: its state and its computed gradients."""
 
     slots: SlotStore
-    computed: Computed
+    _computed: Computed
+
+    @property
+    def computed(self) -> Computed:
+        """What ``compute_gradients`` has returned in the current trace."""
+        if self._computed.trace != _flax.current_trace():
+            self.forget()
+        return self._computed
+
+    def forget(self) -> None:
+        """Forget these gradients, and their trace."""
+        self._computed = Computed()

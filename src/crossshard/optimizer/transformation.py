@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sized
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,38 @@ import optax
 from jax.sharding import PartitionSpec
 
 from crossshard import _check, _jax
-from crossshard.errors import ArgumentError, ArgumentTypeError, ShardContextError, WeightUpdateError
-from crossshard.gradients.nesting import refuse_nesting
-from crossshard.gradients.status import Reduction, check_incoming
+from crossshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    NestedReductionError,
+    ShardContextError,
+    WeightUpdateError,
+)
+from crossshard.gradients.nesting import inside_optimizer, refuse_nesting
+from crossshard.gradients.status import Reduction, check_incoming, check_reduction
+from crossshard.jaxprs.walk import depends
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import CrossShardState, Gradients, StageContext
 from crossshard.pipeline.stages.aggregate import as_weight, check_weighable
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
 from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation, maker_of
-from crossshard.pipeline.update.arrays import Arrays, Replicated
-from crossshard.pipeline.update.plan import Planner, WeightUpdate, check_blocks
-from crossshard.shards.axes import Shards, get_shard_context
+from crossshard.pipeline.update.arrays import Arrays, Replicated, Sharded
+from crossshard.pipeline.update.optimize import takes
+from crossshard.pipeline.update.plan import (
+    Planner,
+    WeightUpdate,
+    check_blocks,
+    check_weight_update,
+)
+from crossshard.shards.axes import (
+    Shards,
+    check_axis_name,
+    check_group_assignment,
+    check_num_shards,
+    get_shard_context,
+)
 from crossshard.shards.cut import Partition, Placement, map_partitions, spec_over
+from crossshard.shards.devices import infer_axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -47,6 +67,43 @@ class Transformation:
             f"name={self.name!r})"
         )
 
+    @classmethod
+    def checked(
+        cls,
+        opt: optax.GradientTransformation,
+        reduction: str,
+        name: str,
+        group_assignment: Any,
+        axis_name: Any,
+        incoming: str | None,
+        weight_update: str,
+        options: Mapping[str, Any],
+    ) -> Self:
+        """Return the transformation that these arguments of ``CrossShardOptimizer`` ask for."""
+        reduction = check_reduction(reduction)
+        inner = check_transformation(opt)
+        for each in (inner, options["preprocess"]):
+            if _wrapped_in(each) is not None:
+                raise NestedReductionError(
+                    f"{each!r} already reduces over the shards; wrapping it again would reduce "
+                    f"twice. Wrap its .inner."
+                )
+        pipeline = Pipeline(
+            optax.with_extra_args_support(inner),
+            reduction,
+            check_group_assignment(group_assignment),
+            check_axis_name(axis_name),
+            check_incoming(incoming),
+            options=options,
+        )
+        where = check_weight_update(weight_update)
+        if where is WeightUpdate.AUTO:
+            raise ArgumentError(
+                "weight_update='auto' is for make_train_step, which shards the state itself; pass "
+                "'replicated' or 'sharded'."
+            )
+        return cls(pipeline, where, _check.word("name", name), inner)
+
     @property
     def of_optax(self) -> str:
         """The wrapped optimizer, by the name of the function that makes it."""
@@ -58,6 +115,44 @@ class Transformation:
         preprocess = self.pipeline.preprocess
         before = [preprocess.transformation] if isinstance(preprocess, Preprocess) else []
         return [self.pipeline.optimizer, *before]
+
+    def describe(self) -> str:
+        """Return the stages of the pipeline in one line."""
+        is_sharded = self.weight_update is WeightUpdate.SHARDED
+        return self.pipeline.describe(Sharded.steps) if is_sharded else self.pipeline.describe()
+
+    def reads(self, name: str, extra_args: Mapping[str, Any], params: Any) -> bool:
+        """Return whether an optimizer reads one of these extra arguments."""
+        return any(_may_read(each, params, name, extra_args) for each in self.transformations)
+
+    def check_read(self, extra_args: Mapping[str, Any], params: Any) -> None:
+        """Raise ArgumentTypeError if an extra argument of ``apply_gradients`` is not read."""
+        if not isinstance(self.pipeline.preprocess, Preprocess | None):
+            return  # a stage of the user's may read any
+        # By convention, optimizers ignore Optax's names for the loss and its gradient if unused.
+        for name in [each for each in extra_args if each not in ("value", "grad")]:
+            if not self.reads(name, extra_args, params):
+                raise ArgumentTypeError(
+                    f"apply_gradients was given {name!r}, which neither it nor the inner optimizer "
+                    f"takes. Keep hyperparameters in its state, with optax.inject_hyperparams."
+                )
+
+    def shards_of_mean(self) -> Shards:
+        """Return the shards over which a ``Mean`` is counted; raise if no ``Mean`` is taken."""
+        pipeline = self.pipeline
+        if pipeline.reduction is Reduction.SUM:
+            why = "its reduction is SUM, which adds up the losses of shards. Use MEAN."
+        elif pipeline.accumulate is not None:
+            number = pipeline.accumulate.steps
+            why = f"it accumulates over {number} calls, and counts one. Use make_train_step."
+        elif pipeline.excludes_shards:
+            why = "nonfinite='quarantine' leaves out what was counted. Write nonfinite='skip'."
+        else:
+            return pipeline.shards(warn=False)
+        raise ArgumentError(
+            f"The loss returns a Mean, which is a mean over the whole batch, and this optimizer "
+            f"takes none: {why}"
+        )
 
     def init(self, params: optax.Params) -> CrossShardState:
         """Return this shard's state before the first step."""
@@ -140,11 +235,14 @@ class Transformation:
             assert reduced.updated is not None
             return reduced.updated.result, after, reduced
 
-    def specs(self, params: Any, number_of_shards: int, axes: tuple[str, ...]) -> CrossShardState:
-        """Return the specs of the state on a mesh whose ``axes`` count shards.
+    def specs(self, params: Any, num_shards: Any, axis_name: Any) -> CrossShardState:
+        """Return the specs of the state; see ``CrossShardOptimizer.state_specs``.
 
         A parameter that is split over other axes of the mesh stays split, and so does its state.
         """
+        number_of_shards = check_num_shards(num_shards)
+        axes = check_axis_name(axis_name) or self.pipeline.axis_name
+        axes = axes or infer_axes(params, number_of_shards)
         _check.arrays("params", params, or_types=True)
         params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)
         other_axes = jax.tree.map(functools.partial(_other_axes, axes=axes), params)
@@ -267,11 +365,37 @@ def _check_functions(given: Mapping[str, Any], params: Any, shards: Shards) -> N
             )
 
 
+def _may_read(
+    transformation: optax.GradientTransformationExtraArgs,
+    params: Any,
+    name: str,
+    given: Mapping[str, Any],
+) -> bool:
+    """Return whether an update depends on a keyword; also if it cannot be traced alone."""
+
+    def update(value: Any, params: Any, gradients: Any) -> Any:
+        extra_args = {**given, name: value}
+        with inside_optimizer():
+            return transformation.update(
+                gradients, transformation.init(params), params, **extra_args
+            )
+
+    try:
+        return takes(transformation, name) and depends(update, given[name], params, params)
+    except Exception:  # for example if the value is a function; the step itself will show it
+        return True
+
+
+def _wrapped_in(optimizer: Any) -> Transformation | None:
+    """Return the ``Transformation`` whose methods a CrossShardOptimizer is a pair of."""
+    found = getattr(getattr(optimizer, "update", None), "__self__", None)
+    return found if isinstance(found, Transformation) else None
+
+
 def transformation_of(optimizer: Any) -> Transformation:
     """Return an optimizer's ``Transformation``; one of Optax's is wrapped first."""
-    # A CrossShardOptimizer is a pair of methods of a ``Transformation``.
-    found = getattr(getattr(optimizer, "update", None), "__self__", None)
-    if isinstance(found, Transformation):
+    found = _wrapped_in(optimizer)
+    if found is not None:
         return found
     inner = check_transformation(optimizer)
     pipeline = Pipeline(optax.with_extra_args_support(inner), Reduction.MEAN)

@@ -146,7 +146,7 @@ def axes_of(prefix: Any, option: str = "batch_axis") -> BatchAxes:
     for axis in axes:
         if axis is not None and type(axis) is not int:
             raise ArgumentTypeError(
-                f"batch_axis is an int, or a pytree prefix of the batch with ints, and None for "
+                f"{option} is an int, or a pytree prefix of the batch with ints, and None for "
                 f"what every shard gets whole, such as {{'x': 1, 'table': None}}; got "
                 f"{_check.described(axis)}."
             )
