@@ -127,8 +127,9 @@ def page(record: dict[str, dict[str, dict[str, float]]]) -> str:
             markdown.table(head, rows, names=(0, 1)),
             "Between slices XLA sends a sum as a reduce-scatter, from before the first matrix "
             "product until into the backward pass, and as an all-gather from there to the end. "
-            "Together they have the whole step beside them, and each byte a half of it. Without "
-            "streaming the sum is in a conditional, and nothing of the step is beside it.",
+            "Together they have the whole step beside them, and each byte a half of it. In int8 it "
+            "sends both later, one of them beside other kernels. Without streaming the sum is in a "
+            "conditional, and nothing of the step is beside it.",
             "For GPUs XLA starts a collective as late as its model of the network allows. By "
             "default that is InfiniBand, for which a few of the last kernels do; the rows at 1 "
             "Gb/s are planned for a slower network, with the flag that the guide names.",
