@@ -341,20 +341,6 @@ def test_a_module_that_holds_it(name: str, around: Callable[..., Any]):
     assert_close(trainer.model, on_one_device(name, 3))
 
 
-@of_each
-def test_the_optimizer_of_nnx(name: str):
-    model, opt = made(name)
-    optimizer = nnx.Optimizer(model, opt, wrt=nnx.Param)
-
-    @in_a_runner
-    def run(model: Any, optimizer: Any, x: Any, y: Any) -> None:
-        optimizer.update(model, nnx.grad(mse)(model, x, y))
-
-    for _ in range(3):
-        run(model, optimizer, X, Y)
-    assert_close(model, on_one_device(name, 3))
-
-
 def test_it_has_no_subclasses_is_not_pickled_and_prints_what_it_is(
     capsys: pytest.CaptureFixture[str],
 ):

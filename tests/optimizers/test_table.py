@@ -290,11 +290,6 @@ def test_shards_equal_one_shard_on_the_whole_batch(names: tuple[str, ...], numbe
     assert_all_follow(sharded(names, number), plain)
 
 
-@pytest.mark.parametrize("names", bundles(OPTIMIZERS, quick=SOME))
-def test_sum_equals_the_summed_gradient(names: tuple[str, ...]) -> None:
-    assert_all_follow(sharded(names, reduction="sum"), lambda name: plain(name, ALL, float(SHARDS)))
-
-
 @pytest.mark.parametrize(
     ("names", "groups", "reduction"),
     [

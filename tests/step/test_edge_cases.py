@@ -14,7 +14,7 @@ from jax import lax
 
 from crossshard import CrossShardOptimizer, make_train_step
 from crossshard.errors import ArgumentError
-from tests.quick import deep, deep_but
+from tests.quick import deep_but
 from tests.step.common import assert_close, sgd_step, train
 
 _rng = np.random.default_rng(0)
@@ -93,36 +93,6 @@ class Normed(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.dropout(self.norm(self.tied(x)))
-
-
-def normed_loss(model: Any, batch: Any) -> jax.Array:
-    return (model(batch) ** 2).mean()
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(("first", "then"), [(4, 2), deep((1, 4))])
-def test_statistics_and_streams_are_of_each_shard_and_go_on_with_others(first: int, then: int):
-    model = Normed()
-    kernel = model.linear.kernel.get_value()
-    one, other = (sgd_step(normed_loss, 0.1, n, loss_over="shard") for n in (first, then))
-    state = train(one, one.init(model), [X[:, :4]] * 3)
-    trained = one.model(state)
-    assert trained.tied is trained.linear
-    assert not np.allclose(trained.linear.kernel.get_value(), kernel)
-    each = [one.model(state, shard=shard) for shard in range(first)]
-    assert [int(own.dropout.rngs.count.get_value()) for own in each] == [3] * first
-    means = [own.norm.mean.get_value() for own in each]
-    mean = trained.norm.mean.get_value()
-    np.testing.assert_allclose(mean, np.mean(means, 0), atol=1e-6)
-    assert first == 1 or not np.allclose(means[0], means[1])
-    trained.eval()
-    assert trained(X[:, :4]).shape == (8, 4)
-    moved = other.reshard(one.unshard(state))
-    np.testing.assert_allclose(other.model(moved).norm.mean.get_value(), mean, atol=1e-6)
-    key_of = lambda model: jax.random.key_data(model.dropout.rngs.key.get_value())
-    keys = {tuple(key_of(other.model(moved, shard=s)).tolist()) for s in range(then)}
-    assert len(keys) == then
-    other(moved, np.ones((24, 4), np.float32))
 
 
 def test_a_step_that_goes_on_with_the_state_of_another_describes_itself():

@@ -126,44 +126,6 @@ def test_the_leaf_of_one_layer_is_named(mode: str, steps: int):
     assert_near(state.params, on_one_device(loss, SGD, PARAMS, clean)[0])
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize(("mode", "steps"), [("replicated", 2), ("parts", 1), ("sharded", 2)])
-def test_microbatches_and_weights_stand_beside_it(mode: str, steps: int):
-    weight = np.where(np.arange(ROWS) % 3 == 0, 0.0, 1.0).astype(np.float32)
-
-    def loss(params: Any, batch: Any) -> Any:
-        h = layered.scanned(layered.embedded(params, batch), params["layers"])
-        squares = layered.error(params, h, batch)
-        return (squares * batch["weight"]).sum() / batch["weight"].sum()
-
-    bad = {**poisoned(1), "weight": weight}
-    step = step_of(mode, loss, SGD, nonfinite="quarantine", weight="weight", accumulate_steps=steps)
-    state, metrics = step(step.init(PARAMS), bad)
-    assert int(metrics["nonfinite"].shard) == 1
-    assert_close(state.params, on_one_device(loss, SGD, PARAMS, [of_others(bad, 1)])[0])
-
-
-@pytest.mark.deep
-def test_a_mean_is_counted_without_the_shard():
-    weight = np.linspace(0.5, 2, ROWS, dtype=np.float32)
-
-    def squares(params: Any, batch: Any) -> Any:
-        h = layered.scanned(layered.embedded(params, batch), params["layers"])
-        return layered.error(params, h, batch) * batch["weight"]
-
-    def loss(params: Any, batch: Any) -> Any:
-        return crossshard.Mean(squares(params, batch).sum(), batch["weight"].sum())
-
-    def alone(params: Any, batch: Any) -> Any:
-        return squares(params, batch).sum() / batch["weight"].sum()
-
-    bad = {**poisoned(1), "weight": weight}
-    step = step_of("parts", loss, SGD, nonfinite="quarantine")
-    state, metrics = step(step.init(PARAMS), bad)
-    assert int(metrics["nonfinite"].shard) == 1
-    assert_close(state.params, on_one_device(alone, SGD, PARAMS, [of_others(bad, 1)])[0])
-
-
 def test_all_shards_that_are_not_finite_skip_the_step():
     step = step_of("parts", scan_loss, SGD, nonfinite="quarantine")
     state, metrics = step(step.init(PARAMS), poisoned(0, 1, 2, 3))
@@ -311,16 +273,6 @@ def test_what_is_held_back_of_layers_is_overwritten(mode: str):
     without = temporary(error_feedback=False)
     for kind in (True, "bfloat16"):
         assert temporary(error_feedback=kind) <= 1.05 * without
-
-
-@pytest.mark.deep
-def test_what_is_held_back_stays_so_in_a_step_that_is_skipped():
-    step = step_of("sharded", REMAT, SGD, nonfinite="skip", reduce_dtype="int8")
-    state, _ = step(step.init(PARAMS), BATCHES[0])
-    before = held_back(state)
-    after, metrics = step(state, poisoned(2))
-    assert (int(metrics["nonfinite"].shard), bool(metrics["skipped"])) == (2, True)
-    assert_close(held_back(after), before, 0)
 
 
 @pytest.mark.deep

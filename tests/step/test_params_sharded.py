@@ -198,16 +198,6 @@ def test_metrics_are_those_of_whole_arrays(names: list[str]):
         np.testing.assert_allclose(found[1]["param_norm"], norm, rtol=1e-5)
 
 
-@pytest.mark.deep
-def test_a_shard_that_is_not_finite_is_quarantined():
-    bad = {**BATCHES[0], "y": np.where(np.arange(24) == 3, np.nan, BATCHES[0]["y"])}
-    step = params_sharded(nonfinite="quarantine")
-    state, metrics = step(step.init(PARAMS), bad)
-    rest = jax.tree.map(lambda x: x[6:], bad)
-    assert not metrics["skipped"]
-    assert_close(state.params, on_one_device(scan_loss, SGD, PARAMS, [rest])[0])
-
-
 def test_a_preprocessor_sees_whole_gradients_of_its_shard():
     clip = optax.clip_by_global_norm(0.5)
     optimizer = CrossShardOptimizer(optax.sgd(0.1), preprocess=clip)

@@ -211,15 +211,6 @@ def test_it_is_lowered_for_the_batch_as_it_will_be_padded():
     assert step.lower(state, types).in_avals[0][1]["x"].shape == (16, 40)
 
 
-def test_a_step_may_be_scanned():
-    step = make_train_step(mlp, optax.adam(0.1), num_shards=8, weight_update="sharded")
-    state = step.init(LINEAR)
-    stacked = jax.tree.map(lambda *each: jnp.stack(each), *BATCHES)
-    state, _ = jax.jit(lambda s, b: jax.lax.scan(step, s, b))(state, stacked)
-    step = make_train_step(mlp, optax.adam(0.1), num_shards=8, weight_update="sharded")
-    assert_close(state.params, jax.device_get(trained_by(step).params), 2e-6)
-
-
 def test_init_traces_the_initial_state_once():
     calls = []
 
