@@ -18,7 +18,7 @@ import crossshard
 from crossshard import CrossShardOptimizer
 from crossshard.errors import ArgumentTypeError, IncomingError, VariableError
 from tests.quick import deep_but
-from tests.stateful import adam, assert_same, sgd
+from tests.stateful import assert_same, sgd
 
 SHARDS = 8
 X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
@@ -356,51 +356,3 @@ def test_it_has_no_subclasses_is_not_pickled_and_prints_what_it_is(
     assert "CrossShardOptimizer(optax" in printed
     assert "('bias', 'kernel')" in printed
     assert "object at 0x" not in printed.replace("<function", "")
-
-
-class Normed(nnx.Module):
-    """A model whose statistics each shard keeps of its own rows."""
-
-    def __init__(self, seed: int = 0):
-        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0), momentum=0.5)
-        self.linear = linear(seed)
-
-    def __call__(self, x: Any) -> Any:
-        return self.linear(self.norm(x))
-
-
-PER_SHARD = {
-    "statistics": lambda seed: {"model": Normed(seed), "opt": adam(0.1)},
-    "groups": lambda seed: {
-        "model": linear(seed),
-        "opt": adam(0.1, group_assignment=[[0, 1, 2, 3], [4, 5, 6, 7]]),
-    },
-    "preprocess": lambda seed: {
-        "model": linear(seed),
-        "opt": sgd(0.1, preprocess=optax.trace(0.9)),
-    },
-}
-
-
-@pytest.mark.parametrize("case", PER_SHARD)
-def test_what_differs_between_shards_is_restored(case: str):
-    run = lambda pair: step(pair["model"], pair["opt"], X, Y)
-    old, of_dict = (PER_SHARD[case](seed) for seed in (0, 7))
-    for _ in range(2):
-        run(old)
-    found = [leaf for _, leaf in nnx.iter_graph(old) if isinstance(leaf, nnx.Variable)]
-    assert any(map(crossshard.nnx.is_per_shard, found))
-    # Arrays of a pure dict say themselves that they are one per shard.
-    of_dict["opt"].build(of_dict["model"])
-    state = nnx.state(of_dict)
-    pure = nnx.to_pure_dict(nnx.state(old))
-    nnx.replace_by_pure_dict(state, jax.tree.map(np.asarray, pure))  # as a file would have them
-    nnx.update(of_dict, state)
-    # So does the optimizer's own state, where the model has its form.
-    own = {"model": nnx.clone(old["model"]), "opt": PER_SHARD[case](7)["opt"]}
-    own["opt"].build(own["model"])
-    own["opt"].state = jax.tree.map(np.asarray, old["opt"].state)
-    for each in (old, of_dict, own):
-        run(each)
-    for each in (of_dict, own):
-        assert_same(old, each)

@@ -357,17 +357,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"reduce_dtype": {"host": "bfloat17"}}, ArgumentError, "reduce_dtype must be bfloat16"),
     ({"reduce_dtype": {}}, ArgumentError, "names of shard axes"),
-    ({"gather_dtype": "int8"}, ArgumentError, "params='sharded'"),
-    (
-        {"reduce_dtype": "int8", "loss_over": "batch"},
-        ArgumentError,
-        "gradients that each shard",
-    ),
-    (
-        {"gather_dtype": "int8", "params": "sharded", "loss_over": "batch"},
-        ArgumentError,
-        "rounds the parameters that shards send",
-    ),
 ]
 
 

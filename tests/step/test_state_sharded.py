@@ -246,28 +246,6 @@ def test_parts_go_between_splits_of_a_model():
 # Read.
 
 
-def per_row(params: Any, x: Any) -> Any:
-    layer = lambda x, w: (x + jnp.tanh(x @ w), None)
-    x, _ = jax.lax.scan(layer, x, params["layers"])
-    of_others = params["few"].sum() + params["odd"].sum() + params["bias"].sum()
-    return {"out": ((x @ params["out"]) ** 2).mean(1), "others": of_others * jnp.ones(len(x))}
-
-
-def test_a_data_set_is_evaluated_and_predicted_as_on_one_device():
-    step = step_of(4, "adamw", ema=0.9)
-    state = train(step, step.init(PARAMS), BATCHES)
-    assert specs_of(step.model(state)) == specs_of(step.model(state, ema=True)) == RESTS
-    batches = [BATCHES[0], BATCHES[1][:30]]
-    for ema, of in ((False, state.params), (True, state.opt_state.inner_state.ema)):
-        want = per_row(jax.device_get(of), np.concatenate(batches))
-        before = jax.live_arrays()
-        found = step.predict(state, batches, per_row, ema=ema)
-        means = step.evaluate(state, batches, per_row, ema=ema)
-        assert largest_piece(before) <= PARAMS["layers"].nbytes // 4
-        assert_close(found, want, 0, 1e-5)
-        assert_close(means, jax.tree.map(lambda x: np.float64(x).mean(), want), 0, 1e-5)
-
-
 @pytest.mark.parametrize("call", ["evaluate", "predict"])
 def test_a_metric_gathers_one_layer_at_a_time(call: str):
     layers = normal(24, 192, 192)
