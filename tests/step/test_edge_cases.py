@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 
 from crossshard import CrossShardOptimizer, make_train_step
@@ -83,18 +82,6 @@ def test_rules_that_print_and_rules_that_assert_shapes_work():
         assert_close(trained(rule, weight_update="sharded"), trained(optax.sgd(0.1)))
 
 
-class Normed(nnx.Module):
-    def __init__(self) -> None:
-        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-        self.norm = nnx.BatchNorm(4, momentum=0.0, rngs=nnx.Rngs(0))
-        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-        self.table = jnp.ones(3)
-        self.tied = self.linear
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.dropout(self.norm(self.tied(x)))
-
-
 def test_a_step_that_goes_on_with_the_state_of_another_describes_itself():
     loss, params = lambda w, x: ((x @ w) ** 2).mean(), jnp.ones((64, 64))
     one, other = (sgd_step(loss, 0.1, number, weight_update="sharded") for number in (4, 2))
@@ -132,19 +119,6 @@ def test_settings_of_modules_in_a_list_are_not_trained():
     step = sgd_step(lambda p, b: p * b.mean(), 0.1, 4)
     state, _ = step(step.init(2.0), np.ones(4, np.float32))
     np.testing.assert_allclose(state.params, 1.9)
-
-
-def test_padding_does_not_enter_statistics():
-    def loss(model: Any, batch: Any) -> jax.Array:
-        return ((model(batch["x"]) ** 2).mean(-1) * batch["mask"]).sum() / batch["mask"].sum()
-
-    step = sgd_step(loss, 0.0, 4, weight="mask", loss_over="shard")
-    state = step.init(Normed())
-    batch = {"x": X[:2, :4], "mask": np.ones(2, np.float32)}
-    state, _ = step(state, batch)
-    means = [step.model(state, shard=s).norm.mean.get_value() for s in range(4)]
-    assert np.abs(means[:2]).max() > 0
-    np.testing.assert_array_equal(means[2:], np.zeros((2, 4)))
 
 
 def test_a_weight_that_is_nan_shows():

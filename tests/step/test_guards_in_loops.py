@@ -303,27 +303,6 @@ def test_few_bits_are_sent_layer_by_layer():
     assert not sums & {kind for kind, _ in few[0]}
 
 
-@pytest.mark.parametrize(
-    ("mode", "options"), [("parts", {}), ("replicated", {"accumulate_steps": 2})], ids=str
-)
-@pytest.mark.deep
-def test_norms_of_local_gradients_are_those_of_the_rows_of_each_shard(mode: str, options: Any):
-    others = lambda shard: {*range(SHARDS)} - {shard}
-    one = lambda rows: float(optax.tree.norm(jax.jit(jax.grad(REMAT))(PARAMS, rows)) ** 2)
-    squared = [one(of_others(BATCHES[0], *others(shard))) for shard in range(SHARDS)]
-    names = ("local_grad_norm", "noise_variance")
-    step = step_of(mode, REMAT, SGD, metrics=names, nonfinite="quarantine", **options)
-    _, metrics = step(step.init(PARAMS), BATCHES[0])
-    np.testing.assert_allclose(metrics["local_grad_norm"] ** 2, np.mean(squared), rtol=1e-5)
-    of_all = float(optax.tree.norm(jax.jit(jax.grad(REMAT))(PARAMS, BATCHES[0])) ** 2)
-    variance = (np.mean(squared) - of_all) * ROWS / (SHARDS - 1)
-    np.testing.assert_allclose(metrics["noise_variance"], variance, rtol=1e-4)
-    # In a step that is computed again, without the shard.
-    _, metrics = step(step.init(PARAMS), poisoned(1))
-    del squared[1]
-    np.testing.assert_allclose(metrics["local_grad_norm"] ** 2, np.mean(squared), rtol=1e-5)
-
-
 WHOLE: dict[str, dict[str, Any]] = {
     "rounding at random": {"reduce_dtype": Quantized("int8", rounding="stochastic")},
     "a dynamic loss scale, beside few bits,": {"reduce_dtype": "int8", "loss_scale": "dynamic"},

@@ -166,12 +166,3 @@ def test_weights_are_as_precise_as_what_is_trained():
         expected = (weights * x).sum() / weights.sum()
         np.testing.assert_allclose(1 - state.params, expected, rtol=1e-14)
         np.testing.assert_allclose(metrics["weight"], weights.sum(), rtol=1e-15)
-
-
-def test_equal_weights_are_none():
-    loss = lambda w, batch: ((batch["x"] @ w) ** 2).mean()
-    ends = []
-    for weight in (None, lambda batch: 7.0):
-        step = sgd_step(loss, 0.1, 8, weight=weight)
-        ends.append(step(step.init(W), {"x": X})[0].params)
-    np.testing.assert_allclose(*ends, rtol=0, atol=1e-6)
