@@ -173,15 +173,6 @@ def scanned(model: Any, opt: Any, x: Any, y: Any) -> None:
     body((model, opt), x, y, jnp.arange(3))
 
 
-def while_looped(model: Any, opt: Any, x: Any, y: Any) -> None:
-    def body(carry: Any) -> Any:
-        model, opt, x, y, count = carry
-        minimize(model, opt, x, y)
-        return model, opt, x, y, count + 1
-
-    nnx.while_loop(lambda carry: carry[-1] < 3, body, (model, opt, x, y, jnp.array(0)))
-
-
 def branched(model: Any, opt: Any, x: Any, y: Any) -> None:
     none = lambda model, opt, x, y: jnp.zeros(())
     for taken in (True, False, True, True):
@@ -215,7 +206,7 @@ def jitted(model: Any, opt: Any, x: Any, y: Any) -> None:
         inner(model, opt, x, y)
 
 
-BODIES = [looped, scanned, while_looped, branched, applied_in_a_branch, jitted]
+BODIES = [looped, scanned, branched, applied_in_a_branch, jitted]
 
 
 @pytest.mark.parametrize(

@@ -282,16 +282,6 @@ def test_a_checkpoint_leaves_no_tracer_behind():
 # Leaves of every kind.
 
 
-def test_parameters_too_small_to_split_train_as_well():
-    params = {"w": np.full((3, 4), 0.5, np.float32), "b": np.float32(0)}
-    loss = lambda p, x: ((x @ p["w"] + p["b"]) ** 2).mean()
-    batches = [layered.normal(8, 3) for _ in range(3)]
-    step = params_sharded(loss)
-    want, _ = on_one_device(loss, SGD, params, batches)
-    assert_close(after(step, params, batches).params, want)
-    assert "tiny" in step.describe()
-
-
 def test_small_parameters_are_known_to_be_gathered_at_the_start():
     step = params_sharded(lambda p, x: ((x @ p["w"]) ** 2).mean())
     step.abstract_init({"w": jax.ShapeDtypeStruct((64, 32), np.float32)})
