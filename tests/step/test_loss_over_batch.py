@@ -261,15 +261,6 @@ def test_stacked_layers_are_gathered_in_their_loop() -> None:
     assert_close(step.model(train(step, state, rows)), {**stack, **expected})
 
 
-def test_an_unknown_word_and_rows_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="loss_over must be 'rows', 'batch' or 'shard'"):
-        make_train_step(contrastive, SGD, num_shards=2, loss_over="global")
-    step, ten = _step(), jax.tree.map(lambda x: x[:10], BATCHES[0])
-    with pytest.raises(ArgumentError) as caught:
-        step(step.init(PARAMS), ten)
-    assert str(caught.value).endswith("Pass 8 or 12.")
-
-
 def _mesh(axis: str) -> Any:
     return jax.make_mesh((4,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 

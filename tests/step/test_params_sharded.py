@@ -11,8 +11,7 @@ import optax
 import pytest
 
 import crossshard
-from crossshard import CrossShardOptimizer, make_train_step
-from crossshard.errors import ArgumentError
+from crossshard import CrossShardOptimizer
 from tests.quick import deep
 from tests.step import layered
 from tests.step.common import assert_close, assert_same, on_one_device, train
@@ -336,17 +335,3 @@ def test_complex_layers():
     assert np.abs(want - waves).max() > 1e-3
     assert_close(after(step, waves).params, want)
     assert LAYERS in {times for *_, times in sent(step, waves)}
-
-
-def refusal(**options: Any) -> str:
-    with pytest.raises(ArgumentError) as found:
-        make_train_step(scan_loss, SGD, num_shards=SHARDS, **options)
-    return str(found.value)
-
-
-def test_what_cannot_be_is_refused():
-    assert "params='sharded'" in refusal(gather_dtype="bfloat16")
-    assert "gather_dtype must be bfloat16" in refusal(params="sharded", gather_dtype="int16")
-    said = refusal(params="split")
-    assert "params" in said
-    assert "'sharded'" in said

@@ -27,8 +27,6 @@ BATCH = np.float32(RNG.normal(size=(16, 64)))
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
     "adamw": optax.adamw(1e-2),
-    # Not elementwise, so that it runs on global arrays.
-    "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
 }
 
 
