@@ -154,7 +154,7 @@ OTHERS = {
     "shards": (
         *AUTO,
         P("data", "model"),
-        r"params\['down'\].*data is a shard axis.*over model only",
+        r"params\['down'\].*data is a shard axis.*over model only.*params='sharded'",
     ),
     "sizes": (jax.devices(), (2, 4), ("data", "model"), SPLIT["down"], NOT_THE_MESH),
     "names": (jax.devices(), (4, 2), ("rows", "model"), SPLIT["down"], NOT_THE_MESH),

@@ -135,16 +135,6 @@ def test_parameters_of_another_mesh_are_moved():
     assert_same(state.params, PARAMS)
 
 
-def test_without_sharded_parameters_the_refusal_names_them():
-    step = make_train_step(loss_fn, optax.sgd(0.1), num_shards=4)
-    with pytest.raises(ArgumentError, match="params='sharded'"):
-        step.init(made(mesh_of(4), {"out": P("shards")}))
-    mesh = mesh_of(4, "data", "model")
-    step = make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, axis_name="data")
-    with pytest.raises(ArgumentError, match=r"data is a shard axis.*params='sharded'"):
-        step.init(made(mesh, {"out": P("data")}))
-
-
 # Moved.
 
 EVERY = {"ema": 0.9, "loss_scale": DynamicLossScale(initial=1024.0), "accumulate_steps": 2}
