@@ -90,9 +90,6 @@ def test_an_unsharded_state_of_groups_comes_back():
     assert_same(step.reshard(saved), state)
 
 
-# The stateful optimizer.
-
-
 def test_a_state_may_hold_numbers_of_pythons():
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return jax.tree.map(lambda g: -state * g, updates), state / 2

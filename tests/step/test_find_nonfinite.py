@@ -35,9 +35,6 @@ from tests.step.planted import (
 PARAMS = {"first": normal(LENGTH * WIDTH, WIDTH), "second": normal(WIDTH, WIDTH)}
 
 
-# The neighbours: each is a loss, and the options of its step.
-
-
 def hidden(params: Any, batch: Any, fault: Any = where_log) -> Any:
     h = jax.nn.relu(batch["x"].reshape(len(batch["x"]), -1) @ params["first"])
     return planted(fault, h, batch) @ params["second"]
@@ -80,6 +77,9 @@ def test_a_module_with_statistics():
     given["bad"][21] = 1
     found = step.find_nonfinite(state, given)
     assert (found.line, found.shard, found.rows) == (line_of(where_log), 5, (21,))
+
+
+# The neighbours: each is a loss, and the options of its step.
 
 
 def mean(params: Any, batch: Any) -> Any:
