@@ -404,6 +404,20 @@ def test_parameters_may_be_split_over_other_axes():
     assert_close(*found)
 
 
+def test_a_copy_of_the_count_in_which_a_bit_flips_follows_the_others():
+    step = streaming(4, **OUTER)
+    state = train(step, step.init(PARAMS))
+    outer = state.opt_state.outer
+    copies = [shard.data for shard in outer.count.addressable_shards]
+    copies[3] = jax.device_put(copies[3] + 2**20, copies[3].device)
+    flipped = jax.make_array_from_single_device_arrays((), outer.count.sharding, copies)
+    flipped = outer._replace(count=flipped)
+    state = dataclasses.replace(state, opt_state=state.opt_state._replace(outer=flipped))
+    state = train(step, state, [0])
+    after = {int(shard.data) for shard in state.opt_state.outer.count.addressable_shards}
+    assert after == {STEPS + 1}
+
+
 SAID = {
     False: "every 4 steps the mean over the workers in {}, and the outer update",
     True: "every step the next 1/4 of the mean over the workers in {}, beside the step, and its "

@@ -204,8 +204,8 @@ class LocalSGD(Stage):
     def _piece_synchronised(
         self, updated: Updated, state: LocalSGDState, context: StageContext
     ) -> tuple[PyTree, LocalSGDState]:
-        # Shards that count differently would sum different pieces.
-        count = context.agreed(state.count)
+        # The count of this step waits for no other shard, and so does no sum of a piece.
+        count = state.count
         at = count % self.every
         cut = lambda tree: jax.tree.map(lambda x: self._piece_of(x).cut(x, at), tree)
         add = lambda x, update: self._piece_of(x).add(x, update, at)
@@ -245,7 +245,8 @@ class LocalSGD(Stage):
         after = LocalSGDState(
             jax.tree.map(add, state.anchor, updates),
             jax.tree.map(keep, state.inner_state, inner_state),
-            optax.safe_increment(count),
+            # A copy of which a bit has flipped takes another piece once, and not for ever.
+            optax.safe_increment(context.agreed(count)),
             jax.tree.map(keep, state.aggregate, aggregate),
         )
         return result, after
