@@ -57,10 +57,6 @@ def _by_rank(params: Any) -> Any:
     return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "vector", params)
 
 
-def _muon_shapes(updates: Any) -> Any:
-    return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), updates)
-
-
 def _then_step(*transforms: optax.GradientTransformation, rate: float = 0.1) -> Any:
     return optax.chain(*transforms, optax.scale(-rate))
 
@@ -173,10 +169,7 @@ TRANSFORMS: dict[str, Row] = {
     **{
         name: Row(lambda name=name: _then_step(getattr(optax, name)()))
         for name in (
-            "centralize normalize_by_update_norm scale_by_adam scale_by_adamax scale_by_adan "
-            "scale_by_amsgrad scale_by_belief scale_by_novograd scale_by_optimistic_gradient "
-            "scale_by_param_block_norm scale_by_param_block_rms scale_by_rss scale_by_sm3 "
-            "scale_by_trust_ratio scale_by_yogi"
+            "centralize normalize_by_update_norm scale_by_param_block_norm scale_by_param_block_rms"
         ).split()
     },
     "adaptive_grad_clip": Row(lambda: _then_step(optax.adaptive_grad_clip(0.5))),
@@ -234,26 +227,9 @@ TRANSFORMS: dict[str, Row] = {
         lambda: optax.partition({"matrix": optax.adam(0.05), "vector": optax.sgd(0.1)}, _by_rank)
     ),
     "scale": Row(lambda: optax.scale(-0.1)),
-    "scale_by_adadelta": Row(lambda: _then_step(optax.scale_by_adadelta(eps=1e-2), rate=1.0)),
     "scale_by_distance_over_gradients": Row(
         lambda: _then_step(optax.scale_by_distance_over_gradients(reps_rel=0.1), rate=1.0)
     ),
-    "scale_by_factored_rms": Row(
-        lambda: _then_step(optax.scale_by_factored_rms(min_dim_size_to_factor=1))
-    ),
-    "scale_by_lbfgs": Row(lambda: _then_step(optax.scale_by_lbfgs(3), rate=0.2)),
-    "scale_by_learning_rate": Row(lambda: optax.scale_by_learning_rate(_DECAY)),
-    "scale_by_lion": Row(lambda: _then_step(optax.scale_by_lion(), rate=0.02)),
-    "scale_by_polyak": Row(
-        lambda: optax.chain(optax.scale_by_polyak(max_learning_rate=0.5), optax.scale(-1.0)),
-        value=True,
-    ),
-    "scale_by_radam": Row(lambda: _then_step(optax.scale_by_radam(b2=0.9, threshold=4.0))),
-    "scale_by_rms": Row(lambda: _then_step(optax.scale_by_rms(bias_correction=True))),
-    "scale_by_rprop": Row(lambda: optax.chain(optax.scale_by_rprop(0.05), optax.scale(-1.0))),
-    "scale_by_schedule": Row(lambda: optax.scale_by_schedule(lambda count: -0.2 / (1.0 + count))),
-    "scale_by_sign": Row(lambda: _then_step(optax.scale_by_sign(), rate=0.05)),
-    "scale_by_stddev": Row(lambda: _then_step(optax.scale_by_stddev(), rate=0.02)),
     "selective_transform": Row(
         lambda: optax.selective_transform(optax.adam(0.05), freeze_mask=_BIAS),
         not_stateful=_MASK_IS_A_TREE,
@@ -277,27 +253,24 @@ TRANSFORMS: dict[str, Row] = {
         value=True,
         untyped_groups="one branch of its cond gives a constant, the other what it was given",
     ),
-    "contrib.scale_by_acprop": Row(lambda: _then_step(contrib.scale_by_acprop())),
-    "contrib.scale_by_ademamix": Row(lambda: _then_step(contrib.scale_by_ademamix(b3=0.99))),
-    "contrib.scale_by_adopt": Row(lambda: _then_step(contrib.scale_by_adopt())),
-    "contrib.scale_by_cocob": Row(
-        lambda: optax.chain(contrib.scale_by_cocob(alpha=2.0), optax.scale(1.0))
-    ),
-    "contrib.scale_by_galore": Row(
-        lambda: _then_step(contrib.scale_by_galore(rank=2, update_proj_gap=2))
-    ),
-    "contrib.scale_by_madgrad": Row(lambda: contrib.scale_by_madgrad(0.05)),
-    "contrib.scale_by_muon": Row(
-        lambda: _then_step(
-            optax.masked(contrib.scale_by_muon(weight_dimension_numbers=_muon_shapes), _matrices),
-            rate=0.05,
-        )
-    ),
-    "contrib.scale_by_simplified_ademamix": Row(
-        lambda: _then_step(contrib.scale_by_simplified_ademamix(), rate=0.01)
-    ),
     "contrib.split_real_and_imaginary": Row(
         lambda: contrib.split_real_and_imaginary(optax.adam(0.05))
+    ),
+}
+
+# What only scales is in an optimizer too, with the same state.
+SCALES = {
+    *(
+        f"scale_by_{name}"
+        for name in (
+            "adadelta adam adamax adan amsgrad belief factored_rms lbfgs learning_rate lion "
+            "novograd optimistic_gradient polyak radam rms rprop rss schedule sign sm3 stddev "
+            "trust_ratio yogi"
+        ).split()
+    ),
+    *(
+        f"contrib.scale_by_{name}"
+        for name in "acprop ademamix adopt cocob galore madgrad muon simplified_ademamix".split()
     ),
 }
 

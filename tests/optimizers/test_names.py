@@ -132,24 +132,6 @@ def test_variables_in_a_list(mask: Any, names: Any):
     np.testing.assert_array_equal(bias[...], np.ones(2))
 
 
-def test_labels_by_name():
-    opt = CrossShardOptimizer(
-        optax.partition(
-            {"fast": optax.sgd(1.0), "slow": optax.sgd(0.5, momentum=0.9)},
-            lambda params: {key: "fast" if "bias" in key else "slow" for key in params},
-        )
-    )
-    model, before = Net(), Net()
-    training(lambda model, x: sum(v[...].sum() for v in [*kernels(model), *biases(model)]))(
-        model, opt, X
-    )
-    for variables, rate in ((kernels, 0.5), (biases, 1.0)):
-        for variable, was in zip(variables(model), variables(before), strict=True):
-            np.testing.assert_allclose(variable[...], np.asarray(was[...]) - rate, rtol=1e-6)
-    assert opt.get_slot("dense/kernel", "momentum").shape == (3, 4)
-    assert opt.get_slot("dense/bias", "momentum") is None
-
-
 def test_labels_that_are_the_names_are_no_slots():
     """Each variable has an optimizer of its own, and some steps are of one variable alone."""
     rules = {"kernel": optax.sgd(0.1, momentum=0.9), "bias": optax.sgd(0.1, momentum=0.5)}

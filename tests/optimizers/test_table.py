@@ -17,8 +17,8 @@ from tests.optimizers.table import (
     LEFT_OUT,
     OPTIMIZERS,
     ROWS,
+    SCALES,
     SOME,
-    TRANSFORMS,
     Row,
     public_factories,
 )
@@ -253,6 +253,7 @@ def _error(a: Any, b: Any) -> float:
 
 def test_every_public_factory_is_in_the_table_or_left_out_for_a_reason() -> None:
     in_table = {name.split(" ")[0] for name in ROWS}.union(*(row.covers for row in ROWS.values()))
+    in_table |= SCALES
     public = set(public_factories())
     assert public - in_table - set(LEFT_OUT) == set(), "new in Optax: add a row or a reason"
     assert set(LEFT_OUT) - public == set(), "left out, and not there"
@@ -271,16 +272,13 @@ def test_the_shards_differ_so_much_that_none_passes_for_another() -> None:
         assert max(errors(plain("sgd", tuple(part))[0], whole).values()) > 1e-2, part
 
 
-# What only scales is in an optimizer too, with the same state.
-SCALES = {name for name in TRANSFORMS if name.removeprefix("contrib.").startswith("scale_by_")}
-STATEFUL = {name for name, row in ROWS.items() if not row.not_stateful} - SCALES
+STATEFUL = {name for name, row in ROWS.items() if not row.not_stateful}
 
 
 @pytest.mark.parametrize(
     ("names", "number"),
     [
-        *bundles(set(ROWS) - SCALES, 8, quick=ROWS),
-        *bundles(SCALES - set(SOME), 8, quick=SOME),
+        *bundles(ROWS, 8, quick=ROWS),
         *bundles(ROWS, 2, quick=SOME),
         *bundles(OPTIMIZERS, 1, quick=()),
         *bundles(OPTIMIZERS, 4, quick=()),
@@ -288,11 +286,6 @@ STATEFUL = {name for name, row in ROWS.items() if not row.not_stateful} - SCALES
 )
 def test_shards_equal_one_shard_on_the_whole_batch(names: tuple[str, ...], number: int) -> None:
     assert_all_follow(sharded(names, number), plain)
-
-
-@pytest.mark.parametrize("names", bundles(OPTIMIZERS, quick=SOME))
-def test_sum_equals_the_summed_gradient(names: tuple[str, ...]) -> None:
-    assert_all_follow(sharded(names, reduction="sum"), lambda name: plain(name, ALL, float(SHARDS)))
 
 
 @pytest.mark.parametrize(

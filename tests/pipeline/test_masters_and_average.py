@@ -57,15 +57,6 @@ def test_parameters_that_are_nan_are_not_brought_back_by_their_masters():
     assert np.isnan(np.float32(state.params)).sum() == 1
 
 
-def test_without_masters_small_steps_are_lost():
-    # An eighth of a unit in the last place of 1.
-    x = np.full((N, 40), 2.0**-10, np.float32)
-    for dtype, end in ((None, 1), ("float32", 1 - 2.0**-6)):
-        step = sgd_step(loss_fn, 1.0, N, master_dtype=dtype)
-        state = train(step, step.init(jnp.ones(40, jnp.bfloat16)), [x] * 16)
-        np.testing.assert_array_equal(np.float32(state.params), np.full(40, end, np.float32))
-
-
 def test_the_models_average_has_the_dtype_of_the_model_and_is_its_groups():
     opt = CrossShardOptimizer(optax.sgd(RATE), group_assignment=[[0, 1], [2, 3]], ema=DECAY)
     step = make_train_step(loss_fn, opt, num_shards=N, master_dtype="float32")

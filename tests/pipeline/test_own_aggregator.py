@@ -141,12 +141,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({}, {"aggregator": Twice}, ArgumentTypeError, r"Aggregator, whose sum.*got .*Twice"),
     ({}, {"aggregator": lambda x: x}, ArgumentTypeError, r"whose sum\(values, state, peers\)"),
     ({}, {"aggregator": optax.sgd(1.0)}, ArgumentTypeError, "Aggregator"),
-    ({}, {"aggregator": Twice(), "reduce_dtype": "bfloat16"}, ArgumentError, LEAVE),
     ({"reduce_dtype": "int8", "aggregator": Twice()}, {}, ArgumentError, LEAVE),
     ({"reduce_dtype": "int8"}, {"aggregator": Twice()}, ArgumentError, LEAVE),
     ({"aggregator": Twice()}, {"reduce_dtype": "bfloat16"}, ArgumentError, LEAVE),
     ({"reduce_dtype": "int8"}, {"reduce_dtype": "int8"}, ArgumentError, LEAVE),
-    ({}, {"aggregator": Twice(), "loss_over": "batch"}, ArgumentError, "from each shard's own"),
 ]
 
 

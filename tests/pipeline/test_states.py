@@ -1,7 +1,5 @@
-"""States of all stages at once: copied, saved, taken to other shards; and options that are off."""
+"""States of all stages at once: taken to other shards and back; and options that are off."""
 
-import copy
-import pickle
 from typing import Any
 
 import jax
@@ -9,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
-import crossshard
 from crossshard import CrossShardOptimizer, DynamicLossScale, make_train_step
 from tests.quick import deep
 from tests.step.common import assert_same
@@ -87,67 +83,11 @@ def test_a_state_goes_from_eight_shards_to_four_and_on(weight_update: str):
     np.testing.assert_allclose(here["grad_norm"], moved["grad_norm"], rtol=1e-2)
 
 
-def test_a_state_is_copied_and_pickled():
-    step = step_of(N, "sharded")
-    state, _ = step(step.init(half()), batch_of(N))
-    before = jax.tree.map(np.array, state)
-    again = pickle.loads(pickle.dumps(copy.deepcopy(copy.copy(before))))
-    assert_same(again, before)
-    one, _ = step(state, batch_of(N))
-    placed = jax.device_put(again, jax.tree.map(lambda x: x.sharding, one))
-    assert_same(one, step(placed, batch_of(N))[0])
-
-
 def test_an_unsharded_state_of_groups_comes_back():
     step = step_of(N, "sharded", [[0, 2, 4, 6], [1, 3, 5, 7]])
     state, _ = step(step.init(half()), batch_of(N))
     saved = step.unshard(state)
     assert_same(step.reshard(saved), state)
-
-
-# The stateful optimizer.
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        self.kernel = nnx.Param(jnp.asarray(W["kernel"], jnp.bfloat16))
-        self.bias = nnx.Param(jnp.asarray(W["bias"], jnp.bfloat16))
-
-
-def optimizer() -> CrossShardOptimizer:
-    return CrossShardOptimizer(
-        inner(), preprocess=optax.trace(0.5), accumulate_steps=2, **EVERYTHING
-    )
-
-
-@crossshard.shard(num_shards=N)
-def train(model: Any, opt: Any, batch: Any) -> None:
-    loss = lambda: loss_fn({"kernel": model.kernel[...], "bias": model.bias[...]}, batch)
-    opt.minimize(loss, var_list=model, weight=batch["n"].sum())
-
-
-def values(model: Any, opt: Any) -> Any:
-    arrays = lambda tree: jax.tree.map(np.asarray, tree)
-    return arrays(nnx.to_pure_dict(nnx.state(model))), arrays(opt.state)
-
-
-@pytest.mark.deep
-def test_a_stateful_optimizer_is_copied_in_the_middle_of_an_accumulation_and_restored():
-    model, opt = Model(), optimizer()
-    for _ in range(3):
-        train(model, opt, batch_of(N))
-    copied = copy.deepcopy((model, opt))
-    assert_same(values(*copied), values(model, opt))
-    other, fresh = Model(), optimizer()
-    fresh.build(other)
-    nnx.update(other, nnx.state(model))
-    fresh.state = jax.tree.map(np.asarray, opt.state)
-    for each in ((model, opt), copied, (other, fresh)):
-        train(*each, batch_of(N))
-    for each in (copied, (other, fresh)):
-        assert_same(values(*each), values(model, opt))
-    # NNX sees every array of it.
-    assert len(jax.tree.leaves(nnx.state(opt))) == len(jax.tree.leaves(opt.state))
 
 
 def test_a_state_may_hold_numbers_of_pythons():

@@ -1,20 +1,14 @@
-"""Models in which a fault is planted: a line that makes a NaN or an infinity of some rows."""
+"""Lines that make a NaN or an infinity of some rows, to be planted in a loss."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
-from jax import lax
 
-import crossshard
-
-SHARDS, ROWS, WIDTH, LENGTH, LAYERS = 8, 32, 8, 4, 3
+SHARDS, ROWS, WIDTH, LENGTH = 8, 32, 8, 4
 MARK = "# here"
 
 
@@ -70,10 +64,6 @@ def angle(h: Any, bad: Any) -> Any:
     return h + jnp.arctan2(s, s)  # here
 
 
-def nothing(h: Any, bad: Any) -> Any:
-    return h
-
-
 FAULTS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
@@ -88,8 +78,6 @@ FAULTS: dict[str, Callable[..., Any]] = {
         angle,
     )
 }
-# The row itself is NaN.
-FAULTS["of_batch"] = nothing
 
 
 def line_of(fault: Callable[..., Any]) -> int:
@@ -121,123 +109,3 @@ def normal(*shape: int) -> np.ndarray:
 def mse(h: Any, batch: Any) -> Any:
     h = h.astype(jnp.float32).reshape(len(h), -1)[:, :WIDTH]
     return ((h - batch["y"]) ** 2).mean()
-
-
-class Model:
-    """A loss, its parameters and the options of its step."""
-
-    def __init__(self, loss: Any, initial: Any, optimizer: Any = None, **options: Any):
-        self.initial = initial
-        self.step = crossshard.make_train_step(
-            loss,
-            optimizer or optax.adam(1e-3),
-            num_shards=SHARDS,
-            donate=False,
-            nonfinite="skip",
-            **options,
-        )
-
-
-def mlp(fault: Any, dtype: Any = jnp.float32, **options: Any) -> Model:
-    def loss(params: Any, batch: Any) -> Any:
-        h = batch["x"].reshape(len(batch["x"]), -1).astype(dtype)
-        h = jax.nn.relu(h @ params["first"].astype(dtype))
-        h = planted(fault, h, batch)
-        return mse(h @ params["second"].astype(dtype), batch)
-
-    params = {"first": normal(LENGTH * WIDTH, WIDTH), "second": normal(WIDTH, WIDTH)}
-    return Model(loss, params, **options)
-
-
-def _block(layer: Any, h: Any) -> Any:
-    q, k, v = (h @ layer[name] for name in "qkv")
-    scores = jnp.einsum("bqd,bkd->bqk", q, k)
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-    h = h + weights @ v
-    h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
-    return h + jax.nn.gelu(h @ layer["up"]) @ layer["down"]
-
-
-def transformer(fault: Any, *, checkpointed: bool = False, **options: Any) -> Model:
-    def loss(params: Any, batch: Any) -> Any:
-        def body(h: Any, given: Any) -> Any:
-            layer, index = given
-            h = _block(layer, h)
-            # Only in the second layer.
-            here = {**batch, "bad": batch["bad"] * (index == 1)}
-            return planted(fault, h, here), None
-
-        body = jax.checkpoint(body) if checkpointed else body
-        h, _ = lax.scan(body, batch["x"], (params, jnp.arange(LAYERS)))
-        return mse(h, batch)
-
-    names = {**dict.fromkeys("qkv", WIDTH), "up": 2 * WIDTH}
-    params = {name: normal(LAYERS, WIDTH, size) for name, size in names.items()}
-    params["down"] = normal(LAYERS, 2 * WIDTH, WIDTH)
-    return Model(loss, params, **options)
-
-
-class WithBatchNorm(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.first = nnx.Linear(LENGTH * WIDTH, WIDTH, rngs=rngs)
-        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
-        self.second = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-
-def flax_model(fault: Any) -> Model:
-    def loss(model: WithBatchNorm, batch: Any) -> Any:
-        h = model.first(batch["x"].reshape(len(batch["x"]), -1))
-        h = planted(fault, jax.nn.relu(model.norm(h)), batch)
-        return mse(model.second(h), batch)
-
-    return Model(loss, WithBatchNorm(nnx.Rngs(0)), loss_over="shard")
-
-
-class Equinox(eqx.Module):
-    first: eqx.nn.Linear
-    second: eqx.nn.MLP
-
-    def __init__(self, key: Any):
-        self.first = eqx.nn.Linear(LENGTH * WIDTH, WIDTH, key=key)
-        self.second = eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, key=key)
-
-
-def equinox(fault: Any) -> Model:
-    def loss(model: Equinox, batch: Any) -> Any:
-        h = jax.nn.tanh(jax.vmap(model.first)(batch["x"].reshape(len(batch["x"]), -1)))
-        h = planted(fault, h, batch)
-        return mse(jax.vmap(model.second)(h), batch)
-
-    return Model(loss, Equinox(jax.random.key(0)))
-
-
-def convolutions(fault: Any) -> Model:
-    def loss(params: Any, batch: Any) -> Any:
-        h = batch["x"][..., None]
-        for place, kernel in enumerate(params):
-            h = lax.conv_general_dilated(
-                h, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-            )
-            h = jax.nn.relu(h)
-            h = planted(fault, h, batch) if place == 0 else h
-        return mse(h.mean((1, 2)), batch)
-
-    return Model(loss, [normal(3, 3, 1, 4), normal(3, 3, 4, WIDTH)])
-
-
-MODELS: dict[str, Callable[[Any], Model]] = {
-    "mlp": mlp,
-    "scanned transformer": transformer,
-    "checkpointed": lambda fault: transformer(fault, checkpointed=True),
-    "NNX with BatchNorm": flax_model,
-    "Equinox": equinox,
-    "params='sharded'": lambda fault: transformer(fault, params="sharded"),
-    "Muon": lambda fault: mlp(fault, optimizer=optax.contrib.muon(1e-3)),
-    "bfloat16": lambda fault: mlp(fault, jnp.bfloat16),
-    "float16 with a loss scale": lambda fault: mlp(
-        fault, jnp.float16, loss_scale=crossshard.DynamicLossScale(128.0)
-    ),
-    "convolutions": convolutions,
-    "accumulation": lambda fault: mlp(fault, accumulate_steps=2),
-}

@@ -184,26 +184,6 @@ def test_what_is_of_the_rows_alone_counts_them():
     np.testing.assert_allclose(metrics["noise_variance"], variance, rtol=1e-4)
 
 
-def noisy(w: Any, x: Any, rng: Any) -> jax.Array:
-    noise = jax.vmap(lambda key: jax.random.normal(key, (TIME, WIDTH)), out_axes=1)(rng)
-    return ((x + noise) @ w).mean() + (w**2).sum()
-
-
-@pytest.mark.deep
-def test_noise_of_a_row_goes_with_it():
-    models = []
-    for number, options in ((1, {}), (4, {"loss_over": "shard"}), (2, {"accumulate_steps": 2})):
-        step = sgd_step(noisy, 0.1, number, batch_axis=1, rng_per="row", **options)
-        state, _ = step(step.init(np.ones(WIDTH, np.float32), 3), BATCHES[0]["x"])
-        models.append(np.asarray(step.model(state)))
-    assert_close(models[1:], [models[0]] * 2)
-    # By default it depends on the number of shards.
-    one_key = lambda w, x, rng: noisy(w, x, jax.random.split(rng, x.shape[1]))
-    step = sgd_step(one_key, 0.1, 4, batch_axis=1)
-    state, _ = step(step.init(np.ones(WIDTH, np.float32), 3), BATCHES[0]["x"])
-    assert np.abs(step.model(state) - models[0]).max() > 1e-3
-
-
 def test_no_two_rows_have_the_same_noise():
     drawn = lambda w, x, keys: ((w * x).mean(), jax.vmap(jax.random.normal)(keys))
     found = []

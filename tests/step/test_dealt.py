@@ -305,18 +305,6 @@ def test_what_stands_beside_it_is_that_of_one_device():
     assert_same(kept(state), held)
 
 
-@pytest.mark.deep
-def test_two_shard_axes_are_one_row_of_shards():
-    types = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 4), ("host", "chip"), axis_types=types)
-    step = made(CLIP_MUON, "parts", num_shards=None, mesh=mesh)
-    state = train(step, step.init(PARAMS), BATCHES)
-    expected, inner = on_one_device(loss_fn, CLIP_MUON, PARAMS, BATCHES)
-    whole = step.unshard(state)
-    assert_close(whole.params, expected)
-    assert_close(whole.opt_state.inner_state, inner, rtol=2e-5)
-
-
 def test_describe_names_each_leaf_with_its_owner_and_the_line_that_decides():
     step = made(muon())
     step.abstract_init(PARAMS)
@@ -360,33 +348,3 @@ def test_it_sends_what_has_to_be_sent_in_two_large_collectives():
     assert report.ratio <= 1.001
     large = [each.kind for each in report.collectives if each.bytes_sent > 20_000]
     assert sorted(large) == ["all-gather", "reduce-scatter"]
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    "there",
-    [
-        {"num_shards": 3, "weight_update": "sharded"},
-        {"num_shards": 4, "params": "sharded"},
-    ],
-    ids=str,
-)
-def test_a_state_goes_to_every_other_placement_bit_for_bit(there: Any, tmp_path: Any):
-    step = made(CLIP_MUON)
-    other = make_train_step(loss_fn, CLIP_MUON, **there)
-    state = train(step, step.init(PARAMS), BATCHES[:2])
-    with crossshard.Checkpoints(tmp_path / "one", step) as checkpoints:
-        checkpoints.save(state)
-    moved, _ = crossshard.Checkpoints(tmp_path / "one", other).restore_latest(
-        other.abstract_init(PARAMS)
-    )
-    bits = lambda step, state: jax.device_get(
-        (step.unshard(state).params, step.unshard(state).opt_state)
-    )
-    assert_same(bits(other, moved), bits(step, state))
-    assert_same(bits(other, other.reshard(step.unshard(state))), bits(step, state))
-    with crossshard.Checkpoints(tmp_path / "other", other) as checkpoints:
-        checkpoints.save(moved)
-    back, _ = crossshard.Checkpoints(tmp_path / "other", step).restore_latest(state)
-    assert_same(bits(step, back), bits(step, state))
-    assert_same(train(step, back, BATCHES[2:]).params, train(step, state, BATCHES[2:]).params)

@@ -40,6 +40,7 @@ CLIP = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01))
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (optax.sgd(0.1), {"weight_update": "replicated"}),
     "adamw sharded": (optax.adamw(0.01), {"weight_update": "sharded"}),
+    "parts": (optax.adamw(0.01), {"params": "sharded"}),
     "clip, leaf by leaf": (CLIP, {"weight_update": "sharded"}),
     "groups sharded": (
         crossshard.CrossShardOptimizer(optax.adamw(0.01), group_assignment=ODD_AND_EVEN),
@@ -119,7 +120,7 @@ def test_faults_are_found_and_named_and_clean_steps_are_not_accused():
 
 
 # The others compile for long, and run in the soak test.
-@pytest.mark.parametrize("case", ["groups sharded", deep(MODEL_AXIS)])
+@pytest.mark.parametrize("case", ["groups sharded", deep("parts"), deep(MODEL_AXIS)])
 def test_a_repaired_step_has_the_bits_of_an_undisturbed_one(case: str):
     find_faults(case, 10, seed=2, on_divergence="repair")
 
@@ -140,11 +141,12 @@ def test_what_is_compared_is_what_several_shards_have(case: str):
     step, state = build(case, check_divergence=7)
     assert "copies compared every 7 steps" in step.describe()
     names = step.compared(state)
-    assert {"step", "rng", "frozen['table']", "params['kernel']"} <= set(names)
+    assert {"step", "rng", "frozen['table']", "params['bias']"} <= set(names)
+    assert ("params['kernel']" in names) == (case != "parts")
     has = {name: any(name in each for each in names) for name in ("mu['kernel']", "mu['bias']")}
     is_adam = case != "sgd"
     options = CASES[case][1] if case in CASES else {"weight_update": "sharded"}
-    params_sharded = options.get("weight_update") == "sharded"
+    params_sharded = "sharded" in options.values()
     assert has == {"mu['kernel']": is_adam and not params_sharded, "mu['bias']": is_adam}
 
 

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 
 from crossshard import CrossShardOptimizer, make_train_step
 from crossshard.errors import ArgumentError
-from tests.quick import deep, deep_but
+from tests.quick import deep_but
 from tests.step.common import assert_close, sgd_step, train
 
 _rng = np.random.default_rng(0)
@@ -83,48 +82,6 @@ def test_rules_that_print_and_rules_that_assert_shapes_work():
         assert_close(trained(rule, weight_update="sharded"), trained(optax.sgd(0.1)))
 
 
-class Normed(nnx.Module):
-    def __init__(self) -> None:
-        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-        self.norm = nnx.BatchNorm(4, momentum=0.0, rngs=nnx.Rngs(0))
-        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-        self.table = jnp.ones(3)
-        self.tied = self.linear
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.dropout(self.norm(self.tied(x)))
-
-
-def normed_loss(model: Any, batch: Any) -> jax.Array:
-    return (model(batch) ** 2).mean()
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(("first", "then"), [(4, 2), deep((1, 4))])
-def test_statistics_and_streams_are_of_each_shard_and_go_on_with_others(first: int, then: int):
-    model = Normed()
-    kernel = model.linear.kernel.get_value()
-    one, other = (sgd_step(normed_loss, 0.1, n, loss_over="shard") for n in (first, then))
-    state = train(one, one.init(model), [X[:, :4]] * 3)
-    trained = one.model(state)
-    assert trained.tied is trained.linear
-    assert not np.allclose(trained.linear.kernel.get_value(), kernel)
-    each = [one.model(state, shard=shard) for shard in range(first)]
-    assert [int(own.dropout.rngs.count.get_value()) for own in each] == [3] * first
-    means = [own.norm.mean.get_value() for own in each]
-    mean = trained.norm.mean.get_value()
-    np.testing.assert_allclose(mean, np.mean(means, 0), atol=1e-6)
-    assert first == 1 or not np.allclose(means[0], means[1])
-    trained.eval()
-    assert trained(X[:, :4]).shape == (8, 4)
-    moved = other.reshard(one.unshard(state))
-    np.testing.assert_allclose(other.model(moved).norm.mean.get_value(), mean, atol=1e-6)
-    key_of = lambda model: jax.random.key_data(model.dropout.rngs.key.get_value())
-    keys = {tuple(key_of(other.model(moved, shard=s)).tolist()) for s in range(then)}
-    assert len(keys) == then
-    other(moved, np.ones((24, 4), np.float32))
-
-
 def test_a_step_that_goes_on_with_the_state_of_another_describes_itself():
     loss, params = lambda w, x: ((x @ w) ** 2).mean(), jnp.ones((64, 64))
     one, other = (sgd_step(loss, 0.1, number, weight_update="sharded") for number in (4, 2))
@@ -162,19 +119,6 @@ def test_settings_of_modules_in_a_list_are_not_trained():
     step = sgd_step(lambda p, b: p * b.mean(), 0.1, 4)
     state, _ = step(step.init(2.0), np.ones(4, np.float32))
     np.testing.assert_allclose(state.params, 1.9)
-
-
-def test_padding_does_not_enter_statistics():
-    def loss(model: Any, batch: Any) -> jax.Array:
-        return ((model(batch["x"]) ** 2).mean(-1) * batch["mask"]).sum() / batch["mask"].sum()
-
-    step = sgd_step(loss, 0.0, 4, weight="mask", loss_over="shard")
-    state = step.init(Normed())
-    batch = {"x": X[:2, :4], "mask": np.ones(2, np.float32)}
-    state, _ = step(state, batch)
-    means = [step.model(state, shard=s).norm.mean.get_value() for s in range(4)]
-    assert np.abs(means[:2]).max() > 0
-    np.testing.assert_array_equal(means[2:], np.zeros((2, 4)))
 
 
 def test_a_weight_that_is_nan_shows():

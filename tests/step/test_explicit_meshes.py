@@ -74,15 +74,10 @@ CASES: dict[str, tuple[Any, str, Any]] = {
         "one axis",
         None,
     ),
-    "muon": (
-        {"params": "sharded", "optimizer": optax.contrib.muon(1e-2)},
-        "one axis",
-        None,
-    ),
 }
 
 
-@pytest.mark.parametrize("name", deep_but(lambda name: name not in ("muon", "dog"), CASES))
+@pytest.mark.parametrize("name", deep_but(lambda name: name != "dog", CASES))
 def test_a_step_is_that_of_one_device_and_its_arrays_lie_on_the_mesh(name: str):
     given, on, spec = CASES[name]
     options, where = {"optimizer": SGD} | given, MESHES[on]

@@ -126,44 +126,6 @@ def test_the_leaf_of_one_layer_is_named(mode: str, steps: int):
     assert_near(state.params, on_one_device(loss, SGD, PARAMS, clean)[0])
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize(("mode", "steps"), [("replicated", 2), ("parts", 1), ("sharded", 2)])
-def test_microbatches_and_weights_stand_beside_it(mode: str, steps: int):
-    weight = np.where(np.arange(ROWS) % 3 == 0, 0.0, 1.0).astype(np.float32)
-
-    def loss(params: Any, batch: Any) -> Any:
-        h = layered.scanned(layered.embedded(params, batch), params["layers"])
-        squares = layered.error(params, h, batch)
-        return (squares * batch["weight"]).sum() / batch["weight"].sum()
-
-    bad = {**poisoned(1), "weight": weight}
-    step = step_of(mode, loss, SGD, nonfinite="quarantine", weight="weight", accumulate_steps=steps)
-    state, metrics = step(step.init(PARAMS), bad)
-    assert int(metrics["nonfinite"].shard) == 1
-    assert_close(state.params, on_one_device(loss, SGD, PARAMS, [of_others(bad, 1)])[0])
-
-
-@pytest.mark.deep
-def test_a_mean_is_counted_without_the_shard():
-    weight = np.linspace(0.5, 2, ROWS, dtype=np.float32)
-
-    def squares(params: Any, batch: Any) -> Any:
-        h = layered.scanned(layered.embedded(params, batch), params["layers"])
-        return layered.error(params, h, batch) * batch["weight"]
-
-    def loss(params: Any, batch: Any) -> Any:
-        return crossshard.Mean(squares(params, batch).sum(), batch["weight"].sum())
-
-    def alone(params: Any, batch: Any) -> Any:
-        return squares(params, batch).sum() / batch["weight"].sum()
-
-    bad = {**poisoned(1), "weight": weight}
-    step = step_of("parts", loss, SGD, nonfinite="quarantine")
-    state, metrics = step(step.init(PARAMS), bad)
-    assert int(metrics["nonfinite"].shard) == 1
-    assert_close(state.params, on_one_device(alone, SGD, PARAMS, [of_others(bad, 1)])[0])
-
-
 def test_all_shards_that_are_not_finite_skip_the_step():
     step = step_of("parts", scan_loss, SGD, nonfinite="quarantine")
     state, metrics = step(step.init(PARAMS), poisoned(0, 1, 2, 3))
@@ -314,16 +276,6 @@ def test_what_is_held_back_of_layers_is_overwritten(mode: str):
 
 
 @pytest.mark.deep
-def test_what_is_held_back_stays_so_in_a_step_that_is_skipped():
-    step = step_of("sharded", REMAT, SGD, nonfinite="skip", reduce_dtype="int8")
-    state, _ = step(step.init(PARAMS), BATCHES[0])
-    before = held_back(state)
-    after, metrics = step(state, poisoned(2))
-    assert (int(metrics["nonfinite"].shard), bool(metrics["skipped"])) == (2, True)
-    assert_close(held_back(after), before, 0)
-
-
-@pytest.mark.deep
 def test_a_shard_that_is_left_out_still_sends_what_it_held_back():
     step = step_of("parts", REMAT, SGD, nonfinite="quarantine", reduce_dtype="int8")
     first, _ = step(step.init(PARAMS), BATCHES[0])
@@ -349,27 +301,6 @@ def test_few_bits_are_sent_layer_by_layer():
     exchanges = [(kind, times) for kind, times in few[0] if kind == "all-to-all"]
     assert sorted(times for _, times in exchanges) == sorted(t for k, t in plain[0] if k in sums)
     assert not sums & {kind for kind, _ in few[0]}
-
-
-@pytest.mark.parametrize(
-    ("mode", "options"), [("parts", {}), ("replicated", {"accumulate_steps": 2})], ids=str
-)
-@pytest.mark.deep
-def test_norms_of_local_gradients_are_those_of_the_rows_of_each_shard(mode: str, options: Any):
-    others = lambda shard: {*range(SHARDS)} - {shard}
-    one = lambda rows: float(optax.tree.norm(jax.jit(jax.grad(REMAT))(PARAMS, rows)) ** 2)
-    squared = [one(of_others(BATCHES[0], *others(shard))) for shard in range(SHARDS)]
-    names = ("local_grad_norm", "noise_variance")
-    step = step_of(mode, REMAT, SGD, metrics=names, nonfinite="quarantine", **options)
-    _, metrics = step(step.init(PARAMS), BATCHES[0])
-    np.testing.assert_allclose(metrics["local_grad_norm"] ** 2, np.mean(squared), rtol=1e-5)
-    of_all = float(optax.tree.norm(jax.jit(jax.grad(REMAT))(PARAMS, BATCHES[0])) ** 2)
-    variance = (np.mean(squared) - of_all) * ROWS / (SHARDS - 1)
-    np.testing.assert_allclose(metrics["noise_variance"], variance, rtol=1e-4)
-    # In a step that is computed again, without the shard.
-    _, metrics = step(step.init(PARAMS), poisoned(1))
-    del squared[1]
-    np.testing.assert_allclose(metrics["local_grad_norm"] ** 2, np.mean(squared), rtol=1e-5)
 
 
 WHOLE: dict[str, dict[str, Any]] = {

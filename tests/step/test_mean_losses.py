@@ -167,18 +167,6 @@ def test_a_batch_of_which_nothing_counts_changes_nothing(options: dict[str, Any]
         assert float(metrics["terms"]["tokens"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("groups", "options", "rows"), [([[0, 1], [2, 3]], {}, 12), deep((None, {"sync_every": 4}, 6))]
-)
-def test_groups_and_workers_count_their_own_rows(groups: Any, options: Any, rows: int) -> None:
-    opt = CrossShardOptimizer(SGD, group_assignment=groups)
-    step = make_train_step(several, opt, num_shards=4, **options)
-    state = train(step, step.init(W), BATCHES)
-    for shard, where in ((0, slice(rows)), (3, slice(ROWS - rows, ROWS))):
-        own = [jax.tree.map(lambda x, where=where: x[where], batch) for batch in BATCHES]
-        assert_close(step.model(state, shard=shard), on_one(several, own))
-
-
 def test_aux_and_model_state_are_as_beside_a_number() -> None:
     def loss(params: Any, state: Any, batch: Any) -> Any:
         mean = jnp.mean(batch["x"])

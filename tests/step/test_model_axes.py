@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
 from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
-from tests.quick import deep
 from tests.step.common import assert_close, on_one_device, train
 
 RNG = np.random.default_rng(0)
@@ -39,58 +38,10 @@ def step_of(loss: Any, optimizer: Any, mesh: Any, update: str = "sharded", **kwa
     return make_train_step(loss, optimizer, **options, **kwargs)
 
 
-# A language model, split over its heads and over the vocabulary.
-
-WORDS, WIDTH, HEADS, HEAD = 64, 32, 4, 8
-LANGUAGE = {
-    "embedding": normal(WORDS, WIDTH),
-    "heads": normal(WIDTH, HEADS, HEAD),
-    "bias": np.zeros((HEADS, HEAD), np.float32),
-    "out": normal(HEADS, HEAD, WIDTH),
-    "scale": np.ones(WIDTH, np.float32),
-}
-OF_LANGUAGE = {
-    "embedding": P("model"),
-    "heads": P(None, "model"),
-    "bias": P("model"),
-    "out": P("model", None),
-    "scale": P(),
-}
-TOKENS = RNG.integers(0, WORDS, size=(20, 16, 9))
-
-
-def language(params: Any, tokens: Any) -> jax.Array:
-    x = params["embedding"][tokens[:, :-1]]
-    heads = jnp.tanh(jnp.einsum("bsd,dhk->bshk", x, params["heads"]) + params["bias"])
-    x = x + jnp.einsum("bshk,hkd->bsd", heads, params["out"])
-    x = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-3) * params["scale"]
-    logits = x @ params["embedding"].T
-    labels = tokens[:, 1:, None]
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, -1).mean()
-
-
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
     "adamw": lambda: optax.adamw(1e-3, eps=1e-4),
-    "muon": lambda: optax.contrib.muon(1e-3),
 }
-
-
-@pytest.mark.parametrize("name", ["sgd", deep("muon")])
-def test_a_model_split_over_the_model_axis_follows_one_device(name: str):
-    optimizer, mesh = OPTIMIZERS[name](), mesh_of(4, 2)
-    step = step_of(language, optimizer, mesh)
-    state = step.init(placed(mesh, LANGUAGE, OF_LANGUAGE))
-    for tokens in TOKENS:
-        state, metrics = step(state, tokens)
-    want, _ = on_one_device(language, optimizer, LANGUAGE, TOKENS)
-    assert_close(state.params, want, 1e-5)
-    loss = language(on_one_device(language, optimizer, LANGUAGE, TOKENS[:-1])[0], tokens)
-    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
-    for key, spec in OF_LANGUAGE.items():
-        whole = NamedSharding(mesh, spec)
-        for kept in (state.params[key], step.model(state)[key]):
-            assert kept.sharding.is_equivalent_to(whole, kept.ndim), key
 
 
 # A network of two matrices, whose blocks are too large to share a bucket with the loss.
@@ -160,6 +111,10 @@ def test_a_loss_may_split_its_work_itself(loss: Any):
     step = step_of(loss, optimizer, mesh)
     state = train(step, step.init(placed(mesh, PARAMS, SPLIT)), BATCHES)
     assert_close(state.params, on_one_device(network, optimizer, PARAMS, BATCHES)[0], 1e-6)
+    for key, spec in SPLIT.items():
+        whole = NamedSharding(mesh, spec)
+        for kept in (state.params[key], step.model(state)[key]):
+            assert kept.sharding.is_equivalent_to(whole, kept.ndim), key
 
 
 def test_groups_on_the_data_axis():
@@ -174,41 +129,6 @@ def test_groups_on_the_data_axis():
         assert_close(step.model(state, group[0]), params, 1e-6)
         of_group = jax.tree.map(lambda x, i=group[1]: x[i] if x.ndim else x, saved.opt_state)
         assert_close(of_group.inner_state, inner_state, 1e-6)
-
-
-@pytest.mark.deep
-def test_a_preprocessor_and_weights_see_whole_tensors():
-    mesh, clip = mesh_of(4, 2), optax.clip_by_global_norm(0.02)
-    mask = np.array([1] * 8 + [1] * 5 + [0] * 19, np.float32)
-
-    def loss(params: Any, batch: Any, rng: Any = None) -> Any:
-        noise = 0.0 if rng is None else jax.random.normal(rng, batch["x"].shape)
-        noise = batch.get("noise", noise)
-        errors = ((jnp.tanh((batch["x"] + noise) @ params["up"]) @ params["down"]) ** 2).mean(1)
-        return (errors * batch["mask"]).sum() / batch["mask"].sum(), noise
-
-    opt = CrossShardOptimizer(optax.sgd(0.5), preprocess=optax.chain(clip, optax.trace(0.5)))
-    step = step_of(loss, opt, mesh, weight="mask", has_aux=True)
-    state, params = step.init(placed(mesh, PARAMS, SPLIT), 1), PARAMS
-    traces = [jax.tree.map(jnp.zeros_like, PARAMS)] * 2
-    for x in BATCHES:
-        state, metrics = step(state, {"x": x, "mask": mask})
-        total = jax.tree.map(jnp.zeros_like, PARAMS)
-        for shard, weight in enumerate((8, 5)):
-            rows = slice(8 * shard, 8 * shard + 8)
-            noise = metrics["aux"][shard]
-            batch = {"x": x[rows], "mask": mask[rows], "noise": noise}
-            gradient = jax.grad(lambda p, b: loss(p, b)[0])(params, batch)
-            scale = 0.02 / optax.tree.norm(gradient)
-            assert scale < 1
-            traces[shard] = jax.tree.map(
-                lambda t, g, s=scale: t / 2 + s * g, traces[shard], gradient
-            )
-            total = jax.tree.map(lambda t, g, w=weight: t + w * g, total, traces[shard])
-        params = jax.tree.map(lambda p, t: p - 0.5 * t / 13, params, total)
-        assert len({float(noise.sum()) for noise in metrics["aux"]}) == 4
-    assert_close(state.params, params, 1e-6)
-    assert state.opt_state.preprocess[1].trace["up"].sharding.spec == P("data", None, "model")
 
 
 def test_what_it_says():
@@ -234,7 +154,7 @@ OTHERS = {
     "shards": (
         *AUTO,
         P("data", "model"),
-        r"params\['down'\].*data is a shard axis.*over model only",
+        r"params\['down'\].*data is a shard axis.*over model only.*params='sharded'",
     ),
     "sizes": (jax.devices(), (2, 4), ("data", "model"), SPLIT["down"], NOT_THE_MESH),
     "names": (jax.devices(), (4, 2), ("rows", "model"), SPLIT["down"], NOT_THE_MESH),

@@ -11,8 +11,7 @@ import optax
 import pytest
 
 import crossshard
-from crossshard import CrossShardOptimizer, make_train_step
-from crossshard.errors import ArgumentError
+from crossshard import CrossShardOptimizer
 from tests.quick import deep
 from tests.step import layered
 from tests.step.common import assert_close, assert_same, on_one_device, train
@@ -198,16 +197,6 @@ def test_metrics_are_those_of_whole_arrays(names: list[str]):
         np.testing.assert_allclose(found[1]["param_norm"], norm, rtol=1e-5)
 
 
-@pytest.mark.deep
-def test_a_shard_that_is_not_finite_is_quarantined():
-    bad = {**BATCHES[0], "y": np.where(np.arange(24) == 3, np.nan, BATCHES[0]["y"])}
-    step = params_sharded(nonfinite="quarantine")
-    state, metrics = step(step.init(PARAMS), bad)
-    rest = jax.tree.map(lambda x: x[6:], bad)
-    assert not metrics["skipped"]
-    assert_close(state.params, on_one_device(scan_loss, SGD, PARAMS, [rest])[0])
-
-
 def test_a_preprocessor_sees_whole_gradients_of_its_shard():
     clip = optax.clip_by_global_norm(0.5)
     optimizer = CrossShardOptimizer(optax.sgd(0.1), preprocess=clip)
@@ -292,16 +281,6 @@ def test_a_checkpoint_leaves_no_tracer_behind():
 # Leaves of every kind.
 
 
-def test_parameters_too_small_to_split_train_as_well():
-    params = {"w": np.full((3, 4), 0.5, np.float32), "b": np.float32(0)}
-    loss = lambda p, x: ((x @ p["w"] + p["b"]) ** 2).mean()
-    batches = [layered.normal(8, 3) for _ in range(3)]
-    step = params_sharded(loss)
-    want, _ = on_one_device(loss, SGD, params, batches)
-    assert_close(after(step, params, batches).params, want)
-    assert "tiny" in step.describe()
-
-
 def test_small_parameters_are_known_to_be_gathered_at_the_start():
     step = params_sharded(lambda p, x: ((x @ p["w"]) ** 2).mean())
     step.abstract_init({"w": jax.ShapeDtypeStruct((64, 32), np.float32)})
@@ -356,20 +335,3 @@ def test_complex_layers():
     assert np.abs(want - waves).max() > 1e-3
     assert_close(after(step, waves).params, want)
     assert LAYERS in {times for *_, times in sent(step, waves)}
-
-
-def refusal(**options: Any) -> str:
-    with pytest.raises(ArgumentError) as found:
-        make_train_step(scan_loss, options.pop("optimizer", SGD), num_shards=SHARDS, **options)
-    return str(found.value)
-
-
-def test_what_cannot_be_is_refused():
-    assert "weight_update='replicated'" in refusal(params="sharded", weight_update="replicated")
-    assert "params='sharded'" in refusal(gather_dtype="bfloat16")
-    assert "gather_dtype must be bfloat16" in refusal(params="sharded", gather_dtype="int16")
-    said = refusal(params="split")
-    assert "params" in said
-    assert "'sharded'" in said
-    grouped = CrossShardOptimizer(SGD, group_assignment=[[0, 1], [2, 3]])
-    assert "group_assignment" in refusal(params="sharded", optimizer=grouped)

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AxisType
 
 from crossshard import _jax, make_train_step
@@ -58,13 +56,6 @@ def sizes(batches: Any, *numbers: int) -> Iterator[Any]:
         yield jax.tree.map(lambda x, number=number: x[:number], batch)
 
 
-def with_nan(batches: Any) -> Iterator[Any]:
-    for number, batch in enumerate(batches):
-        x = batch["x"].copy()
-        x[3] = np.nan if number == 2 else x[3]
-        yield batch | {"x": x}
-
-
 def reader_threads() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == "crossshard"]
 
@@ -79,22 +70,12 @@ def run(step: Any, batches: Any, params: Any = W) -> list[np.ndarray]:
     return jax.device_get([*losses, *leaves])
 
 
-class Net(eqx.Module):
-    w: jax.Array
-
-
+# What a batch is, and where it goes: what a step does with it then is of no matter here.
 CASES: dict[str, Any] = {
-    "sgd": lambda: (loss_fn, {}, BATCHES, W),
-    "int8, sharded": lambda: (
-        *(loss_fn, {"reduce_dtype": "int8", "params": "sharded"}, BATCHES, W),
-    ),
     "sizes and weights": lambda: (masked, {"weight": "mask"}, sizes(BATCHES, 32, 16, 13, 29), W),
     "accumulate": lambda: (
         *(masked, {"weight": "mask", "accumulate_steps": 2}, sizes(BATCHES, 32, 24, 16), W),
     ),
-    "skip": lambda: (loss_fn, {"nonfinite": "skip"}, with_nan(BATCHES), W),
-    "quarantine": lambda: (loss_fn, {"nonfinite": "quarantine"}, with_nan(BATCHES), W),
-    "virtual shards": lambda: (loss_fn, {"virtual_shards": 16}, BATCHES, W),
     "uneven virtual shards": lambda: (
         *(loss_fn, {"virtual_shards": 16, "num_shards": 3}, BATCHES, W),
     ),
@@ -127,11 +108,6 @@ CASES: dict[str, Any] = {
         {"mesh": jax.make_mesh((4, 2), ("data", "model")), "axis_name": "data"},
         *(BATCHES, W),
     ),
-    "nnx": lambda: (
-        *(lambda model, b: ((model(b["x"]) - b["y"]) ** 2).mean(), {}, BATCHES),
-        nnx.Linear(4, 2, rngs=nnx.Rngs(0)),
-    ),
-    "equinox": lambda: (lambda net, b: loss_fn(net.w, b), {}, BATCHES, Net(jnp.asarray(W))),
 }
 
 

@@ -16,7 +16,6 @@ from flax import nnx
 import crossshard
 from crossshard.errors import (
     ArgumentError,
-    ArgumentTypeError,
     AxisError,
     LossError,
     WeightUpdateError,
@@ -282,19 +281,6 @@ def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(tmp_path: Pat
 
 
 # What is refused.
-
-
-@pytest.mark.parametrize(
-    ("number", "error", "says"),
-    [
-        (2.0, ArgumentTypeError, "virtual_shards must be an int"),
-        (0, ArgumentError, "virtual_shards must be at least 1"),
-        (3, ArgumentError, "there are 4, of which some would have none. Pass at least 4"),
-    ],
-)
-def test_a_number_that_is_none_is_refused(number: Any, error: Any, says: str):
-    with pytest.raises(error, match=re.escape(says)):
-        sgd_step(loss_fn, 0.1, 4, virtual_shards=number)
 
 
 def test_an_update_that_reads_all_leaves_at_once_is_not_sharded():

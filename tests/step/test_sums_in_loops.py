@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import crossshard
-from crossshard import CrossShardOptimizer
 from tests.optimizers.table import across_leaves
 from tests.quick import deep, deep_but
 from tests.step import layered
@@ -212,18 +211,6 @@ def _turn(h: Any, w: Any) -> Any:
     return h + 0.5 * jnp.tanh(h @ w), None
 
 
-def _stacks(params: Any, batch: Any) -> Any:
-    return (lax.scan(lambda h, ws: lax.scan(_turn, h, ws), batch["x"], params)[0] ** 2).mean()
-
-
-@pytest.mark.deep
-def test_stacks_of_stacks_are_summed_one_layer_at_a_time():
-    params = normal(2, 3, WIDTH, WIDTH, scale=0.05)
-    step = step_of("parts", _stacks)
-    same_as_one_device(step, _stacks, params=params)
-    assert [times for kind, *_, times in sent(step, params) if kind != "all-gather"] == [6]
-
-
 def test_three_shards_train_as_one_device_does():
     same_as_one_device(step_of("parts", scan_loss, num_shards=3), scan_loss)
 
@@ -277,23 +264,6 @@ def test_layers_may_be_split_over_another_axis_too(axis: int, mode: str):
     gathers = [("all-gather", part)] if mode == "parts" else []
     in_loop = [(kind, arrays) for kind, arrays, times in sent(step, placed) if times == LAYERS]
     assert in_loop == gathers + reduces
-
-
-def test_a_sum_of_gradients_is_the_mean_times_the_shards():
-    optimizer = CrossShardOptimizer(optax.sgd(0.01 / SHARDS), reduction="sum")
-    same_as_one_device(step_of("parts", scan_loss, optimizer), scan_loss)
-
-
-@pytest.mark.deep
-def test_groups_sum_in_loops_for_themselves():
-    optimizer = CrossShardOptimizer(SGD, group_assignment=[[0, 1], [2, 3]])
-    step = step_of("sharded", scan_loss, optimizer)
-    state = train(step, step.init(PARAMS), BATCHES)
-    for shard, rows in ((0, slice(0, 12)), (3, slice(12, 24))):
-        own = [jax.tree.map(lambda x, rows=rows: x[rows], batch) for batch in BATCHES]
-        want, _ = on_one_device(scan_loss, SGD, PARAMS, own)
-        assert_close(jax.tree.map(lambda x, shard=shard: x[shard], state.params), want)
-    assert LAYERS in {times for *_, times in sent(step)}
 
 
 # Weights and microbatches.

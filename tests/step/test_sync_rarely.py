@@ -19,7 +19,6 @@ from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
     CheckpointMismatchError,
-    DivergenceError,
 )
 from crossshard.pipeline import Quantized
 from tests.quick import deep, deep_but
@@ -386,40 +385,6 @@ def test_evaluation_is_of_the_anchor():
     np.testing.assert_allclose(found, want, rtol=1e-5)
 
 
-def test_skipped_steps_count_so_that_all_meet():
-    step = step_of(8, nonfinite="skip")
-    state = step.init(PARAMS)
-    for t in range(8):
-        x = X[t].copy()
-        x[0, 0] = np.nan if t in (1, 3) else x[0, 0]
-        state, _ = step(state, (x, Y[t]))
-    assert state.opt_state.outer.count == 8
-    for name, x in jax.device_get(state.params).items():
-        assert np.isfinite(x).all()
-        assert_same(x[0], x[7])
-        assert_same(x[0], step.model(state)[name])
-
-
-def damaged(x: jax.Array) -> jax.Array:
-    """The array, with another copy on device 3."""
-    copies = [np.array(shard.data) for shard in x.addressable_shards]
-    copies[3].flat[7] += 1
-    each = [jax.device_put(a, s.device) for a, s in zip(copies, x.addressable_shards, strict=True)]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, each)
-
-
-def test_the_sentinel_sees_a_copy_that_differs():
-    step = step_of(4, **OUTER, check_divergence=1)
-    state = train(step, step.init(PARAMS), range(5))
-    leaves, tree = jax.tree.flatten(state.opt_state.outer)
-    _, place = (place for place, x in enumerate(leaves) if x.ndim > 1)
-    leaves[place] = damaged(leaves[place])
-    opt_state = state.opt_state._replace(outer=tree.unflatten(leaves))
-    state = dataclasses.replace(state, opt_state=opt_state)
-    with pytest.raises(DivergenceError, match=r"[Ss]hard 3"):
-        train(step, state, range(5, STEPS))
-
-
 @pytest.mark.deep
 def test_parameters_may_be_split_over_other_axes():
     mesh = jax.make_mesh((4, 2), ("data", "model"))
@@ -437,17 +402,6 @@ def test_parameters_may_be_split_over_other_axes():
         step = make_train_step(loss_fn, optax.adam(0.01), **options)
         found.append(step.model(train(step, step.init(params))))
     assert_close(*found)
-
-
-@pytest.mark.deep
-def test_parameters_of_sixteen_bits_are_rounded_from_the_anchor():
-    halves = {name: jnp.asarray(x, jnp.bfloat16) for name, x in PARAMS.items()}
-    step, whole = (streaming(8, optax.sgd(0.3), **OUTER) for _ in range(2))
-    state = train(step, step.init(halves))
-    want = whole.model(train(whole, whole.init(PARAMS)))
-    assert state.params["w"].dtype == jnp.bfloat16
-    assert state.opt_state.outer.anchor["w"].dtype == jnp.float32
-    assert_close(jax.tree.map(np.float32, step.model(state)), want, 0.01)
 
 
 def test_a_copy_of_the_count_in_which_a_bit_flips_follows_the_others():

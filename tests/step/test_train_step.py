@@ -42,21 +42,6 @@ def test_a_rule_that_reads_more_than_the_gradient_steps_as_one_device(
     assert int(state.step) == len(BATCHES)
 
 
-def _described(step: Any) -> str:
-    step.abstract_init(LINEAR)
-    return step.describe()
-
-
-def test_groups_of_a_rule_that_is_not_elementwise_are_refused_when_sharded():
-    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
-    opt = crossshard.CrossShardOptimizer(clipped, group_assignment=[[0, 1], [2, 3]])
-    auto = make_train_step(mlp, opt, num_shards=4)
-    assert "weight update replicated" in _described(auto)
-    step = make_train_step(mlp, opt, num_shards=4, weight_update="sharded")
-    with pytest.raises(crossshard.errors.WeightUpdateError, match=r"not elementwise: reduce_sum"):
-        step.init(LINEAR)
-
-
 # What lies where.
 
 
@@ -209,15 +194,6 @@ def test_it_is_lowered_for_the_batch_as_it_will_be_padded():
         step.lower(state, types)
     types["mask"] = jax.ShapeDtypeStruct((10,), np.float32)
     assert step.lower(state, types).in_avals[0][1]["x"].shape == (16, 40)
-
-
-def test_a_step_may_be_scanned():
-    step = make_train_step(mlp, optax.adam(0.1), num_shards=8, weight_update="sharded")
-    state = step.init(LINEAR)
-    stacked = jax.tree.map(lambda *each: jnp.stack(each), *BATCHES)
-    state, _ = jax.jit(lambda s, b: jax.lax.scan(step, s, b))(state, stacked)
-    step = make_train_step(mlp, optax.adam(0.1), num_shards=8, weight_update="sharded")
-    assert_close(state.params, jax.device_get(trained_by(step).params), 2e-6)
 
 
 def test_init_traces_the_initial_state_once():
