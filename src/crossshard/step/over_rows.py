@@ -47,6 +47,7 @@ from crossshard.jaxprs.walk import (
     control_flow,
     depends,
     equations_of,
+    named_axes,
     opened,
 )
 from crossshard.shards.batch_axes import join
@@ -420,6 +421,8 @@ def _sum_in(jaxpr: Any, of: Any) -> tuple[Callable[..., Any], list[int]] | None:
     kept, reads = _jax.pruned(traced, [True])
     if not found[0] or any(isinstance(x, jax.core.Tracer) for x in kept.consts):
         return None
+    if any(map(named_axes, equations_of(kept))):
+        return None  # it is a sum over the shards
     run = jaxpr_as_fun(kept)
     return lambda *args: run(*args)[0], [place for place, each in enumerate(reads) if each]
 

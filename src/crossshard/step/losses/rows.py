@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, final
 
 import jax
@@ -572,11 +572,11 @@ class StepLoss(abc.ABC):
         shards = None if context is None else context.axis_name
 
         @functools.cache
-        def trace(rows: int, alone: bool) -> Any:
+        def trace(rows: int, alone: Sequence[str]) -> Any:
             if rows == each and not alone:
                 return first
             more = arguments._replace(given=types_with(given, axes, rows))
-            with as_one_shard(shards or ()) if alone else contextlib.nullcontext():
+            with as_one_shard(alone) if alone else contextlib.nullcontext():
                 return jax.make_jaxpr(functools.partial(self.of_arguments, state))(*more)
 
         def proof_of(outputs: Any, times: int) -> Proof:
