@@ -122,7 +122,7 @@ class Proof(NamedTuple):
         A loss that sums over the shards itself gets the kind ``OVER_SHARDS``, unless something is
         wrong.
         """
-        names, over_shards = self.assumed.names(), _over_shards(self.jaxpr)
+        names, over_shards = self.assumed.names(), over_shards_of(self.jaxpr)
         if over_shards is not None and finding.reason in (_FALLS, _GROWS):
             adds = ADDS_SHARDS if finding.reason == _FALLS else _GROWS
             finding = replace(finding, kind=OverRows.COMPARED, reason=adds)
@@ -140,7 +140,7 @@ class Proof(NamedTuple):
         return Finding(OverRows.OVER_SHARDS, name, _jax.sources_of(over_shards))
 
 
-def _over_shards(jaxpr: Any, axes: Sequence[str] | None = None) -> Any | None:
+def over_shards_of(jaxpr: Any, axes: Sequence[str] | None = None) -> Any | None:
     """Return the first collective of a jaxpr over some of these axes, or any; else ``None``."""
     for each in equations_of(jaxpr):
         names = named_axes(each)
@@ -172,7 +172,7 @@ def prove(
     first, names = trace(rows, ()), () if shards is None else tuple(shards)
     sizes, of = _jax.bound_axes(), _Pieces(first, trace, inputs, rows, shards)
     number = math.prod(sizes.get(name, 1) for name in names)
-    sums = number > 1 and _over_shards(first, names) is not None
+    sums = number > 1 and over_shards_of(first, names) is not None
     (microbatches, odd), joined = divmod(times, number), number if sums else 1
     in_two_steps = number > 1 and microbatches > 1 and not odd
     if not (sums and in_two_steps):
