@@ -22,6 +22,7 @@ from crossshard.gradients.local import as_scale, split_loss
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.mean_over_rows import (
+    Finding,
     Proof,
     facts_of_inputs,
     is_mean,
@@ -31,6 +32,7 @@ from crossshard.jaxprs.mean_over_rows import (
 )
 from crossshard.jaxprs.rewrite import opaque_false
 from crossshard.jaxprs.row_facts import OverRows, Total
+from crossshard.jaxprs.walk import depends
 from crossshard.model import model_state as model_states
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
@@ -624,7 +626,16 @@ class StepLoss(abc.ABC):
         averages = self.model_state is ModelState.MEAN and times > self.accumulate_steps
         if averages and finding.kind is not OverRows.COMPARED:
             of_state = proof_of(places.model_state, times // self.accumulate_steps)
-            check_state_is_mean(state.model_state, of_state, weighs=self.weight is not None)
+
+            def is_weight(of: Finding) -> bool:
+                found = divisor_of(of, of_state.jaxpr, arguments, self.split, weight)
+                return found is None or found.is_weight
+
+            weight: Any = self.weight
+            whole = arguments.whole
+            unequal = weight is not None and depends(lambda x: weight(join(x, whole)), given[0])
+            compared = None if weight is None else is_weight
+            check_state_is_mean(state.model_state, of_state, compared, unequal)
         divisor = None
         if self.weight is not None and finding.kind is OverRows.RATIO:
             # The sum of an entry is known for any number of rows, and so for those of a piece.
