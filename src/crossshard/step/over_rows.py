@@ -238,7 +238,8 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
             f"there are shards. Write the mean over rows, or jax.lax.psum(total, axis) / "
             f"jax.lax.psum(count, axis); or return crossshard.Mean(total, count), without "
             f"jax.lax.psum; or pass CrossShardOptimizer(optimizer, reduction='sum'), which adds up "
-            f"the shards' gradients."
+            f"the shards' gradients. If it has the number of shards as a constant, write "
+            f"jax.lax.axis_size(axis) there."
         )
     if finding.kind is OverRows.SUM and not summed:
         return (
@@ -278,7 +279,8 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
             "The loss adds up the shards' means, or what is the same on all of them, with "
             "jax.lax.psum over their axis, or divides a sum over all shards by the number of rows "
             "of one, so that it is as many times too large as there are shards. Write "
-            "jax.lax.pmean; or add up sums over rows, and divide by a sum over all."
+            "jax.lax.pmean; or add up sums over rows, and divide by a sum over all. If it has the "
+            "number of shards as a constant, write jax.lax.axis_size(axis) there."
         )
     if reason == OF_PLACE:
         return (
