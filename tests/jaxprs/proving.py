@@ -31,8 +31,8 @@ def proof_of(
     axes = [0] * len(leaves) if axes is None else axes
     rows = leaves[0].shape[axes[0]]
 
-    def trace(number: int, alone: bool) -> Any:
-        with as_one_shard(shards or ()) if alone else contextlib.nullcontext():
+    def trace(number: int, alone: Sequence[str]) -> Any:
+        with as_one_shard(alone) if alone else contextlib.nullcontext():
             return jax.make_jaxpr(loss)(types_with(batch, axes, number), *others, own)
 
     return prove(trace, facts_of_inputs(leaves, axes, others, own), rows, times, shards)

@@ -194,6 +194,11 @@ OF_MICROBATCHES: dict[str, tuple[Loss, OverRows]] = {
     "batch norm": (BY_ITSELF["batch norm"], OverRows.COMPARED),
     "a sum": (lambda b, w: psum(losses(b, w).sum()), OverRows.COMPARED),
     "a shard's part": (PARTS["over rows and shards"], OverRows.SUM),
+    # Nothing is known of the bound beside the mean over shards; it is a ratio all the same.
+    "its own over a bounded mean": (
+        lambda b, w: losses(b, w).sum() / jnp.maximum(lax.pmean(b["mask"].sum(), "shards"), 1),
+        OverRows.RATIO,
+    ),
 }
 
 
@@ -201,3 +206,55 @@ OF_MICROBATCHES: dict[str, tuple[Loss, OverRows]] = {
 def test_a_sum_over_the_shards_has_the_rows_of_one_microbatch(name: str):
     loss, kind = OF_MICROBATCHES[name]
     assert found(loss, microbatches=2).kind is kind
+
+
+# Over shards along the axes "a" and "b", of which some sums are over one alone.
+OF_TWO_AXES: dict[str, tuple[Loss, OverRows]] = {
+    "mean over one": (lambda b, w: lax.pmean(losses(b, w).mean(), "a"), OverRows.OVER_SHARDS),
+    "means of one added up": (lambda b, w: lax.psum(losses(b, w).mean(), "a"), OverRows.COMPARED),
+    "means of one over their number": (
+        lambda b, w: lax.psum(losses(b, w).mean(), "a") / 4,
+        OverRows.OVER_SHARDS,
+    ),
+    "one after the other": (
+        lambda b, w: (
+            lax.psum(lax.psum(losses(b, w).sum(), "a"), "b")
+            / lax.psum(lax.psum(b["mask"].sum(), "a"), "b")
+        ),
+        OverRows.OVER_SHARDS,
+    ),
+    "its own over the mean of one": (
+        lambda b, w: losses(b, w).sum() / lax.pmean(b["mask"].sum(), "a"),
+        OverRows.RATIO,
+    ),
+    "of one over that of both": (
+        lambda b, w: lax.psum(losses(b, w).sum(), "a") / lax.psum(b["mask"].sum(), ("a", "b")),
+        OverRows.COMPARED,
+    ),
+    "moments of both": (
+        lambda b, w: (
+            (losses(b, w) - lax.pmean(lax.pmean(losses(b, w).mean(0), "a"), "b")) ** 2
+        ).mean(),
+        OverRows.OVER_SHARDS,
+    ),
+    "moments of one": (
+        lambda b, w: ((losses(b, w) - lax.pmean(losses(b, w).mean(0), "a")) ** 2).mean(),
+        OverRows.COMPARED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_TWO_AXES)
+def test_shards_along_two_axes_are_joined_one_after_the_other(name: str):
+    loss, kind = OF_TWO_AXES[name]
+    mesh, spec = jax.sharding.AbstractMesh((SHARDS, 2), ("a", "b")), jax.P(("a", "b"))
+    of: list[Finding] = []
+
+    def look(x: Any) -> Any:
+        function = lambda batch, w, own: loss(batch, w)
+        of.append(over_rows(function, BATCH, W, times=2 * SHARDS, shards=("a", "b")))
+        return x
+
+    run = jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    jax.eval_shape(run, jax.ShapeDtypeStruct((2 * SHARDS,), jnp.float32))
+    assert of[0].kind is kind

@@ -264,6 +264,46 @@ def test_a_mean_over_rows_is_that_of_the_batch(name: str):
     assert_close(*found)
 
 
+OF_WEIGHTED = {
+    "what counts": lambda old, h, mask: (h * mask).sum(0) / mask.sum(),
+    "all of all": lambda old, h, mask: old + jax.lax.pmean(h.mean(0), "shards"),
+    "sum of all": lambda old, h, mask: old + jax.lax.psum((h * mask).sum(0), "shards"),
+}
+OF_OTHER_WEIGHTS = {
+    "all": (lambda old, h, mask: h.mean(0), "weight= lets shards differ"),
+    "others": (lambda old, h, mask: (h * (1 - mask)).sum(0) / (1 - mask).sum(), "is not what it"),
+}
+MASKED = {"x": X[0], "mask": np.float32(np.arange(24) % 4 < 1 + np.arange(24) // 12)}
+
+
+def step_with_weights(after: Any, shards: int, **options: Any) -> Any:
+    def loss(w: Any, old: Any, batch: Any) -> Any:
+        h, mask = batch["x"] @ w, batch["mask"][:, None]
+        return (h**2 * mask).sum() / mask.sum(), after(old, h, mask)
+
+    weight = "mask" if shards > 1 else None
+    options = {"model_state": "mean", "axis_name": "shards", "weight": weight, **options}
+    return sgd_step(loss, 0.1, shards, **options)
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTED)
+def test_a_mean_over_what_the_weight_counts_is_that_of_the_batch(name: str):
+    found = []
+    for shards in (1, 4):
+        step = step_with_weights(OF_WEIGHTED[name], shards)
+        state, _ = step(step.init(W, model_state=np.ones(5, np.float32)), MASKED)
+        found.append(jax.device_get(step.model(state)))
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("name", OF_OTHER_WEIGHTS)
+def test_a_mean_over_what_another_weight_counts_is_not_averaged(name: str):
+    after, reason = OF_OTHER_WEIGHTS[name]
+    step = step_with_weights(after, 4)
+    with pytest.raises(LossError, match=f"model_state is .*{reason}.* jax.lax.pmean"):
+        step.lower(step.abstract_init(W, model_state=np.ones(5, np.float32)), MASKED)
+
+
 @pytest.mark.parametrize("name", OF_ALL_ROWS)
 def test_a_state_of_all_rows_is_not_averaged(name: str):
     after, reason = OF_ALL_ROWS[name]

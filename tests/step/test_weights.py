@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -140,3 +141,55 @@ def test_weights_are_as_precise_as_what_is_trained():
         expected = (weights * x).sum() / weights.sum()
         np.testing.assert_allclose(1 - state.params, expected, rtol=1e-14)
         np.testing.assert_allclose(metrics["weight"], weights.sum(), rtol=1e-15)
+
+
+# What shards send each other, whose gradient holds the losses of others.
+
+
+def normed(w: Any, batch: Any, total: Any) -> jax.Array:
+    """A batch norm over what counts, and the mean over it; ``total`` sums over the shards."""
+    h, mask = batch["x"] @ w, batch["mask"][:, None]
+    mean_of = lambda x: total((x * mask).sum(0)) / total(mask.sum())
+    mean = mean_of(h)
+    rows = jax.nn.relu((h - mean) / jnp.sqrt(mean_of((h - mean) ** 2) + 1e-5)) ** 3
+    return (rows.mean(1) * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
+
+
+def psum(x: Any) -> Any:
+    return jax.lax.psum(x, "shards")
+
+
+BETWEEN = {
+    "a batch norm": lambda w, batch: normed(w, batch, psum),
+    "a ratio of all": lambda w, batch: (
+        psum(masked(w, batch) * batch["mask"].sum()) / psum(batch["mask"].sum())
+    ),
+    "beside a mean of all": lambda w, batch: (
+        masked(w, batch) + jax.lax.pmean(jnp.cos(batch["x"] @ w).mean(), "shards")
+    ),
+}
+OF_ONE = {
+    "a batch norm": lambda w, batch: normed(w, batch, lambda x: x),
+    "a ratio of all": masked,
+    "beside a mean of all": lambda w, batch: masked(w, batch) + jnp.cos(batch["x"] @ w).mean(),
+}
+
+
+@pytest.mark.parametrize("over", ["rows", "shard"])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_shards_send_each_other_counts_by_their_weights(name: str, over: str):
+    batch = batch_of(np.arange(24) % 3 < np.arange(24) // 8 + 1)
+    step = sgd_step(BETWEEN[name], 0.1, 8, weight="mask", axis_name="shards", loss_over=over)
+    state, metrics = step(step.init(W), batch)
+    loss, gradient = jax.value_and_grad(OF_ONE[name])(W, batch)
+    assert sorted(metrics) == ["loss", "skipped", "weight"]
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(state.params, W - 0.1 * gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sum_that_all_shards_divide_by_takes_no_weight():
+    rows = lambda w, batch: ((batch["x"] @ w) ** 2).mean(1) * batch["mask"]
+    loss = lambda w, batch: rows(w, batch).sum() / jax.lax.pmean(batch["mask"].sum(), "shards")
+    step = sgd_step(loss, 0.1, 8, weight="mask", axis_name="shards")
+    with pytest.raises(LossError, match=r"weight='mask' lets a shard count as .* leave weight out"):
+        step(step.init(W), batch_of(np.arange(24) % 3 < np.arange(24) // 8 + 1))

@@ -122,7 +122,7 @@ class Proof(NamedTuple):
         A loss that sums over the shards itself gets the kind ``OVER_SHARDS``, unless something is
         wrong.
         """
-        names, over_shards = self.assumed.names(), _over_shards(self.jaxpr)
+        names, over_shards = self.assumed.names(), over_shards_of(self.jaxpr)
         if over_shards is not None and finding.reason in (_FALLS, _GROWS):
             adds = ADDS_SHARDS if finding.reason == _FALLS else _GROWS
             finding = replace(finding, kind=OverRows.COMPARED, reason=adds)
@@ -140,7 +140,7 @@ class Proof(NamedTuple):
         return Finding(OverRows.OVER_SHARDS, name, _jax.sources_of(over_shards))
 
 
-def _over_shards(jaxpr: Any, axes: Sequence[str] | None = None) -> Any | None:
+def over_shards_of(jaxpr: Any, axes: Sequence[str] | None = None) -> Any | None:
     """Return the first collective of a jaxpr over some of these axes, or any; else ``None``."""
     for each in equations_of(jaxpr):
         names = named_axes(each)
@@ -150,7 +150,7 @@ def _over_shards(jaxpr: Any, axes: Sequence[str] | None = None) -> Any | None:
 
 
 def prove(
-    trace: Callable[[int, bool], Any],
+    trace: Callable[[int, Sequence[str]], Any],
     inputs: Sequence[Fact],
     rows: int,
     times: int = 2,
@@ -162,21 +162,21 @@ def prove(
     So Python code that asks for the number of rows, or of shards, gets the numbers of the step.
 
     Args:
-      trace: returns the jaxpr of the function with so many rows; if the second argument is true,
-        for one shard along ``shards``. It may raise anything but for the rows of a piece.
+      trace: returns the jaxpr of the function with so many rows, for one shard along the axes of
+        the second argument. It may raise anything but for the rows of a piece.
       inputs: what is known of its inputs; see ``facts_of_inputs``.
       rows: the number of rows of a piece.
       times: the number of pieces, at least 2.
       shards: the mesh axes of the shards; all named axes if ``None``.
     """
-    first, names = trace(rows, False), () if shards is None else tuple(shards)
+    first, names = trace(rows, ()), () if shards is None else tuple(shards)
     sizes, of = _jax.bound_axes(), _Pieces(first, trace, inputs, rows, shards)
     number = math.prod(sizes.get(name, 1) for name in names)
-    sums = number > 1 and _over_shards(first, names) is not None
+    sums = number > 1 and over_shards_of(first, names) is not None
     (microbatches, odd), joined = divmod(times, number), number if sums else 1
     in_two_steps = number > 1 and microbatches > 1 and not odd
     if not (sums and in_two_steps):
-        proof = of.compared(times, alone=number > 1, joined=0 if odd and sums else joined)
+        proof = of.joined(times, names, 0 if odd and sums else joined)
         undecided = any(getattr(fact, "kind", None) is OverRows.UNDECIDED for fact in proof.facts)
         if not (undecided and in_two_steps):
             return proof
@@ -186,7 +186,7 @@ def prove(
     if isinstance(whole, Obstacle):
         return Proof((whole,) * len(first.out_avals), first, Assumptions())
     of_shards = _Pieces(whole, trace, inputs, microbatches * rows, shards)
-    both = of.compared(microbatches), of_shards.compared(number, alone=True, joined=joined)
+    both = of.compared(microbatches), of_shards.joined(number, names, joined)
     facts = tuple(map(_of_both, *(proof.facts for proof in both)))
     return Proof(facts, both[0].jaxpr, both[worst(both[0].facts) is None].assumed)
 
@@ -195,23 +195,52 @@ class _Pieces(NamedTuple):
     """The trace of a function for a piece of a batch, and what makes another one."""
 
     first: Any  # the jaxpr for a piece
-    trace: Callable[[int, bool], Any]  # as in ``prove``, and so are the others
+    trace: Callable[[int, Sequence[str]], Any]  # as in ``prove``, and so are the others
     inputs: Sequence[Fact]
     rows: int
     shards: Sequence[str] | None
+    done: Sequence[str] = ()  # the axes of shards along which it is one already
 
-    def compared(self, times: int, *, alone: bool = False, joined: int = 1) -> Proof:
-        """Return what a trace with ``times`` as many rows shows, ``alone`` for one shard.
+    def joined(self, times: int, names: Sequence[str], joined: int) -> Proof:
+        """Return what a trace for one shard along these axes shows, with ``times`` as many rows.
+
+        If something is summed over some of the axes alone, they are joined one after the other.
+        """
+        sizes = _jax.bound_axes()
+        axes = [name for name in names if sizes.get(name, 1) > 1]
+        over = [named_axes(each) & {*axes} for each in equations_of(self.first)]
+        if joined != times or not any(0 < len(each) < len(axes) for each in over):
+            return self.compared(times, along=axes, joined=joined)
+        proofs, of = list[Proof](), self
+        for axis in axes:
+            proofs.append(of.compared(sizes[axis], along=(axis,), joined=sizes[axis]))
+            rows, done = sizes[axis] * of.rows, (*of.done, axis)
+            first = of.tried(rows, done)
+            if isinstance(first, Obstacle):
+                break
+            of = of._replace(first=first, rows=rows, done=done)
+        facts = tuple(map(_of_axes, zip(*(proof.facts for proof in proofs), strict=True)))
+        return proofs[0]._replace(facts=facts)
+
+    def compared(self, times: int, *, along: Sequence[str] = (), joined: int = 1) -> Proof:
+        """Return what a trace with ``times`` as many rows shows, for one shard ``along`` axes.
 
         If the rows are few, a third trace is needed, with twice as many rows as the second.
         ``joined`` is as in ``_OverRows``.
         """
-        first, inputs, rows = self.first, self.inputs, self.rows
+        first, inputs, rows, alone = self.first, self.inputs, self.rows, (*self.done, *along)
         whole, assumed = self.tried(times * rows, alone), Assumptions()
-        of = functools.partial(facts_of_outputs, inputs=inputs, shards=self.shards, joined=joined)
+        of = functools.partial(
+            facts_of_outputs,
+            inputs=inputs,
+            shards=self.shards,
+            joined=joined,
+            along=along,
+            done=self.done,
+        )
         facts = of((first, whole), rows=rows, times=times, assumed=assumed)
         differs = any(isinstance(fact, Obstacle) and fact.reason == _DIFFERS for fact in facts)
-        if alone and (isinstance(whole, Obstacle) or (differs and joined != 1)):
+        if along and (isinstance(whole, Obstacle) or (differs and joined != 1)):
             # Such as a ring of as many steps as there are shards.
             return self.compared(times, joined=1 if joined == 1 else 0)
         if assumed.names() and any(map(_compares, facts)):
@@ -239,7 +268,7 @@ class _Pieces(NamedTuple):
 
         return Proof(tuple(map(better, facts, general)), whole, assumed)
 
-    def tried(self, rows: int, alone: bool = False) -> Any:
+    def tried(self, rows: int, alone: Sequence[str] = ()) -> Any:
         """Return the jaxpr with so many rows, or the obstacle that it raises something."""
         try:
             return self.trace(rows, alone)
@@ -247,9 +276,21 @@ class _Pieces(NamedTuple):
             return Obstacle(OverRows.UNDECIDED, _FAILS, source=_jax.source_of_error(error))
 
 
+def _of_axes(facts: Sequence[Fact]) -> Fact:
+    """Return the fact of a value of each shard, given those along each axis of the shards."""
+    obstacle, means = worst(facts), list(map(is_mean, facts))
+    if obstacle is not None:
+        return obstacle
+    if any(means) and any(map(is_sum, facts)):
+        return Obstacle(OverRows.COMPARED, _OF_AXES)
+    return facts[means.index(False) if False in means else 0]
+
+
 def _of_both(of_microbatches: Fact, of_shards: Fact) -> Fact:
     """Return the fact of a value of each microbatch of each shard."""
     one, other = of_microbatches, of_shards
+    if isinstance(one, Divided) and getattr(other, "kind", None) is OverRows.UNDECIDED:
+        return one  # it is a ratio, whatever the shards send each other
     obstacle = worst([one, other])
     if obstacle is not None:
         return obstacle
@@ -295,15 +336,18 @@ def facts_of_outputs(
     shards: Sequence[str] | None,
     assumed: Assumptions,
     joined: int = 1,
+    along: Sequence[str] = (),
+    done: Sequence[str] = (),
 ) -> tuple[Fact, ...]:
     """Return the facts of the outputs of two jaxprs, the second with ``times`` as many rows.
 
-    What this assumes of operations is added to ``assumed``; ``joined`` is as in ``_OverRows``.
+    What this assumes of operations is added to ``assumed``; what follows is as in ``_OverRows``.
     """
     if isinstance(traces[1], Obstacle):
         return (traces[1],) * len(traces[0].out_avals)
     try:
-        return tuple(follow(_OverRows(rows, times, shards, assumed, joined), traces, inputs))
+        analysis = _OverRows(rows, times, shards, assumed, joined, along, done)
+        return tuple(follow(analysis, traces, inputs))
     except Mismatch as mismatch:
         differs = Obstacle(OverRows.UNDECIDED, _DIFFERS, mismatch.equation)
         return (differs,) * len(traces[0].out_avals)
@@ -319,6 +363,7 @@ _OF_FEW = "it computes something different with this number of rows"
 _TRACES_DIFFER = (_FAILS, _DIFFERS, _OF_FEW)
 _GROWS = "it grows with the number of rows"
 _FALLS = "it falls with the number of rows"
+_OF_AXES = "what is summed over some axes of the shards is no sum over all of them"
 _OF_MICROBATCH = "what is summed over the shards is that of a single microbatch"
 
 
@@ -389,6 +434,8 @@ class _OverRows(Analysis[Fact]):
     # How many shards of the first are one in the second, which has the rows of all; 0 if nothing is
     # known of what they send each other.
     joined: int = 1
+    along: Sequence[str] = ()  # the axes of those shards
+    done: Sequence[str] = ()  # the axes along which both have one shard
     # Whether custom derivatives are analysed, too; not within one.
     derives: bool = True
 
@@ -545,9 +592,12 @@ class _OverRows(Analysis[Fact]):
             return [Free(own=True) if free else by_itself] * len(pair.one.outvars)
         known = pair.one.params.get("axis_index_groups") is None and self.derives and self.joined
         adds, sizes = pair.name.startswith("psum"), _jax.bound_axes()
-        number = math.prod(sizes.get(name, 1) for name in names)
+        if names <= {*self.done}:
+            return inputs
+        over, along = {name for name in names if sizes.get(name, 1) > 1}, {*self.along}
+        others = self.joined == 1 or not over & along
         # Shards along other axes have another sum.
-        of_all = number == self.joined > 1
+        of_all = self.joined > 1 and along <= over <= {*(self.shards or ())}
 
         def of(fact: Fact) -> Fact:
             match fact:
@@ -562,12 +612,12 @@ class _OverRows(Analysis[Fact]):
                     return Free(power, own)
                 case Divided(Total()) if not elsewhere:
                     return pair.compared(f"{pair.name} of each shard's ratio of sums over rows")
-                case Free(power) if known and (not adds or self.joined == 1):
+                case Free(power) if known and (not adds or others):
                     return Free(power)
                 case Free(power) | Total(power, moved="") if known and adds and of_all:
                     # As many times their mean as there are shards; on one shard it is just that.
                     return Free(power - 1)
-                case Total(power, moved="") if known and adds and (power or self.joined == 1):
+                case Total(power, moved="") if known and adds and (power or others):
                     return Total(power)
             return by_itself
 

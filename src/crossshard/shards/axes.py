@@ -100,8 +100,10 @@ def shard_context(
 @contextmanager
 def as_one_shard(axes: Iterable[str]) -> Iterator[None]:
     """Trace what is inside as on one shard along these axes, which has the rows of all."""
-    outer = get_shard_context()
-    _thread.context = outer and dataclasses.replace(outer, number_of_shards=1)
+    outer, sizes, axes = get_shard_context(), _jax.bound_axes(), tuple(axes)
+    if outer is not None:
+        number = outer.number_of_shards // math.prod(sizes.get(axis, 1) for axis in axes)
+        _thread.context = dataclasses.replace(outer, number_of_shards=max(number, 1))
     try:
         with _jax.sizes_of_axes(dict.fromkeys(axes, 1)):
             yield

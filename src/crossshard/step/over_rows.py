@@ -47,6 +47,7 @@ from crossshard.jaxprs.walk import (
     control_flow,
     depends,
     equations_of,
+    named_axes,
     opened,
 )
 from crossshard.shards.batch_axes import join
@@ -237,7 +238,8 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
             f"there are shards. Write the mean over rows, or jax.lax.psum(total, axis) / "
             f"jax.lax.psum(count, axis); or return crossshard.Mean(total, count), without "
             f"jax.lax.psum; or pass CrossShardOptimizer(optimizer, reduction='sum'), which adds up "
-            f"the shards' gradients."
+            f"the shards' gradients. If it has the number of shards as a constant, write "
+            f"jax.lax.axis_size(axis) there."
         )
     if finding.kind is OverRows.SUM and not summed:
         return (
@@ -277,7 +279,8 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
             "The loss adds up the shards' means, or what is the same on all of them, with "
             "jax.lax.psum over their axis, or divides a sum over all shards by the number of rows "
             "of one, so that it is as many times too large as there are shards. Write "
-            "jax.lax.pmean; or add up sums over rows, and divide by a sum over all."
+            "jax.lax.pmean; or add up sums over rows, and divide by a sum over all. If it has the "
+            "number of shards as a constant, write jax.lax.axis_size(axis) there."
         )
     if reason == OF_PLACE:
         return (
@@ -301,25 +304,40 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
     )
 
 
-def check_state_is_mean(model_state: Any, proof: Proof, *, weighs: bool) -> None:
+def check_state_is_mean(
+    model_state: Any, proof: Proof, is_weight: Callable[[Finding], bool] | None, unequal: bool
+) -> None:
     """Raise LossError if the mean of the states that shards return is not that of the batch.
 
     Args:
       model_state: the state before the loss.
       proof: what is known of the one after it.
-      weighs: whether the shards have weights, so that a ratio of sums may be their mean.
+      is_weight: tells of a ratio of sums whether the shards' weights may be what it divides by;
+        ``None`` if they have none.
+      unequal: whether the weights may differ.
     """
     paths = jax.tree_util.tree_leaves_with_path(model_state)
     for (path, leaf), fact in zip(paths, proof.facts, strict=True):
+        if not is_inexact(leaf):
+            continue
         of = proof.concluded(found(fact))
-        is_none = of.kind in (OverRows.COMPARED, OverRows.SUM)
-        if is_inexact(leaf) and (is_none or (of.kind is OverRows.RATIO and not weighs)):
+        is_none, said = of.kind in (OverRows.COMPARED, OverRows.SUM), str(of)
+        remedy = "Return such means, as of squares, and compute from them where the state is used"
+        if of.kind is OverRows.RATIO:
+            is_none = is_weight is None or not is_weight(of)
+            said += ", and weight= is not what it divides by" * (is_weight is not None)
+        elif unequal and isinstance(fact, Total) and is_mean(fact):
+            is_none = True
+            said = f"{OverRows.MEAN.value}, which count alike in it, and weight= lets shards differ"
+            remedy = "Return a mean over what weight= counts"
+        if is_none:
             raise LossError(
-                f"model_state{jax.tree_util.keystr(path)} is {of}. With model_state='mean' a step "
-                f"averages what each shard returns for its own rows, which is the state of the "
-                f"whole batch only if it is a mean over rows. Return such means, as of squares, "
-                f"and compute from them where the state is used; or write loss_over='batch', with "
-                f"which it is one device's; or loss_over='shard', if each shard's own is meant."
+                f"model_state{jax.tree_util.keystr(path)} is {said}. With model_state='mean' a "
+                f"step averages what each shard returns for its own rows, which is the state of "
+                f"the whole batch only if it is a mean over rows. {remedy}; or return what is the "
+                f"same on all shards, by jax.lax.pmean or psum over their axis; or write "
+                f"loss_over='batch', with which it is one device's; or loss_over='shard', if each "
+                f"shard's own is meant."
             )
 
 
@@ -420,6 +438,8 @@ def _sum_in(jaxpr: Any, of: Any) -> tuple[Callable[..., Any], list[int]] | None:
     kept, reads = _jax.pruned(traced, [True])
     if not found[0] or any(isinstance(x, jax.core.Tracer) for x in kept.consts):
         return None
+    if any(map(named_axes, equations_of(kept))):
+        return None  # it is a sum over the shards
     run = jaxpr_as_fun(kept)
     return lambda *args: run(*args)[0], [place for place, each in enumerate(reads) if each]
 

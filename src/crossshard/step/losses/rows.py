@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, final
 
 import jax
@@ -21,9 +21,18 @@ from crossshard.errors import ArgumentError
 from crossshard.gradients.local import as_scale, split_loss
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
-from crossshard.jaxprs.mean_over_rows import Proof, facts_of_inputs, prove, types_with
+from crossshard.jaxprs.mean_over_rows import (
+    Finding,
+    Proof,
+    facts_of_inputs,
+    is_mean,
+    over_shards_of,
+    prove,
+    types_with,
+)
 from crossshard.jaxprs.rewrite import opaque_false
-from crossshard.jaxprs.row_facts import OverRows
+from crossshard.jaxprs.row_facts import OverRows, Total
+from crossshard.jaxprs.walk import depends
 from crossshard.model import model_state as model_states
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
@@ -533,9 +542,9 @@ class StepLoss(abc.ABC):
             of_batch = lambda batch, both: run(both, batch).loss
             check_weight_is_read(self.weight, batch, of_batch, types)
             weight = weight_of(self.weight, batch)
-        if not is_proven:
-            return run, weight
         arguments = self.arguments(state, types, batch, keys)
+        if not is_proven:
+            return self._weighed(run, state, arguments, weight, at_use)
         key = state.skeleton, times, *types_of(arguments)
         if key not in self.record.known:
             self._conclude(key, state, arguments, times)
@@ -543,14 +552,41 @@ class StepLoss(abc.ABC):
             key, arguments.given[0], self.weight, self.is_summed, self.accumulate_steps
         )
         if divisor is None or not divisor.is_of_piece:
-            return run, weight
+            return self._weighed(run, state, arguments, weight, at_use)
         if not finding.moved:
             # Another sum may equal the divisor in the first batch alone.
-            return run, weight if divisor.is_weight else divisor.of_batch(batch)
+            weight = weight if divisor.is_weight else divisor.of_batch(batch)
+            return self._weighed(run, state, arguments, weight, at_use)
 
         def as_sums(*given: Any, **others: Any) -> Returned:
             found = run(*given, **others)
             return found._replace(loss=as_mean(found.loss, divisor, finding, batch, weight))
+
+        return as_sums, None
+
+    def _weighed(
+        self,
+        run: Callable[..., Returned],
+        state: TrainState,
+        arguments: Arguments,
+        weight: Any,
+        at_use: AtUse,
+    ) -> tuple[Callable[..., Returned], Any]:
+        """Return the loss and its weight; as a ``Mean`` if shards send each other what it reads.
+
+        The gradient of what a shard sends holds the losses of others, which have other weights.
+        """
+        if weight is None or at_use.shards.number == 1:
+            return run, weight
+        jaxpr, tree = self._trace(state, arguments)
+        places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
+        read = _jax.without_unread(jaxpr, frozenset(jax.tree.leaves(places.loss)))
+        if isinstance(places.loss, Mean) or over_shards_of(read, at_use.shards.axes) is None:
+            return run, weight
+
+        def as_sums(*given: Any, **others: Any) -> Returned:
+            found = run(*given, **others)
+            return found._replace(loss=Mean(found.loss * weight, weight))
 
         return as_sums, None
 
@@ -572,11 +608,11 @@ class StepLoss(abc.ABC):
         shards = None if context is None else context.axis_name
 
         @functools.cache
-        def trace(rows: int, alone: bool) -> Any:
+        def trace(rows: int, alone: Sequence[str]) -> Any:
             if rows == each and not alone:
                 return first
             more = arguments._replace(given=types_with(given, axes, rows))
-            with as_one_shard(shards or ()) if alone else contextlib.nullcontext():
+            with as_one_shard(alone) if alone else contextlib.nullcontext():
                 return jax.make_jaxpr(functools.partial(self.of_arguments, state))(*more)
 
         def proof_of(outputs: Any, times: int) -> Proof:
@@ -590,14 +626,26 @@ class StepLoss(abc.ABC):
         averages = self.model_state is ModelState.MEAN and times > self.accumulate_steps
         if averages and finding.kind is not OverRows.COMPARED:
             of_state = proof_of(places.model_state, times // self.accumulate_steps)
-            check_state_is_mean(state.model_state, of_state, weighs=self.weight is not None)
+
+            def is_weight(of: Finding) -> bool:
+                found = divisor_of(of, of_state.jaxpr, arguments, self.split, weight)
+                return found is None or found.is_weight
+
+            weight: Any = self.weight
+            whole = arguments.whole
+            unequal = weight is not None and depends(lambda x: weight(join(x, whole)), given[0])
+            compared = None if weight is None else is_weight
+            check_state_is_mean(state.model_state, of_state, compared, unequal)
         divisor = None
         if self.weight is not None and finding.kind is OverRows.RATIO:
             # The sum of an entry is known for any number of rows, and so for those of a piece.
             jaxpr = first if isinstance(finding.by, int) else proof.jaxpr
             divisor = divisor_of(finding, jaxpr, arguments, self.split, self.weight)
         self.record.known[key] = finding, divisor
-        if self.weight is not None and finding.kind is OverRows.MEAN:
+        # What is the same on all shards is so with any weights.
+        own = [fact for fact in proof.facts if isinstance(fact, Total) and is_mean(fact)]
+        is_own = finding.kind is OverRows.OVER_SHARDS and len(own) == len(proof.facts)
+        if self.weight is not None and (finding.kind is OverRows.MEAN or is_own):
             check_weight_of_mean(self.weight, given[0], arguments.whole)
 
     def with_weight(self, local: LocalResult, weight: Any, before: TrainState) -> LocalResult:
