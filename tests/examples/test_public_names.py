@@ -11,7 +11,7 @@ import crossshard
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(f for folder in ("examples", "benchmarks") for f in (ROOT / folder).rglob("*.py"))
-MODULES = "checkpoints distributed errors guards nnx pipeline step testing tf1 tools".split()
+MODULES = "checkpoints distributed errors guards nnx pipeline step tf1 tools".split()
 PUBLIC = {"crossshard": {*crossshard.__all__, "__version__", *MODULES}} | {
     f"crossshard.{name}": {*importlib.import_module(f"crossshard.{name}").__all__}
     for name in MODULES
