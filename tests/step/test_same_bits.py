@@ -296,9 +296,13 @@ def test_an_update_that_reads_all_leaves_at_once_is_not_sharded():
     assert "update on every shard" in str(step)
 
 
-def test_a_loss_that_names_the_axis_is_refused():
-    loss = lambda params, batch: jax.lax.pmean(loss_fn(params, batch), "shards")
-    step = sgd_step(loss, 0.1, 4, virtual_shards=8, loss_over="shard")
+@pytest.mark.parametrize("over", ["rows", "shard"])
+@pytest.mark.parametrize(
+    "of", [lambda x: jax.lax.pmean(x, "shards"), lambda x: x / jax.lax.psum(x, "shards")]
+)
+def test_a_loss_that_names_the_axis_is_refused(over: str, of: Any):
+    loss = lambda params, batch: of(loss_fn(params, batch))
+    step = sgd_step(loss, 0.1, 4, virtual_shards=8, loss_over=over)
     with pytest.raises(AxisError, match="The loss names the shard axis 'shards'"):
         step(step.init(params_of()), batch_of(0))
 

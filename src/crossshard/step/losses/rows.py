@@ -500,7 +500,7 @@ class StepLoss(abc.ABC):
         here = dataclasses.replace(state, model_state=of_all if equal else of_one)
         return self.run(here, both, join(rows, whole), (*of_rows, *of_shard))
 
-    def _trace(self, state: TrainState, arguments: Arguments) -> tuple[Any, Any]:
+    def traced(self, state: TrainState, arguments: Arguments) -> tuple[Any, Any]:
         """Trace the loss; return its jaxpr, and the tree of its results."""
         key = state.skeleton, *types_of(arguments)
         if key not in self.record.traces:
@@ -532,7 +532,7 @@ class StepLoss(abc.ABC):
             if not is_proven:
                 return self.run(state, both, batch, keys)
             arguments = self.arguments(state, both, batch, keys)
-            jaxpr, tree = self._trace(state, arguments)
+            jaxpr, tree = self.traced(state, arguments)
             found = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments))
             returned: Returned = jax.tree.unflatten(tree, found)
             return returned
@@ -578,7 +578,7 @@ class StepLoss(abc.ABC):
         """
         if weight is None or at_use.shards.number == 1:
             return run, weight
-        jaxpr, tree = self._trace(state, arguments)
+        jaxpr, tree = self.traced(state, arguments)
         places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
         read = _jax.without_unread(jaxpr, frozenset(jax.tree.leaves(places.loss)))
         if isinstance(places.loss, Mean) or over_shards_of(read, at_use.shards.axes) is None:
@@ -601,7 +601,7 @@ class StepLoss(abc.ABC):
 
         ``arguments`` are the types of one of the ``times`` pieces of the batch.
         """
-        given, (first, tree) = arguments.given, self._trace(state, arguments)
+        given, (first, tree) = arguments.given, self.traced(state, arguments)
         places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
         (axes, inputs), context = self.facts(arguments), get_shard_context()
         each = jax.tree.leaves(given)[0].shape[axes[0]]

@@ -29,10 +29,12 @@ from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import StageContext
 from crossshard.pipeline.stages.aggregate import Aggregator, Peers, Sent
+from crossshard.shards.axes import get_shard_context
 from crossshard.shards.batch_axes import VirtualShards, join
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.rows import StepLoss
 from crossshard.step.microbatches import LocalResult, pieces_of
+from crossshard.step.over_rows import Arguments
 
 
 @final
@@ -140,6 +142,13 @@ class VirtualLoss(StepLoss):
         local = LocalResult(loss, summed, weight, model_state, aux, sums=others, is_weighed=True)
         of_nodes = lambda x, like: jax.ShapeDtypeStruct(x.shape, like.dtype)
         return local, jax.tree.map(of_nodes, summed, like)
+
+    def traced(self, state: TrainState, arguments: Arguments) -> tuple[Any, Any]:
+        """Trace the loss as ``StepLoss`` does, and raise AxisError if it names the shard axis."""
+        found, context = super().traced(state, arguments), get_shard_context()
+        # Before the proof, which would say of a sum over the shards what to divide it by.
+        _check_alone(found[0], () if context is None else context.axis_name)
+        return found
 
 
 def _check_alone(jaxpr: Any, axes: Sequence[str]) -> None:
