@@ -17,7 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 from crossshard import _check, _jax
 from crossshard._check import is_inexact
 from crossshard.collectives.sums import average, to_sum
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, AxisError
 from crossshard.gradients.local import as_scale, split_loss
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
@@ -32,7 +32,7 @@ from crossshard.jaxprs.mean_over_rows import (
 )
 from crossshard.jaxprs.rewrite import opaque_false
 from crossshard.jaxprs.row_facts import OverRows, Total
-from crossshard.jaxprs.walk import depends
+from crossshard.jaxprs.walk import depends, equations_of, named_axes
 from crossshard.model import model_state as model_states
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
@@ -500,13 +500,16 @@ class StepLoss(abc.ABC):
         here = dataclasses.replace(state, model_state=of_all if equal else of_one)
         return self.run(here, both, join(rows, whole), (*of_rows, *of_shard))
 
-    def traced(self, state: TrainState, arguments: Arguments) -> tuple[Any, Any]:
+    def _trace(self, state: TrainState, arguments: Arguments) -> tuple[Any, Any]:
         """Trace the loss; return its jaxpr, and the tree of its results."""
         key = state.skeleton, *types_of(arguments)
         if key not in self.record.traces:
             of = functools.partial(self.of_arguments, state)
             jaxpr, types = jax.make_jaxpr(of, return_shape=True)(*arguments)
-            found = jaxpr, jax.tree.structure(types)
+            found, context = (jaxpr, jax.tree.structure(types)), get_shard_context()
+            if self.same_bits is not None and context is not None:
+                # Before the proof, which would say of a sum over shards what to divide it by.
+                check_alone(jaxpr, context.axis_name)
             if any(isinstance(x, jax.core.Tracer) for x in jaxpr.consts):
                 return found
             # With microbatches a step computes its loss several times.
@@ -532,7 +535,7 @@ class StepLoss(abc.ABC):
             if not is_proven:
                 return self.run(state, both, batch, keys)
             arguments = self.arguments(state, both, batch, keys)
-            jaxpr, tree = self.traced(state, arguments)
+            jaxpr, tree = self._trace(state, arguments)
             found = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments))
             returned: Returned = jax.tree.unflatten(tree, found)
             return returned
@@ -578,7 +581,7 @@ class StepLoss(abc.ABC):
         """
         if weight is None or at_use.shards.number == 1:
             return run, weight
-        jaxpr, tree = self.traced(state, arguments)
+        jaxpr, tree = self._trace(state, arguments)
         places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
         read = _jax.without_unread(jaxpr, frozenset(jax.tree.leaves(places.loss)))
         if isinstance(places.loss, Mean) or over_shards_of(read, at_use.shards.axes) is None:
@@ -601,7 +604,7 @@ class StepLoss(abc.ABC):
 
         ``arguments`` are the types of one of the ``times`` pieces of the batch.
         """
-        given, (first, tree) = arguments.given, self.traced(state, arguments)
+        given, (first, tree) = arguments.given, self._trace(state, arguments)
         places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
         (axes, inputs), context = self.facts(arguments), get_shard_context()
         each = jax.tree.leaves(given)[0].shape[axes[0]]
@@ -695,3 +698,16 @@ def _scaled(sums: Sums, scale: Any) -> Sums:
     values, loss, weight = sums
     one = lambda x: x * scale.astype(x.dtype) if is_inexact(x) else x
     return sums if scale is None else (jax.tree.map(one, values), loss, weight)
+
+
+def check_alone(jaxpr: Any, axes: Sequence[str]) -> None:
+    """Raise if the loss of a virtual shard communicates with other shards."""
+    for equation in equations_of(jaxpr):
+        named = set(named_axes(equation).intersection(axes))
+        if named:
+            where = _jax.source_of(equation)
+            raise AxisError(
+                f"The loss names the shard axis {named.pop()!r}{f' ({where})' if where else ''}; "
+                f"with virtual_shards its value is not to depend on the number of shards. Leave "
+                f"pmean, all_gather and axis_index out."
+            )

@@ -22,19 +22,16 @@ from crossshard.collectives.in_order import (
     sum_of_nodes,
 )
 from crossshard.collectives.sums import send_gathered, to_average
-from crossshard.errors import ArgumentError, AxisError
+from crossshard.errors import ArgumentError
 from crossshard.jaxprs.rewrite import opaque_false, without_repeats
-from crossshard.jaxprs.walk import equations_of, named_axes
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import StageContext
 from crossshard.pipeline.stages.aggregate import Aggregator, Peers, Sent
-from crossshard.shards.axes import get_shard_context
 from crossshard.shards.batch_axes import VirtualShards, join
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.rows import StepLoss
+from crossshard.step.losses.rows import StepLoss, check_alone
 from crossshard.step.microbatches import LocalResult, pieces_of
-from crossshard.step.over_rows import Arguments
 
 
 @final
@@ -106,7 +103,7 @@ class VirtualLoss(StepLoss):
         first = jnp.int32(0)
         jaxpr, types = jax.make_jaxpr(one, return_shape=True)(first, nth(first), shared)
         jaxpr = without_repeats(_jax.without_unread(jaxpr))
-        _check_alone(jaxpr, at_use.shards.axes)
+        check_alone(jaxpr, at_use.shards.axes)
         run, tree = jaxpr_as_fun(jaxpr), jax.tree.structure(types)
         to_sum, of_sums = jax.tree.flatten(types[0])
         # So that XLA keeps the loops, and compiles them alike for any count.
@@ -142,26 +139,6 @@ class VirtualLoss(StepLoss):
         local = LocalResult(loss, summed, weight, model_state, aux, sums=others, is_weighed=True)
         of_nodes = lambda x, like: jax.ShapeDtypeStruct(x.shape, like.dtype)
         return local, jax.tree.map(of_nodes, summed, like)
-
-    def traced(self, state: TrainState, arguments: Arguments) -> tuple[Any, Any]:
-        """Trace the loss as ``StepLoss`` does, and raise AxisError if it names the shard axis."""
-        found, context = super().traced(state, arguments), get_shard_context()
-        # Before the proof, which would say of a sum over the shards what to divide it by.
-        _check_alone(found[0], () if context is None else context.axis_name)
-        return found
-
-
-def _check_alone(jaxpr: Any, axes: Sequence[str]) -> None:
-    """Raise if the loss of a virtual shard communicates with other shards."""
-    for equation in equations_of(jaxpr):
-        named = set(named_axes(equation).intersection(axes))
-        if named:
-            where = _jax.source_of(equation)
-            raise AxisError(
-                f"The loss names the shard axis {named.pop()!r}{f' ({where})' if where else ''}; "
-                f"with virtual_shards its value is not to depend on the number of shards. Leave "
-                f"pmean, all_gather and axis_index out."
-            )
 
 
 @dataclasses.dataclass(frozen=True)
