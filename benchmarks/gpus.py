@@ -197,9 +197,7 @@ split by rows. *O1* is XLA's optimization level, which NVIDIA recommends; MaxTex
 for FSDP on 1,024 H100s. Ours is compiled with `step.compiler_options`, all others as JAX does by
 default. *Guards* are `nonfinite="quarantine"`, `check_divergence=100` and the norms of gradient,
 update and parameters. *bfloat16*, *int8* and *int4* are what gradients are sent in; what int8 and
-int4 lose is kept in float32, or in bfloat16 with *bfloat16 feedback*. Rows without bytes of kernels
-were measured on 2026-11-23, with 0.1.0; the others later, all but a few with 0.4.0.dev0:
-`gpus.json` says it of each.
+int4 lose is kept in float32, or in bfloat16 with *bfloat16 feedback*.
 
 GSPMD sums gradients in bfloat16, which is half the bytes; ours and those by hand sum in float32.
 The lower bound of our steps is 2(N−1)/N · P. With sharded parameters, gathered in bfloat16 as
