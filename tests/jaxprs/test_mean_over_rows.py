@@ -569,7 +569,9 @@ def test_a_mean_that_is_divided_again_is_none():
     of_rows = lambda b, w, k: lax.map(lambda x: (x @ w).sum(), b["x"] / ROWS_OF(b)).mean()
     plain = lambda b, w, k: (b["x"] @ w).mean() / ROWS_OF(b)
     ratio = lambda b, w, k: (b["x"] @ w).sum() / b["weight"].sum() / ROWS_OF(b)
-    for loss in (mapped, of_rows, plain, ratio):
+    decay = lambda b, w, k: (w**2).sum() / ROWS_OF(b)
+    # A factor of 1 is no number of shards.
+    for loss in (mapped, of_rows, plain, ratio, decay, lambda *of: decay(*of) / 1.0):
         assert found(loss) == Finding(OverRows.UNDECIDED, "it falls with the number of rows")
 
 

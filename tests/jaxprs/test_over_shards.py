@@ -163,6 +163,12 @@ PARTS: dict[str, Loss] = {
 }
 
 
+def test_what_was_not_summed_over_the_shards_is_divided_by_a_number_as_ever():
+    decay = lambda b, w: (w**2).sum() / len(b["x"]) / SHARDS
+    loss = lambda b, w: lax.pmean(losses(b, w).mean(), "shards") + decay(b, w)
+    assert found(loss).kind is OverRows.UNDECIDED
+
+
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_what_all_shards_add_up_once_more_is_told(name: str):
     assert found(TOO_LARGE[name]).reason == "the shards' means are added up"

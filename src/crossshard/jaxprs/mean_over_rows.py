@@ -134,6 +134,7 @@ class Proof(NamedTuple):
         elif finding.kind is not OverRows.UNDECIDED:
             finding = replace(finding, assumes=names)
         stays = finding.reason in (*_TRACES_DIFFER, DIVIDES)
+        stays |= finding.reason.endswith("of the number of rows")
         if finding.kind not in (OverRows.MEAN, OverRows.UNDECIDED) or stays or over_shards is None:
             return finding
         name = str(over_shards.primitive.name)
@@ -579,9 +580,10 @@ class _OverRows(Analysis[Fact]):
     def _over_shards(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
         """Return the facts of a collective in the loss.
 
-        A sum over rows that is also summed over the shards is the same on all of them, and grows
-        with the rows of a shard as before. A collective that brings rows of other shards shows that
-        the user means to compare these.
+        Where the second trace joins the shards, a sum over them is the same on all of them, and one
+        shard has it, too: as many times the shards' mean as there are shards. To microbatches it is
+        a sum over rows as before. A collective that brings rows of other shards shows that the user
+        means to compare these.
         """
         names = named_axes(pair.one)
         elsewhere = self.shards is not None and not names & set(self.shards)
@@ -616,7 +618,7 @@ class _OverRows(Analysis[Fact]):
                     return Free(power)
                 case Free(power) | Total(power, moved="") if known and adds and of_all:
                     # As many times their mean as there are shards; on one shard it is just that.
-                    return Free(power - 1)
+                    return Free(power - 1, added=True)
                 case Total(power, moved="") if known and adds and (power or others):
                     return Total(power)
             return by_itself
@@ -709,7 +711,7 @@ class _OverRows(Analysis[Fact]):
         if all(map(_same_shape, pair.one.outvars, pair.other.outvars)):
             kept = name in MOVES and not pair.converts() and len(free) == len(inputs)
             of_all = free[0].number if kept and free else None
-            return [Free(power, own, of_all)] * number
+            return [Free(power, own, of_all, kept and any(x.added for x in free))] * number
         shapes = [tuple(map(shape_of, each.outvars)) for each in pair[:2]]
         axes = set(map(axis_of_slices, *shapes))
         axis = axes.pop() if len(axes) == 1 else None
@@ -734,7 +736,7 @@ class _OverRows(Analysis[Fact]):
     def _by_number_of_shards(self, name: str, free: Sequence[Free]) -> int:
         """Return 1 if a sum of the shards' means is divided by how many they are, as a literal."""
         match sorted(free, key=lambda fact: fact.power):
-            case [Free(-1, number=None), Free(0, number=float(by))]:
+            case [Free(-1, added=True), Free(0, number=float(by))]:
                 is_inverse = name == "div" and free[1].number == self.joined
                 return int(is_inverse or (name == "mul" and by * self.joined == 1))
         return 0

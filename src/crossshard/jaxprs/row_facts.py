@@ -45,6 +45,7 @@ class Free:
     own: bool = False  # whether it differs from shard to shard
     # The number that all its elements are, if known; in the trace with fewer rows.
     number: float | None = None
+    added: bool = False  # whether it is a sum over the shards, and nothing was done to it since
 
 
 @dataclass(frozen=True)
