@@ -51,7 +51,7 @@ def with_noise(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
     return loss_fn(params, batch) * jax.random.uniform(rng)
 
 
-def with_collectives(*names: str) -> Any:
+def with_collectives(*names: str) -> dict[str, Any]:
     """A loss with a sum or a maximum of something over the shards, in this order."""
     collectives = {"sum": jax.lax.psum, "max": jax.lax.pmax}
 
@@ -59,7 +59,7 @@ def with_collectives(*names: str) -> Any:
         own = jax.lax.stop_gradient(params["b"].sum())
         return loss_fn(params, batch) + sum(0 * collectives[name](own, "shards") for name in names)
 
-    return loss
+    return {"loss": loss, "loss_over": "shard"}
 
 
 def _as_it_lies(mesh: Any, args: Any, out: Any) -> Any:
@@ -188,11 +188,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dtype of the loss": ({"loss": in_bfloat16}, {}),
     "stopped gradient": ({"loss": of_a_part}, {}),
     "noise": ({"loss": with_noise}, {}),
-    "a maximum for a sum": ({"loss": with_collectives("max")}, {"loss": with_collectives("sum")}),
-    "order of collectives": (
-        {"loss": with_collectives("sum", "max")},
-        {"loss": with_collectives("max", "sum")},
-    ),
+    "a maximum for a sum": (with_collectives("max"), with_collectives("sum")),
+    "order of collectives": (with_collectives("sum", "max"), with_collectives("max", "sum")),
     "aux": ({"loss": with_aux, "has_aux": True}, {}),
     # Losses that name Python objects by their addresses.
     "constant beside a partitioner": (over_batch(_own_tanh, 1.001), over_batch(_own_tanh)),
