@@ -195,7 +195,9 @@ def test_what_is_read_ahead_is_counted():
     assert not read
     for taken in range(1, 4):
         next(batches)
-        time.sleep(0.1)
+        while len(read) < taken + 2:
+            time.sleep(0.01)
+        time.sleep(0.05)
         assert len(read) == taken + 2
 
 

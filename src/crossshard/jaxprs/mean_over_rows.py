@@ -100,6 +100,7 @@ class Finding:
     # These describe every finding.
     assumes: tuple[str, ...] = ()  # the operations that are assumed to compute each row alone
     compares: bool = False  # whether it compares rows if those do; of what is undecided
+    is_whole: bool = False  # of a sum over the shards: whether it is shown to be one shard's of all
     of: str = ""  # the part of a ``Mean`` that it describes; empty for a number
 
     def __str__(self) -> str:
@@ -137,8 +138,12 @@ class Proof(NamedTuple):
         stays |= finding.reason.endswith("of the number of rows")
         if finding.kind not in (OverRows.MEAN, OverRows.UNDECIDED) or stays or over_shards is None:
             return finding
-        name = str(over_shards.primitive.name)
-        return Finding(OverRows.OVER_SHARDS, name, _jax.sources_of(over_shards))
+        name, is_whole = (
+            str(over_shards.primitive.name),
+            finding.kind is OverRows.MEAN and not names,
+        )
+        sources = _jax.sources_of(over_shards)
+        return Finding(OverRows.OVER_SHARDS, name, sources, is_whole=is_whole)
 
 
 def over_shards_of(jaxpr: Any, axes: Sequence[str] | None = None) -> Any | None:

@@ -43,17 +43,18 @@ def jaxprs_within(equation: Any) -> list[Any]:
     return [x for x in each if hasattr(opened(x), "eqns")]
 
 
-def equations_of(jaxpr: Any) -> Iterator[Any]:
-    """Yield every equation of a jaxpr, however deep."""
+def equations_of(jaxpr: Any, but: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    """Yield every equation of a jaxpr, however deep, without those ``but`` takes and within."""
     for each in opened(jaxpr).eqns:
-        yield each
-        yield from equations_within(each)
+        if but is None or not but(each):
+            yield each
+            yield from equations_within(each, but)
 
 
-def equations_within(equation: Any) -> Iterator[Any]:
+def equations_within(equation: Any, but: Callable[[Any], bool] | None = None) -> Iterator[Any]:
     """Yield every equation that an equation runs, however deep, but not the equation itself."""
     for jaxpr in jaxprs_within(equation):
-        yield from equations_of(jaxpr)
+        yield from equations_of(jaxpr, but)
 
 
 def has_ref(equation: Any) -> bool:

@@ -72,6 +72,10 @@ from crossshard.step.over_rows import (
 _TOLERANCE, _COARSEST = 1e-4, float(jnp.finfo(jnp.bfloat16).eps)
 # What divides may be computed in a loop, where a trace does not tell one sum from several.
 _COUNTS = "If it divides by what counts in the batch, return crossshard.Mean(total, count)."
+_OF_SHARDS = (
+    "There are jax.lax.axis_size(axis) shards, one in this comparison, and a shard numbers its "
+    "rows from jax.lax.axis_index(axis) * rows."
+)
 # With how many batches a loss is compared where the first hides what later ones show: with the rows
 # in another order, and as many with copies of one row in each piece.
 _VARIED = 4
@@ -107,7 +111,7 @@ def check_by_numbers(
             return _check_weight(config, given[1], doubt.finding, doubt.divisor)
         if doubt.finding.compares:
             check.comparison(*given)
-        elif doubt.finding.kind is not OverRows.UNDECIDED:
+        elif doubt.finding.kind not in (OverRows.UNDECIDED, OverRows.OVER_SHARDS):
             try:
                 return check.operations(*given)
             except _NotDecidedError:
@@ -249,27 +253,20 @@ class _Check:
         So it is done with other batches and parameters, too, since these may hide what later ones
         show: a mask of ones, rewards that are all alike, or a layer that starts at 0.
 
-        XLA splits the work of all rows; or each shard does all of it, if the loss names the axis of
-        the shards, or has a kernel that XLA cannot split. Floats get 32 bits, if the loss takes
-        them.
+        XLA splits the work of all rows; or each device does all of it, if XLA cannot split a kernel
+        in it. A loss that names the axis of the shards runs as on a single one. Floats get 32 bits,
+        if the loss takes them.
         """
-        loss, shards = self._config.loss, self._layout.number_of_shards
-
-        def repeated(batch: Any) -> Any:
-            rows, whole = loss.split(batch)
-            again = lambda x, axis: jnp.concatenate([x] * shards, axis)
-            return join(jax.tree.map(again, rows, loss.batch_axes.tree_of(rows)), whole)
-
         varied, names = self._varied(state, batch)
         others = f" and other numbers in {', '.join(names)}" * bool(names)
         given = [(state, batch), *varied]
         same = lambda x: x
-        of_batch = changed(self._loss, over=LossOver.BATCH, weight=None)
-        ways = [(of_batch, same), (self._loss, repeated)]
+        by_hand = [functools.partial(self._by_hand, of_each=of_each) for of_each in (False, True)]
         failure = None
-        for of_all, all_rows in ways:
+        for around in (None, self._under_vmap, *by_hand):
+            of_all = changed(self._loss, over=LossOver.BATCH, weight=None, around=around)
             for widen in (_widened, same):
-                run = functools.partial(self._compared, of_all, all_rows, widen)
+                run = functools.partial(self._compared, of_all, widen)
                 try:
                     (found, *more), precision = self._run(run, *given)
                 except Exception as error:  # a loss may raise anything on other shapes
@@ -287,16 +284,57 @@ class _Check:
                             f"cannot show it. Let the first call have another batch. {REMEDIES}"
                         )
                     return
-        said = str(failure).partition("\n")[0]
+        said, of = str(failure).partition("\n")[0], ""
+        if self._doubt.finding.kind is OverRows.OVER_SHARDS:
+            of = f" {_OF_SHARDS}"
         raise LossError(
             f"{self._doubt.sentence} And it cannot be computed of all rows at once, to compare "
-            f"numbers: {type(failure).__name__}: {said:.200} {REMEDIES}"
+            f"numbers: {type(failure).__name__}: {said:.200}{of} {REMEDIES}"
         ) from failure
+
+    # A loss of all rows that names the axes of the shards, which have the size 1.
+
+    def _under_vmap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return it with axes of ``vmap``, which refuses some collectives over several."""
+
+        def along(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            run = jax.vmap(function, None, axis_name=name, axis_size=1)
+            return lambda *args: jax.tree.map(lambda x: x[0], run(*args))
+
+        for name in self._layout.axes:
+            function = along(name, function)
+        return function
+
+    def _by_hand(self, function: Callable[..., Any], *, of_each: bool) -> Callable[..., Any]:
+        """Return it with axes of another mesh, which XLA refuses beside a callback to Python.
+
+        XLA splits its work, or each device does all of it, if ``of_each``.
+        """
+        mesh, axes, sizes = self._layout.mesh, self._layout.axes, list[tuple[str, int]]()
+        for name, size in mesh.shape.items():
+            sizes += [(name, 1), (f"{name} of rows", size)] if name in axes else [(name, size)]
+        names = [name for name, _ in sizes]
+        types = (jax.sharding.AxisType.Auto,) * len(sizes)
+        one = jax.sharding.Mesh(
+            mesh.devices.reshape([size for _, size in sizes]), names, axis_types=types
+        )
+        by_hand = {name for name in names if name in axes or (of_each and name not in mesh.shape)}
+
+        def run(*args: Any) -> Any:
+            with _mesh.in_place_of_the_users_mesh(one):
+                return _jax.shard_map(
+                    lambda *args: jax.tree.map(jnp.asarray, function(*args)),
+                    mesh=one,
+                    axis_names=frozenset(by_hand),
+                    in_specs=PartitionSpec(),
+                    out_specs=PartitionSpec(),
+                )(*args)
+
+        return run
 
     def _compared(
         self,
         of_all: StepLoss,
-        all_rows: Callable[[Any], Any],
         widen: Callable[[Any], Any],
         state: TrainState,
         batch: Any,
@@ -306,9 +344,9 @@ class _Check:
         pieces = self._config.loss.pieces(self._layout.number_of_shards)
         of_pieces = changed(self._loss, accumulate_steps=pieces)
         found = []
-        for loss, rows in ((of_all, all_rows(batch)), (of_pieces, batch)):
+        for loss in (of_all, of_pieces):
             config = dataclasses.replace(self._config, loss=loss)
-            reduced = config.reduced(self._layout, state, rows)
+            reduced = config.reduced(self._layout, state, batch)
             found.append((reduced.extra["value"], jax.tree.leaves(reduced.values)))
         (whole, slopes), (mean, others) = found
         apart = [x - y for x, y in zip(slopes, others, strict=True)]
@@ -334,8 +372,12 @@ class _Check:
             numbers += f"; the gradients are {gradients:.2g} of the largest apart"
         if not all(map(math.isfinite, (both, mean, gradients))):
             raise self._not_finite(f": {numbers}")
+        by_itself = self._doubt.finding.kind is OverRows.OVER_SHARDS
+        pieces = self._config.loss.accumulate_steps
+        alone = "A microbatch sees only its own rows: leave accumulate_steps out. "
+        told = f"{_OF_SHARDS} {alone * (pieces > 1)}" if by_itself else f"{_COUNTS} "
         raise LossError(
-            f"{self._doubt.sentence} And by numbers it is not so: {numbers}. {_COUNTS} {REMEDIES}"
+            f"{self._doubt.sentence} And by numbers it is not so: {numbers}. {told}{REMEDIES}"
         )
 
     # Single operations.

@@ -171,6 +171,8 @@ class OverRowsRecord:
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
     # Whether the step runs now, so that numbers can be tried; else it is only lowered or traced.
     runs: bool = False
+    # The doubts of a step that was lowered, which its first call removes.
+    postponed: list[Doubt] = dataclasses.field(default_factory=list)
     # The traced losses of the step that is being traced, by the same types.
     traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -214,17 +216,24 @@ class OverRowsRecord:
             if finding.of:
                 what = f"{finding.of} is a sum"
             doubts += [(f"{what} over the rows of the batch: {finding.reason}{where}", None)]
+        by_itself = finding.kind is OverRows.OVER_SHARDS and not finding.is_whole
+        if by_itself:
+            what = "the mean of the shards' losses is the loss of one shard that has all rows"
+            doubts += [(f"{what}: there is {finding.reason} in it{where}", None)]
         if finding.kind is OverRows.RATIO:
             of_ratio = _doubt_of_ratio(finding, where, rows, weight, divisor)
-        # A step that meets a fraction is not finite, so this need not be known to lower it.
-        if of_ratio and (self.runs or of_ratio != _NO_FRACTION):
+        if of_ratio:
             doubts += [(f"{of_ratio}{where}", divisor)]
         if finding.assumes and not finding.compares:
             doubts += [(f"each row is computed alone by {', '.join(finding.assumes)}", None)]
         for what, of in doubts:
             doubt = Doubt(finding, f"Nothing proves that {what}.", types, of)
-            if doubt not in self.by_numbers:
+            if doubt in self.by_numbers:
+                continue
+            # A step that meets a fraction is not finite, so this need not be known to lower it.
+            if self.runs or not (by_itself or of_ratio == _NO_FRACTION):
                 raise UndecidedError(doubt)
+            self.postponed.append(doubt)
         return finding, divisor
 
 

@@ -21,7 +21,7 @@ from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.batches import BatchPlacer, Donation
 from crossshard.step.by_numbers import check_by_numbers
 from crossshard.step.function import StepConfig
-from crossshard.step.over_rows import UndecidedError
+from crossshard.step.over_rows import Doubt, UndecidedError
 from crossshard.step.state import States
 
 Metrics = dict[str, Any]
@@ -103,8 +103,11 @@ class Program:
         return self._run_placed(state, self.placer(batch), is_traced)
 
     def _run_placed(self, state: TrainState, batch: Any, is_traced: bool) -> Any:
-        flat = FlatState.of(state)
-        self._config.loss.record.runs = not is_traced
+        flat, record = FlatState.of(state), self._config.loss.record
+        record.runs = not is_traced
+        while record.postponed and not is_traced:
+            self._remove(record.postponed[-1], state, batch)
+            record.postponed.pop()
         try:
             if self._in_processes and not is_traced:
                 self._check_same(flat, batch)
@@ -129,9 +132,13 @@ class Program:
                 _check.arrays("state", state)
                 _check.arrays("batch", batch)
             raise
+        self._remove(doubt, state, batch)
+        return self._run_placed(state, batch, is_traced)
+
+    def _remove(self, doubt: Doubt, state: TrainState, batch: Any) -> None:
+        """Raise unless numbers show what a trace does not."""
         check_by_numbers(self._config, self._states.layout(state), state, batch, doubt)
         self._config.loss.record.by_numbers.add(doubt)
-        return self._run_placed(state, batch, is_traced)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the program for a state and a batch, or for their types."""

@@ -131,6 +131,8 @@ class StepLoss(abc.ABC):
     # The loss is computed in this many parts, so that its bits do not depend on the number of
     # shards. ``None`` if they may.
     same_bits: int | None = None
+    # What runs it, as a function of arrays, if it is not called by itself.
+    around: Callable[[Callable[..., Returned]], Callable[..., Returned]] | None = None
     # Caches its traces, and what they prove: whether it is a mean or a ratio over the rows.
     record: OverRowsRecord = dataclasses.field(
         default_factory=OverRowsRecord, compare=False, repr=False
@@ -464,6 +466,17 @@ class StepLoss(abc.ABC):
 
     def run(self, state: TrainState, params: Any, batch: Any, keys: Keys) -> Returned:
         """Call the loss on some rows, given its trained and its frozen parameters."""
+        if self.around is None:
+            return self._called(state, params, batch, keys)
+
+        def call(model_state: Any, *given: Any) -> Returned:
+            here = dataclasses.replace(state, model_state=model_state)
+            return self._called(here, *given)._replace(written=None)
+
+        found = self.around(call)(state.model_state, params, batch, keys)
+        return found._replace(written=params)
+
+    def _called(self, state: TrainState, params: Any, batch: Any, keys: Keys) -> Returned:
         trained, frozen = params
         model = combine(state.skeleton, trained, frozen, state.model_state)
         if self.model_state is None:

@@ -1,0 +1,216 @@
+"""A loss with collectives of its own is compared, by numbers, with one shard that has all rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import crossshard
+from crossshard.errors import LossError
+from tests.quick import deep_but
+from tests.step.common import assert_close
+
+SHARDS, WIDTH = 4, 5
+draw = np.random.default_rng(0)
+W = {name: np.float32(draw.normal(size=(3, WIDTH))) for name in ("image", "text")}
+BATCH = {name: np.float32(draw.normal(size=(16, 3))) for name in W}
+BATCH["counts"] = np.float32(draw.random((16, WIDTH)) < np.linspace(0.2, 0.9, 16)[:, None])
+Loss = Callable[[Any, Any], Any]
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def embedded(w: Any, batch: Any) -> list[Any]:
+    return [jnp.tanh(batch[name] @ w[name]) for name in W]
+
+
+def every(x: Any) -> Any:
+    return lax.all_gather(x, "shards", tiled=True)
+
+
+def contrastive(w: Any, batch: Any, first: Any = None) -> Any:
+    images, texts = embedded(w, batch)
+    first = lax.axis_index("shards") * len(images) if first is None else first
+    labels = first + jnp.arange(len(images))
+    one, other = images @ every(texts).T, texts @ every(images).T
+    return (cross_entropy(one, labels) + cross_entropy(other, labels)).mean()
+
+
+def of_one_side(w: Any, batch: Any) -> Any:
+    images, texts = embedded(w, batch)
+    return cross_entropy(images @ texts.T, jnp.arange(len(images))).mean()
+
+
+def of_gathered(w: Any, batch: Any) -> Any:
+    images, texts = map(every, embedded(w, batch))
+    return cross_entropy(images @ texts.T, jnp.arange(len(images))).mean()
+
+
+def in_a_ring(w: Any, batch: Any, number: int | None = None) -> Any:
+    images, texts = embedded(w, batch)
+    number = lax.axis_size("shards") if number is None else number
+    signs, total = 2 * jnp.eye(len(images)) - 1, 0.0
+    for _ in range(number):
+        total -= jax.nn.log_sigmoid(signs * (images @ texts.T)).sum()
+        texts = lax.ppermute(texts, "shards", [(i, (i + 1) % number) for i in range(number)])
+        signs = -jnp.ones_like(signs)
+    return total / len(images)
+
+
+def squares(w: Any, batch: Any) -> Any:
+    return (batch["image"] @ w["image"]) ** 2 * batch["counts"]
+
+
+def of_softmax(w: Any, batch: Any) -> Any:
+    """The logarithm of a sum over all rows, without an overflow."""
+    scores = squares(w, batch)
+    most = lax.pmax(lax.stop_gradient(scores.max()), "shards")
+    return jnp.log(lax.psum(jnp.exp(scores - most).sum(), "shards")) + most
+
+
+def with_groups(reduce: Any) -> Loss:
+    groups = [[0, 1], [2, 3]]
+    return lambda w, b: reduce(squares(w, b).mean(), "shards", axis_index_groups=groups)
+
+
+RIGHT: dict[str, Loss] = {
+    "gathered": contrastive,
+    "of what is gathered": of_gathered,
+    "in a ring": in_a_ring,
+    "softmax over all rows": of_softmax,
+    "gathered losses": lambda w, b: every(squares(w, b)).mean(),
+    "gathered counts": lambda w, b: squares(w, b).sum() / every(b["counts"].sum()[None]).mean(),
+    "the largest of all": lambda w, b: (squares(w, b) / (1 + every(squares(w, b)).max())).mean(),
+}
+# What each is wrong by, and which words of the error say so.
+WRONG: dict[str, tuple[Loss, str]] = {
+    "rows of another shard's number": (lambda w, b: contrastive(w, b, 0), "numbers its rows from"),
+    "a part of a ring": (lambda w, b: in_a_ring(w, b) / lax.axis_size("shards"), "not so: "),
+    "gathered losses over own rows": (
+        lambda w, b: every(squares(w, b)).sum() / len(b["image"]),
+        "not so: .* the loss is .*, and the mean of the shards' losses is ",
+    ),
+    "over gathered counts": (
+        lambda w, b: squares(w, b).sum() / every(b["counts"].sum()[None]).sum(),
+        "there is all_gather in it",
+    ),
+    "over the largest count": (
+        lambda w, b: squares(w, b).sum() / lax.pmax(b["counts"].sum(), "shards"),
+        "there is pmax in it",
+    ),
+    "sums of groups": (with_groups(lax.psum), "cannot be computed of all rows at once"),
+    "the number of shards as a constant": (
+        lambda w, b: in_a_ring(w, b, SHARDS),
+        r"There are jax.lax.axis_size\(axis\) shards, one in this comparison",
+    ),
+}
+
+
+QUICK = ["rows of another shard's number", "sums of groups", "over the largest count"]
+
+
+def made(loss: Loss, **options: Any) -> Any:
+    options = {"num_shards": SHARDS} | options
+    return crossshard.make_train_step(loss, optax.sgd(0.1), **options)
+
+
+def stepped(loss: Loss, lowers: bool = False, **options: Any) -> Any:
+    """The step and the parameters after one step, which may have been lowered before."""
+    step = made(loss, **options)
+    state = step.init(W)
+    if lowers:
+        step.lower(state, BATCH)
+    state, _ = step(state, BATCH)
+    return step, jax.device_get(step.model(state))
+
+
+def of_one_device(loss: Loss) -> Any:
+    mesh = jax.make_mesh((1,), ("shards",), devices=jax.devices()[:1])
+    run = jax.shard_map(
+        jax.grad(loss), mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
+    )
+    return jax.tree.map(lambda w, g: w - 0.1 * g, W, run(W, BATCH))
+
+
+@pytest.mark.parametrize("name", deep_but(["gathered", "in a ring"], RIGHT))
+@pytest.mark.parametrize(
+    "options",
+    deep_but([{}], [{}, {"params": "sharded"}, {"lowers": True}, {"nonfinite": "skip"}]),
+    ids=str,
+)
+def test_what_is_one_shards_of_all_rows_runs(name: str, options: Any):
+    step, got = stepped(RIGHT[name], **options)
+    assert_close(got, of_one_device(RIGHT[name]), 1e-6)
+    assert "by numbers it is a mean over the rows" in str(step.describe())
+
+
+@pytest.mark.parametrize("name", deep_but(QUICK, WRONG))
+def test_what_is_not_is_refused(name: str):
+    loss, said = WRONG[name]
+    step = made(loss)
+    state = step.init(W)
+    with pytest.raises(LossError, match=said):
+        step(state, BATCH)
+    # It may have been lowered before.
+    step.lower(state, BATCH)
+    with pytest.raises(LossError, match=said):
+        step(state, BATCH)
+    stepped(loss, loss_over="shard")
+
+
+def test_a_microbatch_has_only_its_own_rows():
+    with pytest.raises(LossError, match="sees only its own rows: leave accumulate_steps out"):
+        stepped(contrastive, accumulate_steps=2)
+    _, got = stepped(RIGHT["gathered losses"], accumulate_steps=2)
+    assert_close(got, of_one_device(RIGHT["gathered losses"]), 1e-6)
+
+
+def over_both(w: Any, batch: Any) -> Any:
+    """As ``contrastive``, of one side, over two axes, which ``vmap`` does not gather at once."""
+    images, texts = embedded(w, batch)
+    labels = lax.axis_index(("data", "shards")) * len(images) + jnp.arange(len(images))
+    everyone = lax.all_gather(texts, ("data", "shards"), tiled=True)
+    return cross_entropy(images @ everyone.T, labels).mean()
+
+
+def on_mesh(loss: Loss, axes: tuple[str, str], names: Any) -> Any:
+    mesh = jax.make_mesh((2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    optimizer = crossshard.CrossShardOptimizer(optax.sgd(0.1), axis_name=names)
+    step = crossshard.make_train_step(loss, optimizer, mesh=mesh)
+    state, _ = step(step.init(W), BATCH)
+    return jax.device_get(step.model(state))
+
+
+def test_beside_an_axis_of_the_model():
+    got = on_mesh(contrastive, ("shards", "model"), "shards")
+    assert_close(got, of_one_device(contrastive), 1e-6)
+
+
+def test_over_both_axes_of_the_shards():
+    axes = ("data", "shards")
+    assert_close(on_mesh(over_both, axes, axes), of_one_device(of_one_side), 1e-6)
+    with pytest.raises(LossError, match="by numbers it is not so"):
+        on_mesh(contrastive, axes, axes)  # it has the rows of one of them
+
+
+def test_a_module_with_a_kernel_that_xla_cannot_split():
+    class Towers(nnx.Module):
+        def __init__(self) -> None:
+            for name in W:
+                setattr(self, name, nnx.Param(jnp.asarray(W[name])))
+
+    def loss(model: Any, batch: Any) -> Any:
+        own = jax.pure_callback(
+            np.copy, jax.typeof(batch["image"]), batch["image"], vmap_method="sequential"
+        )
+        return contrastive({name: getattr(model, name)[...] for name in W}, batch | {"image": own})
+
+    step = made(loss)
+    state, _ = step(step.init(Towers()), BATCH)
+    got = step.model(state)
+    assert_close({name: getattr(got, name)[...] for name in W}, of_one_device(contrastive), 1e-6)
