@@ -4,7 +4,6 @@
 launch`, and one of them is killed again and again.
 """
 
-import argparse
 import contextlib
 import os
 import re
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import age, markdown
+from benchmarks import markdown
 from benchmarks.machine import this_machine
 
 PROCESSES, EVERY = 4, 5
@@ -108,16 +107,17 @@ class Run:
         self.process.wait()
 
 
-def main() -> None:
-    """Measure, and print or write a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=10, help="deaths of each kind of run")
-    parser.add_argument("--out", type=Path, help="write a page, such as docs/benchmarks/x.md")
-    options = parser.parse_args()
+def main(kills: int = 10, out: Path | None = None) -> None:
+    """How long it takes from the death of a process to the next step, in parts.
+
+    Args:
+      kills: deaths of each kind of run.
+      out: write a page, such as docs/benchmarks/x.md.
+    """
     machine = this_machine()
     rows, medians = [], dict[str, dict[str, float]]()
     for name, (flags, words) in WAYS.items():
-        parts, lost = measured(options.kills, flags, words)
+        parts, lost = measured(kills, flags, words)
         medians[name] = {part: statistics.median(each[part] for each in parts) for part in PARTS}
         totals = [sum(each.values()) for each in parts]
         median, most = np.percentile(totals, [50, 95])
@@ -125,13 +125,10 @@ def main() -> None:
         rows.append([name, *cells, f"**{median:.1f}**", f"{most:.1f}", f"{np.median(lost):g}"])
         print(" | ".join(rows[-1]), flush=True)
     head = ("run with", *PARTS, "in all", "95%", "steps done again")
-    table = markdown.table(head, rows)
-    print(table)
-    if options.out is not None:
-        options.out.with_suffix(".svg").write_text(drawn(medians), encoding="utf-8")
-        repeat = f"python -m benchmarks.restarts --kills {options.kills}"
-        last = markdown.measured_on(machine, repeat)
-        age.write(options.out, markdown.again("restarts", [table], last))
+    if out is not None:
+        out.with_suffix(".svg").write_text(drawn(medians), encoding="utf-8")
+    last = markdown.measured_on(machine, f"python -m benchmarks.restarts --kills {kills}")
+    markdown.publish("restarts", [markdown.table(head, rows)], last, out)
 
 
 def measured(
@@ -188,4 +185,4 @@ def drawn(medians: dict[str, dict[str, float]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    markdown.command(main)

@@ -80,13 +80,12 @@ def test_a_row_is_measured_again_alone(
     mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(gpus, "cluster", lambda _: mesh)
-    monkeypatch.setattr(gpus, "_models", lambda: {"scan": ("A title", small(True, False))})
+    monkeypatch.setattr(gpus, "MODELS", {"scan": small(True, False)})
     words = ["--out", str(tmp_path / "new"), "--gpus", "8", "--steps"]
     gpus.main([*words, "by hand, sharded", "by hand, replicated"])
     first = json.loads((tmp_path / "new" / "gpus.json").read_text())
     assert [row["step"] for row in first] == ["by hand, sharded", "by hand, replicated"]
     page = (tmp_path / "new" / "gpus.md").read_text()
-    assert "## A title" in page
     # In the order of the steps, not that of the command line.
     assert page.index("| by hand, replicated |") < page.index("| by hand, sharded |")
     (tmp_path / "new" / "gpus.json").write_text(
