@@ -1,10 +1,14 @@
 """Draws the diagrams in docs/concepts: `python tools/diagrams.py` writes them all."""
 
+import ast
+import textwrap
+import tomllib
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "concepts"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "concepts"
 WIDTH = 860
 # A colour for each of four shards, one for what all share, one for what is not there.
 SHARDS = ("#8ecae6", "#ffd28a", "#b5e2a8", "#e6b8d8")
@@ -312,6 +316,37 @@ def choosing() -> Drawing:
     return picture
 
 
+def floors() -> Drawing:
+    """The floors of the package, as pyproject.toml has them: a row of rooms each."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    rows, top = [], 8
+    for rooms in ([room.strip() for room in floor.split("|")] for floor in layers):
+        width = (WIDTH - 8) / len(rooms) - 8
+        texts = [textwrap.wrap(_purpose(room), int((width - 20) / 7.6)) for room in rooms]
+        height = 18 * max(map(len, texts)) + 32
+        rows.append((top, width, height, list(zip(rooms, texts, strict=True))))
+        top += height + 8
+    picture = Drawing(top, "The floors of the package, tf1 at the top, errors at the bottom")
+    for top, width, height, rooms_of_floor in rows:
+        for place, (room, text) in enumerate(rooms_of_floor):
+            left = 8 + place * (width + 8)
+            picture.box(left, top, width, height)
+            picture.text(left + 10, top + 20, room, "start", bold=True)
+            for number, line in enumerate(text, 1):
+                picture.text(left + 10, top + 20 + 18 * number, line, "start")
+    return picture
+
+
+def _purpose(room: str) -> str:
+    """What a room is for: the first line of its file, or of its folder's `__init__.py`."""
+    path = ROOT / "src" / "crossshard" / room
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    first = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split("\n")[0]
+    words = first.split(": ", 1)[-1].replace("`", "")
+    return words[0].upper() + words[1:]
+
+
 DIAGRAMS: Sequence[Callable[[], Drawing]] = (
     shards,
     numbers,
@@ -320,6 +355,7 @@ DIAGRAMS: Sequence[Callable[[], Drawing]] = (
     state,
     communication,
     choosing,
+    floors,
 )
 
 if __name__ == "__main__":
