@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from benchmarks import markdown
 from benchmarks.machine import this_machine
@@ -126,7 +127,7 @@ def main(kills: int = 10, out: Path | None = None) -> None:
         print(" | ".join(rows[-1]), flush=True)
     head = ("run with", *PARTS, "in all", "95%", "steps done again")
     if out is not None:
-        out.with_suffix(".svg").write_text(drawn(medians), encoding="utf-8")
+        draw(medians, out.with_suffix(".svg"))
     last = markdown.measured_on(machine, f"python -m benchmarks.restarts --kills {kills}")
     markdown.publish("restarts", [markdown.table(head, rows)], last, out)
 
@@ -158,30 +159,18 @@ def measured(
     return found, list(map(int, lost))
 
 
-def drawn(medians: dict[str, dict[str, float]]) -> str:
-    """A picture of the parts, as bars with a common scale."""
-    most = max(sum(each.values()) for each in medians.values())
-    scale, height = 620 / most, 60 + 46 * len(medians)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {height}" width="860" '
-        'role="img" font-family="sans-serif" font-size="14">',
-        f'<rect width="860" height="{height}" fill="#ffffff"/>',
-    ]
-    for place, (name, parts) in enumerate(medians.items()):
-        x, y = 200.0, 12 + 46 * place
-        lines.append(f'<text x="190" y="{y + 21}" text-anchor="end" fill="#16202b">{name}</text>')
-        for color, seconds in zip(_COLORS, parts.values(), strict=True):
-            width = seconds * scale
-            lines.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="32" fill="{color}"/>'
-            )
-            x += width
-    x = 12.0
+def draw(medians: dict[str, dict[str, float]], path: Path) -> None:
+    """Draw the parts, as bars with a common scale."""
+    figure = Figure(figsize=(9, 2.6), layout="constrained")
+    axes, began = figure.add_subplot(), np.zeros(len(medians))
     for color, part in zip(_COLORS, PARTS, strict=True):
-        lines.append(f'<rect x="{x:g}" y="{height - 30}" width="14" height="14" fill="{color}"/>')
-        lines.append(f'<text x="{x + 19:g}" y="{height - 18}" font-size="12">{part}</text>')
-        x += 29 + 6.5 * len(part)
-    return "\n".join([*lines, "</svg>", ""])
+        seconds = [parts[part] for parts in medians.values()]
+        axes.barh(list(medians), seconds, left=began, color=color, label=part)
+        began += seconds
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import collections
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -89,7 +88,6 @@ def main() -> None:
     os.environ.setdefault("NPROC", "32")
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    import jax
     import jax.numpy as jnp
     import numpy as np
     import optax
@@ -104,18 +102,6 @@ def main() -> None:
     step = calls.of(lambda: crossshard.make_train_step(loss_fn, adam, num_shards=8))
     state = calls.of(lambda: step.init(params))
     calls.of(lambda: step(state, batch))
-
-    matrices = {str(n): jax.ShapeDtypeStruct((64, 64 + n), jnp.float32) for n in range(24)}
-    muon = crossshard.make_train_step(
-        lambda params, batch: sum((x**2).sum() for x in params.values()) / 1.0,
-        optax.contrib.muon(1e-3),
-        num_shards=8,
-        weight_update="sharded",
-        loss_over="shard",
-    )
-    began = time.perf_counter()
-    muon.abstract_init(matrices)
-    planning = time.perf_counter() - began
 
     files, lines = lines_of(PACKAGE.rglob("*.py"))
     root = PACKAGE.parents[1]
@@ -137,7 +123,6 @@ def main() -> None:
     names, alone = crossing()
     print(f"names that cross a file's border: {names}, {1000 * names / lines:.1f} per 1,000 lines")
     print(f"  of one user: {alone}")
-    print(f"planning Muon over 24 matrices: {planning:.2f} s")
     print(f"Flax is loaded: {'flax' in sys.modules}")
 
 

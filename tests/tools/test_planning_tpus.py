@@ -33,7 +33,6 @@ def large():
             "loss_fn": lambda w, x: jnp.mean((x @ w[0]) ** 2)}
 """
 BYTES = 4 * 3 * 1024**2
-ROOT = Path(__file__).parents[2]
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
@@ -111,9 +110,9 @@ def test_two_at_once_are_quiet(folder):
         assert "params sharded" in out
 
 
-def test_a_slice_that_does_not_exist_is_refused_in_one_line():
+def test_a_slice_that_does_not_exist_is_refused_in_one_line(folder):
     for name in ("v5e:3x77", "v5p:4x4"):
-        code, _, errors = run(ROOT, "examples.byte_lm.planned:planned", "--topology", name)
+        code, _, errors = run(folder, "train:make", "--topology", name)
         assert code == 2
         assert len(errors.splitlines()) == 1
         assert "v5p:4x4x4" in errors
