@@ -215,7 +215,7 @@ _AT_ONCE = 2
 _LINKS = ("inside a host", "inside a slice", "across")
 _MEMORY_HEAD = (
     *("memory per device", "fits", "parameters", "optimizer state", "other"),
-    *("temporaries", "(gradients)", "needed", "available"),
+    *("temporaries", "needed", "available"),
 )
 _LINKS_HEAD = ("sent per device and step", "collectives", *_LINKS, "all", "hidden")
 
@@ -230,7 +230,6 @@ class MemoryUse:
       other: the batch, the rest of the state, and the padding of all arguments.
       temporaries: what else the program needs while it runs: activations and gradients; ``None`` if
         the compiler refused the program before it counted them.
-      gradients: all gradients; the temporaries only hold those that are needed at the same time.
       needed: the peak of all of these, by the compiler; a lower bound if the step was not compiled.
       available: the memory of a device.
     """
@@ -239,7 +238,6 @@ class MemoryUse:
     optimizer_state: int
     other: int
     temporaries: int | None
-    gradients: int
     needed: int
     available: int
 
@@ -272,7 +270,6 @@ class Candidate:
     """A way to keep parameters and optimizer state, compiled.
 
     Attributes:
-      mesh: the sizes of its axes by their names.
       weight_update: ``"replicated"`` or ``"sharded"``.
       params: ``"replicated"`` or ``"sharded"``.
       memory: the memory use of each device.
@@ -280,7 +277,6 @@ class Candidate:
       compiled: whether it was compiled; it is not if its state alone is too large.
     """
 
-    mesh: Mapping[str, int]
     weight_update: str
     params: str
     memory: MemoryUse
@@ -294,8 +290,8 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Its name in tables, such as ``data 8, sharded``, or ``data 8, params sharded``."""
-        return f"data {self.mesh['data']}, {_name_of_way(self.weight_update, self.params)}"
+        """Its name in tables: ``replicated``, ``sharded`` or ``params sharded``."""
+        return _name_of_way(self.weight_update, self.params)
 
 
 def _name_of_way(weight_update: str, params: str) -> str:
@@ -364,7 +360,7 @@ def _memory_row(each: Candidate) -> tuple[str, ...]:
     temporaries = "?" if use.temporaries is None else size(use.temporaries)
     parts = map(size, (use.parameters, use.optimizer_state, use.other))
     whole = map(size, (use.needed, use.available))
-    return (each.name, fits, *parts, temporaries, f"({size(use.gradients)})", *whole)
+    return (each.name, fits, *parts, temporaries, *whole)
 
 
 def _link_row(each: Candidate) -> tuple[str, ...]:
@@ -504,11 +500,10 @@ def _lower(
             optimizer_state=optimizer,
             other=max(0, arguments - parameters - optimizer),
             temporaries=temporaries,
-            gradients=bytes_on_device(state.params),
             needed=needed,
             available=topology.memory,
         )
-        return Candidate({"data": shards}, *way, memory, links, lowered is not None)
+        return Candidate(*way, memory, links, lowered is not None)
 
     return candidate
 
