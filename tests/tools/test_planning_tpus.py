@@ -1,14 +1,13 @@
 """Plans for TPU slices, where libtpu is installed: bytes by hand, quietly, two at once."""
 
+import concurrent.futures
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.tools.command import PATIENCE, bare_environment
+from tests.tools.command import process
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
@@ -35,21 +34,9 @@ def large():
 BYTES = 4 * 3 * 1024**2
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "crossshard.tools.cli", "plan", *words],
-        cwd=folder,
-        env=bare_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def run(folder: Path, *words: str) -> tuple[int, str, str]:
-    running = start(folder, *words)
-    out, errors = running.communicate(timeout=PATIENCE)
-    return running.returncode, out, errors
+    ended = process(folder, "plan", *words)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +90,11 @@ def test_what_the_compiler_refuses_does_not_fit(folder):
 
 
 def test_two_at_once_are_quiet(folder):
-    both = [start(folder, "train:make", "--topology", name) for name in ("v5e:4x4", "v5p:4x4x4")]
-    for each in both:
-        out, errors = each.communicate(timeout=PATIENCE)
-        assert (each.returncode, errors) == (0, "")
-        assert "params sharded" in out
+    plan = lambda name: run(folder, "train:make", "--topology", name)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for code, out, errors in pool.map(plan, ("v5e:4x4", "v5p:4x4x4")):
+            assert (code, errors) == (0, "")
+            assert "params sharded" in out
 
 
 def test_a_slice_that_does_not_exist_is_refused_in_one_line(folder):

@@ -7,9 +7,6 @@ libtpu or JAX for CUDA is installed they are compiled anew, and read whole.
 import importlib.util
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +14,10 @@ import pytest
 from crossshard.tools.inspection.collectives import collectives
 from crossshard.tools.inspection.hlo import parse
 from crossshard.tools.inspection.inspect import report_on
+from tests.tools.command import program
 from tests.tools.steps import moved, summed
 
-DATA, ROOT = Path(__file__).parent / "data", Path(__file__).parents[3]
-PATIENCE = 900
+DATA = Path(__file__).parent / "data"
 
 TPUS = {"v5e:4x4": 16, "v5e:16x16": 256, "v6e:8x8": 64, "v5p:4x4x4": 64, "v5p:16x16x16": 4096}
 GPUS = {"h100:1x8": 8, "h100:128x8": 1024}
@@ -97,19 +94,6 @@ def test_an_asynchronous_chain_of_fusions_is_one_collective():
 # Where libtpu or JAX for CUDA is installed.
 
 
-def run(*command: str, **changed: str) -> str:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC"))}
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=env | changed,
-        text=True,
-        capture_output=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def is_there(*plugins: str) -> bool:
     return any(importlib.util.find_spec(each) for each in plugins)
 
@@ -126,11 +110,11 @@ needs_cuda = pytest.mark.skipif(
     ids=["tpus", "gpus"],
 )
 def test_what_is_compiled_now(tmp_path: Path, topologies: dict[str, int]):
-    run(str(DATA / "make_sent.py"), str(tmp_path), *topologies)
-    for topology, program in itertools.product(topologies, PROGRAMS):
-        path = tmp_path / f"sent_{topology.replace(':', '_')}_{program}"
+    program(str(DATA / "make_sent.py"), str(tmp_path), *topologies)
+    for topology, name in itertools.product(topologies, PROGRAMS):
+        path = tmp_path / f"sent_{topology.replace(':', '_')}_{name}"
         report = json.loads(path.with_suffix(".json").read_text())
-        hand = pytest.approx(by_hand(topology, program), rel=1e-12)
+        hand = pytest.approx(by_hand(topology, name), rel=1e-12)
         assert report["devices"] == ALL[topology]
         assert report["bytes_sent"] + report["scalar_bytes_sent"] == hand, path
 
@@ -155,8 +139,7 @@ print(json.dumps([report.bytes_sent / least, report.hidden_share]))
     [("v5e:4x4", 0.9), ("v5e:16x16", 0.3), ("v6e:8x8", 0.7), ("v5p:4x4x4", 0.7)],
 )
 def test_parts_go_round_beside_products(topology: str, hidden: float):
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    out = run("-c", OF_PARTS, topology, PYTHONPATH=path, JAX_PLATFORMS="cpu")
+    out = program("-c", OF_PARTS, topology)
     ratio, share = json.loads(out.splitlines()[-1])
     print(f"{topology}: {ratio:.3f} of the bound, {share:.0%} behind products")
     assert ratio <= 1.05
