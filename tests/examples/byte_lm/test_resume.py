@@ -56,8 +56,8 @@ def test_an_interrupted_run_ends_with_the_same_bits(
         assert f"Saved after step {saved}: --resume goes on from there." in printed
     steps = saved + 3
     assert run(tmp_path, "out", "--steps", steps, *words, "--resume") == 0
-    source = f"Snapshot {saved} in memory" if in_memory else f"Checkpoint {saved} in {out}"
-    assert f"{source}" in " ".join(capsys.readouterr().out.split())
+    source = f"Snapshot {saved} in {memory}" if in_memory else f"Checkpoint {saved} in {out}"
+    assert source in " ".join(capsys.readouterr().out.split())
     assert run(tmp_path, "whole", "--steps", steps, *words) == 0
     assert values(out) == values(whole)
     assert saved_hashes(out, steps) == saved_hashes(whole, steps)
