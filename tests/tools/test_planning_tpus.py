@@ -78,7 +78,7 @@ def test_the_bytes_are_those_counted_by_hand(folder, topology):
     assert replicated["memory"]["optimizer_state"] == 2 * BYTES + 4
     for each in (sharded, params_sharded):
         assert each["memory"]["optimizer_state"] == 2 * BYTES // chips + 4
-    assert "across" not in replicated["links"]["by_link"]
+    assert replicated["links"]["across"] == 0
 
 
 def test_what_the_compiler_refuses_does_not_fit(folder):
