@@ -388,6 +388,20 @@ def test_no_right_step_is_accused(name: str):
     assert any(leaf.verdict == "fine" for leaf in found.leaves)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"reduce_dtype": "int8"}, "in float32: it sends gradients in int8"),
+        ({"sync_every": 4}, "as a step in which all shards reduce: workers"),
+    ],
+    ids=["few bits", "workers"],
+)
+def test_what_no_device_does_alone_is_left_out_and_said(options: dict[str, Any], said: str):
+    found = of_step(mse_of, [], ADAM, options)
+    assert found.ok, found
+    assert f"it was verified {said}" in found.notes[-1]
+
+
 # Scanned layers with sharded parameters, whose gradients are summed in the backward pass.
 
 LAYERS, WIDTH, HIDDEN, SHARDS = 2, 64, 1024, 8
