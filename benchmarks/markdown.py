@@ -10,10 +10,8 @@ from typing import Any
 import tyro
 
 from benchmarks import age
+from benchmarks.age import PAGES as PAGES
 from benchmarks.machine import Machine
-
-# What a page says besides its numbers stands in the page alone.
-PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], names: Collection[int] = (0,)) -> str:

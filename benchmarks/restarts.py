@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from benchmarks import markdown
 from benchmarks.machine import this_machine
@@ -161,6 +160,9 @@ def measured(
 
 def draw(medians: dict[str, dict[str, float]], path: Path) -> None:
     """Draw the parts, as bars with a common scale."""
+    # Tests use the runs, and draw nothing.
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 2.6), layout="constrained")
     axes, began = figure.add_subplot(), np.zeros(len(medians))
     for color, part in zip(_COLORS, PARTS, strict=True):
