@@ -111,31 +111,6 @@ def shards() -> Drawing:
     return picture
 
 
-def numbers() -> Drawing:
-    """Local, summed and reduced, in numbers; and what happens to those who average a sum."""
-    picture = Drawing(
-        268,
-        "Four shards have the local gradients 1, 3, 5 and 7. Summed, each shard has 16. Reduced by "
-        "the mean, each has 4. The mean of gradients that are summed already is 16: four times too "
-        "large.",
-    )
-    rows = (
-        ("local", "what each shard computes from its rows", "1357", SHARDS),
-        ("summed", "psum of the local gradients", ["16"] * 4, (SHARED,) * 4),
-        ("reduced", "their mean: the gradient of the batch", "4444", (SHARED,) * 4),
-        ("the trap", "the mean of what is summed already", ["16"] * 4, ("#f6b8b0",) * 4),
-    )
-    for place in range(4):
-        picture.text(455 + 105 * place, 24, f"shard {place}", bold=True)
-    for row, (name, what, values, colours) in enumerate(rows):
-        top = 38 + 56 * row
-        picture.text(15, top + 20, name, "start", bold=True)
-        picture.text(15, top + 38, what, "start")
-        for place, (value, colour) in enumerate(zip(values, colours, strict=True)):
-            picture.box(410 + 105 * place, top, 90, 44, value, colour)
-    return picture
-
-
 def stages() -> Drawing:
     """The way of a gradient through the stages."""
     picture = Drawing(
@@ -264,58 +239,6 @@ def communication() -> Drawing:
     return picture
 
 
-def choosing() -> Drawing:
-    """Which option a run needs, question by question."""
-    groups = (
-        (
-            "the loss",
-            SHARDS[0],
-            ("It compares rows: batch norm, contrastive", 'loss_over="batch"'),
-            ("It divides by a count: tokens, a mask", "Mean(total, count), weight="),
-        ),
-        (
-            "memory",
-            SHARDS[2],
-            ("The optimizer's state does not fit", 'weight_update="sharded"'),
-            ("The parameters do not fit", 'params="sharded"'),
-            ("The activations do not fit", "accumulate_steps=, jax.checkpoint"),
-            ("One layer does not fit", "a mesh with a model axis, axis_name="),
-        ),
-        (
-            "network",
-            SHARDS[1],
-            ("It takes longer than the computation", 'reduce_dtype="bfloat16", "int8"'),
-            ("Between sites it is slow", "sync_every=, outer_optimizer="),
-        ),
-        (
-            "the run",
-            SHARDS[3],
-            ("A NaN may come", 'nonfinite="skip"'),
-            ("It must repeat on any number of devices", "virtual_shards="),
-            ("It lasts for days", "Checkpoints, initialize()"),
-        ),
-    )
-    said = "; ".join(f"{what}: {option}" for _, _, *rows in groups for what, option in rows)
-    number = sum(len(rows) for _, _, *rows in groups)
-    picture = Drawing(
-        60 + 42 * number + 14 * len(groups),
-        "Begin with make_train_step(loss_fn, optimizer) and no option. Then answer each question "
-        f"by itself; where the answer is yes, add the option. {said}.",
-    )
-    picture.text(15, 24, "begin with make_train_step(loss_fn, optimizer)", "start", bold=True)
-    picture.text(520, 24, "if so, add", "start", bold=True)
-    top = 42
-    for name, colour, *rows in groups:
-        picture.text(15, top + 22, name, "start", bold=True)
-        for what, option in rows:
-            picture.box(110, top, 350, 34, what)
-            picture.arrow(462, top + 17, 516, top + 17)
-            picture.box(520, top, 325, 34, option, colour)
-            top += 42
-        top += 14
-    return picture
-
-
 def floors() -> Drawing:
     """The floors of the package, as pyproject.toml has them: a row of rooms each."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -349,12 +272,10 @@ def _purpose(room: str) -> str:
 
 DIAGRAMS: Sequence[Callable[[], Drawing]] = (
     shards,
-    numbers,
     stages,
     losses,
     state,
     communication,
-    choosing,
     floors,
 )
 
