@@ -97,10 +97,15 @@ STEPS: dict[str, Callable[[Mesh, Shapes], Any]] = {
 }
 
 
+def mesh_of(name: str) -> Mesh:
+    """A mesh of one axis over the devices of a topology, which need not be here."""
+    devices = crossshard.tools.topology(name)
+    return devices.mesh({by_hand.AXIS: devices.size})
+
+
 def cluster(hosts: int) -> Mesh:
-    """A mesh of one axis over the GPUs of so many hosts."""
-    gpus = crossshard.tools.topology(f"h100:{hosts}x{_GPUS_OF_A_HOST}")
-    return gpus.mesh({by_hand.AXIS: gpus.size})
+    """One over the GPUs of so many hosts."""
+    return mesh_of(f"h100:{hosts}x{_GPUS_OF_A_HOST}")
 
 
 def measured(name: str, mesh: Mesh, model: Shapes) -> _Row:
@@ -110,7 +115,7 @@ def measured(name: str, mesh: Mesh, model: Shapes) -> _Row:
     return {
         "collectives": markdown.collectives(report),
         "sent": report.bytes_sent,
-        "least": _least(name, mesh.size, model),
+        "least": least(name, mesh.size, model),
         "behind_products": report.bytes_behind_matrix_products,
         "behind_nothing": report.bytes_exposed,
         "gradients_hidden": report.hidden_share_of("reduce-scatter", "all-reduce", "all-to-all"),
@@ -121,13 +126,13 @@ def measured(name: str, mesh: Mesh, model: Shapes) -> _Row:
     }
 
 
-def _least(name: str, shards: int, model: Shapes) -> float | None:
+def least(name: str, shards: int, model: Shapes) -> float | None:
     """The least bytes that our step must send; parts are gathered in 16 bits wherever read."""
     whole = 4 * model.parameters
     both = {"ours, replicated": 2 * whole, "ours, sharded": 2 * whole}
     both[_PARAMS_SHARDED] = whole + 2 * (model.parameters + model.read_again)
-    least = both.get(name.removesuffix(_WITH_GUARDS))
-    return None if least is None else (shards - 1) / shards * least
+    of_one = both.get(name.removesuffix(_WITH_GUARDS))
+    return None if of_one is None else (shards - 1) / shards * of_one
 
 
 _HEADS = (

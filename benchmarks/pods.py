@@ -16,10 +16,9 @@ import optax
 from jax.sharding import Mesh
 
 import crossshard
-from benchmarks import age, by_hand, markdown
-from benchmarks.gpus import GUARDS
+from benchmarks import age, by_hand, gpus, markdown
 from benchmarks.problem import adamw
-from benchmarks.shapes import Shapes, blocks
+from benchmarks.shapes import blocks
 
 TOPOLOGIES = ("v5e:4x4", "v5e:16x16", "v6e:8x8", "v5p:4x4x4")
 _ROWS = 8  # of the batch, for each shard
@@ -63,7 +62,7 @@ def _batch(mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 STEPS: dict[str, Callable[[Mesh], Any]] = {
-    "ours, sharded: adamw, params sharded": lambda mesh: _lowered_ours(mesh, adamw()),
+    "ours, sharded: adamw, in slices": lambda mesh: _lowered_ours(mesh, adamw()),
     "ours, sharded: lamb, leaf by leaf": lambda mesh: _lowered_ours(mesh, optax.lamb(1e-3)),
     "by hand: flat psum_scatter, all_gather": lambda mesh: by_hand.sharded(
         mesh, PARAMS, loss_fn, _batch(mesh)
@@ -74,8 +73,7 @@ STEPS: dict[str, Callable[[Mesh], Any]] = {
 def rows() -> Iterator[list[str]]:
     """Compile every step for every topology."""
     for name in TOPOLOGIES:
-        chips = crossshard.tools.topology(name)
-        mesh = chips.mesh({by_hand.AXIS: chips.size})
+        mesh = gpus.mesh_of(name)
         for step, lowered in STEPS.items():
             began = time.perf_counter()
             report = crossshard.inspect(lowered(mesh), parameters=PARAMS)
@@ -97,44 +95,19 @@ MODELS = {
 }
 
 
-def params_sharded(mesh: Mesh, model: Shapes, **options: Any) -> Any:
-    """Return our step with sharded parameters, and further options."""
-    step = crossshard.make_train_step(
-        model.loss_fn, adamw(), mesh=mesh, params="sharded", **options
-    )
-    return step.lower(step.abstract_init(model.params), model.batch(mesh.size))
-
-
-def _gspmd(mesh: Mesh, model: Shapes, *, split_params: bool) -> Any:
-    batch = model.batch(mesh.size)
-    return by_hand.gspmd(mesh, model.params, model.loss_fn, batch, split_params=split_params)
-
-
-HIDING: dict[str, Callable[[Mesh, Shapes], Any]] = {
-    "ours, params sharded": params_sharded,
-    "ours, params sharded, guards": lambda mesh, model: params_sharded(mesh, model, **GUARDS),
-    "GSPMD, FSDP": lambda mesh, model: _gspmd(mesh, model, split_params=True),
-    "GSPMD, ZeRO-1": lambda mesh, model: _gspmd(mesh, model, split_params=False),
-}
-
-
-def least_params_sharded(shards: int, model: Shapes) -> float:
-    """The least bytes: gradients summed in 32 bits, parameters gathered in 16 wherever read."""
-    return (
-        (shards - 1) / shards * (4 * model.parameters + 2 * (model.parameters + model.read_again))
-    )
+HIDING = ("ours, params sharded", "ours, params sharded, guards", "GSPMD, FSDP", "GSPMD, ZeRO-1")
 
 
 def hidden_rows(topologies: Iterable[str] = HIDDEN_ON) -> Iterator[list[str]]:
     """Compile the steps that gather parameters layer by layer, and read what hides."""
     for name in topologies:
-        chips = crossshard.tools.topology(name)
-        mesh = chips.mesh({by_hand.AXIS: chips.size})
+        mesh = gpus.mesh_of(name)
         for title, model in MODELS.items():
-            for step, lowered in HIDING.items():
-                report = crossshard.inspect(lowered(mesh, model), parameters=model.params)
-                least = least_params_sharded(mesh.size, model)
+            least = gpus.least(HIDING[0], mesh.size, model)
+            for step in HIDING:
+                report = crossshard.inspect(gpus.STEPS[step](mesh, model), model.params)
                 assert report.memory is not None
+                assert least is not None
                 yield [
                     name,
                     title,

@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import crossshard
-from benchmarks import age, markdown
+from benchmarks import age, gpus, markdown
 from crossshard.tools import topology
 
 RECORD, PAGE = (markdown.PAGES / f"streaming.{kind}" for kind in ("json", "md"))
@@ -48,8 +48,7 @@ def _loss(params: Any, x: jax.Array) -> jax.Array:
 def mesh_of(name: str) -> Mesh:
     """One axis over the devices of four slices of a TPU, or of four hosts."""
     if not name.startswith("v"):
-        devices = topology(name)
-        return devices.mesh({"shards": devices.size})
+        return gpus.mesh_of(name)
     # For the settings with which a TPU is described where there is none.
     topology(name)
     slices: Any = topologies.get_topology_desc(

@@ -14,8 +14,7 @@ import optax
 import tyro
 
 import crossshard
-from benchmarks import age, markdown
-from crossshard.tools import topology
+from benchmarks import age, gpus, markdown
 
 RECORD, PAGE = (markdown.PAGES / f"wires.{kind}" for kind in ("json", "md"))
 _WIDTH = 1024
@@ -48,9 +47,8 @@ def _loss(params: Any, x: jax.Array) -> jax.Array:
 
 def bytes_of(name: str) -> dict[str, float]:
     """What a device of a topology sends in a step, on average, in each way."""
-    devices = topology(name)
-    mesh = devices.mesh({"shards": devices.size})
-    rows = jax.ShapeDtypeStruct((8 * devices.size, _WIDTH), jnp.float32)
+    mesh = gpus.mesh_of(name)
+    rows = jax.ShapeDtypeStruct((8 * mesh.size, _WIDTH), jnp.float32)
     found = {}
     for way, (every, options) in WAYS.items():
         step = crossshard.make_train_step(

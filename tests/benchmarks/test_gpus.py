@@ -60,19 +60,17 @@ def test_parts_rest_on_their_shards_and_are_gathered_in_16_bits(mesh: Mesh):
     whole = gpus.measured("by hand, replicated", mesh, model)
     assert row["arguments"] < whole["arguments"] / 6
     # Small arrays are summed whole, and XLA for CPUs gathers 16 bits in 32.
-    assert row["sent"] == pytest.approx(gpus._least("ours, params sharded", 8, model), rel=0.5)
+    assert row["sent"] == pytest.approx(gpus.least("ours, params sharded", 8, model), rel=0.5)
 
 
 def test_what_our_step_must_send():
     once, twice = (transformer(scan=True, checkpoint=each) for each in (False, True))
     words = 50304 * 2048
-    assert gpus._least("ours, sharded", 8, once) == 7 / 8 * 8 * once.parameters
-    assert gpus._least("ours, params sharded", 8, once) == 7 / 8 * 6 * once.parameters
+    assert gpus.least("ours, sharded", 8, once) == 7 / 8 * 8 * once.parameters
+    assert gpus.least("ours, params sharded", 8, once) == 7 / 8 * 6 * once.parameters
     again = once.parameters - words - 2048
-    assert gpus._least("ours, params sharded", 8, twice) == 7 / 8 * (
-        6 * once.parameters + 2 * again
-    )
-    assert gpus._least("by hand, params sharded", 8, once) is None
+    assert gpus.least("ours, params sharded", 8, twice) == 7 / 8 * (6 * once.parameters + 2 * again)
+    assert gpus.least("by hand, params sharded", 8, once) is None
 
 
 @pytest.mark.deep

@@ -122,14 +122,13 @@ def test_what_is_compiled_now(tmp_path: Path, topologies: dict[str, int]):
 OF_PARTS = """
 import json, sys
 import crossshard
-from benchmarks import by_hand, pods
+from benchmarks import gpus
 from benchmarks.shapes import blocks
 
-chips = crossshard.tools.topology(sys.argv[1])
-mesh, model = chips.mesh({by_hand.AXIS: chips.size}), blocks(2, scan=True, checkpoint=True)
-report = crossshard.inspect(pods.params_sharded(mesh, model), parameters=model.params)
-least = pods.least_params_sharded(chips.size, model)
-print(json.dumps([report.bytes_sent / least, report.hidden_share]))
+name, model = "ours, params sharded", blocks(2, scan=True, checkpoint=True)
+mesh = gpus.mesh_of(sys.argv[1])
+report = crossshard.inspect(gpus.STEPS[name](mesh, model), parameters=model.params)
+print(json.dumps([report.bytes_sent / gpus.least(name, mesh.size, model), report.hidden_share]))
 """
 
 
