@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import crossshard
-from benchmarks import by_hand, markdown
+from benchmarks import by_hand, gpus, markdown
 from benchmarks.jax_baselines import hand_written, ours
 from benchmarks.problem import adamw, of_tree
 from benchmarks.shapes import transformer
@@ -140,21 +140,15 @@ def _of_arrays(model: str, name: Any) -> _Phases:
 def _of_layers(model: str, name: str) -> _Phases:
     shapes = transformer(scan=model == "scan", checkpoint=True)
     mesh = jax.make_mesh((SHARDS,), (by_hand.AXIS,), (jax.sharding.AxisType.Auto,))
-    batch = shapes.batch(SHARDS)
     if name.startswith(BY_HAND):
-        of_name = {
-            "replicated": by_hand.replicated,
-            "sharded": by_hand.sharded,
-            "params sharded": by_hand.params_sharded,
-        }
-        lowered = of_name[name.removeprefix(BY_HAND)]
-        return lambda: None, lambda _: lowered(mesh, shapes.params, shapes.loss_fn, batch)
+        return lambda: None, lambda _: gpus.STEPS[name](mesh, shapes)
     where = name.removesuffix(UNPROVEN)
     params_sharded = where == "params sharded"
     options: dict[str, Any] = {"params": "sharded"} if params_sharded else {"weight_update": where}
     if name.endswith(UNPROVEN):
         options["loss_over"] = "shard"
     step = crossshard.make_train_step(shapes.loss_fn, adamw(), mesh=mesh, **options)
+    batch = shapes.batch(SHARDS)
     return lambda: step.abstract_init(shapes.params), lambda state: step.lower(state, batch)
 
 
