@@ -4,7 +4,6 @@ Run it with libtpu installed, as `make bench-pods` does. `python -m benchmarks.p
 the second table's rows of some topologies.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import tyro
 from jax.sharding import Mesh
 
 import crossshard
-from benchmarks import age, by_hand, gpus, markdown
+from benchmarks import by_hand, gpus, markdown
 from benchmarks.problem import adamw
 from benchmarks.shapes import blocks
 
@@ -128,26 +128,32 @@ _HEADS_OF_HIDDEN = (
 _HEADS = ("slice", "step", "collectives", "MB sent by a chip", "÷ lower bound", "s to compile")
 
 
-def main(out: Path = Path("docs/benchmarks/pods.md")) -> None:
-    """Print the table and write it to a file."""
+def main(
+    topologies: tyro.conf.Positional[tuple[str, ...]] = (),
+    out: Path = markdown.PAGES / "pods.md",
+) -> None:
+    """Compile steps for TPU pods, and write down what they send.
+
+    Args:
+      topologies: only print the second table's rows of these.
+      out: the page to write.
+    """
+    if topologies:
+        for each in hidden_rows(topologies):
+            print("| " + " | ".join(each) + " |", flush=True)
+        return
     print(" | ".join(_HEADS))
     found = []
     for row in rows():
         print(" | ".join(row), flush=True)
         found.append(row)
-    hidden = list(hidden_rows())
     tables = [
         markdown.table(_HEADS, found, names=range(3)),
-        markdown.table(_HEADS_OF_HIDDEN, hidden, names=range(4)),
+        markdown.table(_HEADS_OF_HIDDEN, list(hidden_rows()), names=range(4)),
     ]
-    out.parent.mkdir(parents=True, exist_ok=True)
     # What was tried by hand stands below, and stays.
-    age.write(out, markdown.again("pods", tables, markdown.repeat("make bench-pods", "libtpu")))
+    markdown.publish("pods", tables, markdown.repeat("make bench-pods", "libtpu"), out)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        for each in hidden_rows(sys.argv[1:]):
-            print("| " + " | ".join(each) + " |", flush=True)
-    else:
-        main()
+    markdown.command(main)
