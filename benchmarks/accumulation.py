@@ -1,7 +1,6 @@
 """Benchmark of accumulation: four microbatches and one update, ours against MultiSteps."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,25 +9,10 @@ import optax
 
 from benchmarks.baselines import HAND_WRITTEN_MULTI_STEPS, HAND_WRITTEN_SCAN
 from benchmarks.jax_baselines import JaxCandidate, hand_written, ours
-from benchmarks.options import BenchOptions
 from benchmarks.problem import Problem, adamw
-from benchmarks.progress import Screen
-from benchmarks.result import Result
-from benchmarks.step import compared, problems, sent
+from benchmarks.step import compared, sent, sized
 
 MICROBATCHES = 4
-
-_SIZES = (1_000_000, 10_000_000)
-
-
-def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
-    """A result for the transformer and for MLPs, with every number of shards."""
-    del versions  # of peers
-    sizes = problems(options.quick, _SIZES)
-    # Rows for every microbatch of every shard.
-    return compared(
-        "accumulation", options, screen, sizes, make_candidates, sent, parts=MICROBATCHES
-    )
 
 
 def make_candidates(problem: Problem, shards: int) -> list[JaxCandidate]:
@@ -75,3 +59,9 @@ def scanned(problem: Problem) -> Problem:
         return jax.tree.map(lambda x: x / MICROBATCHES, sums)
 
     return dataclasses.replace(problem, value_and_grad=value_and_grad)
+
+
+# Rows for every microbatch of every shard.
+measure = compared(
+    "accumulation", sized(1_000_000, 10_000_000), make_candidates, sent, parts=MICROBATCHES
+)

@@ -4,17 +4,16 @@
 only draws the picture and writes the page of what is recorded.
 """
 
-import argparse
 import dataclasses
 import json
 import os
 import statistics
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 # Draws to a file only, whatever backend the user has set.
 os.environ["MPLBACKEND"] = "agg"
 
+import tyro
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
@@ -26,8 +25,7 @@ from examples.byte_lm.job import prepare
 from examples.byte_lm.loop import train
 from examples.byte_lm.options import TrainOptions
 
-FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
-RECORD, PICTURE, PAGE = (FOLDER / f"curves.{kind}" for kind in ("json", "png", "md"))
+RECORD, PICTURE, PAGE = (markdown.PAGES / f"curves.{kind}" for kind in ("json", "png", "md"))
 SEEDS, STEPS, SHARDS = range(5), 300, 8
 PLAIN, PLAIN_MUON = "float32", "float32, Muon"
 WORKERS = {"workers": 4, "sync_every": 20}
@@ -78,12 +76,7 @@ def bytes_of(report: Any, options: TrainOptions) -> float:
     """What a device sends in a step on average; of workers, what they send to each other."""
     if options.workers is None:
         return float(report.bytes_between_shards)
-    size = SHARDS // options.workers
-    between = [
-        each
-        for each in report.counted
-        if any(len({device // size for device in group}) > 1 for group in each.groups)
-    ]
+    between = markdown.between(report, SHARDS // options.workers)
     seldom = sum(each.bytes_sent for each in between if each.in_branch)
     always = sum(each.bytes_sent for each in between) - seldom
     return float(always + seldom / (options.sync_every or 1))
@@ -146,21 +139,8 @@ def lines() -> list[Line]:
     return found
 
 
-def in_words(found: list[Line]) -> str:
-    """The picture, for those who do not see it."""
-    told = "; ".join(
-        f"{line.way} {line.megabytes[-1]:,.3g} MB and {statistics.fmean(line.end):.3f}"
-        for line in found
-    )
-    return (
-        f"Held-out bits per byte of the demo's transformer against the megabytes that each of "
-        f"{SHARDS} devices has sent, on a logarithmic scale, for each way to send gradients. "
-        f"After {STEPS} steps: {told}."
-    )
-
-
 def draw(found: list[Line]) -> None:
-    """Draw the curves to a PNG file, with a description in its metadata."""
+    """Draw the curves to a PNG file."""
     figure = Figure(figsize=(8, 4.2), dpi=160)
     figure.set_layout_engine("constrained")
     axes = figure.subplots()
@@ -179,14 +159,14 @@ def draw(found: list[Line]) -> None:
     for spine in axes.spines.values():
         spine.set_color(_RULE)
     axes.legend(frameon=False, labelcolor=_INK, fontsize=8)
-    figure.savefig(PICTURE, transparent=True, metadata={"Description": in_words(found)})
+    figure.savefig(PICTURE, transparent=True)
 
 
 _INK, _RULE = "#7a818a", "#9a9fa655"
 
 
 def page(found: list[Line]) -> str:
-    """The page of the figures."""
+    """The page with the figures."""
     of_way = {line.way: line for line in found}
     rows = []
     for line in found:
@@ -211,46 +191,30 @@ def page(found: list[Line]) -> str:
         "beside float32",
         "of the seeds",
     )
-    return "\n\n".join(
-        [
-            "# Held-out loss against bytes sent",
-            f"The demo's transformer, a million parameters, on {SHARDS} shards: {STEPS} steps of "
-            f"AdamW, or Muon, from the same parameters with the same batches of 16 rows, for each "
-            f"of {len(SEEDS)} seeds. Gradients are sent in [few bits](../guide/few-bits.md), or "
-            f"shards [synchronise rarely](../guide/sync-rarely.md).",
-            f"![{in_words(found)}](curves.png)",
-            markdown.table(head, rows),
-            "Bytes are read from the compiled programs, with the scales of blocks. Of workers they "
-            "are those that they send to each other in one step of H, divided over H; the two "
-            "shards of a worker send each other more, in every step. Bits per byte are those of "
-            "all held-out bytes after the last step, the mean over the seeds; *beside float32*, "
-            "with the same optimizer, is the mean of the relative differences, seed by seed, and "
-            "*of the seeds* their range. In the picture they are those of a sample of the held-out "
-            "bytes.",
-            "The workers start from nothing and have 15 synchronisations; each makes its steps "
-            "from a quarter of the rows. DiLoCo's outer rate and momentum are those of the paper, "
-            "which starts from a trained model; from nothing the mean does better. With *16 rows "
-            "each* a worker has as many rows as all shards of the plain run together, as in the "
-            "paper. Rates are the demo's, but for Muon, where each way has its best.",
-            f"{machine['system']}, {machine['cores']} cores; {machine['date']}; {versions}. Each "
-            f"run is in [curves.json](curves.json). To repeat: `python -m benchmarks.curves`.\n",
-        ]
+    last = (
+        f"{machine['system']}, {machine['cores']} cores; {machine['date']}; {versions}. "
+        "Each run is in [curves.json](curves.json). To repeat: `python -m benchmarks.curves`."
     )
+    return markdown.again("curves", [markdown.table(head, rows)], last)
 
 
-def main() -> None:
-    """Train what is named, draw the picture, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("ways", nargs="*", help=f"of {', '.join(WAYS)}; by default all")
-    parser.add_argument("--draw", action="store_true", help="only draw what is recorded")
-    given = parser.parse_args()
-    if not given.draw:
+def main(
+    ways: tyro.conf.Positional[tuple[str, ...]] = (),
+    only_draws: Annotated[bool, tyro.conf.arg(name="draw")] = False,
+) -> None:
+    """Train in ways to send less, draw the picture, and write the page.
+
+    Args:
+      ways: those of `WAYS` to train in; by default all.
+      only_draws: only draw what is recorded.
+    """
+    if not only_draws:
         crossshard.cpu_devices(SHARDS)
-        record(given.ways or list(WAYS))
+        record(list(ways or WAYS))
     found = lines()
     draw(found)
-    age.write(PAGE, page(found), rows_stay=bool(given.draw or given.ways))
+    age.write(PAGE, page(found), rows_stay=bool(only_draws or ways))
 
 
 if __name__ == "__main__":
-    main()
+    markdown.command(main)

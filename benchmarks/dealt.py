@@ -4,7 +4,6 @@
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,10 +12,7 @@ from optax import contrib
 
 from benchmarks.jax_baselines import JaxCandidate, hand_written, ours
 from benchmarks.models import matrices
-from benchmarks.options import BenchOptions
 from benchmarks.problem import Problem, adamw
-from benchmarks.progress import Screen
-from benchmarks.result import Result
 from benchmarks.shapes import transformer
 from benchmarks.step import NamedProblem, compared, sent
 
@@ -28,12 +24,6 @@ def muon(rate: float = 0.01) -> optax.GradientTransformation:
     of = lambda x: contrib.MuonDimensionNumbers((x.ndim - 2,), (x.ndim - 1,))
     dimensions = lambda params: jax.tree.map(lambda x: of(x) if x.ndim > 1 else None, params)
     return contrib.muon(rate, muon_weight_dimension_numbers=dimensions)
-
-
-def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
-    """A result for every optimizer, with every number of shards."""
-    del versions  # of peers
-    return compared("dealt", options, screen, problems(options.quick), make_candidates, _facts)
 
 
 def problems(quick: bool) -> list[NamedProblem]:
@@ -65,6 +55,9 @@ def make_candidates(problem: Problem, shards: int) -> list[JaxCandidate]:
 def _facts(candidates: list[JaxCandidate]) -> dict[str, Any]:
     compiling = {each.name: each.seconds_to_compile() for each in candidates}
     return {**sent(candidates), "compiling": compiling}
+
+
+measure = compared("dealt", problems, make_candidates, _facts)
 
 
 def make(*, scan: bool = True) -> dict[str, Any]:

@@ -1,26 +1,12 @@
 """Benchmark of a moving average of the parameters: sharded against replicated, and without it."""
 
-from collections.abc import Iterator
-
 from benchmarks.jax_baselines import JaxCandidate, hand_written, ours
-from benchmarks.options import BenchOptions
 from benchmarks.problem import Problem
-from benchmarks.progress import Screen
-from benchmarks.result import Result
-from benchmarks.step import compared, problems
+from benchmarks.step import compared, sized
 
 DECAY = 0.999
 
-_SIZES = (1_000_000, 10_000_000)
 _WITHOUT = ", no average"
-
-
-def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
-    """A result for the transformer and for MLPs, with every number of shards."""
-    del versions  # of peers
-    held = lambda candidates: {"held": {each.name: each.bytes_held() for each in candidates}}
-    sizes = problems(options.quick, _SIZES)
-    return compared("ema", options, screen, sizes, _with_and_without, held)
 
 
 def _with_and_without(problem: Problem, shards: int) -> list[JaxCandidate]:
@@ -50,3 +36,10 @@ def without_average(name: str) -> str:
 def is_without_average(name: str) -> bool:
     """Whether it is the name of such a candidate."""
     return name.endswith(_WITHOUT)
+
+
+def _held(candidates: list[JaxCandidate]) -> dict[str, dict[str, int]]:
+    return {"held": {each.name: each.bytes_held() for each in candidates}}
+
+
+measure = compared("ema", sized(1_000_000, 10_000_000), _with_and_without, _held)

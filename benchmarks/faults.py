@@ -4,14 +4,13 @@ A comparison of copies comes once in many steps, so its cost is measured where e
 and the cost of the other steps where none has.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
 from typing import Any, Literal
 
 import crossshard
-from benchmarks import age, markdown
+from benchmarks import markdown
 from benchmarks.interleave import interleave
 from benchmarks.jax_baselines import JaxCandidate, ours
 from benchmarks.machine import this_machine
@@ -57,35 +56,33 @@ _HEADS = (
 )
 
 
-def main() -> None:
-    """Measure the demo's transformer, and print or write a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shards", type=int, nargs="+", default=[2, 8], help="numbers of shards")
-    parser.add_argument("--rounds", type=int, default=25, help="turns of each candidate")
-    parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
-    parser.add_argument("--out", type=Path, help="write a page, such as docs/benchmarks/x.md")
-    options = parser.parse_args()
-    crossshard.cpu_devices(max(options.shards))
+def main(
+    shards: tuple[int, ...] = (2, 8), rounds: int = 25, quick: bool = False, out: Path | None = None
+) -> None:
+    """What it costs to watch for faults, on the demo's transformer.
+
+    Args:
+      shards: numbers of shards.
+      rounds: turns of each candidate.
+      quick: a small model, to see that it runs.
+      out: write a page, such as docs/benchmarks/x.md.
+    """
+    crossshard.cpu_devices(max(shards))
     machine, rows = this_machine(), []
-    for shards in options.shards:
-        problem = transformer(shards, **({"layers": 1, "width": 32} if options.quick else {}))
+    for number in shards:
+        problem = transformer(number, **({"layers": 1, "width": 32} if quick else {}))
         for update, action in _KINDS:
-            told = f"\r{shards} shards, {update}, {action}: "
-            show = lambda number, told=told: print(
-                f"{told}round {number} of {options.rounds}  ", end="", file=sys.stderr
+            told = f"\r{number} shards, {update}, {action}: "
+            show = lambda turn, told=told: print(
+                f"{told}round {turn} of {rounds}  ", end="", file=sys.stderr
             )
-            timing, _ = interleave(
-                make_candidates(problem, shards, update, action), options.rounds, show
-            )
-            rows.append([f"{shards}", update, action, *cells(timing)])
+            candidates = make_candidates(problem, number, update, action)
+            timing, _ = interleave(candidates, rounds, show)
+            rows.append([f"{number}", update, action, *cells(timing)])
     print(file=sys.stderr)
-    table = markdown.table(_HEADS, rows, names=(1, 2))
-    print(table)
-    if options.out is not None:
-        shards = " ".join(map(str, options.shards))
-        repeat = f"python -m benchmarks.faults --shards {shards} --rounds {options.rounds}"
-        last = markdown.measured_on(machine, repeat)
-        age.write(options.out, markdown.again("faults", [table], last))
+    told = f"--shards {' '.join(map(str, shards))} --rounds {rounds}"
+    last = markdown.measured_on(machine, f"python -m benchmarks.faults {told}")
+    markdown.publish("faults", [markdown.table(_HEADS, rows, names=(1, 2))], last, out)
 
 
 def make_candidates(
@@ -125,4 +122,4 @@ def cells(timing: Timing) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    markdown.command(main)

@@ -1,23 +1,17 @@
 """Benchmark of sharded parameters: ours and GSPMD's against replicated ones, in time and bytes."""
 
 import functools
-from collections.abc import Iterator
 
 from benchmarks.jax_baselines import JaxCandidate, gspmd, hand_written, ours
 from benchmarks.models import scanned
-from benchmarks.options import BenchOptions
 from benchmarks.problem import Problem
-from benchmarks.progress import Screen
-from benchmarks.result import Result
-from benchmarks.step import compared
+from benchmarks.step import NamedProblem, compared
 
 
-def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
-    """A result for a scanned model, with every number of shards."""
-    del versions  # of peers
-    small = {"layers": 2, "width": 128} if options.quick else {}
-    problems = [("a scanned MLP", functools.partial(scanned, **small))]
-    return compared("parts", options, screen, problems, make_candidates, _bytes)
+def problems(quick: bool) -> list[NamedProblem]:
+    """A scanned model."""
+    small = {"layers": 2, "width": 128} if quick else {}
+    return [("a scanned MLP", functools.partial(scanned, **small))]
 
 
 def make_candidates(problem: Problem, shards: int) -> list[JaxCandidate]:
@@ -36,3 +30,6 @@ def _bytes(candidates: list[JaxCandidate]) -> dict[str, dict[str, int]]:
         "held": {each.name: each.bytes_held() for each in candidates},
         "of_parameters": {each.name: each.bytes_of_parameters() for each in candidates},
     }
+
+
+measure = compared("parts", problems, make_candidates, _bytes)

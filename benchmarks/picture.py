@@ -20,13 +20,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import crossshard
+from benchmarks.age import PAGES
 from benchmarks.baselines import HAND_WRITTEN, OURS_AUTO
 from benchmarks.models import mlp
 from benchmarks.problem import adamw
 from benchmarks.timing import Timing
 
-FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
-PICTURE = FOLDER / "picture.png"
+PICTURE = PAGES / "picture.png"
 _SIZE, _SHARDS = 10_000_000, (1, 2, 4, 8)
 # Greys that stand out from a white page as much as from a black one.
 _OURS, _OTHERS, _INK, _RULE = "#4f86c6", "#9a9fa6", "#7a818a", "#9a9fa655"
@@ -84,7 +84,7 @@ def rows() -> list[str]:
 
 def _timings(parameters: int) -> dict[int, Timing]:
     """What was recorded of the problem with so many parameters, by the number of shards."""
-    record = json.loads((FOLDER / "step.json").read_text(encoding="utf-8"))
+    record = json.loads((PAGES / "step.json").read_text(encoding="utf-8"))
     return {
         result["shards"]: Timing(**result["timing"])
         for result in record["results"]

@@ -4,7 +4,6 @@ Run it with libtpu installed, as `make bench-pods` does. `python -m benchmarks.p
 the second table's rows of some topologies.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import tyro
 from jax.sharding import Mesh
 
 import crossshard
-from benchmarks import age, by_hand, markdown
-from benchmarks.gpus import GUARDS
+from benchmarks import by_hand, gpus, markdown
 from benchmarks.problem import adamw
-from benchmarks.shapes import Shapes, blocks
+from benchmarks.shapes import blocks
 
 TOPOLOGIES = ("v5e:4x4", "v5e:16x16", "v6e:8x8", "v5p:4x4x4")
 _ROWS = 8  # of the batch, for each shard
@@ -63,7 +62,7 @@ def _batch(mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 STEPS: dict[str, Callable[[Mesh], Any]] = {
-    "ours, sharded: adamw, params sharded": lambda mesh: _lowered_ours(mesh, adamw()),
+    "ours, sharded: adamw, in slices": lambda mesh: _lowered_ours(mesh, adamw()),
     "ours, sharded: lamb, leaf by leaf": lambda mesh: _lowered_ours(mesh, optax.lamb(1e-3)),
     "by hand: flat psum_scatter, all_gather": lambda mesh: by_hand.sharded(
         mesh, PARAMS, loss_fn, _batch(mesh)
@@ -74,8 +73,7 @@ STEPS: dict[str, Callable[[Mesh], Any]] = {
 def rows() -> Iterator[list[str]]:
     """Compile every step for every topology."""
     for name in TOPOLOGIES:
-        chips = crossshard.tools.topology(name)
-        mesh = chips.mesh({by_hand.AXIS: chips.size})
+        mesh = gpus.mesh_of(name)
         for step, lowered in STEPS.items():
             began = time.perf_counter()
             report = crossshard.inspect(lowered(mesh), parameters=PARAMS)
@@ -97,44 +95,19 @@ MODELS = {
 }
 
 
-def params_sharded(mesh: Mesh, model: Shapes, **options: Any) -> Any:
-    """Return our step with sharded parameters, and further options."""
-    step = crossshard.make_train_step(
-        model.loss_fn, adamw(), mesh=mesh, params="sharded", **options
-    )
-    return step.lower(step.abstract_init(model.params), model.batch(mesh.size))
-
-
-def _gspmd(mesh: Mesh, model: Shapes, *, split_params: bool) -> Any:
-    batch = model.batch(mesh.size)
-    return by_hand.gspmd(mesh, model.params, model.loss_fn, batch, split_params=split_params)
-
-
-HIDING: dict[str, Callable[[Mesh, Shapes], Any]] = {
-    "ours, params sharded": params_sharded,
-    "ours, params sharded, guards": lambda mesh, model: params_sharded(mesh, model, **GUARDS),
-    "GSPMD, FSDP": lambda mesh, model: _gspmd(mesh, model, split_params=True),
-    "GSPMD, ZeRO-1": lambda mesh, model: _gspmd(mesh, model, split_params=False),
-}
-
-
-def least_params_sharded(shards: int, model: Shapes) -> float:
-    """The least bytes: gradients summed in 32 bits, parameters gathered in 16 wherever read."""
-    return (
-        (shards - 1) / shards * (4 * model.parameters + 2 * (model.parameters + model.read_again))
-    )
+HIDING = ("ours, params sharded", "ours, params sharded, guards", "GSPMD, FSDP", "GSPMD, ZeRO-1")
 
 
 def hidden_rows(topologies: Iterable[str] = HIDDEN_ON) -> Iterator[list[str]]:
     """Compile the steps that gather parameters layer by layer, and read what hides."""
     for name in topologies:
-        chips = crossshard.tools.topology(name)
-        mesh = chips.mesh({by_hand.AXIS: chips.size})
+        mesh = gpus.mesh_of(name)
         for title, model in MODELS.items():
-            for step, lowered in HIDING.items():
-                report = crossshard.inspect(lowered(mesh, model), parameters=model.params)
-                least = least_params_sharded(mesh.size, model)
+            least = gpus.least(HIDING[0], mesh.size, model)
+            for step in HIDING:
+                report = crossshard.inspect(gpus.STEPS[step](mesh, model), model.params)
                 assert report.memory is not None
+                assert least is not None
                 yield [
                     name,
                     title,
@@ -155,26 +128,32 @@ _HEADS_OF_HIDDEN = (
 _HEADS = ("slice", "step", "collectives", "MB sent by a chip", "÷ lower bound", "s to compile")
 
 
-def main(out: Path = Path("docs/benchmarks/pods.md")) -> None:
-    """Print the table and write it to a file."""
+def main(
+    topologies: tyro.conf.Positional[tuple[str, ...]] = (),
+    out: Path = markdown.PAGES / "pods.md",
+) -> None:
+    """Compile steps for TPU pods, and write down what they send.
+
+    Args:
+      topologies: only print the second table's rows of these.
+      out: the page to write.
+    """
+    if topologies:
+        for each in hidden_rows(topologies):
+            print("| " + " | ".join(each) + " |", flush=True)
+        return
     print(" | ".join(_HEADS))
     found = []
     for row in rows():
         print(" | ".join(row), flush=True)
         found.append(row)
-    hidden = list(hidden_rows())
     tables = [
         markdown.table(_HEADS, found, names=range(3)),
-        markdown.table(_HEADS_OF_HIDDEN, hidden, names=range(4)),
+        markdown.table(_HEADS_OF_HIDDEN, list(hidden_rows()), names=range(4)),
     ]
-    out.parent.mkdir(parents=True, exist_ok=True)
     # What was tried by hand stands below, and stays.
-    age.write(out, markdown.again("pods", tables, markdown.repeat("make bench-pods", "libtpu")))
+    markdown.publish("pods", tables, markdown.repeat("make bench-pods", "libtpu"), out)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        for each in hidden_rows(sys.argv[1:]):
-            print("| " + " | ".join(each) + " |", flush=True)
-    else:
-        main()
+    markdown.command(main)

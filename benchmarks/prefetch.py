@@ -3,7 +3,6 @@
 `python -m benchmarks.prefetch`: a loader that takes 20 ms for a batch, and a step that takes 50.
 """
 
-import argparse
 import itertools
 import statistics
 import threading
@@ -18,7 +17,7 @@ import numpy as np
 import optax
 
 import crossshard
-from benchmarks import age, markdown
+from benchmarks import markdown
 from benchmarks.machine import this_machine
 
 # As the page says.
@@ -26,20 +25,16 @@ _LOADER, _STEP = 0.020, 0.050
 _HEADS = ("loop", "ms a step", "least", "most", "threads left")
 
 
-def main() -> None:
-    """Measure, and print or write a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100, help="steps of each loop")
-    parser.add_argument("--out", type=Path, help="write a page, such as docs/benchmarks/x.md")
-    options = parser.parse_args()
+def main(steps: int = 100, out: Path | None = None) -> None:
+    """How long a loop waits for its loader, with and without `step.prefetch`.
+
+    Args:
+      steps: steps of each loop.
+      out: write a page, such as docs/benchmarks/x.md.
+    """
     crossshard.cpu_devices(8)
-    machine = this_machine()
-    table = markdown.table(_HEADS, measured(options.steps), names=(0,))
-    print(table)
-    if options.out is not None:
-        repeat = f"python -m benchmarks.prefetch --steps {options.steps}"
-        last = markdown.measured_on(machine, repeat)
-        age.write(options.out, markdown.again("prefetch", [table], last))
+    last = markdown.measured_on(this_machine(), f"python -m benchmarks.prefetch --steps {steps}")
+    markdown.publish("prefetch", [markdown.table(_HEADS, measured(steps))], last, out)
 
 
 def measured(steps: int) -> list[list[str]]:
@@ -79,4 +74,4 @@ def _loop(step: crossshard.TrainStep, batches: Iterable[Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    markdown.command(main)

@@ -4,7 +4,6 @@
 launch`, and one of them is killed again and again.
 """
 
-import argparse
 import contextlib
 import os
 import re
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import age, markdown
+from benchmarks import markdown
 from benchmarks.machine import this_machine
 
 PROCESSES, EVERY = 4, 5
@@ -108,16 +107,17 @@ class Run:
         self.process.wait()
 
 
-def main() -> None:
-    """Measure, and print or write a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=10, help="deaths of each kind of run")
-    parser.add_argument("--out", type=Path, help="write a page, such as docs/benchmarks/x.md")
-    options = parser.parse_args()
+def main(kills: int = 10, out: Path | None = None) -> None:
+    """How long it takes from the death of a process to the next step, in parts.
+
+    Args:
+      kills: deaths of each kind of run.
+      out: write a page, such as docs/benchmarks/x.md.
+    """
     machine = this_machine()
     rows, medians = [], dict[str, dict[str, float]]()
     for name, (flags, words) in WAYS.items():
-        parts, lost = measured(options.kills, flags, words)
+        parts, lost = measured(kills, flags, words)
         medians[name] = {part: statistics.median(each[part] for each in parts) for part in PARTS}
         totals = [sum(each.values()) for each in parts]
         median, most = np.percentile(totals, [50, 95])
@@ -125,13 +125,10 @@ def main() -> None:
         rows.append([name, *cells, f"**{median:.1f}**", f"{most:.1f}", f"{np.median(lost):g}"])
         print(" | ".join(rows[-1]), flush=True)
     head = ("run with", *PARTS, "in all", "95%", "steps done again")
-    table = markdown.table(head, rows)
-    print(table)
-    if options.out is not None:
-        options.out.with_suffix(".svg").write_text(drawn(medians), encoding="utf-8")
-        repeat = f"python -m benchmarks.restarts --kills {options.kills}"
-        last = markdown.measured_on(machine, repeat)
-        age.write(options.out, markdown.again("restarts", [table], last))
+    if out is not None:
+        draw(medians, out.with_suffix(".svg"))
+    last = markdown.measured_on(machine, f"python -m benchmarks.restarts --kills {kills}")
+    markdown.publish("restarts", [markdown.table(head, rows)], last, out)
 
 
 def measured(
@@ -161,31 +158,22 @@ def measured(
     return found, list(map(int, lost))
 
 
-def drawn(medians: dict[str, dict[str, float]]) -> str:
-    """A picture of the parts, as bars with a common scale."""
-    most = max(sum(each.values()) for each in medians.values())
-    scale, height = 620 / most, 60 + 46 * len(medians)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {height}" width="860" '
-        'role="img" font-family="sans-serif" font-size="14">',
-        f'<rect width="860" height="{height}" fill="#ffffff"/>',
-    ]
-    for place, (name, parts) in enumerate(medians.items()):
-        x, y = 200.0, 12 + 46 * place
-        lines.append(f'<text x="190" y="{y + 21}" text-anchor="end" fill="#16202b">{name}</text>')
-        for color, seconds in zip(_COLORS, parts.values(), strict=True):
-            width = seconds * scale
-            lines.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="32" fill="{color}"/>'
-            )
-            x += width
-    x = 12.0
+def draw(medians: dict[str, dict[str, float]], path: Path) -> None:
+    """Draw the parts, as bars with a common scale."""
+    # Tests use the runs, and draw nothing.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 2.6), layout="constrained")
+    axes, began = figure.add_subplot(), np.zeros(len(medians))
     for color, part in zip(_COLORS, PARTS, strict=True):
-        lines.append(f'<rect x="{x:g}" y="{height - 30}" width="14" height="14" fill="{color}"/>')
-        lines.append(f'<text x="{x + 19:g}" y="{height - 18}" font-size="12">{part}</text>')
-        x += 29 + 6.5 * len(part)
-    return "\n".join([*lines, "</svg>", ""])
+        seconds = [parts[part] for parts in medians.values()]
+        axes.barh(list(medians), seconds, left=began, color=color, label=part)
+        began += seconds
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    main()
+    markdown.command(main)

@@ -1,30 +1,19 @@
 """Benchmark of virtual shards: the same bits at any number of shards, against the plain step."""
 
-from collections.abc import Iterator
-
 from benchmarks import dealt
 from benchmarks.jax_baselines import JaxCandidate, ours
-from benchmarks.options import BenchOptions
 from benchmarks.problem import Problem
-from benchmarks.progress import Screen
-from benchmarks.result import Result
-from benchmarks.step import compared, problems, sent
+from benchmarks.step import NamedProblem, compared, sent, sized
 
 VIRTUAL = 8
 
-_SIZES = (1_000_000,)
 _NOT_ELEMENTWISE = ("Muon, 24 matrices", "AdamW behind a clip by the global norm")
 
 
-def measure(options: BenchOptions, screen: Screen, versions: dict[str, str]) -> Iterator[Result]:
-    """A result for every problem, with every number of shards."""
-    del versions  # of peers
-    sizes = [*problems(options.quick, _SIZES)]
-    # Whole matrices on one shard each, and a norm that all read.
-    of_matrices = dict(dealt.problems(options.quick))
-    sizes += [(name, of_matrices[name]) for name in _NOT_ELEMENTWISE]
-    # Rows for every virtual shard.
-    return compared("same_bits", options, screen, sizes, make_candidates, sent, parts=VIRTUAL)
+def problems(quick: bool) -> list[NamedProblem]:
+    """The transformer and an MLP, whole matrices on one shard each, and a norm that all read."""
+    of_matrices = dict(dealt.problems(quick))
+    return [*sized(1_000_000)(quick), *((name, of_matrices[name]) for name in _NOT_ELEMENTWISE)]
 
 
 def make_candidates(problem: Problem, shards: int) -> list[JaxCandidate]:
@@ -41,3 +30,7 @@ def make_candidates(problem: Problem, shards: int) -> list[JaxCandidate]:
             found.append(candidate)
     # With one piece for each shard they are the plain ones.
     return found if pieces > 1 else found[:2] + found[4:]
+
+
+# Rows for every virtual shard.
+measure = compared("same_bits", problems, make_candidates, sent, parts=VIRTUAL)

@@ -3,7 +3,6 @@
 Both take turns. Orbax writes the arrays alone, without hashes.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -18,7 +17,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import crossshard
-from benchmarks import age, markdown
+from benchmarks import markdown
 from benchmarks.machine import this_machine
 from benchmarks.tables import three_digits
 
@@ -53,30 +52,28 @@ _MEMORY_HEADS = (
 )
 
 
-def main() -> None:
-    """Measure, and print or write a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10, help="saves of each")
-    parser.add_argument("--quick", action="store_true", help="a small state, to see that it runs")
-    parser.add_argument("--out", type=Path, help="write a page, such as docs/benchmarks/x.md")
-    options = parser.parse_args()
+def main(rounds: int = 10, quick: bool = False, out: Path | None = None) -> None:
+    """How long a save keeps a loop waiting, ours and Orbax's own.
+
+    Args:
+      rounds: saves of each.
+      quick: a small state, to see that it runs.
+      out: write a page, such as docs/benchmarks/x.md.
+    """
     crossshard.cpu_devices(8)
     machine = this_machine()
-    width = 64 if options.quick else 1024
+    width = 64 if quick else 1024
     rows, of_memory = [], []
     for shards, update in _KINDS:
         print(f"\r{shards} shards, {update}  ", end="", file=sys.stderr)
-        given = shards, update, width, options.rounds
+        given = shards, update, width, rounds
         rows.append([f"{shards}", update, *measured(*given)])
         of_memory.append([f"{shards}", update, *in_memory(*given)])
     print(file=sys.stderr)
-    table = markdown.table(_HEADS, rows, names=(1,))
-    in_memory_table = markdown.table(_MEMORY_HEADS, of_memory, names=(1,))
-    print(table, in_memory_table, sep="\n\n")
-    if options.out is not None:
-        repeat = f"python -m benchmarks.saves --rounds {options.rounds}"
-        last = markdown.measured_on(machine, repeat)
-        age.write(options.out, markdown.again("saves", [table, in_memory_table], last))
+    both = ((_HEADS, rows), (_MEMORY_HEADS, of_memory))
+    tables = [markdown.table(heads, each, names=(1,)) for heads, each in both]
+    last = markdown.measured_on(machine, f"python -m benchmarks.saves --rounds {rounds}")
+    markdown.publish("saves", tables, last, out)
 
 
 def measured(shards: int, update: str, width: int, rounds: int) -> list[str]:
@@ -178,4 +175,4 @@ def _begun(loss: Any, shards: int, update: Any, width: int) -> tuple[Any, Any, f
 
 
 if __name__ == "__main__":
-    main()
+    markdown.command(main)

@@ -5,25 +5,23 @@
 what is not named stay as they are on the page. `--network 1` plans with so many Gb/s between hosts.
 """
 
-import argparse
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tyro
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import crossshard
-from benchmarks import age, markdown
+from benchmarks import age, gpus, markdown
 from crossshard.tools import topology
 
-FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
-RECORD, PAGE = FOLDER / "streaming.json", FOLDER / "streaming.md"
+RECORD, PAGE = (markdown.PAGES / f"streaming.{kind}" for kind in ("json", "md"))
 WORKERS, EVERY, LAYERS, WIDTH, ROWS = 4, 20, 6, 2048, 4096
 PARAMS = {
     f"layer{number}": {
@@ -50,8 +48,7 @@ def _loss(params: Any, x: jax.Array) -> jax.Array:
 def mesh_of(name: str) -> Mesh:
     """One axis over the devices of four slices of a TPU, or of four hosts."""
     if not name.startswith("v"):
-        devices = topology(name)
-        return devices.mesh({"shards": devices.size})
+        return gpus.mesh_of(name)
     # For the settings with which a TPU is described where there is none.
     topology(name)
     slices: Any = topologies.get_topology_desc(
@@ -74,11 +71,7 @@ def look(name: str) -> dict[str, dict[str, float]]:
             _loss, optimizer, mesh=mesh, outer_optimizer=outer, **options
         )
         report = crossshard.inspect(step.lower(step.abstract_init(PARAMS), rows), PARAMS)
-        between = [
-            each
-            for each in report.counted
-            if any(len({device // size for device in group}) > 1 for group in each.groups)
-        ]
+        between = markdown.between(report, size)
         total = sum(each.bytes_sent for each in between)
         seldom = sum(each.bytes_sent for each in between if each.in_branch)
         behind = {
@@ -96,8 +89,8 @@ def look(name: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def page(record: dict[str, dict[str, dict[str, float]]]) -> str:
-    """The page of what is recorded."""
+def table(record: dict[str, dict[str, dict[str, float]]]) -> str:
+    """The table of what is recorded."""
     head = (
         *("compiled for", "the workers become one"),
         *("MB in a step, on average", "at most"),
@@ -116,48 +109,30 @@ def page(record: dict[str, dict[str, dict[str, float]]]) -> str:
         for name, ways in record.items()
         for way, found in ways.items()
     ]
-    return "\n\n".join(
-        [
-            "# The sum between workers, beside the step",
-            f"What a device sends to other workers, and what is scheduled meanwhile: read from "
-            f"compiled programs of a step with {LAYERS} layers of {WIDTH} × {4 * WIDTH}, AdamW, "
-            f"and {ROWS:,} rows for each device; no TPU or GPU ran. Each of {WORKERS} slices of a "
-            f"TPU, or hosts, is a worker, and Nesterov's momentum updates what they have in common "
-            f"([streaming](../guide/sync-rarely.md#streaming-no-step-waits)).",
-            markdown.table(head, rows, names=(0, 1)),
-            "Between slices XLA sends a sum as a reduce-scatter, from before the first matrix "
-            "product until into the backward pass, and as an all-gather from there to the end. "
-            "Together they have the whole step beside them, and each byte a half of it. In int8 it "
-            "sends both later, one of them beside other kernels. Without streaming the sum is in a "
-            "conditional, and nothing of the step is beside it.",
-            "For GPUs XLA starts a collective as late as its model of the network allows. By "
-            "default that is InfiniBand, for which a few of the last kernels do; the rows at 1 "
-            "Gb/s are planned for a slower network, with the flag that the guide names.",
-            "To repeat: `python -m benchmarks.streaming v5e:2x2`, and `h100:4x8` with and without "
-            "`--network 1`, with the compilers that the module names.\n",
-        ]
-    )
+    return markdown.table(head, rows, names=(0, 1))
 
 
-def main() -> None:
-    """Compile for what is named, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="+", help="a slice of a TPU, such as v5e:2x2, or h100:4x8")
-    parser.add_argument("--network", type=int, help="Gb/s between GPU hosts, for XLA's scheduler")
-    given = parser.parse_args()
+def main(names: tyro.conf.Positional[tuple[str, ...]], network: int | None = None) -> None:
+    """Compile for slices or hosts, and write the page.
+
+    Args:
+      names: a slice of a TPU, such as v5e:2x2, or h100:4x8.
+      network: Gb/s between GPU hosts, for XLA's scheduler.
+    """
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     measured = set[str]()
-    for name in given.names:
+    for name in names:
         label = f"{WORKERS} × {name}" if name.startswith("v") else name
-        if given.network is not None:
+        if network is not None:
             flag = "--xla_gpu_analytical_latency_estimator_options"
-            os.environ["XLA_FLAGS"] = f"{flag}=nic_speed_gbps={given.network}"
-            label += f", {given.network} Gb/s"
+            os.environ["XLA_FLAGS"] = f"{flag}=nic_speed_gbps={network}"
+            label += f", {network} Gb/s"
         record[label] = look(name)
         measured.add(label)
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    age.write(PAGE, page(record), rows_stay=not record.keys() <= measured)
+    page = markdown.again("streaming", [table(record)])
+    age.write(PAGE, page, rows_stay=not record.keys() <= measured)
 
 
 if __name__ == "__main__":
-    main()
+    markdown.command(main)

@@ -5,21 +5,18 @@
 are not named stay as they are on the page.
 """
 
-import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import tyro
 
 import crossshard
-from benchmarks import age, markdown
-from crossshard.tools import topology
+from benchmarks import age, gpus, markdown
 
-FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
-RECORD, PAGE = FOLDER / "wires.json", FOLDER / "wires.md"
+RECORD, PAGE = (markdown.PAGES / f"wires.{kind}" for kind in ("json", "md"))
 _WIDTH = 1024
 PARAMS = {
     "up": jax.ShapeDtypeStruct((_WIDTH, 2 * _WIDTH), jnp.float32),
@@ -50,9 +47,8 @@ def _loss(params: Any, x: jax.Array) -> jax.Array:
 
 def bytes_of(name: str) -> dict[str, float]:
     """What a device of a topology sends in a step, on average, in each way."""
-    devices = topology(name)
-    mesh = devices.mesh({"shards": devices.size})
-    rows = jax.ShapeDtypeStruct((8 * devices.size, _WIDTH), jnp.float32)
+    mesh = gpus.mesh_of(name)
+    rows = jax.ShapeDtypeStruct((8 * mesh.size, _WIDTH), jnp.float32)
     found = {}
     for way, (every, options) in WAYS.items():
         step = crossshard.make_train_step(
@@ -65,41 +61,26 @@ def bytes_of(name: str) -> dict[str, float]:
     return found
 
 
-def page(record: dict[str, dict[str, float]]) -> str:
-    """The page of what is recorded."""
+def table(record: dict[str, dict[str, float]]) -> str:
+    """The table of what is recorded."""
     names = list(record)
     rows = [[way, *(f"{record[n][way] / record[n]['float32']:.5f}" for n in names)] for way in WAYS]
-    size = sum(x.size for x in PARAMS.values())
-    return "\n\n".join(
-        [
-            "# Bytes of each wire",
-            f"What a device sends in a step, beside a plain sum in float32: {size:,} parameters, "
-            f"whole on every shard. The bytes are read from programs that are compiled for eight "
-            f"devices of each kind, with the scales of blocks; no TPU or GPU ran. What is sent in "
-            f"one step of H is divided over H steps.",
-            markdown.table(["how", *names], rows),
-            "The scales are 2 bytes for 128 numbers of 8 bits, or for 64 of 4. Biases, which do "
-            "not fill a block on each shard, are sent in float32. A streamed piece has whole "
-            "rows, of which the last may be sent for nothing. See [few "
-            "bits](../guide/few-bits.md), [synchronise rarely](../guide/sync-rarely.md) and [the "
-            "same bits](../guide/same-bits.md).",
-            "To repeat: `python -m benchmarks.wires cpu:8`; for a TPU or a GPU with its compiler "
-            "installed, as the module says.\n",
-        ]
-    )
+    return markdown.table(["how", *names], rows)
 
 
-def main() -> None:
-    """Compile for the topologies that are named, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("topologies", nargs="+", help="such as cpu:8, v5e:2x4 or h100:1x8")
-    given = parser.parse_args().topologies
+def main(topologies: tyro.conf.Positional[tuple[str, ...]]) -> None:
+    """Compile for topologies, and write the page.
+
+    Args:
+      topologies: such as cpu:8, v5e:2x4 or h100:1x8.
+    """
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    for name in given:
+    for name in topologies:
         record[name] = bytes_of(name)
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    age.write(PAGE, page(record), rows_stay=not record.keys() <= {*given})
+    page = markdown.again("wires", [table(record)])
+    age.write(PAGE, page, rows_stay=not record.keys() <= {*topologies})
 
 
 if __name__ == "__main__":
-    main()
+    markdown.command(main)

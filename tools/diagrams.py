@@ -1,10 +1,14 @@
 """Draws the diagrams in docs/concepts: `python tools/diagrams.py` writes them all."""
 
+import ast
+import textwrap
+import tomllib
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "concepts"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "concepts"
 WIDTH = 860
 # A colour for each of four shards, one for what all share, one for what is not there.
 SHARDS = ("#8ecae6", "#ffd28a", "#b5e2a8", "#e6b8d8")
@@ -104,31 +108,6 @@ def shards() -> Drawing:
         picture.arrow(712, 150 + 12 * place - 18, 736, top + 31)
         picture.box(740, top + 8, 100, 46, "update", colour)
     picture.box(572, 104, 138, 120, "the gradient of\nthe loss of\nall 64 rows")
-    return picture
-
-
-def numbers() -> Drawing:
-    """Local, summed and reduced, in numbers; and what happens to those who average a sum."""
-    picture = Drawing(
-        268,
-        "Four shards have the local gradients 1, 3, 5 and 7. Summed, each shard has 16. Reduced by "
-        "the mean, each has 4. The mean of gradients that are summed already is 16: four times too "
-        "large.",
-    )
-    rows = (
-        ("local", "what each shard computes from its rows", "1357", SHARDS),
-        ("summed", "psum of the local gradients", ["16"] * 4, (SHARED,) * 4),
-        ("reduced", "their mean: the gradient of the batch", "4444", (SHARED,) * 4),
-        ("the trap", "the mean of what is summed already", ["16"] * 4, ("#f6b8b0",) * 4),
-    )
-    for place in range(4):
-        picture.text(455 + 105 * place, 24, f"shard {place}", bold=True)
-    for row, (name, what, values, colours) in enumerate(rows):
-        top = 38 + 56 * row
-        picture.text(15, top + 20, name, "start", bold=True)
-        picture.text(15, top + 38, what, "start")
-        for place, (value, colour) in enumerate(zip(values, colours, strict=True)):
-            picture.box(410 + 105 * place, top, 90, 44, value, colour)
     return picture
 
 
@@ -260,66 +239,44 @@ def communication() -> Drawing:
     return picture
 
 
-def choosing() -> Drawing:
-    """Which option a run needs, question by question."""
-    groups = (
-        (
-            "the loss",
-            SHARDS[0],
-            ("It compares rows: batch norm, contrastive", 'loss_over="batch"'),
-            ("It divides by a count: tokens, a mask", "Mean(total, count), weight="),
-        ),
-        (
-            "memory",
-            SHARDS[2],
-            ("The optimizer's state does not fit", 'weight_update="sharded"'),
-            ("The parameters do not fit", 'params="sharded"'),
-            ("The activations do not fit", "accumulate_steps=, jax.checkpoint"),
-            ("One layer does not fit", "a mesh with a model axis, axis_name="),
-        ),
-        (
-            "network",
-            SHARDS[1],
-            ("It takes longer than the computation", 'reduce_dtype="bfloat16", "int8"'),
-            ("Between sites it is slow", "sync_every=, outer_optimizer="),
-        ),
-        (
-            "the run",
-            SHARDS[3],
-            ("A NaN may come", 'nonfinite="skip"'),
-            ("It must repeat on any number of devices", "virtual_shards="),
-            ("It lasts for days", "Checkpoints, initialize()"),
-        ),
-    )
-    said = "; ".join(f"{what}: {option}" for _, _, *rows in groups for what, option in rows)
-    number = sum(len(rows) for _, _, *rows in groups)
-    picture = Drawing(
-        60 + 42 * number + 14 * len(groups),
-        "Begin with make_train_step(loss_fn, optimizer) and no option. Then answer each question "
-        f"by itself; where the answer is yes, add the option. {said}.",
-    )
-    picture.text(15, 24, "begin with make_train_step(loss_fn, optimizer)", "start", bold=True)
-    picture.text(520, 24, "if so, add", "start", bold=True)
-    top = 42
-    for name, colour, *rows in groups:
-        picture.text(15, top + 22, name, "start", bold=True)
-        for what, option in rows:
-            picture.box(110, top, 350, 34, what)
-            picture.arrow(462, top + 17, 516, top + 17)
-            picture.box(520, top, 325, 34, option, colour)
-            top += 42
-        top += 14
+def floors() -> Drawing:
+    """The floors of the package, as pyproject.toml has them: a row of rooms each."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    rows, top = [], 8
+    for rooms in ([room.strip() for room in floor.split("|")] for floor in layers):
+        width = (WIDTH - 8) / len(rooms) - 8
+        texts = [textwrap.wrap(_purpose(room), int((width - 20) / 7.6)) for room in rooms]
+        height = 18 * max(map(len, texts)) + 32
+        rows.append((top, width, height, list(zip(rooms, texts, strict=True))))
+        top += height + 8
+    picture = Drawing(top, "The floors of the package, tf1 at the top, errors at the bottom")
+    for top, width, height, rooms_of_floor in rows:
+        for place, (room, text) in enumerate(rooms_of_floor):
+            left = 8 + place * (width + 8)
+            picture.box(left, top, width, height)
+            picture.text(left + 10, top + 20, room, "start", bold=True)
+            for number, line in enumerate(text, 1):
+                picture.text(left + 10, top + 20 + 18 * number, line, "start")
     return picture
+
+
+def _purpose(room: str) -> str:
+    """What a room is for: the first line of its file, or of its folder's `__init__.py`."""
+    path = ROOT / "src" / "crossshard" / room
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    first = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split("\n")[0]
+    words = first.split(": ", 1)[-1].replace("`", "")
+    return words[0].upper() + words[1:]
 
 
 DIAGRAMS: Sequence[Callable[[], Drawing]] = (
     shards,
-    numbers,
     stages,
     losses,
     state,
     communication,
-    choosing,
+    floors,
 )
 
 if __name__ == "__main__":

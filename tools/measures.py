@@ -8,20 +8,15 @@ calls; a call over a border is one from the innermost function of the package th
 
 import ast
 import collections
-import importlib
 import os
-import pkgutil
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "src" / "crossshard"
-# Primitives that are unknown to all analyses, each of which a person has read.
-READ = PACKAGE.parents[1] / "tests" / "jaxprs" / "unknown.txt"
 # The words by which a file knows a way of the step.
 FEATURES = {
     "workers": r"\bsync_(every|streaming)\b|\bouter_(optimizer|reduce_dtype)\b|\bLocalSGD",
@@ -88,38 +83,11 @@ def crossing() -> tuple[int, int]:
     return len(users), sum(count == 1 for count in users.values())
 
 
-def primitives() -> set[str]:
-    """The names of the primitives of the installed JAX."""
-    import jax
-    from jax.extend.core import Primitive
-
-    for module in pkgutil.walk_packages(jax.__path__, "jax."):
-        if re.match(
-            r"jax\._src\.(lax|random|prng|ad|custom|pjit|callback|ffi|shard_map)", module.name
-        ):
-            importlib.import_module(module.name)
-    modules = [module for name, module in sys.modules.items() if name.startswith("jax.")]
-    found = (each for module in modules for each in vars(module).values())
-    return {str(each.name) for each in found if isinstance(each, Primitive)}
-
-
-def named_in_tables() -> set[str]:
-    """The words that the analyses of jaxprs have tables of, as they stand in their texts."""
-    texts = [*PACKAGE.glob("jaxprs/*.py"), PACKAGE / "_jax.py"]
-    found: set[str] = set()
-    for file in texts:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.update(node.value.split())
-    return found
-
-
 def main() -> None:
     """Measure, and print a line for each measure."""
     os.environ.setdefault("NPROC", "32")
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    import jax
     import jax.numpy as jnp
     import numpy as np
     import optax
@@ -134,18 +102,6 @@ def main() -> None:
     step = calls.of(lambda: crossshard.make_train_step(loss_fn, adam, num_shards=8))
     state = calls.of(lambda: step.init(params))
     calls.of(lambda: step(state, batch))
-
-    matrices = {str(n): jax.ShapeDtypeStruct((64, 64 + n), jnp.float32) for n in range(24)}
-    muon = crossshard.make_train_step(
-        lambda params, batch: sum((x**2).sum() for x in params.values()) / 1.0,
-        optax.contrib.muon(1e-3),
-        num_shards=8,
-        weight_update="sharded",
-        loss_over="shard",
-    )
-    began = time.perf_counter()
-    muon.abstract_init(matrices)
-    planning = time.perf_counter() - began
 
     files, lines = lines_of(PACKAGE.rglob("*.py"))
     root = PACKAGE.parents[1]
@@ -167,12 +123,6 @@ def main() -> None:
     names, alone = crossing()
     print(f"names that cross a file's border: {names}, {1000 * names / lines:.1f} per 1,000 lines")
     print(f"  of one user: {alone}")
-    known = primitives()
-    read = set(READ.read_text(encoding="utf-8").split())
-    unknown = len(known - named_in_tables() - read)
-    print(f"primitives of JAX {jax.__version__} in no table: {unknown} of {len(known)}")
-    print(f"  in the list of those that somebody has read, and no rule knows: {len(known & read)}")
-    print(f"planning Muon over 24 matrices: {planning:.2f} s")
     print(f"Flax is loaded: {'flax' in sys.modules}")
 
 

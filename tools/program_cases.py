@@ -170,108 +170,83 @@ def whole(
     return call
 
 
-for _optimizer in ("sgd", "adamw", "clip", "masked"):
-    add(f"whole-replicated-{_optimizer}", whole, _optimizer, "replicated")
-for _optimizer in (
-    *(
-        "sgd",
-        "momentum",
-        "adamw",
-        "lion",
-        "schedule",
-        "hyperparams",
-        "masked",
-    ),  # with sharded parameters
-    *("lamb", "clip", "adafactor", "finite"),  # on global arrays
-):
-    add(f"whole-sharded-{_optimizer}", whole, _optimizer, "sharded")
-add("whole-auto-adamw-small", whole, "adamw")
-add("whole-auto-adamw-large", whole, "adamw", params=LARGE)
-add("whole-auto-lamb-large", whole, "lamb", params=LARGE)
-add("whole-replicated-multi", whole, "multi", "replicated")
-for _number in (1, 2):
-    add(f"whole-replicated-adamw-{_number}", whole, "adamw", "replicated", shards=_number)
-    add(f"whole-sharded-momentum-{_number}", whole, "momentum", "sharded", shards=_number)
-    add(f"whole-sharded-clip-{_number}", whole, "clip", "sharded", shards=_number)
-for _way, _optimizer in (("replicated", "adamw"), ("sharded", "adamw"), ("sharded", "clip")):
-    _axes = {"slice": 2, "shard": 4}
-    add(f"whole-two-axes-{_way}-{_optimizer}", whole, _optimizer, _way, axes=_axes)
+def ways(name: str, pairs: str, **options: Any) -> None:
+    """Adds a case for each pair of a weight update and an optimizer, as ``"sharded-adamw"``."""
+    for pair in pairs.split():
+        weight_update, optimizer = pair.split("-")
+        add(
+            "-".join(filter(None, ("whole", name, pair))),
+            whole,
+            optimizer,
+            weight_update,
+            **options,
+        )
 
+
+# One whose update is replicated, one that is cut into slices, one on global arrays.
+_THREE = "replicated-sgd sharded-adamw sharded-clip"
 _two, _four = {"group_assignment": TWO_GROUPS}, {"group_assignment": FOUR_GROUPS}
-add("whole-groups-replicated-sgd", whole, "sgd", "replicated", opt=_two)
-add("whole-groups-replicated-clip", whole, "clip", "replicated", opt=_four)
-add("whole-groups-sharded-momentum", whole, "momentum", "sharded", opt=_two)
-add("whole-groups-sharded-adamw", whole, "adamw", "sharded", opt=_four)
-add("whole-groups-of-one", whole, "adamw", shards=2, opt={"group_assignment": [[0], [1]]})
-add("whole-one-group", whole, "adamw", "sharded", opt={"group_assignment": [[*range(SHARDS)]]})
-add("whole-sum-replicated-sgd", whole, "sgd", "replicated", opt={"reduction": "sum"})
-add("whole-sum-sharded-adamw", whole, "adamw", "sharded", opt={"reduction": "sum"})
-add("whole-sum-groups", whole, "adamw", "sharded", opt={"reduction": "sum", **_two})
-add("whole-named", whole, "adamw", opt={"name": "a_name", "weight_update": "sharded"})
+_sum: dict[str, Any] = {"reduction": "sum"}
+ways("", "replicated-sgd replicated-adamw replicated-clip replicated-masked replicated-multi")
+ways("", "sharded-sgd sharded-momentum sharded-adamw sharded-lion sharded-schedule")
+ways("", "sharded-hyperparams sharded-masked")
+ways("", "sharded-lamb sharded-clip sharded-adafactor sharded-finite")  # on global arrays
+ways("", "auto-adamw")
+ways("large", "auto-adamw auto-lamb", params=LARGE)
+for _number in (1, 2):
+    ways(f"{_number}", "replicated-adamw sharded-momentum sharded-clip", shards=_number)
+ways("two-axes", "replicated-adamw sharded-adamw sharded-clip", axes={"slice": 2, "shard": 4})
+ways("groups", "replicated-sgd sharded-momentum", opt=_two)
+ways("groups", "replicated-clip sharded-adamw", opt=_four)
+ways("groups-of-one", "auto-adamw", shards=2, opt={"group_assignment": [[0], [1]]})
+ways("one-group", "sharded-adamw", opt={"group_assignment": [[*range(SHARDS)]]})
+ways("sum", "replicated-sgd sharded-adamw", opt=_sum)
+ways("sum-groups", "sharded-adamw", opt=_sum | _two)
+ways("named", "auto-adamw", opt={"name": "a_name", "weight_update": "sharded"})
 
-
-def _count(batch: Any) -> jax.Array:
-    return batch["mask"].sum()
-
-
-_mask = {"loss": weighted_loss, "weight": "mask"}
-add("whole-weight-replicated-sgd", whole, "sgd", "replicated", **_mask)
-add("whole-weight-sharded-adamw", whole, "adamw", "sharded", **_mask)
-add("whole-weight-sharded-clip", whole, "clip", "sharded", **_mask)
-add("whole-weight-padded", whole, "adamw", "sharded", batch=UNEVEN, **_mask)
-add("whole-weight-padded-2", whole, "adamw", "replicated", batch=UNEVEN, shards=2, **_mask)
-add("whole-weight-1", whole, "adamw", shards=1, **_mask)
-add("whole-weight-groups", whole, "adamw", "sharded", opt=_two, **_mask)
-add("whole-weight-function", whole, "sgd", "replicated", loss=weighted_loss, weight=_count)
-
-_aux = {"loss": loss_with_aux, "has_aux": True}
-add("whole-aux-replicated-sgd", whole, "sgd", "replicated", **_aux)
-add("whole-aux-sharded-clip", whole, "clip", "sharded", **_aux)
-add("whole-aux-groups", whole, "adamw", "sharded", opt=_two, **_aux)
-add("whole-rng-replicated-adamw", whole, "adamw", "replicated", loss=loss_with_rng)
-add("whole-rng-sharded-adamw", whole, "adamw", "sharded", loss=loss_with_rng)
-add("whole-rng-1", whole, "sgd", loss=loss_with_rng, shards=1)
-add("whole-value-replicated-polyak", whole, "polyak", "replicated")
-add("whole-value-replicated-momo", whole, "momo", "replicated")
-add("whole-value-sharded-momo", whole, "momo", "sharded")
+_mask: dict[str, Any] = {"loss": weighted_loss, "weight": "mask"}
+ways("weight", _THREE, **_mask)
+ways("weight-padded", "sharded-adamw", batch=UNEVEN, **_mask)
+ways("weight-padded-2", "replicated-adamw", batch=UNEVEN, shards=2, **_mask)
+ways("weight-1", "auto-adamw", shards=1, **_mask)
+ways("weight-groups", "sharded-adamw", opt=_two, **_mask)
+_count = lambda batch: batch["mask"].sum()
+ways("weight-function", "replicated-sgd", loss=weighted_loss, weight=_count)
+_aux: dict[str, Any] = {"loss": loss_with_aux, "has_aux": True}
+ways("aux", "replicated-sgd sharded-clip", **_aux)
+ways("aux-groups", "sharded-adamw", opt=_two, **_aux)
+ways("rng", "replicated-adamw sharded-adamw", loss=loss_with_rng)
+ways("rng-1", "auto-sgd", loss=loss_with_rng, shards=1)
+ways("value", "replicated-polyak replicated-momo sharded-momo")
 
 _bf16 = functools.partial(cast, PARAMS, jnp.bfloat16)
 _f16 = functools.partial(cast, PARAMS, jnp.float16)
 _mixed = functools.partial(cast, PARAMS, jnp.bfloat16, ("embed", "odd", "square"))
-add("whole-bf16-replicated-sgd", whole, "sgd", "replicated", params=_bf16)
-add("whole-bf16-sharded-adamw", whole, "adamw", "sharded", params=_bf16)
-add("whole-bf16-sharded-clip", whole, "clip", "sharded", params=_bf16)
-add("whole-bf16-sum", whole, "sgd", "replicated", params=_bf16, opt={"reduction": "sum"})
-add("whole-f16-replicated-sgd", whole, "sgd", "replicated", params=_f16)
-add("whole-f16-sharded-momentum", whole, "momentum", "sharded", params=_f16)
-add("whole-f16-groups", whole, "momentum", "sharded", params=_f16, opt=_two)
-add("whole-mixed-sharded-adamw", whole, "adamw", "sharded", params=_mixed)
-add("whole-mixed-replicated-adamw", whole, "adamw", "replicated", params=_mixed)
+ways("bf16", _THREE, params=_bf16)
+ways("bf16-sum", "replicated-sgd", params=_bf16, opt=_sum)
+ways("f16", "replicated-sgd sharded-momentum", params=_f16)
+ways("f16-groups", "sharded-momentum", params=_f16, opt=_two)
+ways("mixed", "sharded-adamw replicated-adamw", params=_mixed)
 
 
 # The stages that are optional, one by one and together.
 
-for _way, _optimizer in (("replicated", "sgd"), ("sharded", "adamw"), ("sharded", "clip")):
-    _name = f"{_way}-{_optimizer}"
-    add(f"whole-quarantine-{_name}", whole, _optimizer, _way, nonfinite="quarantine")
-    add(f"whole-skip-{_name}", whole, _optimizer, _way, nonfinite="skip")
-    add(f"whole-scale-{_name}", whole, _optimizer, _way, params=_f16, loss_scale="dynamic")
-    add(f"whole-accumulate-{_name}", whole, _optimizer, _way, accumulate_steps=2)
-    add(f"whole-metrics-{_name}", whole, _optimizer, _way, metrics=["grad_norm", "noise_scale"])
 _kept: dict[str, Any] = {"params": _bf16, "master_dtype": "float32", "ema": 0.99}
-add("whole-masters-replicated", whole, "momentum", "replicated", **_kept)
-add("whole-masters-sharded", whole, "adamw", "sharded", **_kept)
-add("whole-masters-groups", whole, "adamw", "sharded", opt=_two, **_kept)
-add("whole-wire", whole, "adamw", "sharded", reduce_dtype="bfloat16")
-add("whole-quarantine-groups", whole, "sgd", "sharded", opt=_two, nonfinite="quarantine")
-add("whole-quarantine-weight", whole, "adamw", "sharded", nonfinite="quarantine", **_mask)
 _clip_shard: dict[str, Any] = {"opt": {"preprocess": optax.clip_by_global_norm(1.0)}}
-add("whole-preprocess-replicated", whole, "sgd", "replicated", **_clip_shard)
-add("whole-preprocess-sharded", whole, "adamw", "sharded", **_clip_shard)
 _most: dict[str, Any] = {"nonfinite": "skip", "accumulate_steps": 2, "metrics": "grad_norm"}
-add("whole-most-replicated", whole, "adamw", "replicated", **_most | _clip_shard | _kept)
-add("whole-most-sharded", whole, "adamw", "sharded", **_most | _clip_shard | _kept)
-add("whole-most-global", whole, "clip", "sharded", **_most | _kept)
+ways("quarantine", _THREE, nonfinite="quarantine")
+ways("quarantine-groups", "sharded-sgd", opt=_two, nonfinite="quarantine")
+ways("quarantine-weight", "sharded-adamw", nonfinite="quarantine", **_mask)
+ways("skip", _THREE, nonfinite="skip")
+ways("scale", _THREE, params=_f16, loss_scale="dynamic")
+ways("accumulate", _THREE, accumulate_steps=2)
+ways("metrics", _THREE, metrics=["grad_norm", "noise_scale"])
+ways("masters", "replicated-momentum sharded-adamw", **_kept)
+ways("masters-groups", "sharded-adamw", opt=_two, **_kept)
+ways("wire", "sharded-adamw", reduce_dtype="bfloat16")
+ways("preprocess", "replicated-sgd sharded-adamw", **_clip_shard)
+ways("most", "replicated-adamw sharded-adamw", **_most | _clip_shard | _kept)
+ways("most", "sharded-clip", **_most | _kept)
 
 
 # What a loss is over, where parameters rest, few bits, workers, and what is compared.
@@ -285,25 +260,26 @@ def mean_of_sums(params: Any, batch: Any) -> crossshard.Mean:
     return of_mask + 0.1 * crossshard.Mean((hidden**2).mean(1).sum(), batch["x"].shape[0])
 
 
-for _optimizer in ("sgd", "adamw", "clip"):
-    add(f"whole-parts-{_optimizer}", whole, _optimizer, params_rest="sharded")
-    add(f"whole-batch-{_optimizer}", whole, _optimizer, "sharded", loss_over="batch")
-    add(f"whole-virtual-{_optimizer}", whole, _optimizer, "sharded", virtual_shards=16)
-    add(f"whole-sums-{_optimizer}", whole, _optimizer, "sharded", loss=mean_of_sums)
-    add(f"whole-compared-{_optimizer}", whole, _optimizer, "sharded", check_divergence=2)
-add("whole-parts-quarantine", whole, "adamw", params_rest="sharded", nonfinite="quarantine")
-add("whole-parts-int8", whole, "adamw", params_rest="sharded", reduce_dtype="int8")
-add("whole-int8-replicated", whole, "sgd", "replicated", reduce_dtype="int8")
-add("whole-int4-sharded", whole, "adamw", "sharded", reduce_dtype="int4")
-add("whole-int8-quarantine", whole, "adamw", "sharded", reduce_dtype="int8", nonfinite="quarantine")
-add("whole-repaired", whole, "adamw", "sharded", check_divergence=2, on_divergence="repair")
+_OVER = "sharded-sgd sharded-adamw sharded-clip"
+_parts: dict[str, Any] = {"params_rest": "sharded"}
+ways("parts", "auto-sgd auto-adamw auto-clip", **_parts)
+ways("parts-quarantine", "auto-adamw", nonfinite="quarantine", **_parts)
+ways("parts-int8", "auto-adamw", reduce_dtype="int8", **_parts)
+ways("batch", _OVER, loss_over="batch")
+ways("virtual", _OVER, virtual_shards=16)
+ways("sums", _OVER, loss=mean_of_sums)
+ways("compared", _OVER, check_divergence=2)
+ways("repaired", "sharded-adamw", check_divergence=2, on_divergence="repair")
+ways("int8", "replicated-sgd", reduce_dtype="int8")
+ways("int4", "sharded-adamw", reduce_dtype="int4")
+ways("int8-quarantine", "sharded-adamw", reduce_dtype="int8", nonfinite="quarantine")
 _outer: dict[str, Any] = {"sync_every": 4, "outer_optimizer": optax.sgd(0.7, momentum=0.9)}
-add("whole-workers", whole, "adamw", **_outer)
-add("whole-workers-groups", whole, "adamw", "sharded", opt=_two, **_outer)
-add("whole-workers-int8", whole, "adamw", outer_reduce_dtype="int8", **_outer)
-add("whole-workers-skip", whole, "adamw", nonfinite="skip", **_outer)
-add("whole-streaming", whole, "adamw", sync_streaming=True, **_outer)
-add("whole-streaming-groups", whole, "adamw", "sharded", opt=_two, sync_streaming=True, **_outer)
+ways("workers", "auto-adamw", **_outer)
+ways("workers-groups", "sharded-adamw", opt=_two, **_outer)
+ways("workers-int8", "auto-adamw", outer_reduce_dtype="int8", **_outer)
+ways("workers-skip", "auto-adamw", nonfinite="skip", **_outer)
+ways("streaming", "auto-adamw", sync_streaming=True, **_outer)
+ways("streaming-groups", "sharded-adamw", opt=_two, sync_streaming=True, **_outer)
 
 
 def split_over_a_model_axis() -> Any:
@@ -319,9 +295,8 @@ _with_a_model: dict[str, Any] = {
     "axis_name": "shard",
     "params": split_over_a_model_axis,
 }
-for _way, _optimizer in (("replicated", "sgd"), ("sharded", "adamw"), ("sharded", "clip")):
-    add(f"whole-model-axis-{_way}-{_optimizer}", whole, _optimizer, _way, **_with_a_model)
-add("whole-model-axis-skip", whole, "clip", "sharded", nonfinite="skip", **_with_a_model)
+ways("model-axis", _THREE, **_with_a_model)
+ways("model-axis-skip", "sharded-clip", nonfinite="skip", **_with_a_model)
 
 
 # Modules.
@@ -375,17 +350,12 @@ class Layers(eqx.Module):
 
 # Each shard has its own statistics.
 _net: dict[str, Any] = {"loss": net_loss, "params": Net, "loss_over": "shard"}
-add("whole-nnx-replicated-sgd", whole, "sgd", "replicated", **_net)
-add("whole-nnx-sharded-adamw", whole, "adamw", "sharded", **_net)
-add("whole-nnx-sharded-clip", whole, "clip", "sharded", **_net)
-add("whole-nnx-groups", whole, "adamw", "sharded", opt=_two, **_net)
-add("whole-nnx-1", whole, "adamw", shards=1, **_net)
-add("whole-nnx-2", whole, "adamw", "sharded", shards=2, **_net)
-add("whole-nnx-weight", whole, "adamw", "sharded", **_mask | _net | {"loss": weighted_net_loss})
-_layers: dict[str, Any] = {"loss": net_loss, "params": Layers}
-add("whole-equinox-replicated-sgd", whole, "sgd", "replicated", **_layers)
-add("whole-equinox-sharded-adamw", whole, "adamw", "sharded", **_layers)
-add("whole-equinox-sharded-lamb", whole, "lamb", "sharded", **_layers)
+ways("nnx", _THREE, **_net)
+ways("nnx-groups", "sharded-adamw", opt=_two, **_net)
+ways("nnx-1", "auto-adamw", shards=1, **_net)
+ways("nnx-2", "sharded-adamw", shards=2, **_net)
+ways("nnx-weight", "sharded-adamw", **_mask | _net | {"loss": weighted_net_loss})
+ways("equinox", "replicated-sgd sharded-adamw sharded-lamb", loss=net_loss, params=Layers)
 
 
 # The Optax idiom, in the modes of JAX.
@@ -490,7 +460,7 @@ for _mode in MODES:
     _name = f"optax-{_mode.replace(' ', '-')}"
     add(f"{_name}-mean-sgd", idiom, _mode, "sgd")
     add(f"{_name}-mean-adamw", idiom, _mode)
-    add(f"{_name}-sum-momentum", idiom, _mode, "momentum", opt={"reduction": "sum"})
+    add(f"{_name}-sum-momentum", idiom, _mode, "momentum", opt=_sum)
     add(f"{_name}-groups", idiom, _mode, opt=_two)
     add(f"{_name}-value-momo", idiom, _mode, "momo", value=True)
     add(f"{_name}-bf16", idiom, _mode, params=_bf16)
@@ -499,7 +469,7 @@ add("optax-checked-chain", idiom, "checked", chain=True)
 add("optax-checked-f16", idiom, "checked", "momentum", params=_f16)
 add("optax-unchecked-groups-clip", idiom, "unchecked", "clip", opt=_four)
 add("optax-unchecked-two-axes", idiom, "two axes, unchecked")
-add("optax-checked-groups-sum", idiom, "checked", "sgd", opt={"reduction": "sum", **_four})
+add("optax-checked-groups-sum", idiom, "checked", "sgd", opt=_sum | _four)
 for _number in (1, 2):
     add(f"optax-checked-mean-{_number}", idiom, "checked", shards=_number)
     add(f"optax-unchecked-mean-{_number}", idiom, "unchecked", shards=_number)
@@ -507,20 +477,18 @@ _jax = {"value_and_grad": jax.value_and_grad}
 for _mode in ("checked", "two axes"):
     _name = f"optax-{_mode.replace(' ', '-')}"
     add(f"{_name}-summed-mean", idiom, _mode, **_jax, incoming="summed")
-    add(f"{_name}-summed-sum", idiom, _mode, opt={"reduction": "sum"}, **_jax, incoming="summed")
+    add(f"{_name}-summed-sum", idiom, _mode, opt=_sum, **_jax, incoming="summed")
     add(f"{_name}-reduced", idiom, _mode, opt={"incoming": "reduced"}, **_jax)
 add("optax-unchecked-scaled", idiom, "unchecked", incoming="scaled")
 add("optax-unchecked-local", idiom, "unchecked", **_jax, opt={"incoming": "local"})
-_parts = {"weight_update": "sharded"}
+_sharded = {"weight_update": "sharded"}
 for _mode in ("checked", "unchecked", "two axes"):
     _name = f"optax-{_mode.replace(' ', '-')}-sharded"
-    add(f"{_name}-momentum", idiom, _mode, "momentum", opt=_parts)
-    add(f"{_name}-adamw", idiom, _mode, opt=_parts)
-add("optax-unchecked-sharded-groups", idiom, "unchecked", opt=_parts | _two)
-add(
-    "optax-unchecked-sharded-sum-2", idiom, "unchecked", shards=2, opt=_parts | {"reduction": "sum"}
-)
-add("optax-unchecked-sharded-bf16", idiom, "unchecked", params=_bf16, opt=_parts)
+    add(f"{_name}-momentum", idiom, _mode, "momentum", opt=_sharded)
+    add(f"{_name}-adamw", idiom, _mode, opt=_sharded)
+add("optax-unchecked-sharded-groups", idiom, "unchecked", opt=_sharded | _two)
+add("optax-unchecked-sharded-sum-2", idiom, "unchecked", shards=2, opt=_sharded | _sum)
+add("optax-unchecked-sharded-bf16", idiom, "unchecked", params=_bf16, opt=_sharded)
 
 
 def nnx_optimizer(optimizer: str, runner: bool = False) -> Callable[[], Any]:

@@ -4,7 +4,6 @@ A page leads to a file as it does in the repository, by a path. In the site each
 page of its own, which shows it; so no link leaves the site for a place that it cannot know.
 """
 
-import logging
 import os
 import re
 from pathlib import Path
@@ -22,7 +21,6 @@ _PAGES = {
     "SECURITY.md": "security.md",
 }
 _VERSIONED = ROOT / "src" / "crossshard" / "__init__.py"
-_log = logging.getLogger("mkdocs.site_pages")
 _KINDS = {".py": "python", ".toml": "toml", ".patch": "diff"}
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]+)?\))")
 # Links in bold between dots, which the front page shows as buttons.
@@ -124,14 +122,3 @@ def on_config(config: MkDocsConfig) -> Any:
     config.copyright = f"crossshard {version}"
     config.watch += [str(ROOT / path) for path in [*_PAGES, "src", "examples"]]
     return config
-
-
-def on_post_build(config: MkDocsConfig) -> None:
-    """Say how much there is."""
-    pages = [*(ROOT / path for path in _PAGES), *(ROOT / "docs").rglob("*.md")]
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    blocks = len(re.findall(r"^ *```(?:python|bash)\b", text, re.MULTILINE))
-    _log.info(
-        "%d pages, %d files that they lead to, %d blocks of code, which the tests run, %d links",
-        *(len(pages), len(_shown) - len(_PAGES), blocks, len(_LINK.findall(text))),
-    )

@@ -5,20 +5,15 @@ import math
 import time
 from collections.abc import Iterator
 
-import jax
 import numpy as np
 
 from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import Job
-from examples.byte_lm.options import PROFILED
-from examples.byte_lm.record import Record, Step
-from examples.byte_lm.stopping import Stopping
+from examples.byte_lm.record import Step
 from examples.byte_lm.training import Training
 
 # Evaluations on held-out text per run, without those of the first steps.
 LOOKS = 10
-# After the fourth step comes an evaluation on held-out text.
-_TRACED = 3
 
 
 def train(job: Job, training: Training, held_out: HeldOut, taken: int = 0) -> Iterator[Step]:
@@ -70,17 +65,3 @@ def train(job: Job, training: Training, held_out: HeldOut, taken: int = 0) -> It
         yield step
         if not (guarded or math.isfinite(loss)):
             return
-
-
-def traced(steps: Iterator[Step], record: Record, stopping: Stopping) -> Iterator[Step]:
-    """The steps, each taken when it is drawn, of which a few are traced to ``profile``."""
-    folder = record.folder / "profile"
-    yield from itertools.islice(steps, PROFILED - _TRACED)
-    options = jax.profiler.ProfileOptions()
-    # Calls of Python functions would be most of the trace.
-    options.python_tracer_level = 0
-    trace = jax.profiler.trace(folder, create_perfetto_trace=True, profiler_options=options)
-    with stopping.writing(folder), trace:
-        yield from itertools.islice(steps, _TRACED)
-    record.written.append(folder.name)
-    yield from steps

@@ -12,8 +12,6 @@ from flax import nnx
 from crossshard.errors import ArgumentError
 
 DEFAULT_BATCH = 16
-# As many steps must be taken that --profile traces some: those before them compile.
-PROFILED = 7
 # Virtual CPU devices are threads and buffers; more would overload a machine.
 MOST_SHARDS = 1024
 FEW_BITS = ("int8", "int4", "float8_e4m3fn")
@@ -163,9 +161,6 @@ class TrainOptions:
     memory_copies: int = 1
     """With 2, each host keeps the parts of the next one in --memory, too."""
 
-    profile: bool = False
-    """Write a trace of three steps to the --out folder, for Perfetto or XProf."""
-
     resume: bool = False
     """Go on with the run in the --out folder from its latest checkpoint, if there is one."""
 
@@ -179,10 +174,6 @@ class TrainOptions:
         for name in ("save_every", "resume", "memory"):
             if getattr(self, name) and self.out is None:
                 raise ArgumentError(f"{_flag(name)} needs the folder of the run. Pass --out too.")
-        if self.profile and self.steps < PROFILED:
-            raise ArgumentError(
-                f"--profile traces the last three of {PROFILED} steps; got --steps {self.steps}."
-            )
         of_workers = self.workers, self.outer_learning_rate, self.outer_momentum
         streaming = self.sync_streaming
         if self.sync_every is None and (streaming or of_workers != (None, 1.0, 0.0)):

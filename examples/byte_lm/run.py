@@ -10,8 +10,7 @@ import crossshard
 from crossshard.errors import DivergenceError, NonfiniteError
 from examples.byte_lm.held_out import HeldOut
 from examples.byte_lm.job import Job
-from examples.byte_lm.loop import traced, train
-from examples.byte_lm.options import PROFILED
+from examples.byte_lm.loop import train
 from examples.byte_lm.proof import STEPS, Comparison, compare, verify
 from examples.byte_lm.record import Record
 from examples.byte_lm.saving import Saving
@@ -117,10 +116,7 @@ def _train(
     early: Values = {}
     taken = len(record.steps)
     quarantines = job.options.nonfinite == "quarantine"
-    steps = train(job, training, held_out, taken)
-    if job.options.profile and job.processes.is_first and job.options.steps - taken >= PROFILED:
-        steps = traced(steps, record, stopping)
-    for step in steps:
+    for step in train(job, training, held_out, taken):
         record.add(step)
         screen.show(step)
         number = step["step"]

@@ -1,6 +1,11 @@
-"""How the gallery draws: one chart on white, its axes named, as SVG or PNG by the file's name."""
+"""How the gallery draws: one chart on white, its axes named, as SVG or PNG by the file's name.
 
+`python examples/gallery/_picture.py clip clip.svg` runs an example, and draws its picture.
+"""
+
+import importlib
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,3 +72,8 @@ def _save(figure: Figure, axes: Axes, path: str) -> None:
     metadata = {"Date": None} if Path(path).suffix == ".svg" else {}
     figure.savefig(path, dpi=110, metadata=metadata)
     print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    example, file = sys.argv[1:]
+    importlib.import_module(example).main(picture=file)

@@ -1,7 +1,5 @@
 """Batch norm: with `loss_over="batch"` eight shards have the statistics of one device."""
 
-import argparse
-
 import jax
 import numpy as np
 import optax
@@ -91,7 +89,4 @@ def main(optimizer=OPTIMIZER, steps=60, picture=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--picture", metavar="PATH", help="draw the accuracy to this file")
-    main(**vars(parser.parse_args()))
+    main()

@@ -1,7 +1,5 @@
 """CLIP: a contrastive loss compares rows, so that it is given the whole batch."""
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,7 +98,4 @@ def main(optimizer=OPTIMIZER, steps=60, picture=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--picture", metavar="PATH", help="draw the recall to this file")
-    main(**vars(parser.parse_args()))
+    main()

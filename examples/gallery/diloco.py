@@ -1,7 +1,5 @@
 """DiLoCo: four workers that train alone, and send less than a hundredth of the bytes."""
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,7 +102,4 @@ def main(steps=400, picture=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--picture", metavar="PATH", help="draw the loss to this file")
-    main(**vars(parser.parse_args()))
+    main()

@@ -1,6 +1,5 @@
 """A mixture of experts on a second mesh axis, with a loss that balances them over the batch."""
 
-import argparse
 import functools
 
 import jax
@@ -101,7 +100,4 @@ def main(optimizer=OPTIMIZER, steps=80, picture=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--picture", metavar="PATH", help="draw the shares to this file")
-    main(**vars(parser.parse_args()))
+    main()

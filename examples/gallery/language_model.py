@@ -1,7 +1,5 @@
 """A language model with sharded parameters: a device has an eighth, and gathers layer by layer."""
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,7 +102,4 @@ def main(optimizer=OPTIMIZER, steps=60, picture=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--picture", metavar="PATH", help="draw the held-out loss to this file")
-    main(**vars(parser.parse_args()))
+    main()

@@ -1,7 +1,5 @@
 """LoRA on a frozen base: `wrt` chooses what is trained; nothing else is differentiated or sent."""
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +88,4 @@ def main(optimizer=OPTIMIZER, steps=200, picture=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--picture", metavar="PATH", help="draw the functions to this file")
-    main(**vars(parser.parse_args()))
+    main()

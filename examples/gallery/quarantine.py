@@ -1,7 +1,5 @@
 """A poisoned batch: the shard whose gradient is NaN is named, and left out of the mean."""
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,7 +100,4 @@ def main(optimizer=OPTIMIZER, steps=100, picture=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--picture", metavar="PATH", help="draw the loss to this file")
-    main(**vars(parser.parse_args()))
+    main()

@@ -1,6 +1,5 @@
 """The same bits: a network trained on 1, 2, 4 and 8 shards, and on all of these in turn."""
 
-import argparse
 import hashlib
 
 import jax
@@ -104,7 +103,4 @@ def main(optimizer=OPTIMIZER, steps=100, picture=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--picture", metavar="PATH", help="draw how far runs are apart")
-    main(**vars(parser.parse_args()))
+    main()

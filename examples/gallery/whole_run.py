@@ -1,6 +1,5 @@
 """A training run from end to end: a transformer reads the sources of Python's standard library."""
 
-import argparse
 import gzip
 import hashlib
 import json
@@ -193,8 +192,4 @@ def main(folder=Path("runs/whole_run"), steps=STEPS, picture=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default="runs/whole_run", help="to write to")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--picture", metavar="PATH", help="draw the curve to this file")
-    main(**vars(parser.parse_args()))
+    main()

@@ -8,7 +8,7 @@ import pytest
 import crossshard
 from benchmarks import age, markdown
 
-PAGES = age.pages(Path(__file__).parents[2] / age.PAGES)
+PAGES = age.pages()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)

@@ -60,19 +60,17 @@ def test_parts_rest_on_their_shards_and_are_gathered_in_16_bits(mesh: Mesh):
     whole = gpus.measured("by hand, replicated", mesh, model)
     assert row["arguments"] < whole["arguments"] / 6
     # Small arrays are summed whole, and XLA for CPUs gathers 16 bits in 32.
-    assert row["sent"] == pytest.approx(gpus._least("ours, params sharded", 8, model), rel=0.5)
+    assert row["sent"] == pytest.approx(gpus.least("ours, params sharded", 8, model), rel=0.5)
 
 
 def test_what_our_step_must_send():
     once, twice = (transformer(scan=True, checkpoint=each) for each in (False, True))
     words = 50304 * 2048
-    assert gpus._least("ours, sharded", 8, once) == 7 / 8 * 8 * once.parameters
-    assert gpus._least("ours, params sharded", 8, once) == 7 / 8 * 6 * once.parameters
+    assert gpus.least("ours, sharded", 8, once) == 7 / 8 * 8 * once.parameters
+    assert gpus.least("ours, params sharded", 8, once) == 7 / 8 * 6 * once.parameters
     again = once.parameters - words - 2048
-    assert gpus._least("ours, params sharded", 8, twice) == 7 / 8 * (
-        6 * once.parameters + 2 * again
-    )
-    assert gpus._least("by hand, params sharded", 8, once) is None
+    assert gpus.least("ours, params sharded", 8, twice) == 7 / 8 * (6 * once.parameters + 2 * again)
+    assert gpus.least("by hand, params sharded", 8, once) is None
 
 
 @pytest.mark.deep
@@ -80,13 +78,12 @@ def test_a_row_is_measured_again_alone(
     mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(gpus, "cluster", lambda _: mesh)
-    monkeypatch.setattr(gpus, "_models", lambda: {"scan": ("A title", small(True, False))})
+    monkeypatch.setattr(gpus, "MODELS", {"scan": small(True, False)})
     words = ["--out", str(tmp_path / "new"), "--gpus", "8", "--steps"]
     gpus.main([*words, "by hand, sharded", "by hand, replicated"])
     first = json.loads((tmp_path / "new" / "gpus.json").read_text())
     assert [row["step"] for row in first] == ["by hand, sharded", "by hand, replicated"]
     page = (tmp_path / "new" / "gpus.md").read_text()
-    assert "## A title" in page
     # In the order of the steps, not that of the command line.
     assert page.index("| by hand, replicated |") < page.index("| by hand, sharded |")
     (tmp_path / "new" / "gpus.json").write_text(

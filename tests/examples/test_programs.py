@@ -63,7 +63,7 @@ def test_at_most_ten_lines_are_changed(name: str):
 
 
 def test_there_are_all_kinds():
-    assert len(PROGRAMS) >= 25
+    assert len(PROGRAMS) >= 15
     libraries = {"JAX", "Flax Linen", "Flax NNX", "Equinox", "Haiku", "Keras"}
     assert {each.library for each in PROGRAMS} == libraries
     assert len({each.way for each in PROGRAMS}) == 4

@@ -10,6 +10,7 @@ import pytest
 
 from crossshard.tools.cli import main
 
+ROOT = Path(__file__).parents[2]
 # Seconds for a process, on a machine on which everything else happens, too.
 PATIENCE = 240
 AS_MODULE = (sys.executable, "-m", "crossshard.tools.cli")
@@ -25,8 +26,15 @@ def bare_environment(**changed: str) -> dict[str, str]:
 
 def process(folder: Path, *words: str, command: Any = AS_MODULE, **kwargs: Any) -> Ended:
     """The command in an interpreter of its own, with nothing set."""
-    given = {"capture_output": True, "env": bare_environment(), **kwargs}
-    return subprocess.run([*command, *words], cwd=folder, text=True, timeout=PATIENCE, **given)
+    given = {"capture_output": True, "env": bare_environment(), "timeout": PATIENCE, **kwargs}
+    return subprocess.run([*command, *words], cwd=folder, text=True, **given)
+
+
+def program(*words: str, **kwargs: Any) -> str:
+    """What a Python program prints, which must end well; with nothing set, too."""
+    done = process(ROOT, *words, command=(sys.executable,), **{"timeout": 900, **kwargs})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 class Command:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import crossshard
-from examples.byte_lm.options import TrainOptions
 from tests.tools.command import Command, Ended, bare_environment, process
 
 ROOT = Path(__file__).parents[2]
@@ -315,8 +314,9 @@ def test_devices_of_a_process(folder: Path):
     assert (done.returncode, done.stderr) == (0, "this is not part of the report\n")
     lines = done.stdout.splitlines()
     assert lines[0] == "4,096 parameters on cpu:2, 2 devices"
-    rows = [line.split("  ")[0] for line in lines if line.startswith("data 2, ")]
-    assert rows == ["data 2, replicated", "data 2, sharded", "data 2, params sharded"] * 2
+    ways = ["replicated", "sharded", "params sharded"]
+    rows = [line.split("  ")[0] for line in lines]
+    assert [row for row in rows if row in ways] == ways * 2
 
 
 @pytest.mark.deep
@@ -347,17 +347,6 @@ def test_json_of_a_plan_of_what_does_not_fit(run: Command):
     read: Any = json.loads(done.stdout)
     assert read["candidates"][0]["fits"] is False
     assert read["candidates"][0]["memory"]["parameters"] == 4 * 2**40
-
-
-@pytest.mark.deep
-def test_the_model_of_the_demo_in_a_clone(run: Command, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(ROOT)
-    done = run("plan", "examples.byte_lm.planned:planned", "--topology", "cpu:1", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    layers, width = TrainOptions.layers, TrainOptions.width
-    # Embedding, head, and layers of 12 matrices with two norms each; a last norm.
-    expected = 2 * 256 * width + layers * (12 * width + 2) * width + width
-    assert json.loads(done.stdout)["parameters"] == expected
 
 
 def test_a_wrong_step_as_json_and_a_right_one(run: Command):

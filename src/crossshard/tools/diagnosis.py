@@ -132,7 +132,6 @@ class Diagnosis:
     Attributes:
       versions: the versions of Python, crossshard and the packages that it runs on.
       devices: the devices that JAX has found; ``None`` if it found none in time.
-      mesh: the mesh that crossshard uses by default: the sizes of its axes by name.
       job: which processes train together: ``num_processes``, ``process_id``,
         ``coordinator_address``, ``local_device_ids``; ``found_in`` says where these come from, and
         ``connected`` whether the processes have met.
@@ -141,13 +140,12 @@ class Diagnosis:
       findings: what looks wrong in this process.
       stuck: whether a collective, or the start of JAX, did not end in time.
 
-    >>> Diagnosis({}, None, {}, {}, {}, (), ()).ok
+    >>> Diagnosis({}, None, {}, {}, (), ()).ok
     True
     """
 
     versions: Mapping[str, str]
     devices: Devices | None
-    mesh: Mapping[str, int]
     job: Mapping[str, Json]
     settings: Mapping[str, str]
     tests: tuple[CollectiveTest, ...]
@@ -166,7 +164,6 @@ class Diagnosis:
             "versions": ", ".join(pairs(self.versions, " ")),
             "devices": str(self.devices or ""),
             "processes": _describe_job(self.job),
-            "mesh": ", ".join(pairs(self.mesh, " = ")),
             "settings": " ".join(pairs(self.settings, "=")),
         }
         wrapped = textwrap.TextWrapper(
@@ -253,7 +250,7 @@ def diagnose(
     platforms = os.environ.get("JAX_PLATFORMS")
     start = f"The start of JAX{f' with JAX_PLATFORMS={platforms}' if platforms else ''}"
     devices: Devices | None = _try(found, "start", start, timeout, _find_devices)
-    mesh, tests = None, list[CollectiveTest]()
+    tests = list[CollectiveTest]()
     if devices is not None:
         mesh, of_threads = _mesh(devices.number)
         found += of_threads
@@ -269,7 +266,6 @@ def diagnose(
     return Diagnosis(
         _installed(),
         devices,
-        {} if mesh is None else dict(mesh.shape),
         dataclasses.asdict(job) | {"connected": connected},
         settings,
         tuple(tests),

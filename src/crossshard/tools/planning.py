@@ -7,12 +7,11 @@ import collections
 import concurrent.futures
 import dataclasses
 import importlib.util
-import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -212,12 +211,11 @@ _TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\) exceeds")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # How many programs are compiled at once. One compilation hardly uses two cores.
 _AT_ONCE = 2
-_LINKS = ("inside a host", "inside a slice", "across")
 _MEMORY_HEAD = (
     *("memory per device", "fits", "parameters", "optimizer state", "other"),
-    *("temporaries", "(gradients)", "needed", "available"),
+    *("temporaries", "needed", "available"),
 )
-_LINKS_HEAD = ("sent per device and step", "collectives", *_LINKS, "all", "hidden")
+_LINKS_HEAD = ("sent per device and step", "collectives", "across hosts", "all", "hidden")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +228,6 @@ class MemoryUse:
       other: the batch, the rest of the state, and the padding of all arguments.
       temporaries: what else the program needs while it runs: activations and gradients; ``None`` if
         the compiler refused the program before it counted them.
-      gradients: all gradients; the temporaries only hold those that are needed at the same time.
       needed: the peak of all of these, by the compiler; a lower bound if the step was not compiled.
       available: the memory of a device.
     """
@@ -239,7 +236,6 @@ class MemoryUse:
     optimizer_state: int
     other: int
     temporaries: int | None
-    gradients: int
     needed: int
     available: int
 
@@ -256,14 +252,13 @@ class LinkUse:
     Attributes:
       collectives: how many collectives of each kind run.
       sent: the bytes over all links.
-      by_link: the bytes over each kind of link: ``"inside a host"``, ``"inside a slice"`` (between
-        the hosts of a TPU slice), ``"across"`` (between hosts of GPUs).
+      across: of these, the bytes between hosts of GPUs. All links of a TPU slice are alike.
       hidden: the bytes that are sent while matrix products or other kernels are scheduled.
     """
 
     collectives: Mapping[str, int]
     sent: float
-    by_link: Mapping[str, float]
+    across: float
     hidden: float
 
 
@@ -272,7 +267,6 @@ class Candidate:
     """A way to keep parameters and optimizer state, compiled.
 
     Attributes:
-      mesh: the sizes of its axes by their names.
       weight_update: ``"replicated"`` or ``"sharded"``.
       params: ``"replicated"`` or ``"sharded"``.
       memory: the memory use of each device.
@@ -280,7 +274,6 @@ class Candidate:
       compiled: whether it was compiled; it is not if its state alone is too large.
     """
 
-    mesh: Mapping[str, int]
     weight_update: str
     params: str
     memory: MemoryUse
@@ -294,8 +287,8 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Its name in tables, such as ``data 8, sharded``, or ``data 8, params sharded``."""
-        return f"data {self.mesh['data']}, {_name_of_way(self.weight_update, self.params)}"
+        """Its name in tables: ``replicated``, ``sharded`` or ``params sharded``."""
+        return _name_of_way(self.weight_update, self.params)
 
 
 def _name_of_way(weight_update: str, params: str) -> str:
@@ -364,16 +357,15 @@ def _memory_row(each: Candidate) -> tuple[str, ...]:
     temporaries = "?" if use.temporaries is None else size(use.temporaries)
     parts = map(size, (use.parameters, use.optimizer_state, use.other))
     whole = map(size, (use.needed, use.available))
-    return (each.name, fits, *parts, temporaries, f"({size(use.gradients)})", *whole)
+    return (each.name, fits, *parts, temporaries, *whole)
 
 
 def _link_row(each: Candidate) -> tuple[str, ...]:
     if each.links is None:
-        return (each.name, *["?"] * 6)
+        return (each.name, *["?"] * 4)
     kinds = ", ".join(f"{number} {kind}" for kind, number in each.links.collectives.items())
-    places = (each.links.by_link.get(name, 0) for name in _LINKS)
     share = each.links.hidden / each.links.sent if each.links.sent else 0
-    shown = [size(number) if number else "–" for number in (*places, each.links.sent)]
+    shown = [size(number) if number else "–" for number in (each.links.across, each.links.sent)]
     return (each.name, kinds or "none", *shown, f"{share:.0%}")
 
 
@@ -504,11 +496,10 @@ def _lower(
             optimizer_state=optimizer,
             other=max(0, arguments - parameters - optimizer),
             temporaries=temporaries,
-            gradients=bytes_on_device(state.params),
             needed=needed,
             available=topology.memory,
         )
-        return Candidate({"data": shards}, *way, memory, links, lowered is not None)
+        return Candidate(*way, memory, links, lowered is not None)
 
     return candidate
 
@@ -522,55 +513,35 @@ def _bytes_when_refused(message: str, arguments: int) -> int | None:
 
 
 def _links(compiled: jax.stages.Compiled, devices: Sequence[Any]) -> LinkUse:
-    report = inspect(compiled)
-    by_link: collections.Counter[str] = collections.Counter()
-    kinds: collections.Counter[str] = collections.Counter()
-    for each in report.counted:
-        if each.bytes_sent:
-            kinds[each.kind] += each.times or 1
-            by_link.update(bytes_by_link(each, devices))
+    report, kinds = inspect(compiled), collections.Counter[str]()
+    sending = [each for each in report.counted if each.bytes_sent]
+    for each in sending:
+        kinds[each.kind] += each.times or 1
+    across = sum(bytes_across(each, devices) for each in sending)
     hidden = report.bytes_sent - report.bytes_exposed
-    return LinkUse(dict(sorted(kinds.items())), report.bytes_sent, dict(by_link), hidden)
+    return LinkUse(dict(sorted(kinds.items())), report.bytes_sent, across, hidden)
 
 
-def bytes_by_link(each: Collective, devices: Sequence[Any]) -> dict[str, float]:
-    """Return the bytes that a device sends over each kind of link, averaged over the devices.
+def bytes_across(each: Collective, devices: Sequence[Any]) -> float:
+    """Return the bytes that a device sends to other hosts or slices, averaged over the devices.
 
     The devices of a group form a ring, host after host, so one device of each host sends to another
-    host. In an all-to-all, all devices send to all others. The links between GPUs of several hosts
-    are ``"across"``, as are those between TPU slices; the links between hosts of one TPU slice are
-    ``"inside a slice"``.
+    host. In an all-to-all, all devices send to all others. Hosts of one TPU slice count as one.
 
     Args:
       each: the collective.
       devices: the devices of the program, in its order.
     """
-    shares: collections.Counter[str] = collections.Counter()
+    place_of = lambda x: getattr(x, "slice_index", 0) if x.platform == "tpu" else x.process_index
+    across = pairs = 0
     for group in each.groups:
-        for one, other, pairs in _pairs(each.kind, [devices[place] for place in group]):
-            shares[_link(one, other)] += pairs
-    return {kind: each.bytes_sent * number / shares.total() for kind, number in shares.items()}
-
-
-def _link(one: Any, other: Any) -> str:
-    if one.process_index == other.process_index:
-        return "inside a host"
-    is_tpu = one.platform == "tpu"
-    same_slice = getattr(one, "slice_index", None) == getattr(other, "slice_index", None)
-    return "inside a slice" if is_tpu and same_slice else "across"
-
-
-def _pairs(kind: str, group: list[Any]) -> Iterator[tuple[Any, Any, int]]:
-    """Yield devices of which one sends to the other, and how many pairs lie so."""
-    if kind == "collective-permute":
-        yield group[0], group[1], 1
-        return
-    host_of = lambda device: (getattr(device, "slice_index", None) or 0, device.process_index)
-    if "to-all" in kind:
-        devices, sizes = {host_of(d): d for d in group}, collections.Counter(map(host_of, group))
-        for one, other in itertools.product(devices, devices):
-            if pairs := sizes[one] * (sizes[other] - (one == other)):
-                yield devices[one], devices[other], pairs
-        return
-    ring = sorted(group, key=host_of)
-    yield from ((one, other, 1) for one, other in zip(ring, ring[1:] + ring[:1], strict=True))
+        sizes = collections.Counter(place_of(devices[at]) for at in group)
+        if "to-all" in each.kind:
+            pairs += len(group) ** 2 - len(group)
+            across += len(group) ** 2 - sum(number**2 for number in sizes.values())
+        else:
+            # A permute has one way, from the first to the second.
+            ways = 1 if each.kind == "collective-permute" else len(sizes)
+            pairs += 1 if each.kind == "collective-permute" else len(group)
+            across += ways if len(sizes) > 1 else 0
+    return each.bytes_sent * across / pairs

@@ -26,56 +26,43 @@ def values(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, number: signal.Signals):
-    words = ["--shards", "2", "--save-every", "4", "--ema", "0.9"]
+@pytest.mark.parametrize(
+    ("number", "keeps"),
+    [
+        (signal.SIGTERM, "--save-every 4 --ema 0.9"),
+        (signal.SIGKILL, "--save-every 4 --ema 0.9"),
+        (signal.SIGKILL, "--save-every 1000 --memory memory --memory-every 3"),
+    ],
+)
+def test_an_interrupted_run_ends_with_the_same_bits(
+    tmp_path: Path,
+    number: signal.Signals,
+    keeps: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    out, whole, memory = (tmp_path / name for name in ("out", "whole", "memory"))
+    words, in_memory = ["--shards", "2", *keeps.split()], "--memory" in keeps
     process = start(tmp_path, "--steps", "1000000", *words)
-    wait_for_steps(process, tmp_path / "out", 10)
+    wait_for_steps(process, out, 10)
     process.send_signal(number)
     printed = process.communicate(timeout=PATIENCE)[0]
-    saved = numbers(tmp_path / "out")[-1]
+    assert process.returncode == (0 if number == signal.SIGTERM else -number)
+    snapshots = [int(path.parent.name[:8]) for path in memory.glob("*/*.json")]
+    saved = max(snapshots) if in_memory else numbers(out)[-1]
     if number == signal.SIGTERM:
-        assert process.returncode == 0
-    else:
-        assert process.returncode == -number
-    if number != signal.SIGKILL:
-        assert saved == len(read_metrics(tmp_path / "out"))
+        assert saved == len(read_metrics(out))
         assert f"Saved after step {saved}: --resume goes on from there." in printed
     steps = saved + 3
     assert run(tmp_path, "out", "--steps", steps, *words, "--resume") == 0
+    source = f"Snapshot {saved} in {memory}" if in_memory else f"Checkpoint {saved} in {out}"
+    assert source in " ".join(capsys.readouterr().out.split())
     assert run(tmp_path, "whole", "--steps", steps, *words) == 0
-    out, whole = tmp_path / "out", tmp_path / "whole"
-    assert values(out) == values(whole)
-    assert saved_hashes(out, steps) == saved_hashes(whole, steps)
-
-
-@pytest.mark.deep
-def test_a_killed_run_goes_on_from_the_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    memory = tmp_path / "memory"
-    words = [
-        "--shards",
-        "2",
-        "--save-every",
-        "1000",
-        "--memory",
-        str(memory),
-        "--memory-every",
-        "3",
-    ]
-    process = start(tmp_path, "--steps", "1000000", *words)
-    wait_for_steps(process, tmp_path / "out", 10)
-    process.kill()
-    process.communicate(timeout=PATIENCE)
-    kept = max(int(path.parent.name[:8]) for path in memory.glob("*/*.json"))
-    steps = kept + 2
-    assert run(tmp_path, "out", "--steps", steps, *words, "--resume") == 0
-    assert f"Snapshot {kept} in {memory} is restored" in " ".join(capsys.readouterr().out.split())
-    assert run(tmp_path, "whole", "--steps", steps, *words[:4]) == 0
-    out, whole = tmp_path / "out", tmp_path / "whole"
     assert values(out) == values(whole)
     assert saved_hashes(out, steps) == saved_hashes(whole, steps)
     # What the last checkpoint has as well does not stay.
-    assert list(memory.iterdir()) == []
+    assert not in_memory or list(memory.iterdir()) == []
 
 
 @pytest.fixture(scope="module")

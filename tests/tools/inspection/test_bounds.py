@@ -111,19 +111,6 @@ def test_copies_that_are_made_equal_before_a_step_are_no_step():
     assert always.bytes_sent - report.bytes_sent > summed(8, 4 * 33 * 7)
 
 
-@over
-def once_more_in_a_branch(w: Any, x: Any) -> Any:
-    g = mean(grad(w, x))
-    return w - lax.cond(jnp.sum(g) > 0, mean, lambda g: g, jnp.tanh(g))
-
-
-def test_what_a_branch_sends_counts_and_is_said():
-    report = report_on(once_more_in_a_branch, W, X, parameters=W)
-    assert report.bytes_in_branches == pytest.approx(report.lower_bound)
-    assert report.ratio == pytest.approx(2)
-    assert "ratio at most 2.0" in str(report)
-
-
 # Parameters of 16 bits, whose gradients are summed in 32.
 
 NARROW = {"w": jnp.ones((64, 256), jnp.bfloat16), "v": jnp.ones((256, 4), jnp.bfloat16)}
@@ -218,12 +205,6 @@ def test_what_is_gathered_twice_or_in_fewer_bits_shows_in_the_ratio(name: str):
 
 
 # What is refused.
-
-
-@pytest.mark.parametrize("parameters", [0, -1, {}, jnp.ones(1)], ids=str)
-def test_parameters_without_bytes_are_refused(parameters: Any):
-    with pytest.raises(ArgumentError, match="must be arrays, not only"):
-        inspect(jax.jit(twice).lower(W, X), parameters)
 
 
 def test_an_axis_of_arrays_that_are_on_no_mesh_is_refused():

@@ -2,10 +2,6 @@
 
 import importlib.util
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +11,8 @@ import pytest
 import crossshard
 from crossshard.tools.inspection.hlo import parse
 from crossshard.tools.inspection.kernels import kernel_bytes
+from tests.tools.command import program
 
-ROOT = Path(__file__).parents[3]
 MATRIX, ROW = 4 * 32 * 32, 4 * 32
 
 PROGRAM = """HloModule jit_step, is_scheduled=true
@@ -133,18 +129,7 @@ MOST = {
 
 def printed(code: str, *words: str) -> list[float]:
     """Return the numbers that a program prints; compiled as users do, with all optimizations."""
-    left = {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}
-    environment = {name: x for name, x in os.environ.items() if name not in left}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr
-    return list(map(float, done.stdout.split()))
+    return list(map(float, program("-c", code, *words).split()))
 
 
 def needs_cuda() -> None:

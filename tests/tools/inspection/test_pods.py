@@ -1,4 +1,4 @@
-"""Steps for pods and clusters: bytes by hand, by another reader of the HLO, and by `inspect`.
+"""Steps for pods and clusters: bytes by hand, and by `inspect`.
 
 data/make_sent.py says what the programs are, and has compiled those that are kept there. Where
 libtpu or JAX for CUDA is installed they are compiled anew, and read whole.
@@ -7,11 +7,6 @@ libtpu or JAX for CUDA is installed they are compiled anew, and read whole.
 import importlib.util
 import itertools
 import json
-import math
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,10 +14,10 @@ import pytest
 from crossshard.tools.inspection.collectives import collectives
 from crossshard.tools.inspection.hlo import parse
 from crossshard.tools.inspection.inspect import report_on
+from tests.tools.command import program
 from tests.tools.steps import moved, summed
 
-DATA, ROOT = Path(__file__).parent / "data", Path(__file__).parents[3]
-PATIENCE = 900
+DATA = Path(__file__).parent / "data"
 
 TPUS = {"v5e:4x4": 16, "v5e:16x16": 256, "v6e:8x8": 64, "v5p:4x4x4": 64, "v5p:16x16x16": 4096}
 GPUS = {"h100:1x8": 8, "h100:128x8": 1024}
@@ -49,61 +44,12 @@ def by_hand(topology: str, program: str) -> float:
     return summed(n, 4 * 512 * 384) + gathered(n, 4 * n * 16 * 256)
 
 
-WIDTHS = {"f32": 4, "bf16": 2, "f16": 2, "u32": 4, "s32": 4}
-COLLECTIVE = re.compile(
-    r" = (?P<shape>.*) (?P<kind>all-reduce|reduce-scatter|all-gather|collective-permute)"
-    r"(?P<start>-start)?\("
-)
-
-
-def by_another_reader(text: str) -> float:
-    """The bytes that a device sends, from the results of a program's collectives alone."""
-    devices = int(re.search(r"num_partitions=(\d+)", text)[1])
-    total, chains = 0.0, set()
-    for computation in re.split(r"^}", text, flags=re.M):
-        # XLA for TPUs writes a reduce-scatter as a sum that is fused with its slice.
-        sliced = " dynamic-slice(" in computation and "\nENTRY " not in computation
-        for line in computation.splitlines():
-            found = COLLECTIVE.search(line)
-            chain = re.search(r'chain_id="(\w+)"', line)
-            if found is None or (chain and (chain[1], found["kind"]) in chains):
-                continue
-            chains |= {(chain[1], found["kind"])} if chain else set()
-            each = [
-                WIDTHS[dtype] * math.prod(int(size) for size in sizes.split(",") if size)
-                for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", found["shape"])
-            ]
-            kind, n = found["kind"], size_of_groups(line, devices)
-            if kind == "collective-permute":
-                total += each[-3 if found["start"] else -1]
-                continue
-            if found["start"] and kind != "all-reduce":
-                # Operands stand before results.
-                each = each[len(each) // 2 :]
-            result = sum(each)
-            total += {
-                "all-reduce": moved(n, result) if sliced else summed(n, result),
-                "reduce-scatter": (n - 1) * result,
-                "all-gather": moved(n, result),
-            }[kind]
-    return total
-
-
-def size_of_groups(line: str, devices: int) -> int:
-    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-        return int(iota[1])
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return len(listed[1].split(","))
-    return devices
-
-
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("topology", ALL)
 def test_what_was_compiled_before(topology: str, program: str):
     text = (DATA / f"sent_{topology.replace(':', '_')}_{program}.hlo").read_text()
     read = sum(each.bytes_sent + each.scalar_bytes_sent for each in collectives(parse(text)))
     assert read == pytest.approx(by_hand(topology, program), rel=1e-12)
-    assert by_another_reader(text) == pytest.approx(read, rel=1e-12)
 
 
 # Programs of v5e:4x4 in full, as data/make.py compiled them.
@@ -148,19 +94,6 @@ def test_an_asynchronous_chain_of_fusions_is_one_collective():
 # Where libtpu or JAX for CUDA is installed.
 
 
-def run(*command: str, **changed: str) -> str:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC"))}
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=env | changed,
-        text=True,
-        capture_output=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def is_there(*plugins: str) -> bool:
     return any(importlib.util.find_spec(each) for each in plugins)
 
@@ -177,27 +110,25 @@ needs_cuda = pytest.mark.skipif(
     ids=["tpus", "gpus"],
 )
 def test_what_is_compiled_now(tmp_path: Path, topologies: dict[str, int]):
-    run(str(DATA / "make_sent.py"), str(tmp_path), *topologies)
-    for topology, program in itertools.product(topologies, PROGRAMS):
-        path = tmp_path / f"sent_{topology.replace(':', '_')}_{program}"
+    program(str(DATA / "make_sent.py"), str(tmp_path), *topologies)
+    for topology, name in itertools.product(topologies, PROGRAMS):
+        path = tmp_path / f"sent_{topology.replace(':', '_')}_{name}"
         report = json.loads(path.with_suffix(".json").read_text())
-        hand = pytest.approx(by_hand(topology, program), rel=1e-12)
+        hand = pytest.approx(by_hand(topology, name), rel=1e-12)
         assert report["devices"] == ALL[topology]
         assert report["bytes_sent"] + report["scalar_bytes_sent"] == hand, path
-        assert by_another_reader(path.with_suffix(".full").read_text()) == hand, path
 
 
 OF_PARTS = """
 import json, sys
 import crossshard
-from benchmarks import by_hand, pods
+from benchmarks import gpus
 from benchmarks.shapes import blocks
 
-chips = crossshard.tools.topology(sys.argv[1])
-mesh, model = chips.mesh({by_hand.AXIS: chips.size}), blocks(2, scan=True, checkpoint=True)
-report = crossshard.inspect(pods.params_sharded(mesh, model), parameters=model.params)
-least = pods.least_params_sharded(chips.size, model)
-print(json.dumps([report.bytes_sent / least, report.hidden_share]))
+name, model = "ours, params sharded", blocks(2, scan=True, checkpoint=True)
+mesh = gpus.mesh_of(sys.argv[1])
+report = crossshard.inspect(gpus.STEPS[name](mesh, model), parameters=model.params)
+print(json.dumps([report.bytes_sent / gpus.least(name, mesh.size, model), report.hidden_share]))
 """
 
 
@@ -207,8 +138,7 @@ print(json.dumps([report.bytes_sent / least, report.hidden_share]))
     [("v5e:4x4", 0.9), ("v5e:16x16", 0.3), ("v6e:8x8", 0.7), ("v5p:4x4x4", 0.7)],
 )
 def test_parts_go_round_beside_products(topology: str, hidden: float):
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    out = run("-c", OF_PARTS, topology, PYTHONPATH=path, JAX_PLATFORMS="cpu")
+    out = program("-c", OF_PARTS, topology)
     ratio, share = json.loads(out.splitlines()[-1])
     print(f"{topology}: {ratio:.3f} of the bound, {share:.0%} behind products")
     assert ratio <= 1.05

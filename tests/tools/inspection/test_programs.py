@@ -251,25 +251,8 @@ def step_on(carry: Any, x: Any) -> Any:
     return updated(ADAM, w, state, mean(grad)), mean(loss)
 
 
-def written_out(carry: Any, xs: Any) -> Any:
-    for x in xs:
-        carry, _ = step_on(carry, x)
-    return carry
-
-
 def in_epochs(carry: Any, xs: Any) -> Any:
     return lax.scan(lambda carry, _: lax.scan(step_on, carry, xs), carry, length=3)
-
-
-def in_microbatches(carry: Any, xs: Any) -> Any:
-    """Reduced at each of them."""
-
-    def one(carry: Any, xs: Any) -> Any:
-        add = lambda total, x: (total + mean(jax.grad(of_one)(carry[0], x)), None)
-        total, _ = lax.scan(add, jnp.zeros_like(carry[0]), xs)
-        return updated(ADAM, *carry, total), None
-
-    return lax.scan(one, carry, xs)
 
 
 def of_layers(layers: Any, x: Any) -> Any:
@@ -277,9 +260,7 @@ def of_layers(layers: Any, x: Any) -> Any:
     return layers - mean(jax.grad(lambda layers: jnp.mean(run(layers) ** 2))(layers))
 
 
-def several(*leading: int) -> tuple[Any, ...]:
-    rows = jnp.ones((*leading, *X.shape))
-    return (WHOLE, P(*[None for _ in leading], "s")), WHOLE, ((M, ADAM.init(M)), rows)
+FIVE = (WHOLE, P(None, "s")), WHOLE, ((M, ADAM.init(M)), jnp.ones((5, *X.shape)))
 
 
 # What is run, how its arguments and results lie, and they; then N, P and the ratio.
@@ -306,10 +287,7 @@ LINES: dict[str, tuple[Any, Any, Any, tuple[Any, ...], int, int, float]] = {
         *(with_a_master_copy, (WHOLE, WHOLE, SPLIT), WHOLE),
         *((M.astype(jnp.float16), M, X.astype(jnp.float16)), 8, M.nbytes // 2, 2),
     ),
-    "five steps": (functools.partial(lax.scan, step_on), *several(5), 8, M.nbytes, 5),
-    "steps written out": (written_out, *several(3), 8, M.nbytes, 3),
-    "epochs": (in_epochs, *several(5), 8, M.nbytes, 15),
-    "reduced at each microbatch": (in_microbatches, *several(5, 4), 8, M.nbytes, 20),
+    "epochs": (in_epochs, *FIVE, 8, M.nbytes, 15),
     "a scan over layers is one step": (
         *(of_layers, (WHOLE, SPLIT), WHOLE, (jnp.ones((6, 16, 16)), X), 8, 6 * M.nbytes, 1),
     ),
@@ -378,6 +356,8 @@ def test_every_stage_its_memory_its_json_and_its_table():
         ([{}], ArgumentTypeError, "got dict"),
         ([compiled, {"a": "b"}], ArgumentTypeError, r"got str at \['a'\]"),
         ([compiled, -1], ArgumentError, "got -1"),
+        ([compiled, {}], ArgumentError, "must be arrays, not only"),
+        ([compiled, jnp.ones(1)], ArgumentError, "must be arrays, not only"),
     ):
         with pytest.raises(error, match=said):
             inspect(*args)

@@ -54,7 +54,6 @@ def by(
     **options: Any,
 ) -> Plan:
     def body(here: Here, params: Any, rest: Any, x: Any, y: Any, key: Any) -> Any:
-        params = here.local(params)
         of = lambda params: loss(here, params, rest, x, y, key)
         value, gradients = jax.value_and_grad(of)(params)
         after = advance(here, params, rest, x)
@@ -103,7 +102,7 @@ def microbatched(here: Here, params: Any, rest: Any, x: Any, y: Any, key: Any) -
     number = x.shape[0] // 2
     of = jax.value_and_grad(loss_fn)
     rows = [slice(i, i + 2) for i in range(0, x.shape[0], 2)]
-    parts = [of(here.local(params), x[each], y[each]) for each in rows]
+    parts = [of(params, x[each], y[each]) for each in rows]
     total = each(lambda *g: sum(g) / number / number, *[g for _, g in parts])
     return here.mean(total), here.mean(sum(loss for loss, _ in parts) / number), rest
 
@@ -348,7 +347,7 @@ def test_what_cannot_be_told_from_noise_is_refused(name: str, way: str):
 @pytest.mark.parametrize("name", ["keys from the count and the shard", "a key as argument"])
 def test_noise_is_seen_in_a_step_that_cannot_be_traced(name: str):
     def make_step(optimizer: Any, n: int) -> Any:
-        run, *state = WAYS["no vma"](plan, optimizer, n)
+        run, *state = WAYS["shard_map"](plan, optimizer, n)
 
         def step(state: Any, x: Any, y: Any, *key: Any) -> Any:
             assert float(y[0]) > -100

@@ -1,4 +1,4 @@
-"""One training step, run in five ways; what it does on each shard is a function of ours."""
+"""One training step, run in three ways; what it does on each shard is a function of ours."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import crossshard
-from crossshard import _jax
 from tests.tools.steps import first_params, mesh_of, over, updated
 
 AXIS, ROWS = "s", 32
@@ -24,13 +22,6 @@ class Here:
     """The shards, as the code on one of them sees them."""
 
     n: int
-    vma: bool
-
-    def local(self, params: Any) -> Any:
-        """So that gradients are those of the shard's own rows."""
-        varies = lambda x: not self.vma or AXIS in _jax.varying_axes(x)
-        cast = lambda x: x if varies(x) else lax.pcast(x, (AXIS,), to="varying")
-        return jax.tree.map(cast, params)
 
     def index(self) -> Any:
         return lax.axis_index(AXIS)
@@ -86,7 +77,6 @@ class Making:
     optimizer: Any
     n: int
     is_pmap: bool = False
-    vma: bool = False
 
     @property
     def mesh(self) -> Any:
@@ -112,7 +102,7 @@ class Making:
         return jax.tree.map(stack, state) if self.stacked else state
 
     def on_shard(self, params: Any, rest: Any, x: Any, y: Any, key: Any = None) -> Any:
-        return self.plan.body(Here(self.n, self.vma), params, rest, x, y, key)
+        return self.plan.body(Here(self.n), params, rest, x, y, key)
 
     def one(self, state: Any, x: Any, y: Any, *key: Any) -> Any:
         params, opt_state, rest = state
@@ -127,7 +117,7 @@ def in_shard_map(making: Making) -> Any:
         return (jax.tree.map(lambda x: x[None], after) if making.stacked else after), loss
 
     specs = making.specs
-    return over(step, specs, (specs[0], P()), making.mesh, making.vma), making.state()
+    return over(step, specs, (specs[0], P()), making.mesh), making.state()
 
 
 def in_pmap(making: Making) -> Any:
@@ -137,21 +127,6 @@ def in_pmap(making: Making) -> Any:
     def step(state: Any, x: Any, y: Any, *key: Any) -> Any:
         state, loss = run(state, making.split(x), making.split(y), *key)
         return state, loss[0]
-
-    return step, making.state()
-
-
-def in_jit(making: Making) -> Any:
-    """The shards are those of a ``vmap``, over global arrays."""
-    at = 0 if making.stacked else None
-    lie = NamedSharding(making.mesh, making.specs[1])
-
-    @jax.jit
-    def step(state: Any, x: Any, y: Any, *key: Any) -> Any:
-        x, y = (lax.with_sharding_constraint(each, lie) for each in (x, y))
-        axes = (at, 0, 0, *[None for _ in key])
-        run = jax.vmap(making.one, axes, (at, None), axis_name=AXIS, axis_size=making.n)
-        return run(state, *map(making.split, (x, y)), *key)
 
     return step, making.state()
 
@@ -194,10 +169,8 @@ def in_nnx_shard_map(making: Making) -> Any:
 
 
 WAYS: dict[str, Callable[[Plan, Any, int], Any]] = {
-    "vma": lambda *made: in_shard_map(Making(*made, vma=True)),
-    "no vma": lambda *made: in_shard_map(Making(*made)),
+    "shard_map": lambda *made: in_shard_map(Making(*made)),
     "pmap": lambda *made: in_pmap(Making(*made, is_pmap=True)),
-    "jit": lambda *made: in_jit(Making(*made)),
     "nnx.shard_map": lambda *made: in_nnx_shard_map(Making(*made)),
 }
 

@@ -24,10 +24,10 @@ from crossshard.step.rebuild import (
     groups_of,
     has_equal_shards,
     loss_over_rows_of,
-    of_few_bits,
     on_part_of_mesh,
     own_rows,
     with_optimizer,
+    without_in_proof,
 )
 from crossshard.tools.verification.measurement import (
     COARSE,
@@ -206,11 +206,8 @@ def verify(
                 )
             measurement = _measure_train_step(step, batch, num_shards, key, groups)
             found = _compare(measurement, lambda found: _with_faults_of_others(found, step.mesh))
-            of_loss = loss_over_rows_of(step)
-            few = "it was verified in float32: it sends {}, which no single step is exact in"
-            sent = of_few_bits(step)
-            beside = (of_loss, few.format(sent) if sent else "")
-            return dataclasses.replace(found, notes=(*found.notes, *filter(None, beside)))
+            beside = filter(None, (loss_over_rows_of(step), *without_in_proof(step)))
+            return dataclasses.replace(found, notes=(*found.notes, *beside))
         if not callable(step):
             raise ArgumentTypeError(
                 "verify takes make_step, a function of (optimizer, num_shards), or a TrainStep; "

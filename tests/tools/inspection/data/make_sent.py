@@ -1,8 +1,7 @@
 """Compiles three programs for TPU slices and GPU clusters that are not there, for test_pods.py.
 
 python make_sent.py FOLDER v5p:16x16x16 …: needs libtpu or JAX for CUDA, as `crossshard plan` does.
-Writes the program, what `inspect` says of it, and the program reduced to what communicates, which
-is kept here.
+Writes what `inspect` says of each, and the program reduced to what communicates, which is here.
 """
 
 import json
@@ -153,6 +152,4 @@ if __name__ == "__main__":
             compiled = lower(mesh).compile()
             path = folder / f"sent_{name.replace(':', '_')}_{program}"
             path.with_suffix(".json").write_text(crossshard.inspect(compiled).to_json())
-            text = compiled.as_text()
-            path.with_suffix(".full").write_text(text)
-            path.with_suffix(".hlo").write_text(reduced(text))
+            path.with_suffix(".hlo").write_text(reduced(compiled.as_text()))
