@@ -6,14 +6,8 @@ from typing import Any
 
 import jax
 
-from crossshard.jaxprs.mean_over_rows import (
-    Finding,
-    Proof,
-    facts_of_inputs,
-    found,
-    prove,
-    types_with,
-)
+from crossshard.jaxprs.mean_over_rows import Finding, found
+from crossshard.jaxprs.proof import Proof, facts_of_inputs, prove, types_with
 from crossshard.shards.axes import as_one_shard
 
 

@@ -26,6 +26,9 @@ class OverRows(enum.Enum):
 
 
 # Reasons for which a step has messages or numbers of their own.
+DIFFERS = "it computes something different with more rows"
+GROWS = "it grows with the number of rows"
+FALLS = "it falls with the number of rows"
 ADDS_SHARDS = "the shards' means are added up"
 PART_OF_SHARDS = "a shard's part of what all of them add up to"
 ADDS_UNLIKE = "terms that depend differently on the number of rows"

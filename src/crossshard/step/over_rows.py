@@ -20,14 +20,8 @@ from crossshard._check import is_inexact
 from crossshard.errors import ArgumentError, ArgumentTypeError, LossError
 from crossshard.gradients.mean import Mean, Moved, Term, with_moved
 from crossshard.jaxprs.kernels import ROWWISE
-from crossshard.jaxprs.mean_over_rows import (
-    Finding,
-    Proof,
-    found,
-    is_free,
-    is_mean,
-    is_sum,
-)
+from crossshard.jaxprs.mean_over_rows import Finding, found, is_free, is_mean, is_sum
+from crossshard.jaxprs.proof import Proof
 from crossshard.jaxprs.rewrite import evaluate, inlined
 from crossshard.jaxprs.row_facts import (
     ADDS_SHARDS,

@@ -21,15 +21,8 @@ from crossshard.errors import ArgumentError, AxisError
 from crossshard.gradients.local import as_scale, split_loss
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
-from crossshard.jaxprs.mean_over_rows import (
-    Finding,
-    Proof,
-    facts_of_inputs,
-    is_mean,
-    over_shards_of,
-    prove,
-    types_with,
-)
+from crossshard.jaxprs.mean_over_rows import Finding, is_mean
+from crossshard.jaxprs.proof import Proof, facts_of_inputs, over_shards_of, prove, types_with
 from crossshard.jaxprs.rewrite import opaque_false
 from crossshard.jaxprs.row_facts import OverRows, Total
 from crossshard.jaxprs.walk import depends, equations_of, named_axes
