@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -52,13 +53,16 @@ class TrainStep:
         self._config = config
         self._states = States(config)
         self._program = Program(config, self._states)
-        self._over_data = OverData(config, self._entering)
         # What the last steps have found; it is checked two calls later.
         self._found: collections.deque[dict[str, Any]] = collections.deque()
         self._has_checks = config.sentinel is not None or config.pipeline.nonfinite is not None
         self._is_watched = are_of_all_processes(config.mesh) or PROGRESS.is_alone
         # The layout and the types of the last ``init``, for the descriptions.
         self._latest: tuple[StateLayout, TrainState] | None = None
+
+    @functools.cached_property
+    def _over_data(self) -> OverData:
+        return OverData(self._config, self._entering)
 
     def __repr__(self) -> str:
         config = self._config
