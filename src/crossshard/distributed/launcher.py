@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import inspect
-import json
 import math
 import os
 import queue
@@ -24,7 +23,6 @@ from crossshard.distributed.job import (
     LOOPBACK,
     NUMBER,
     OWN,
-    SPARE,
     check_unused,
 )
 from crossshard.distributed.judge import PROCESS_LOST, PROCESS_STALLED, Kind, Verdict, left_before
@@ -70,7 +68,6 @@ def launch(
     restarts: int,
     min_processes: int | None,
     *,
-    spares: int = 0,
     stdout: IO[bytes],
     stderr: IO[bytes],
     cpu_devices: int | None = None,
@@ -90,18 +87,13 @@ def launch(
         ``None`` starts as many again.
       cpu_devices: how many virtual CPU devices each of them has; ``None`` for one GPU each, or what
         else JAX finds.
-      spares: how many processes to keep that have run the command up to ``initialize`` and wait
-        there, once the run has taken a step; the next run takes them, before it starts others.
       port: the port at which they meet; any free one if ``None``.
       grace: how many seconds processes have to end, after a signal or a failure.
     """
     # For each process which GPU it has.
     slots = list(range(number))
     failure: _Failure | None = None
-    with (
-        tempfile.TemporaryDirectory(prefix="crossshard-", ignore_cleanup_errors=True) as folder,
-        contextlib.closing(_Spares(command)) as waiting,
-    ):
+    with tempfile.TemporaryDirectory(prefix="crossshard-", ignore_cleanup_errors=True) as folder:
         for left in range(restarts, -1, -1):
             if port is not None:
                 check_unused(LOOPBACK, port)
@@ -114,9 +106,7 @@ def launch(
                 # Enough threads that collectives of virtual devices never deadlock.
                 given["NPROC"] = str(4 * cpu_devices)
                 given["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", TUNABLES)
-            waiting.wanted = spares if left else 0
-            waiting.environment = {**os.environ, **given}
-            with _Run(folder, waiting, stdout, stderr, grace, failure) as run:
+            with _Run(folder, stdout, stderr, grace, failure) as run:
                 for own, slot in enumerate(slots):
                     if run.asked is not None:
                         break
@@ -161,71 +151,12 @@ class _Failure:
         return f"{line}: {lost} {were} lost, of {self.steps}"
 
 
-class _Spares:
-    """Processes that have run a command up to ``initialize``, and wait there for the next run.
-
-    Attributes:
-      wanted: how many there are to be.
-      environment: the variables that are the same for all processes of a run.
-    """
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self.wanted, self.environment = 0, dict[str, str]()
-        self._command = command
-        self._waiting: list[subprocess.Popen[bytes]] = []
-
-    def fill(self) -> None:
-        """Start those that are missing; one that cannot be started is none."""
-        with contextlib.suppress(OSError):
-            while len(self._waiting) < self.wanted:
-                environment = {**self.environment, SPARE: "1"}
-                self._waiting.append(_started(self._command, environment, subprocess.PIPE))
-
-    def take(self, environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
-        """Let one go on with these variables, and return it; ``None`` if none waits."""
-        while self._waiting:
-            process = self._waiting.pop(0)
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.write(json.dumps(environment).encode() + b"\n")
-                process.stdin.close()
-                if process.poll() is None:
-                    return process
-        return None
-
-    def groups(self) -> list[int]:
-        """Return the process groups of those that wait."""
-        return [process.pid for process in self._waiting]
-
-    def close(self) -> None:
-        """End all of them, without waiting for what they have started, which may have the pipes."""
-        for process in self._waiting:
-            # Which closes its pipes, and collects it.
-            with process:
-                _send(process.pid, signal.SIGKILL)
-
-
-def _started(
-    command: Sequence[str], environment: dict[str, str], stdin: int
-) -> subprocess.Popen[bytes]:
-    # A group of its own, so that what it has started ends with it.
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-
-
 class _Run:
     """The processes of a run, which get the launcher's signals and end together."""
 
     def __init__(
         self,
         folder: str,
-        waiting: _Spares,
         stdout: IO[bytes],
         stderr: IO[bytes],
         grace: float,
@@ -234,7 +165,6 @@ class _Run:
         # How it ends, and how the run before it has ended, until that has been told.
         self.failure: _Failure | None = None
         self._before_it = before
-        self._waiting = waiting
         self._has_begun = False
         self._looked = 0.0
         self.received: list[int] = []
@@ -304,27 +234,29 @@ class _Run:
         self._writer.join()
 
     def start(self, command: Sequence[str], environment: dict[str, str], prefix: str) -> None:
-        """Start a process, or take one that waits; its lines are written with a prefix."""
-        environment = {**environment, VERDICTS: self._verdicts}
+        """Start a process; its lines are written with a prefix."""
         try:
-            process = self._waiting.take(environment) or _started(
-                command, environment, subprocess.DEVNULL
+            process = subprocess.Popen(
+                command,
+                env={**environment, VERDICTS: self._verdicts},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                # A group of its own, so that what it has started ends with it.
+                start_new_session=True,
             )
         except OSError as error:
             raise ArgumentError(
                 f"{command[0]!r:.100} cannot be started: {error.strerror or error}."
             ) from None
         self._processes.append(process)
-        self._tell_guard(process.pid)
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):
+            self._guard.stdin.write(f"{process.pid}\n".encode())
         for pipe, to in ((process.stdout, self._stdout), (process.stderr, self._stderr)):
             given = pipe, prefix.encode(), to
             self._readers.append(threading.Thread(target=self._read, args=given, daemon=True))
             self._readers[-1].start()
-
-    def _tell_guard(self, group: int) -> None:
-        assert self._guard.stdin is not None
-        with contextlib.suppress(OSError):
-            self._guard.stdin.write(f"{group}\n".encode())
 
     def _read(self, pipe: IO[bytes], prefix: bytes, to: IO[bytes]) -> None:
         for line in pipe:
@@ -406,7 +338,7 @@ class _Run:
         return code, failed
 
     def _look(self) -> None:
-        """Once process 0 trains, start spares, and say what the end of the last run has cost."""
+        """Once process 0 trains, say what the end of the last run has cost."""
         if self._has_begun or time.monotonic() < self._looked + 0.2:
             return
         self._looked = time.monotonic()
@@ -416,10 +348,6 @@ class _Run:
         self._has_begun = True
         if self._before_it is not None:
             self._say(self._before_it.told(next(reversed(_behind(RESTORED, told)), None)))
-        self._waiting.fill()
-        # Each run has a guard of its own. Spares end by themselves, but not what they have started.
-        for group in self._waiting.groups():
-            self._tell_guard(group)
 
     def _say(self, what: str) -> None:
         self._lines.put((self._stderr, f"crossshard: {what}.\n".encode()))
