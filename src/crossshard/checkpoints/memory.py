@@ -30,13 +30,7 @@ from crossshard._hash import sha256
 from crossshard.checkpoints import storage
 from crossshard.checkpoints.folder import MOST_BYTES, Damaged, in_words, read_json
 from crossshard.checkpoints.hosts import Bounds, Hosts, bounds_of, holders, own_pieces, size_of
-from crossshard.checkpoints.manifest import (
-    Fingerprint,
-    Manifest,
-    WrittenLeaf,
-    as_manifest,
-    groups_of,
-)
+from crossshard.checkpoints.manifest import Fingerprint, Manifest, as_manifest, manifest_of
 from crossshard.distributed.agreement import exchange, processes_of
 from crossshard.distributed.identity import machine, private_folder
 from crossshard.errors import ArgumentError, CheckpointWarning
@@ -157,11 +151,7 @@ class Snapshots:
             pieces += [(place, bounds, _kept(piece)) for place, bounds, piece in of_next]
             count = _kept(state.step.addressable_data(0))
         self._agree()
-        written = [WrittenLeaf(leaf.path, leaf.on_disk.shape, leaf.dtype, "") for leaf in leaves]
-        manifest = Manifest(
-            *(0, 0, layout.number_of_shards, groups_of(layout), str(state.rng_impl)),
-            *(fingerprint, written, data),
-        )
+        manifest = manifest_of(layout, state, leaves, fingerprint, data)
         self._writing = self._writer.submit(self._write, manifest, count, pieces, newest)
 
     def _of_next_host(self, arrays: list[jax.Array]) -> list[tuple[int, Bounds, jax.Array]]:
