@@ -159,7 +159,7 @@ class Snapshots:
         if self._copies == 1:
             return []
         lacking = [place for place, x in enumerate(arrays) if not self._hosts.have_all(x)]
-        sent = self._hosts.sent_back([arrays[place] for place in lacking])
+        sent = self._hosts.sent_back([arrays[place] for place in lacking], 1)
         after, next_host = self._hosts.devices_after(1), self._hosts.processes_after(self._here, 1)
         return [
             (place, bounds, piece)
@@ -343,19 +343,21 @@ class Snapshot:
         """
         parts, why = self._parts(leaves)
         source = self._sources(leaves, parts, why)
-        own, arrays = self._hosts.index(self._here), dict[int, list[jax.Array]]()
-        for distance in sorted({0, *source}):
+        own, found = self._hosts.index(self._here), list[jax.Array]()
+        for distance in sorted({*source}):
             # What this host has for another one; without it, zeros that nobody takes.
             gives = source[(own + distance) % len(source)] == distance
             devices = self._hosts.devices_after(distance)
-            arrays[distance] = [
+            arrays = [
                 _array(leaf, parts[place] if gives else [], devices)
                 for place, leaf in leaves.items()
             ]
-        found = arrays[0]
-        if any(source):
-            with _mesh.in_place_of_the_users_mesh(self._hosts.mesh):
-                found = self._hosts.chosen(arrays, source)
+            if distance:
+                with _mesh.in_place_of_the_users_mesh(self._hosts.mesh):
+                    # What a host has for one after it goes forward.
+                    arrays = self._hosts.sent_back(arrays, -distance)
+            # All of them send, and each takes its own.
+            found = arrays if source[own] == distance else found
         return dict(zip(leaves, found, strict=True))
 
     def _parts(self, leaves: Mapping[int, storage.Leaf]) -> tuple[dict[int, list[_Values]], str]:
