@@ -18,12 +18,15 @@ class Hosts:
 
     Attributes:
       mesh: the mesh.
+      here: the processes of this host, and ``own`` its place in the ring.
       processes: the processes of all hosts.
       numbers: how many devices each host has.
     """
 
     def __init__(self, mesh: Mesh, of_host: tuple[tuple[int, ...], ...]):
         self.mesh, self._of_host = mesh, of_host
+        self.here = next(each for each in of_host if jax.process_index() in each)
+        self.own = of_host.index(self.here)
         flat: list[Any] = list(mesh.devices.flat)
         # The places of the devices of each host in the mesh.
         self._places = [
@@ -41,13 +44,9 @@ class Hosts:
         """Whether all hosts have equally many devices."""
         return len(set(self.numbers)) == 1
 
-    def index(self, here: tuple[int, ...]) -> int:
-        """Return the place in the ring of the host with these processes."""
-        return self._of_host.index(here)
-
-    def processes_after(self, here: tuple[int, ...], distance: int) -> tuple[int, ...]:
-        """Return the processes of the host so many places after that with these processes."""
-        return self._of_host[(self.index(here) + distance) % len(self)]
+    def processes_after(self, distance: int) -> tuple[int, ...]:
+        """Return the processes of the host so many places after this one."""
+        return self._of_host[(self.own + distance) % len(self)]
 
     def devices_after(self, distance: int) -> dict[Any, Any]:
         """Return, for each device, the one in its place on the host so many places after its."""

@@ -83,8 +83,7 @@ class Snapshots:
         for process, (host, _) in zip(processes, found, strict=True):
             by_host.setdefault(host, []).append(process)
         self._hosts = Hosts(mesh, tuple(map(tuple, by_host.values())))
-        # The processes of this host, and what tells this start of the run from earlier ones.
-        self._here = tuple(by_host[machine()])
+        # What tells this start of the run from earlier ones.
         self._start: str = found[0][1]
         self._copies = copies if len(by_host) > 1 else 1
         if self._copies > 1 and not self._hosts.are_alike:
@@ -146,7 +145,7 @@ class Snapshots:
             pieces = [
                 (place, bounds, _kept(piece))
                 for place, x in enumerate(arrays)
-                for bounds, piece in own_pieces(x, x, self._here, place)
+                for bounds, piece in own_pieces(x, x, self._hosts.here, place)
             ]
             pieces += [(place, bounds, _kept(piece)) for place, bounds, piece in of_next]
             count = _kept(state.step.addressable_data(0))
@@ -160,12 +159,12 @@ class Snapshots:
             return []
         lacking = [place for place, x in enumerate(arrays) if not self._hosts.have_all(x)]
         sent = self._hosts.sent_back([arrays[place] for place in lacking], 1)
-        after, next_host = self._hosts.devices_after(1), self._hosts.processes_after(self._here, 1)
+        after, next_host = self._hosts.devices_after(1), self._hosts.processes_after(1)
         return [
             (place, bounds, piece)
             for place, x in zip(lacking, sent, strict=True)
             for bounds, piece in own_pieces(x, arrays[place], next_host, place, after)
-            if bounds not in holders(arrays[place].sharding, x.shape, self._here)
+            if bounds not in holders(arrays[place].sharding, x.shape, self._hosts.here)
         ]
 
     def wait(self) -> None:
@@ -198,7 +197,7 @@ class Snapshots:
 
     def _delete(self, stays: Callable[[str], bool]) -> None:
         """Delete what does not stay, in the first process of the host."""
-        if jax.process_index() == self._here[0]:
+        if jax.process_index() == self._hosts.here[0]:
             for path in self.path.iterdir():
                 if _NAME.fullmatch(path.name) and not stays(path.name):
                     shutil.rmtree(path, ignore_errors=True)
@@ -226,11 +225,11 @@ class Snapshots:
                     offset += content.nbytes
                 opened.truncate()
             manifest = dataclasses.replace(manifest, number=number, step=step)
-            held = self._here
+            held = self._hosts.here
             if self._copies > 1:
-                held += self._hosts.processes_after(held, 1)
+                held += self._hosts.processes_after(1)
             body = {
-                "here": self._here,
+                "here": self._hosts.here,
                 "held": held,
                 "all": self._hosts.processes,
                 "parts": list(map(dataclasses.astuple, parts)),
@@ -275,14 +274,14 @@ class Snapshots:
         for path in sorted(self.path.iterdir()):
             found = _NAME.fullmatch(path.name)
             if found is not None and found[2] == self._run and path.is_dir():
-                held = Snapshot(path, self._hosts, self._here).held()
+                held = Snapshot(path, self._hosts).held()
                 own |= {path.name: held} if held else {}
         told = [json.loads(each) for each in exchange("restore", json.dumps(own), self._mesh)]
         whole = []
         for name in sorted({name for each in told for name in each}):
             having = [each[name] for each in told if name in each]
             if {process for held, _ in having for process in held} >= set(having[0][1]):
-                here = Snapshot(self.path / name, self._hosts, self._here)
+                here = Snapshot(self.path / name, self._hosts)
                 if len(having) < len(told):
                     here.share_manifest(name in own)
                 whole.append((name, here))
@@ -300,10 +299,10 @@ class Snapshot:
 
     has_hashes = False
 
-    def __init__(self, path: Path, hosts: Hosts, here: tuple[int, ...]):
+    def __init__(self, path: Path, hosts: Hosts):
         self.number = int(path.name.partition("-")[0])
         self.name = f"Snapshot {self.number} in {path.parent}"
-        self._path, self._hosts, self._here = path, hosts, here
+        self._path, self._hosts = path, hosts
         # Its manifest from another host; ``None`` if this one has it.
         self._shared: dict[str, Any] | None = None
 
@@ -343,7 +342,7 @@ class Snapshot:
         """
         parts, why = self._parts(leaves)
         source = self._sources(leaves, parts, why)
-        own, found = self._hosts.index(self._here), list[jax.Array]()
+        own, found = self._hosts.own, list[jax.Array]()
         for distance in sorted({*source}):
             # What this host has for another one; without it, zeros that nobody takes.
             gives = source[(own + distance) % len(source)] == distance
@@ -388,7 +387,7 @@ class Snapshot:
         hosts = self._hosts
 
         def has(distance: int) -> bool:
-            its = hosts.processes_after(self._here, distance)
+            its = hosts.processes_after(distance)
             return all(
                 _has_all(bounds, parts[place])
                 for place, leaf in leaves.items()
@@ -396,7 +395,7 @@ class Snapshot:
             )
 
         distances = range(len(hosts) if hosts.are_alike else 1)
-        own = json.dumps([hosts.index(self._here), list(map(has, distances)), why])
+        own = json.dumps([hosts.own, list(map(has, distances)), why])
         told = [json.loads(each) for each in exchange("restore", own, hosts.mesh)]
         of_hosts = {host: its for host, its, _ in told}
         found = []
