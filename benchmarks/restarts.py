@@ -34,10 +34,11 @@ PARTS = {
     "state restored": r"\[0\] .*is restored",
     "a step taken": r"trains again after",
 }
-# What a run has: its flags of the example.
+# What a run has: its flags of `crossshard launch`, and of the example.
 WAYS = {
-    "checkpoints on disk": ["--save-every", "50"],
-    "snapshots in memory": ["--memory-every", str(EVERY)],
+    "checkpoints on disk": ([], ["--save-every", "50"]),
+    "snapshots in memory": ([], ["--memory-every", str(EVERY)]),
+    "and spare processes": (["--spares", str(PROCESSES)], ["--memory-every", str(EVERY)]),
 }
 _COLORS = ("#5b6b7d", "#8ecae6", "#ffd28a", "#95d5b2", "#e07a5f")
 
@@ -89,7 +90,7 @@ class Run:
         return found
 
     def processes(self) -> list[int]:
-        """The ids of the processes that run the example."""
+        """The ids of the processes that run the example, of spare ones too."""
         found = []
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         # What has ended meanwhile, the launcher too, runs nothing.
@@ -115,8 +116,8 @@ def main() -> None:
     options = parser.parse_args()
     machine = this_machine()
     rows, medians = [], dict[str, dict[str, float]]()
-    for name, words in WAYS.items():
-        parts, lost = measured(options.kills, words)
+    for name, (flags, words) in WAYS.items():
+        parts, lost = measured(options.kills, flags, words)
         medians[name] = {part: statistics.median(each[part] for each in parts) for part in PARTS}
         totals = [sum(each.values()) for each in parts]
         median, most = np.percentile(totals, [50, 95])
@@ -133,7 +134,9 @@ def main() -> None:
         age.write(options.out, markdown.again("restarts", [table], last))
 
 
-def measured(kills: int, words: Sequence[str]) -> tuple[list[dict[str, float]], list[int]]:
+def measured(
+    kills: int, flags: Sequence[str], words: Sequence[str]
+) -> tuple[list[dict[str, float]], list[int]]:
     """The seconds of each part for each death, and how many steps were done again."""
     rng, found = np.random.default_rng(0), list[dict[str, float]]()
     with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder:
@@ -141,11 +144,11 @@ def measured(kills: int, words: Sequence[str]) -> tuple[list[dict[str, float]], 
         example += ["--out", f"{folder}/out", "--batch", 8, "--layers", 1, "--width", 32, *words]
         if "--memory-every" in words:
             example += ["--memory", f"{folder}/memory"]
-        run = Run(["--", *example], restarts=kills)
+        run = Run([*flags, "--", *example], restarts=kills)
         try:
             known = 0
             for _ in range(kills):
-                # The first steps of the new run.
+                # The first steps of the new run, and what spare processes import.
                 assert run.wait_for(r"step +\d+/|trains again", known), run.printed()
                 time.sleep(15 + rng.uniform(0, 1))
                 known, began = len(run.lines), time.monotonic()

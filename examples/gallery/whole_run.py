@@ -158,9 +158,9 @@ def train(folder, steps, training, held_out):
             # What is done again after a kill is logged again: of each step the last line counts.
             print(json.dumps(seen), file=log, flush=True)
             print("  ".join(f"{k} {round(v, 2)}" for k, v in seen.items()), flush=True)
-    number, score = max(checkpoints.scores().items(), key=lambda each: each[1])
-    print(f"the best is step {number}: {-score:.2f} bits per byte of held-out text")
-    return step, checkpoints.restore(step.abstract_init(model), number)[0]
+        state, _, number, score = checkpoints.restore_best(step.abstract_init(model))
+        print(f"the best is step {number}: {-score:.2f} bits per byte of held-out text")
+    return step, state
 
 
 def write(model, prompt, length, temperature=0.7):

@@ -54,6 +54,30 @@ def test_the_next_steps_do_not_wait_for_the_hashes_nor_change_what_is_written(
     check_same_bits(arrays(step, found), expected)
 
 
+def test_the_first_save_finds_compiled_what_copies_the_state(tmp_path: Path):
+    # A number of shards with which no other test saves, so that nothing is compiled before.
+    step, compiled = step_on(7), list[str]()
+
+    def listen(event: str, _: float, **about: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(threading.current_thread().name)
+
+    with Checkpoints(tmp_path, step) as checkpoints:
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            assert checkpoints.restore_latest(step.abstract_init(PARAMS)) is None
+            for thread in threading.enumerate():
+                if thread.name == "crossshard":
+                    thread.join()
+            assert "crossshard" in compiled
+            state, _ = step(step.init(PARAMS), XS[0][:14])
+            compiled.clear()
+            checkpoints.save(state)
+            assert compiled == []
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.mark.parametrize("spec", [(), ("data",), (None, "model"), ("model", "data")], ids=str)
 def test_devices_are_asked_for_the_same_hash_whatever_mesh_the_user_has_set(
     spec: Any, monkeypatch: pytest.MonkeyPatch

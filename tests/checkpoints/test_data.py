@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from crossshard import Checkpoints
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
+    CheckpointDamagedError,
+    CheckpointError,
     CheckpointMismatchError,
     CheckpointWarning,
 )
@@ -253,6 +256,46 @@ def test_the_state_of_what_is_read_ahead_is_refused(tmp_path: Path):
             checkpoints.save(trained(step), step.prefetch(iter([ROWS])))
 
 
+# The best one.
+
+
+def test_the_best_comes_back_with_its_number_and_its_score(tmp_path: Path):
+    step = step_on(2)
+    states = [trained(step, steps) for steps in range(4)]
+    with Checkpoints(tmp_path / "run", step, keep=1, keep_best=3) as checkpoints:
+        like = step.abstract_init(PARAMS)
+        with pytest.raises(CheckpointError, match=r"has no checkpoint with a score\. Pass one to"):
+            checkpoints.restore_best(like)
+        for number, score in enumerate((0.75, 0.25, 0.75, None)):
+            checkpoints.save(states[number], {"at": number}, score=score)
+        found, *others = checkpoints.restore_best(like)
+        assert checkpoints.scores() == {0: 0.75, 1: 0.25, 2: 0.75}
+    assert others == [{"at": 2}, 2, 0.75]
+    check_same_bits(arrays(step, found), arrays(step, states[2]))
+    assert checkpoints.restored_from == f"Checkpoint 2 in {tmp_path / 'run'}"
+    again = Checkpoints(shutil.copytree(tmp_path / "run", tmp_path / "two"), step)
+    assert again.steps() == [0, 1, 2, 3]
+    for damaged, (number, score) in ((2, (0, 0.75)), (0, (1, 0.25))):
+        (tmp_path / "two" / f"{damaged:08}" / "manifest" / "manifest.json").write_text("{}")
+        with pytest.warns(CheckpointWarning, match=f"checkpoint {number} is taken"):
+            assert again.restore_best(like)[1:] == ({"at": number}, number, score)
+    (tmp_path / "two" / "00000001" / "manifest" / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointDamagedError, match=r"No checkpoint with a score in .* is whole"):
+        again.restore_best(like)
+
+
+def test_the_best_is_on_disk_even_if_a_snapshot_is_newer(tmp_path: Path):
+    step = step_on(2)
+    folders = {"folder": tmp_path / "run", "memory": tmp_path / "memory", "memory_every": 1}
+    checkpoints = Checkpoints(step=step, keep_best=1, **folders)
+    checkpoints.save(trained(step, 1), "best", score=-1.5)
+    checkpoints.snapshot(trained(step, 3), "newest")
+    checkpoints.wait()
+    like = step.abstract_init(PARAMS)
+    assert Checkpoints(step=step, **folders).restore_latest(like)[1] == "newest"
+    assert checkpoints.restore_best(like)[1:] == ("best", 1, -1.5)
+
+
 # Several processes.
 
 
@@ -262,7 +305,7 @@ def main(process: int, port: int, out: str, folder: str, kind: str, what: str) -
     step, said, order = step_on(4), dict[str, Any](), []
     own = Drawn(process, 8) if kind == "own" else grain_rows(process, PROCESSES)
     batches, memory = step.prefetch(own, 2), f"{folder}-memory" if what == "memory" else None
-    with Checkpoints(folder, step, memory=memory, memory_every=1) as checkpoints:
+    with Checkpoints(folder, step, memory=memory, memory_every=1, keep_best=1) as checkpoints:
         found = checkpoints.restore_latest(step.abstract_init(PARAMS))
         state, where = found or (step.init(PARAMS), batches.get_state())
         batches.set_state(where)
@@ -276,8 +319,12 @@ def main(process: int, port: int, out: str, folder: str, kind: str, what: str) -
             if memory:
                 checkpoints.snapshot(state, batches)
             elif int(state.step) == 2:
-                checkpoints.save(state, batches)
+                checkpoints.save(state, batches, score=float(process == 0))
+                where = batches.get_state()
         checkpoints.wait()
+        if what == "best":
+            _, state_of, number, score = checkpoints.restore_best(step.abstract_init(PARAMS))
+            said["best"] = [state_of == where, number, score]
     said |= {
         "rows": order,
         "params": [np.asarray(x).tolist() for x in jax.tree.leaves(state.params)],
@@ -300,7 +347,7 @@ def started(tmp_path: Path, *words: str) -> list[Any]:
 
 @pytest.mark.deep
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("what", ["folder", "memory"])
+@pytest.mark.parametrize("what", ["folder", "memory", "best"])
 def test_each_process_goes_on_with_its_own(what: str, tmp_path: Path):
     folder = str(tmp_path / "run")
     first = started(tmp_path, folder, "own", what)
@@ -312,6 +359,8 @@ def test_each_process_goes_on_with_its_own(what: str, tmp_path: Path):
         after = 3 if what == "memory" else 2
         assert one["rows"] == expected[:3]
         assert other["rows"] == expected[after : after + 3]
+        if what == "best":
+            assert one["best"] == other["best"] == [True, 2, 1.0]
     assert again[0]["params"] == again[1]["params"]
     if what == "folder":
         step = step_on(4)

@@ -123,6 +123,7 @@ def test_when_one_is_killed_the_others_end(capfd: pytest.CaptureFixture[str]):
         (("-n", 2, "--cpu-devices", 0, "--", "true"), "--cpu-devices must be at least 1"),
         (("-n", 2, "--port", 70000, "--", "true"), "--port must be from 1 to 65535"),
         (("-n", 2, "--restarts", -1, "--", "true"), "--restarts must be at least 0; got -1"),
+        (("-n", 2, "--spares", 2, "--", "true"), "--spares needs --restarts; got 2 spares"),
         (("-n", 2, "--min-processes", 1, "--", "true"), "needs --restarts; got 1"),
         (
             ("-n", 2, "--restarts", 1, "--min-processes", 3, "--", "true"),

@@ -16,6 +16,7 @@ from crossshard.checkpoints.memory import Snapshots
 from crossshard.checkpoints.preemption import Preemption
 from crossshard.checkpoints.reading import Found, OnDisk, read_state
 from crossshard.checkpoints.saving import Saving, notes_of
+from crossshard.checkpoints.storage import compile_copies
 from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import (
     ArgumentError,
@@ -101,7 +102,7 @@ class Checkpoints:
         self._saving = Saving(self._folder, step.mesh, keep, keep_best)
         self._may_write = not self._saving.numbers
         self._snapshots: Snapshots | None = None
-        self._calls = 0
+        self._calls, self._compiles = 0, False
         if memory is not None:
             run = self._folder.run(step.mesh)
             self._snapshots = Snapshots(memory, run, step.mesh, memory_copies)
@@ -191,6 +192,9 @@ class Checkpoints:
         check_is_state(state)
         _check_at_top_level("snapshot")
         self._calls += 1
+        if not self._compiles:
+            layout = layout_of(self._step, state)
+            self._compile_beside(layout, jax.eval_shape(layout.collected, state))
         if self._calls % self._every:
             return
         _check_call("snapshot", state, jax.Array)
@@ -306,7 +310,8 @@ class Checkpoints:
           CheckpointError: the folder cannot be read.
           CheckpointMismatchError: it is another model's or optimizer's, or has other dtypes.
         """
-        return self._restored(state, None, strict)
+        found = self._restored(state, None, strict)
+        return None if found is None else found[:2]
 
     def restore(
         self, state: TrainState, step: int, *, strict: bool = True
@@ -330,6 +335,41 @@ class Checkpoints:
         number = _check.whole_number("step", step, least=0, hint="It is one of steps().")
         found = self._restored(state, number, strict)
         assert found is not None
+        return found[:2]
+
+    def restore_best(
+        self, state: TrainState, *, strict: bool = True
+    ) -> tuple[TrainState, Json | bytes, int, float]:
+        """Restore the checkpoint that was saved with the highest score, as ``restore_latest`` does.
+
+        Of equal scores the newest is taken; snapshots have none.
+
+        >>> import jax.numpy as jnp, optax, tempfile
+        >>> from crossshard import make_train_step
+        >>> step = make_train_step(lambda w, x: (w * x).mean(), optax.sgd(1.0), num_shards=1)
+        >>> state, folder = step.init(jnp.float32(3)), tempfile.mkdtemp()
+        >>> with Checkpoints(folder, step, keep=1, keep_best=1) as checkpoints:
+        ...     for score in (0.5, 0.7, 0.6):
+        ...         state, _ = step(state, jnp.ones(4))
+        ...         checkpoints.save(state, score=score)
+        ...     state, _, number, score = checkpoints.restore_best(state)
+        >>> number, score, float(state.params)
+        (2, 0.7, 1.0)
+
+        Args:
+          state: as for ``restore_latest``, like ``strict``.
+
+        Returns:
+          The state, the data that was saved with it, the number of the checkpoint, its score.
+
+        Raises: as for ``restore_latest``; and CheckpointError if none has a score.
+        """
+        found = self._restored(state, None, strict, best=True)
+        if found is None:
+            raise CheckpointError(
+                f"{self._folder.path} has no checkpoint with a score. Pass one to "
+                f"save(state, score=...), and keep_best= to Checkpoints."
+            )
         return found
 
     def restore_params(self, state: TrainState, step: int | None = None) -> TrainState:
@@ -390,11 +430,11 @@ class Checkpoints:
         return self._saving.scores(self.steps())
 
     def _restored(
-        self, state: TrainState, step: int | None, strict: bool
-    ) -> tuple[TrainState, Any] | None:
+        self, state: TrainState, step: int | None, strict: bool, best: bool = False
+    ) -> tuple[TrainState, Any, int, float] | None:
         _check.flag("strict", strict)
         with entering_of(self._step, "restore"):
-            found = self._found(state, step, strict=strict)
+            found = self._found(state, step, strict=strict, best=best)
             self._may_write = True
             if found is None:
                 return None
@@ -407,30 +447,33 @@ class Checkpoints:
                     # Of the caller of restore or restore_latest.
                     stacklevel=3,
                 )
-            return self._step.reshard(found.state), found.data.of_process(self._step.mesh)
+            data = found.data.of_process(self._step.mesh)
+            return self._step.reshard(found.state), data, found.source.number, found.score
 
     def _found(
-        self, state: TrainState, step: int | None, *, strict: bool = True, only_params: bool = False
+        self, state: TrainState, step: int | None, *, strict: bool = True, **which: bool
     ) -> Found | None:
         """Read a checkpoint, or the latest that is whole; return ``None`` if there is none."""
+        only_params, best = which.get("only_params", False), which.get("best", False)
         call = "restore_params" if only_params else "restore"
         _check_call(call, state, jax.Array, jax.ShapeDtypeStruct)
         layout = layout_of(self._step, state)
         here = None if only_params else self._fingerprint(layout)
         types = jax.eval_shape(layout.collected, state)
-        read = lambda source: read_state(source, layout.without_owners, types, here, strict=strict)
+        if not only_params:
+            self._compile_beside(layout, types)
         self._saving.wait()
         # What follows may be another state after as many steps as one that is kept.
         self._saving.taken = None
         if self._snapshots is not None:
             self._snapshots.forget_count()
-        if self._snapshots is not None and step is None and not only_params:
+        if self._snapshots is not None and step is None and not (only_params or best):
             newest = max(self.steps(), default=-1)
             for _, snapshot in reversed(self._snapshots.candidates()):
                 if snapshot.number < newest:
                     break
                 try:
-                    return read(snapshot)
+                    return read_state(snapshot, layout.without_owners, types, here, strict=strict)
                 except Damaged as damage:
                     warnings.warn(
                         f"{snapshot.name}: {damage}. It is passed over.",
@@ -457,30 +500,40 @@ class Checkpoints:
                 )
             self._saving.damaged |= reasons.keys()
             left = [each for each in numbers if each not in reasons and step in (None, each)]
+            scores = self._saving.scores(numbers) if best else dict.fromkeys(left, 0.0)
+            left = sorted(scores.keys() & left, key=lambda each: (scores[each], each))
             if not left:
                 break
             try:
-                found = read(OnDisk(self._folder, left[-1]))
+                source = OnDisk(self._folder, left[-1])
+                found = read_state(source, layout.without_owners, types, here, strict=strict)
             except Damaged as damage:
                 reasons[left[-1]] = str(damage)
                 continue
             for each, why in reasons.items():
                 warnings.warn(
                     f"{self._folder.path}, checkpoint {each}: {why}. It is damaged and passed "
-                    f"over; checkpoint {left[-1]} is taken.",
+                    f"over; checkpoint {source.number} is taken.",
                     CheckpointWarning,
                     stacklevel=3 if only_params else 4,
                 )
-            return found
+            return found._replace(score=scores[source.number])
         if not reasons:
             return None
-        what = "No checkpoint" if step is None else f"Checkpoint {step}"
-        whole = "is whole" if step is None else "is not whole"
+        what, whole = f"No checkpoint{' with a score' if best else ''}", "is whole"
+        if step is not None:
+            what, whole = f"Checkpoint {step}", "is not whole"
         whys = "; ".join(f"checkpoint {each}: {why}" for each, why in reasons.items())
         raise CheckpointDamagedError(
             f"{what} in {self._folder.path} {whole}: {whys}. Bring back a copy of it, take another "
             f"one of steps(), or choose another folder to start again in."
         )
+
+    def _compile_beside(self, layout: StateLayout, types: TrainState) -> None:
+        """Begin to compile what the first save or snapshot runs, if nothing has."""
+        if not self._compiles:
+            self._compiles = True
+            compile_copies(layout.without_owners, types)
 
     def _fingerprint(self, layout: StateLayout) -> Fingerprint:
         # Kept, since it traces the optimizer, and a loop saves states of one layout, which the step

@@ -58,6 +58,7 @@ class Found(NamedTuple):
     # What differs between the two steps, in words.
     notes: list[str]
     source: "Source"
+    score: float = 0.0
 
 
 class Source(Protocol):

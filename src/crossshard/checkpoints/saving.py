@@ -142,10 +142,9 @@ class Saving:
 
     def scores(self, numbers: list[int]) -> dict[int, float]:
         """Return the scores of those checkpoints that have one, as the first process sees them."""
-        own = [self._score(each) for each in numbers] if jax.process_index() == 0 else []
-        told = json.loads(exchange("Checkpoints", json.dumps(own), self._mesh)[0])
-        pairs = zip(numbers, told, strict=True)
-        return {number: score for number, score in pairs if score is not None}
+        own = {each: self._score(each) for each in numbers} if jax.process_index() == 0 else {}
+        told = exchange("Checkpoints", json.dumps(list(own.items())), self._mesh)[0]
+        return {number: score for number, score in json.loads(told) if score is not None}
 
     def _to_delete(self) -> list[int]:
         """Return the checkpoints that do not stay."""

@@ -1,7 +1,9 @@
 """Storage: writes and reads a state's arrays with Orbax, in the shapes of model and optimizer."""
 
+import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 from orbax.checkpoint import future
 
+from crossshard import _mesh
 from crossshard.checkpoints.folder import ARRAYS, NOTES, Damaged, in_words
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
@@ -66,6 +69,32 @@ def _unpack(placement: Placement, x: Any) -> jax.Array:
 
 def to_disk(leaf: Leaf, x: jax.Array) -> jax.Array:
     """Return an array as it is on disk: itself if possible, else a copy."""
+    copier = _copier_for(leaf, x)
+    return x if copier is None else copier(x)
+
+
+def compile_copies(layout: StateLayout, types: TrainState) -> None:
+    """Begin to compile what copies a state of these types to disk, beside the first steps."""
+    copies: dict[Any, None] = {}
+    leaves = leaves_of(layout, types, layout.number_of_shards)
+    for leaf, x in zip(leaves, jax.tree.leaves(types), strict=True):
+        where = NamedSharding(layout.mesh, leaf.placement.spec(layout.axes))
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        copies[_copier_for(leaf, like), like] = None
+
+    def compile_all() -> None:
+        # The first save compiles what could not be, or tells why not.
+        with contextlib.suppress(Exception), _mesh.in_place_of_the_users_mesh(layout.mesh):
+            for copier, like in copies:
+                # Python waits for this thread when it ends.
+                if copier is not None and threading.main_thread().is_alive():
+                    copier.lower(like).compile()
+
+    threading.Thread(target=compile_all, name="crossshard").start()
+
+
+def _copier_for(leaf: Leaf, x: Any) -> Any:
+    """Return a function that is compiled and copies an array, or ``None`` where none is needed."""
     sharding, own = leaf.on_disk.sharding, leaf.placement
     # Each of several processes writes a part of an array, even if all of them have all of it.
     is_split_so = jax.process_count() == 1 or x.sharding.is_equivalent_to(sharding, x.ndim)
@@ -73,7 +102,7 @@ def to_disk(leaf: Leaf, x: jax.Array) -> jax.Array:
         is_unpacked = own.groups is None and own.partition.axis is not None
     else:
         is_unpacked = not is_key(x)
-    return x if is_split_so and is_unpacked else _copier(own, sharding)(x)
+    return None if is_split_so and is_unpacked else _copier(own, sharding)
 
 
 # Cached, since most leaves of a model are alike, and to compile takes longer than to copy.

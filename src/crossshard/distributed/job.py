@@ -3,6 +3,8 @@
 import dataclasses
 import errno
 import ipaddress
+import json
+import os
 import re
 import socket
 import sys
@@ -27,6 +29,8 @@ from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
 # What `crossshard launch` sets. JAX itself reads the first and the last.
 ADDRESS, NUMBER, OWN = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 DEVICES = "JAX_LOCAL_DEVICE_IDS"
+# Set in a process that waits until the launcher needs it.
+SPARE = "CROSSSHARD_SPARE"
 LOOPBACK = "127.0.0.1"
 # `bind` for every interface of the machine.
 ALL_INTERFACES = "all interfaces"
@@ -120,6 +124,7 @@ def initialize(
             _check.whole_number(name, number, least=None)
     check_seconds("timeout", timeout)
     timeouts = Timeouts.read(stall_timeout, _STALL_SECONDS)
+    _wait_as_spare()
     connected = _jax.has_coordinator()
     if connected and PROGRESS.seconds is not None:
         raise DistributedError("initialize is called once in a process; this is the second time.")
@@ -155,6 +160,19 @@ def initialize(
     elif "alone" in timeouts.others:
         watch_alone(timeouts.others["alone"])
     return job
+
+
+def _wait_as_spare() -> None:
+    """Wait until the launcher needs this process, if it is a spare one; end with the launcher."""
+    if environ.pop(SPARE, None) is None:
+        return
+    # Where the launcher writes what this process would have had in its environment.
+    given = sys.stdin.readline()
+    if not given:
+        # Or another program of the same command has been told already.
+        print("crossshard: a spare process ends, since its launcher has.", file=sys.stderr)
+        os._exit(1)
+    environ.update(json.loads(given))
 
 
 def _connect(job: Job, address: str, bind: str | None, timeout: float) -> None:

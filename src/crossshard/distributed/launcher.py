@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import json
 import math
 import os
 import queue
@@ -22,6 +23,7 @@ from crossshard.distributed.job import (
     LOOPBACK,
     NUMBER,
     OWN,
+    SPARE,
     check_unused,
     listen,
 )
@@ -61,6 +63,7 @@ def launch(
     restarts: int,
     min_processes: int | None,
     *,
+    spares: int = 0,
     stdout: IO[bytes],
     stderr: IO[bytes],
     cpu_devices: int | None = None,
@@ -80,13 +83,18 @@ def launch(
         ``None`` starts as many again.
       cpu_devices: how many virtual CPU devices each of them has; ``None`` for one GPU each, or what
         else JAX finds.
+      spares: how many processes to keep that have run the command up to ``initialize`` and wait
+        there, once the run has taken a step; the next run takes them, before it starts others.
       port: the port at which they meet; any free one if ``None``.
       grace: how many seconds processes have to end, after a signal or a failure.
     """
     # For each process which GPU it has.
     slots = list(range(number))
     failure: _Failure | None = None
-    with tempfile.TemporaryDirectory(prefix="crossshard-", ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="crossshard-", ignore_cleanup_errors=True) as folder,
+        contextlib.closing(_Spares(command)) as waiting,
+    ):
         for left in range(restarts, -1, -1):
             if port is not None:
                 check_unused(LOOPBACK, port)
@@ -99,7 +107,9 @@ def launch(
                 # Enough threads that collectives of virtual devices never deadlock.
                 given["NPROC"] = str(4 * cpu_devices)
                 given["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", TUNABLES)
-            with _Run(folder, stdout, stderr, grace, failure) as run:
+            waiting.wanted = spares if left else 0
+            waiting.environment = {**os.environ, **given}
+            with _Run(folder, waiting, stdout, stderr, grace, failure) as run:
                 for own, slot in enumerate(slots):
                     if run.asked is not None:
                         break
@@ -144,12 +154,71 @@ class _Failure:
         return f"{line}: {lost} {were} lost, of {self.steps}"
 
 
+class _Spares:
+    """Processes that have run a command up to ``initialize``, and wait there for the next run.
+
+    Attributes:
+      wanted: how many there are to be.
+      environment: the variables that are the same for all processes of a run.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.wanted, self.environment = 0, dict[str, str]()
+        self._command = command
+        self._waiting: list[subprocess.Popen[bytes]] = []
+
+    def fill(self) -> None:
+        """Start those that are missing; one that cannot be started is none."""
+        with contextlib.suppress(OSError):
+            while len(self._waiting) < self.wanted:
+                environment = {**self.environment, SPARE: "1"}
+                self._waiting.append(_started(self._command, environment, subprocess.PIPE))
+
+    def take(self, environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
+        """Let one go on with these variables, and return it; ``None`` if none waits."""
+        while self._waiting:
+            process = self._waiting.pop(0)
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                process.stdin.write(json.dumps(environment).encode() + b"\n")
+                process.stdin.close()
+                if process.poll() is None:
+                    return process
+        return None
+
+    def groups(self) -> list[int]:
+        """Return the process groups of those that wait."""
+        return [process.pid for process in self._waiting]
+
+    def close(self) -> None:
+        """End all of them, without waiting for what they have started, which may have the pipes."""
+        for process in self._waiting:
+            # Which closes its pipes, and collects it.
+            with process:
+                _send(process.pid, signal.SIGKILL)
+
+
+def _started(
+    command: Sequence[str], environment: dict[str, str], stdin: int
+) -> subprocess.Popen[bytes]:
+    # A group of its own, so that what it has started ends with it.
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
 class _Run:
     """The processes of a run, which get the launcher's signals and end together."""
 
     def __init__(
         self,
         folder: str,
+        waiting: _Spares,
         stdout: IO[bytes],
         stderr: IO[bytes],
         grace: float,
@@ -158,6 +227,7 @@ class _Run:
         # How it ends, and how the run before it has ended, until that has been told.
         self.failure: _Failure | None = None
         self._before_it = before
+        self._waiting = waiting
         self._has_begun = False
         self._looked = 0.0
         self.received: list[int] = []
@@ -227,29 +297,27 @@ class _Run:
         self._writer.join()
 
     def start(self, command: Sequence[str], environment: dict[str, str], prefix: str) -> None:
-        """Start a process; its lines are written with a prefix."""
+        """Start a process, or take one that waits; its lines are written with a prefix."""
+        environment = {**environment, VERDICTS: self._verdicts}
         try:
-            process = subprocess.Popen(
-                command,
-                env={**environment, VERDICTS: self._verdicts},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                # A group of its own, so that what it has started ends with it.
-                start_new_session=True,
+            process = self._waiting.take(environment) or _started(
+                command, environment, subprocess.DEVNULL
             )
         except OSError as error:
             raise ArgumentError(
                 f"{command[0]!r:.100} cannot be started: {error.strerror or error}."
             ) from None
         self._processes.append(process)
-        assert self._guard.stdin is not None
-        with contextlib.suppress(OSError):
-            self._guard.stdin.write(f"{process.pid}\n".encode())
+        self._tell_guard(process.pid)
         for pipe, to in ((process.stdout, self._stdout), (process.stderr, self._stderr)):
             given = pipe, prefix.encode(), to
             self._readers.append(threading.Thread(target=self._read, args=given, daemon=True))
             self._readers[-1].start()
+
+    def _tell_guard(self, group: int) -> None:
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):
+            self._guard.stdin.write(f"{group}\n".encode())
 
     def _read(self, pipe: IO[bytes], prefix: bytes, to: IO[bytes]) -> None:
         for line in pipe:
@@ -331,7 +399,7 @@ class _Run:
         return code, failed
 
     def _look(self) -> None:
-        """Once process 0 trains, say what the end of the last run has cost."""
+        """Once process 0 trains, start spares, and say what the end of the last run has cost."""
         if self._has_begun or time.monotonic() < self._looked + 0.2:
             return
         self._looked = time.monotonic()
@@ -341,6 +409,10 @@ class _Run:
         self._has_begun = True
         if self._before_it is not None:
             self._say(self._before_it.told(next(reversed(_behind(RESTORED, told)), None)))
+        self._waiting.fill()
+        # Each run has a guard of its own. Spares end by themselves, but not what they have started.
+        for group in self._waiting.groups():
+            self._tell_guard(group)
 
     def _say(self, what: str) -> None:
         self._lines.put((self._stderr, f"crossshard: {what}.\n".encode()))

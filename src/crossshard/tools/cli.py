@@ -128,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     option("--restarts", what, type=int, default=0, metavar="R")
     what = "leave out the one that failed, and its GPU, while K are left"
     option("--min-processes", what, type=int, metavar="K")
+    what = "keep S processes that have imported everything, and wait in initialize for a restart"
+    option("--spares", what, type=int, default=0, metavar="S")
     option("command", "what each of them runs", nargs="+", metavar="-- COMMAND")
 
     what = "show what your step needs on a pod or cluster that you do not have"
@@ -256,11 +258,17 @@ def _launch(options: argparse.Namespace) -> int:
             f"--min-processes must be from 1 to {options.processes}, which -n is, and needs "
             f"--restarts; got {fewest}."
         )
+    _check.whole_number("--spares", options.spares, least=0, most=10_000)
+    if options.spares and not options.restarts:
+        raise ArgumentError(
+            f"--spares needs --restarts; got {options.spares} spares for no restart."
+        )
     return launch(
         options.command,
         options.processes,
         options.restarts,
         fewest,
+        spares=options.spares,
         stdout=sys.stdout.buffer,
         stderr=sys.stderr.buffer,
         cpu_devices=options.cpu_devices,

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.restarts import EVERY, Run
+from benchmarks.restarts import EVERY, PROCESSES, Run
 from tests.examples.byte_lm.small import COMMAND, SMALL, bare_environment, small_text
 from tests.examples.byte_lm.test_chaos import arrays, sha256
 
@@ -42,17 +42,18 @@ WAYS = {
 
 
 def started(folder: Path, steps: int, restarts: int, *words: str) -> Run:
-    """A run; if it may be started again, one with snapshots."""
+    """A run; if it may be started again, one with snapshots and spare processes."""
     folder.mkdir()
     # The disk has nothing before the end: whatever is restored was in memory.
     words = ("--steps", str(steps), "--save-every", str(steps), "--resume", *SMALL, *words)
     options = ["--data", small_text(folder), "--out", folder / "out", "--batch", 8, *words]
     if restarts:
         options += ["--memory", folder / "memory", "--memory-every", EVERY]
+    spares = ["--spares", PROCESSES] if restarts else []
     environment = bare_environment()
     (folder / "sitecustomize.py").write_text(RAISES)
     environment["PYTHONPATH"] += f"{os.pathsep}{folder}"
-    return Run(["--", *COMMAND, *options], environment, restarts)
+    return Run([*spares, "--", *COMMAND, *options], environment, restarts)
 
 
 def newest(folder: Path) -> int:
@@ -97,7 +98,7 @@ HOW = (kill, kill, fail, kill, kill, limit, kill, fail)
 
 
 def disturb(run: Run, rng: np.random.Generator, how: Callable[[int], None]) -> None:
-    """Do that to one process or two at once; any may be meant, the first too."""
+    """Do that to one process or two at once; any may be meant, the first and a spare one too."""
     there = run.processes()
     number = min(len(there), int(rng.integers(1, 3)))
     for pid in rng.choice(there, number, replace=False) if number else ():
@@ -129,7 +130,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(
             disturb(run, rng, how)
             if not run.wait_for("started again", known, 5):
                 if goes_on(memory):
-                    # The memory that there is suffices.
+                    # Only spare ones were meant, or the memory that there is suffices.
                     continue
                 # One that gets no thread stands still; it is ended for that.
                 assert run.wait_for("started again", known), run.printed()
