@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import crossshard
@@ -348,10 +349,12 @@ def train(row: Row, folder: Path) -> Run:
                     found = checkpoints.restore_latest(step.init(make(start_of(row))))
                     assert found is not None
                     state, _ = found
-        state, metrics = step(state, batch)
+        own = step.own_rows(ROWS)
+        state, metrics = step(state, {name: x[own] for name, x in batch.items()})
         losses.append(float(metrics["loss"]))
     step.finish(state)
-    params = read(step.model(state))
+    # Of several processes each has a part of what is sharded.
+    params = process_allgather(read(step.model(state)), tiled=True)
     return Run({name: np.asarray(x, np.float64) for name, x in params.items()}, losses)
 
 

@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optax import contrib
 
 import crossshard
 from crossshard import Checkpoints, CrossShardOptimizer, make_train_step
@@ -32,7 +31,6 @@ MASK = np.float32(np.arange(32) % 3 > 0)
 RULES = {
     "sgd": lambda: optax.sgd(0.1, momentum=0.9),
     "adamw": lambda: optax.adamw(0.01, eps=1e-4),
-    "muon": lambda: optax.chain(optax.clip_by_global_norm(1.0), contrib.muon(0.01, eps=1e-3)),
 }
 UPDATES = ("replicated", "sharded")
 
@@ -111,46 +109,6 @@ def wide_loss(params: Any, batch: Any) -> jax.Array:
     return loss_fn(params, batch) + (jnp.tanh(batch["x"] @ params["wide"][:16]) ** 2).mean()
 
 
-def restored(job: Job, name: str, step: Any, state: Any, start: Any) -> Any:
-    """The optimizer's state after it was saved in a folder and restored."""
-    with Checkpoints(job.folder / name, step) as checkpoints:
-        checkpoints.save(state)
-        checkpoints.wait()
-        back, _ = checkpoints.restore_latest(step.abstract_init(start))
-    return step.unshard(back).opt_state
-
-
-def whole_step(rule: str, update: str, job: Job) -> Any:
-    return trained(job, job.step(rule=rule, weight_update=update))[1]
-
-
-@feature
-def dealt_out(job: Job) -> Any:
-    """Matrices that are updated by one shard each, saved and restored."""
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        hidden = jnp.tanh(batch["x"] @ params["kernel"]) @ params["wide"]
-        return loss_fn(params, batch) + (hidden**2).mean() + ((hidden @ params["tall"]) ** 2).mean()
-
-    start = START | {"wide": np.ones((32, 48), np.float32), "tall": np.ones((48, 32), np.float32)}
-    step = job.step(loss, "muon")
-    state, found = trained(job, step, start)
-    assert job.shards == 1 or "leaf by leaf" in step.describe()
-    return found | {"restored": restored(job, "dealt", step, state, start)}
-
-
-def few_bits(dtype: str, update: str, job: Job) -> Any:
-    """Gradients in few bits, with what is held back, saved and restored."""
-    step = job.step(wide_loss, "sgd", reduce_dtype=dtype, weight_update=update)
-    state, found = trained(job, step, WIDE)
-    name = f"few bits {dtype} {update}"
-    return found | {"restored": restored(job, name, step, state, WIDE).aggregate}
-
-
-for _dtype, _update in (("int8", "replicated"), ("int4", "sharded")):
-    feature(few_bits, _dtype, _update)
-
-
 @feature
 def tiers(job: Job) -> Any:
     """Few bits between halves of the shards, and all of them inside."""
@@ -174,19 +132,6 @@ def workers_that_synchronise_rarely(job: Job) -> Any:
 
 
 @feature
-def loss_over_the_batch(job: Job) -> Any:
-    """Rows that are compared with those of other processes, and noise that is one device's."""
-
-    def loss(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
-        hidden = batch["x"] @ params["kernel"]
-        hidden += jax.random.normal(rng, hidden.shape)
-        normed = (hidden - hidden.mean(0)) / hidden.std(0)
-        return loss_fn(params, batch) + (jnp.tanh(normed) ** 2).mean()
-
-    return trained(job, job.step(loss, "sgd", loss_over="batch"))[1]
-
-
-@feature
 def weights_metrics_average_and_evaluation(job: Job) -> Any:
     names = ["grad_norm", "local_grad_norm", "update_norm", "param_norm"]
     step = job.step(weighted, weight="mask", metrics=names, ema=0.9)
@@ -194,24 +139,6 @@ def weights_metrics_average_and_evaluation(job: Job) -> Any:
     error = lambda params, batch: ((batch["x"] @ params["kernel"] - 1) ** 2).mean(-1)
     evaluated = step.evaluate(state, job.batches(), error)
     return found | {"average": step.model(state, ema=True), "error": evaluated}
-
-
-def counted(params: Any, batch: Any) -> crossshard.Mean:
-    """Terms that count differently; the rows of a process count otherwise than the next one's."""
-    errors = (jnp.tanh(batch["x"] @ params["kernel"]) - 1) ** 2
-    counts = batch["mask"] * (batch["x"][:, 0] > 0)
-    of_rows = crossshard.Mean((errors.mean(-1) * counts).sum(), counts.sum(), "rows")
-    return (
-        of_rows
-        + 0.1 * crossshard.Mean(jnp.sin(errors).sum(), errors.size)
-        + ((params["bias"] - 1) ** 2).sum()
-    )
-
-
-@feature
-def sums_and_counts(job: Job) -> Any:
-    metrics = trained(job, job.step(counted, rule="sgd", accumulate_steps=2, params="sharded"))[1]
-    return metrics | {"quarantine": trained(job, job.step(counted, nonfinite="quarantine"))[1]}
 
 
 def numbered(params: Any, batch: Any) -> jax.Array:
@@ -228,61 +155,6 @@ def numbered(params: Any, batch: Any) -> jax.Array:
 def checked_by_numbers(job: Job) -> Any:
     step = job.step(numbered, rule="sgd", weight=lambda batch: (batch["mask"] > 0.5).sum())
     return trained(job, step)[1]
-
-
-@feature
-def accumulation_and_gradients_sent_in_16_bits(job: Job) -> Any:
-    return trained(job, job.step(rule="sgd", accumulate_steps=2, reduce_dtype="bfloat16"))[1]
-
-
-@feature
-def loss_scale(job: Job) -> Any:
-    step = job.step(loss_scale=crossshard.DynamicLossScale(initial=2.0**10))
-    state = step.init(START)
-    good = job.batches()
-    bad = good[1] | {"x": np.full_like(good[1]["x"], np.inf)}
-    skipped = []
-    for batch in (good[0], bad, good[2]):
-        state, metrics = step(state, batch)
-        skipped.append(metrics["skipped"])
-    whole = step.unshard(state)
-    return {"params": whole.params, "scale": whole.opt_state.loss_scale, "skipped": skipped}
-
-
-@feature
-def masters(job: Job) -> Any:
-    half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), START)
-    # Like float32 in what is computed, so that no rounding of a sum shows in it.
-    loss = lambda params, batch: loss_fn(jax.tree.map(jnp.float32, params), batch)
-    found = trained(job, job.step(loss, master_dtype="float32"), half)[1]
-    # A parameter may be rounded to either neighbour.
-    return {"opt_state": found["opt_state"]}
-
-
-@feature
-def model_axis(job: Job) -> Any:
-    model = 2 if job.shards % 2 == 0 else 1
-    mesh = job.mesh(job.shards // model, model, names=("data", "model"))
-    specs = {"kernel": P(None, "model"), "bias": P()}
-    rows = NamedSharding(mesh, P("data"))
-    own = [
-        index[0].indices(X.shape[1])
-        for device, index in rows.devices_indices_map(X.shape[1:]).items()
-        if device.process_index == job.process
-    ]
-    start, stop = min(each[0] for each in own), max(each[1] for each in own)
-    step = make_train_step(
-        loss_fn, RULES["adamw"](), mesh=mesh, axis_name="data", weight_update="sharded"
-    )
-    place = lambda x, spec: jax.make_array_from_callback(
-        x.shape, NamedSharding(mesh, spec), lambda index: x[index]
-    )
-    state, losses = step.init(jax.tree.map(place, START, specs)), []
-    for x in X:
-        state, found = step(state, {"x": x[start:stop]})
-        losses.append(found["loss"])
-    everywhere = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
-    return {"params": everywhere(state.params), "losses": losses}
 
 
 @feature
@@ -360,21 +232,6 @@ def groups(job: Job) -> Any:
     for batch in job.batches():
         state, _ = step(state, batch)
     return [step.model(state, shard=shard) for shard in range(job.shards)]
-
-
-@feature
-def checkpoints(job: Job) -> Any:
-    step, batches = job.step(), job.batches()
-    state = step.init(START, 3)
-    with Checkpoints(job.folder / "run", step) as saved:
-        for number, batch in enumerate(batches[:2]):
-            state, _ = step(state, batch)
-            saved.save(state, {"at": number})
-    state, data = Checkpoints(job.folder / "run", step).restore_latest(step.abstract_init(START))
-    assert data == {"at": 1}
-    state, metrics = step(state, batches[2])
-    whole = step.unshard(state)
-    return {"params": whole.params, "opt_state": whole.opt_state, "loss": metrics["loss"]}
 
 
 @feature
@@ -555,7 +412,6 @@ def runners_of_processes_that_differ(job: Job) -> Any:
 for _rule in ("sgd", "adamw"):
     feature(stateful, _rule)
     for _update in UPDATES:
-        feature(whole_step, _rule, _update)
         feature(optax_idiom, _rule, _update)
 for _action in ("quarantine", "skip"):
     feature(not_finite, _action)

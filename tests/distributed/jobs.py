@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from crossshard.distributed.launcher import free_port
+from crossshard.distributed.job import listen
 from crossshard.tools.cli import main
 
 # For a machine on which everything else happens, too.
@@ -67,7 +67,7 @@ def started(
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start the processes of a job without the launcher, which would end them itself."""
     ours = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-    port = free_port("127.0.0.1")
+    port = listen("127.0.0.1", 0)
     running: list[subprocess.Popen[str]] = []
     try:
         for own in range(number):

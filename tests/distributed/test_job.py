@@ -1,6 +1,5 @@
 """The job that the environment describes, and where its coordinator listens."""
 
-import socket
 import subprocess
 import sys
 
@@ -9,8 +8,14 @@ import pytest
 
 import crossshard
 from crossshard.distributed import PROCESS_LOST
-from crossshard.distributed.job import ALL_INTERFACES, Job, bind_address, find_job, split_address
-from crossshard.distributed.launcher import free_port
+from crossshard.distributed.job import (
+    ALL_INTERFACES,
+    Job,
+    bind_address,
+    find_job,
+    listen,
+    split_address,
+)
 from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import ArgumentError, ArgumentTypeError, DistributedError
 from tests.distributed.jobs import PATIENCE
@@ -179,7 +184,7 @@ except crossshard.errors.DistributedError as error:
     ],
 )
 def test_who_does_not_meet_the_others_says_so_and_goes_on(own: int, why: str):
-    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    address = f"127.0.0.1:{listen('127.0.0.1', 0)}"
     words = [sys.executable, "-c", ALONE_OF_TWO, address, str(own)]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=120)
     # JAX itself would abort the process, with a stack of C++.
@@ -215,7 +220,7 @@ with crossshard.distributed.entering("step"):
 
 @pytest.mark.multiprocess
 def test_a_job_to_which_jax_is_connected_already_is_watched():
-    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    address = f"127.0.0.1:{listen('127.0.0.1', 0)}"
     start = lambda own: subprocess.Popen(
         [sys.executable, "-c", CONNECTED, address, str(own)],
         stdout=subprocess.PIPE,
@@ -264,8 +269,3 @@ def test_an_address_has_a_host_and_a_port():
     for wrong in ("node", "node:", ":80", "node:0", "::1:80", "a b:80", "node:80:80"):
         with pytest.raises(ArgumentError, match="host:port"):
             split_address(wrong)
-
-
-def test_a_free_port_is_free():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", free_port("127.0.0.1")))

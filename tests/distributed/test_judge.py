@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -56,21 +57,142 @@ def job() -> Job:
     return Job()
 
 
-def test_processes_that_are_equally_far_may_take_as_long_as_they_want(job: Job):
-    assert job.run(100 * TIMEOUT) is None
+def at(latest: str, calls: int = 8, **more: object) -> dict[str, object]:
+    """What a process says that has entered so many calls."""
+    return {"calls": calls, "latest": latest, **more}
 
 
-def test_the_process_that_is_behind_is_named_once_the_others_have_waited(job: Job):
-    job.says = [{"calls": 8, "latest": "step 7"}] * 3
-    assert job.run(5 * TIMEOUT) is None
-    job.says[0] = job.says[1] = {"calls": 9, "latest": "step 8"}
+def named(process: int, kind: Kind, how: str) -> Verdict:
+    return Verdict(kind, process, f"process {process} {how}")
+
+
+LEFT, FAILED = {"state": State.LEFT}, {"state": State.FAILED, "error": "JaxRuntimeError"}
+LATE = "for 10 seconds, and others wait for it"
+SEVEN, ENDS = at("step 7", before="nothing, init 1, step 6"), {"before": "step 6, finish 1"}
+EVALUATES = at("save 1", 9, before="step 6, evaluate 1", place="a.py:3")
+USUAL, OTHERS = ({"rows": f"float32[{n},3]", "rows_since": since} for n, since in ((8, 2), (4, 7)))
+FOUND_ROWS = (
+    "has entered step 6 with float32[4,3], and process {} with float32[8,3]. Pass as many rows, of "
+    "the same dtypes, in every process, or weight=, the batch's entry that counts them."
+)
+# What three processes say one after the other, for how many seconds nothing is found wrong then,
+# and which of them are silent; and what is found soon after the last of it.
+STORIES: dict[str, tuple[list[tuple[Any, ...]], Verdict | None]] = {
+    "equally far, they may take as long as they want": ([([{}] * 3, 1000)], None),
     # Not from its own last step on: the others have not waited before.
-    assert job.run(TIMEOUT - 1) is None
-    assert job.run(2) == Verdict(
-        Kind.STALLED,
-        2,
-        "process 2 has not entered step 8 for 10 seconds, and others wait for it.",
-    )
+    "behind, once the others have waited": (
+        [([at("step 7")] * 3, 50), ([at("step 8", 9), at("step 8", 9), at("step 7")], TIMEOUT - 1)],
+        named(2, Kind.STALLED, f"has not entered step 8 {LATE}."),
+    ),
+    "silent, whatever it has entered": (
+        [([{}] * 3, 3), ([{}] * 3, TIMEOUT - 1, {1})],
+        named(1, Kind.SILENT, "has not been heard of for 10 seconds."),
+    ),
+    "a death that its machine tells": ([([{}, {}, {"gone": 1}], 0)], DIED),
+    "who has left may be gone": ([([{}, LEFT, {"gone": 1}], 1000)], None),
+    "the first that tells of a failure": (
+        [
+            ([{}, {}, FAILED | {"error": "ValueError"}], FAILURE_SECONDS / 2),
+            ([FAILED, {}, FAILED | {"error": "ValueError"}], 0),
+        ],
+        named(2, Kind.FAILED, "ended with ValueError."),
+    ),
+    "failures because another one has died": (
+        [([{}] * 3, 3), ([FAILED, {}, FAILED], 0, {1})],
+        DIED,
+    ),
+    # The other may be about to leave, too.
+    "who has left, once another one needs it": (
+        [
+            ([at("step 2", 3), at("step 2", 3) | LEFT, at("step 2", 3)], 1000),
+            ([at("step 3", 4), at("step 2", 3) | LEFT, at("step 2", 3)], FAILURE_SECONDS - 1),
+        ],
+        has_left(1, "step 3"),
+    ),
+    "who has left by another way, though it has entered as much": (
+        [([SEVEN, SEVEN | at("finish 1") | LEFT, SEVEN], FAILURE_SECONDS - 1)],
+        has_left(1, "step 7"),
+    ),
+    "who has left by another way, and has entered more": (
+        [([SEVEN, SEVEN, at("save 4", 9) | ENDS | LEFT], FAILURE_SECONDS - 1)],
+        has_left(2, "step 7"),
+    ),
+    "who enters something else": (
+        [([EVALUATES, SEVEN, SEVEN], TIMEOUT - 1)],
+        named(
+            0,
+            Kind.STALLED,
+            "has entered evaluate 1, and process 1 step 7 in its place. Every process must make "
+            "the same calls, in the same order. It stands at a.py:3.",
+        ),
+    ),
+    "who stands still in what all have entered": (
+        [([at("save 2", waits=0), at("save 2", waits=1), at("save 2", waits=1)], TIMEOUT - 1)],
+        named(0, Kind.STALLED, f"has stood still in save 2 {LATE}."),
+    ),
+    "who is far behind": (
+        [([at("step 8", 9)] * 3, 2), ([at("step 20", 21), at("step 8", 9)] * 2, TIMEOUT - 1)],
+        named(1, Kind.STALLED, f"has entered nothing after step 8 {LATE} in step 20."),
+    ),
+    "who is far behind, and silent": (
+        [([at("step 8", 9)] * 3, 2), ([at("step 20", 21), at("step 8", 9)] * 2, TIMEOUT - 1, {1})],
+        named(1, Kind.SILENT, "has not been heard of for 10 seconds. It has entered step 8 last."),
+    ),
+    "before the first call they wait for each other's devices": (
+        [([{}, {"waits": 1}, {"waits": 1}], TIMEOUT - 1)],
+        named(0, Kind.STALLED, f"has not entered the first JAX operation {LATE}."),
+    ),
+    "who waits for a checkpoint lets the others do something else": (
+        [
+            ([at("step 6", 7), at("wait 1"), at("wait 1")], 1000),
+            ([at("step 6", 7) | LEFT, at("wait 1"), at("wait 1")], 0),
+        ],
+        has_left(0, "wait 1"),
+    ),
+    "who compiles has longer": (
+        [([{"calls": 2, "waits": 1}, *[{"calls": 2, "waits": 2, "inner": "compile"}] * 2], 599)],
+        named(
+            0, Kind.STALLED, "has stood still in nothing for 600 seconds, and others wait for it."
+        ),
+    ),
+    "but not who is silent in it": (
+        [([{"calls": 2, "inner": "compile"}] * 3, TIMEOUT - 1, {1})],
+        named(1, Kind.SILENT, "has not been heard of for 10 seconds."),
+    ),
+    "other rows than most": (
+        [
+            (
+                [at("step 6", 7) | USUAL, at("step 6", 7) | OTHERS, at("step 6", 7) | USUAL],
+                ROWS_SECONDS - 1,
+            )
+        ],
+        named(1, Kind.STALLED, FOUND_ROWS.format(0)),
+    ),
+    "of two that differ the one that has changed": (
+        [([at("step 6", 7) | OTHERS, at("step 6", 7) | USUAL, at("step 6", 7)], ROWS_SECONDS - 1)],
+        named(0, Kind.STALLED, FOUND_ROWS.format(1)),
+    ),
+    # Process 0 is a step ahead, and that step has other rows in all of them.
+    "rows of a later call say nothing of this one": (
+        [
+            (
+                [at("step 7") | OTHERS | {"rows_since": 8}, *[at("step 6", 7) | USUAL] * 2],
+                TIMEOUT - 1,
+            )
+        ],
+        named(1, Kind.STALLED, f"has not entered step 7 {LATE}."),
+    ),
+    "all that have come to their ends may go": ([([LEFT] * 3, 0)], Verdict(Kind.DONE)),
+}
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_who_is_named_and_when(name: str, job: Job):
+    phases, verdict = STORIES[name]
+    for says, seconds, *silent in phases:
+        job.says, job.silent = says[:3], set().union(*silent)
+        assert job.run(seconds) is None
+    assert job.run(FAILURE_SECONDS + 1) == verdict
 
 
 def test_a_process_that_is_behind_but_moves_is_let_be(job: Job):
@@ -78,126 +200,6 @@ def test_a_process_that_is_behind_but_moves_is_let_be(job: Job):
         job.says[0] = {"calls": calls + 2}
         job.says[1] = job.says[2] = {"calls": calls}
         assert job.run(TIMEOUT - 2) is None
-
-
-def test_a_silent_process_is_named_whatever_it_has_entered(job: Job):
-    job.run(3)
-    job.silent = {1}
-    assert job.run(2 * TIMEOUT) == Verdict(
-        Kind.SILENT, 1, "process 1 has not been heard of for 10 seconds."
-    )
-
-
-def test_a_death_that_its_machine_tells_is_believed_at_once(job: Job):
-    job.says[2] = {"gone": 1}
-    assert job.run(1) == DIED
-
-
-def test_a_process_that_has_left_may_be_gone(job: Job):
-    job.says[1] = {"state": State.LEFT}
-    job.says[2] = {"gone": 1}
-    assert job.run(100 * TIMEOUT) is None
-
-
-def test_a_failure_is_that_of_the_first_that_tells_of_it(job: Job):
-    job.says[2] = {"state": State.FAILED, "error": "ValueError"}
-    assert job.run(FAILURE_SECONDS / 2) is None
-    job.says[0] = {"state": State.FAILED, "error": "JaxRuntimeError"}
-    assert job.run(FAILURE_SECONDS) == Verdict(Kind.FAILED, 2, "process 2 ended with ValueError.")
-
-
-def test_a_failure_because_another_process_has_died_names_that_one(job: Job):
-    job.run(3)
-    job.silent = {1}
-    job.says[0] = job.says[2] = {"state": State.FAILED, "error": "JaxRuntimeError"}
-    assert job.run(FAILURE_SECONDS + 1) == DIED
-
-
-def test_a_process_that_left_is_named_once_another_needs_it(job: Job):
-    job.says = [{"calls": 3}, {"calls": 3, "state": State.LEFT}, {"calls": 3}]
-    assert job.run(100 * TIMEOUT) is None
-    job.says[0] = {"calls": 4, "latest": "step 3"}
-    # The other may be about to leave, too.
-    assert job.run(FAILURE_SECONDS - 1) is None
-    assert job.run(2) == has_left(1, "step 3")
-
-
-def test_who_has_left_by_another_way_is_named_though_it_has_entered_as_much(job: Job):
-    trains = {"calls": 8, "latest": "step 7", "before": "nothing, init 1, step 6"}
-    job.says = [trains, trains | {"latest": "finish 1", "state": State.LEFT}, trains]
-    assert job.run(FAILURE_SECONDS - 1) is None
-    assert job.run(2) == has_left(1, "step 7")
-    # And more than the others.
-    ends = {"calls": 9, "latest": "save 4", "before": "step 6, finish 1", "state": State.LEFT}
-    other = Job()
-    other.says = [trains, trains, ends]
-    assert other.run(FAILURE_SECONDS + 1) == has_left(2, "step 7")
-
-
-def test_who_enters_something_else_is_named_with_both(job: Job):
-    trains = {"calls": 8, "latest": "step 7", "before": "step 6"}
-    saves = {"calls": 9, "latest": "save 1", "before": "step 6, evaluate 1", "place": "a.py:3"}
-    job.says = [saves, trains, trains]
-    assert job.run(TIMEOUT - 1) is None
-    verdict = job.run(2)
-    assert (verdict.kind, verdict.process, verdict.code) == (Kind.STALLED, 0, PROCESS_STALLED)
-    assert verdict.sentence == (
-        "process 0 has entered evaluate 1, and process 1 step 7 in its place. Every process must "
-        "make the same calls, in the same order. It stands at a.py:3."
-    )
-
-
-def test_who_stands_still_in_a_call_that_all_have_entered_is_named_with_it(job: Job):
-    saves = {"calls": 8, "latest": "save 2", "waits": 1}
-    job.says = [saves | {"waits": 0}, saves, saves]
-    assert job.run(TIMEOUT - 1) is None
-    verdict = job.run(2)
-    assert verdict.sentence == (
-        "process 0 has stood still in save 2 for 10 seconds, and others wait for it."
-    )
-
-
-@pytest.mark.parametrize("silent", [False, True])
-def test_of_a_process_that_is_far_behind_its_own_last_step_is_said(job: Job, silent: bool):
-    job.says = [{"calls": 9, "latest": "step 8"}] * 3
-    job.run(2)
-    job.silent = {1} if silent else set()
-    job.says[0] = job.says[2] = {"calls": 21, "latest": "step 20"}
-    assert job.run(2 * TIMEOUT).sentence == (
-        "process 1 has not been heard of for 10 seconds. It has entered step 8 last."
-        if silent
-        else "process 1 has entered nothing after step 8 for 10 seconds, and others wait for it in "
-        "step 20."
-    )
-
-
-def test_before_the_first_call_they_wait_for_each_others_devices(job: Job):
-    job.says = [{}, {"waits": 1}, {"waits": 1}]
-    assert job.run(2 * TIMEOUT).sentence == (
-        "process 0 has not entered the first JAX operation for 10 seconds, and others wait for it."
-    )
-
-
-def test_who_waits_for_a_checkpoint_lets_the_others_do_something_else(job: Job):
-    job.says = [{"calls": 7, "latest": "step 6"}] + [{"calls": 8, "latest": "wait 1"}] * 2
-    assert job.run(100 * TIMEOUT) is None
-    job.says[0] = {"calls": 7, "latest": "step 6", "state": State.LEFT}
-    assert job.run(FAILURE_SECONDS + 1) == has_left(0, "wait 1")
-
-
-def test_who_compiles_has_longer(job: Job):
-    job.says = [{"calls": 2, "waits": 1}] + [{"calls": 2, "waits": 2, "inner": "compile"}] * 2
-    assert job.run(590) is None
-    assert job.run(20).kind is Kind.STALLED
-    # But not who is silent in it.
-    other = Job()
-    other.says, other.silent = [{"calls": 2, "inner": "compile"}] * 3, {1}
-    assert other.run(TIMEOUT + 1).kind is Kind.SILENT
-
-
-def test_all_that_have_come_to_their_ends_may_go(job: Job):
-    job.says = [{"state": State.LEFT}] * 3
-    assert job.run(1) == Verdict(Kind.DONE)
 
 
 def test_reports_and_verdicts_are_read_as_they_were_written():
@@ -247,36 +249,6 @@ def test_what_is_no_report_and_no_verdict_is_none(kind: type, changed: dict[str,
 def test_other_text_is_none(text: str):
     assert Report.parse(text) is None
     assert Verdict.parse(text) is None
-
-
-def test_who_enters_a_step_with_other_rows_than_most_is_named(job: Job):
-    usual = {"calls": 7, "latest": "step 6", "rows": "float32[8,3]", "rows_since": 2}
-    job.says = [usual, usual | {"rows": "float32[4,3]", "rows_since": 7}, usual]
-    assert job.run(ROWS_SECONDS - 1) is None
-    assert job.run(2) == Verdict(
-        Kind.STALLED,
-        1,
-        "process 1 has entered step 6 with float32[4,3], and process 0 with float32[8,3]. Pass as "
-        "many rows, of the same dtypes, in every process, or weight=, the batch's entry that "
-        "counts them.",
-    )
-
-
-def test_of_two_that_differ_the_one_that_has_changed_is_named(job: Job):
-    usual = {"calls": 7, "latest": "step 6", "rows": "float32[8,3]", "rows_since": 2}
-    job.says = [usual | {"rows": "float32[4,3]", "rows_since": 7}, usual, {"calls": 7}]
-    found = job.run(2 * ROWS_SECONDS)
-    assert (found.kind, found.process) == (Kind.STALLED, 0)
-    assert " and process 1 with float32[8,3]" in found.sentence
-
-
-def test_rows_of_a_later_call_say_nothing_of_this_one(job: Job):
-    # Process 0 is a step ahead, and this step has other rows in all of them.
-    usual = {"calls": 7, "latest": "step 6", "rows": "float32[8,3]", "rows_since": 2}
-    ahead = {"calls": 8, "latest": "step 7", "rows": "float32[4,3]", "rows_since": 8}
-    job.says = [ahead, usual, usual]
-    assert job.run(TIMEOUT - 1) is None
-    assert " has not entered step 7 " in job.run(2).sentence
 
 
 def test_each_kind_of_call_has_its_own_timeout():

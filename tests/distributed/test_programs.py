@@ -34,19 +34,6 @@ def other_constant(params: Any, batch: Any) -> jax.Array:
     return 1.001 * loss_fn(params, batch)
 
 
-def other_order(params: Any, batch: Any) -> jax.Array:
-    return (jnp.tanh(params["b"] + batch["x"] @ params["w"]) ** 2).mean()
-
-
-def in_bfloat16(params: Any, batch: Any) -> jax.Array:
-    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    return loss_fn(low, batch).astype(jnp.float32)
-
-
-def of_a_part(params: Any, batch: Any) -> jax.Array:
-    return loss_fn({**params, "b": jax.lax.stop_gradient(params["b"])}, batch)
-
-
 def with_noise(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
     return loss_fn(params, batch) * jax.random.uniform(rng)
 
@@ -115,10 +102,6 @@ def printing(params: Any, batch: Any) -> jax.Array:
     return loss
 
 
-def with_aux(params: Any, batch: Any) -> Any:
-    return loss_fn(params, batch), {"mean": batch["x"].mean()}
-
-
 def run(
     loss: Any = loss_fn,
     optimizer: Any = None,
@@ -159,24 +142,11 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # Optimizers.
     "learning rate": (of(optax.sgd(0.1001, momentum=0.9)), {}),
     "another optimizer": (of(optax.adam(0.1)), {}),
-    "schedule": (
-        of(optax.sgd(optax.linear_schedule(0.1, 0.0, 10))),
-        of(optax.sgd(optax.linear_schedule(0.1, 0.0, 20))),
-    ),
-    "order of a chain": (
-        of(optax.chain(optax.scale(0.1), optax.add_decayed_weights(0.1))),
-        of(optax.chain(optax.add_decayed_weights(0.1), optax.scale(0.1))),
-    ),
     # Options.
     "reduction": (of(CrossShardOptimizer(optax.sgd(0.1, momentum=0.9), "sum")), {}),
-    "preprocess": (of(CrossShardOptimizer(SGD, preprocess=optax.clip(0.1))), PLAIN),
     "groups": (of(CrossShardOptimizer(SGD, group_assignment=[[0], [1], [2]])), PLAIN),
     "weight update": ({"weight_update": "sharded"}, {"weight_update": "replicated"}),
-    "metrics": ({"metrics": "grad_norm"}, {}),
     "wire": ({"reduce_dtype": "bfloat16"}, {}),
-    "loss scale": ({"loss_scale": "dynamic"}, {}),
-    "moving average": ({"ema": 0.9}, {}),
-    "nonfinite": ({"nonfinite": "skip"}, {}),
     "what is trained": ({"wrt": lambda path, _: "w" in str(path)}, {}),
     "name": (
         of(CrossShardOptimizer(SGD, group_assignment=[[0, 1, 2]], reduction="sum")),
@@ -184,13 +154,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     # Losses.
     "constant": ({"loss": other_constant}, {}),
-    "order of a sum": ({"loss": other_order}, {}),
-    "dtype of the loss": ({"loss": in_bfloat16}, {}),
-    "stopped gradient": ({"loss": of_a_part}, {}),
     "noise": ({"loss": with_noise}, {}),
-    "a maximum for a sum": (with_collectives("max"), with_collectives("sum")),
     "order of collectives": (with_collectives("sum", "max"), with_collectives("max", "sum")),
-    "aux": ({"loss": with_aux, "has_aux": True}, {}),
     # Losses that name Python objects by their addresses.
     "constant beside a partitioner": (over_batch(_own_tanh, 1.001), over_batch(_own_tanh)),
     "partitioner": (over_batch(_own_tanh), over_batch(_scaled_tanh)),
@@ -203,14 +168,9 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # What they are given.
     "parameters": ({"params": {**W, "b": 2 * W["b"]}}, {}),
     "shape of a parameter": ({"params": {**W, "b": np.ones(1, np.float32)}}, {}),
-    "dtype of a parameter": ({"params": {**W, "b": np.float16(W["b"])}}, {}),
     "another parameter": ({"params": {**W, "c": W["b"]}}, {}),
     "key": ({"rng": 1}, {}),
     "rows": ({"entries": {"x": np.ones((2, 64), np.float32)}}, {}),
-    "columns": (
-        {"entries": {"y": np.ones((1, 4), np.float32)}},
-        {"entries": {"y": np.ones((1, 5), np.float32)}},
-    ),
     "dtype of a batch": ({"x": np.ones((3, 64), np.float16)}, {}),
     "a further entry": ({"entries": {"y": np.ones(1, np.float32)}}, {}),
     "order of devices": ({"order": -1}, {}),

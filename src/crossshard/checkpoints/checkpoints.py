@@ -9,7 +9,7 @@ import jax
 
 from crossshard import _check, _jax, _mesh
 from crossshard._annotations import Json
-from crossshard.checkpoints.data import data_of
+from crossshard.checkpoints.data import Data, data_of
 from crossshard.checkpoints.folder import Damaged, Folder
 from crossshard.checkpoints.manifest import Fingerprint, fingerprint
 from crossshard.checkpoints.memory import Snapshots
@@ -149,15 +149,10 @@ class Checkpoints:
         """
         _check_call("save", state, jax.Array)
         with entering_of(self._step, "save"):
-            layout = layout_of(self._step, state)
-            notes = notes_of(score, pin)
-            _check_devices(layout, state)
-            self._check_may_write("save")
-            found = self._fingerprint(layout)
-            own, memory = collected(self._step, state), self._snapshots
+            notes, given = notes_of(score, pin), self._given("save", state, data)
+            memory = self._snapshots
             at_least = 0 if memory is None else memory.after(int(state.step))
-            where = data_of(data, self._step.mesh)
-            self._saving.start(layout.without_owners, own, found, where, notes, at_least)
+            self._saving.start(*given, notes, at_least)
 
     def snapshot(self, state: TrainState, data: Json = None) -> None:
         """Keep every ``memory_every``-th state in the memory of the hosts; call it after each step.
@@ -204,22 +199,23 @@ class Checkpoints:
             return
         _check_call("snapshot", state, jax.Array)
         with entering_of(self._step, "snapshot"):
-            layout = layout_of(self._step, state)
-            where = data_of(data, self._step.mesh)
-            _check_devices(layout, state)
-            self._check_may_write("snapshot")
-            found = self._fingerprint(layout)
             newest = self._saving.newest, self._saving.taken
-            own = collected(self._step, state)
-            self._snapshots.take(layout.without_owners, own, found, where, newest)
+            self._snapshots.take(*self._given("snapshot", state, data), newest)
 
-    def _check_may_write(self, call: str) -> None:
+    def _given(
+        self, call: str, state: TrainState, data: Any
+    ) -> tuple[StateLayout, TrainState, Fingerprint, Data]:
+        """Return what a call is given to write, with its layout and its fingerprint, if it may."""
+        layout = layout_of(self._step, state)
+        _check_devices(layout, state)
         if not self._may_write:
             raise ArgumentError(
                 f"{self._folder.path} has checkpoints of a run that this one has not restored, "
                 f"and they would be deleted in time. Call restore_latest(state) before {call}, "
                 f"or choose another folder."
             )
+        found, where = self._fingerprint(layout), data_of(data, self._step.mesh)
+        return layout.without_owners, collected(self._step, state), found, where
 
     def save_if_preempted(self, state: TrainState, data: Json = None) -> bool:
         """Save the state if ``SIGTERM`` asks the run to stop, and return whether it does.

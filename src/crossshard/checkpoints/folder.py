@@ -35,8 +35,6 @@ _MARKER = "commit_success.txt"
 # In a checkpoint, the folder of the arrays, and that of the manifest and the notes beside it.
 ARRAYS, NOTES = "state", "manifest"
 _DIGITS = 8
-# Steps are counted in 32 bits. A folder with a larger number is somebody else's.
-LARGEST = 10**10 - 1
 _UNFINISHED = re.compile(r"\d{8,}\.(orbax-checkpoint-tmp.*|deleted)")
 # The object store that both Orbax's library for paths and its library for arrays support.
 _REMOTE = "gs://"
@@ -141,6 +139,7 @@ class Folder:
 
     def _numbered(self) -> list[int]:
         names = {path.name for path in self.path.iterdir()}
+        # Steps are counted in 32 bits. A folder with a larger number is somebody else's.
         numbers = {int(name) for name in names if re.fullmatch(r"\d{8,10}", name, re.ASCII)}
         return sorted(number for number in numbers if self.of(number).name in names)
 

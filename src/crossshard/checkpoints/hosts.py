@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, PartitionSpec, Sharding
 
 # Where the elements of a part begin and end, along each axis of its array.
 Bounds = tuple[tuple[int, int], ...]
@@ -20,12 +18,15 @@ class Hosts:
 
     Attributes:
       mesh: the mesh.
+      here: the processes of this host, and ``own`` its place in the ring.
       processes: the processes of all hosts.
       numbers: how many devices each host has.
     """
 
     def __init__(self, mesh: Mesh, of_host: tuple[tuple[int, ...], ...]):
         self.mesh, self._of_host = mesh, of_host
+        self.here = next(each for each in of_host if jax.process_index() in each)
+        self.own = of_host.index(self.here)
         flat: list[Any] = list(mesh.devices.flat)
         # The places of the devices of each host in the mesh.
         self._places = [
@@ -43,13 +44,9 @@ class Hosts:
         """Whether all hosts have equally many devices."""
         return len(set(self.numbers)) == 1
 
-    def index(self, here: tuple[int, ...]) -> int:
-        """Return the place in the ring of the host with these processes."""
-        return self._of_host.index(here)
-
-    def processes_after(self, here: tuple[int, ...], distance: int) -> tuple[int, ...]:
-        """Return the processes of the host so many places after that with these processes."""
-        return self._of_host[(self.index(here) + distance) % len(self)]
+    def processes_after(self, distance: int) -> tuple[int, ...]:
+        """Return the processes of the host so many places after this one."""
+        return self._of_host[(self.own + distance) % len(self)]
 
     def devices_after(self, distance: int) -> dict[Any, Any]:
         """Return, for each device, the one in its place on the host so many places after its."""
@@ -70,46 +67,13 @@ class Hosts:
             for pair in zip(self._places[(place + distance) % len(self)], to, strict=True)
         ]
 
-    def sent_back(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        """Return arrays of which each device has what its neighbour on the next host had."""
+    def sent_back(self, arrays: list[jax.Array], distance: int) -> list[jax.Array]:
+        """Return arrays of which each device has what that so many hosts after it had."""
         if not arrays:
             return []
         shardings: list[Any] = [x.sharding for x in arrays]
         specs = tuple(each.spec for each in shardings)
-        return _sender(shardings[0].mesh, specs, tuple(self._pairs(1)))(arrays)
-
-    def chosen(
-        self, arrays: Mapping[int, list[jax.Array]], source: Sequence[int]
-    ) -> list[jax.Array]:
-        """Return arrays that each host gets from one so many places before it.
-
-        Args:
-          arrays: what the devices of each host have for those so many places after it.
-          source: for each host how many places before it the one is that sends to it.
-        """
-        each = np.zeros(self.mesh.size, np.int32)
-        for places, distance in zip(self._places, source, strict=True):
-            each[places] = distance
-        shardings: list[Any] = [x.sharding for x in arrays[0]]
-        specs, mesh = [each.spec for each in shardings], shardings[0].mesh
-        rows = PartitionSpec(mesh.axis_names)
-        of_device = jax.make_array_from_callback(
-            each.shape, NamedSharding(mesh, rows), lambda index: each[index]
-        )
-
-        def choose(chosen: jax.Array, every: dict[int, list[jax.Array]]) -> list[jax.Array]:
-            found = every[0]
-            for distance in sorted(every)[1:]:
-                # What a host has for one after it goes forward.
-                sent = _sent(every[distance], mesh, self._pairs(-distance))
-                pairs = zip(sent, found, strict=True)
-                found = [jnp.where(chosen[0] == distance, new, old) for new, old in pairs]
-            return found
-
-        given = rows, dict.fromkeys(arrays, specs)
-        run = jax.shard_map(choose, mesh=mesh, in_specs=given, out_specs=specs, check_vma=False)
-        found: list[jax.Array] = jax.jit(run)(of_device, dict(arrays))
-        return found
+        return _sender(shardings[0].mesh, specs, tuple(self._pairs(distance)))(arrays)
 
 
 # Cached, or each snapshot would trace it again.
@@ -117,17 +81,13 @@ class Hosts:
 def _sender(
     mesh: Mesh, specs: tuple[PartitionSpec, ...], pairs: tuple[tuple[int, int], ...]
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    send: Callable[[list[jax.Array]], list[jax.Array]] = lambda xs: _sent(xs, mesh, pairs)
+    def send(arrays: list[jax.Array]) -> list[jax.Array]:
+        return [lax.ppermute(x, mesh.axis_names, pairs) for x in arrays]
+
     of_each = [*specs]
     return jax.jit(
         jax.shard_map(send, mesh=mesh, in_specs=(of_each,), out_specs=of_each, check_vma=False)
     )
-
-
-def _sent(
-    arrays: Sequence[jax.Array], mesh: Mesh, pairs: Sequence[tuple[int, int]]
-) -> list[jax.Array]:
-    return [lax.ppermute(x, mesh.axis_names, pairs) for x in arrays]
 
 
 def size_of(bounds: Bounds) -> int:

@@ -22,11 +22,13 @@ from crossshard._check import typed
 from crossshard._hash import sha256
 from crossshard.checkpoints.data import Data
 from crossshard.checkpoints.folder import MOST_BYTES, Damaged, read_json
+from crossshard.checkpoints.storage import Leaf
 from crossshard.errors import CheckpointMismatchError
 from crossshard.gradients.nesting import inside_optimizer
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.walk import constants, jaxprs_within, opened
 from crossshard.model.layout import StateLayout
+from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.aggregate import Aggregator
 from crossshard.pipeline.stages.preprocess import Preprocess
@@ -101,6 +103,21 @@ class Manifest:
         for leaf, found in zip(body["leaves"], hashes, strict=False):
             leaf["hash"] = found
         return {**body, "sha256": sha256(body)}
+
+
+def manifest_of(
+    layout: StateLayout,
+    state: TrainState,
+    leaves: Sequence[Leaf],
+    fingerprint: Fingerprint,
+    data: Data,
+    number: int = 0,
+    step: int = 0,
+) -> Manifest:
+    """Return the manifest of a state whose leaves are these, without hashes."""
+    written = [WrittenLeaf(leaf.path, leaf.on_disk.shape, leaf.dtype, "") for leaf in leaves]
+    of_state = layout.number_of_shards, groups_of(layout), str(state.rng_impl)
+    return Manifest(number, step, *of_state, fingerprint, written, data)
 
 
 def groups_of(layout: StateLayout) -> list[list[int]] | None:

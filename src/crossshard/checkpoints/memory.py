@@ -27,17 +27,10 @@ from jax.sharding import Mesh
 
 from crossshard import _check, _mesh
 from crossshard._hash import sha256
-from crossshard._text import size
 from crossshard.checkpoints import storage
 from crossshard.checkpoints.folder import MOST_BYTES, Damaged, in_words, read_json
 from crossshard.checkpoints.hosts import Bounds, Hosts, bounds_of, holders, own_pieces, size_of
-from crossshard.checkpoints.manifest import (
-    Fingerprint,
-    Manifest,
-    WrittenLeaf,
-    as_manifest,
-    groups_of,
-)
+from crossshard.checkpoints.manifest import Fingerprint, Manifest, as_manifest, manifest_of
 from crossshard.distributed.agreement import exchange, processes_of
 from crossshard.distributed.identity import machine, private_folder
 from crossshard.errors import ArgumentError, CheckpointWarning
@@ -59,6 +52,10 @@ class _Part:
     dtype: str
     offset: int
     crc: int
+
+
+# The bounds of a part, and what is within them.
+_Values = tuple[Sequence[Sequence[int]], np.ndarray]
 
 
 class Snapshots:
@@ -86,8 +83,7 @@ class Snapshots:
         for process, (host, _) in zip(processes, found, strict=True):
             by_host.setdefault(host, []).append(process)
         self._hosts = Hosts(mesh, tuple(map(tuple, by_host.values())))
-        # The processes of this host, and what tells this start of the run from earlier ones.
-        self._here = tuple(by_host[machine()])
+        # What tells this start of the run from earlier ones.
         self._start: str = found[0][1]
         self._copies = copies if len(by_host) > 1 else 1
         if self._copies > 1 and not self._hosts.are_alike:
@@ -105,7 +101,6 @@ class Snapshots:
         self._delete(lambda name: name in self._whole)
         # How many steps the state of the last snapshot has taken; ``None`` before.
         self._taken: int | None = None
-        self._is_off = False
         self._leaves: tuple[StateLayout, list[storage.Leaf]] | None = None
 
     @property
@@ -138,8 +133,6 @@ class Snapshots:
         ``newest`` is the number of the newest checkpoint, and how many steps its state has taken.
         What cannot be written is a warning, and the snapshots before it stay.
         """
-        if self._is_off:
-            return
         self.wait()
         if self._leaves is None or self._leaves[0] is not layout:
             self._leaves = layout, storage.leaves_of(layout, state, layout.number_of_shards)
@@ -152,18 +145,12 @@ class Snapshots:
             pieces = [
                 (place, bounds, _kept(piece))
                 for place, x in enumerate(arrays)
-                for bounds, piece in own_pieces(x, x, self._here, place)
+                for bounds, piece in own_pieces(x, x, self._hosts.here, place)
             ]
             pieces += [(place, bounds, _kept(piece)) for place, bounds, piece in of_next]
             count = _kept(state.step.addressable_data(0))
-        own = sum(piece.nbytes for *_, piece in pieces)
-        if not self._agree(own):
-            return
-        written = [WrittenLeaf(leaf.path, leaf.on_disk.shape, leaf.dtype, "") for leaf in leaves]
-        manifest = Manifest(
-            *(0, 0, layout.number_of_shards, groups_of(layout), str(state.rng_impl)),
-            *(fingerprint, written, data),
-        )
+        self._agree()
+        manifest = manifest_of(layout, state, leaves, fingerprint, data)
         self._writing = self._writer.submit(self._write, manifest, count, pieces, newest)
 
     def _of_next_host(self, arrays: list[jax.Array]) -> list[tuple[int, Bounds, jax.Array]]:
@@ -171,13 +158,13 @@ class Snapshots:
         if self._copies == 1:
             return []
         lacking = [place for place, x in enumerate(arrays) if not self._hosts.have_all(x)]
-        sent = self._hosts.sent_back([arrays[place] for place in lacking])
-        after, next_host = self._hosts.devices_after(1), self._hosts.processes_after(self._here, 1)
+        sent = self._hosts.sent_back([arrays[place] for place in lacking], 1)
+        after, next_host = self._hosts.devices_after(1), self._hosts.processes_after(1)
         return [
             (place, bounds, piece)
             for place, x in zip(lacking, sent, strict=True)
             for bounds, piece in own_pieces(x, arrays[place], next_host, place, after)
-            if bounds not in holders(arrays[place].sharding, x.shape, self._here)
+            if bounds not in holders(arrays[place].sharding, x.shape, self._hosts.here)
         ]
 
     def wait(self) -> None:
@@ -201,37 +188,16 @@ class Snapshots:
         self._writer = ThreadPoolExecutor(1, "crossshard")
         self._delete(lambda name: int(name.partition("-")[0]) > newest)
 
-    def _agree(self, own: int) -> bool:
-        """Tell the others what this process has written, and delete what earlier starts have left.
-
-        Returns whether all hosts have memory for one more snapshot, of so many bytes here.
-        """
-        free = shutil.disk_usage(self.path).free
-        mine = json.dumps([machine(), self._written, own, free])
-        told = [json.loads(each) for each in exchange("snapshot", mine, self._mesh)]
-        names = {name for _, name, _, _ in told}
+    def _agree(self) -> None:
+        """Tell the others what this process has written, delete what earlier starts have left."""
+        names = {*exchange("snapshot", self._written, self._mesh)}
         if names == {self._written} and self._written and self._written not in self._whole:
             self._whole = [*self._whole, self._written][-_KEPT:]
         self._delete(lambda name: name in self._whole or name.endswith(self._start))
-        # All snapshots have the same size.
-        for host, _, _, free in told if not self._written else ():
-            needed = sum(each for other, _, each, _ in told if other == host)
-            missing = _KEPT + 1 - len(self._whole)
-            if needed * missing > free:
-                self._is_off = True
-                warnings.warn(
-                    f"{self.path} has {size(free)} free, and {missing} more snapshots of "
-                    f"{size(needed)} do not fit. None is taken, and the run goes on with its "
-                    f"checkpoints. Give the folder more memory, or pass no memory=.",
-                    CheckpointWarning,
-                    stacklevel=4,
-                )
-                return False
-        return True
 
     def _delete(self, stays: Callable[[str], bool]) -> None:
         """Delete what does not stay, in the first process of the host."""
-        if jax.process_index() == self._here[0]:
+        if jax.process_index() == self._hosts.here[0]:
             for path in self.path.iterdir():
                 if _NAME.fullmatch(path.name) and not stays(path.name):
                     shutil.rmtree(path, ignore_errors=True)
@@ -259,11 +225,11 @@ class Snapshots:
                     offset += content.nbytes
                 opened.truncate()
             manifest = dataclasses.replace(manifest, number=number, step=step)
-            held = self._here
+            held = self._hosts.here
             if self._copies > 1:
-                held += self._hosts.processes_after(held, 1)
+                held += self._hosts.processes_after(1)
             body = {
-                "here": self._here,
+                "here": self._hosts.here,
                 "held": held,
                 "all": self._hosts.processes,
                 "parts": list(map(dataclasses.astuple, parts)),
@@ -308,14 +274,14 @@ class Snapshots:
         for path in sorted(self.path.iterdir()):
             found = _NAME.fullmatch(path.name)
             if found is not None and found[2] == self._run and path.is_dir():
-                held = Snapshot(path, self._hosts, self._here).held()
+                held = Snapshot(path, self._hosts).held()
                 own |= {path.name: held} if held else {}
         told = [json.loads(each) for each in exchange("restore", json.dumps(own), self._mesh)]
         whole = []
         for name in sorted({name for each in told for name in each}):
             having = [each[name] for each in told if name in each]
             if {process for held, _ in having for process in held} >= set(having[0][1]):
-                here = Snapshot(self.path / name, self._hosts, self._here)
+                here = Snapshot(self.path / name, self._hosts)
                 if len(having) < len(told):
                     here.share_manifest(name in own)
                 whole.append((name, here))
@@ -333,10 +299,10 @@ class Snapshot:
 
     has_hashes = False
 
-    def __init__(self, path: Path, hosts: Hosts, here: tuple[int, ...]):
+    def __init__(self, path: Path, hosts: Hosts):
         self.number = int(path.name.partition("-")[0])
         self.name = f"Snapshot {self.number} in {path.parent}"
-        self._path, self._hosts, self._here = path, hosts, here
+        self._path, self._hosts = path, hosts
         # Its manifest from another host; ``None`` if this one has it.
         self._shared: dict[str, Any] | None = None
 
@@ -372,113 +338,73 @@ class Snapshot:
         """Read arrays onto the mesh, by their places; each process reads what its devices hold.
 
         Raises:
-          Damaged: a part is not what was written, or no host has the parts of another one.
+          Damaged: in all processes, if no host has the parts that one of them needs.
         """
-        parts, why = dict[int, list[tuple[_Part, memoryview]]](), ""
-        try:
-            parts = self._parts()
-        except Damaged as error:
-            if len(self._hosts) == 1:
-                raise
-            # The others would wait for this host, which gets its parts from another one.
-            why = str(error)
-        try:
-            return self._read(leaves, parts, why)
-        except Damaged as error:
-            if len(self._hosts) == 1:
-                raise
-            why = str(error)
-        # Another host may have what is damaged here. All parts are checked only now: it takes long.
-        whole = {
-            place: [
-                part
-                for part in parts.get(place, [])
-                if _values(*part, leaf.on_disk.dtype) is not None
-            ]
-            for place, leaf in leaves.items()
-        }
-        return self._read(leaves, whole, why)
-
-    def _read(
-        self, leaves: Mapping[int, storage.Leaf], parts: Mapping[int, list[Any]], why: str
-    ) -> dict[int, jax.Array]:
-        """Read arrays, from these parts and those of other hosts; raise in all processes or none.
-
-        ``why`` says what is wrong with the parts of this host; empty if nothing is known.
-        """
+        parts, why = self._parts(leaves)
         source = self._sources(leaves, parts, why)
-        own, arrays = self._hosts.index(self._here), dict[int, list[jax.Array]]()
-        refused = ""
-        try:
-            with _as_damaged():
-                for distance in sorted({0, *source}) if any(source) else ():
-                    # What this host has for another one; without it, zeros that nobody takes.
-                    gives = source[(own + distance) % len(source)] == distance
-                    devices = self._hosts.devices_after(distance)
-                    arrays[distance] = [
-                        _array_for(leaf, parts.get(place, []) if gives else None, devices)
-                        for place, leaf in leaves.items()
-                    ]
-                if not arrays:
-                    arrays[0] = [
-                        _array(leaf, parts.get(place, [])) for place, leaf in leaves.items()
-                    ]
-        except Damaged as error:
-            refused = str(error)
-        # All of them send, or none does.
-        for each in filter(None, exchange("restore", refused, self._hosts.mesh)):
-            raise Damaged(each)
-        found = arrays[0]
-        if any(source):
-            with _mesh.in_place_of_the_users_mesh(self._hosts.mesh):
-                found = self._hosts.chosen(arrays, source)
+        own, found = self._hosts.own, list[jax.Array]()
+        for distance in sorted({*source}):
+            # What this host has for another one; without it, zeros that nobody takes.
+            gives = source[(own + distance) % len(source)] == distance
+            devices = self._hosts.devices_after(distance)
+            arrays = [
+                _array(leaf, parts[place] if gives else [], devices)
+                for place, leaf in leaves.items()
+            ]
+            if distance:
+                with _mesh.in_place_of_the_users_mesh(self._hosts.mesh):
+                    # What a host has for one after it goes forward.
+                    arrays = self._hosts.sent_back(arrays, -distance)
+            # All of them send, and each takes its own.
+            found = arrays if source[own] == distance else found
         return dict(zip(leaves, found, strict=True))
 
-    def _parts(self) -> dict[int, list[tuple[_Part, memoryview]]]:
-        """Return the parts that this host has, by their arrays."""
-        parts: dict[int, list[tuple[_Part, memoryview]]] = {}
+    def _parts(self, leaves: Mapping[int, storage.Leaf]) -> tuple[dict[int, list[_Values]], str]:
+        """Return the parts of arrays that are whole here, and what is wrong with another one."""
+        found: dict[int, list[_Values]] = {place: [] for place in leaves}
+        why = ""
         for file in sorted(self._path.glob("*.json")):
-            content = _mapped(file.with_suffix(".bytes"))
             try:
-                for values in self._index(file.stem)["parts"]:
-                    part = _check.typed(_Part, dict(zip(_PART, values, strict=True)))
-                    parts.setdefault(part.leaf, []).append((part, content))
+                content = _mapped(file.with_suffix(".bytes"))
+                for given in self._index(file.stem)["parts"]:
+                    part = _check.typed(_Part, dict(zip(_PART, given, strict=True)))
+                    leaf = leaves.get(part.leaf)
+                    values = None if leaf is None else _values(part, content, leaf.on_disk)
+                    if values is not None:
+                        found[part.leaf].append((part.bounds, values))
+                    elif leaf is not None:
+                        why = why or f"{leaf.path} has not the values that were written"
+            except Damaged as error:
+                why = why or str(error)
             except (TypeError, ValueError):
-                raise Damaged("its index has values of a wrong type") from None
-        return parts
+                why = why or "its index has values of a wrong type"
+        return found, why
 
     def _sources(
-        self, leaves: Mapping[int, storage.Leaf], parts: Mapping[int, Any], why: str
+        self, leaves: Mapping[int, storage.Leaf], parts: Mapping[int, list[_Values]], why: str
     ) -> list[int]:
         """Return for each host how many places before it the next one is that has its parts."""
         hosts = self._hosts
-        if len(hosts) == 1:
-            return [0]
-        distances = range(len(hosts) if hosts.are_alike else 1)
 
         def has(distance: int) -> bool:
-            its = hosts.processes_after(self._here, distance)
+            its = hosts.processes_after(distance)
             return all(
-                _has_all(bounds, parts.get(place, []))
+                _has_all(bounds, parts[place])
                 for place, leaf in leaves.items()
                 for bounds in holders(leaf.on_disk.sharding, leaf.on_disk.shape, its)
             )
 
-        here = [False for _ in distances]
-        try:
-            with _as_damaged():
-                here = [has(distance) for distance in distances]
-        except Damaged as error:
-            why = str(error)
-        told = exchange("restore", json.dumps([hosts.index(self._here), here, why]), hosts.mesh)
-        read = list(map(json.loads, told))
-        of_hosts, whys = {host: has for host, has, _ in read}, [why for *_, why in read if why]
+        distances = range(len(hosts) if hosts.are_alike else 1)
+        own = json.dumps([hosts.own, list(map(has, distances)), why])
+        told = [json.loads(each) for each in exchange("restore", own, hosts.mesh)]
+        of_hosts = {host: its for host, its, _ in told}
         found = []
         for host in range(len(hosts)):
             near = (each for each in distances if of_hosts[(host - each) % len(hosts)][each])
             found.append(next(near, -1))
         if -1 in found:
-            raise Damaged(*whys[:1] or ["no host has the parts of one that has lost them"])
+            whys = filter(None, (why for *_, why in told))
+            raise Damaged(next(whys, "not all of its parts are there"))
         return found
 
     def _index(self, process: str) -> dict[str, Any]:
@@ -495,46 +421,32 @@ class Snapshot:
 _PART = [field.name for field in dataclasses.fields(_Part)]
 
 
-@contextlib.contextmanager
-def _as_damaged() -> Iterator[None]:
-    """Say of an index whose numbers do not fit the step that the snapshot is damaged."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise Damaged(f"its parts are not those of the step ({error!s:.100})") from None
+def _values(part: _Part, content: memoryview, like: jax.ShapeDtypeStruct) -> np.ndarray | None:
+    """Return the values of a part; ``None`` if they are not those that were written."""
+    within = zip(part.bounds, like.shape, strict=True)
+    fits = all(0 <= start <= end <= length for (start, end), length in within)
+    shape, dtype = [end - start for start, end in part.bounds], np.dtype(like.dtype)
+    found = content[part.offset : part.offset + math.prod(shape) * dtype.itemsize]
+    if not fits or part.dtype != str(dtype) or zlib.crc32(found) != part.crc:
+        return None
+    return np.frombuffer(found, np.uint8).view(dtype).reshape(shape)
 
 
-def _array(leaf: storage.Leaf, parts: Sequence[tuple[_Part, memoryview]]) -> jax.Array:
-    """Make an array of the parts that this host has."""
-    like = leaf.on_disk
-    found: dict[Bounds, np.ndarray] = {}
-
-    def piece(index: Any) -> np.ndarray:
-        bounds = bounds_of(index, like.shape)
-        if bounds not in found:
-            found[bounds] = _filled(leaf, bounds, parts)
-        return found[bounds]
-
-    return jax.make_array_from_callback(like.shape, like.sharding, piece)
-
-
-def _array_for(
-    leaf: storage.Leaf, parts: Sequence[tuple[_Part, memoryview]] | None, after: Mapping[Any, Any]
-) -> jax.Array:
+def _array(leaf: storage.Leaf, parts: list[_Values], after: Mapping[Any, Any]) -> jax.Array:
     """Make an array whose devices hold the parts of those after them; zeros without parts."""
-    like, found = leaf.on_disk, list[jax.Array]()
-    indices = like.sharding.devices_indices_map(like.shape)
+    like, found = leaf.on_disk, dict[Bounds, np.ndarray]()
+    indices, made = like.sharding.devices_indices_map(like.shape), list[jax.Array]()
     for device in like.sharding.addressable_devices:
         bounds = bounds_of(indices[after[device]], like.shape)
-        zeros = np.zeros([end - start for start, end in bounds], np.dtype(like.dtype))
-        values = zeros if parts is None else _filled(leaf, bounds, parts)
-        found.append(jax.device_put(values, device))
-    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, found)
+        if bounds not in found:
+            found[bounds] = _filled(bounds, parts, np.dtype(like.dtype))
+        made.append(jax.device_put(found[bounds], device))
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, made)
 
 
-def _has_all(bounds: Bounds, parts: Sequence[tuple[_Part, memoryview]]) -> bool:
+def _has_all(bounds: Bounds, parts: list[_Values]) -> bool:
     """Return whether parts, of which no two overlap, have all elements within bounds."""
-    return size_of(bounds) == sum(size_of(_both(bounds, part.bounds)) for part, _ in parts)
+    return size_of(bounds) == sum(size_of(_both(bounds, its)) for its, _ in parts)
 
 
 def _both(bounds: Bounds, other: Sequence[Sequence[int]]) -> Bounds:
@@ -545,34 +457,14 @@ def _both(bounds: Bounds, other: Sequence[Sequence[int]]) -> Bounds:
     )
 
 
-def _filled(
-    leaf: storage.Leaf, bounds: Bounds, parts: Sequence[tuple[_Part, memoryview]]
-) -> np.ndarray:
+def _filled(bounds: Bounds, parts: list[_Values], dtype: np.dtype) -> np.ndarray:
     """Return the elements of an array within bounds, out of the parts that hold some of them."""
-    dtype = np.dtype(leaf.on_disk.dtype)
-    made = np.empty([end - start for start, end in bounds], dtype)
-    missing = made.size
-    for part, content in parts:
-        both = _both(bounds, part.bounds)
-        if not size_of(both):
-            continue
-        values = _values(part, content, dtype)
-        if values is None:
-            raise Damaged(f"{leaf.path} has not the values that were written")
-        made[_within(both, bounds)] = values[_within(both, part.bounds)]
-        missing -= size_of(both)
-    if missing:
-        raise Damaged(f"this host has not all of {leaf.path}")
+    made = np.zeros([end - start for start, end in bounds], dtype)
+    for its, values in parts:
+        both = _both(bounds, its)
+        if size_of(both):
+            made[_within(both, bounds)] = values[_within(both, its)]
     return made
-
-
-def _values(part: _Part, content: memoryview, dtype: np.dtype) -> np.ndarray | None:
-    """Return the values of a part; ``None`` if they are not those that were written."""
-    shape = [end - start for start, end in part.bounds]
-    found = content[part.offset : part.offset + math.prod(shape) * dtype.itemsize]
-    if part.dtype != str(dtype) or zlib.crc32(found) != part.crc:
-        return None
-    return np.frombuffer(found, np.uint8).view(dtype).reshape(shape)
 
 
 def _within(bounds: Sequence[Sequence[int]], outer: Sequence[Sequence[int]]) -> tuple[slice, ...]:

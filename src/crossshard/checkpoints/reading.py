@@ -1,5 +1,6 @@
 """Reading: takes a state out of one checkpoint, if it fits the step and no array is damaged."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -115,8 +116,7 @@ def read_state(
       CheckpointMismatchError: the checkpoint is not of this step.
       Damaged: it is damaged; in every process, if one finds it so.
     """
-    refused: Exception | None = None
-    try:
+    with _in_all(layout):
         manifest = source.manifest()
         known = here or manifest.fingerprint
         types = _as_written(manifest, state)
@@ -145,24 +145,18 @@ def read_state(
         at = {leaf.path: place for place, leaf in enumerate(manifest.leaves)}
         places = {key: at[written[key].path] for key in own if key in written}
         wanted = {place: own[key] for key, place in places.items()}
-    except (Damaged, CheckpointMismatchError) as error:
-        refused = error
     # Hosts read a snapshot together, so none may have been refused before.
-    _agree(refused, layout)
-    try:
+    with _in_all(layout):
         read = source.read(wanted, len(manifest.leaves))
-    except Damaged as error:
-        refused = error
-    _agree(refused, layout)
     with _mesh.in_place_of_the_users_mesh(layout.mesh):
         # The processes compute the hashes together, so none may have been refused before.
-        hashed = read if source.has_hashes else {}
-        hashes = {manifest.leaves[place]: hash_of(x) for place, x in hashed.items()}
-        wrong = [leaf.path for leaf, found in hashes.items() if found != leaf.hash]
-        if wrong:
-            more = f", as do {len(wrong) - 1} more arrays" if len(wrong) > 1 else ""
-            refused = Damaged(f"{wrong[0]} has not the values that were written{more}")
-        _agree(refused, layout)
+        with _in_all(layout):
+            hashed = read if source.has_hashes else {}
+            hashes = {manifest.leaves[place]: hash_of(x) for place, x in hashed.items()}
+            wrong = [leaf.path for leaf, found in hashes.items() if found != leaf.hash]
+            if wrong:
+                more = f", as do {len(wrong) - 1} more arrays" if len(wrong) > 1 else ""
+                raise Damaged(f"{wrong[0]} has not the values that were written{more}")
         if here is None:
             params = jax.tree.structure(state.params).unflatten(read.values())
             shardings = layout.shardings(state).params
@@ -178,15 +172,20 @@ def read_state(
     return Found(whole, manifest.data, notes, source)
 
 
-def _agree(refused: Exception | None, layout: StateLayout) -> None:
+@contextlib.contextmanager
+def _in_all(layout: StateLayout) -> Iterator[None]:
     """Raise, in every process, what the first one that cannot read a checkpoint has found."""
-    kind = "" if refused is None else type(refused).__name__
+    kind, refused = "", ""
+    try:
+        yield
+    except (Damaged, CheckpointMismatchError) as error:
+        kind, refused = type(error).__name__, str(error)
     # It may quote what is on disk.
-    told = exchange("restore", json.dumps([kind, printable(str(refused))]), layout.mesh)
+    told = exchange("restore", json.dumps([kind, printable(refused)]), layout.mesh)
     found = dict(reversed([json.loads(each) for each in told]))
-    for error in (Damaged, CheckpointMismatchError):
-        if error.__name__ in found:
-            raise error(found[error.__name__])
+    for each in (Damaged, CheckpointMismatchError):
+        if each.__name__ in found:
+            raise each(found[each.__name__])
 
 
 def _as_written(manifest: Manifest, state: TrainState) -> TrainState:

@@ -15,8 +15,8 @@ from crossshard import _check, _mesh
 from crossshard._hash import crc32, hash_later
 from crossshard.checkpoints import storage
 from crossshard.checkpoints.data import Data
-from crossshard.checkpoints.folder import LARGEST, Folder, Lock, in_words, read
-from crossshard.checkpoints.manifest import FILE, Fingerprint, Manifest, WrittenLeaf, groups_of
+from crossshard.checkpoints.folder import Folder, Lock, in_words, read
+from crossshard.checkpoints.manifest import FILE, Fingerprint, manifest_of
 from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.distributed.watch import waiting
 from crossshard.errors import CheckpointError
@@ -73,14 +73,10 @@ class Saving:
           CheckpointError: it cannot be written, or the one before could not be.
         """
         self._finish()
-        taken, shards = int(state.step), layout.number_of_shards
+        taken = int(state.step)
         number = max([taken, at_least, *(newest + 1 for newest in self.numbers[-1:])])
-        leaves = storage.leaves_of(layout, state, shards)
-        written = [WrittenLeaf(leaf.path, leaf.on_disk.shape, leaf.dtype, "") for leaf in leaves]
-        rng = str(state.rng_impl)
-        manifest = Manifest(
-            number, taken, shards, groups_of(layout), rng, fingerprint, written, data
-        )
+        leaves = storage.leaves_of(layout, state, layout.number_of_shards)
+        manifest = manifest_of(layout, state, leaves, fingerprint, data, number, taken)
         check_agreement(
             "save",
             lambda: {
@@ -90,7 +86,7 @@ class Saving:
             self._mesh,
             "Every process passes the same; where all of them stand is one dict.",
         )
-        reason = exchange("save", self._why_not_writable(number), self._mesh, within="lock")[0]
+        reason = exchange("save", self._why_not_writable(), self._mesh, within="lock")[0]
         if reason:
             raise CheckpointError(
                 f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
@@ -177,13 +173,10 @@ class Saving:
             return None
         return None if found != found else found
 
-    def _why_not_writable(self, number: int) -> str:
+    def _why_not_writable(self) -> str:
         """Return why the first process cannot write; empty if it can."""
         if jax.process_index() != 0:
             return ""
-        if number > LARGEST:
-            largest = self._folder.of(LARGEST)
-            return f"none is after {largest}, since no number is larger: move that folder away"
         try:
             reason = self._folder.why_not_writable() or self._lock.take()
             if not reason and self._orbax is None:

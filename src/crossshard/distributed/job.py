@@ -292,7 +292,7 @@ def _of_ray(seconds: float) -> Job | None:
     if number > 1:
         alone = worker.get_local_world_size() == number
         host = LOOPBACK if alone else ray.util.get_node_ip_address()
-        own_address = _joined(host, _listen(host, 0)) if own == 0 else None
+        own_address = _joined(host, listen(host, 0)) if own == 0 else None
         address = _told_by_first(own_address, f"Process {own} of {number}", seconds)
     return Job(number, own, address, _devices() or tuple(devices) or None, "Ray Train")
 
@@ -370,7 +370,7 @@ def bind_address(coordinator_address: str, bind: str | None) -> str:
     host = host if bind is None else bind
     try:
         found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-        _listen(found, 0)
+        listen(found, 0)
     except OSError as error:
         raise ArgumentError(
             f"Process 0 cannot listen at {host!r:.100}, which must be an interface of this "
@@ -406,7 +406,7 @@ def check_unused(host: str, port: int) -> None:
     A second coordinator could listen there, too, and processes would meet at the wrong one.
     """
     try:
-        _listen(host, port)
+        listen(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ArgumentError(
@@ -415,7 +415,7 @@ def check_unused(host: str, port: int) -> None:
             ) from None
 
 
-def _listen(host: str, port: int) -> int:
+def listen(host: str, port: int) -> int:
     """Raise OSError unless this process can listen there; return the port, any free one for 0."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

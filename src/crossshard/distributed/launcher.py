@@ -9,7 +9,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from crossshard.distributed.job import (
     OWN,
     SPARE,
     check_unused,
+    listen,
 )
 from crossshard.distributed.judge import PROCESS_LOST, PROCESS_STALLED, Kind, Verdict, left_before
 from crossshard.distributed.programs import variables_for
@@ -55,13 +55,6 @@ _EVERY = 0.02
 _ENDING = tuple(getattr(signal, f"SIG{name}") for name in ("INT", "QUIT", "TERM", "HUP"))
 _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _BECAUSE_OF_ANOTHER = (PROCESS_LOST, PROCESS_STALLED)
-
-
-def free_port(host: str) -> int:
-    """Return a port of this machine at which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def launch(
@@ -105,7 +98,7 @@ def launch(
         for left in range(restarts, -1, -1):
             if port is not None:
                 check_unused(LOOPBACK, port)
-            given = {ADDRESS: f"{LOOPBACK}:{port or free_port(LOOPBACK)}", NUMBER: str(len(slots))}
+            given = {ADDRESS: f"{LOOPBACK}:{port or listen(LOOPBACK, 0)}", NUMBER: str(len(slots))}
             given["PYTHONUNBUFFERED"] = "1"
             # What one run has compiled, the next one takes.
             given |= variables_for(folder) if restarts else {}

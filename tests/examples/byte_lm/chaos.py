@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from crossshard.distributed import PROCESS_LOST
-from crossshard.distributed.launcher import free_port
+from crossshard.distributed.job import listen
 from tests.examples.byte_lm.small import COMMAND, LAUNCH, SMALL, bare_environment, small_text
 from tests.examples.byte_lm.test_processes import started_by
 
@@ -52,7 +52,7 @@ class Run:
             self.started = [self._start([*launch, *command], {})]
             return
         of_all = {
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port('127.0.0.1')}",
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{listen('127.0.0.1', 0)}",
             "JAX_NUM_PROCESSES": str(processes),
             "JAX_NUM_CPU_DEVICES": str(devices),
             "PYTHONUNBUFFERED": "1",
