@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeAlias, Unpack, final
 
 import jax
@@ -19,7 +19,6 @@ from crossshard.collectives.sums import widen
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
-    CrossshardError,
     VariableError,
     WeightUpdateError,
 )
@@ -30,7 +29,6 @@ from crossshard.nnx.program import (
     Given,
     MissingSlots,
     bound,
-    explaining_writes,
     roots_of_step,
     written,
 )
@@ -305,8 +303,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         def of_values(values: list[Any]) -> Any:
             marked = [_mark(value, place, reached) for place, value in enumerate(values)]
             with _flax.rebound([*variables, *others], [*marked, *before], below.modules):
-                with explaining_writes():
-                    out = loss()
+                out = loss()
                 after = [other.get_raw_value() for other in others]
                 below.check_nothing_new()
             empty = None
@@ -324,10 +321,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         (_, (value, kept, empty)), gradients = of_shard(values)
         if divide_after:
             gradients = [widen(gradient) / divisor for gradient in gradients]
-        with explaining_writes():
-            for other, new in zip(others, kept, strict=True):
-                for value_after in new:
-                    other.set_raw_value(value_after)
+        for other, new in zip(others, kept, strict=True):
+            for value_after in new:
+                other.set_raw_value(value_after)
         if grad_loss is not None:
             # grad_loss may be an int; a loss may not.
             seed = jnp.asarray(_check.scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
@@ -395,7 +391,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         self._make_slots(keyed)
         gradients = {key: jnp.asarray(g) for key, (g, _) in zip(keyed, given, strict=True)}
         params, before = as_params(keyed), self.slots.values(keyed)
-        with scope, self._explained(AttributeError):
+        with scope:
             updates, after, reduced = self._transformation.update_local(
                 gradients, before, params, origin, weight, extra_args
             )
@@ -406,16 +402,13 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 f"from {jax.tree.structure(before)} to {jax.tree.structure(after)}. Slots keep "
                 f"theirs; use the Optax idiom (init and update)."
             )
-        with explaining_writes():
-            for key, variable in keyed.items():
-                variable.set_value(stepped[key])
-            self.slots.write(keyed, after)
-            if global_step is not None:
-                count, skip = global_step.get_value(), reduced.skip
-                skip = None if skip is None else StageContext(shards).on_all_shards(skip)
-                global_step.set_value(
-                    count + 1 if skip is None else jnp.where(skip, count, count + 1)
-                )
+        for key, variable in keyed.items():
+            variable.set_value(stepped[key])
+        self.slots.write(keyed, after)
+        if global_step is not None:
+            count, skip = global_step.get_value(), reduced.skip
+            skip = None if skip is None else StageContext(shards).on_all_shards(skip)
+            global_step.set_value(count + 1 if skip is None else jnp.where(skip, count, count + 1))
         self.computed.note_applied(variables)
 
     def minimize(
@@ -460,22 +453,17 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         variables = [variable for variable, _ in found.values()]
         self._make_slots(self.slots.keyed(variables, found))
 
-    def get_slot(self, var: AnyVariable | str, name: str) -> AnyVariable | None:
+    def get_slot(self, var: AnyVariable, name: str) -> AnyVariable | None:
         """Return the slot of a variable, as a variable; ``None`` if there is no such slot.
-
-        ``var`` is the variable, or its name in ``state``: its path in the module, as in
-        ``get_slot("dense/kernel", "m")``.
 
         ``name`` is a field of the Optax state (``mu``, ``nu``, ``trace``, ``sum_of_squares`` …) or
         TensorFlow's name (``m``, ``v``, ``momentum``, ``accumulator`` …).
 
         Raises:
-          ArgumentTypeError: ``var`` is not a variable or a name, or ``name`` is not a name.
+          ArgumentTypeError: ``var`` is not a variable, or ``name`` is not a name.
         """
-        if not isinstance(var, str | nnx.Variable):
-            raise ArgumentTypeError(
-                f"var must be an nnx variable, or its name; got {_check.described(var)}."
-            )
+        if not isinstance(var, nnx.Variable):
+            raise ArgumentTypeError(f"var must be an nnx variable; got {_check.described(var)}.")
         return self.slots.find(var, _check.word("name", name, "It is that of a slot, such as 'm'."))
 
     def get_slot_names(self) -> list[str]:
@@ -497,20 +485,13 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     @property
     def state(self) -> CrossShardState | None:
-        """A copy of the Optax state, a pytree of arrays; ``None`` before the first step.
+        """The Optax state with a variable at every leaf; ``None`` before the first step.
 
-        Writing to the copy changes nothing; to write to its hyperparameters raises an
-        ArgumentTypeError.
-
-        To change or restore the state, assign a pytree of the same structure, after ``build`` or a
-        first step: ``opt.state = optax.tree.set(opt.state, learning_rate=jnp.float32(0.01))``.
+        It is the optimizer's own, as ``opt_state`` of ``nnx.Optimizer``: writing to a variable
+        changes the next step, ``opt.state.inner_state.hyperparams["learning_rate"][...] = 0.01``.
         """
-        copied: CrossShardState | None = self.slots.copy()
-        return copied
-
-    @state.setter
-    def state(self, state: CrossShardState) -> None:
-        self.slots.restore(state, self._pipeline.may_differ)
+        state: CrossShardState | None = self.slots.tree
+        return state
 
     # Shared by the methods.
 
@@ -540,30 +521,13 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         named = known_names(variables, roots_of_step())
         return self.slots.keyed(variables, by_place | named | self.computed.names)
 
-    @contextlib.contextmanager
-    def _explained(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Explain, if the optimizer fails, that its parameters are a dict here."""
-        try:
-            yield
-        except CrossshardError:
-            raise
-        except kinds as error:
-            raise ArgumentError(
-                f"{self._transformation.of_optax} cannot update variables, of which it gets a dict "
-                f"from name to array ({error}). Write masks and labels as functions of the "
-                f"parameters, or use the Optax idiom (init and update)."
-            ) from error
-
     def _make_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
         """Make the slots of those variables that have none; raise where they would be lost."""
         missing = self.slots.bind(keyed)
         if not missing:
             return
 
-        def make() -> None:
-            with self._explained(AttributeError, KeyError, TypeError, ValueError):
-                self.slots.make(self._pipeline.init, missing)
-
+        make = lambda: self.slots.make(self._pipeline.init, missing)
         around, made_in = bound(), self._made_in
         needed: list[AnyVariable | HasSlots] = [*missing.values(), self]
         given = [around is not None and around.has(each) for each in needed]
