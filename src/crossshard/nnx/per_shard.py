@@ -102,11 +102,15 @@ for _name in _REFUSED:
     setattr(PerShardArray, f"__{_name}__", PerShardArray._refuse)
 
 
-_flax.serialize_as(
-    PerShardArray,
-    lambda held: {"per_shard": held.array},
-    lambda tree: PerShardArray(tree["per_shard"]),
-)
+def _serialize() -> None:
+    from flax import serialization
+
+    to_save = lambda held: {"per_shard": held.array}
+    from_saved = lambda _, saved: PerShardArray(saved["per_shard"])
+    serialization.register_serialization_state(PerShardArray, to_save, from_saved)
+
+
+_flax.when_loaded(_serialize)
 
 
 def is_per_shard_array(leaf: Any) -> bool:
