@@ -129,19 +129,6 @@ def momentum() -> CrossShardOptimizer:
     return sgd(0.01, 0.9)
 
 
-def test_module_and_optimizer_as_arguments():
-    step = training(mse, 8)
-    model, opt = Net(), momentum()
-    for _ in range(3):
-        step(model, opt, X)
-    check(model)
-    # The same program serves another model of the same structure.
-    other, opt = Net(), momentum()
-    for _ in range(3):
-        step(other, opt, X)
-    check(other)
-
-
 GLOBAL_MODEL, GLOBAL_OPTIMIZER = Net(), momentum()
 
 
@@ -474,6 +461,17 @@ def test_the_loss_goes_to_rules_that_take_it_and_to_no_others():
     minimize = lambda w, opt, x: opt.minimize(lambda: w[...] * x.sum(), None, [w])
     crossshard.shard(minimize, [w, opt, X[:2]], 2)
     np.testing.assert_allclose(w.get_value(), -X[:2].sum())
+
+
+def test_a_loss_that_the_optimizer_does_not_read_is_looked_at_for_a_nan():
+    w, opt = nnx.Param(jnp.zeros(2)), CrossShardOptimizer(optax.sgd(1.0), nonfinite="skip")
+    with crossshard.shard_context(1):
+        for loss, expected in ((np.nan, [0, 0]), (1.0, [-1, -1])):
+            pairs = opt.compute_gradients(lambda: w[...].sum(), [w])
+            opt.apply_gradients(pairs, value=jnp.float32(loss))
+            np.testing.assert_array_equal(w[...], expected)
+        with pytest.raises(TypeError, match="golbal_step"):
+            opt.apply_gradients(pairs, golbal_step=1)  # type: ignore[call-arg]
 
 
 def test_what_is_said_to_be_reduced_is_proven_by_nobody_in_a_loop_that_jax_cannot_type():

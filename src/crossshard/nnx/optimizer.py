@@ -345,7 +345,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         *,
         incoming: str | None = None,
         weight: ArrayLike | None = None,
-        **extra_args: PyTree,
+        value: ArrayLike | None = None,
     ) -> None:
         """Sum the gradients over the shards or groups and update the variables.
 
@@ -361,11 +361,11 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
           weight: float[], the weight of this shard in the mean, which is then
             ``sum(w · g) / sum(w)``. The gradients of a shard of weight 0 may be NaN; if all
             weights are 0, nothing changes.
-          **extra_args: extra arguments of the inner optimizer, such as ``value=loss``.
+          value: float[], this shard's loss, for inner optimizers that read it.
 
         Raises:
           ArgumentError, ArgumentTypeError: no pairs, no gradients, or an item that is not a pair;
-            an optimizer whose state cannot be slots; a keyword that the optimizer does not read.
+            an optimizer whose state cannot be slots.
           VariableError: a duplicate variable, a variable with another shape than its gradient, or
             one that was not given to the step.
           IncomingError: under MEAN, gradients that ``compute_gradients`` did not return in this
@@ -387,10 +387,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         if incoming is None and origin is GradientStatus.SCALED and weight is None:
             weight = self.computed.weight
         keyed = self._keyed(pairs)
-        self._transformation.check_read(extra_args, as_params(keyed))
         self._make_slots(keyed)
         gradients = {key: jnp.asarray(g) for key, (g, _) in zip(keyed, given, strict=True)}
         params, before = as_params(keyed), self.slots.values(keyed)
+        extra_args = {} if value is None else {"value": value}
         with scope:
             updates, after, reduced = self._transformation.update_local(
                 gradients, before, params, origin, weight, extra_args
@@ -421,7 +421,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         colocate_gradients_with_ops: bool = False,
         name: str | None = None,
         grad_loss: ArrayLike | None = None,
-        **extra_args: PyTree,
+        *,
+        weight: ArrayLike | None = None,
     ) -> jax.Array:
         """Call ``compute_gradients`` and ``apply_gradients``; return this shard's unscaled loss.
 
@@ -430,13 +431,12 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         """
         del aggregation_method, colocate_gradients_with_ops
         pairs = self.compute_gradients(loss, var_list, gate_gradients, grad_loss=grad_loss)
-        value = self.computed.value
-        with_loss = {"value": value, **extra_args}
+        loss_of_shard = self.computed.value
         # Passed only if it is read, since it would be summed over the shards in any case.
-        if self._transformation.reads("value", with_loss, as_params(self._keyed(pairs))):
-            extra_args = with_loss
-        self.apply_gradients(pairs, global_step, name, **extra_args)
-        return value
+        is_read = self._transformation.reads_value(loss_of_shard, as_params(self._keyed(pairs)))
+        value = loss_of_shard if is_read else None
+        self.apply_gradients(pairs, global_step, name, weight=weight, value=value)
+        return loss_of_shard
 
     def build(self, var_list: VariableList) -> None:
         """Create the slots of these variables now instead of at the first step.
@@ -505,7 +505,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     @property
     def _shards_of_mean(self) -> Callable[[], Shards]:
-        return self._transformation.shards_of_mean
+        return self._transformation.shards_of_mean  # also read by crossshard.value_and_grad
 
     def _loss_scale(self) -> jax.Array | None:
         """Return the current scale of the loss; ``None`` if there is none."""
