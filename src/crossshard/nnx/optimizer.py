@@ -360,7 +360,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             ``"reduced"``.
           weight: float[], the weight of this shard in the mean, which is then
             ``sum(w · g) / sum(w)``. The gradients of a shard of weight 0 may be NaN; if all
-            weights are 0, nothing changes.
+            weights are 0, nothing changes. Where the loss sums over the shards itself, as in a
+            batch norm with ``axis_name``, let it return a ``crossshard.Mean`` instead.
           value: float[], this shard's loss, for inner optimizers that read it.
 
         Raises:
