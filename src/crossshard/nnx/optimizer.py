@@ -344,7 +344,6 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         name: str | None = None,
         *,
         incoming: str | None = None,
-        weight: ArrayLike | None = None,
         value: ArrayLike | None = None,
     ) -> None:
         """Sum the gradients over the shards or groups and update the variables.
@@ -358,10 +357,6 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             ``compute_gradients``: ``"local"`` (averaged under MEAN), ``"scaled"`` (already divided,
             so only summed, as TensorFlow's ``apply_gradients`` sums all), ``"summed"`` or
             ``"reduced"``.
-          weight: float[], the weight of this shard in the mean, which is then
-            ``sum(w · g) / sum(w)``. The gradients of a shard of weight 0 may be NaN; if all
-            weights are 0, nothing changes. Where the loss sums over the shards itself, as in a
-            batch norm with ``axis_name``, let it return a ``crossshard.Mean`` instead.
           value: float[], this shard's loss, for inner optimizers that read it.
 
         Raises:
@@ -385,8 +380,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         origin = check_incoming(incoming) or self.computed.origin(
             variables, shards.number, self._pipeline.divisor(shards.size), declared=declared
         )
-        if incoming is None and origin is GradientStatus.SCALED and weight is None:
-            weight = self.computed.weight
+        # A shard of which no row counts in a ``Mean``; if that is so on all, nothing changes.
+        is_own = incoming is None and origin is GradientStatus.SCALED
+        weight = self.computed.weight if is_own else None
         keyed = self._keyed(pairs)
         self._make_slots(keyed)
         gradients = {key: jnp.asarray(g) for key, (g, _) in zip(keyed, given, strict=True)}
@@ -422,8 +418,6 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         colocate_gradients_with_ops: bool = False,
         name: str | None = None,
         grad_loss: ArrayLike | None = None,
-        *,
-        weight: ArrayLike | None = None,
     ) -> jax.Array:
         """Call ``compute_gradients`` and ``apply_gradients``; return this shard's unscaled loss.
 
@@ -436,7 +430,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         # Passed only if it is read, since it would be summed over the shards in any case.
         is_read = self._transformation.reads_value(loss_of_shard, as_params(self._keyed(pairs)))
         value = loss_of_shard if is_read else None
-        self.apply_gradients(pairs, global_step, name, weight=weight, value=value)
+        self.apply_gradients(pairs, global_step, name, value=value)
         return loss_of_shard
 
     def build(self, var_list: VariableList) -> None:
