@@ -309,13 +309,11 @@ def test_the_constructors_name_is_in_the_compiled_program():
 def test_minimize_is_compute_and_apply_with_the_same_order_of_arguments():
     import inspect
 
-    assert (
-        list(inspect.signature(CrossShardOptimizer.minimize).parameters)[1:]
-        == (
-            "loss global_step var_list gate_gradients aggregation_method colocate_gradients_with_ops "
-            "name grad_loss"
-        ).split()
-    )
+    names = (
+        "loss global_step var_list gate_gradients aggregation_method colocate_gradients_with_ops "
+        "name grad_loss"
+    ).split()
+    assert list(inspect.signature(CrossShardOptimizer.minimize).parameters)[1:] == names
     w, v = param(), param()
     one, two = sgd(), sgd()
 
