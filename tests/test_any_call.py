@@ -152,7 +152,6 @@ GOOD: dict[str, Callable[[], Any]] = {
     "computation": lambda: lambda *x: x[0],
     "verify.batch": lambda: (jnp.ones(3), rows()),
     "ShardedFunction.__call__.args": lambda: (rows(),),
-    "ShardedFunction.build.args": lambda: (rows(),),
     "replicate.inputs": lambda: [[rows()], [rows()]],
     "rewrite.inputs": lambda: [rows()],
     "shard.inputs": lambda: [rows()],

@@ -399,11 +399,6 @@ APPLY = [
     bad("incoming='nonsense' in apply_gradients",
         apply(lambda world: [(ONES, world.w)], incoming="nonsense"), *VALUE, "'nonsense'",
         "'scaled'"),
-    bad("a mask that is no function", with_rule(lambda: optax.masked(optax.sgd(0.1), {"w": True})),
-        *VALUE, "masked cannot update variables", "as functions of the parameters"),
-    bad("a rule with parameters of its own form",
-        with_rule(lambda: optax.lookahead(optax.sgd(0.1), 5, 0.5)),
-        *VALUE, "lookahead cannot update variables", "'fast'", "Optax idiom"),
     bad("a rule whose state changes", with_rule(lambda: optax.monitor({"n": optax.tree.norm})),
         *VALUE, "monitor changed its structure", "Optax idiom"),
     bad("a gradient of unknown origin",
@@ -412,15 +407,6 @@ APPLY = [
         "'scaled'", "which is what TensorFlow's", "'reduced' if you have summed them"),
     bad("an optimizer out of reach", an_optimizer_out_of_reach, *VARIABLE, "CrossShardOptimizer(",
         "'w' float32[3]", "as arguments"),
-    bad("a state of another structure", lambda world: setattr(world.opt, "state", {"a": 1.0}),
-        *VALUE, "structure", "'a'"),
-    bad("a state of another shape",
-        lambda world: setattr(
-            world.opt, "state", jax.tree.map(lambda x: jnp.zeros(7), world.opt.state)),
-        *VALUE, "must have shape", "(7,)"),
-    bad("a state before there are slots",
-        lambda world: setattr(CrossShardOptimizer(optax.adam(0.1)), "state", world.opt.state),
-        *VALUE, "build(model)"),
 ]
 
 UPDATE = [

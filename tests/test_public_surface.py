@@ -37,7 +37,7 @@ PUBLIC = {
     "crossshard.guards": "Divergence",
     "crossshard.nnx": """
         PerShardArray ShardedFunction batch_parallel is_per_shard merge_shards replicate rewrite
-        set_per_shard shard
+        shard
     """,
     "crossshard.pipeline": """
         Aggregator CrossShardState DynamicLossScale FewBitsState GradientStatus Gradients Nonfinite

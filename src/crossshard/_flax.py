@@ -49,19 +49,6 @@ def when_loaded(register: Callable[[], object]) -> None:
         load()
 
 
-def serialize_as(kind: type, tree_of: Callable[[Any], Any], of_tree: Callable[[Any], Any]) -> None:
-    """Register a class with Flax's serialization, which then writes its values as trees."""
-
-    def register() -> None:
-        from flax import serialization as flax
-
-        to_save = lambda value: flax.to_state_dict(tree_of(value))
-        from_saved = lambda value, saved: of_tree(flax.from_state_dict(tree_of(value), saved))
-        flax.register_serialization_state(kind, to_save, from_saved)
-
-    when_loaded(register)
-
-
 def load() -> Any:
     """Import ``flax.nnx``, and register the classes of this package with it."""
     from flax import nnx

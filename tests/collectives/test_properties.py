@@ -41,7 +41,7 @@ class Trainer:
         self.w, self.b = nnx.Param(jnp.zeros((3, 2))), nnx.Param(jnp.zeros(2))
         self.opt = CrossShardOptimizer(ADAM)
         self.opt.build([self.w, self.b])
-        self.fresh = self.opt.state
+        self.fresh = jax.tree.map(jnp.copy, nnx.state(self.opt))
 
         @crossshard.shard(num_shards=shards)
         def step(w: Any, b: Any, opt: Any, x: Any, y: Any) -> Any:
@@ -53,7 +53,7 @@ class Trainer:
     def run(self, w: Any, x: Any, y: Any, steps: int = 3) -> np.ndarray:
         self.w.set_value(jnp.asarray(w))
         self.b.set_value(jnp.zeros(2))
-        self.opt.state = self.fresh
+        nnx.update(self.opt, self.fresh)
         for _ in range(steps):
             self.step(self.w, self.b, self.opt, x, y)
         return np.concatenate([np.ravel(self.w.get_value()), np.ravel(self.b.get_value())])

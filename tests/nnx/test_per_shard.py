@@ -145,7 +145,7 @@ COMPUTED = [
 @pytest.mark.parametrize("compute", COMPUTED)
 def test_it_is_not_computed_with(compute: Any):
     variable = nnx.Variable(jnp.zeros(4))
-    crossshard.nnx.set_per_shard(variable, jnp.zeros((SHARDS, 4)))
+    variable.set_value(PerShardArray(jnp.zeros((SHARDS, 4))))
     with pytest.raises(VariableError, match="differs between 8 shards"):
         compute(variable)
 
@@ -153,7 +153,7 @@ def test_it_is_not_computed_with(compute: Any):
 def test_how_it_is_read_and_written():
     variable = nnx.Variable(jnp.zeros(4))
     values = np.arange(32, dtype=np.float32).reshape(SHARDS, 4)
-    crossshard.nnx.set_per_shard(variable, values)
+    variable.set_value(PerShardArray(jnp.asarray(values)))
     assert isinstance(variable[...], PerShardArray)
     np.testing.assert_array_equal(variable[...].array, values)
     np.testing.assert_array_equal(np.asarray(variable[...]), values)

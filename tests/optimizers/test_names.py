@@ -1,6 +1,5 @@
 """What parameters are called where an optimizer reads their names, and in its state."""
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from flax import nnx
 
 import crossshard
 from crossshard import CrossShardOptimizer
-from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
+from crossshard.errors import VariableError
 from tests.quick import deep_but
 from tests.stateful import adam, assert_same, training
 
@@ -152,7 +151,8 @@ def test_labels_that_are_the_names_are_no_slots():
             want[name] = want[name] - 0.1 * trace[name]
     for name in rules:
         np.testing.assert_allclose(getattr(model, name)[...], want[name], rtol=1e-6)
-        np.testing.assert_allclose(opt.get_slot(name, "momentum")[...], trace[name], rtol=1e-6)
+        slot = opt.get_slot(getattr(model, name), "momentum")
+        np.testing.assert_allclose(slot[...], trace[name], rtol=1e-6)
     assert type(opt.state.inner_state.inner_states) is dict
 
 
@@ -164,7 +164,7 @@ def test_several_modules_have_their_place_before_their_names():
     )(first, second, opt, X)
     names = {"0/kernel", "1/kernel", "0/bias", "1/bias"}
     assert opt.state.inner_state[0].mu.keys() == names
-    assert opt.get_slot("0/kernel", "m") is opt.get_slot(first.kernel, "m")
+    assert opt.state.inner_state[0].mu["0/kernel"] is opt.get_slot(first.kernel, "m")
 
 
 # The state, by names.
@@ -193,7 +193,7 @@ def test_a_state_goes_by_names_and_not_by_places(step: Any):
     step(model, opt, X)
     other, fresh = nnx.clone(model), adam()
     fresh.build(other)
-    fresh.state = opt.state
+    nnx.update(fresh, nnx.state(opt))
     step(model, opt, X)
     step(other, fresh, X)
     assert_same(model, other)
@@ -202,20 +202,11 @@ def test_a_state_goes_by_names_and_not_by_places(step: Any):
 def test_a_state_without_names_does_not_go_into_one_with_names():
     model, opt = Net(), adam()
     step_of_a_list(model, opt, X)
-    # Its slots are found by these names.
-    assert opt.get_slot("dense/kernel", "m") is opt.get_slot(model.dense.kernel, "mu") is not None
-    assert opt.get_slot("dense/nothing", "m") is None
     fresh = adam()
     fresh.build(kernels(model) + biases(model))
-    with pytest.raises(ArgumentError, match="structure"):
-        fresh.state = opt.state
-    # Nor are variables of one shape told apart.
-    made = lambda: [nnx.Param(jnp.ones(3)), nnx.Param(jnp.ones(3))]
-    opt, fresh = adam(), adam()
-    training(lambda both, x: (both[1][...] + 2 * both[0][...]).sum())(made(), opt, X)
-    fresh.build(made())
-    with pytest.raises(VariableError, match=r"no names.*name='kernel'"):
-        fresh.state = opt.state
+    nnx.update(fresh, nnx.state(opt))
+    with pytest.raises(VariableError, match=r"dense/kernel.*restored under other names"):
+        in_another_order(model, fresh, X)
 
 
 def test_an_optimizer_whose_state_is_a_dict_has_slots():
@@ -230,7 +221,7 @@ def test_an_optimizer_whose_state_is_a_dict_has_slots():
     model, opt = Net(), CrossShardOptimizer(optax.GradientTransformation(init, update))
     step_of_a_list(model, opt, X)
     assert opt.get_slot_names() == ["m"]
-    slot = opt.get_slot("dense/bias", "m")
+    slot = opt.get_slot(model.dense.bias, "m")
     np.testing.assert_allclose(slot[...], np.full(4, 6.0), rtol=1e-6)
     assert int(opt.state.inner_state["count"]) == 1
 
@@ -242,60 +233,28 @@ def hyperparameters(kind: Any = optax.sgd, rate: float = 0.1) -> CrossShardOptim
     return CrossShardOptimizer(optax.inject_hyperparams(kind)(rate))
 
 
-def test_flax_serialization():
-    model, opt, fresh = Net(), hyperparameters(optax.adam), hyperparameters(optax.adam, 0.5)
-    step_of_a_list(model, opt, X)
-    saved = flax.serialization.to_bytes(opt.state)
-    fresh.build(nnx.clone(model))
-    fresh.state = flax.serialization.from_bytes(fresh.state, saved)
-    # Their variables are not in the same order.
-    states = map(flax.serialization.to_state_dict, (opt.state, fresh.state))
-    jax.tree.map(np.testing.assert_array_equal, *states)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda rates: rates.__setitem__("learning_rate", 0.25),
-        lambda rates: rates.update(learning_rate=0.25),
-        lambda rates: rates.pop("learning_rate"),
-        lambda rates: rates.__ior__({"learning_rate": 0.25}),
-    ],
-)
-def test_what_is_read_refuses_to_be_written_to(write: Any):
-    model, opt = Net(), hyperparameters(optax.adam)
-    opt.build(model)
-    with pytest.raises(ArgumentTypeError, match=r"is a copy.*opt\.state = optax\.tree\.set"):
-        write(opt.state.inner_state.hyperparams)
-    # Trees like the parameters' fit them.
-    adams = opt.state.inner_state.inner_state[0]
-    optax.tree.add(adams.mu, dict(adams.nu))
-    # Copies are plain.
-    for mine in (copy.deepcopy(opt.state), jax.tree.map(np.asarray, opt.state)):
-        assert type(mine.inner_state.hyperparams) is dict
-        mine.inner_state.hyperparams["learning_rate"] = 0.25
-        opt.state = mine
-        assert float(opt.state.inner_state.hyperparams["learning_rate"]) == 0.25
+def rate_of(opt: CrossShardOptimizer) -> Any:
+    assert opt.state is not None
+    return opt.state.inner_state.hyperparams["learning_rate"]
 
 
 @pytest.mark.parametrize("kind", [optax.sgd, optax.adam])
-def test_hyperparameters_that_are_assigned_take_effect(kind: Any):
+def test_hyperparameters_that_are_written_take_effect(kind: Any):
     model, opt = Net(), hyperparameters(kind)
     step_of_a_list(model, opt, X)
     before = np.asarray(model.dense.kernel[...])
     for zero in (0.0, jnp.float32(0.0)):
-        opt.state = optax.tree.set(opt.state, learning_rate=zero)
-        assert float(opt.state.inner_state.hyperparams["learning_rate"]) == 0
+        rate_of(opt)[...] = zero
         step_of_a_list(model, opt, X)
         np.testing.assert_array_equal(model.dense.kernel[...], before)
-    opt.state = optax.tree.set(opt.state, learning_rate=0.1)
+    rate_of(opt)[...] = 0.1
     step_of_a_list(model, opt, X)
     assert np.abs(model.dense.kernel[...] - before).max() > 1e-3
 
     # Also inside of a step.
     @crossshard.shard(num_shards=8, input_shard_axes=[0, 0, None])
     def step(model: Any, opt: Any, rate: Any) -> None:
-        opt.state = optax.tree.set(opt.state, learning_rate=rate)
+        rate_of(opt)[...] = rate
         opt.minimize(lambda: model.dense.bias[...].sum(), var_list=model)
 
     before = np.asarray(model.dense.bias[...])

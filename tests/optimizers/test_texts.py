@@ -37,22 +37,6 @@ def test_the_same_pairs_twice():
     np.testing.assert_array_equal(w[...], -7.0)
 
 
-def test_a_state_of_groups_before_its_parameters():
-    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    w, opt = nnx.Param(jnp.zeros(3)), adam(0.1, group_assignment=groups)
-    step = lambda w, opt, x: opt.minimize(lambda: (w[...] * x[0]).sum(), var_list=[w])
-    run(step, w, opt)
-    other, fresh = (nnx.Param(jnp.zeros(3)), adam(0.1, group_assignment=groups))
-    fresh.build([other])
-    with pytest.raises(ArgumentError, match=r"Restore them first.*set_per_shard"):
-        fresh.state = opt.state
-    crossshard.nnx.set_per_shard(other, w[...])
-    fresh.state = opt.state
-    run(step, w, opt)
-    run(step, other, fresh)
-    np.testing.assert_array_equal(w[...], other[...])
-
-
 def test_the_optimizer_of_nnx_with_a_sharded_weight_update_in_a_runner():
     model = nnx.Linear(512, 64, rngs=nnx.Rngs(0))
     opt = adam(0.1, weight_update="sharded")

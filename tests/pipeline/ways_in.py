@@ -318,9 +318,9 @@ def _state(state: Any) -> Shown:
 def by_calls(combination: Combination) -> Run:
     """As an Optax transformation, in a shard_map of the user's; or on NNX variables, in place."""
     given = loss_fn, params_of(combination), calls_of(combination)
-    weigh = None if combination.weights is None else weight_of
     options = options_of(combination)
     if combination.is_update:
+        weigh = None if combination.weights is None else weight_of
         where = "sharded" if combination.is_sharded else "replicated"
         opt = optimizer_of(combination, weight_update=where, **options)
         typed = "no types" not in combination.way
@@ -328,7 +328,7 @@ def by_calls(combination: Combination) -> Run:
     else:
         minimize = "minimize" in combination.way
         opt = optimizer_of(combination, **options)
-        calls = on_variables(opt, *given, minimize=minimize, weigh=weigh)
+        calls = on_variables(opt, *given, minimize=minimize)
     steps = []
     # The calls with which a step ends.
     last = itertools.islice(calls, combination.accumulate - 1, None, combination.accumulate)

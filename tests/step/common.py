@@ -145,7 +145,6 @@ def on_variables(
     batches: Iterable[Any],
     *,
     minimize: bool = True,
-    weigh: Any = None,
     number: int = 4,
 ) -> Iterator[tuple[dict[str, Any], Any, int]]:
     """The parameters, the state and the global step after each call on NNX variables."""
@@ -155,12 +154,11 @@ def on_variables(
     def step(model: Any, opt: Any, count: Any, batch: Any) -> None:
         batch = jax.tree.map(lambda x: x[0], batch)
         own_loss = lambda: loss(model.values(), batch)
-        weight = {} if weigh is None else {"weight": weigh(batch)}
         if minimize:
-            opt.minimize(own_loss, count, var_list=model, **weight)
+            opt.minimize(own_loss, count, var_list=model)
         else:
             pairs = opt.compute_gradients(own_loss, var_list=model)
-            opt.apply_gradients(pairs, count, **weight)
+            opt.apply_gradients(pairs, count)
 
     for batch in batches:
         step(model, opt, count, batch)

@@ -272,12 +272,10 @@ def test_a_runner_splits_along_any_axis():
         found, factor * np.float64(expected), rtol=1e-5
     )
     for axes in ([1, 0], (1, -2)):
-        close(crossshard.shard(one_of, [x, y], num_shards=4, batch_axis=axes))
-    both = lambda batch: one_of(batch["x"], batch["y"]) * batch["heat"]
-    run = crossshard.shard(num_shards=4, batch_axis=[{"x": 1, "y": 0, "heat": None}])(both)
-    close(run({"x": x, "y": y, "heat": 2.0}), 2)
-    of_all = crossshard.shard(num_shards=4, batch_axis=1)(lambda x, y: one_of(x, y.T))
-    close(of_all(x, y=y.T))
+        close(crossshard.shard(one_of, [x, y], num_shards=4, input_shard_axes=axes))
+    both = lambda x, y, heat: one_of(x, y) * heat
+    run = crossshard.shard(num_shards=4, input_shard_axes=[1, 0, None])(both)
+    close(run(x, y, 2.0), 2)
 
 
 def of_sums(w: Any, x: Any, y: Any) -> Any:
@@ -288,7 +286,7 @@ def test_variables_train_on_time_major_batches():
     x, y = BATCHES[0]["x"], np.float32(RNG.normal(size=ROWS))
     w, opt = nnx.Param(jnp.ones(WIDTH)), CrossShardOptimizer(optax.sgd(0.01))
 
-    @crossshard.shard(num_shards=4, batch_axis=[None, None, 1, 0])
+    @crossshard.shard(num_shards=4, input_shard_axes=[None, None, 1, 0])
     def step(w: Any, opt: Any, x: Any, y: Any) -> None:
         opt.minimize(lambda: of_sums(w[...], x, y), var_list=[w])
 
@@ -371,12 +369,9 @@ def running(**options: Any) -> Callable[[], Any]:
     return lambda: crossshard.shard(lambda x, y: x.sum(), given, 1, **options)
 
 
-def by_keyword(name: str) -> Callable[[], Any]:
-    def run() -> None:
-        of_both = crossshard.shard(num_shards=2, **{name: [1]})(lambda x, y: x.sum() + y.sum())
-        of_both(X["x"], y=X["y"])
-
-    return run
+def by_keyword() -> None:
+    of_both = crossshard.shard(num_shards=2, input_shard_axes=[1])(lambda x, y: x.sum() + y.sum())
+    of_both(X["x"], y=X["y"])
 
 
 XY = {"x": 1, "y": 0}
@@ -414,15 +409,12 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (stepping({**X, "x": {}}, batch_axis={"x": {"inner": 1}, "y": None}), "does not fit"),
     (stepping({**X, "x": {}}, "lower", batch_axis={"x": 1, "y": None}), "no array that is split"),
     # What a runner refuses.
-    (running(batch_axis=2), r"input 1 has shape \(8, 3\) and no axis 2"),
-    (running(batch_axis=[1]), "batch_axis has 1 entries for 2 inputs; pass one per"),
-    (running(batch_axis=[None, None]), "has no axis"),
-    (running(batch_axis=[1, False]), "got False"),
-    (running(batch_axis=[{"x": 1}, 0]), "does not fit input 0, which is one array"),
-    (running(batch_axis=1, input_shard_axes=[1, 0]), "say the same"),
-    (running(batch_axis=[0, 0]), "input 0 and input 1 .*3 and 8"),
-    (by_keyword("batch_axis"), r"none for input 'y'\. Pass it by position"),
-    (by_keyword("input_shard_axes"), r"none for input 'y'\. Pass it by position"),
+    (running(input_shard_axes=[1, 2]), r"input 1 has shape \(8, 3\) and no axis 2"),
+    (running(input_shard_axes=[-4, 0]), r"input 0 has shape \(3, 8, 4\) and no axis -4"),
+    (running(input_shard_axes=[1, False]), "list of ints.*False"),
+    (running(input_shard_axes=[{"x": 1}, 0]), "list of ints.*None"),
+    (running(), "input 0 and input 1 .*3 and 8"),
+    (by_keyword, r"none for input 'y'\. Pass it by position"),
 ]
 # fmt: on
 

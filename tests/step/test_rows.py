@@ -61,22 +61,17 @@ def test_a_runner_splits_arrays_of_one_length_unless_told_otherwise():
     np.testing.assert_allclose(each, 16 * np.arange(8))
 
 
-def test_entries_of_one_input_may_have_rows_of_their_own():
+def test_inputs_may_have_rows_of_their_own():
     # Rows to train on and rows to validate on, as TensorFlow's model functions get them.
-    features = {"train": np.arange(64.0), "validation": {"x": np.arange(32.0), "y": np.ones(32)}}
-    of_shard = lambda f: jnp.stack([f["train"].sum(), (f["validation"]["x"] ** 2).sum()])[None]
-    axes = {"train": 0, "validation": 0}
-    found = crossshard.shard(of_shard, [features], 8, input_shard_axes=[axes])
-    x = features["validation"]["x"]
-    each = np.stack([features["train"].reshape(8, 8).sum(1), (x**2).reshape(8, 4).sum(1)], 1)
+    train, validation = np.arange(64.0), {"x": np.arange(32.0), "y": np.ones(32)}
+    of_shard = lambda train, other: jnp.stack([train.sum(), (other["x"] ** 2).sum()])[None]
+    found = crossshard.shard(of_shard, [train, validation], 8, input_shard_axes=[0, 0])
+    x = validation["x"]
+    each = np.stack([train.reshape(8, 8).sum(1), (x**2).reshape(8, 4).sum(1)], 1)
     np.testing.assert_allclose(found, each)
-    features["validation"]["y"] = np.ones(16)  # below one axis there are equally many
-    with pytest.raises(
-        ArgumentError, match=r"\['x'\] and input 0\['validation'\]\['y'\].*32 and 16"
-    ):
-        crossshard.shard(of_shard, [features], 8, input_shard_axes=[axes])
-    with pytest.raises(ArgumentError, match=r"^input_shard_axes=.*does not fit input 0"):
-        crossshard.shard(of_shard, [features], 8, input_shard_axes=[{"train": 0}])
+    validation["y"] = np.ones(16)  # below one axis there are equally many
+    with pytest.raises(ArgumentError, match=r"input 1\['x'\] and input 1\['y'\].*32 and 16"):
+        crossshard.shard(of_shard, [train, validation], 8, input_shard_axes=[0, 0])
 
 
 def test_axes_of_one_s_own_are_compared_along_these():

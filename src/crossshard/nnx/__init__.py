@@ -7,7 +7,7 @@ the arrays of a call. ``program`` finds the variables that a step was given, tra
 and joins its outputs. ``per_shard`` holds values that differ between shards.
 """
 
-from crossshard.nnx.per_shard import PerShardArray, is_per_shard, merge_shards, set_per_shard
+from crossshard.nnx.per_shard import PerShardArray, is_per_shard, merge_shards
 from crossshard.nnx.runners import ShardedFunction, batch_parallel, replicate, rewrite, shard
 
 __all__ = [
@@ -18,6 +18,5 @@ __all__ = [
     "merge_shards",
     "replicate",
     "rewrite",
-    "set_per_shard",
     "shard",
 ]

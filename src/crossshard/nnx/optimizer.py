@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeAlias, Unpack, final
 
 import jax
@@ -19,7 +19,6 @@ from crossshard.collectives.sums import widen
 from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
-    CrossshardError,
     VariableError,
     WeightUpdateError,
 )
@@ -30,7 +29,6 @@ from crossshard.nnx.program import (
     Given,
     MissingSlots,
     bound,
-    explaining_writes,
     roots_of_step,
     written,
 )
@@ -305,8 +303,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         def of_values(values: list[Any]) -> Any:
             marked = [_mark(value, place, reached) for place, value in enumerate(values)]
             with _flax.rebound([*variables, *others], [*marked, *before], below.modules):
-                with explaining_writes():
-                    out = loss()
+                out = loss()
                 after = [other.get_raw_value() for other in others]
                 below.check_nothing_new()
             empty = None
@@ -324,10 +321,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         (_, (value, kept, empty)), gradients = of_shard(values)
         if divide_after:
             gradients = [widen(gradient) / divisor for gradient in gradients]
-        with explaining_writes():
-            for other, new in zip(others, kept, strict=True):
-                for value_after in new:
-                    other.set_raw_value(value_after)
+        for other, new in zip(others, kept, strict=True):
+            for value_after in new:
+                other.set_raw_value(value_after)
         if grad_loss is not None:
             # grad_loss may be an int; a loss may not.
             seed = jnp.asarray(_check.scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
@@ -348,8 +344,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         name: str | None = None,
         *,
         incoming: str | None = None,
-        weight: ArrayLike | None = None,
-        **extra_args: PyTree,
+        value: ArrayLike | None = None,
     ) -> None:
         """Sum the gradients over the shards or groups and update the variables.
 
@@ -362,14 +357,11 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             ``compute_gradients``: ``"local"`` (averaged under MEAN), ``"scaled"`` (already divided,
             so only summed, as TensorFlow's ``apply_gradients`` sums all), ``"summed"`` or
             ``"reduced"``.
-          weight: float[], the weight of this shard in the mean, which is then
-            ``sum(w · g) / sum(w)``. The gradients of a shard of weight 0 may be NaN; if all
-            weights are 0, nothing changes.
-          **extra_args: extra arguments of the inner optimizer, such as ``value=loss``.
+          value: float[], this shard's loss, for inner optimizers that read it.
 
         Raises:
           ArgumentError, ArgumentTypeError: no pairs, no gradients, or an item that is not a pair;
-            an optimizer whose state cannot be slots; a keyword that the optimizer does not read.
+            an optimizer whose state cannot be slots.
           VariableError: a duplicate variable, a variable with another shape than its gradient, or
             one that was not given to the step.
           IncomingError: under MEAN, gradients that ``compute_gradients`` did not return in this
@@ -388,14 +380,15 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         origin = check_incoming(incoming) or self.computed.origin(
             variables, shards.number, self._pipeline.divisor(shards.size), declared=declared
         )
-        if incoming is None and origin is GradientStatus.SCALED and weight is None:
-            weight = self.computed.weight
+        # A shard of which no row counts in a ``Mean``; if that is so on all, nothing changes.
+        is_own = incoming is None and origin is GradientStatus.SCALED
+        weight = self.computed.weight if is_own else None
         keyed = self._keyed(pairs)
-        self._transformation.check_read(extra_args, as_params(keyed))
         self._make_slots(keyed)
         gradients = {key: jnp.asarray(g) for key, (g, _) in zip(keyed, given, strict=True)}
         params, before = as_params(keyed), self.slots.values(keyed)
-        with scope, self._explained(AttributeError):
+        extra_args = {} if value is None else {"value": value}
+        with scope:
             updates, after, reduced = self._transformation.update_local(
                 gradients, before, params, origin, weight, extra_args
             )
@@ -406,16 +399,13 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 f"from {jax.tree.structure(before)} to {jax.tree.structure(after)}. Slots keep "
                 f"theirs; use the Optax idiom (init and update)."
             )
-        with explaining_writes():
-            for key, variable in keyed.items():
-                variable.set_value(stepped[key])
-            self.slots.write(keyed, after)
-            if global_step is not None:
-                count, skip = global_step.get_value(), reduced.skip
-                skip = None if skip is None else StageContext(shards).on_all_shards(skip)
-                global_step.set_value(
-                    count + 1 if skip is None else jnp.where(skip, count, count + 1)
-                )
+        for key, variable in keyed.items():
+            variable.set_value(stepped[key])
+        self.slots.write(keyed, after)
+        if global_step is not None:
+            count, skip = global_step.get_value(), reduced.skip
+            skip = None if skip is None else StageContext(shards).on_all_shards(skip)
+            global_step.set_value(count + 1 if skip is None else jnp.where(skip, count, count + 1))
         self.computed.note_applied(variables)
 
     def minimize(
@@ -428,7 +418,6 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         colocate_gradients_with_ops: bool = False,
         name: str | None = None,
         grad_loss: ArrayLike | None = None,
-        **extra_args: PyTree,
     ) -> jax.Array:
         """Call ``compute_gradients`` and ``apply_gradients``; return this shard's unscaled loss.
 
@@ -437,13 +426,12 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         """
         del aggregation_method, colocate_gradients_with_ops
         pairs = self.compute_gradients(loss, var_list, gate_gradients, grad_loss=grad_loss)
-        value = self.computed.value
-        with_loss = {"value": value, **extra_args}
+        loss_of_shard = self.computed.value
         # Passed only if it is read, since it would be summed over the shards in any case.
-        if self._transformation.reads("value", with_loss, as_params(self._keyed(pairs))):
-            extra_args = with_loss
-        self.apply_gradients(pairs, global_step, name, **extra_args)
-        return value
+        is_read = self._transformation.reads_value(loss_of_shard, as_params(self._keyed(pairs)))
+        value = loss_of_shard if is_read else None
+        self.apply_gradients(pairs, global_step, name, value=value)
+        return loss_of_shard
 
     def build(self, var_list: VariableList) -> None:
         """Create the slots of these variables now instead of at the first step.
@@ -460,22 +448,17 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         variables = [variable for variable, _ in found.values()]
         self._make_slots(self.slots.keyed(variables, found))
 
-    def get_slot(self, var: AnyVariable | str, name: str) -> AnyVariable | None:
+    def get_slot(self, var: AnyVariable, name: str) -> AnyVariable | None:
         """Return the slot of a variable, as a variable; ``None`` if there is no such slot.
-
-        ``var`` is the variable, or its name in ``state``: its path in the module, as in
-        ``get_slot("dense/kernel", "m")``.
 
         ``name`` is a field of the Optax state (``mu``, ``nu``, ``trace``, ``sum_of_squares`` …) or
         TensorFlow's name (``m``, ``v``, ``momentum``, ``accumulator`` …).
 
         Raises:
-          ArgumentTypeError: ``var`` is not a variable or a name, or ``name`` is not a name.
+          ArgumentTypeError: ``var`` is not a variable, or ``name`` is not a name.
         """
-        if not isinstance(var, str | nnx.Variable):
-            raise ArgumentTypeError(
-                f"var must be an nnx variable, or its name; got {_check.described(var)}."
-            )
+        if not isinstance(var, nnx.Variable):
+            raise ArgumentTypeError(f"var must be an nnx variable; got {_check.described(var)}.")
         return self.slots.find(var, _check.word("name", name, "It is that of a slot, such as 'm'."))
 
     def get_slot_names(self) -> list[str]:
@@ -497,20 +480,13 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     @property
     def state(self) -> CrossShardState | None:
-        """A copy of the Optax state, a pytree of arrays; ``None`` before the first step.
+        """The Optax state with a variable at every leaf; ``None`` before the first step.
 
-        Writing to the copy changes nothing; to write to its hyperparameters raises an
-        ArgumentTypeError.
-
-        To change or restore the state, assign a pytree of the same structure, after ``build`` or a
-        first step: ``opt.state = optax.tree.set(opt.state, learning_rate=jnp.float32(0.01))``.
+        It is the optimizer's own, as ``opt_state`` of ``nnx.Optimizer``: writing to a variable
+        changes the next step, ``opt.state.inner_state.hyperparams["learning_rate"][...] = 0.01``.
         """
-        copied: CrossShardState | None = self.slots.copy()
-        return copied
-
-    @state.setter
-    def state(self, state: CrossShardState) -> None:
-        self.slots.restore(state, self._pipeline.may_differ)
+        state: CrossShardState | None = self.slots.tree
+        return state
 
     # Shared by the methods.
 
@@ -524,7 +500,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     @property
     def _shards_of_mean(self) -> Callable[[], Shards]:
-        return self._transformation.shards_of_mean
+        return self._transformation.shards_of_mean  # also read by crossshard.value_and_grad
 
     def _loss_scale(self) -> jax.Array | None:
         """Return the current scale of the loss; ``None`` if there is none."""
@@ -540,30 +516,13 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         named = known_names(variables, roots_of_step())
         return self.slots.keyed(variables, by_place | named | self.computed.names)
 
-    @contextlib.contextmanager
-    def _explained(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Explain, if the optimizer fails, that its parameters are a dict here."""
-        try:
-            yield
-        except CrossshardError:
-            raise
-        except kinds as error:
-            raise ArgumentError(
-                f"{self._transformation.of_optax} cannot update variables, of which it gets a dict "
-                f"from name to array ({error}). Write masks and labels as functions of the "
-                f"parameters, or use the Optax idiom (init and update)."
-            ) from error
-
     def _make_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
         """Make the slots of those variables that have none; raise where they would be lost."""
         missing = self.slots.bind(keyed)
         if not missing:
             return
 
-        def make() -> None:
-            with self._explained(AttributeError, KeyError, TypeError, ValueError):
-                self.slots.make(self._pipeline.init, missing)
-
+        make = lambda: self.slots.make(self._pipeline.init, missing)
         around, made_in = bound(), self._made_in
         needed: list[AnyVariable | HasSlots] = [*missing.values(), self]
         given = [around is not None and around.has(each) for each in needed]

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from crossshard import _check, _flax, _jax, _mesh
+from crossshard import _check, _flax, _mesh
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import VariableError
-from crossshard.shards.axes import get_shard_context
 from crossshard.shards.cut import one_for_all
 from crossshard.shards.devices import on_every_device
 
@@ -28,15 +27,14 @@ class PerShardArray:
     another axis would compute nonsense. ``merge_shards`` returns a model to compute with.
     ``variable[...].array`` and ``np.asarray(variable[...])`` are the values.
 
-    In a checkpoint its path ends with ``per_shard``. To restore one, first call ``build`` of the
-    step with the new model and optimizer, so that they have the same structure.
+    In a checkpoint its path ends with ``per_shard``. To restore one, first take a step with the new
+    model and optimizer, so that they have the same structure.
 
     Attributes:
       array: ``[shards, …]``.
 
     >>> from flax import nnx
-    >>> variable = nnx.Param(0.0)
-    >>> set_per_shard(variable, [1.0, 2.0])
+    >>> variable = nnx.Param(PerShardArray(jnp.array([1.0, 2.0])))
     >>> variable[...].array
     Array([1., 2.], dtype=float32)
     """
@@ -104,11 +102,15 @@ for _name in _REFUSED:
     setattr(PerShardArray, f"__{_name}__", PerShardArray._refuse)
 
 
-_flax.serialize_as(
-    PerShardArray,
-    lambda held: {"per_shard": held.array},
-    lambda tree: PerShardArray(tree["per_shard"]),
-)
+def _serialize() -> None:
+    from flax import serialization
+
+    to_save = lambda held: {"per_shard": held.array}
+    from_saved = lambda _, saved: PerShardArray(saved["per_shard"])
+    serialization.register_serialization_state(PerShardArray, to_save, from_saved)
+
+
+_flax.when_loaded(_serialize)
 
 
 def is_per_shard_array(leaf: Any) -> bool:
@@ -152,33 +154,6 @@ def per_shard(value: Any) -> Any:
     return jax.tree.map(PerShardArray, value)
 
 
-def set_per_shard(variable: AnyVariable, values: npt.ArrayLike) -> None:
-    """Write per-shard values ``[shards, …]`` to a variable, for example from a checkpoint.
-
-    Raises:
-      VariableError: not a variable, values without the axis of the shards, or called inside a step,
-        where a variable holds one shard's value.
-
-    >>> from flax import nnx
-    >>> variable = nnx.Param(0.0)
-    >>> set_per_shard(variable, [1.0, 2.0])
-    >>> is_per_shard(variable)
-    True
-    """
-    name = f"The per-shard values of {describe_variable(_check_variable(variable))}"
-    values = _check.as_array(name, values.array if isinstance(values, PerShardArray) else values)
-    if values.ndim == 0:
-        raise VariableError(
-            f"{name} must have shape [shards, …]; got a scalar. For one value on all shards write "
-            f"variable.set_value(value)."
-        )
-    if get_shard_context() is not None and not _jax.at_top_level():
-        raise VariableError(
-            f"Inside a step {describe_variable(variable)} holds one shard's value; write that."
-        )
-    variable.set_value(PerShardArray(values))
-
-
 def merge_shards(node: _Node, shard: int | None = None) -> _Node:
     """Return a copy in which every variable has one value for all shards, to evaluate or export.
 
@@ -201,7 +176,7 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> model = nnx.BatchNorm(1, use_running_average=True, rngs=nnx.Rngs(0))
-    >>> set_per_shard(model.mean, [[1.0], [3.0]])
+    >>> model.mean.set_value(PerShardArray(jnp.array([[1.0], [3.0]])))
     >>> merge_shards(model).mean[...]
     Array([2.], dtype=float32)
     """

@@ -244,22 +244,6 @@ def _refuse(variable: AnyVariable) -> None:
     )
 
 
-@contextlib.contextmanager
-def explaining_writes() -> Iterator[None]:
-    """Explain what to write where NNX refuses a write in another trace than the variable's own."""
-    from flax.errors import TraceContextError
-
-    try:
-        yield
-    except TraceContextError as error:
-        raise VariableError(
-            f"A step or a loss writes to a variable or a module that was not given here ({error}): "
-            f"what is written would be lost. Pass its module to the step function as an argument, "
-            f"and below var_list=model to the optimizer; within a branch or a loop use nnx.cond, "
-            f"nnx.scan or nnx.jit, and pass the module and the optimizer as arguments."
-        ) from error
-
-
 # The program.
 
 
@@ -477,8 +461,7 @@ class Program:
         args, kwargs = call.arguments(leaves)
         with _flax.rebound(variables, before, given.modules):
             with shard_context(self._mesh.size, axis_name=self._names), given.bound():
-                with explaining_writes():
-                    outputs = as_output(self._computation(*args, **kwargs))
+                outputs = as_output(self._computation(*args, **kwargs))
                 after = [variable.get_raw_value() for variable in variables]
             given.check_nothing_new()
         self._tree = jax.tree.structure(outputs)

@@ -8,7 +8,7 @@ import operator
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from crossshard.nnx.program import (
     is_unsplit,
 )
 from crossshard.shards.axes import check_num_shards, get_shard_context
-from crossshard.shards.batch_axes import FIRST, BatchAxes, axes_of, check_batch_axis, spec_along
+from crossshard.shards.batch_axes import spec_along
 from crossshard.shards.devices import (
     are_of_all_processes,
     mesh_for,
@@ -47,48 +47,18 @@ from crossshard.shards.devices import (
 _TRACING = threading.RLock()
 
 
-class InputAxes(NamedTuple):
-    """The axes along which the inputs of a runner are split."""
-
-    axes: BatchAxes | tuple[BatchAxes, ...] = FIRST  # one for all inputs, or for each positional
-    name: str = "batch_axis"  # the name of the argument that gave them
-
-    @classmethod
-    def checked(cls, input_shard_axes: Any, batch_axis: Any) -> Self:
-        """Check the arguments of a runner about its inputs."""
-        if input_shard_axes is None:
-            axes = check_batch_axis(batch_axis)
-            is_list = isinstance(batch_axis, list | tuple)
-            return cls(tuple(map(axes_of, batch_axis)) if is_list else axes)
-        if batch_axis != 0:
-            raise ArgumentError(
-                f"input_shard_axes={_check.shown(input_shard_axes)} and "
-                f"batch_axis={_check.shown(batch_axis)} say the same. Pass batch_axis alone."
-            )
-        if not isinstance(input_shard_axes, list | tuple):
-            raise ArgumentTypeError(
-                f"input_shard_axes must be a list of ints, or of pytrees of them, one for each "
-                f"input; got {_check.shown(input_shard_axes)}."
-            )
-        name = "input_shard_axes"
-        return cls(tuple(axes_of(entry, name) for entry in input_shard_axes), name)
-
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchAxes]:
-        """Return the axes of each argument; keyword arguments in the order of their names."""
-        if isinstance(self.axes, BatchAxes):
-            return [self.axes] * (len(args) + len(kwargs))
-        if len(self.axes) != len(args):
-            raise ArgumentError(
-                f"{self.name} has {len(self.axes)} entries for {len(args)} inputs; pass one per "
-                f"input."
-            )
-        for key, value in kwargs.items():
-            if not is_unsplit(value):
-                raise ArgumentError(
-                    f"{self.name} has an entry for each input that is passed by position, and none "
-                    f"for input {key!r}. Pass it by position."
-                )
-        return [*self.axes, *[FIRST] * len(kwargs)]
+def check_axes(input_shard_axes: Any) -> tuple[int | None, ...] | None:
+    """Check the argument of a runner about its inputs."""
+    axes = input_shard_axes
+    if axes is None:
+        return None
+    is_axis = lambda axis: axis is None or type(axis) is int
+    if not isinstance(axes, list | tuple) or not all(map(is_axis, axes)):
+        raise ArgumentTypeError(
+            f"input_shard_axes must be a list of ints, with None for an input that every shard "
+            f"gets whole; got {_check.shown(axes)}."
+        )
+    return tuple(axes)
 
 
 def check_outputs(outputs_from_all_shards: Any, output_shard_axes: Any) -> Outputs:
@@ -110,42 +80,53 @@ def check_outputs(outputs_from_all_shards: Any, output_shard_axes: Any) -> Outpu
 
 
 def split_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], axes: InputAxes, mesh: jax.sharding.Mesh
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    axes: tuple[int | None, ...] | None,
+    mesh: jax.sharding.Mesh,
 ) -> Call:
     """Put the arrays of a call on the mesh; each of several processes passes its own part."""
+    if axes is not None and len(axes) != len(args):
+        raise ArgumentError(
+            f"input_shard_axes has {len(axes)} entries for {len(args)} inputs; pass one per input."
+        )
     leaves: list[jax.Array] = []
     specs: list[PartitionSpec] = []
     unsplit: dict[int, Any] = {}
+    places = enumerate(zip(args, axes or (0,) * len(args), strict=True))
+    inputs = [(f"input {place}", value, axis) for place, (value, axis) in places]
     # JAX orders the leaves of keyword arguments by name.
-    named = [(f"input {place}", value) for place, value in enumerate(args)]
-    named += [(f"input {name!r}", value) for name, value in sorted(kwargs.items())]
-    # The first array of those that have equally many rows, and their number.
-    firsts: dict[Any, tuple[str, int]] = {}
-    for (name, value), of_value in zip(named, axes.of(args, kwargs), strict=True):
+    inputs += [(f"input {name!r}", value, 0) for name, value in sorted(kwargs.items())]
+    for name, value, _ in inputs[len(args) :]:
+        if axes is not None and not is_unsplit(value):
+            raise ArgumentError(
+                f"input_shard_axes has an entry for each input that is passed by position, and "
+                f"none for {name}. Pass it by position."
+            )
+    first: tuple[str, int] | None = None  # an array that is split, and its number of rows
+    for name, value, axis in inputs:
         if is_unsplit(value):
             for leaf in jax.tree.leaves(value, is_leaf=is_stateful):
                 unsplit[len(leaves) + len(unsplit)] = leaf
             continue
-        paths = jax.tree_util.tree_leaves_with_path(value)
-        entries = of_value.entries(value, name)
-        for (path, leaf), axis, entry in zip(paths, of_value.of(value, name), entries, strict=True):
+        # Inputs may differ in length if each has an axis of its own.
+        first = first if axes is None else None
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value):
             where = name + jax.tree_util.keystr(path)
             if is_number(leaf):
                 _check.array(where, leaf)
             specs.append(_spec(where, leaf, axis, mesh))
             leaves.append(put(leaf, NamedSharding(mesh, specs[-1])))
-            if axis is not None:
-                length = leaves[-1].shape[axis]
-                # Where input_shard_axes has an axis for each, they may differ in length.
-                alike = (name, entry) if axes.name == "input_shard_axes" else None
-                first, rows = firsts.setdefault(alike, (where, length))
-                if length != rows:
-                    raise ArgumentError(
-                        f"{first} and {where} are both split over the shards, and have {rows} and "
-                        f"{length} rows. Write input_shard_axes=[...], with an axis for each of "
-                        f"them if each has rows of its own, such as {{'train': 0, 'validation': "
-                        f"0}}, or None for an array that every shard gets whole."
-                    )
+            if axis is None:
+                continue
+            first = first or (where, leaves[-1].shape[axis])
+            if first[1] != leaves[-1].shape[axis]:
+                raise ArgumentError(
+                    f"{first[0]} and {where} are both split over the shards, and have {first[1]} "
+                    f"and {leaves[-1].shape[axis]} rows. Write input_shard_axes=[...], with an "
+                    f"axis for each input if each has rows of its own, or None for an input that "
+                    f"every shard gets whole."
+                )
     tree = jax.tree.structure((args, kwargs), is_leaf=is_stateful)
     given = Given(list(unsplit.values()), mesh.size)
     return Call(tuple(leaves), tuple(specs), unsplit, tree, given)
@@ -163,8 +144,10 @@ def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> P
     if not shape:
         raise ArgumentError(
             f"{where} is a scalar, which cannot be split over {mesh.size} shards. Pass it to "
-            f"every shard with None in input_shard_axes, or in batch_axis."
+            f"every shard with None in input_shard_axes."
         )
+    if not -len(shape) <= axis < len(shape):
+        raise ArgumentError(f"{where} has shape {shape} and no axis {axis} to split along.")
     is_own = getattr(leaf, "is_fully_addressable", True)
     shards = len(own_shards(NamedSharding(mesh, PartitionSpec(mesh.axis_names)), mesh.size))
     shards = shards if is_own else mesh.size
@@ -174,7 +157,7 @@ def _spec(where: str, leaf: Any, axis: int | None, mesh: jax.sharding.Mesh) -> P
             f"{where} has shape {shape}: axis {axis} has length {shape[axis]}, which does not "
             f"divide evenly over {shards} shards{of_process}."
         )
-    return spec_along(axis, mesh.axis_names)
+    return spec_along(axis % len(shape), mesh.axis_names)
 
 
 class ShardedFunction:
@@ -193,12 +176,10 @@ class ShardedFunction:
         self,
         computation: Callable[..., PyTree],
         mesh: jax.sharding.Mesh,
-        axes: InputAxes,
+        axes: tuple[int | None, ...] | None,
         outputs: Outputs,
-        follows: bool = False,
     ):
         functools.update_wrapper(self, computation)
-        self._follows = follows
         self._computation = computation
         self._mesh = mesh
         self._axes = axes
@@ -214,44 +195,10 @@ class ShardedFunction:
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Run the function on every shard and join the outputs."""
-        here = self._on_mesh_in_force()
-        if here is not self:
-            return here(*args, **kwargs)
         watched = entering("step") if self._is_watched else contextlib.nullcontext()
         with self._alone(), watched:
             program, call = self._program(args, kwargs)
             return program(call)
-
-    def build(self, *args: PyTree, **kwargs: PyTree) -> None:
-        """Prepare the variables for a call with these arguments, without running the step.
-
-        It creates the slots of optimizers, and stores variables that will differ between the shards
-        as ``[shards, …]``. New models and optimizers then have the structure of a checkpoint that
-        was saved after a step.
-
-        Raises: as for a call.
-
-        >>> import jax.numpy as jnp, optax
-        >>> from flax import nnx
-        >>> from crossshard import CrossShardOptimizer
-        >>> w, opt = nnx.Param(jnp.ones(3)), CrossShardOptimizer(optax.adam(0.1))
-        >>> @shard(num_shards=1)
-        ... def step(w, opt, x):
-        ...     return opt.minimize(lambda: (w * x).sum(), var_list=[w])
-        >>> step.build(w, opt, jnp.ones(3))
-        >>> opt.get_slot_names()
-        ['mu', 'nu']
-        """
-        here = self._on_mesh_in_force()
-        with here._alone():
-            here._program(args, kwargs)
-
-    def _on_mesh_in_force(self) -> "ShardedFunction":
-        """Return the runner on the mesh of ``jax.set_mesh``, unless this one was given a mesh."""
-        found = mesh_in_force(self._mesh.size) if self._follows else None
-        if found is None or found == self._mesh:
-            return self
-        return _runner(self._computation, found, self._axes, self._outputs)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -308,11 +255,10 @@ def shard(
     computation: Callable[..., PyTree] | None = None,
     inputs: list[PyTree] | None = None,
     num_shards: int = 1,
-    input_shard_axes: Sequence[PyTree] | None = None,
+    input_shard_axes: Sequence[int | None] | None = None,
     outputs_from_all_shards: bool | Sequence[bool] = True,
     output_shard_axes: Sequence[int] | None = None,
     *,
-    batch_axis: PyTree = 0,
     mesh: jax.sharding.Mesh | None = None,
 ) -> PyTree:
     """Run a computation on each shard, on its slice of the inputs, inside a shard context.
@@ -329,18 +275,15 @@ def shard(
         optimizers and other values are passed to every shard. If there are several processes, each
         passes its own part of the arrays, and all pass the same other values.
       num_shards: the number of shards, one per device.
-      input_shard_axes: for each positional input the axis to split, or ``None`` to pass the full
-        array, or a pytree prefix of the input with these. The axes may differ in length.
+      input_shard_axes: for each positional input the axis along which its arrays are split, or
+        ``None`` to pass them whole; axis 0 of all by default, which then have equally many rows.
       outputs_from_all_shards: whether each output is joined over the shards, or taken from the
         first; one bool or one per output.
       output_shard_axes: for each output the axis to join along; axis 0 by default. Scalars are
         stacked.
-      batch_axis: the axis of the rows in all arrays, which have equally many rows; or a list with
-        one entry per positional input: an axis, ``None`` to pass it in full, or a pytree prefix of
-        the input with these.
       mesh: the mesh; all its axes count as shards, and its size is the number of shards. If
-        ``None``, the mesh that ``jax.set_mesh`` has set at the time of a call if it has
-        ``num_shards`` devices, or else a new mesh with an axis ``"shards"``.
+        ``None``, the mesh that ``jax.set_mesh`` has set around this call if it has ``num_shards``
+        devices, or else a new mesh with an axis ``"shards"``.
 
     Returns:
       The outputs, with the structure that the computation returned.
@@ -357,20 +300,18 @@ def shard(
     Array([6.], dtype=float32)
     """
     outputs = check_outputs(outputs_from_all_shards, output_shard_axes)
-    axes = InputAxes.checked(input_shard_axes, batch_axis)
-    where = mesh_for(check_num_shards(num_shards), mesh)
+    axes, number = check_axes(input_shard_axes), check_num_shards(num_shards)
+    where = mesh_for(number, mesh_in_force(number) if mesh is None else mesh)
     if computation is None:
         if inputs is not None:
             raise ArgumentTypeError("shard got inputs and no computation. Pass both, or neither.")
-        return lambda function: ShardedFunction(
-            _check_callable(function), where, axes, outputs, mesh is None
-        )
+        return lambda function: ShardedFunction(_check_callable(function), where, axes, outputs)
     if inputs is not None and not isinstance(inputs, list):
         raise ArgumentTypeError(
             f"inputs must be a list with one item per argument of the computation; got "
             f"{type(inputs).__name__}."
         )
-    return _runner(computation, where, axes, outputs, mesh is None)(*(inputs or []))
+    return _runner(computation, where, axes, outputs)(*(inputs or []))
 
 
 def _runner(computation: Any, *options: Any) -> ShardedFunction:
@@ -446,7 +387,7 @@ def replicate(
         raise ArgumentError(f"The mesh has {where.size} devices for {len(lists)} replicas.")
     rows = NamedSharding(where, PartitionSpec(where.axis_names))
     stacked = [_stack(place, values, rows) for place, values in enumerate(zip(*lists, strict=True))]
-    run = _runner(_OnOneRow(_check_callable(computation)), where, InputAxes(), Outputs())
+    run = _runner(_OnOneRow(_check_callable(computation)), where, None, Outputs())
     joined = jax.tree.map(on_every_device, run(*stacked))
     row = lambda replica: functools.partial(_mesh.of_rows, operator.itemgetter(replica))
     return [jax.tree.map(row(replica), joined) for replica in range(len(lists))]

@@ -25,7 +25,6 @@ from crossshard.nnx.per_shard import (
     is_per_shard,
     is_per_shard_array,
     per_shard,
-    set_per_shard,
     stacked,
 )
 
@@ -176,32 +175,6 @@ _TENSORFLOW_NAMES = {
 }
 
 
-class ReadOnly(dict[Any, Any]):
-    """Hyperparameters in the copy that ``opt.state`` returns; writing to them raises.
-
-    ``jax.tree.map`` and pickling make a plain dict of it.
-    """
-
-    def __reduce__(self) -> tuple[type, tuple[dict[Any, Any]]]:
-        return dict, (dict(self),)
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise ArgumentTypeError(
-            "opt.state is a copy, and to write to it changes nothing. Assign it: opt.state = "
-            "optax.tree.set(opt.state, learning_rate=0.01)."
-        )
-
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
-
-
-jax.tree_util.register_pytree_with_keys(
-    ReadOnly,
-    lambda node: ([(jax.tree_util.DictKey(k), node[k]) for k in sorted(node)], tuple(sorted(node))),
-    lambda keys, values: dict(zip(keys, values, strict=True)),
-)
-_flax.serialize_as(ReadOnly, dict, lambda tree: tree)
-
-
 class _Key(str):
     """The key of a variable. A dict in a state with such keys mirrors the parameters.
 
@@ -345,7 +318,19 @@ class SlotStore:
     def _of(self, keys: Iterable[str] | None) -> Any:
         """Return the state as a tree of variables, with the slots of all keys or of these."""
         chosen = self.variables if keys is None else set(keys)
-        some = lambda x: {k: x[k] for k in x if k in chosen} if _is_slots(x) else x
+
+        def some(node: Any) -> Any:
+            if not _is_slots(node):
+                return node
+            unknown = sorted(node.keys() - self.variables.keys())
+            if unknown:  # nnx.update adds what it does not find
+                raise VariableError(
+                    f"The state has slots of {', '.join(unknown)}, of which this optimizer has "
+                    f"{', '.join(sorted(self.variables))}: it was restored under other names, and "
+                    f"would start anew. Call build with a model of the names that were saved."
+                )
+            return {key: node[key] for key in node if key in chosen}
+
         return self._map(some)
 
     def all(self, keys: Iterable[str] | None = None) -> list[AnyVariable]:
@@ -357,18 +342,6 @@ class SlotStore:
         read = lambda variable: stacked(variable.get_value())
         return jax.tree.map(read, self._of(keys), is_leaf=is_variable)
 
-    def copy(self) -> Any:
-        """Return ``values`` with read-only hyperparameters, as of ``optax.inject_hyperparams``."""
-        injects = lambda node: type(getattr(node, "hyperparams", None)) is dict
-
-        def frozen(node: Any) -> Any:
-            if not injects(node):
-                return node
-            node = type(node)(*(jax.tree.map(frozen, field, is_leaf=injects) for field in node))
-            return node._replace(hyperparams=ReadOnly(node.hyperparams))
-
-        return jax.tree.map(frozen, self.values(), is_leaf=injects)
-
     def write(self, keys: Iterable[str], state: Any) -> None:
         """Write the state after a step of these variables, with the structure of ``values``."""
         for variable, value in zip(self.all(keys), jax.tree.leaves(state), strict=True):
@@ -376,8 +349,8 @@ class SlotStore:
                 variable.set_raw_value(value)
 
     def find(self, variable: Any, name: str) -> Any:
-        """Return a slot of a variable or of a variable's name; ``None`` if there is none."""
-        key = variable if isinstance(variable, str) else self.key_of(variable)
+        """Return a slot of a variable; ``None`` if there is none."""
+        key = self.key_of(variable)
         for field in (name, _TENSORFLOW_NAMES.get(name, name)):
             slot = self.named().get(field, {}).get(key)
             if slot is not None:
@@ -397,52 +370,6 @@ class SlotStore:
                     if is_variable(slot):
                         of_variables.setdefault(key, slot)
         return found
-
-    def restore(self, state: Any, may_differ: Callable[[Any], bool]) -> None:
-        """Write a saved state; each array is shared or per shard, as it was saved.
-
-        Args:
-          state: a state with the structure of this one.
-          may_differ: returns whether the state at a path may differ between shards whose
-            parameters are equal.
-        """
-        have, state = self.values(), jax.tree.map(lambda x: x, state)
-        if jax.tree.structure(have) != jax.tree.structure(state):
-            first = "" if self.variables else " It has no state yet: call build(model) first."
-            raise ArgumentError(
-                f"The state must have the structure of this optimizer's own.{first} Expected "
-                f"{jax.tree.structure(have)}; got {jax.tree.structure(state)}."
-            )
-        of_shape: dict[Any, AnyVariable] = {}
-        bound = {key: held for key, held in self.variables.items() if held is not None}
-        for key, variable in bound.items():
-            shape = jnp.shape(variable.get_raw_value())
-            if key.startswith("#") and of_shape.setdefault(shape, variable) is not variable:
-                raise VariableError(
-                    f"Variables of shape {shape} have no names, so a state that was saved with "
-                    f"them in another order would be swapped. Pass the module, var_list=model; or "
-                    f"name the variables, nnx.Param(value, name='kernel')."
-                )
-        differ = any(map(is_per_shard, [*bound.values(), *self.all()]))
-        writes: list[Any] = []
-        leaves = jax.tree_util.tree_leaves_with_path(state)
-        for variable, (path, leaf) in zip(self.all(), leaves, strict=True):
-            shape, value = jnp.shape(variable.get_raw_value()), jnp.asarray(leaf)
-            shape = shape[1:] if is_per_shard(variable) else shape
-            is_own = value.ndim > 0 and value.shape[1:] == shape and (differ or may_differ(path))
-            if value.shape != shape and not is_own:
-                raise ArgumentError(
-                    f"The state's {jax.tree_util.keystr(path)} must have shape {shape}, or "
-                    f"[shards, …] of that if the parameters differ between shards; got "
-                    f"{value.shape}. Restore them first, with crossshard.nnx.set_per_shard."
-                )
-            writes.append((variable, value.astype(variable.get_raw_value().dtype), shape))
-        # Written only now, after every leaf was checked.
-        for variable, value, shape in writes:
-            if value.shape == shape:
-                variable.set_value(value)
-            else:
-                set_per_shard(variable, value)
 
 
 @dataclasses.dataclass

@@ -121,21 +121,9 @@ class Transformation:
         is_sharded = self.weight_update is WeightUpdate.SHARDED
         return self.pipeline.describe(Sharded.steps) if is_sharded else self.pipeline.describe()
 
-    def reads(self, name: str, extra_args: Mapping[str, Any], params: Any) -> bool:
-        """Return whether an optimizer reads one of these extra arguments."""
-        return any(_may_read(each, params, name, extra_args) for each in self.transformations)
-
-    def check_read(self, extra_args: Mapping[str, Any], params: Any) -> None:
-        """Raise ArgumentTypeError if an extra argument of ``apply_gradients`` is not read."""
-        if not isinstance(self.pipeline.preprocess, Preprocess | None):
-            return  # a stage of the user's may read any
-        # By convention, optimizers ignore Optax's names for the loss and its gradient if unused.
-        for name in [each for each in extra_args if each not in ("value", "grad")]:
-            if not self.reads(name, extra_args, params):
-                raise ArgumentTypeError(
-                    f"apply_gradients was given {name!r}, which neither it nor the inner optimizer "
-                    f"takes. Keep hyperparameters in its state, with optax.inject_hyperparams."
-                )
+    def reads_value(self, value: Any, params: Any) -> bool:
+        """Return whether an optimizer reads the loss, ``value``."""
+        return any(_may_read_value(each, params, value) for each in self.transformations)
 
     def shards_of_mean(self) -> Shards:
         """Return the shards over which a ``Mean`` is counted; raise if no ``Mean`` is taken."""
@@ -365,24 +353,20 @@ def _check_functions(given: Mapping[str, Any], params: Any, shards: Shards) -> N
             )
 
 
-def _may_read(
-    transformation: optax.GradientTransformationExtraArgs,
-    params: Any,
-    name: str,
-    given: Mapping[str, Any],
+def _may_read_value(
+    transformation: optax.GradientTransformationExtraArgs, params: Any, value: Any
 ) -> bool:
-    """Return whether an update depends on a keyword; also if it cannot be traced alone."""
+    """Return whether an update depends on the loss; also if it cannot be traced alone."""
 
     def update(value: Any, params: Any, gradients: Any) -> Any:
-        extra_args = {**given, name: value}
         with inside_optimizer():
             return transformation.update(
-                gradients, transformation.init(params), params, **extra_args
+                gradients, transformation.init(params), params, value=value
             )
 
     try:
-        return takes(transformation, name) and depends(update, given[name], params, params)
-    except Exception:  # for example if the value is a function; the step itself will show it
+        return takes(transformation, "value") and depends(update, value, params, params)
+    except Exception:  # for example if it needs other arguments; the step itself will show it
         return True
 
 

@@ -254,13 +254,6 @@ class Pipeline:
             _check.arrays(f"The state of {name}", state, or_types=True)
         return CrossShardState().with_states(**made)
 
-    def may_differ(self, path: Any) -> bool:
-        """Return whether the state at a path may differ between shards with equal parameters."""
-        first, *rest = path
-        name = rest[0].key if first.name == "others" else first.name
-        stage = self._stateful.get(name)
-        return stage is not None and stage.placement.per_shard
-
     def placements(self, state: CrossShardState, inner: Any = ()) -> CrossShardState:
         """Return the placement of each array of a state, given those of the inner optimizer."""
         found = {name: s.placements(state.of(name)) for name, s in self._stateful.items()}

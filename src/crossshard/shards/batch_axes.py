@@ -27,7 +27,6 @@ class BatchAxes:
     axes: tuple[int | None, ...]
     tree: Any  # its structure
     whole: tuple[str, ...] = ()  # the names of entries of a dict batch that are whole beside these
-    option: str = "batch_axis"  # the argument that gave them
 
     def of(self, batch: Any, name: str = "batch") -> list[int | None]:
         """Return the axis of each array of a batch, counted from the first; ``None`` if whole.
@@ -57,11 +56,6 @@ class BatchAxes:
             for (path, _), axis in zip(paths, found, strict=True)
         ]
 
-    def entries(self, batch: Any, name: str = "batch") -> list[int]:
-        """Return for each array of a batch the place of the axis that applies to it."""
-        parts = enumerate(self._parts(batch, name))
-        return [place for place, part in parts for _ in jax.tree.leaves(part)]
-
     def _parts(self, batch: Any, name: str) -> list[Any]:
         """Return the part of a batch to which each axis applies."""
         if self.whole and not (isinstance(batch, dict) and set(self.whole) <= set(batch)):
@@ -75,7 +69,7 @@ class BatchAxes:
         except ValueError:
             given, wanted = self.tree.unflatten(self.axes), _words(jax.tree.structure(batch))
             raise ArgumentError(
-                f"{self.option}={_check.shown(given, 200)} does not fit {name}, which is "
+                f"batch_axis={_check.shown(given, 200)} does not fit {name}, which is "
                 f"{wanted:.300}. Write one axis for all of it, or for each of its "
                 f"entries an axis, or None if every shard gets it whole."
             ) from None
@@ -136,8 +130,8 @@ def take_rows(x: Any, axis: int, rows: Any) -> Any:
     return x[(slice(None),) * axis + (rows,)]
 
 
-def axes_of(prefix: Any, option: str = "batch_axis") -> BatchAxes:
-    """Return the axes of a pytree prefix of a batch, which this argument gave.
+def axes_of(prefix: Any) -> BatchAxes:
+    """Return the axes of a pytree prefix of a batch.
 
     Raises:
       ArgumentTypeError: an axis is not an int.
@@ -146,11 +140,11 @@ def axes_of(prefix: Any, option: str = "batch_axis") -> BatchAxes:
     for axis in axes:
         if axis is not None and type(axis) is not int:
             raise ArgumentTypeError(
-                f"{option} is an int, or a pytree prefix of the batch with ints, and None for "
+                f"batch_axis is an int, or a pytree prefix of the batch with ints, and None for "
                 f"what every shard gets whole, such as {{'x': 1, 'table': None}}; got "
                 f"{_check.described(axis)}."
             )
-    return BatchAxes(tuple(axes), tree, option=option)
+    return BatchAxes(tuple(axes), tree)
 
 
 def check_batch_axis(batch_axis: Any, whole: Sequence[str] = ()) -> BatchAxes:
