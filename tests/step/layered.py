@@ -155,15 +155,6 @@ def _gradient_penalty(params: Any, batch: Any) -> Any:
     return value / len(batch["y"]) + 0.1 * (slope**2).mean()
 
 
-def _gradient_of_weights(params: Any, batch: Any) -> Any:
-    """One inner step of SGD on a fixed input, as in MAML; a shard's rows do not mix."""
-    x = jnp.ones((1, WIDTH))
-    inner = lambda layers: (scanned(x, layers) ** 2).mean()
-    layers = params["layers"]
-    moved = jax.tree.map(lambda p, g: p - 0.1 * g, layers, jax.grad(inner)(layers))
-    return error(params, scanned(embedded(params, batch), moved), batch).mean()
-
-
 def _tied(params: Any, batch: Any) -> Any:
     """Embeds and reads out with one matrix."""
     h = scanned(embedded(params, batch), params["layers"])
@@ -180,40 +171,21 @@ def _unrolled_by_hand(h: Any, layers: Any) -> Any:
     return h
 
 
-def _in_reverse_order(h: Any, layers: Any) -> Any:
-    return scanned(h, jax.tree.map(lambda x: x[::-1], layers))
-
-
-def _last_two(h: Any, layers: Any) -> Any:
-    return scanned(h, jax.tree.map(lambda x: x[1:], layers))
-
-
-def _no_turn(h: Any, layers: Any) -> Any:
-    """A loop over the weights in whose turns they are not read."""
-    return lax.scan(lambda h, p: (0.9 * h + 0.1 * p["b"], None), h, layers)[0]
-
-
 _policies = jax.checkpoint_policies
 CASES: dict[str, Case] = {
     "scan": Case(scan_loss),
     "nested": Case(through(_nested)),
     "remat": Case(through(_remat(None))),
     "remat, dots": Case(through(_remat(_policies.dots_saveable))),
-    "remat, everything": Case(through(_remat(_policies.everything_saveable))),
     "remat, weights": Case(through(_remat(_policies.save_only_these_names("weights"), _named))),
     "remat around": Case(through(jax.checkpoint(scanned))),
-    "remat of remat": Case(through(jax.checkpoint(_remat(None)))),
     # Each shard branches on its own rows.
     "cond": Case(through(functools.partial(scanned, body=_branch)), over="shard"),
     "stacks": Case(through(_stacks)),
     "both": Case(through(_both), False),
     "by hand": Case(through(_unrolled_by_hand)),
-    "in reverse order": Case(through(_in_reverse_order), False),
-    "last two": Case(through(_last_two)),
-    "no turn": Case(through(_no_turn)),
     "penalty": Case(_penalty, False),
     "gradient penalty": Case(_gradient_penalty, False),
-    "gradient of weights": Case(_gradient_of_weights, False),
     "tied": Case(_tied),
     "unused": Case(_unused),
 }

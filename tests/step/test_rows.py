@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import crossshard
 from crossshard import make_train_step
@@ -77,12 +77,3 @@ def test_entries_of_one_input_may_have_rows_of_their_own():
         crossshard.shard(of_shard, [features], 8, input_shard_axes=[axes])
     with pytest.raises(ArgumentError, match=r"^input_shard_axes=.*does not fit input 0"):
         crossshard.shard(of_shard, [features], 8, input_shard_axes=[{"train": 0}])
-
-
-def test_axes_of_one_s_own_are_compared_along_these():
-    mesh = Mesh(np.array(jax.devices()[:4]), "shards")
-    times = jnp.ones((3, 8))
-    found = crossshard.shard(
-        lambda x, y: (x[:, None] * y.T).sum(), [jnp.ones(8), times], 4, [0, 1], mesh=mesh
-    )
-    assert found.sum() == 24
