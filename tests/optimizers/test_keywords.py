@@ -19,13 +19,9 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "alone": lambda inner: inner,
     "a chain": lambda inner: optax.chain(optax.clip(1e9), inner),
     "a chain of chains": lambda inner: optax.chain(optax.chain(optax.identity(), inner)),
-    "masked": lambda inner: optax.masked(inner, lambda p: jax.tree.map(lambda _: True, p)),
     "partition": lambda inner: optax.partition(
         {"all": inner}, lambda p: jax.tree.map(lambda _: "all", p)
     ),
-    "named": lambda inner: optax.named_chain(("scale", inner)),
-    "MultiSteps": lambda inner: optax.MultiSteps(inner, 1),
-    "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 3),
 }
 OPTAX = {name: around(optax.adam(0.1)) for name, around in AROUND.items()} | {
     "inject_hyperparams": optax.inject_hyperparams(optax.adam)(0.1),
@@ -72,15 +68,6 @@ def test_what_preprocess_takes_arrives():
     np.testing.assert_array_equal(apply(*given, factor=0.5), [0.5, 0.5])
     with pytest.raises(ArgumentTypeError, match="given 'factr'"):
         apply(*given, factr=0.5)
-
-
-def test_what_one_of_optax_takes_arrives():
-    every_other = optax.transforms.conditionally_transform(
-        optax.scale(-1.0), lambda step, go, **_: go, forward_extra_args=True
-    )
-    for go, expected in ((True, -1.0), (False, 1.0)):
-        got = apply(optax.chain(every_other), go=jnp.array(go))
-        np.testing.assert_array_equal(got, np.full(2, expected))
 
 
 def test_a_loss_that_the_optimizer_does_not_read_is_looked_at_for_a_nan():

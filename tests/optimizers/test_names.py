@@ -1,7 +1,5 @@
 """What parameters are called where an optimizer reads their names, and in its state."""
 
-import copy
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ from flax import nnx
 
 import crossshard
 from crossshard import CrossShardOptimizer
-from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
+from crossshard.errors import ArgumentError, VariableError
 from tests.quick import deep_but
 from tests.stateful import adam, assert_same, training
 
@@ -53,13 +51,7 @@ def by_key(read: Callable[[Any], bool]) -> Callable[[Any], Any]:
 MASKS = {
     "the last key": by_path(lambda path: not path[-1].key.endswith("bias")),
     "the path as a text": by_path(lambda path: "bias" not in jax.tree_util.keystr(path)),
-    "a simple text": by_path(
-        lambda path: "bias" not in jax.tree_util.keystr(path, simple=True, separator="/")
-    ),
-    "str of the path": by_path(lambda path: "bias" not in str(path)),
-    "a format": by_path(lambda path: "bias" not in f"{path[-1].key}"),
     "a dict": by_key(lambda key: key not in ("dense/bias", "head/bias", "bias")),
-    "a regular expression": by_key(lambda key: re.search("bias", key) is None),
     "flax": lambda params: flax.traverse_util.path_aware_map(
         lambda path, _: "bias" not in path[-1], params
     ),
@@ -156,6 +148,9 @@ def test_labels_that_are_the_names_are_no_slots():
     assert type(opt.state.inner_state.inner_states) is dict
 
 
+# The state, by names.
+
+
 def test_several_modules_have_their_place_before_their_names():
     first, second = (nnx.Linear(3, 1, rngs=nnx.Rngs(seed)) for seed in (0, 1))
     opt = adam()
@@ -165,9 +160,6 @@ def test_several_modules_have_their_place_before_their_names():
     names = {"0/kernel", "1/kernel", "0/bias", "1/bias"}
     assert opt.state.inner_state[0].mu.keys() == names
     assert opt.get_slot("0/kernel", "m") is opt.get_slot(first.kernel, "m")
-
-
-# The state, by names.
 
 
 def slope(model: Net, x: Any) -> Any:
@@ -218,64 +210,11 @@ def test_a_state_without_names_does_not_go_into_one_with_names():
         fresh.state = opt.state
 
 
-def test_an_optimizer_whose_state_is_a_dict_has_slots():
-    def init(params: Any) -> Any:
-        return {"m": jax.tree.map(jnp.zeros_like, params), "count": jnp.zeros((), int)}
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        del params
-        m = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], updates)
-        return jax.tree.map(lambda m: -0.1 * m, m), {"m": m, "count": state["count"] + 1}
-
-    model, opt = Net(), CrossShardOptimizer(optax.GradientTransformation(init, update))
-    step_of_a_list(model, opt, X)
-    assert opt.get_slot_names() == ["m"]
-    slot = opt.get_slot("dense/bias", "m")
-    np.testing.assert_allclose(slot[...], np.full(4, 6.0), rtol=1e-6)
-    assert int(opt.state.inner_state["count"]) == 1
-
-
 # What is written to the state.
 
 
 def hyperparameters(kind: Any = optax.sgd, rate: float = 0.1) -> CrossShardOptimizer:
     return CrossShardOptimizer(optax.inject_hyperparams(kind)(rate))
-
-
-def test_flax_serialization():
-    model, opt, fresh = Net(), hyperparameters(optax.adam), hyperparameters(optax.adam, 0.5)
-    step_of_a_list(model, opt, X)
-    saved = flax.serialization.to_bytes(opt.state)
-    fresh.build(nnx.clone(model))
-    fresh.state = flax.serialization.from_bytes(fresh.state, saved)
-    # Their variables are not in the same order.
-    states = map(flax.serialization.to_state_dict, (opt.state, fresh.state))
-    jax.tree.map(np.testing.assert_array_equal, *states)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda rates: rates.__setitem__("learning_rate", 0.25),
-        lambda rates: rates.update(learning_rate=0.25),
-        lambda rates: rates.pop("learning_rate"),
-        lambda rates: rates.__ior__({"learning_rate": 0.25}),
-    ],
-)
-def test_what_is_read_refuses_to_be_written_to(write: Any):
-    model, opt = Net(), hyperparameters(optax.adam)
-    opt.build(model)
-    with pytest.raises(ArgumentTypeError, match=r"is a copy.*opt\.state = optax\.tree\.set"):
-        write(opt.state.inner_state.hyperparams)
-    # Trees like the parameters' fit them.
-    adams = opt.state.inner_state.inner_state[0]
-    optax.tree.add(adams.mu, dict(adams.nu))
-    # Copies are plain.
-    for mine in (copy.deepcopy(opt.state), jax.tree.map(np.asarray, opt.state)):
-        assert type(mine.inner_state.hyperparams) is dict
-        mine.inner_state.hyperparams["learning_rate"] = 0.25
-        opt.state = mine
-        assert float(opt.state.inner_state.hyperparams["learning_rate"]) == 0.25
 
 
 @pytest.mark.parametrize("kind", [optax.sgd, optax.adam])
@@ -291,26 +230,3 @@ def test_hyperparameters_that_are_assigned_take_effect(kind: Any):
     opt.state = optax.tree.set(opt.state, learning_rate=0.1)
     step_of_a_list(model, opt, X)
     assert np.abs(model.dense.kernel[...] - before).max() > 1e-3
-
-    # Also inside of a step.
-    @crossshard.shard(num_shards=8, input_shard_axes=[0, 0, None])
-    def step(model: Any, opt: Any, rate: Any) -> None:
-        opt.state = optax.tree.set(opt.state, learning_rate=rate)
-        opt.minimize(lambda: model.dense.bias[...].sum(), var_list=model)
-
-    before = np.asarray(model.dense.bias[...])
-    for rate in (0.5, 0.0):
-        step(model, opt, np.float32(rate))
-        moved = np.asarray(model.dense.bias[...]) - before
-        assert (np.abs(moved) > 0.01).all() == (rate > 0)
-        before = np.asarray(model.dense.bias[...])
-
-
-def test_jax_may_compare_the_keys_of_two_trees():
-    # Adam calls a jitted function, whose cache compares trees with and without names.
-    for key in (None, "kernel", None, "kernel"):
-        variable = nnx.Param(jnp.ones(2), **({"name": key} if key else {}))
-        opt = adam()
-        with crossshard.shard_context(1):
-            opt.minimize(lambda v=variable: (v[...] ** 2).sum(), var_list=[variable])
-        assert int(opt.state.inner_state[0].count) == 1

@@ -53,20 +53,6 @@ def test_a_state_of_groups_before_its_parameters():
     np.testing.assert_array_equal(w[...], other[...])
 
 
-def test_the_optimizer_of_nnx_with_a_sharded_weight_update_in_a_runner():
-    model = nnx.Linear(512, 64, rngs=nnx.Rngs(0))
-    opt = adam(0.1, weight_update="sharded")
-    with pytest.warns(ShardContextWarning):
-        optimizer = nnx.Optimizer(model, opt, wrt=nnx.Param)
-
-    @crossshard.shard(num_shards=8)
-    def step(model: Any, optimizer: Any, x: Any) -> None:
-        optimizer.update(model, nnx.grad(lambda m: (m(x) ** 2).mean())(model))
-
-    with pytest.raises(ArgumentError, match=r"\(64, 64\)\].*has .*\(512, 64\)\].*make"):
-        step(model, optimizer, np.ones((8, 512), np.float32))
-
-
 @pytest.mark.parametrize("rule", [optax.sgd(0.5), optax.adam(0.5)])
 def test_under_jit_arrays_are_global_and_nothing_is_missing(rule: Any):
     opt = CrossShardOptimizer(rule)
