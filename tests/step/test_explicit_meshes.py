@@ -25,17 +25,15 @@ PARAMS = {
 }
 X = RNG.normal(size=(STEPS, ROWS, 64)).astype(np.float32)
 Y = RNG.normal(size=(STEPS, ROWS, 16)).astype(np.float32)
-EXPLICIT = AxisType.Explicit
 
 
-def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...], *kinds: AxisType) -> Mesh:
-    return jax.make_mesh(sizes, names, axis_types=kinds or (EXPLICIT,) * len(names))
+def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Explicit,) * len(names))
 
 
 MESHES = {
     "one axis": mesh_of((8,), ("data",)),
     "two axes": mesh_of((2, 4), ("slice", "chip")),
-    "mixed": mesh_of((2, 4), ("slice", "chip"), AxisType.Auto, EXPLICIT),
 }
 
 
