@@ -35,22 +35,6 @@ def _of_bytes(x: np.ndarray, dtype: str) -> jax.Array:
     return jnp.asarray(x.view(jnp.dtype(dtype)))
 
 
-def test_typed_keys_come_back():
-    keys = jax.random.split(jax.random.key(3), 4)
-    back = from_words(to_words(keys), keys)
-    assert back.dtype == keys.dtype
-    np.testing.assert_array_equal(jax.random.key_data(back), jax.random.key_data(keys))
-
-
-def test_64_bits():
-    with jax.enable_x64(True):
-        for dtype in (jnp.float64, jnp.int64):
-            x = jnp.arange(5).astype(dtype) - 2
-            words = to_words(x)
-            assert words.shape == (5, 2)
-            np.testing.assert_array_equal(from_words(words, x), x)
-
-
 # In a step and on disk.
 
 RNG = np.random.default_rng(0)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,11 +83,6 @@ def test_every_mode(how: str, mode: str):
         expected = np.tile(-factor * LOCAL[group].mean(0), (len(group), 1))
         atol = 1e-6 if how == "groups" else 0
         np.testing.assert_allclose(updates[group], expected, rtol=2e-6, atol=atol)
-
-
-def test_pmap_without_a_name():
-    run = jax.pmap(lambda w, x, y: step(sgd(), w, x, y), in_axes=(None, 0, 0))
-    np.testing.assert_allclose(run(W, X, Y), np.tile(-MEAN, (8, 1)), rtol=2e-6)
 
 
 def test_one_axis_of_two():
@@ -192,21 +186,6 @@ def test_a_loss_that_is_equal_on_all_shards_is_each_shards_own_copy():
     np.testing.assert_allclose(with_types, LOCAL, rtol=2e-6, atol=1e-6)
 
 
-def test_aux_and_unused_parameters():
-    def function(w: Any, x: Any, y: Any) -> Any:
-        both = lambda p: (loss(p["w"], x, y), x.sum())
-        (value, aux), gradients = crossshard.value_and_grad(both, has_aux=True)(
-            {"w": w, "unused": jnp.ones(3)}
-        )
-        updates, _ = sgd().update(gradients, sgd().init(gradients))
-        return jnp.concatenate([updates["w"], updates["unused"], value[None], aux[None]])
-
-    out = in_shard_map(function)
-    np.testing.assert_allclose(out[:, :3], np.tile(-MEAN, (8, 1)), rtol=2e-6)
-    np.testing.assert_array_equal(out[:, 3:6], 0)
-    np.testing.assert_allclose(out[:, 7], X.sum((1, 2)), rtol=1e-5)
-
-
 class Net(nnx.Module):
     def __init__(self) -> None:
         self.w = nnx.Param(jnp.asarray(W))
@@ -250,87 +229,6 @@ def test_nnx_grad_of_a_module_is_refused_where_autodiff_has_summed_it():
         nnx_step(nnx.grad, in_nnx_shard_map)
 
 
-class Table(eqx.Module):
-    w: jax.Array
-    rows: jax.Array
-    dropout: eqx.nn.Dropout
-    scale: float
-
-    def __call__(self) -> Any:
-        return self.scale * self.dropout(self.w[self.rows]).sum()
-
-
-def test_equinox_modules_with_leaves_that_jax_does_not_differentiate():
-    table = Table(jnp.ones(3), jnp.array([0, 0, 2]), eqx.nn.Dropout(0.5, inference=True), 2.0)
-    gradient = crossshard.grad(lambda table: table())(table)
-    expected = eqx.filter_grad(lambda table: table())(table)
-    assert jax.tree.structure(gradient) == jax.tree.structure(expected)
-    np.testing.assert_array_equal(gradient.w, expected.w)
-
-
-def test_an_array_beside_a_module_and_a_pure_state():
-    model = Net()
-    graph, state = nnx.split(model)
-
-    def beside(w: Any, x: Any, y: Any) -> Any:
-        loss = lambda m, v: jnp.mean((m(x) * v - y) ** 2)
-        return crossshard.grad(loss, argnums=(0, 1))(nnx.merge(graph, state, copy=True), w[0])[1]
-
-    def pure(w: Any, x: Any, y: Any) -> Any:
-        loss = lambda p: jnp.mean((nnx.merge(graph, p)(x) - y) ** 2)
-        return crossshard.grad(loss)(nnx.as_pure(state))["w"]
-
-    for function in (beside, pure):
-        np.testing.assert_allclose(
-            in_shard_map(function), in_shard_map(function, check_vma=False), rtol=1e-6
-        )
-
-
-def test_a_gradient_per_example_inside_types():
-    def function(w: Any, x: Any, y: Any) -> Any:
-        each = jax.vmap(lambda x, y: crossshard.grad(loss)(w, x[None], y[None]), axis_name="rows")
-        return each(x, y).mean(0)
-
-    np.testing.assert_allclose(in_shard_map(function), LOCAL, rtol=2e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_sixteen_bits_under_strict_promotion(dtype: str):
-    gradients = jnp.ones((4, 2), dtype)
-    with jax.numpy_dtype_promotion("strict"):
-        updates = jax.vmap(lambda g: sgd().update(g, sgd().init(g))[0], axis_name="i")(gradients)
-    assert updates.dtype == dtype
-
-
-@pytest.mark.deep
-def test_equinox_modules():
-    model = eqx.nn.MLP(3, "scalar", 8, 2, key=jax.random.key(0))
-    opt = sgd()
-
-    def mse(model: Any, x: Any, y: Any) -> Any:
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-    def of_one(model: Any, x: Any, y: Any) -> Any:
-        gradients = crossshard.grad(mse)(model, x[0], y[0])
-        params = eqx.filter(model, eqx.is_inexact_array)
-        updates, _ = opt.update(gradients, opt.init(params), params)
-        return eqx.filter(eqx.apply_updates(model, updates), eqx.is_inexact_array)
-
-    spec = P("shards")
-    arrays, static = eqx.partition(model, eqx.is_inexact_array)
-    run = jax.shard_map(
-        lambda a, x, y: of_one(eqx.combine(a, static), x, y),
-        mesh=mesh(("shards", 8)), in_specs=(P(), spec, spec), out_specs=P(),
-    )  # fmt: skip
-    new = jax.jit(run)(arrays, X, Y)
-    whole = eqx.filter_grad(mse)(model, X.reshape(32, 3), Y.reshape(32))
-    expected = eqx.apply_updates(model, jax.tree.map(jnp.negative, whole))
-    for ours, theirs in zip(
-        jax.tree.leaves(new), jax.tree.leaves(eqx.filter(expected, eqx.is_array)), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
 # As a part of other transformations.
 
 
@@ -354,18 +252,3 @@ def test_extra_arguments_pass_through_a_chain_and_the_loss_is_reduced():
         expected = -MEAN * np.mean(values)
         np.testing.assert_allclose(updates, np.tile(expected, (8, 1)), rtol=1e-5)
     assert seen["tag"] == "mine"
-
-
-def test_inside_inject_hyperparams_and_masked():
-    @optax.inject_hyperparams
-    def rule(learning_rate: float) -> Any:
-        return CrossShardOptimizer(optax.sgd(learning_rate))
-
-    def function(w: Any, x: Any, y: Any) -> Any:
-        gradient = crossshard.grad(loss)(w, x, y)
-        opt = rule(learning_rate=0.5)
-        updates, _ = opt.update(gradient, opt.init(w), w)
-        masked = optax.masked(sgd(), mask=True)
-        return updates + masked.update(gradient, masked.init(w), w)[0]
-
-    np.testing.assert_allclose(in_shard_map(function), np.tile(-1.5 * MEAN, (8, 1)), rtol=2e-6)

@@ -31,12 +31,6 @@ def linked() -> list[Path]:
     return [*found, *(ROOT / module for module in modules)]
 
 
-def test_there_are_links():
-    assert {"docs", "tools", "benchmarks", "examples"} <= {
-        path.resolve().relative_to(ROOT).parts[0] for path in linked() if path.exists()
-    }
-
-
 def test_what_is_linked_to_is_here_and_in_the_source_distribution():
     held = {*TARGETS["sdist"]["include"], "/LICENSE"}
     is_held = lambda path: f"/{path.resolve().relative_to(ROOT).parts[0]}" in held

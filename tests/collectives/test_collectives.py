@@ -4,15 +4,20 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis.extra.numpy as hnp
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from crossshard import all_to_all, collective_permute, cross_replica_sum
+from crossshard import CrossShardOptimizer, all_to_all, collective_permute, cross_replica_sum
+from tests.quick import deep
 
 TWO_AXES = ("slice", "shard")
 MODES = {
@@ -220,3 +225,42 @@ def test_under_check_vma_the_sum_is_typed_as_each_shards_own_and_psum_is_not_tak
     # A value typed as equal on all shards is each shard's own copy to cross_replica_sum.
     got = per_shard("check_vma", lambda x: cross_replica_sum(cross_replica_sum(x)), X)
     np.testing.assert_array_equal(got, 8 * summed(X))
+
+
+# Any partition.
+
+
+def eighths(*shape: int) -> st.SearchStrategy[np.ndarray]:
+    """Float32 arrays of small multiples of 1/8, whose sums no order of adding can round."""
+    whole = hnp.arrays(np.int8, shape, elements=st.integers(-16, 16))
+    return whole.map(lambda x: x.astype(np.float32) / 8)
+
+
+@st.composite
+def partitions(draw: Any, number: int = 8) -> list[list[int]]:
+    """Any partition of the shards into groups of one size, in any order."""
+    size = draw(st.sampled_from([d for d in range(1, number + 1) if number % d == 0]))
+    return np.reshape(draw(st.permutations(range(number))), (-1, size)).tolist()
+
+
+@pytest.mark.parametrize("mode", ["check_vma", "two axes", deep("pmap")])
+@settings(max_examples=12)
+@given(groups=partitions(), data=st.data())
+def test_any_partition_sums_as_numpy_does(mode: str, groups: list[list[int]], data: Any):
+    x = data.draw(eighths(8, data.draw(st.integers(0, 7))))
+    axis = {"axis_name": MODES[mode]}
+    opt = CrossShardOptimizer(optax.sgd(1.0), group_assignment=groups, **axis)
+    total = CrossShardOptimizer(optax.sgd(1.0), "sum", group_assignment=groups, **axis)
+
+    def of_one(v: Any) -> Any:
+        return (
+            cross_replica_sum(v, groups, **axis),
+            opt.update(v, opt.init(v))[0],
+            total.update(v, total.init(v))[0],
+        )
+
+    got, mean_step, sum_step = per_shard(mode, of_one, x)
+    expected = summed(x, groups)
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(mean_step, -expected / len(groups[0]))
+    np.testing.assert_array_equal(sum_step, -expected)

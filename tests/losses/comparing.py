@@ -10,6 +10,7 @@ from tests.losses.parts import (
     EXPERTS,
     cross_entropy,
     kernel,
+    log_probabilities,
     opaque,
     out_of,
     row_losses,
@@ -31,14 +32,11 @@ def contrastive(p, b):
     return -jnp.diag(jax.nn.log_softmax(logits, 0) + jax.nn.log_softmax(logits, 1)).mean()
 
 
-def siglip(p, b):
-    signs = 2 * jnp.eye(len(b["v"]), dtype=b["v"].dtype) - 1
-    return -jax.nn.log_sigmoid(signs * (5 * _scores(p, b) - 2)).sum(1).mean()
-
-
-def attention_over_rows(p, b):
-    x = b["v"]
-    return squares(jax.nn.softmax(x @ p["q"] @ x.T) @ x @ p["a"], b["z"])
+def preferences_in_two_halves(p, b):
+    """The answers that were chosen are the first half of the rows."""
+    found = log_probabilities(p, b["words"]).sum(1)
+    half = len(found) // 2
+    return -jax.nn.log_sigmoid(found[:half] - found[-half:]).mean()
 
 
 # Statistics of the batch.
@@ -81,29 +79,6 @@ def softmax_over_rows(p, b):
     return (jax.nn.softmax(losses) * losses).sum()
 
 
-def loop_over_rows(p, b):
-    def one(state, x):
-        state = jnp.tanh(x @ p["a"] + state @ p["b"])
-        return state, state
-
-    return squares(lax.scan(one, jnp.zeros_like(b["v"][0]), b["v"])[1], b["z"])
-
-
-def number_of_the_row(p, b):
-    place = jnp.arange(len(b["v"]), dtype=b["v"].dtype)[:, None] / 10
-    return squares(jnp.tanh(b["v"] @ p["a"] + place * p["bias"]), b["z"])
-
-
-def mixup_with_a_roll(p, b):
-    mix = lambda x: 0.7 * x + 0.3 * jnp.roll(x, 1, 0)
-    return squares(jnp.tanh(mix(b["v"]) @ p["a"]), mix(b["z"]))
-
-
-def graph_of_rows(p, b):
-    sent = jax.ops.segment_sum(b["v"], b["neighbour"] % len(b["v"]), len(b["v"]))
-    return squares((b["v"] + sent) @ p["a"], b["z"])
-
-
 # Sums, ratios and numbers of rows.
 
 
@@ -118,12 +93,6 @@ def branch_on_few_rows(p, b):
     return losses.mean() if len(losses) <= 12 else (losses**2).mean()
 
 
-def branch_on_a_mean_over_rows(p, b):
-    losses = row_losses(p, b)
-    found = lax.cond(losses.mean() > 1.4, lambda x: x**2, lambda x: x, losses)
-    return found.mean()
-
-
 def stops_when_all_rows_are_done(p, b):
     x = b["v"] @ lax.stop_gradient(p["c"])
     _, x = lax.while_loop(
@@ -132,30 +101,6 @@ def stops_when_all_rows_are_done(p, b):
         (0, x),
     )
     return squares(x @ p["a"], b["z"])
-
-
-# Noise that all shards share.
-
-
-def _with_noise(p, b, noise):
-    return squares(jnp.tanh(b["v"] @ p["a"] + noise.astype(b["v"].dtype)) @ p["b"], b["z"])
-
-
-# Of a key that is written down, and a shape.
-SHARED = {
-    "normal": jax.random.normal,
-    "gamma": lambda key, shape: jax.random.gamma(key, 1.5, shape),
-    "categorical": lambda key, shape: jax.random.categorical(key, jnp.zeros(3), shape=shape),
-    "numpy": lambda key, shape: jnp.asarray(np.random.default_rng(0).normal(size=shape)),
-    "raw_key": lambda key, shape: jax.random.normal(jax.random.PRNGKey(3), shape),
-    "key_of_each_row": lambda key, shape: jax.vmap(lambda k: jax.random.normal(k, shape[1:]))(
-        jax.random.split(key, shape[0])
-    ),
-}
-
-
-def _shared(draw):
-    return lambda p, b: _with_noise(p, b, draw(jax.random.key(7), b["v"].shape))
 
 
 # What no trace sees through.
@@ -259,13 +204,12 @@ enter(
     batch_norm=lambda p, b: squares(jnp.tanh(_standardized(b["v"] @ p["a"])) @ p["b"], b["z"]),
     logarithm_of_the_mean=lambda p, b: jnp.log(jnp.exp(row_losses(p, b)).mean()),
     sorted_over_rows=lambda p, b: jnp.abs(jnp.sort(out_of(p, b), 0) - jnp.sort(b["z"], 0)).mean(),
+    four_bits_with_one_scale=lambda p, b: squares(
+        (jnp.round(b["v"] / jnp.abs(b["v"]).max() * 7) * jnp.abs(b["v"]).max()) @ p["a"], b["z"]
+    ),
     largest_over_rows=lambda p, b: row_losses(p, b).max(),
     worst_third=lambda p, b: lax.top_k(row_losses(p, b), len(b["v"]) // 3)[0].mean(),
-    cumulative_sum_over_rows=lambda p, b: squares(out_of(p, b).cumsum(0) / 5, b["z"]),
-    differences_of_rows_that_follow=lambda p, b: squares(jnp.diff(out_of(p, b), axis=0), 0),
     first_rows_only=lambda p, b: row_losses(p, b)[:2].mean(),
-    every_second_row=lambda p, b: row_losses(p, b)[::2].mean(),
-    rows_in_reverse=lambda p, b: squares(out_of(p, b)[::-1], b["z"]),
     spectrum_over_rows=lambda p, b: jnp.log1p(
         jnp.abs(jnp.fft.rfft(out_of(p, b).astype(jnp.float32), axis=0)) ** 2
     ).mean(),
@@ -273,10 +217,6 @@ enter(
     sum_over_at_least_ten_rows=lambda p, b: row_losses(p, b).sum() / max(len(b["v"]), 10),
     sum_over_all_rows_but_one=lambda p, b: row_losses(p, b).sum() / (len(b["v"]) - 1),
     sum_over_the_root_of_the_number=lambda p, b: row_losses(p, b).sum() / len(b["v"]) ** 0.5,
-    token_mean_without_a_weight=lambda p, b: (
-        (token_losses(p, b) * b["mask"]).sum() / b["mask"].sum()
-    ),
-    token_mean_by_where=lambda p, b: token_losses(p, b).mean(where=b["is_there"]),
     regulariser_over_the_number_of_rows=lambda p, b: (
         row_losses(p, b).mean() + (p["a"] ** 2).sum() / len(b["v"])
     ),
@@ -293,6 +233,5 @@ enter(
     mean_with_a_constant_behind_its_count=lambda p, b, mean: mean(
         (token_losses(p, b) * b["mask"]).sum(), b["mask"].sum() + 20
     ),
-    **{f"shared_{name}_noise": _shared(draw) for name, draw in SHARED.items()},
     **{f"custom_vjp_that_{name}": _with_gradient(of) for name, of in GRADIENTS.items()},
 )

@@ -28,11 +28,6 @@ def params() -> dict[str, Any]:
         "route": normal(WIDTH, EXPERTS),
         "experts": normal(EXPERTS, WIDTH, WIDTH) / 3,
         "layers": normal(3, WIDTH, WIDTH) / 3,
-        "small": normal(WIDTH, 2) / 2,
-        "narrow": normal(2, WIDTH) / 2,
-        "filter": normal(3, 3, 1, 4) / 3,
-        "filter2": normal(3, 3, 4, 4) / 6,
-        "head": normal(4, KINDS) / 2,
     }
 
 
@@ -72,7 +67,6 @@ def batch() -> dict[str, Any]:
         "start": rng.integers(TIME - 3, size=ROWS).astype(np.int32),
         "edges": np.float32(rng.random((ROWS, TIME, TIME)) < 0.4),
         "order": np.argsort(rng.random((ROWS, TIME)), 1).astype(np.int32),
-        "neighbour": rng.integers(ROWS, size=ROWS).astype(np.int32),
     }
 
 
@@ -153,12 +147,6 @@ def row_losses(p: Any, b: Any) -> Any:
 def out_of(p: Any, b: Any) -> Any:
     """``[rows, width]``: an embedding of each row."""
     return jnp.tanh(b["v"] @ p["a"]) @ p["b"]
-
-
-def scan_of(step: Any, start: Any, x: Any) -> Any:
-    """What a loop over ``[rows, time, …]`` returns at each time, ``[rows, time, …]``."""
-    _, found = jax.lax.scan(step, start, jax.tree.map(lambda x: x.swapaxes(0, 1), x))
-    return found.swapaxes(0, 1)
 
 
 def opaque(function: Any, x: Any, **options: Any) -> Any:

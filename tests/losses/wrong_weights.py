@@ -6,7 +6,6 @@ from jax import lax
 
 from tests.losses.cases import WRONG_WEIGHT, enter, weighted
 from tests.losses.parts import (
-    TIME,
     cross_entropy,
     kernel,
     log_probabilities,
@@ -51,12 +50,6 @@ def mean_of_the_mask_and_an_epsilon(p, b):
 
 
 @weighted("mask")
-def two_terms_of_two_weights(p, b):
-    losses = token_losses(p, b)
-    return _ratio(losses, b["mask"]) + _ratio(losses, b["spans"])
-
-
-@weighted("mask")
 def ratio_beside_a_contrastive_term(p, b):
     x = b["v"] @ p["a"]
     scores = 5 * unit(x) @ unit(b["z"]).T
@@ -96,16 +89,7 @@ enter(
         lambda b: b["mask"].sum() + len(b["mask"]),
         _masked,
     ),
-    lengths_that_count_one_more=(
-        lambda b: (jnp.arange(TIME) <= b["length"][:, None]).sum(),
-        lambda p, b: _ratio(token_losses(p, b), (jnp.arange(TIME) < b["length"][:, None]) * 1.0),
-    ),
     square_of_the_count=(lambda b: b["mask"].sum() ** 2, _masked),
-    longest_row=(lambda b: b["mask"].mean(1).max(), _masked),
-    number_of_rows_and_mean_over_tokens=(
-        lambda b: 1.0 * len(b["mask"]),
-        _masked,
-    ),
     one_and_mean_over_tokens=(lambda b: 1.0, _masked),
     plain_mean_with_tokens=(tokens, lambda p, b: token_losses(p, b).mean()),
     mean_over_rows_of_masked_tokens=(
@@ -113,15 +97,6 @@ enter(
         lambda p, b: ((token_losses(p, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean(),
     ),
     masked_sum_over_all_tokens=("mask", lambda p, b: (token_losses(p, b) * b["mask"]).mean()),
-    masked_sum_over_nothing=("mask", lambda p, b: (token_losses(p, b) * b["mask"]).sum()),
-    fractional_weights_and_an_epsilon_that_is_large=(
-        "share",
-        lambda p, b: _ratio(row_losses(p, b), b["share"], b["share"].sum() + 0.1),
-    ),
-    one_behind_the_count=(
-        "mask",
-        lambda p, b: _ratio(token_losses(p, b), b["mask"], b["mask"].sum() + 1),
-    ),
     mean_of_shares_and_an_epsilon=(
         "share",
         lambda p, b: (row_losses(p, b) * b["share"]).mean() / (b["share"].mean() + 1e-2),
@@ -130,12 +105,10 @@ enter(
         "mask",
         lambda p, b: _ratio(token_losses(p, b), b["mask"], jnp.maximum(b["mask"].sum(), 40)),
     ),
-    tokens_and_a_mean_over_rows=("mask", lambda p, b: _masked(p, b) + row_losses(p, b).mean()),
     perplexity=("mask", lambda p, b: jnp.exp(_masked(p, b))),
     mask_in_the_losses_and_another_one_below=(
         "mask",
         lambda p, b: (token_losses(p, b) * b["mask"] * b["spans"]).sum() / b["spans"].sum(),
     ),
-    first_row_counts_for_all=(lambda b: b["mask"][0].sum(), _masked),
     count_that_is_capped=(lambda b: jnp.minimum(b["mask"].sum(), 15), _masked),
 )

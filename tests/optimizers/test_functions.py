@@ -83,14 +83,3 @@ def test_on_global_arrays_they_see_all_rows(name: str):
     rows = jax.device_put(X, jax.NamedSharding(MESH, P("shards")))
     found = trained(CrossShardOptimizer(opt), taken, anywhere, rows)
     assert_close(found, trained(opt, taken, anywhere))
-
-
-@pytest.mark.deep
-def test_a_loss_that_is_reduced_by_its_type_is_taken():
-    opt, taken = TAKEN["value_fn"]
-    pmean = lambda loss: lambda p: jax.lax.pmean(loss(p), "shards")
-    reduced = lambda loss, *now: {"value_fn": pmean(loss)} | of_now(*now)
-    wrapped = CrossShardOptimizer(opt)
-    assert_close(trained(wrapped, reduced, on_shards(True)), trained(opt, taken, anywhere))
-    with pytest.raises(ArgumentError, match="value_fn"):
-        traced(wrapped, reduced, on_shards(False))

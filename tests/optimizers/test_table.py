@@ -24,10 +24,7 @@ from tests.optimizers.table import (
 )
 
 # What Optax advises against is still in Optax, and people still train with it.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*use `optimistic_adam_v2`:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*use `optimistic_adam_v2`:DeprecationWarning")
 
 AXIS = "shards"
 SHARDS = 8
@@ -311,44 +308,3 @@ def test_each_group_equals_one_shard_on_its_own_rows(
 @pytest.mark.parametrize("names", bundles(STATEFUL, quick=SOME))
 def test_the_stateful_idiom_equals_one_shard_on_the_whole_batch(names: tuple[str, ...]) -> None:
     assert_all_follow(stateful(names), plain)
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda opt: opt, optax.contrib.split_real_and_imaginary], ids=["whole", "split"]
-)
-@pytest.mark.parametrize("opt", [optax.sgd(0.1), optax.adam(0.05)], ids=["sgd", "adam"])
-def test_complex_parameters(opt: Any, wrap: Callable[[Any], Any]) -> None:
-    opt = wrap(opt)
-    params = {"w": jnp.asarray(START["kernel"] + 1j * START["kernel"][::-1])}
-
-    def loss(params: Any, x: Any, y: Any) -> jax.Array:
-        return jnp.mean(jnp.abs(x @ params["w"] @ READOUT - y) ** 2)
-
-    def stepped(gradients: Any, params: Any, state: Any, update: Any) -> tuple[Any, Any]:
-        # In JAX the direction of descent is the conjugate of the gradient.
-        updates, state = update(jax.tree.map(jnp.conj, gradients), state, params)
-        return optax.apply_updates(params, updates), state
-
-    def whole(params: Any, state: Any, x: Any, y: Any) -> tuple[Any, Any]:
-        return stepped(jax.grad(loss)(params, x, y), params, state, opt.update)
-
-    @functools.partial(
-        jax.shard_map,
-        mesh=jax.sharding.Mesh(jax.devices(), (AXIS,)),
-        in_specs=(P(), P(), P(AXIS), P(AXIS)),
-        out_specs=P(),
-    )
-    def parts(params: Any, state: Any, x: Any, y: Any) -> tuple[Any, Any]:
-        update = crossshard.CrossShardOptimizer(opt).update
-        ours = crossshard.CrossShardState(inner_state=state)
-        params, ours = stepped(crossshard.grad(loss)(params, x, y), params, ours, update)
-        return params, ours.inner_state
-
-    reached = []
-    for step in (whole, parts):
-        now = params, opt.init(params)
-        for x, y in zip(X, Y, strict=True):
-            now = jax.jit(step)(*now, x, y)
-        reached.append(jax.device_get(now))
-    assert max(errors(reached[0][0], jax.device_get(params)).values()) > 1e-2
-    assert all(error <= 1e-5 for error in errors(reached[1], reached[0]).values())

@@ -19,16 +19,6 @@ from tests.quick import deep_but
 X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
 
 
-class Rate:
-    """A schedule as an object of the user's."""
-
-    def __init__(self, rate: nnx.Variable):
-        self.rate = rate
-
-    def __call__(self, count: Any) -> Any:
-        return self.rate[...]
-
-
 def rate_of(rate: nnx.Variable) -> Callable[[Any], Any]:
     return lambda _: rate[...]
 
@@ -36,9 +26,6 @@ def rate_of(rate: nnx.Variable) -> Callable[[Any], Any]:
 CLOSED_OVER: dict[str, Callable[[nnx.Variable], Any]] = {
     "sgd": lambda rate: optax.sgd(rate_of(rate)),
     "adam": lambda rate: optax.adam(rate_of(rate)),
-    "an object": lambda rate: optax.sgd(Rate(rate)),
-    "a partial": lambda rate: optax.sgd(functools.partial(lambda r, _: r[...], rate)),
-    "MultiSteps": lambda rate: optax.MultiSteps(optax.sgd(rate_of(rate)), 1),
     "a partition": lambda rate: optax.partition(
         {"all": optax.sgd(rate_of(rate))}, lambda p: jax.tree.map(lambda _: "all", p)
     ),
@@ -82,21 +69,6 @@ def test_a_step_that_is_given_it_reads_it(name: str, held: bool):
     rate[...] = jnp.array(0.1)
     run()
     assert np.abs(model.kernel[...] - after).max() > 1e-3
-
-
-def test_a_global_step_that_only_the_schedule_reads():
-    global_step = nnx.Variable(jnp.array(0))
-    w = nnx.Param(jnp.zeros(()))
-    opt = CrossShardOptimizer(optax.sgd(lambda _: 10.0 ** -global_step[...]))
-
-    @crossshard.shard(num_shards=8)
-    def step(w: Any, opt: Any, global_step: Any, x: Any) -> None:
-        opt.minimize(lambda: w[...] * x.mean(), var_list=[w])
-
-    for value in range(3):
-        global_step[...] = jnp.array(value)
-        step(w, opt, global_step, np.ones(8, np.float32))
-    np.testing.assert_allclose(w[...], -1.11, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", CLOSED_OVER)

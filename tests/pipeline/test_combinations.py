@@ -3,11 +3,9 @@
 import dataclasses
 import functools
 import itertools
-import random
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -144,15 +142,6 @@ def few() -> list[Combination]:
         return {(idiom, name, getattr(each, name)) for name in FACTORS}
 
     return fewest(some(), shown)
-
-
-def many() -> list[Combination]:
-    """For each way in every pair of the other values, without those of ``some``."""
-    found = [
-        each for seed, way in enumerate(FACTORS["way"]) for each in _covered(seed + 1, way=way)
-    ]
-    known = set(some())
-    return [each for each in dict.fromkeys(found) if each not in known]
 
 
 # Half a unit in the last place of 1, by dtype: how far rounding moves a number, relatively; of few
@@ -313,23 +302,3 @@ def test_a_model_that_lacks_an_option_is_found_out():
                 want = run_model(model_options(each), each)
                 assert faults_of(want, want, each) == []
                 assert faults_of(run_model(model_options(lacks), lacks), want, each), each
-
-
-@pytest.mark.soak
-def test_many_combinations(soak_steps: int, capsys: pytest.CaptureFixture[str]):
-    everything = [*some(), *many()]
-    assert len(everything) >= 220
-    # All of them, or a part for fewer steps.
-    draw = random.Random(0)
-    chosen = draw.sample(everything, min(len(everything), max(1, soak_steps // 20)))
-    wrong = {str(each): found for each in refused() if (found := check_refusal(each))}
-    for number, combination in enumerate(chosen):
-        found = check(combination)
-        if found:
-            wrong[str(combination)] = found
-        if number % 10 == 9:
-            # Each has programs of its own.
-            jax.clear_caches()
-    with capsys.disabled():
-        print(f"\n{len(chosen)} combinations, {len(refused())} refused, {len(wrong)} wrong")
-    assert wrong == {}

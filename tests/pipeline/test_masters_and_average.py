@@ -14,7 +14,6 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
 from tests.reference.pipeline_model import round_to
 from tests.step.common import sgd_step, train
@@ -108,13 +107,3 @@ def test_a_schedule_warms_the_average_up(weight_update: str, dtype: str):
     assert optax.tree.get(state.opt_state, "ema_count") == len(X)
     assert "moving average by " in step.describe()
     assert " at 0x" not in step.describe()
-
-
-def test_a_schedule_in_64_bits_leaves_the_average_its_dtype():
-    wide = lambda count: jnp.float64(0.5) + 0.0 * count
-    with jax.enable_x64(True), crossshard.shard_context(1):
-        opt = CrossShardOptimizer(optax.sgd(RATE), ema=wide)
-        params = jnp.ones(3, jnp.float32)
-        types = jax.eval_shape(opt.init, params)
-        after = jax.eval_shape(lambda g, s, p: opt.update(g, s, p)[1], params, types, params)
-    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, types)

@@ -28,7 +28,6 @@ PARAMS = {
 }
 # The shards that are bad in a step, with the first bad leaf of each.
 BAD: list[dict[int, int]] = [{}, {2: 1}, {0: 0, 3: 1}]
-actions = pytest.mark.parametrize("action", ["quarantine", "skip"])
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -94,23 +93,6 @@ def test_it_is_found_wherever_it_is(shape: tuple[int, ...]):
 
 
 # With other stages, and what a shard keeps beside its gradient.
-
-
-@actions
-def test_what_preprocess_makes_finite_is_named(action: str):
-    opt = CrossShardOptimizer(optax.sgd(1.0), preprocess=optax.clip(1.0), nonfinite=action)
-    step = make_train_step(own, opt, num_shards=2)
-    state, metrics = step(step.init(np.float32(0)), np.float32([np.inf, 0.5]))
-    assert int(metrics["nonfinite"].shard) == 0
-    assert float(state.params) == (-0.5 if action == "quarantine" else 0)
-
-
-def test_the_update_has_a_derivative():
-    opt = CrossShardOptimizer(optax.sgd(1.0), nonfinite="quarantine")
-    of_one = lambda g: opt.update(g, opt.init(g))[0].sum()
-    total = lambda x: jax.vmap(of_one, axis_name="shards")(x)[0]
-    got = jax.jit(jax.grad(total))(np.ones((N, 3), np.float32))
-    np.testing.assert_allclose(got, np.full((N, 3), -1 / N))
 
 
 class Normed(nn.Module):
@@ -274,18 +256,6 @@ def test_too_many_in_a_row_raise_and_leave_a_state_that_is_good(
     for _ in range(3):
         state, _ = step(state, batch_of(0))
     step.finish(state)
-
-
-@pytest.mark.deep
-def test_in_a_loop_of_ones_own_the_state_tells_and_goes_to_other_shards():
-    step, other = make("raise"), make("skip", 2)
-    batches = jax.tree.map(lambda *x: np.stack(x), *map(batch_of, range(3)))
-    state, metrics = jax.jit(lambda s, b: jax.lax.scan(step, s, b))(step.init(PARAMS), batches)
-    np.testing.assert_array_equal(metrics["nonfinite"].in_a_row, [0, 1, 2])
-    moved = other.reshard(make("skip").unshard(state))
-    assert [int(x) for x in moved.opt_state.nonfinite] == [0, 0, 2, 0, 2]
-    assert int(other(moved, batch_of(0))[1]["nonfinite"].in_a_row) == 0
-    step(state, batch_of(0))
 
 
 # What is refused, and what is said.

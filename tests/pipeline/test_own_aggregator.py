@@ -79,9 +79,6 @@ QUICK = [
     ("way", "name", "grouped"),
     [
         *QUICK,
-        deep(("vmap", "top-k", True)),
-        deep(("update, no types", "by slices", False)),
-        deep(("variables, pairs", "top-k", False)),
         deep(("step, replicated", "top-k", True)),
     ],
 )

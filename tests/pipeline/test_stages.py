@@ -1,4 +1,4 @@
-"""The order of the stages is data, a tuple that all else loops over; how an update is planned."""
+"""The order of the stages is data, a tuple that all else loops over; each says what it is."""
 
 import re
 import typing
@@ -19,10 +19,6 @@ from crossshard.pipeline.pipeline import STAGES, Options
 from crossshard.pipeline.stage import Phase, Stage
 from crossshard.pipeline.stages.local_sgd import LocalSGD
 from crossshard.pipeline.stages.preprocess import Preprocess
-from crossshard.pipeline.update.arrays import Sharded
-from crossshard.pipeline.update.owners import Owners
-from crossshard.pipeline.update.plan import Planner, WeightUpdate
-from crossshard.shards.axes import Shards
 from crossshard.step import StepOptions
 
 EVERY = {
@@ -67,11 +63,6 @@ def test_each_option_is_declared_by_one_stage():
     assert {*options} - {"preprocess"} <= {*typing.get_type_hints(StepOptions)}
 
 
-def test_stages_stand_in_the_order_of_their_phases():
-    phases = [kind.phase for kind in STAGES]
-    assert phases == sorted(phases)
-
-
 @pytest.mark.parametrize("kind", [kind for kind in STAGES if kind is not Preprocess])
 def test_a_stage_says_itself_what_it_is(kind: type[Stage]):
     # What a class leaves out would be that of ``preprocess``, the state in a checkpoint too.
@@ -107,31 +98,6 @@ def test_an_optimizer_that_is_only_updated_inside_another_one_is_refused():
     outer = CrossShardOptimizer(hidden)
     with pytest.raises(NestedReductionError, match="twice"):
         jax.vmap(lambda g: outer.update(g, outer.init(g))[0], axis_name="shards")(gradient)
-
-
-PLANNED = {
-    # Once on whole arrays and once on slices.
-    Sharded: (lambda x: -x, [(64, 64), (8, 64)]),
-    # Neither on slices, as full arrays show that it mixes elements, nor anew leaf by leaf.
-    Owners: (lambda x: x @ x.T @ x, [(64, 64)]),
-}
-
-
-@pytest.mark.parametrize("kind", PLANNED)
-def test_how_often_planning_traces_an_optimizer(kind: Any):
-    function, want = PLANNED[kind]
-    seen = []
-
-    def update(updates, state, params=None, **extra):
-        seen.append({name: x.shape for name, x in updates.items()})
-        return {name: function(x) for name, x in updates.items()}, state
-
-    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    params = {name: jax.ShapeDtypeStruct((64, 64), np.float32) for name in "abcdefgh"}
-    mesh = jax.make_mesh((8,), ("shards",))
-    planner = Planner(optimizer, params, Shards(8), mesh=mesh, wanted=WeightUpdate.SHARDED)
-    assert isinstance(planner.plan()[0], kind)
-    assert seen == [dict.fromkeys(params, shape) for shape in want]
 
 
 # Their names in the compiled program, as docs/guide/profiles.md lists them.

@@ -127,23 +127,3 @@ def test_a_step_with_every_option_off_is_the_same_program(name: str):
     plain = text()
     assert text(**DEFAULTS, weight=None, has_aux=False) == plain
     assert text(ema=0.5) != plain
-
-
-def test_an_update_with_every_option_off_is_the_same_program():
-    def text(**options: Any) -> str:
-        opt = CrossShardOptimizer(inner(), preprocess=None, **options)
-        run = jax.vmap(lambda g: opt.update(g, opt.init(g), g), axis_name="shards")
-        return jax.jit(run).lower(jnp.ones((N, 3))).as_text()
-
-    assert text(**DEFAULTS) == text()
-    assert text(ema=0.5) != text()
-
-
-def test_describe_tells_every_stage():
-    step = step_of(N, "replicated")
-    step.abstract_init(half())
-    assert step.describe().splitlines()[0] == (
-        "local gradient → accumulate 2 microbatches → preprocess (trace) → weigh → mean over all "
-        "shards in bfloat16 → skip if not finite → update on every shard (float32 masters, moving "
-        "average 0.9)"
-    )

@@ -57,10 +57,8 @@ def by_step(
 
 WAYS: dict[str, Callable[..., Trained]] = {
     "update, types": functools.partial(by_update, check_vma=True),
-    "update, no types": functools.partial(by_update, check_vma=False),
     "vmap": by_vmap,
     "variables, minimize": functools.partial(by_variables, minimize=True),
-    "variables, pairs": functools.partial(by_variables, minimize=False),
     "step, replicated": by_step,
     "step, sharded": functools.partial(by_step, weight_update="sharded"),
 }

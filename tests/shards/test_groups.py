@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -15,36 +14,22 @@ from crossshard.shards.axes import GroupAssignment, check_group_assignment
 BAD = {
     "a number": (3, "int is not a list"),
     "a string": ("01", "str is not a list"),
-    "a set": ({(0, 1)}, "set is not a list"),
-    "a dictionary": ({0: [0, 1]}, "dict is not a list"),
-    "a range": (range(2), "range is not a list"),
     "a generator": (iter([[0, 1]]), "is not a list"),
-    "an array of no dimensions": (np.array(3), "ndarray is not a list"),
     "one flat list": ([0, 1], "0 is not a list"),
-    "one flat array": (np.arange(4), "is not a list"),
-    "a list of strings": (["01", "23"], "'01' is not a list"),
-    "a list of sets": ([{0, 1}], "is not a list"),
     "lists and numbers": ([[0, 1], 2], "2 is not a list"),
     "three levels": ([[[0, 1], [2, 3]]], "not an integer"),
     "a bool": ([[0, True]], "the id True is bool, not an integer"),
     "floats": ([[0.0, 1.0]], "the id 0.0 is float, not an integer"),
     "an array": (np.array([[0, 2], [1, 3]]), "ndarray is not a list"),
-    "an array of JAX's": (jnp.array([[0, 2], [1, 3]]), "is not a list"),
     "a tuple": (((0, 2), (1, 3)), "tuple is not a list"),
-    "no tuple": ((), "tuple is not a list"),
     "a list of tuples": ([(0, 2), [1, 3]], "(0, 2) is not a list"),
-    "a list of arrays": ([np.array([0, 2]), np.array([1, 3])], "array([0, 2]) is not a list"),
-    "an id of JAX's": ([[jnp.array(0), 2], [1, 3]], "not an integer"),
-    "strings": ([["0", "1"]], "the id '0' is str, not an integer"),
     "None": ([[0, None]], "NoneType, not an integer"),
     "twice in a group": ([[0, 0], [1, 1]], "has [0, 1] more than once"),
     "in two groups": ([[0, 1], [1, 2]], "has [1] more than once"),
-    "the same group twice": ([[0, 1], [0, 1]], "has [0, 1] more than once"),
     "an id left out": ([[0, 1], [2, 4]], "permutation of range"),
     "counted from one": ([[1, 2], [3, 4]], "permutation of range"),
     "negative": ([[-1, 0]], "permutation of range"),
     "one empty group": ([[]], "permutation of range"),
-    "some empty groups": ([[0, 1], []], "equal sizes"),
     "unequal sizes": ([[0], [1, 2, 3]], "equal sizes"),
     "ragged": ([[0, 1, 2], [3, 4, 5], [6, 7]], "sizes [3, 3, 2]"),
 }

@@ -36,17 +36,6 @@ def exponential(h: Any, bad: Any) -> Any:
     return h + jnp.exp(z)  # here
 
 
-def overflow(h: Any, bad: Any) -> Any:
-    z = (jnp.tanh(h) + 60000 * bad).astype(jnp.float16)
-    return h + (z + z).astype(h.dtype)  # here
-
-
-def empty_mask(h: Any, bad: Any) -> Any:
-    total = (h * (1 - bad)).sum(-1, keepdims=True)
-    count = (1 - bad).sum(-1, keepdims=True)
-    return h + total / count  # here
-
-
 def all_masked(h: Any, bad: Any) -> Any:
     masked = jnp.where(bad > 0, -jnp.inf, h)
     # The first of a row is always masked, which is no fault.
@@ -54,29 +43,8 @@ def all_masked(h: Any, bad: Any) -> Any:
     return h + jax.nn.softmax(masked, axis=-1)  # here
 
 
-def power(h: Any, bad: Any) -> Any:
-    s = jax.nn.sigmoid(h) * (1 - bad)
-    return h + s**0.3  # here
-
-
-def angle(h: Any, bad: Any) -> Any:
-    s = jax.nn.sigmoid(h) * (1 - bad)
-    return h + jnp.arctan2(s, s)  # here
-
-
 FAULTS: dict[str, Callable[..., Any]] = {
-    each.__name__: each
-    for each in (
-        where_log,
-        norm,
-        divide,
-        exponential,
-        overflow,
-        empty_mask,
-        all_masked,
-        power,
-        angle,
-    )
+    each.__name__: each for each in (where_log, norm, divide, exponential, all_masked)
 }
 
 

@@ -98,13 +98,6 @@ def test_sharded_parameters_travel_beside_the_sums(monkeypatch: pytest.MonkeyPat
     assert limit not in compiler_options("gpu", 32, params_sharded=True)
 
 
-def test_what_streams_travels_beside_the_sums():
-    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
-    assert compiler_options("gpu", 8, beside=True) == {**compiler_options("gpu", 8), limit: 2}
-    # Workers of one shard have no other sums, and on older GPUs no scheduler that hides any.
-    assert "xla_gpu_enable_latency_hiding_scheduler" in compiler_options("gpu", 1, beside=True)
-
-
 def test_other_steps_have_none():
     for platform, shards in (("cpu", 8), ("tpu", 8), ("gpu", 1)):
         assert compiler_options(platform, shards) == {}
@@ -142,14 +135,6 @@ def test_a_step_runs_with_them_alone_and_within_a_jit(asked: list[Any]):
     # JAX refuses options of an inner jit.
     for run in (step, jax.jit(own, **outer), jax.jit(own)):
         assert run(step.init(PARAMS), BATCH)[1]["loss"] == 64
-
-
-def test_an_option_given_to_compile_wins(asked: list[Any]):
-    step = make()
-    lowered = step.lower(step.abstract_init(PARAMS), BATCH)
-    lowered.compile(compiler_options={THRESHOLD: 1})
-    with pytest.raises(jax.errors.JaxRuntimeError, match=THRESHOLD):
-        lowered.compile(compiler_options={THRESHOLD: "many"})
 
 
 def test_shards_are_those_that_reduce_together(asked: list[Any]):

@@ -49,12 +49,6 @@ def refusal(call: Callable[[], Any]) -> str:
 # The shapes of the batches that each process evaluates, and what all are told.
 EVALUATED = {
     "none": ([], [(4, 3)], "batches: 0 and a further one of float32[4, 3], and process 0 0."),
-    "other rows": (
-        [(8, 3)],
-        [(4, 3)],
-        "batches: 0 and a further one of float32[4, 3], and process 0 0 and a further one of "
-        "float32[8, 3].",
-    ),
     "more": (
         [(4, 3)] * 3,
         [(4, 3)] * 4,

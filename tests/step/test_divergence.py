@@ -125,17 +125,6 @@ def test_a_repaired_step_has_the_bits_of_an_undisturbed_one(case: str):
     find_faults(case, 10, seed=2, on_divergence="repair")
 
 
-@pytest.mark.soak
-def test_a_thousand_faults_are_found_and_named(soak_steps: int, capsys: pytest.CaptureFixture[str]):
-    # All cases, or the first for fewer steps: they compile for long.
-    cases = [*CASES, MODEL_AXIS][: max(1, soak_steps // 2000)]
-    for case in cases:
-        find_faults(case, 50, seed=3)
-        find_faults(case, 50, seed=4, on_divergence="repair")
-        with capsys.disabled():
-            print(f"\n{case}: 100 faults found and named, 50 of them repaired", end="")
-
-
 @pytest.mark.parametrize("case", [*CASES, MODEL_AXIS])
 def test_what_is_compared_is_what_several_shards_have(case: str):
     step, state = build(case, check_divergence=7)
@@ -226,20 +215,6 @@ def test_the_error_or_the_warning_names_shard_and_leaf(repair: bool):
         state, _ = step(state, ROWS)
 
 
-def test_a_caller_that_goes_on_from_before_is_told_once():
-    step, clean, leaf = small(8, check_divergence=1)
-    state = on_device(clean, leaf, 5)
-    for _ in range(2):
-        state, _ = step(state, ROWS)
-    with pytest.raises(crossshard.errors.DivergenceError, match="step 0 another copy"):
-        step(state, ROWS)
-    # As from a checkpoint. The second step had been told the same.
-    state = clean.restored()
-    for _ in range(4):
-        state, _ = step(state, ROWS)
-    step.finish(state)
-
-
 def test_a_fault_is_found_at_the_next_check():
     step, _, leaf = small(8, check_divergence=5)
     state, seen = step.init(jnp.ones(5)), []
@@ -270,17 +245,6 @@ def test_a_wrong_step_count_does_not_leave_the_others_waiting(repair: str):
         assert int(found.step) == true
         counts = {int(shard.data) for shard in after.step.addressable_shards}
         assert counts == ({true + 1} if repair == "repair" else {true + 1, wrong + 1})
-
-
-def test_a_skipped_step_is_compared_again():
-    loss = lambda w, batch: (batch["x"] * w).sum() / batch["mask"].sum()
-    step = sgd_step(loss, 0.1, 8, weight="mask", check_divergence=1)
-    state, mask = step.init(jnp.float32(1)), np.ones(8, np.float32)
-    seen = []
-    for factor in (1, 0, 1):
-        state, metrics = step(state, {"x": mask, "mask": factor * mask})
-        seen.append((int(metrics["divergence"].step), bool(metrics["skipped"])))
-    assert seen == [(0, False), (1, True), (1, False)]
 
 
 @pytest.mark.parametrize("number", [2, 3])

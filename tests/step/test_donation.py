@@ -90,12 +90,3 @@ def test_an_error_of_a_step_that_has_donated_its_state_is_its_own():
     state, _ = step(state, X[0])
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="of the caller"):
         jax.block_until_ready(step(state, X[0]))
-
-
-def test_states_on_the_host_and_traced_ones_are_looked_at():
-    step = step_of(8, params="sharded")
-    state = step.init(W)
-    want = step.unshard(state)
-    for found in (step.unshard(jax.device_get(state)), jax.jit(step.unshard)(state)):
-        np.testing.assert_array_equal(found.params, want.params)
-    assert jax.eval_shape(step.unshard, state).params.shape == W.shape

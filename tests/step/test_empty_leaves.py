@@ -52,15 +52,6 @@ def test_a_step_trains_as_one_device_and_passes_none(
     assert_close(found, on_one_device(loss_fn, optimizer, params_of(), [BATCH] * 2)[0], 2e-5)
 
 
-def test_they_may_lie_beside_parameters_that_are_split_over_another_axis():
-    mesh = jax.make_mesh((2, 2), ("data", "model"))
-    split = jax.NamedSharding(mesh, jax.P(None, "model"))
-    params = params_of() | {"in": jax.device_put(params_of()["in"], split)}
-    step = crossshard.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, axis_name="data")
-    state, _ = step(step.init(params), BATCH)
-    assert_close(state.params, on_one_device(loss_fn, optax.sgd(0.1), params_of(), [BATCH])[0])
-
-
 @pytest.mark.parametrize("others", [1, 3])
 def test_a_run_goes_on_from_a_checkpoint(others: int, tmp_path: Path):
     made = lambda shards: crossshard.make_train_step(

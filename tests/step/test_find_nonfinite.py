@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 
 import crossshard
@@ -56,39 +55,11 @@ def test_each_fault_is_named_in_a_batch_and_in_the_state_that_a_skipped_step_ret
     assert found.shard == int(metrics["nonfinite"].shard)
 
 
-class Normed(nnx.Module):
-    """A module with statistics, of whose rows some are bad."""
-
-    def __init__(self) -> None:
-        self.linear = nnx.Linear(LENGTH * WIDTH, WIDTH, rngs=nnx.Rngs(0))
-        self.norm = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
-
-    def __call__(self, batch: Any) -> Any:
-        h = self.linear(batch["x"].reshape(len(batch["x"]), -1))
-        return mse(planted(where_log, jax.nn.relu(self.norm(h)), batch), batch)
-
-
-@pytest.mark.deep
-def test_a_module_with_statistics():
-    own = lambda model, batch: model(batch)
-    options: Any = {"num_shards": SHARDS, "loss_over": "shard"}
-    step = crossshard.make_train_step(own, optax.adam(1e-3), **options)
-    state, given = step.init(Normed()), batch()
-    given["bad"][21] = 1
-    found = step.find_nonfinite(state, given)
-    assert (found.line, found.shard, found.rows) == (line_of(where_log), 5, (21,))
-
-
 # The neighbours: each is a loss, and the options of its step.
 
 
 def mean(params: Any, batch: Any) -> Any:
     return mse(hidden(params, batch), batch)
-
-
-def scaled(params: Any, batch: Any) -> Any:
-    half = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float16), tree)
-    return mean(half(params), {**batch, "x": half(batch["x"])})
 
 
 def ratio(params: Any, batch: Any) -> Any:
@@ -124,20 +95,13 @@ def over_model_axis(params: Any, batch: Any) -> Any:
 
 
 NEIGHBOURS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "quarantine": (mean, {"nonfinite": "quarantine"}),
-    "int8": (mean, {"reduce_dtype": "int8"}),
     "weight": (ratio, {"weight": "mask"}),
-    "weight, microbatches": (ratio, {"weight": "mask", "accumulate_steps": 2}),
     "Mean": (counted, {"accumulate_steps": 2}),
     "virtual shards": (mean, {"virtual_shards": 16}),
-    "uneven virtual shards": (mean, {"virtual_shards": 32, "num_shards": 6}),
     "batch": (mean, {"loss_over": "batch", "accumulate_steps": 2}),
     "sharded": (mean, {"params": "sharded", "gather_dtype": "int8"}),
-    "workers": (mean, {"sync_every": 4}),
-    "float16": (scaled, {"loss_scale": crossshard.DynamicLossScale(128.0)}),
     "keys": (with_noise, {"rng_per": "row"}),
     "a named axis": (synchronised, {"loss_over": "shard"}),
-    "two axes": (mean, {"mesh": (2, 4)}),
     "a model axis": (over_model_axis, {"mesh": (4, 2), "axis_name": "a"}),
 }
 

@@ -7,10 +7,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax.linen.fp8_ops import Fp8DirectDotGeneralOp, Fp8DotGeneralOp, fm32
+from flax.linen.fp8_ops import Fp8DirectDotGeneralOp, fm32
 from flax.training.train_state import TrainState
 
-import crossshard
 from crossshard import make_train_step
 from crossshard.errors import ArgumentError
 from tests.step.common import assert_close, assert_same
@@ -28,19 +27,17 @@ BATCHES = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
 class Model(nn.Module):
     """Two layers in fp8, with a batch norm between them."""
 
-    operation: Any = Fp8DirectDotGeneralOp
-
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        dense = lambda width: nn.Dense(width, dot_general_cls=self.operation)
+        dense = lambda width: nn.Dense(width, dot_general_cls=Fp8DirectDotGeneralOp)
         x = dense(16)(x)
         x = nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
         return dense(8)(jax.nn.relu(x))
 
 
-def of(operation: Any = Fp8DirectDotGeneralOp) -> tuple[Any, Any]:
+def of() -> tuple[Any, Any]:
     """A loss as Flax's guide writes it, of all variables; and these."""
-    model = Model(operation)
+    model = Model()
 
     def loss_fn(variables: Any, batch: Any) -> Any:
         out, after = model.apply(variables, batch["x"], mutable=["batch_stats"])
@@ -97,19 +94,11 @@ def train(loss_fn: Any, variables: Any, optimizer: Any, **options: Any) -> tuple
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    ("operation", "shards", "options"),
-    [
-        (Fp8DirectDotGeneralOp, 8, {"params": "sharded"}),
-        (Fp8DotGeneralOp, 2, {"weight_update": "sharded"}),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*Fp8DotGeneralOp:DeprecationWarning")
-def test_scales_and_histories_are_one_devices(operation: Any, shards: int, options: Any):
+def test_scales_and_histories_are_one_devices():
     optimizer = optax.sgd(0.05)
-    loss_fn, variables = of(operation)
+    loss_fn, variables = of()
     expected, losses = on_one_device(loss_fn, variables, optimizer)
-    got, found = train(loss_fn, variables, optimizer, num_shards=shards, **options)
+    got, found = train(loss_fn, variables, optimizer, params="sharded")
     assert_close(found, losses, rtol=1e-5)
     assert_close(got, expected, atol=1e-5, rtol=1e-4)
     # The largest input, over all shards, of the last step.
@@ -121,16 +110,6 @@ def test_scales_and_histories_are_one_devices(operation: Any, shards: int, optio
     assert float(history[0]) == np.abs(X[-1]).max()
 
 
-@pytest.mark.deep
-def test_a_loss_scale_is_in_the_gradients_that_fp8_sees():
-    loss_fn, variables = of()
-    larger = lambda *args: (1024 * (out := loss_fn(*args))[0], out[1])
-    expected, _ = on_one_device(larger, variables, optax.sgd(0.05 / 1024))
-    scale = crossshard.DynamicLossScale(initial=1024.0)
-    got, _ = train(loss_fn, variables, optax.sgd(0.05), loss_scale=scale)
-    assert_close(got, expected, atol=1e-5, rtol=1e-4)
-
-
 def test_a_step_that_is_skipped_leaves_scales_and_histories():
     loss_fn, variables = of()
     rest = dict(variables)
@@ -140,21 +119,6 @@ def test_a_step_that_is_skipped_leaves_scales_and_histories():
     after, metrics = step(before, {**BATCHES[1], "y": np.full_like(Y[1], np.nan)})
     assert metrics["skipped"]
     assert_same(after.model_state, before.model_state)
-
-
-@pytest.mark.deep
-def test_microbatches_write_one_after_the_other():
-    loss_fn, variables = of()
-    rest = given = {name: value for name, value in variables.items() if name != "params"}
-    of_rest = lambda rest, piece: loss_fn({"params": variables["params"], **rest}, piece)
-    of_microbatch = jax.jit(jax.grad(of_rest, has_aux=True))
-    for microbatch in range(3):
-        piece = {name: x[microbatch::3] for name, x in BATCHES[0].items()}
-        written, after = of_microbatch(rest, piece)
-        rest = {**written, **after}
-    step = made(loss_fn, optax.sgd(0.05), accumulate_steps=3)
-    state, _ = step(step.init(variables["params"], model_state=given), BATCHES[0])
-    assert_close(step.model(state)[1], rest, atol=1e-5, rtol=1e-4)
 
 
 def test_a_layer_that_is_used_twice_takes_the_maximum():

@@ -79,27 +79,6 @@ def test_shards_that_vmap_simulates():
         assert_close(jax.tree.map(lambda p, s=shard: p[s], params), expected, 5e-6)
 
 
-@pytest.mark.parametrize(
-    ("rule", "said"),
-    [
-        (
-            optax.adafactor(0.1, min_dim_size_to_factor=8),
-            "cannot be traced on slices of the parameters .scale_by_factored_rms",
-        ),
-        (optax.chain(optax.clip_by_global_norm(1.0), SGD), "clip_by_global_norm"),
-        (optax.noisy_sgd(0.1, key=1), "random_bits.*add_noise"),
-    ],
-)
-def test_another_rule_is_refused(rule: Any, said: str):
-    opt = CrossShardOptimizer(rule, weight_update="sharded")
-    with pytest.raises(WeightUpdateError, match=said):
-        opt.state_specs(START, 8)
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-    init = jax.shard_map(opt.init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    with pytest.raises(WeightUpdateError, match=said):
-        jax.jit(init)(START)
-
-
 def test_the_stateful_idiom_refuses_parts_and_auto_is_for_make_train_step():
     opt = CrossShardOptimizer(MOMENTUM, weight_update="sharded")
     w = nnx.Param(jnp.ones((64, 64)))

@@ -131,22 +131,6 @@ def test_groups_on_the_data_axis():
         assert_close(of_group.inner_state, inner_state, 1e-6)
 
 
-def test_what_it_says():
-    mesh = mesh_of(4, 2)
-    # The optimizer may name the axis as well.
-    opt = CrossShardOptimizer(optax.adam(0.1), axis_name="data")
-    step = make_train_step(network, opt, mesh=mesh, weight_update="sharded")
-    step.init(placed(mesh, PARAMS, SPLIT))
-    assert step.describe().splitlines()[1:] == [
-        "4 shards over data on the mesh (data: 4, model: 2); weight update sharded: the update is "
-        "elementwise",
-        "loss: what it is in its rows is known once the step has been lowered, or called",
-        "parameters: 524 kB in 2 arrays, replicated; 2 of them split over model, "
-        "262 kB on each device",
-        "optimizer state: 1.05 MB in 5 arrays, 131 kB of it on each device",
-    ]
-
-
 # Of other sizes, of the same with other names, and of the same with the devices in another order.
 AUTO = jax.devices(), (4, 2), ("data", "model")
 NOT_THE_MESH = r"params\['down'\].*not the mesh of the step"

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -172,40 +171,6 @@ def test_what_has_no_weight_does_not_count(loss: Any, kind: str, shards: int, mi
 
 
 # Equinox, aux.
-
-
-@pytest.mark.deep
-def test_a_state_of_equinox_with_aux():
-    class Model(eqx.Module):
-        norm: eqx.nn.BatchNorm
-        linear: eqx.nn.Linear
-
-        def __init__(self, key: Any) -> None:
-            self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch")
-            self.linear = eqx.nn.Linear(4, 1, key=key)
-
-        def __call__(self, x: Any, state: Any) -> Any:
-            x, state = self.norm(x, state)
-            return self.linear(x), state
-
-    def loss(model: Any, state: Any, batch: Any) -> Any:
-        run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-        out, state = run(batch, state)
-        return ((out - batch[:, :1]) ** 2).mean(), (state, {"largest": out.max()})
-
-    model, start = eqx.nn.make_with_state(Model)(jax.random.key(0))
-    # Every shard has the same rows, so that all is as on one device.
-    step = sgd_step(loss, 0.1, 4, has_aux=True, model_state="mean", loss_over="shard")
-    state, metrics = step(step.init(model, model_state=start), np.tile(X[0], (4, 1)))
-    assert metrics["aux"]["largest"].shape == (4,)
-    of_all = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
-    (_, (after, _)), slope = of_all(model, start, X[0])
-    trained, kept = step.model(state)
-    assert isinstance(kept, eqx.nn.State)
-    assert_close(jax.tree.leaves(kept), jax.tree.leaves(after))
-    np.testing.assert_allclose(
-        trained.linear.weight, model.linear.weight - 0.1 * slope.linear.weight, atol=1e-6
-    )
 
 
 BATCH = {"x": X[0], "mask": np.ones(24)}

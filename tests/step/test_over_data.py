@@ -77,17 +77,6 @@ def test_sums_of_many_batches_do_not_round():
     assert found == (2**24 + 15) / 16
 
 
-def test_tokens_count_by_their_own_weight():
-    step = step_of(weight="mask")
-    tokens = RNG.normal(size=(21, 5)).astype(np.float32)
-    mask = RNG.uniform(size=(21, 5)) < 0.5
-    metric = lambda w, batch: {"token": batch["x"], "example": batch["x"].sum(1)}
-    batches = cut({"x": tokens, "mask": mask}, 16, 5)
-    found = step.evaluate(step.init(W), batches, metric)
-    of_examples = np.average(tokens.sum(1), weights=mask.sum(1))
-    assert_close(found, {"token": tokens[mask].mean(), "example": of_examples})
-
-
 def test_one_program_for_batches_of_one_length_and_a_shorter_end():
     traced = []
 
@@ -122,30 +111,6 @@ def test_statistics_of_a_module_are_merged_and_the_average_is_taken():
         trained.eval()
         found = step.evaluate(state, cut({"x": X}, 20, 25), metric, **of)
         assert_close(found, (trained(X) ** 2).mean(0))
-
-
-def test_state_of_a_function():
-    loss = lambda w, mean, x: ((x @ w).mean(), 0.5 * (mean + x.mean()))
-    metric = lambda w, mean, x: x @ w + mean
-    step = step_of(loss, model_state="per_shard")
-    state, _ = step(step.init(W, model_state=np.float32(1)), X[:40])
-    found = step.evaluate(state, [X[:30], X[30:]], metric)
-    own = 0.5 * (1 + X[:40].mean())
-    assert_close(found, (X @ (W - 0.1 * X[:40].mean(0)) + own).mean())
-
-
-def test_a_group_is_chosen():
-    opt = CrossShardOptimizer(optax.sgd(0.01), group_assignment=[[0, 1], [2, 3]])
-    loss = lambda w, batch: ((batch["x"] @ w) ** 2).mean()
-    step = make_train_step(loss, opt, num_shards=4)
-    state, _ = step(step.init(W), {"x": X[:8]})
-    with pytest.raises(ArgumentError, match="Choose one"):
-        step.evaluate(state, [DATA], metrics_of)
-    for shard in (0, 3):
-        found = step.evaluate(state, [DATA], metrics_of, shard=shard)
-        np.testing.assert_allclose(
-            found["square"], ((X @ step.model(state, shard)) ** 2).mean(), rtol=1e-5
-        )
 
 
 @pytest.mark.parametrize("options", [{}, {"sync_every": 2}], ids=["groups", "workers"])
@@ -228,46 +193,3 @@ def test_on_a_second_axis_and_rows_that_lie_on_the_mesh():
     placed = jax.device_put(X[:16], by(("data",)))
     found = step.predict(state, [placed, X[16:]], lambda w, x: x @ w)
     np.testing.assert_allclose(found, X @ w, rtol=1e-5, atol=1e-5)
-
-
-def test_of_the_average_a_shard_and_with_state():
-    class Counted(nnx.Module):
-        def __init__(self) -> None:
-            self.w = nnx.Param(jnp.asarray(W))
-            self.seen = nnx.BatchStat(jnp.float32(0))
-
-        def __call__(self, x: Any) -> Any:
-            self.seen[...] += x.sum()
-            return x @ self.w[...] + self.seen[...]
-
-    step = sgd_step(lambda m, x: m(x).mean(), 1.0, 8, ema=0.5, loss_over="shard")
-    state, _ = step(step.init(Counted()), X[:40])
-    predict = lambda model, x: x @ model.w[...] + model.seen[...]
-    seen = X[:40].reshape(8, 5, 4).sum((1, 2))
-    after = W - X[:40].mean(0)
-    for options, w, stats in (
-        ({}, after, seen.mean()),
-        ({"ema": True}, (W + after) / 2, seen.mean()),
-        ({"shard": 3}, after, seen[3]),
-    ):
-        found = step.predict(state, PIECES, predict, **options)
-        np.testing.assert_allclose(found, X @ w + stats, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("batches", "predict", "error", "said"),
-    [
-        (
-            [X],
-            lambda w, x: (x @ w).mean(),
-            ArgumentError,
-            r"value has shape \(\).*Leave out",
-        ),
-        ([X], lambda w, x: {}, ArgumentError, "nothing"),
-        ([X], "outputs", ArgumentTypeError, "predict_fn must be a function"),
-    ],
-)
-def test_what_cannot_be_predicted(batches: Any, predict: Any, error: type, said: str):
-    step = sgd_step(lambda w, x: (x @ w).mean(), 0.1, 8)
-    with pytest.raises(error, match=said):
-        step.predict(step.init(W), batches, predict)

@@ -43,23 +43,6 @@ def test_a_state_of_params_is_a_pytree_of_parameters():
     assert_close(nnx.to_pure_dict(trained), expected, 1e-6, 1e-5)
 
 
-def test_a_state_whose_module_has_an_attribute_named_params():
-    class Named(nnx.Module):
-        def __init__(self) -> None:
-            self.params, self.scale = nnx.Param(jnp.ones(4)), nnx.Param(jnp.float32(2))
-
-    _, params = nnx.split(Named(), nnx.Param)
-    loss = lambda params, batch: (batch @ params["params"][...]).mean() * params["scale"][...]
-    step = sgd_step(loss, 0.1, 2)
-    state, _ = step(step.init(params), X)
-    np.testing.assert_allclose(state.params["scale"][...], 2 - 0.1 * X.sum(1).mean(), rtol=1e-5)
-
-
-def test_init_in_jit():
-    step = sgd_step(matmul, 0.1, 2)
-    np.testing.assert_array_equal(jax.jit(lambda w: step.init(w).params)(W), W)
-
-
 # Linen.
 
 
@@ -92,20 +75,6 @@ def test_what_is_not_trained_is_refused_among_the_parameters(name: str):
     step = make_train_step(lambda params, x: x.mean(), optax.adamw(0.1), num_shards=2)
     with pytest.raises(ArgumentError, match=said):
         step.init(params)
-
-
-def test_linens_statistics_as_the_error_says_it():
-    model = nnx.bridge.lazy_init(nnx.bridge.ToNNX(Normed(), rngs=nnx.Rngs(0)), X)
-    step = make_train_step(
-        lambda model, batch: (model(batch, mutable=["batch_stats"]) ** 2).mean(),
-        optax.adamw(0.1),
-        num_shards=2,
-        loss_over="shard",
-    )
-    state, _ = step(step.init(model), X)
-    # The variance of the first step is that of Linen's own momentum, and does not decay.
-    norm = nnx.to_pure_dict(nnx.state(step.model(state), nnx.BatchStat))["BatchNorm_0"]
-    assert np.all(np.asarray(norm["var"]) > 0.98)
 
 
 # Other axes than the shard axes.

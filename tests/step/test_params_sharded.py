@@ -1,7 +1,5 @@
 """Sharded parameters: what is gathered, in which dtype, and leaves of every kind."""
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -103,20 +101,8 @@ def _in_16_bits(h: Any, layers: Any) -> Any:
     return scanned(h, {"w": w, "b": layers["b"]}, body)
 
 
-def _converted_twice(h: Any, layers: Any) -> Any:
-    """Converts the weights in each of two places of a turn, and nothing else."""
-
-    def body(h: Any, p: Any) -> Any:
-        once = h.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)
-        twice = jnp.tanh(once) @ p["w"].astype(jnp.bfloat16)
-        return h + 0.5 * jnp.tanh(twice.astype(h.dtype) + p["b"])
-
-    return scanned(h, layers, body)
-
-
-@pytest.mark.parametrize("run", [_in_16_bits, deep(_converted_twice)])
-def test_what_is_used_in_16_bits_is_gathered_in_16_bits(run: Any):
-    loss = through(run)
+def test_what_is_used_in_16_bits_is_gathered_in_16_bits():
+    loss = through(_in_16_bits)
     step = params_sharded(loss)
     want, _ = on_one_device(loss, SGD, PARAMS, BATCHES)
     state = after(step)
@@ -158,43 +144,19 @@ def test_what_is_converted_twice_is_rounded_twice():
     assert [arrays for arrays, _ in gathered(step, params)] == [f"u16[{PART},{WIDTH}]"]
 
 
-@pytest.fixture
-def wide() -> Iterator[Any]:
-    """JAX with 64 bits, and what makes a pytree of them."""
-    with jax.enable_x64(True):
-        yield lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
-
-
-@pytest.mark.deep
-def test_64_bits_stay_64_bits(wide: Any):
-    params, batches = wide(PARAMS), wide(BATCHES)
-    state = after(params_sharded(), params, batches)
-    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float64"}
-    want, _ = on_one_device(scan_loss, SGD, params, batches)
-    assert_close(state.params, want, 1e-13)
-
-
 # Options.
 
 
-METRICS = ["grad_norm", "param_norm", "update_norm", "learning_rate"]
 LOCAL = ["local_grad_norm", "noise_scale", "noise_variance", "noise_signal"]
 
 
-@pytest.mark.parametrize("names", [deep(METRICS), LOCAL], ids=["reduced", "local"])
-def test_metrics_are_those_of_whole_arrays(names: list[str]):
+def test_metrics_are_those_of_whole_arrays():
     found = []
     for mode in ("replicated", "parts"):
-        optimizer = optax.inject_hyperparams(optax.sgd)(0.01)
-        step = step_of(mode, scan_loss, optimizer, metrics=names)
-        state, metrics = step(step.init(PARAMS), BATCHES[0])
-        found.append({name: np.asarray(metrics[name]) for name in names})
+        step = step_of(mode, scan_loss, metrics=LOCAL)
+        _, metrics = step(step.init(PARAMS), BATCHES[0])
+        found.append({name: np.asarray(metrics[name]) for name in LOCAL})
     assert_close(*found, 1e-6, 1e-4)
-    if names is METRICS:
-        gradients = jax.jit(jax.grad(scan_loss))(PARAMS, BATCHES[0])
-        np.testing.assert_allclose(found[1]["grad_norm"], optax.tree.norm(gradients), rtol=1e-5)
-        norm = np.sqrt(sum((np.asarray(x) ** 2).sum() for x in jax.tree.leaves(state.params)))
-        np.testing.assert_allclose(found[1]["param_norm"], norm, rtol=1e-5)
 
 
 def test_a_preprocessor_sees_whole_gradients_of_its_shard():
@@ -247,37 +209,6 @@ def test_frozen_sharded_parameters_stay_as_they_are(is_trained: Any, scatters: l
     np.testing.assert_allclose(means, scan_loss(step.model(state), BATCHES[0]), rtol=1e-5)
 
 
-def test_keys_model_state_and_aux_are_those_of_a_replicated_step():
-    def loss(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        noise = jax.random.normal(rng, batch["x"].shape)
-        value = scan_loss(params, {**batch, "x": batch["x"] + noise})
-        aux = {"first": noise[0, 0], "rows": len(noise), "half": 0.5, "none": None}
-        # A loss may return a parameter.
-        aux |= {"up": np.arange(3) > 1, "w": params["layers"]["w"]}
-        return value, ({"mean": batch["x"].mean() + noise.mean()}, aux)
-
-    found, types = [], []
-    for mode in ("replicated", "parts"):
-        step = step_of(mode, loss, has_aux=True, model_state="mean")
-        state = step.init(PARAMS, rng=5, model_state={"mean": jnp.float32(0)})
-        for batch in BATCHES:
-            state, metrics = step(state, batch)
-        found.append(jax.device_get((state.params, state.model_state, metrics["aux"])))
-        types.append(jax.tree.map(lambda x: x.aval, metrics["aux"]))
-    assert_close(*found)
-    assert types[0] == types[1]
-    assert found[1][2]["rows"].tolist() == [6] * SHARDS
-
-
-@pytest.mark.deep
-def test_a_checkpoint_leaves_no_tracer_behind():
-    # At every trace JAX collects garbage, which is quick where nothing is left of other tests.
-    gc.collect()
-    gc.freeze()
-    with jax.checking_leaks():
-        after(params_sharded(CASES["remat"].loss), batches=BATCHES[:1])
-
-
 # Leaves of every kind.
 
 
@@ -319,19 +250,3 @@ def test_complex_empty_odd_and_integer_leaves():
     assert_close({name: model[name] for name in MIXED}, want)
     assert_same(model["table"], TABLE)
     assert state.params["complex"].addressable_shards[0].data.shape == (16, 576)
-
-
-def _of_waves(params: Any, batch: Any) -> Any:
-    turn = lambda h, w: (h + 0.5 * h @ w / (1 + jnp.abs(h) ** 2), None)
-    return (jnp.abs(jax.lax.scan(turn, batch["x"] * (1 + 0j), params)[0]) ** 2).sum(-1).mean()
-
-
-@pytest.mark.deep
-def test_complex_layers():
-    w = PARAMS["layers"]["w"]
-    waves = (w + 1j * w[::-1]).astype(np.complex64)
-    step = params_sharded(_of_waves, reduce_dtype="bfloat16", gather_dtype="bfloat16")
-    want, _ = on_one_device(_of_waves, SGD, waves, BATCHES)
-    assert np.abs(want - waves).max() > 1e-3
-    assert_close(after(step, waves).params, want)
-    assert LAYERS in {times for *_, times in sent(step, waves)}

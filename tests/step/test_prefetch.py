@@ -16,12 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 from crossshard import _jax, make_train_step
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 from crossshard.step import Prefetch
-from tests.checkpoints.common import program
 from tests.processes import join, run_processes
 from tests.quick import deep_but
 from tests.step.common import sgd_step, train
@@ -73,13 +71,6 @@ def run(step: Any, batches: Any, params: Any = W) -> list[np.ndarray]:
 # What a batch is, and where it goes: what a step does with it then is of no matter here.
 CASES: dict[str, Any] = {
     "sizes and weights": lambda: (masked, {"weight": "mask"}, sizes(BATCHES, 32, 16, 13, 29), W),
-    "accumulate": lambda: (
-        *(masked, {"weight": "mask", "accumulate_steps": 2}, sizes(BATCHES, 32, 24, 16), W),
-    ),
-    "uneven virtual shards": lambda: (
-        *(loss_fn, {"virtual_shards": 16, "num_shards": 3}, BATCHES, W),
-    ),
-    "over the batch": lambda: (loss_fn, {"loss_over": "batch"}, BATCHES, W),
     "bfloat16": lambda: (
         *(loss_fn, {}, [jax.tree.map(lambda x: x.astype(jnp.bfloat16), b) for b in BATCHES]),
         W.astype(jnp.bfloat16),
@@ -96,17 +87,6 @@ CASES: dict[str, Any] = {
         {"replicated_entries": ("by", "table")},
         [{"x": b["x"], "by": n / 3, "table": np.full(3, n)} for n, b in enumerate(BATCHES)],
         W,
-    ),
-    "arrays of JAX": lambda: (loss_fn, {}, [jax.tree.map(jnp.asarray, b) for b in BATCHES], W),
-    "explicit mesh": lambda: (
-        loss_fn,
-        {"mesh": jax.make_mesh((8,), ("shards",), axis_types=(AxisType.Explicit,))},
-        *(BATCHES, W),
-    ),
-    "two axes": lambda: (
-        loss_fn,
-        {"mesh": jax.make_mesh((4, 2), ("data", "model")), "axis_name": "data"},
-        *(BATCHES, W),
     ),
 }
 
@@ -126,15 +106,6 @@ def test_the_same_bits_as_without(name: str):
     assert not reader_threads()
 
 
-def test_the_numbers_of_numpy():
-    step, w = sgd_step(loss_fn, 0.1, 8), np.float64(W)
-    state = train(step, step.init(W), step.prefetch(iter(BATCHES)))
-    for batch in BATCHES:
-        error = batch["x"] @ w - batch["y"]
-        w = w - 0.1 * batch["x"].T @ error * 2 / error.size
-    np.testing.assert_allclose(state.params, w, atol=1e-6)
-
-
 def test_rows_are_placed_as_the_step_places_them():
     step = sgd_step(masked, 0.1, 8, weight="mask")
     placed = list(step.prefetch(sizes(BATCHES, 16, 32, 16, 13, 32)))
@@ -144,16 +115,6 @@ def test_rows_are_placed_as_the_step_places_them():
     for x in placed[1].values():
         assert x.sharding == jax.NamedSharding(step.mesh, jax.P(("shards",)))
     np.testing.assert_array_equal(placed[1]["x"], BATCHES[1]["x"])
-
-
-@pytest.mark.parametrize("numbers", deep_but(["16 32 24 13"], ["16 32 24 13", "8", "5 16 8"]))
-def test_evaluate_and_predict_have_the_same_bits(numbers: str):
-    step = sgd_step(masked, 0.1, 8, weight="mask")
-    state, batches = step.init(W), list(sizes(BATCHES, *map(int, numbers.split())))
-    for call in (step.evaluate, step.predict):
-        found = call(state, step.prefetch(batches), lambda w, batch: jnp.tanh(batch["x"] @ w))
-        expected = call(state, batches, lambda w, batch: jnp.tanh(batch["x"] @ w))
-        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("rows", [64, 61])
@@ -168,25 +129,6 @@ def test_a_loader_may_fill_its_arrays_again(rows: int):
     first = next(found)
     time.sleep(0.1)
     assert [int(each[0, 0]) for each in [first, *found]] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_it_is_never_further_ahead(size: int):
-    read, most, taken = 0, 0, 0
-
-    def loader() -> Iterator[Any]:
-        nonlocal read, most
-        for batch in BATCHES:
-            read += 1
-            most = max(most, read - taken)
-            yield batch
-
-    for _ in sgd_step(loss_fn, 0.1, 8).prefetch(loader(), size):
-        taken += 1
-        time.sleep(0.05)
-    # A batch that is being handed over was read, and counts as taken in a moment.
-    assert (read, taken) == (6, 6)
-    assert size <= most <= size + 1
 
 
 def test_what_is_read_ahead_is_counted():
@@ -291,39 +233,6 @@ def test_what_is_refused():
     with pytest.raises(ArgumentTypeError, match=r"no get_state and set_state, .* as JSON"):
         step.prefetch(iter(BATCHES)).set_state(3)
     assert isinstance(step.prefetch(BATCHES), Prefetch)
-
-
-AT_EXIT = """
-import sys, time
-import crossshard
-crossshard.cpu_devices(2)
-import numpy as np, optax
-step = crossshard.make_train_step(lambda w, x: (x * w).mean(), optax.sgd(0.1))
-def loader():
-    for number in range(100):
-        if number > 3 and sys.argv[1] == "stuck":
-            time.sleep(1000)
-        time.sleep(0.01)
-        yield np.ones(1 << 16, np.float32)
-batches = step.prefetch(loader(), 3)
-state = step.init(np.float32(1))
-for _ in range(2):
-    state, _ = step(state, next(batches))
-time.sleep(0.1)
-if sys.argv[1] == "error":
-    raise KeyError("mine")
-"""
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("how", ["stuck", "ends", "error"])
-def test_the_interpreter_ends(how: str):
-    running = program(AT_EXIT, how)
-    _, said = running.communicate(timeout=60)
-    assert running.returncode == (how == "error")
-    assert said.strip().endswith("KeyError: 'mine'" if how == "error" else "")
-    assert "Fatal" not in said
-    assert how == "error" or not said
 
 
 # Several processes.

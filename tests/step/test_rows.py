@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import crossshard
 from crossshard import make_train_step
@@ -72,12 +72,3 @@ def test_inputs_may_have_rows_of_their_own():
     validation["y"] = np.ones(16)  # below one axis there are equally many
     with pytest.raises(ArgumentError, match=r"input 1\['x'\] and input 1\['y'\].*32 and 16"):
         crossshard.shard(of_shard, [train, validation], 8, input_shard_axes=[0, 0])
-
-
-def test_axes_of_one_s_own_are_compared_along_these():
-    mesh = Mesh(np.array(jax.devices()[:4]), "shards")
-    times = jnp.ones((3, 8))
-    found = crossshard.shard(
-        lambda x, y: (x[:, None] * y.T).sum(), [jnp.ones(8), times], 4, [0, 1], mesh=mesh
-    )
-    assert found.sum() == 24

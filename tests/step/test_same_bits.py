@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from crossshard.errors import (
     LossError,
     WeightUpdateError,
 )
-from crossshard.tools.planning import topology
 from tests.optimizers.table import across_leaves
 from tests.quick import deep
 from tests.step import common
@@ -247,37 +245,6 @@ def test_bytes_are_those_of_an_all_reduce_times_the_odd_part(shards: int, virtua
     assert len(re.findall(r" all-to-all(?:-start)?\(", text)) == 1
     assert len(re.findall(r" all-gather(?:-start)?\(", text)) == 1
     assert not re.search(r" (all-reduce|reduce-scatter)(-start)?\(", text)
-
-
-@pytest.mark.deep
-def test_tpus_exchange_slices_and_sum_nothing_large():
-    pytest.importorskip("libtpu")
-    mesh = topology("v5e:2x4").mesh({"shards": 8})
-    step = crossshard.make_train_step(loss_fn, EVERY["clip, sgd"], mesh=mesh, virtual_shards=16)
-    typed = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
-    params, rows = {"a": typed(64, 4096), "b": typed(4096)}, {"x": typed(64, 64), "y": typed(64)}
-    lowered = step.lower(step.abstract_init(params), rows)
-    assert crossshard.inspect(lowered).ratio == pytest.approx(1, rel=0.05)
-    assert re.search(r" all-to-all(-start)?\(", lowered.compile().as_text())
-
-
-@pytest.mark.deep
-def test_a_run_that_is_moved_ends_with_the_bits_of_one_that_is_not(tmp_path: Path):
-    options = {"virtual_shards": 8, "ema": 0.9, "weight_update": "sharded"}
-    make = functools.partial(crossshard.make_train_step, loss_fn, OPTIMIZERS["adam"], **options)
-    found = []
-    for numbers in ([8] * 6, [8, 8, 2, 2, 4, 4]):
-        folder = tmp_path / "-".join(map(str, numbers))
-        for seed, number in enumerate(numbers):
-            step = make(num_shards=number)
-            with crossshard.Checkpoints(folder, step) as checkpoints:
-                state = step.init(params_of())
-                restored = checkpoints.restore_latest(state)
-                assert (restored is None) == (seed == 0)
-                state, _ = step(state if restored is None else restored[0], batch_of(seed))
-                checkpoints.save(state)
-        found.append(sha(jax.device_get(step.unshard(state))))
-    assert found[0] == found[1]
 
 
 # What is refused.

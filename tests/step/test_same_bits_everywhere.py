@@ -19,8 +19,6 @@ OPTIMIZERS = {
     "adamw": 1e-2,
     "lamb": 1e-2,
     "adafactor": 1e-2,
-    "muon of layers": 1e-2,
-    "clipped": 1e-2,
     "muon of layers, clipped": 1e-2,
 }
 WAYS = [{"weight_update": "replicated"}, {"weight_update": "sharded"}, {"params": "sharded"}]
@@ -41,14 +39,12 @@ def optimizer_of(name: str) -> Any:
     import optax
 
     rate = OPTIMIZERS[name]
-    if name == "clipped":
-        return optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate))
-    if name.startswith("muon of layers"):
+    if name == "muon of layers, clipped":
         of = lambda x: optax.contrib.MuonDimensionNumbers((x.ndim - 2,), (x.ndim - 1,))
         matrices = lambda params: jax.tree.map(lambda x: of(x) if x.ndim > 1 else None, params)
         muon = optax.contrib.muon(rate, muon_weight_dimension_numbers=matrices)
         clips = [optax.clip_by_global_norm(norm) for norm in (0.5, 0.01)]
-        return optax.chain(clips[0], muon, clips[1]) if "clipped" in name else muon
+        return optax.chain(clips[0], muon, clips[1])
     return getattr(optax, name)(rate)
 
 

@@ -138,44 +138,10 @@ def test_parameters_of_another_mesh_are_moved():
 # Moved.
 
 EVERY = {"ema": 0.9, "loss_scale": DynamicLossScale(initial=1024.0), "accumulate_steps": 2}
-# From a step to another one: number of shards, and options.
-PLACEMENTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "8 sharded": (8, {}),
-    "3 sharded": (3, {}),
-    "4 with a sharded update": (4, {"params": "replicated", "weight_update": "sharded"}),
-    "2 replicated": (2, {"params": "replicated", "weight_update": "replicated"}),
-}
 
 
 def bits(step: Any, state: Any) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(step.unshard(state))]
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    ("other", "optimizer"),
-    [
-        ("8 sharded", "adamw"),
-        ("2 replicated", "sgd"),
-        *((other, "lamb") for other in ("3 sharded", "4 with a sharded update")),
-        ("3 sharded", "muon"),
-    ],
-)
-def test_it_goes_to_another_placement_and_back_bit_for_bit(other: str, optimizer: str):
-    number, options = PLACEMENTS[other]
-    step, there = step_of(4, optimizer, **EVERY), step_of(number, optimizer, **EVERY, **options)
-    state = train(step, step.init(PARAMS), BATCHES[:2])
-    moved = there.reshard(step.unshard(state))
-    assert bits(there, moved) == bits(step, state)
-    back = step.reshard(there.unshard(moved))
-    assert bits(step, back) == bits(step, state)
-    # It is placed as ever, so that the step need not be compiled again.
-    after = train(step, back, BATCHES[2:])
-    assert step._program._compiled._cache_size() == 1
-    assert_same(after.params, train(step, state, BATCHES[2:]).params)
-    if number != 3:
-        on = train(there, moved, BATCHES[2:])
-        assert_close(on.params, after.params, 2e-6)
 
 
 def test_parts_go_to_another_number_of_shards_without_whole_copies():

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from crossshard import CrossShardOptimizer, make_train_step
+from crossshard import make_train_step
 from tests.quick import deep
 from tests.step.common import sgd_step
 
@@ -50,8 +50,6 @@ GIVEN = [
     lambda w, batch, *, dropout_rng=None: noisy(w, batch, dropout_rng),
     # Of the third one that must be given, the name is enough.
     lambda w, batch, dropout_key: noisy(w, batch, dropout_key),
-    lambda w, batch, seeds: noisy(w, batch, seeds),
-    lambda w, batch, prngKey: noisy(w, batch, prngKey),
     lambda w, batch, _: noisy(w, batch, _),
 ]
 NOT_GIVEN = [
@@ -79,16 +77,6 @@ def test_no_key_is_given_to_what_was_bound_or_is_a_setting(loss: Any):
 
 
 # What a step is, and what can be done with it.
-
-
-def test_repr_says_what_it_is():
-    opt = CrossShardOptimizer(optax.sgd(0.1), "sum")
-    step = make_train_step(loss_fn, opt, num_shards=8)
-    assert repr(step) == (
-        "TrainStep(loss_fn on shards: 8; local gradient → sum over all shards → update)"
-    )
-    step.init(W)
-    assert "→ update on every shard)" in repr(step)
 
 
 def test_a_batch_can_be_differentiated_from_a_state_that_lies_there():

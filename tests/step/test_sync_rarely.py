@@ -140,8 +140,6 @@ PIECES = {"sync_every": 16, "sync_streaming": True}
 BYTES: dict[str, tuple[int, dict[str, Any], float, float]] = {
     # One worker's shards send the same, each to its like in the others.
     "8 workers": (8, REPLICATED, 0, 2 * 7 / 8),
-    # Of half of them between the workers, and the other half inside.
-    "slices": (4, SHARDED, 2 * 1 / 2, 2 * 3 / 4 * 1 / 2 + 1 / 2),
     # Of a quarter between the workers in 8 bits; inside of one what is gathered, and what is held.
     "slices in 8 bits": (
         2,
@@ -218,15 +216,7 @@ def test_a_nan_that_a_worker_holds_back_does_not_reach_the_anchor():
         assert np.isfinite(x).all()
 
 
-@pytest.mark.deep
-def test_chance_does_not_part_the_shards_of_a_worker():
-    step = step_of(4, outer_reduce_dtype=Quantized("int4", "stochastic"))
-    state = train(step, step.init(PARAMS), range(8))
-    for name, x in state.opt_state.outer.anchor.items():
-        for shard in x.addressable_shards:
-            np.testing.assert_array_equal(shard.data, step.model(state)[name])
-        for copy in np.asarray(state.params[name]):
-            np.testing.assert_array_equal(copy, step.model(state)[name])
+# Going on.
 
 
 @pytest.mark.deep
@@ -242,9 +232,6 @@ def test_what_workers_hold_back_goes_to_others():
         held = np.float64(moved.opt_state.outer.aggregate.residual["w"]).sum(0)
         np.testing.assert_allclose(-held, lacks, rtol=0, atol=1e-6)
     assert np.abs(lacks).max() > 1e-4
-
-
-# Going on.
 
 
 @pytest.mark.deep
@@ -293,20 +280,6 @@ def test_other_workers_go_on():
         assert not np.ptp(of_each, axis=1).any()
 
 
-@pytest.mark.deep
-def test_other_workers_go_on_with_pieces():
-    one, other = (streaming(workers, **OUTER, outer_reduce_dtype="int8") for workers in (4, 2))
-    state = train(one, one.init(PARAMS), range(6))
-    before = jax.device_get(state.opt_state.outer)
-    moved = other.reshard(one.unshard(state))
-    after = jax.device_get(moved.opt_state.outer)
-    assert_same(after.anchor, before.anchor)
-    assert_same(after.inner_state, before.inner_state)
-    for x, was in zip(*map(jax.tree.leaves, (after.aggregate, before.aggregate)), strict=True):
-        np.testing.assert_allclose(x.sum(0), was.sum(0), rtol=0, atol=1e-6)
-    assert np.isfinite(train(other, moved, range(6, STEPS)).params["w"]).all()
-
-
 CUT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "in other pieces": ({}, {"sync_every": 6}, "4 pieces in it, and 6 pieces here"),
     "no longer": ({}, {"sync_streaming": False}, "4 pieces in it, and off here"),
@@ -330,16 +303,6 @@ def test_what_is_cut_in_another_way_is_refused(tmp_path: Path, name: str):
         pytest.raises(CheckpointMismatchError, match=f"sync_streaming is {text}"),
     ):
         checkpoints.restore_latest(other.init(PARAMS))
-
-
-@pytest.mark.deep
-def test_without_an_outer_state_it_may_begin_and_end():
-    one, other = step_of(4), streaming(4)
-    state = train(one, one.init(PARAMS), range(6))
-    state = train(other, other.reshard(one.unshard(state)), range(6, 9))
-    assert state.opt_state.outer.count == 9
-    state = train(one, one.reshard(other.unshard(state)), range(9, STEPS))
-    assert_same(np.asarray(state.params["w"][0]), np.asarray(state.params["w"][7]))
 
 
 def test_what_is_held_back_inside_a_worker_stays_with_it():
@@ -449,17 +412,6 @@ def test_an_outer_optimizer_that_looks_at_more_than_a_piece_is_refused(name: str
     for params in (PARAMS, *numbers) if name == "a norm" else (PARAMS,):
         with pytest.raises(ArgumentError, match="outer_optimizer is not elementwise: "):
             step.init(params)
-
-
-@pytest.mark.deep
-def test_a_mask_by_dimensions_is_that_of_the_parameters():
-    # A piece of a small matrix has as many dimensions as the matrix.
-    matrices = lambda params: jax.tree.map(lambda x: jnp.ndim(x) > 1, params)
-    found = []
-    for mask in (matrices, {"w": True, "b": False}):
-        step = streaming(8, sync_every=7, outer_optimizer=optax.adamw(0.1, mask=mask))
-        found.append(step.model(train(step, step.init(PARAMS), range(8))))
-    assert_same(*found)
 
 
 WRAPPED = CrossShardOptimizer(optax.sgd(1.0))

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from crossshard import Nonfinite, make_train_step
 
@@ -48,17 +47,3 @@ def test_init_step_and_evaluate():
     step.model(state, shard=3)
     step.finish(state)
     assert jax.device_get(metrics["nonfinite"].in_a_row) == 0
-
-
-@pytest.mark.deep
-def test_a_module_and_a_seed():
-    with jax.transfer_guard("allow"):
-        model = nnx.Sequential(
-            nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-        )
-    step = make_train_step(lambda model, x: model(x).mean(), optax.sgd(0.1), num_shards=8)
-    state = step.init(model, 7)
-    state, _ = step(state, np.ones((16, 3), np.float32))
-    step.evaluate(state, [X], lambda model, x: model(x))
-    state = step.reshard(step.unshard(state))
-    step(state, np.ones((16, 3), np.float32))
