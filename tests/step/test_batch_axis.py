@@ -321,12 +321,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
      r"\['x'\] has 7 rows.*2 shards"),
     (stepping({**X, "x": {}}, "lower", batch_axis={"x": 1, "y": None}), "no array that is split"),
     # What a runner refuses.
-    (running(batch_axis=2), r"input 1 has shape \(8, 3\) and no axis 2"),
-    (running(batch_axis=[1]), "batch_axis has 1 entries for 2 inputs; pass one per"),
-    (running(batch_axis=[{"x": 1}, 0]), "does not fit input 0, which is one array"),
-    (running(batch_axis=1, input_shard_axes=[1, 0]), "say the same"),
-    (running(batch_axis=[0, 0]), "input 0 and input 1 .*3 and 8"),
-    (by_keyword("batch_axis"), r"none for input 'y'\. Pass it by position"),
+    (running(input_shard_axes=[1, 2]), r"input 1 has shape \(8, 3\) and no axis 2"),
+    (running(input_shard_axes=[1, False]), "list of ints.*False"),
+    (running(), "input 0 and input 1 .*3 and 8"),
+    (by_keyword, r"none for input 'y'\. Pass it by position"),
 ]
 # fmt: on
 

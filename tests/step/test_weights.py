@@ -57,6 +57,36 @@ def test_a_function_may_count_what_each_shards_own_loss_does_not_read():
         step(step.init(W), batch_of([1, 0, 1, 1]))
 
 
+# Rows that do not divide, filled up with rows of zeros.
+
+
+def without_the_mask(w: Any, batch: Any) -> jax.Array:
+    return ((batch["x"] @ w - 1) ** 2).mean(-1).sum() / batch["mask"].sum()
+
+
+def with_statistics_of_all(w: Any, batch: Any) -> jax.Array:
+    h = batch["x"] @ w
+    rows = ((h - jax.lax.pmean(h.mean(0), "shards") - 1) ** 2).mean(-1)
+    return (rows * batch["mask"]).sum() / batch["mask"].sum()
+
+
+@pytest.mark.parametrize("loss", [without_the_mask, with_statistics_of_all])
+def test_rows_of_padding_that_may_count_are_refused(loss: Any):
+    step, full = sgd_step(loss, 0.1, 4, weight="mask"), batch_of(np.arange(24) % 3)
+    few = jax.tree.map(lambda x: x[:22], full)
+    for _ in range(2):  # before the step has met the loss, and after
+        with pytest.raises(LossError, match=r"padded with rows of zeros.*leave the loss as it is"):
+            step(step.init(W), few)
+        step(step.init(W), full)
+
+
+def test_rows_of_padding_that_do_not_count_are_none():
+    step, few = sgd_step(masked, 0.1, 4, weight="mask"), batch_of(np.arange(22) % 3)
+    state, _ = step(step.init(W), few)
+    expected = W - 0.1 * jax.grad(masked)(W, few)
+    np.testing.assert_allclose(step.model(state), expected, atol=1e-6)
+
+
 # Nothing counts.
 
 # Groups, and updates that are elementwise or on every shard, are among the combinations.

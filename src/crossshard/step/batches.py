@@ -157,6 +157,7 @@ class BatchPlacer:
         If there are several processes, each passes its own rows, and all of them the same whole
         entries.
         """
+        self._loss.record.pads = False
         leaves, tree = jax.tree.flatten(batch)
         # A fast check, since it runs at every step; a tracer has no such attribute.
         known = self._known.get(tree)
@@ -380,6 +381,8 @@ class BatchPlacer:
             )
         leaves, tree = jax.tree.flatten(rows)
         key = tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        self._loss.record.pads = True
+        self._loss.record.check_padding()
         if key in self._padded:
             return
         # Otherwise the padding would silently change the mean.

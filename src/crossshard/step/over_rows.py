@@ -167,6 +167,10 @@ class OverRowsRecord:
     runs: bool = False
     # The doubts of a step that was lowered, which its first call removes.
     postponed: list[Doubt] = dataclasses.field(default_factory=list)
+    # Whether the batch was filled up with rows of zeros, of weight 0; and whether these may count
+    # in the loss all the same.
+    pads: bool = False
+    counts_padding: bool = False
     # The traced losses of the step that is being traced, by the same types.
     traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -180,6 +184,17 @@ class OverRowsRecord:
         elif self.latest.kind is OverRows.RATIO:
             shown = "in the first batch weight= is what it divides by"
         return f"{self.latest}" + f"; {shown}" * is_shown
+
+    def check_padding(self) -> None:
+        """Raise LossError if the batch has rows of padding that may count in the loss."""
+        if self.pads and self.counts_padding:
+            raise LossError(
+                "The rows of the batch do not divide, so that it is padded with rows of zeros, of "
+                "weight 0, and nothing shows that they leave the loss as it is: it may sum over "
+                "rows without the mask, or take means over the rows of all shards, as a batch norm "
+                "does. Multiply by the mask below each sum over rows; or pass a batch whose rows "
+                "divide."
+            )
 
     def checked(
         self, key: Any, rows: Any, weight: Weight | None, summed: bool, microbatches: int

@@ -22,6 +22,7 @@ from crossshard.gradients.local import as_scale, split_loss
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.mean_over_rows import Finding, is_mean
+from crossshard.jaxprs.padding import counts_nothing
 from crossshard.jaxprs.proof import Proof, facts_of_inputs, over_shards_of, prove, types_with
 from crossshard.jaxprs.rewrite import opaque_false
 from crossshard.jaxprs.row_facts import OverRows, Total
@@ -560,6 +561,7 @@ class StepLoss(abc.ABC):
         finding, divisor = self.record.checked(
             key, arguments.given[0], self.weight, self.is_summed, self.accumulate_steps
         )
+        self.record.check_padding()
         if divisor is None or not divisor.is_of_piece:
             return self._weighed(run, state, arguments, weight, at_use)
         if not finding.moved:
@@ -646,6 +648,14 @@ class StepLoss(abc.ABC):
             compared = None if weight is None else is_weight
             check_state_is_mean(state.model_state, of_state, compared, unequal)
         divisor = None
+        if self.weight is not None:
+            read = frozenset(jax.tree.leaves(places.loss))
+            of_loss = [_jax.without_unread(first, read)]
+            if over_shards_of(of_loss[0]) is not None:
+                of_loss += [_jax.without_unread(trace(2 * each, ()), read)]
+            self.record.counts_padding = not counts_nothing(
+                of_loss, range(len(jax.tree.leaves(given[0]))), each
+            )
         if self.weight is not None and finding.kind is OverRows.RATIO:
             # The sum of an entry is known for any number of rows, and so for those of a piece.
             jaxpr = first if isinstance(finding.by, int) else proof.jaxpr
