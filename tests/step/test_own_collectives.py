@@ -115,8 +115,8 @@ QUICK = ["rows of another shard's number", "sums of groups", "over the largest c
 
 
 def made(loss: Loss, **options: Any) -> Any:
-    options = {"num_shards": SHARDS} | options
-    return crossshard.make_train_step(loss, optax.sgd(0.1), **options)
+    options = {"num_shards": SHARDS, "optimizer": optax.sgd(0.1)} | options
+    return crossshard.make_train_step(loss, **options)
 
 
 def stepped(loss: Loss, lowers: bool = False, **options: Any) -> Any:
@@ -161,6 +161,33 @@ def test_what_is_not_is_refused(name: str):
     with pytest.raises(LossError, match=said):
         step(state, BATCH)
     stepped(loss, loss_over="shard")
+
+
+GROUPS = [[0, 2], [1, 3]]
+IN_GROUPS = crossshard.CrossShardOptimizer(optax.sgd(0.1), group_assignment=GROUPS)
+
+
+def centred(w: Any, batch: Any, groups: Any = None) -> Any:
+    images, texts = embedded(w, batch)
+    return ((images - lax.pmean(texts.mean(0), "shards", axis_index_groups=groups)) ** 2).mean()
+
+
+@pytest.mark.parametrize("options", [{"sync_every": 2}, {"optimizer": IN_GROUPS}])
+def test_groups_and_workers_send_each_other_nothing(options: Any):
+    step = made(centred, **options)
+    with pytest.raises(LossError, match=r"in groups, or as workers.*has psum over all of them"):
+        step(step.init(W), BATCH)
+
+
+def test_a_group_may_sum_over_its_own_shards():
+    step = made(lambda w, b: centred(w, b, GROUPS), optimizer=IN_GROUPS)
+    state, _ = step(step.init(W), BATCH)
+    rows = np.concatenate([np.arange(0, 4), np.arange(8, 12)])  # of shards 0 and 2
+    whole = lambda w, b: ((b["image"] - b["text"].mean(0)) ** 2).mean()
+    of = lambda w, b: whole(w, dict(zip(W, embedded(w, b), strict=True)))
+    slopes = jax.grad(of)(W, {name: BATCH[name][rows] for name in W})
+    expected = jax.tree.map(lambda w, g: w - 0.1 * g, W, slopes)
+    assert_close(jax.device_get(step.model(state, shard=0)), expected, 1e-6)
 
 
 def test_a_microbatch_has_only_its_own_rows():

@@ -58,7 +58,8 @@ class Proof(NamedTuple):
         A loss that sums over the shards itself gets the kind ``OVER_SHARDS``, unless something is
         wrong.
         """
-        names, over_shards = self.assumed.names(), over_shards_of(self.jaxpr)
+        names = self.assumed.names()
+        over_shards = next(iter(collectives_of(self.jaxpr)), None)
         if over_shards is not None and finding.reason in (FALLS, GROWS):
             adds = ADDS_SHARDS if finding.reason == FALLS else GROWS
             finding = replace(finding, kind=OverRows.COMPARED, reason=adds)
@@ -81,13 +82,14 @@ class Proof(NamedTuple):
         return Finding(OverRows.OVER_SHARDS, name, sources, is_whole=is_whole)
 
 
-def over_shards_of(jaxpr: Any, axes: Sequence[str] | None = None) -> Any | None:
-    """Return the first collective of a jaxpr over some of these axes, or any; else ``None``."""
+def collectives_of(jaxpr: Any, axes: Sequence[str] | None = None) -> list[Any]:
+    """Return the collectives of a jaxpr over some of these axes, or over any."""
+    found = list[Any]()
     for each in equations_of(jaxpr):
         names = named_axes(each)
         if each.primitive.name != "axis_index" and names and (axes is None or names & {*axes}):
-            return each
-    return None
+            found.append(each)
+    return found
 
 
 def prove(
@@ -113,7 +115,7 @@ def prove(
     first, names = trace(rows, ()), () if shards is None else tuple(shards)
     sizes, of = _jax.bound_axes(), _Pieces(first, trace, inputs, rows, shards)
     number = math.prod(sizes.get(name, 1) for name in names)
-    sums = number > 1 and over_shards_of(first, names) is not None
+    sums = number > 1 and bool(collectives_of(first, names))
     (microbatches, odd), joined = divmod(times, number), number if sums else 1
     in_two_steps = number > 1 and microbatches > 1 and not odd
     if not (sums and in_two_steps):

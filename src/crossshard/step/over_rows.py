@@ -44,6 +44,7 @@ from crossshard.jaxprs.walk import (
     named_axes,
     opened,
 )
+from crossshard.shards.axes import GroupAssignment
 from crossshard.shards.batch_axes import join
 from crossshard.step.microbatches import SumOf, Weight
 
@@ -356,6 +357,20 @@ def check_state_is_mean(
                 f"same on all shards, by jax.lax.pmean or psum over their axis; or write "
                 f"loss_over='batch', with which it is one device's; or loss_over='shard', if each "
                 f"shard's own is meant."
+            )
+
+
+def check_groups(sent: Sequence[Any], groups: GroupAssignment | None) -> None:
+    """Raise LossError if shards that train in groups send others a part of their losses."""
+    own = [] if groups is None else sorted(map(sorted, groups.groups))
+    for each in sent:
+        if sorted(map(sorted, each.params.get("axis_index_groups") or ())) != own:
+            raise LossError(
+                f"Shards train in groups, or as workers of their own, and the loss has "
+                f"{each.primitive.name} over all of them ({_jax.sources_of(each)}), so that the "
+                f"gradient of one group would hold parts of the losses of others. Leave it out, or "
+                f"name the groups, as in jax.lax.pmean(x, axis, axis_index_groups=groups); or "
+                f"write loss_over='shard', which takes each shard's loss as it is."
             )
 
 

@@ -23,7 +23,7 @@ from crossshard.gradients.mean import Mean, MeanSums, counts_of, sums_of
 from crossshard.gradients.status import GradientStatus
 from crossshard.jaxprs.mean_over_rows import Finding, is_mean
 from crossshard.jaxprs.padding import counts_nothing
-from crossshard.jaxprs.proof import Proof, facts_of_inputs, over_shards_of, prove, types_with
+from crossshard.jaxprs.proof import Proof, collectives_of, facts_of_inputs, prove, types_with
 from crossshard.jaxprs.rewrite import opaque_false
 from crossshard.jaxprs.row_facts import OverRows, Total
 from crossshard.jaxprs.walk import depends, equations_of, named_axes
@@ -57,6 +57,7 @@ from crossshard.step.over_rows import (
     Arguments,
     OverRowsRecord,
     as_mean,
+    check_groups,
     check_state_is_mean,
     check_weight_of_mean,
     divisor_of,
@@ -557,7 +558,10 @@ class StepLoss(abc.ABC):
             return self._weighed(run, state, arguments, weight, at_use)
         key = state.skeleton, times, *types_of(arguments)
         if key not in self.record.known:
-            self._conclude(key, state, arguments, times)
+            groups = at_use.shards.groups
+            sent = [] if groups is None else self._sent(state, arguments, at_use)[1]
+            check_groups(sent, groups)
+            self._conclude(key, state, arguments, times, in_groups=bool(sent))
         finding, divisor = self.record.checked(
             key, arguments.given[0], self.weight, self.is_summed, self.accumulate_steps
         )
@@ -589,10 +593,8 @@ class StepLoss(abc.ABC):
         """
         if weight is None or at_use.shards.number == 1:
             return run, weight
-        jaxpr, tree = self._trace(state, arguments)
-        places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
-        read = _jax.without_unread(jaxpr, frozenset(jax.tree.leaves(places.loss)))
-        if isinstance(places.loss, Mean) or over_shards_of(read, at_use.shards.axes) is None:
+        is_mean, sent = self._sent(state, arguments, at_use)
+        if is_mean or not sent:
             return run, weight
 
         def as_sums(*given: Any, **others: Any) -> Returned:
@@ -601,16 +603,28 @@ class StepLoss(abc.ABC):
 
         return as_sums, None
 
+    def _sent(
+        self, state: TrainState, arguments: Arguments, at_use: AtUse
+    ) -> tuple[bool, list[Any]]:
+        """Return whether the loss is a ``Mean``, and the collectives over the shards in it."""
+        jaxpr, tree = self._trace(state, arguments)
+        places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
+        read = _jax.without_unread(jaxpr, frozenset(jax.tree.leaves(places.loss)))
+        return isinstance(places.loss, Mean), collectives_of(read, at_use.shards.axes)
+
     def facts(self, arguments: Arguments) -> tuple[list[int], Any]:
         """Return the axes of the rows, and what is known of each input of the loss."""
         given, *others, own = arguments
         axes = [*self.batch_axes.of_rows(given[0]), *[0] * len(jax.tree.leaves(given[1]))]
         return axes, facts_of_inputs(jax.tree.leaves(given), axes, others, own)
 
-    def _conclude(self, key: Any, state: TrainState, arguments: Arguments, times: int) -> None:
+    def _conclude(
+        self, key: Any, state: TrainState, arguments: Arguments, times: int, *, in_groups: bool
+    ) -> None:
         """Prove what the loss is over the rows, and record this and its divisor under ``key``.
 
-        ``arguments`` are the types of one of the ``times`` pieces of the batch.
+        ``arguments`` are the types of one of the ``times`` pieces of the batch. If it sums over a
+        group of shards that trains alone (``in_groups``), no comparison with one shard is of it.
         """
         given, (first, tree) = arguments.given, self._trace(state, arguments)
         places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
@@ -634,6 +648,7 @@ class StepLoss(abc.ABC):
         proof = proof_of(places.loss, times)
         structure = jax.tree.structure(places.loss)
         finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
+        finding = dataclasses.replace(finding, is_whole=finding.is_whole or in_groups)
         averages = self.model_state is ModelState.MEAN and times > self.accumulate_steps
         if averages and finding.kind is not OverRows.COMPARED:
             of_state = proof_of(places.model_state, times // self.accumulate_steps)
@@ -651,7 +666,7 @@ class StepLoss(abc.ABC):
         if self.weight is not None:
             read = frozenset(jax.tree.leaves(places.loss))
             of_loss = [_jax.without_unread(first, read)]
-            if over_shards_of(of_loss[0]) is not None:
+            if collectives_of(of_loss[0]):
                 of_loss += [_jax.without_unread(trace(2 * each, ()), read)]
             self.record.counts_padding = not counts_nothing(
                 of_loss, range(len(jax.tree.leaves(given[0]))), each
