@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, final
 
 import jax
@@ -475,16 +475,18 @@ class StepLoss(abc.ABC):
         trained, frozen = params
         model = combine(state.skeleton, trained, frozen, state.model_state)
         if self.model_state is None:
-            loss, aux = split_loss(self.function(model, batch, *keys), self.has_aux)
+            with _named_axes_are_bound():
+                out = self.function(model, batch, *keys)
+            loss, aux = split_loss(out, self.has_aux)
             check_aux(aux)
             return Returned(
                 loss, aux, *after_loss(state.skeleton, model, params, state.model_state)
             )
         # A copy, since Equinox's State may be used once.
         before = jax.tree.map(lambda x: x, state.model_state)
-        after, out = model_states.split_state(
-            self.function(model, before, batch, *keys), self.has_aux
-        )
+        with _named_axes_are_bound():
+            out = self.function(model, before, batch, *keys)
+        after, out = model_states.split_state(out, self.has_aux)
         after = model_states.check_returned(state.model_state, after)
         loss, aux = split_loss(out, self.has_aux)
         check_aux(aux)
@@ -709,6 +711,24 @@ class RowsLoss(StepLoss):
         """Compute the loss and gradients of the shard's rows."""
         before, at_use, like = self.prepare_params(before, at_use)
         return self.compute_shard(before, given, at_use, weight), like
+
+
+@contextlib.contextmanager
+def _named_axes_are_bound() -> Iterator[None]:
+    """Raise AxisError where a loss names an axis of the mesh that no shards are along."""
+    try:
+        yield
+    except NameError as error:
+        axis = _jax.unbound_axis(error, jax.sharding.get_abstract_mesh().axis_names)
+        if axis is None:
+            raise
+        where = _jax.source_of_error(error)
+        raise AxisError(
+            f"The loss names the axis {axis!r} of the mesh{f' ({where})' if where else ''}, over "
+            f"which XLA splits its work: a sum over that axis is in the product already. Leave "
+            f"the collective out; or run this part in jax.shard_map(..., axis_names={{{axis!r}}}), "
+            f"without a mesh."
+        ) from error
 
 
 def _pruned(function: Callable[..., Any], *args: Any) -> Any:
