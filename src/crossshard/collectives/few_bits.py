@@ -301,6 +301,8 @@ def sum_in_few_bits(
     shards: Shards,
     key: jax.Array | None,
     tiers: Sequence[Tier],
+    *,
+    at_once: bool = False,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return this shard's slice of the sum of each array, and what was not sent of the array.
 
@@ -316,10 +318,12 @@ def sum_in_few_bits(
       shards: the shards; groups have one tier.
       key: a PRNG key, the same on all shards, to round stochastically; else ``None``.
       tiers: how shards send along which axes, inner tiers first.
+      at_once: whether what is not sent is computed beside what is, so that nothing waits for it.
+        Otherwise it is in an array's own shape, which reads and writes less.
     """
     pairs = list(zip(xs, partitions, strict=True))
     if shards.other_axes:
-        run = functools.partial(sum_in_few_bits, tiers=tiers)
+        run = functools.partial(sum_in_few_bits, tiers=tiers, at_once=at_once)
         both = lambda specs: (specs, specs)
         given = [x.reshape(each.shape) for x, each in pairs]
         sums, lost = on_blocks(run, given, partitions, shards, key, out_specs=both)
@@ -332,7 +336,7 @@ def sum_in_few_bits(
     sums, lost = list(map(jnp.asarray, xs)), list(map(jnp.zeros_like, xs))
     for nth, places in enumerate(buckets.values()):
         own = None if key is None else jax.random.fold_in(key, nth)
-        tiered = _TieredSum(tiers, shards, own)
+        tiered = _TieredSum(tiers, shards, own, at_once)
         total, missing = tiered.scatter(jnp.concatenate([rows[at] for at in places], 1))
         whole = partitions[places[0]].number == 1
         if whole:
@@ -403,6 +407,7 @@ class _TieredSum:
     tiers: Sequence[Tier]
     shards: Shards
     key: jax.Array | None
+    at_once: bool = False  # as in ``sum_in_few_bits``
 
     @property
     def _of_tiers(self) -> list[tuple[Any, Shards]]:
@@ -443,7 +448,7 @@ class _TieredSum:
                 scales, coded = lax.optimization_barrier((scales, coded))
                 lost = _Missing(codec, codec.of_each(scales), noise)
                 spread = functools.partial(self._spread, inner=ways[:nth])
-                if nth:
+                if nth or self.at_once:
                     missing = missing.and_then(spread(lost.of(x)))
                 else:
                     missing = jax.tree.map(spread, lost)

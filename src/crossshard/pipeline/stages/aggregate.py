@@ -493,6 +493,7 @@ class FewBits(BySlices):
     # How gradients are sent along an axis, or along all for ``None``: a ``Quantized``, a dtype, or
     # ``None`` for float32.
     wires: tuple[tuple[str | None, Any], ...]
+    at_once: bool = False  # as in ``sum_in_few_bits``
 
     @property
     def _quantized(self) -> list[Quantized]:
@@ -540,7 +541,7 @@ class FewBits(BySlices):
             # Every run draws the same numbers.
             key = jax.random.fold_in(jax.random.key(0), state.count)
         given = [x.array for x in few], [x.partition for x in few], shards, key
-        of_few, lost = sum_in_few_bits(*given, self._tiers(shards))
+        of_few, lost = sum_in_few_bits(*given, self._tiers(shards), at_once=self.at_once)
         pairs = zip(every, is_few, strict=True)
         wide = [x._replace(array=widen(x.array)) for x, is_sent in pairs if not is_sent]
         sums = {True: iter(of_few), False: _sum(wide, shards)}

@@ -98,6 +98,9 @@ class LocalSGD(Stage):
             )
         found = optax.with_extra_args_support(check_transformation(found, "outer_optimizer"))
         wire = check_reduce_dtype(given["outer_reduce_dtype"], "outer_reduce_dtype", by_axis=False)
+        if streaming and isinstance(wire, FewBits):
+            # The sum of a piece goes on beside the whole step, and nothing of it may wait.
+            wire = dataclasses.replace(wire, at_once=True)
         return cls(every, found, wire, streaming)
 
     def init(self, params: PyTree) -> LocalSGDState:
