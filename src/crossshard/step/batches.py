@@ -394,6 +394,8 @@ class BatchPlacer:
                 f"{each} of them. Add a mask to the batch and pass its name as weight."
             )
         self._padded.add(key)
+        # Other processes may pad nothing, and numbers are compared by all of them.
+        self._loss.record.pads |= jax.process_count() == 1
 
 
 def _kind(tree: Any) -> Any:

@@ -63,9 +63,11 @@ from crossshard.step.over_rows import (
     Arguments,
     OverRowsRecord,
     as_mean,
+    check_groups,
     check_state_is_mean,
     check_weight_of_mean,
     divisor_of,
+    doubt_of_padding,
     finding_of,
     types_of,
 )
@@ -564,6 +566,12 @@ class StepLoss(abc.ABC):
         key = state.skeleton, times, *types_of(arguments)
         if key not in self.record.known:
             self._conclude(key, state, arguments, times)
+        if at_use.shards.is_grouped:
+            check_groups(self._sends(state, arguments, at_use))
+        if self.weight is not None and self.record.padding is None:
+            sends = self._sends(state, arguments, at_use)
+            if sends is not None:
+                self.record.padding = doubt_of_padding(self.record.known[key][0], sends)
         finding, divisor = self.record.checked(
             key, arguments.given[0], self.weight, self.is_summed, self.accumulate_steps
         )
@@ -594,10 +602,10 @@ class StepLoss(abc.ABC):
         """
         if weight is None or at_use.shards.number == 1:
             return run, weight
-        jaxpr, tree = self._trace(state, arguments)
-        places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
-        read = _jax.without_unread(jaxpr, frozenset(jax.tree.leaves(places.loss)))
-        if isinstance(places.loss, Mean) or over_shards_of(read, at_use.shards.axes) is None:
+        sends = self._sends(state, arguments, at_use)
+        _, tree = self._trace(state, arguments)
+        returned: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
+        if isinstance(returned.loss, Mean) or sends is None:
             return run, weight
 
         def as_sums(*given: Any, **others: Any) -> Returned:
@@ -605,6 +613,13 @@ class StepLoss(abc.ABC):
             return found._replace(loss=Mean(found.loss * weight, weight))
 
         return as_sums, None
+
+    def _sends(self, state: TrainState, arguments: Arguments, at_use: AtUse) -> Any | None:
+        """Return the first equation by which shards send each other what the loss reads."""
+        jaxpr, tree = self._trace(state, arguments)
+        places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
+        read = _jax.without_unread(jaxpr, frozenset(jax.tree.leaves(places.loss)))
+        return over_shards_of(read, at_use.shards.axes)
 
     def facts(self, arguments: Arguments) -> tuple[list[int], Any]:
         """Return the axes of the rows, and what is known of each input of the loss."""
@@ -651,7 +666,9 @@ class StepLoss(abc.ABC):
             whole = arguments.whole
             unequal = weight is not None and depends(lambda x: weight(join(x, whole)), given[0])
             compared = None if weight is None else is_weight
-            check_state_is_mean(state.model_state, of_state, compared, unequal)
+            doubt = check_state_is_mean(state.model_state, of_state, compared, unequal, key)
+            if doubt is not None:
+                self.record.states[key] = doubt
         divisor = None
         if self.weight is not None and finding.kind is OverRows.RATIO:
             # The sum of an entry is known for any number of rows, and so for those of a piece.
