@@ -69,6 +69,9 @@ NOTHING: dict[str, Loss] = {
     "sums of all shards": lambda w, b: (
         lax.psum((of_rows(w, b) * b["mask"]).sum(), "shards") / lax.psum(b["mask"].sum(), "shards")
     ),
+    "means of all shards": lambda w, b: masked(
+        (b["x"] - lax.psum((b["x"] * b["mask"][:, None]).sum(0), "shards")).sum(1), b["mask"]
+    ),
     "over the mean count": lambda w, b: (
         (of_rows(w, b) * b["mask"]).sum() / lax.pmean(b["mask"].sum(), "shards")
     ),
@@ -89,6 +92,10 @@ SOMETHING: dict[str, Loss] = {
     "a function of each column": lambda w, b: jnp.exp((logits(w, b) * b["tokens"]).sum(0)).sum(),
     "batch norm of all shards": lambda w, b: masked(
         of_rows({**w, "bias": -lax.pmean(logits(w, b).mean(0), "shards")}, b), b["mask"]
+    ),
+    "no mask beside means of all shards": lambda w, b: (
+        ((b["x"] - lax.psum((b["x"] * b["mask"][:, None]).sum(0), "shards")) ** 2).sum()
+        / lax.psum(b["mask"].sum(), "shards")
     ),
     "batch norm of what is 0 there": lambda w, b: masked(
         (b["x"] - lax.pmean(b["x"].mean(0), "shards")).sum(1), b["mask"]

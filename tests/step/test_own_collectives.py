@@ -129,12 +129,14 @@ def stepped(loss: Loss, lowers: bool = False, **options: Any) -> Any:
     return step, jax.device_get(step.model(state))
 
 
-def of_one_device(loss: Loss) -> Any:
+def alone(function: Loss) -> Loss:
+    """A function of the parameters and a batch, on a single shard."""
     mesh = jax.make_mesh((1,), ("shards",), devices=jax.devices()[:1])
-    run = jax.shard_map(
-        jax.grad(loss), mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
-    )
-    return jax.tree.map(lambda w, g: w - 0.1 * g, W, run(W, BATCH))
+    return jax.shard_map(function, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+
+
+def of_one_device(loss: Loss, batch: Any = BATCH) -> Any:
+    return jax.tree.map(lambda w, g: w - 0.1 * g, W, alone(jax.grad(loss))(W, batch))
 
 
 @pytest.mark.parametrize("name", deep_but(["gathered", "in a ring"], RIGHT))
@@ -195,6 +197,117 @@ def test_a_microbatch_has_only_its_own_rows():
         stepped(contrastive, accumulate_steps=2)
     _, got = stepped(RIGHT["gathered losses"], accumulate_steps=2)
     assert_close(got, of_one_device(RIGHT["gathered losses"]), 1e-6)
+
+
+def late(w: Any, batch: Any, share: Any) -> Any:
+    """As ``contrastive``, and later also with rows of another shard's number."""
+    return contrastive(w, batch) + share * contrastive(w, batch, 0)
+
+
+def test_a_term_that_starts_later_is_compared():
+    step = made(lambda w, b: late(w, b, b["share"]), replicated_entries=["share"])
+    with pytest.raises(LossError, match=r"other numbers in .*batch\['share'\].* is "):
+        step(step.init(W), BATCH | {"share": np.float32(0)})
+    # By the number of the step.
+    counted = lambda w, s, b: (late(w, b, jnp.minimum(s / 1000, 1)), s + 1)
+    for kind in ("mean", "per_shard"):
+        step = made(counted, model_state=kind)
+        with pytest.raises(LossError, match=r"other numbers in .*model_state"):
+            step(step.init(W, model_state=jnp.int32(0)), BATCH)
+    right = lambda w, s, b: ((1 + s) * contrastive(w, b), s + 1)
+    step = made(right, model_state="mean")
+    state, _ = step(step.init(W, model_state=jnp.int32(0)), BATCH)
+    assert_close(jax.device_get(state.params), of_one_device(contrastive), 1e-6)
+
+
+def test_numbers_of_one_model_say_nothing_of_another():
+    class Towers(nnx.Module):
+        def __init__(self, first: int | None) -> None:
+            self.w, self.first = nnx.Dict({name: nnx.Param(W[name]) for name in W}), first
+
+    def loss(model: Any, batch: Any) -> Any:
+        return contrastive({name: model.w[name][...] for name in W}, batch, model.first)
+
+    step = made(loss)
+    step(step.init(Towers(None)), BATCH)
+    with pytest.raises(LossError, match="by numbers it is not so"):
+        step(step.init(Towers(0)), BATCH)
+    # Nor do those of one table of another shape.
+    of_table = lambda w, b: contrastive(w, b, 0 if len(b["table"]) > 1 else None)
+    step = made(of_table, replicated_entries=["table"])
+    state, _ = step(step.init(W), BATCH | {"table": np.ones(1)})
+    with pytest.raises(LossError, match="by numbers it is not so"):
+        step(state, BATCH | {"table": np.ones(2)})
+
+
+def test_a_step_within_another_program_has_been_called_before():
+    step = made(contrastive)
+    state = step.init(W)
+    with pytest.raises(LossError, match="as a part of another program"):
+        jax.jit(step)(state, BATCH)
+    state, _ = step(state, BATCH)
+    jax.jit(step)(state, BATCH)
+
+
+def normalized(w: Any, batch: Any, mask: Any) -> Any:
+    x = squares(w, batch)
+    mean = lax.psum((x * mask).sum(0), "shards") / lax.psum(mask.sum(), "shards")
+    losses = ((x - mean) ** 2).mean(1)
+    return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_rows_of_padding_do_not_count_for_other_shards(is_first: bool):
+    whole = BATCH | {"mask": np.ones(16, np.float32)}
+    few = {name: x[:14] for name, x in whole.items()}
+    of_all = lambda w, b: normalized(w, b, jnp.ones((len(b["mask"]), 1)))
+    step = made(of_all, weight="mask")
+    state = step.init(W)
+    if not is_first:
+        state, _ = step(state, whole)
+    with pytest.raises(LossError, match=r"padded with rows of zeros.*leave the loss as it is"):
+        step(state, few)
+    step = made(lambda w, b: normalized(w, b, b["mask"][:, None]), weight="mask")
+    state, _ = step(step.init(W), few)
+    assert_close(jax.device_get(step.model(state)), of_one_device(of_all, few), 1e-6)
+
+
+# Model states after one step: those of one device, and others.
+STATES = {
+    "a queue of all rows": (True, lambda x, s: jnp.concatenate([every(x), s])[: len(s)]),
+    "a queue of own rows": (False, lambda x, s: jnp.concatenate([x, s])[: len(s)]),
+    "the largest": (True, lambda x, s: jnp.maximum(s, every(x).max(0))),
+    "of own rows among all": (False, lambda x, s: s + (x - every(x).mean(0)).var(0)),
+    "the median of own rows": (False, lambda x, s: s + jnp.median(x, 0)),
+}
+
+
+@pytest.mark.parametrize("name", deep_but(["a queue of all rows", "a queue of own rows"], STATES))
+def test_a_mean_of_model_states_is_that_of_one_device(name: str):
+    is_right, change = STATES[name]
+    before = np.ones((32, WIDTH), np.float32)
+    loss = lambda w, s, b: (squares(w, b).mean(), change(squares(w, b), s))
+    step = made(loss, model_state="mean")
+    state = step.init(W, model_state=before)
+    if not is_right:
+        with pytest.raises(LossError, match="Nothing proves that model_state is a mean over rows"):
+            step(state, BATCH)
+        return
+    state, _ = step(state, BATCH)
+    want = alone(lambda w, b: loss(w, before, b)[1])(W, BATCH)
+    assert_close(jax.device_get(state.model_state), want, 1e-6)
+
+
+def test_dropout_of_a_half_keeps_all_while_noise_is_off():
+    def loss(w: Any, batch: Any, rng: Any, first: Any = None) -> Any:
+        keep = jax.random.bernoulli(rng, 0.5, batch["image"].shape)
+        return contrastive(w, batch | {"image": jnp.where(keep, 2 * batch["image"], 0)}, first)
+
+    step = made(loss)
+    step(step.init(W, rng=jax.random.key(0)), BATCH)
+    step = made(lambda w, b, rng: loss(w, b, rng, 0))
+    with pytest.raises(LossError, match="by numbers it is not so"):
+        step(step.init(W, rng=jax.random.key(0)), BATCH)
 
 
 def over_both(w: Any, batch: Any) -> Any:

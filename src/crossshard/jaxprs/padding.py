@@ -155,13 +155,11 @@ class _OfPadding(Analysis[_Fact]):
         if _Known.ROWS in inputs:
             return _Known.ANY
         if named_axes(equation):
-            adds = name.startswith("psum")
-            found = self._zeros(inputs) if adds else _Known.ANY
-            if all(fact in (_Known.FREE, _Known.SAME) for fact in inputs):
-                found = _Known.SAME if shapes == {()} else _Known.ANY
-            elif found is _Known.ANY:
-                self.sends_nothing = False
-            return found
+            if all(fact in (_Known.FREE, _Known.SAME) for fact in inputs) and shapes == {()}:
+                return _Known.SAME
+            is_sum = name.startswith("psum") and _Known.ANY is not self._zeros(inputs)
+            self.sends_nothing &= is_sum
+            return _Known.ANY
         if are_numbers and name in _FOLDED:
             return float(_FOLDED[name](*numbers))
         if len(inputs) == 1 and (

@@ -109,6 +109,8 @@ def check_by_numbers(
     with _mesh.in_place_of_the_users_mesh(layout.mesh):
         if doubt.divisor is not None:
             return _check_weight(config, given[1], doubt.finding, doubt.divisor)
+        if doubt.of_state:
+            return check.loss(*given)
         if doubt.finding.compares:
             check.comparison(*given)
         elif doubt.finding.kind not in (OverRows.UNDECIDED, OverRows.OVER_SHARDS):
@@ -187,18 +189,21 @@ class _Check:
 
         Of ones, as in a mask of a batch without padding, some become 0, and of zeros that are no
         floats some become 1. Floats that are all alike, as rewards that nobody has reached yet,
-        become random; and so do parameters, as of a layer that starts at 0. Other floats of a batch
-        become larger and smaller, each by its own factor, as outliers are, unless all are integers,
-        as of a mask. Where rows end a loop they only become smaller: it may not end for larger
-        ones. The rows change places, so that shards have others; or each piece has copies of one,
-        as if they were sorted by class: a batch in which all pieces look alike hides what happens
-        only to many rows of one kind, as those beyond an expert's capacity. The tokens of such
-        a row are all alike, too, in every other batch.
+        become random; and so do parameters, as of a layer that starts at 0. Zeros of the model
+        state and of entries without rows become other numbers in half of the batches: a counter of
+        steps, or the weight of a term that starts later. Other floats of a batch become larger and
+        smaller, each by its own factor, as outliers are, unless all are integers, as of a mask.
+        Where rows end a loop they only become smaller: it may not end for larger ones. The rows
+        change places, so that shards have others; or each piece has copies of one, as if they were
+        sorted by class: a batch in which all pieces look alike hides what happens only to many rows
+        of one kind, as those beyond an expert's capacity. The tokens of such a row are all alike,
+        too, in every other batch.
         """
         loops = self._doubt.finding.reason.endswith(ENDS_LOOP)
         rows, whole = self._config.loss.split(batch)
         axes = jax.tree.leaves(self._config.loss.batch_axes.tree_of(rows))
-        found, tree = jax.tree_util.tree_flatten_with_path((rows, state.params))
+        shared = whole, state.model_state
+        found, tree = jax.tree_util.tree_flatten_with_path((rows, state.params, *shared))
         leaves = [x for _, x in found]
         is_number = lambda x: x.size and (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number))
         places = [place for place, x in enumerate(leaves) if is_number(x)]
@@ -207,9 +212,12 @@ class _Check:
         draws, flags = dict[int, Callable[..., Any]](), set[int]()
         seen = jax.device_get(look([leaves[place] for place in places]))
         for place, (low, high, counts) in zip(places, seen, strict=True):
-            exact, of_batch = is_inexact(leaves[place]), not found[place][0][0].idx
+            exact, of = is_inexact(leaves[place]), found[place][0][0].idx
+            of_batch = not of
             flags |= {place} if counts and low >= 0 and high <= 1 else set()
-            if of_batch and low == high and (low == 1 or (low == 0 and not exact)):
+            if of > 1:
+                draws |= {place: _later} if low == high == 0 else {}
+            elif of_batch and low == high and (low == 1 or (low == 0 and not exact)):
                 draws[place] = functools.partial(_some_ones, 0.8 if low else 0.2)
             elif exact and low == high:
                 draws[place] = functools.partial(_nearby, 1 if of_batch else 0.1)
@@ -241,10 +249,13 @@ class _Check:
         varied = []
         for turn in range(2 * _VARIED):
             others = run(turn, given)
-            rows, params = tree.unflatten([others.get(i, x) for i, x in enumerate(leaves)])
-            varied.append((dataclasses.replace(state, params=params), join(rows, whole)))
+            numbers = tree.unflatten([others.get(i, x) for i, x in enumerate(leaves)])
+            rows, params, whole, model_state = numbers
+            after = dataclasses.replace(state, params=params, model_state=model_state)
+            varied.append((after, join(rows, whole)))
         path_of = lambda path: f"batch{jax.tree_util.keystr(path[1:])}"
-        names = ["params" if found[i][0][0].idx else path_of(found[i][0]) for i in draws]
+        name_of = lambda path: {1: "params", 3: "model_state"}.get(path[0].idx) or path_of(path)
+        names = [name_of(found[place][0]) for place in draws]
         return varied, list(dict.fromkeys(names))
 
     def loss(self, state: TrainState, batch: Any) -> None:
@@ -339,15 +350,25 @@ class _Check:
         state: TrainState,
         batch: Any,
     ) -> Any:
-        """Return how far two losses and their gradients are apart, both, and a gradient's norm."""
+        """Return how far two losses and their gradients are apart, both, and a gradient's norm.
+
+        If the model state is in doubt: how far two of these are apart, in the place of losses.
+        Microbatches have one after the other, as steps do, so these are the shards' alone.
+        """
         state, batch = widen((self._of_one_group(state), batch))
         pieces = self._config.loss.pieces(self._layout.number_of_shards)
-        of_pieces = changed(self._loss, accumulate_steps=pieces)
-        found = []
+        of_pieces = changed(self._loss, accumulate_steps=1 if self._doubt.of_state else pieces)
+        found, states = [], []
         for loss in (of_all, of_pieces):
             config = dataclasses.replace(self._config, loss=loss)
-            reduced = config.reduced(self._layout, state, batch)
+            reduced, after = config.reduced(self._layout, state, batch)
             found.append((reduced.extra["value"], jax.tree.leaves(reduced.values)))
+            states.append([_wide(x) for x in jax.tree.leaves(after) if is_inexact(x)])
+        if self._doubt.of_state:
+            norm, pairs = optax.tree.norm, zip(*states, strict=True)
+            each = [_relative(norm(x - y), norm(x), norm(y)) for x, y in pairs]
+            largest = functools.reduce(jnp.maximum, each)
+            return jnp.stack([largest, jnp.zeros_like(largest), largest, largest, 1.0])
         (whole, slopes), (mean, others) = found
         apart = [x - y for x, y in zip(slopes, others, strict=True)]
         norms = list(map(optax.tree.norm, (apart, slopes, others)))
@@ -364,6 +385,11 @@ class _Check:
         # False also of numbers that are not finite: they show nothing.
         if values <= allowed and gradients <= allowed:
             return
+        if self._doubt.of_state:
+            numbers += f"it is {values:.2g} of the largest apart from that of the whole batch"
+            if not math.isfinite(values):
+                raise self._not_finite(f": {numbers}")
+            raise LossError(f"{self._doubt.sentence} And by numbers it is not so: {numbers}.")
         numbers += (
             f"of rows of the whole batch the loss is {both:.6g}, and the mean of the shards' "
         )
@@ -502,6 +528,14 @@ def _some_ones(often: float, key: Any, x: Any, turn: Any) -> Any:
 def _nearby(size: float, key: Any, x: Any, turn: Any) -> Any:
     del turn
     return x + size * jax.random.normal(key, x.shape)
+
+
+def _later(key: Any, x: Any, turn: Any) -> Any:
+    """Return an array of zeros as it may be in later steps: positive, or a large count."""
+    found = 10**turn
+    if is_inexact(x):
+        found = jnp.abs(jax.random.normal(key, x.shape))
+    return jnp.where(turn > 1, found, x)
 
 
 def _with_outliers(smaller: bool, key: Any, x: Any, turn: Any) -> Any:

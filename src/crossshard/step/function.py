@@ -88,12 +88,12 @@ class StepConfig:
             found["aux"] = done.aux if aux_of_batch is None else aux_of_batch
         return layout.constrain(done.state), {**done.metrics, **found}
 
-    def reduced(self, layout: StateLayout, state: TrainState, batch: Any) -> Gradients:
-        """Return the loss and its reduced gradients, as global arrays, without an update."""
+    def reduced(self, layout: StateLayout, state: TrainState, batch: Any) -> tuple[Gradients, Any]:
+        """Return the loss, its reduced gradients and the model state after it, as global arrays."""
         context = self._context(layout, batch)
         done, _ = self._on_shards(layout, state, batch, context, updates=False)
         assert done.gradients is not None
-        return done.gradients
+        return done.gradients, done.state.model_state
 
     def _on_shards(
         self,

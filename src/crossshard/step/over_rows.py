@@ -95,8 +95,9 @@ class Doubt(NamedTuple):
 
     finding: Finding  # what the loss is over its rows, as far as it is known
     sentence: str  # says what nothing proves
-    types: tuple[Any, ...]  # the shapes and dtypes of the rows
+    key: Any  # the types of all inputs of the loss, and what is static in its model
     divisor: Divisor | None = None  # what divides the loss, if the weight may be something else
+    of_state: bool = False  # whether it is about the model state, and not about the loss
 
 
 class UndecidedError(LossError):
@@ -106,7 +107,7 @@ class UndecidedError(LossError):
         self.doubt = doubt
         super().__init__(
             f"{doubt.sentence} The first call of the step checks it by numbers; a step that is "
-            f"lowered or traced before that has none. {REMEDIES}"
+            f"lowered or traced before that, as a part of another program, has none. {REMEDIES}"
         )
 
 
@@ -162,10 +163,14 @@ class OverRowsRecord:
     latest: Finding | None = None  # what its trace showed last; ``None`` if it has not been traced
     # What its traces showed, and what divides it if it is a ratio, by the types of its inputs.
     known: dict[Any, tuple[Finding, Divisor | None]] = dataclasses.field(default_factory=dict)
+    # What they do not show of the model state that it returns, by the same types.
+    states: dict[Any, Doubt] = dataclasses.field(default_factory=dict)
     # The doubts that numbers have removed.
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
     # Whether the step runs now, so that numbers can be tried; else it is only lowered or traced.
     runs: bool = False
+    # Whether a first call follows: it is not traced as a part of another program, as in a loop.
+    lowers: bool = True
     # The doubts of a step that was lowered, which its first call removes.
     postponed: list[Doubt] = dataclasses.field(default_factory=list)
     # Whether the batch was filled up with rows of zeros, of weight 0; and whether these may count
@@ -174,6 +179,10 @@ class OverRowsRecord:
     counts_padding: bool = False
     # The traced losses of the step that is being traced, by the same types.
     traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def as_lowered(self) -> None:
+        """Note that the step is lowered now, and its first call may remove doubts."""
+        self.runs, self.lowers = False, True
 
     def __str__(self) -> str:
         if self.latest is None:
@@ -218,8 +227,8 @@ class OverRowsRecord:
             )
         if refusal:
             raise LossError(refusal)
-        types = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(rows))
         doubts = list[tuple[str, Divisor | None]]()
+        of_states = [self.states[key]] if key in self.states else []
         of_ratio = ""
         if finding.kind is OverRows.UNDECIDED:
             what = "the loss is a mean"
@@ -236,12 +245,14 @@ class OverRowsRecord:
             doubts += [(f"{of_ratio}{where}", divisor)]
         if finding.assumes and not finding.compares:
             doubts += [(f"each row is computed alone by {', '.join(finding.assumes)}", None)]
-        for what, of in doubts:
-            doubt = Doubt(finding, f"Nothing proves that {what}.", types, of)
+        of_loss = [Doubt(finding, f"Nothing proves that {what}.", key, of) for what, of in doubts]
+        for doubt in of_loss + of_states:
             if doubt in self.by_numbers:
                 continue
-            # A step that meets a fraction is not finite, so this need not be known to lower it.
-            if self.runs or not (by_itself or of_ratio == _NO_FRACTION):
+            # A step that meets a fraction is not finite, so this need not be known to trace it.
+            later = (by_itself or doubt.of_state) and self.lowers
+            later |= of_ratio == _NO_FRACTION and doubt in of_loss
+            if self.runs or not later:
                 raise UndecidedError(doubt)
             self.postponed.append(doubt)
         return finding, divisor
@@ -324,9 +335,15 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
 
 
 def check_state_is_mean(
-    model_state: Any, proof: Proof, is_weight: Callable[[Finding], bool] | None, unequal: bool
-) -> None:
+    model_state: Any,
+    proof: Proof,
+    is_weight: Callable[[Finding], bool] | None,
+    unequal: bool,
+    key: Any = None,
+) -> Doubt | None:
     """Raise LossError if the mean of the states that shards return is not that of the batch.
+
+    Returns the doubt, if the trace does not decide that; ``key`` is its.
 
     Args:
       model_state: the state before the loss.
@@ -335,7 +352,7 @@ def check_state_is_mean(
         ``None`` if they have none.
       unequal: whether the weights may differ.
     """
-    paths = jax.tree_util.tree_leaves_with_path(model_state)
+    paths, doubt = jax.tree_util.tree_leaves_with_path(model_state), None
     for (path, leaf), fact in zip(paths, proof.facts, strict=True):
         if not is_inexact(leaf):
             continue
@@ -349,15 +366,22 @@ def check_state_is_mean(
             is_none = True
             said = f"{OverRows.MEAN.value}, which count alike in it, and weight= lets shards differ"
             remedy = "Return a mean over what weight= counts"
+        explained = (
+            f"With model_state='mean' a step averages what each shard returns for its own rows, "
+            f"which is the state of the whole batch only if it is a mean over rows. {remedy}; or "
+            f"return what is the same on all shards, by jax.lax.pmean, psum or all_gather over "
+            f"their axis; or write loss_over='batch', with which it is one device's; or "
+            f"loss_over='shard', if each shard's own is meant."
+        )
+        name = f"model_state{jax.tree_util.keystr(path)}"
         if is_none:
-            raise LossError(
-                f"model_state{jax.tree_util.keystr(path)} is {said}. With model_state='mean' a "
-                f"step averages what each shard returns for its own rows, which is the state of "
-                f"the whole batch only if it is a mean over rows. {remedy}; or return what is the "
-                f"same on all shards, by jax.lax.pmean or psum over their axis; or write "
-                f"loss_over='batch', with which it is one device's; or loss_over='shard', if each "
-                f"shard's own is meant."
-            )
+            raise LossError(f"{name} is {said}. {explained}")
+        by_itself = of.kind is OverRows.OVER_SHARDS and not of.is_whole
+        if doubt is None and (by_itself or of.kind is OverRows.UNDECIDED):
+            where = f" ({of.source})" if of.source else ""
+            sentence = f"Nothing proves that {name} is a mean over rows: {of.reason}{where}."
+            doubt = Doubt(of, f"{sentence} {explained}", key, of_state=True)
+    return doubt
 
 
 def check_groups(sent: Sequence[Any], groups: GroupAssignment | None) -> None:

@@ -104,7 +104,7 @@ class Program:
 
     def _run_placed(self, state: TrainState, batch: Any, is_traced: bool) -> Any:
         flat, record = FlatState.of(state), self._config.loss.record
-        record.runs = not is_traced
+        record.runs, record.lowers = not is_traced, False
         while record.postponed and not is_traced:
             self._remove(record.postponed[-1], state, batch)
             record.postponed.pop()
@@ -144,7 +144,7 @@ class Program:
         """Lower the program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
             flat, types = FlatState.of(state), self.placer.abstract(batch)
-            self._config.loss.record.runs = False
+            self._config.loss.record.as_lowered()
             self._choose_options(flat, types)
             lowered = self._use_compiled(lambda compiled: compiled.lower(flat, types))
         nested = lambda both: (both[0].state(), both[1])
@@ -153,7 +153,7 @@ class Program:
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """Trace the program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
-            self._config.loss.record.runs = False
+            self._config.loss.record.as_lowered()
             return self._nested.trace(state, self.placer.abstract(batch))
 
     def _check_same(self, flat: FlatState, batch: Any) -> None:

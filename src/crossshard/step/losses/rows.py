@@ -560,7 +560,7 @@ class StepLoss(abc.ABC):
             return self._weighed(run, state, arguments, weight, at_use)
         key = state.skeleton, times, *types_of(arguments)
         if key not in self.record.known:
-            groups = at_use.shards.groups
+            groups = at_use.shards.groups if at_use.shards.is_grouped else None
             sent = [] if groups is None else self._sent(state, arguments, at_use)[1]
             check_groups(sent, groups)
             self._conclude(key, state, arguments, times, in_groups=bool(sent))
@@ -663,7 +663,9 @@ class StepLoss(abc.ABC):
             whole = arguments.whole
             unequal = weight is not None and depends(lambda x: weight(join(x, whole)), given[0])
             compared = None if weight is None else is_weight
-            check_state_is_mean(state.model_state, of_state, compared, unequal)
+            doubt = check_state_is_mean(state.model_state, of_state, compared, unequal, key)
+            if doubt is not None:
+                self.record.states[key] = doubt
         divisor = None
         if self.weight is not None:
             read = frozenset(jax.tree.leaves(places.loss))
