@@ -1,7 +1,7 @@
 """Whether operations whose code cannot be walked, such as kernels, compute each row alone.
 
 It is taken as proven where the grid of a kernel, its sharding rule or its name says so. Of all
-other kernels it is assumed, and the assumption is recorded: ``step/by_numbers.py`` can then test
+other kernels it is assumed, and the assumption is recorded: ``step/trial.py`` can then test
 that operation by itself with numbers.
 """
 
