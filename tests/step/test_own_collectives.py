@@ -199,6 +199,15 @@ def test_a_microbatch_has_only_its_own_rows():
     assert_close(got, of_one_device(RIGHT["gathered losses"]), 1e-6)
 
 
+def test_shards_that_add_up_may_each_have_a_part():
+    part = lambda w, b: contrastive(w, b) / lax.axis_size("shards")
+    optimizer = crossshard.CrossShardOptimizer(optax.sgd(0.1), reduction="sum")
+    _, got = stepped(part, optimizer=optimizer)
+    assert_close(got, of_one_device(contrastive), 1e-6)
+    with pytest.raises(LossError, match="by numbers it is not so"):
+        stepped(lambda w, b: contrastive(w, b, 0) / SHARDS, optimizer=optimizer)
+
+
 def late(w: Any, batch: Any, share: Any) -> Any:
     """As ``contrastive``, and later also with rows of another shard's number."""
     return contrastive(w, batch) + share * contrastive(w, batch, 0)

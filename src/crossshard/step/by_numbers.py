@@ -349,6 +349,12 @@ class _Check:
             largest = functools.reduce(jnp.maximum, each)
             return jnp.stack([largest, jnp.zeros_like(largest), largest, largest, 1.0])
         (whole, slopes), (mean, others) = found
+        if self._config.loss.is_summed:
+            # Each shard may have its part of a sum.
+            parts = self._layout.number_of_shards
+            is_part = jnp.abs(whole - parts * mean) < jnp.abs(whole - mean)
+            times = lambda x: jnp.where(is_part, parts * x, x)
+            mean, others = times(mean), list(map(times, others))
         apart = [x - y for x, y in zip(slopes, others, strict=True)]
         norms = list(map(optax.tree.norm, (apart, slopes, others)))
         values = _relative(whole - mean, whole, mean)
