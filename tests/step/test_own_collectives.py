@@ -177,7 +177,7 @@ def centred(w: Any, batch: Any, groups: Any = None) -> Any:
 @pytest.mark.parametrize("options", [{"sync_every": 2}, {"optimizer": IN_GROUPS}])
 def test_groups_and_workers_send_each_other_nothing(options: Any):
     step = made(centred, **options)
-    with pytest.raises(LossError, match=r"in groups, or as workers.*has psum over all of them"):
+    with pytest.raises(LossError, match=r"in groups, or as workers.*has psum over more than each"):
         step(step.init(W), BATCH)
 
 
@@ -247,6 +247,17 @@ def test_numbers_of_one_model_say_nothing_of_another():
     state, _ = step(step.init(W), BATCH | {"table": np.ones(1)})
     with pytest.raises(LossError, match="by numbers it is not so"):
         step(state, BATCH | {"table": np.ones(2)})
+
+
+def test_numbers_of_one_batch_say_nothing_of_a_step_lowered_for_another():
+    of_table = lambda w, b: contrastive(w, b, 0 if len(b["table"]) > 1 else None)
+    step = made(of_table, replicated_entries=["table"])
+    state = step.init(W)
+    step.lower(state, BATCH | {"table": np.ones(2)})
+    state, _ = step(state, BATCH | {"table": np.ones(1)})
+    for _ in range(2):
+        with pytest.raises(LossError, match="by numbers it is not so"):
+            step(state, BATCH | {"table": np.ones(2)})
 
 
 def test_a_step_within_another_program_has_been_called_before():

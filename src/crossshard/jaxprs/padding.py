@@ -155,7 +155,7 @@ class _OfPadding(Analysis[_Fact]):
         if _Known.ROWS in inputs:
             return _Known.ANY
         if named_axes(equation):
-            if all(fact in (_Known.FREE, _Known.SAME) for fact in inputs) and shapes == {()}:
+            if shapes == {()} and _Known.ANY not in inputs:
                 return _Known.SAME
             is_sum = name.startswith("psum") and _Known.ANY is not self._zeros(inputs)
             self.sends_nothing &= is_sum

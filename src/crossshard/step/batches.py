@@ -136,6 +136,7 @@ class BatchPlacer:
 
     def abstract(self, batch: Any) -> Any:
         """Return the types and shardings of a batch on the mesh; raises as for the batch itself."""
+        self._loss.record.pads = False
 
         def one(leaf: Any, axis: int | None = None) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)

@@ -391,8 +391,8 @@ def check_groups(sent: Sequence[Any], groups: GroupAssignment | None) -> None:
         if sorted(map(sorted, each.params.get("axis_index_groups") or ())) != own:
             raise LossError(
                 f"Shards train in groups, or as workers of their own, and the loss has "
-                f"{each.primitive.name} over all of them ({_jax.sources_of(each)}), so that the "
-                f"gradient of one group would hold parts of the losses of others. Leave it out, or "
+                f"{each.primitive.name} over more than each alone ({_jax.sources_of(each)}), so "
+                f"that its gradient would hold parts of the losses of others. Leave it out, or "
                 f"name the groups, as in jax.lax.pmean(x, axis, axis_index_groups=groups); or "
                 f"write loss_over='shard', which takes each shard's loss as it is."
             )

@@ -21,7 +21,7 @@ from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.batches import BatchPlacer, Donation
 from crossshard.step.by_numbers import check_by_numbers
 from crossshard.step.function import StepConfig
-from crossshard.step.over_rows import Doubt, UndecidedError
+from crossshard.step.over_rows import Doubt, UndecidedError, types_of
 from crossshard.step.state import States
 
 Metrics = dict[str, Any]
@@ -40,6 +40,8 @@ class Program:
         self._config = config
         self._states = states
         self.placer = BatchPlacer(mesh, config.axes, loss)
+        # What a trace did not show of the step when it was lowered, by the types of its inputs.
+        self._postponed: dict[Any, list[Doubt]] = {}
         self._in_processes = len(processes_of(mesh)) > 1
         self._is_watched = are_of_all_processes(mesh)
         self._agreed: set[Any] = set()
@@ -105,9 +107,9 @@ class Program:
     def _run_placed(self, state: TrainState, batch: Any, is_traced: bool) -> Any:
         flat, record = FlatState.of(state), self._config.loss.record
         record.runs, record.lowers = not is_traced, False
-        while record.postponed and not is_traced:
-            self._remove(record.postponed[-1], state, batch)
-            record.postponed.pop()
+        if self._postponed and not is_traced:
+            for doubt in self._postponed.get(types_of((flat, batch)), ()):
+                self._remove(doubt, state, batch)
         try:
             if self._in_processes and not is_traced:
                 self._check_same(flat, batch)
@@ -136,9 +138,18 @@ class Program:
         return self._run_placed(state, batch, is_traced)
 
     def _remove(self, doubt: Doubt, state: TrainState, batch: Any) -> None:
-        """Raise unless numbers show what a trace does not."""
-        check_by_numbers(self._config, self._states.layout(state), state, batch, doubt)
-        self._config.loss.record.by_numbers.add(doubt)
+        """Raise unless numbers show what a trace does not; they do so once."""
+        shown = self._config.loss.record.by_numbers
+        if doubt not in shown:
+            check_by_numbers(self._config, self._states.layout(state), state, batch, doubt)
+            shown.add(doubt)
+
+    def _postpone(self, flat: FlatState, types: Any) -> None:
+        """Keep the doubts of a step that was lowered for its first call with these types."""
+        doubts = self._config.loss.record.postponed
+        if doubts:
+            self._postponed.setdefault(types_of((flat, types)), []).extend(doubts)
+        doubts.clear()
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the program for a state and a batch, or for their types."""
@@ -147,6 +158,7 @@ class Program:
             self._config.loss.record.as_lowered()
             self._choose_options(flat, types)
             lowered = self._use_compiled(lambda compiled: compiled.lower(flat, types))
+            self._postpone(flat, types)
         nested = lambda both: (both[0].state(), both[1])
         return _jax.with_trees(lowered, nested)
 
@@ -154,7 +166,10 @@ class Program:
         """Trace the program for a state and a batch, or for their types."""
         with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
             self._config.loss.record.as_lowered()
-            return self._nested.trace(state, self.placer.abstract(batch))
+            types = self.placer.abstract(batch)
+            traced = self._nested.trace(state, types)
+            self._postpone(FlatState.of(state), types)
+        return traced
 
     def _check_same(self, flat: FlatState, batch: Any) -> None:
         """Raise, before the first run of a program, unless every process runs the same one."""
