@@ -190,9 +190,11 @@ def test_a_loss_that_constrains_the_data_axis_is_refused():
         step(step.init(placed(mesh, PARAMS, SPLIT)), BATCHES[0])
 
 
-def test_a_loss_that_names_the_model_axis_is_refused():
+@pytest.mark.parametrize("over", ["shard", "batch"])
+def test_a_loss_that_names_the_model_axis_is_refused(over: Any):
     mesh = mesh_of(4, 2)
-    step = step_of(lambda p, x: jax.lax.psum(network(p, x), "model"), optax.sgd(0.1), mesh)
+    loss = lambda p, x: jax.lax.psum(network(p, x), "model")
+    step = step_of(loss, optax.sgd(0.1), mesh, loss_over=over)
     state = step.init(placed(mesh, PARAMS, SPLIT))
     with pytest.raises(AxisError, match=r"names the axis 'model' of the mesh .*test_model_axes"):
         step(state, BATCHES[0])

@@ -16,7 +16,7 @@ from crossshard.model.state import TrainState
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import map_partitions, spec_over
 from crossshard.step.gather import AtUse, ByXLA
-from crossshard.step.losses.rows import StepLoss
+from crossshard.step.losses.rows import StepLoss, check_model_axes
 from crossshard.step.microbatches import LocalResult
 
 
@@ -74,6 +74,7 @@ class BatchLoss(StepLoss):
         except NameError as error:
             axis, where = _jax.unbound_axis(error, axes), _jax.source_of_error(error)
             if axis is None:
+                check_model_axes(error, layout.mesh)
                 raise
             raise AxisError(
                 f"The loss names the shard axis {axis!r}{f' ({where})' if where else ''}, and with "

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AbstractMesh, Mesh
 
 from crossshard import _check, _jax
 from crossshard._check import is_inexact
@@ -717,20 +718,29 @@ class RowsLoss(StepLoss):
 
 @contextlib.contextmanager
 def _named_axes_are_bound() -> Iterator[None]:
-    """Raise AxisError where a loss names an axis of the mesh that no shards are along."""
+    """Raise AxisError where the loss of a shard names an axis that no shards are along."""
     try:
         yield
     except NameError as error:
-        axis = _jax.unbound_axis(error, jax.sharding.get_abstract_mesh().axis_names)
-        if axis is None:
-            raise
-        where = _jax.source_of_error(error)
-        raise AxisError(
-            f"The loss names the axis {axis!r} of the mesh{f' ({where})' if where else ''}, over "
-            f"which XLA splits its work: a sum over that axis is in the product already. Leave "
-            f"the collective out; or run this part in jax.shard_map(..., axis_names={{{axis!r}}}), "
-            f"without a mesh."
-        ) from error
+        # Without manual axes nothing is bound: who traces it so knows which axes shards are along.
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.manual_axes:
+            check_model_axes(error, mesh)
+        raise
+
+
+def check_model_axes(error: NameError, mesh: Mesh | AbstractMesh) -> None:
+    """Raise AxisError if a loss named an axis of the mesh, and so had this error."""
+    axis = _jax.unbound_axis(error, mesh.axis_names)
+    if axis is None:
+        return
+    where = _jax.source_of_error(error)
+    raise AxisError(
+        f"The loss names the axis {axis!r} of the mesh{f' ({where})' if where else ''}, over "
+        f"which XLA splits its work: a sum over that axis is in the product already. Leave "
+        f"the collective out; or run this part in jax.shard_map(..., axis_names={{{axis!r}}}), "
+        f"without a mesh."
+    ) from error
 
 
 def _pruned(function: Callable[..., Any], *args: Any) -> Any:
