@@ -17,7 +17,7 @@ from crossshard.pipeline.stages.nonfinite import Nonfinite
 from crossshard.shards.axes import get_shard_context, shard_context
 from crossshard.shards.devices import cpu_devices
 from crossshard.step.make_train_step import make_train_step
-from crossshard.step.over_rows import rowwise
+from crossshard.step.rowwise import rowwise
 from crossshard.step.train_step import TrainStep
 
 if TYPE_CHECKING:

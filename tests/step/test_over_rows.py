@@ -11,7 +11,7 @@ import pytest
 
 from crossshard import CrossShardOptimizer, make_train_step
 from crossshard.errors import LossError
-from crossshard.step.losses.rows import StepLoss
+from crossshard.step.losses.loss import StepLoss
 
 SHARDS = 4
 W = np.float32(np.random.default_rng(0).normal(size=(3, 2)))
@@ -176,7 +176,7 @@ def test_keys_in_a_state_that_all_shards_share_are_no_noise_of_rows():
 
 
 def test_what_microbatches_trace_again_is_proven_once(monkeypatch: pytest.MonkeyPatch):
-    from crossshard.step.losses import rows as step_loss
+    from crossshard.step.losses import proven as step_loss
 
     seen = []
     look = step_loss.facts_of_inputs

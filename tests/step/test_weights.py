@@ -53,8 +53,9 @@ def test_a_function_may_count_what_each_shards_own_loss_does_not_read():
     rows = ((X[:4] @ W) ** 2).mean(-1).reshape(2, 2).mean(-1)
     np.testing.assert_allclose(metrics["loss"], (rows[0] + 2 * rows[1]) / 3, rtol=1e-5)
     step = sgd_step(blind, 0.1, 2, weight=weight)
-    with pytest.raises(LossError, match="a mean over rows, in which all rows count the same"):
-        step(step.init(W), batch_of([1, 0, 1, 1]))
+    for _ in range(2):  # what is refused once is refused again
+        with pytest.raises(LossError, match="a mean over rows, in which all rows count the same"):
+            step(step.init(W), batch_of([1, 0, 1, 1]))
 
 
 # Rows that do not divide, filled up with rows of zeros.

@@ -27,7 +27,7 @@ from crossshard.shards.batch_axes import (
     take_rows,
 )
 from crossshard.shards.devices import number_of_shards, own_shards, put
-from crossshard.step.losses.rows import StepLoss
+from crossshard.step.losses.loss import StepLoss
 from crossshard.step.microbatches import SumOf, Weight, weight_of
 
 # Rows that lie on a mesh with room for a further virtual shard on some shards, by their ids.

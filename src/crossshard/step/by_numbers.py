@@ -38,19 +38,22 @@ from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import join, take_rows
 from crossshard.shards.cut import Partition
 from crossshard.shards.random_streams import is_key, quiet_keys
+from crossshard.step.divisor import (
+    AS_MEAN,
+    Divisor,
+    are_equal,
+    wrong_weight_error,
+)
 from crossshard.step.function import StepConfig, to_read
 from crossshard.step.losses import changed
-from crossshard.step.losses.rows import LossOver, StepLoss
+from crossshard.step.losses.loss import LossOver, StepLoss
+from crossshard.step.losses.proven import facts_of
 from crossshard.step.microbatches import pieces_of, weight_of
 from crossshard.step.over_rows import (
-    AS_MEAN,
     REMEDIES,
-    Divisor,
     Doubt,
     OverRowsRecord,
-    are_equal,
     finding_of,
-    wrong_weight_error,
 )
 from crossshard.step.trial import Trial, precision_of
 
@@ -435,7 +438,7 @@ class _Check:
                 of_rows = lambda rows: loss.arguments(before, both, join(rows, whole), keys)
                 given, trial = [of_rows(one), of_rows(behind(one, other))], Trial(Assumptions())
                 traces = [jax.make_jaxpr(of_loss, return_shape=True)(*x) for x in given]
-                jaxprs, (_, inputs) = [jaxpr for jaxpr, _ in traces], loss.facts(given[1])
+                jaxprs, (_, inputs) = [jaxpr for jaxpr, _ in traces], facts_of(loss, given[1])
                 number = loss.number_of_rows(one)
                 facts = facts_of_outputs(jaxprs, inputs, number, 2, shards.axes, trial.assumed)
                 returned = jax.tree.unflatten(jax.tree.structure(traces[1][1]), facts)

@@ -16,7 +16,7 @@ from crossshard.model.state import TrainState
 from crossshard.pipeline.update.owners import Owners
 from crossshard.shards.cut import Partition
 from crossshard.step.function import StepConfig
-from crossshard.step.losses.rows import LossOver, StepLoss
+from crossshard.step.losses.loss import LossOver, StepLoss
 
 _ONCE = "is known once the step has been lowered, or called"
 

@@ -17,7 +17,7 @@ from crossshard.pipeline.stage import CrossShardState
 from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import resized
 from crossshard.step.function import to_read
-from crossshard.step.losses.rows import LossOver
+from crossshard.step.losses.loss import LossOver
 from crossshard.step.train_step import TrainStep, config_of, latest_of, placer_of
 
 
@@ -96,7 +96,7 @@ def count_flops(step: TrainStep, batch: PyTree) -> Flops:
 
     def value(params: Any, state: Any, batch: Any) -> Any:
         with shard_context(shards, axis_name=() if is_whole else config.axes):
-            keys = loss._keys(state, batch, 0, 0)
+            keys = loss.keys(state, batch, 0, 0)
             found = loss.run(state, (params, state.frozen), batch, keys).loss
         return found.value() if isinstance(found, Mean) else found
 

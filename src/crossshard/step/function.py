@@ -23,7 +23,7 @@ from crossshard.shards.cut import map_partitions, spec_over
 from crossshard.shards.devices import number_of_shards
 from crossshard.step.batches import check_same_rows
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.rows import StepLoss, scale_of
+from crossshard.step.losses.loss import StepLoss, scale_of
 from crossshard.step.microbatches import LocalResult
 
 

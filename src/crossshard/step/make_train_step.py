@@ -28,7 +28,7 @@ from crossshard.step.batches import check_entries
 from crossshard.step.function import StepConfig
 from crossshard.step.losses import check_virtual_shards
 from crossshard.step.losses import loss_over as loss_of
-from crossshard.step.losses.rows import LossOver, RngPer, check_rng_per
+from crossshard.step.losses.loss import LossOver, RngPer, check_rng_per
 from crossshard.step.losses.virtual import InOrder
 from crossshard.step.microbatches import AuxReduction, check_aux_reduction, check_weight
 from crossshard.step.train_step import TrainStep

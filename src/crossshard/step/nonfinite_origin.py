@@ -36,7 +36,8 @@ from crossshard.step.batches import check_same_rows, is_uneven, padded
 from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
 from crossshard.step.losses import changed
-from crossshard.step.losses.rows import LossOver, StepLoss
+from crossshard.step.losses.loss import LossOver, StepLoss
+from crossshard.step.losses.rows import compute_part, start_counting
 from crossshard.step.over_rows import OverRowsRecord, UndecidedError
 
 # After so many bad rows no more are looked for. Of a loss that compares rows each row is left out
@@ -320,8 +321,8 @@ class _Search:
             params, frozen, model_state, scale, batch, shard = given
             arrays: Any = {"params": params, "frozen": frozen, "model_state": model_state}
             here = dataclasses.replace(own, opt_state=CrossShardState(loss_scale=scale), **arrays)
-            counting = loss.start_counting(here, batch, at_use, None)
-            found = loss.compute_part(here, batch, at_use, shard, counting)
+            counting = start_counting(loss, here, batch, at_use, None)
+            found = compute_part(loss, here, batch, at_use, shard, counting)
             weight = 1.0 if found.weight is None else found.weight
             weight = weight if found.terms is None else found.terms.counts[-1]
             return found.loss, weight, _nans(found.model_state, model_state), found.values

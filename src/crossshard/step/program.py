@@ -21,7 +21,8 @@ from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.batches import BatchPlacer, Donation
 from crossshard.step.by_numbers import check_by_numbers
 from crossshard.step.function import StepConfig
-from crossshard.step.over_rows import Doubt, UndecidedError, types_of
+from crossshard.step.losses.loss import types_of
+from crossshard.step.over_rows import Doubt, UndecidedError
 from crossshard.step.state import States
 
 Metrics = dict[str, Any]

@@ -29,7 +29,7 @@ from crossshard.shards.batch_axes import BatchAxes, take_rows
 from crossshard.step.describe import bytes_on_device
 from crossshard.step.flops import Flops, check_is_step, count_flops, number_of_rows
 from crossshard.step.losses import changed
-from crossshard.step.losses.rows import LossOver
+from crossshard.step.losses.loss import LossOver
 from crossshard.step.train_step import TrainStep, config_of
 
 __all__ = [

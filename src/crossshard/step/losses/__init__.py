@@ -6,7 +6,8 @@ from typing import Any
 from crossshard import _check
 from crossshard.errors import ArgumentError
 from crossshard.step.losses.batch import BatchLoss
-from crossshard.step.losses.rows import LossOver, RowsLoss, StepLoss
+from crossshard.step.losses.loss import LossOver, StepLoss
+from crossshard.step.losses.rows import RowsLoss
 from crossshard.step.losses.virtual import VirtualLoss
 
 

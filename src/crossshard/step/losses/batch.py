@@ -16,7 +16,8 @@ from crossshard.model.state import TrainState
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import map_partitions, spec_over
 from crossshard.step.gather import AtUse, ByXLA
-from crossshard.step.losses.rows import StepLoss, check_model_axes
+from crossshard.step.losses.loss import StepLoss, check_model_axes
+from crossshard.step.losses.rows import compute_shard
 from crossshard.step.microbatches import LocalResult
 
 
@@ -62,7 +63,7 @@ class BatchLoss(StepLoss):
         split = ByXLA(layout.mesh, axes).split
 
         def compute(state: TrainState, batch: Any) -> LocalResult:
-            return self.compute_shard(state, batch, on_all)._replace(early=())
+            return compute_shard(self, state, batch, on_all)._replace(early=())
 
         # Traced once: the call reuses the trace.
         inlined = jax.jit(compute, inline=True)

@@ -30,7 +30,9 @@ from crossshard.pipeline.stage import StageContext
 from crossshard.pipeline.stages.aggregate import Aggregator, Peers, Sent
 from crossshard.shards.batch_axes import VirtualShards, join
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.rows import StepLoss, check_alone
+from crossshard.step.losses.loss import StepLoss
+from crossshard.step.losses.proven import check_alone
+from crossshard.step.losses.rows import compute_part, start_counting
 from crossshard.step.microbatches import LocalResult, pieces_of
 
 
@@ -78,7 +80,7 @@ class VirtualLoss(StepLoss):
                 f"shard."
             )
         counting, (rows, whole) = (
-            self.start_counting(state, given, at_use, weight),
+            start_counting(self, state, given, at_use, weight),
             self.split(given),
         )
         shared = state.params, state.frozen, state.model_state, whole, counting.counts
@@ -90,7 +92,7 @@ class VirtualLoss(StepLoss):
             params, frozen, model_state, whole, counts = given
             here = dataclasses.replace(state, params=params, frozen=frozen, model_state=model_state)
             index, own = virtual.first(shard) + index, dataclasses.replace(counting, counts=counts)
-            local = self.compute_part(here, join(rows, whole), at_use, index, own)
+            local = compute_part(self, here, join(rows, whole), at_use, index, own)
             weigh = lambda x: to_average(x, local.weight)
             values = zip(jax.tree.leaves(local.values), unread, strict=True)
             read = [weigh(x) for x, is_unread in values if not is_unread]

@@ -1,0 +1,228 @@
+"""Proven: traces the loss of some rows once, and proves from that what it is over them."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from crossshard import _jax
+from crossshard.errors import AxisError
+from crossshard.gradients.mean import Mean
+from crossshard.jaxprs.mean_over_rows import Finding, is_mean
+from crossshard.jaxprs.padding import counts_nothing
+from crossshard.jaxprs.proof import Proof, collectives_of, facts_of_inputs, prove, types_with
+from crossshard.jaxprs.row_facts import OverRows, Total
+from crossshard.jaxprs.walk import depends, equations_of, named_axes
+from crossshard.model.model_state import ModelState
+from crossshard.model.state import TrainState
+from crossshard.shards.axes import as_one_shard, get_shard_context
+from crossshard.shards.batch_axes import join
+from crossshard.step.divisor import as_mean, check_weight_of_mean, divisor_of
+from crossshard.step.gather import AtUse
+from crossshard.step.losses.loss import Arguments, Keys, LossOver, Returned, StepLoss, types_of
+from crossshard.step.microbatches import check_weight_is_read, weight_of
+from crossshard.step.over_rows import check_groups, check_state_is_mean, finding_of
+
+
+def _trace(loss: StepLoss, state: TrainState, arguments: Arguments) -> tuple[Any, Any]:
+    """Trace the loss; return its jaxpr, and the tree of its results."""
+    key = state.skeleton, *types_of(arguments)
+    if key not in loss.record.traces:
+        of = functools.partial(loss.of_arguments, state)
+        jaxpr, types = jax.make_jaxpr(of, return_shape=True)(*arguments)
+        found, context = (jaxpr, jax.tree.structure(types)), get_shard_context()
+        if loss.same_bits is not None and context is not None:
+            # Before the proof, which would say of a sum over shards what to divide it by.
+            check_alone(jaxpr, context.axis_name)
+        if any(isinstance(x, jax.core.Tracer) for x in jaxpr.consts):
+            return found
+        # With microbatches a step computes its loss several times.
+        loss.record.traces[key] = found
+    return loss.record.traces[key]
+
+
+def prepared(
+    loss: StepLoss, state: TrainState, batch: Any, keys: Keys, at_use: AtUse
+) -> tuple[Callable[..., Returned], Any]:
+    """Return the loss as a function of the parameters, and the weight of its rows.
+
+    The function also takes other rows, keys or states. With ``LossOver.ROWS`` this raises unless
+    the loss is proven to be a mean over the rows. A ratio is returned as a ``Mean``, which counts
+    its rows itself, so that there is no weight.
+    """
+    times = loss.parts(at_use.shards.number) * loss.accumulate_steps
+    is_proven = loss.over is LossOver.ROWS and times > 1
+    types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
+
+    def run(
+        both: Any, batch: Any = batch, keys: Keys = keys, state: TrainState = state
+    ) -> Returned:
+        if not is_proven:
+            return loss.run(state, both, batch, keys)
+        arguments = loss.arguments(state, both, batch, keys)
+        jaxpr, tree = _trace(loss, state, arguments)
+        found = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments))
+        returned: Returned = jax.tree.unflatten(tree, found)
+        return returned
+
+    weight = None
+    if loss.weight is not None:
+        of_batch = lambda batch, both: run(both, batch).loss
+        check_weight_is_read(loss.weight, batch, of_batch, types)
+        weight = weight_of(loss.weight, batch)
+    arguments = loss.arguments(state, types, batch, keys)
+    if not is_proven:
+        return _weighed(loss, run, state, arguments, weight, at_use)
+    key = state.skeleton, times, *types_of(arguments)
+    if key not in loss.record.known:
+        groups = at_use.shards.groups if at_use.shards.is_grouped else None
+        sent = [] if groups is None else _sent(loss, state, arguments, at_use)[1]
+        check_groups(sent, groups)
+        _conclude(loss, key, state, arguments, times, in_groups=bool(sent))
+    finding, divisor = loss.record.checked(
+        key, arguments.given[0], loss.weight, loss.is_summed, loss.accumulate_steps
+    )
+    loss.record.check_padding()
+    if divisor is None or not divisor.is_of_piece:
+        return _weighed(loss, run, state, arguments, weight, at_use)
+    if not finding.moved:
+        # Another sum may equal the divisor in the first batch alone.
+        weight = weight if divisor.is_weight else divisor.of_batch(batch)
+        return _weighed(loss, run, state, arguments, weight, at_use)
+
+    def as_sums(*given: Any, **others: Any) -> Returned:
+        found = run(*given, **others)
+        return found._replace(loss=as_mean(found.loss, divisor, finding, batch, weight))
+
+    return as_sums, None
+
+
+def _weighed(
+    loss: StepLoss,
+    run: Callable[..., Returned],
+    state: TrainState,
+    arguments: Arguments,
+    weight: Any,
+    at_use: AtUse,
+) -> tuple[Callable[..., Returned], Any]:
+    """Return the loss and its weight; as a ``Mean`` if shards send each other what it reads.
+
+    The gradient of what a shard sends holds the losses of others, which have other weights.
+    """
+    if weight is None or at_use.shards.number == 1:
+        return run, weight
+    is_mean, sent = _sent(loss, state, arguments, at_use)
+    if is_mean or not sent:
+        return run, weight
+
+    def as_sums(*given: Any, **others: Any) -> Returned:
+        found = run(*given, **others)
+        return found._replace(loss=Mean(found.loss * weight, weight))
+
+    return as_sums, None
+
+
+def _sent(
+    loss: StepLoss, state: TrainState, arguments: Arguments, at_use: AtUse
+) -> tuple[bool, list[Any]]:
+    """Return whether the loss is a ``Mean``, and the collectives over the shards in it."""
+    jaxpr, tree = _trace(loss, state, arguments)
+    places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
+    read = _jax.without_unread(jaxpr, frozenset(jax.tree.leaves(places.loss)))
+    return isinstance(places.loss, Mean), collectives_of(read, at_use.shards.axes)
+
+
+def facts_of(loss: StepLoss, arguments: Arguments) -> tuple[list[int], Any]:
+    """Return the axes of the rows, and what is known of each input of the loss."""
+    given, *others, own = arguments
+    axes = [*loss.batch_axes.of_rows(given[0]), *[0] * len(jax.tree.leaves(given[1]))]
+    return axes, facts_of_inputs(jax.tree.leaves(given), axes, others, own)
+
+
+def _conclude(
+    loss: StepLoss,
+    key: Any,
+    state: TrainState,
+    arguments: Arguments,
+    times: int,
+    *,
+    in_groups: bool,
+) -> None:
+    """Prove what the loss is over the rows, and record this and its divisor under ``key``.
+
+    ``arguments`` are the types of one of the ``times`` pieces of the batch. If it sums over a
+    group of shards that trains alone (``in_groups``), no comparison with one shard is of it.
+    """
+    given, (first, tree) = arguments.given, _trace(loss, state, arguments)
+    places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
+    (axes, inputs), context = facts_of(loss, arguments), get_shard_context()
+    each = jax.tree.leaves(given)[0].shape[axes[0]]
+    shards = None if context is None else context.axis_name
+
+    @functools.cache
+    def trace(rows: int, alone: Sequence[str]) -> Any:
+        if rows == each and not alone:
+            return first
+        more = arguments._replace(given=types_with(given, axes, rows))
+        with as_one_shard(alone) if alone else contextlib.nullcontext():
+            return jax.make_jaxpr(functools.partial(loss.of_arguments, state))(*more)
+
+    def proof_of(outputs: Any, times: int) -> Proof:
+        read = frozenset(jax.tree.leaves(outputs))
+        of = lambda rows, alone: _jax.without_unread(trace(rows, alone), read)
+        return prove(of, inputs, each, times, shards)
+
+    proof = proof_of(places.loss, times)
+    structure = jax.tree.structure(places.loss)
+    finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
+    finding = dataclasses.replace(finding, is_whole=finding.is_whole or in_groups)
+    averages = loss.model_state is ModelState.MEAN and times > loss.accumulate_steps
+    if averages and finding.kind is not OverRows.COMPARED:
+        of_state = proof_of(places.model_state, times // loss.accumulate_steps)
+
+        def is_weight(of: Finding) -> bool:
+            found = divisor_of(of, of_state.jaxpr, arguments, loss.split, weight)
+            return found is None or found.is_weight
+
+        weight: Any = loss.weight
+        whole = arguments.whole
+        unequal = weight is not None and depends(lambda x: weight(join(x, whole)), given[0])
+        compared = None if weight is None else is_weight
+        doubt = check_state_is_mean(state.model_state, of_state, compared, unequal, key)
+        if doubt is not None:
+            loss.record.states[key] = doubt
+    divisor = None
+    if loss.weight is not None:
+        read = frozenset(jax.tree.leaves(places.loss))
+        of_loss = [_jax.without_unread(first, read)]
+        if collectives_of(of_loss[0]):
+            of_loss += [_jax.without_unread(trace(2 * each, ()), read)]
+        rows = range(len(jax.tree.leaves(given[0])))
+        loss.record.counts_padding |= not counts_nothing(of_loss, rows, each)
+        if finding.kind is OverRows.RATIO:
+            # The sum of an entry is known for any number of rows, and so for those of a piece.
+            jaxpr = first if isinstance(finding.by, int) else proof.jaxpr
+            divisor = divisor_of(finding, jaxpr, arguments, loss.split, loss.weight)
+        # What is the same on all shards is so with any weights.
+        own = [fact for fact in proof.facts if isinstance(fact, Total) and is_mean(fact)]
+        is_own = finding.kind is OverRows.OVER_SHARDS and len(own) == len(proof.facts)
+        if finding.kind is OverRows.MEAN or is_own:
+            check_weight_of_mean(loss.weight, given[0], arguments.whole)
+    loss.record.known[key] = finding, divisor
+
+
+def check_alone(jaxpr: Any, axes: Sequence[str]) -> None:
+    """Raise if the loss of a virtual shard communicates with other shards."""
+    for equation in equations_of(jaxpr):
+        named = set(named_axes(equation).intersection(axes))
+        if named:
+            where = _jax.source_of(equation)
+            raise AxisError(
+                f"The loss names the shard axis {named.pop()!r}{f' ({where})' if where else ''}; "
+                f"with virtual_shards its value is not to depend on the number of shards. Leave "
+                f"pmean, all_gather and axis_index out."
+            )
