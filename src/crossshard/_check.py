@@ -10,7 +10,7 @@ import numbers
 import operator
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -247,3 +247,21 @@ def typed(kind: Any, value: Any) -> Any:
     ):
         return value
     raise ValueError(f"{kind} is not what {value!r:.60} is.")
+
+
+def dtype(name: str, given: Any, among: Sequence[str], words: str) -> Any:
+    """Return the dtype that an option gives; ``None`` without one."""
+    if given is None or dtype_name(given) in among:
+        return None if given is None else jnp.dtype(given)
+    raise ArgumentError(f"{name} must be {words}; got {shown(given)}.")
+
+
+def dtype_name(given: Any) -> str | None:
+    """Return the name of a dtype; ``None`` of what is none."""
+    # Not an array, which has a dtype but was probably meant for something else.
+    if not isinstance(given, str | type | np.dtype):
+        return None
+    try:
+        return str(jnp.dtype(given).name)
+    except (TypeError, ValueError):  # a word that is not a dtype, or cannot be encoded
+        return None

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax.extend
 
+from crossshard import _jax
+
 if TYPE_CHECKING:
     from flax import nnx as nnx
     from flax.nnx.tracers import TraceState
@@ -141,12 +143,17 @@ class _WatchedSlot:
 
 
 @contextmanager
-def watching_reads(report: Callable[[AnyVariable], None], outer: Any) -> Iterator[None]:
-    """Call ``report``, which raises, when a traced function reads a variable of an outer trace.
+def watching_reads(report: Callable[[AnyVariable], None]) -> Iterator[None]:
+    """Call ``report``, which raises, if a trace reads a variable from outside of all traces.
 
     JAX would compile its current value into the program.
     """
     global _number_of_watchers
+    if not is_loaded():
+        yield
+        return
+    with _jax.outside_of_traces():
+        outer = current_trace()
     before = getattr(_thread, "watcher", None)
     with _lock:
         _number_of_watchers += 1

@@ -24,13 +24,12 @@ from crossshard.checkpoints.data import Data
 from crossshard.checkpoints.folder import MOST_BYTES, Damaged, read_json
 from crossshard.checkpoints.storage import Leaf
 from crossshard.errors import CheckpointMismatchError
-from crossshard.gradients.nesting import inside_optimizer
-from crossshard.gradients.status import Reduction
+from crossshard.gradients.status import Reduction, inside_optimizer
 from crossshard.jaxprs.walk import constants, jaxprs_within, opened
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
+from crossshard.pipeline.aggregator import Aggregator
 from crossshard.pipeline.stage import Stage
-from crossshard.pipeline.stages.aggregate import Aggregator
 from crossshard.pipeline.stages.preprocess import Preprocess
 from crossshard.pipeline.update.optimize import takes
 from crossshard.step.function import StepConfig

@@ -1,16 +1,26 @@
 """How gradients are reduced, and whether they are already: by their type, or declared."""
 
+import contextlib
 import enum
 import math
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from crossshard import _check
-from crossshard.errors import ArgumentError, ArgumentTypeError, DoubleReductionError, IncomingError
+from crossshard import _check, _flax
+from crossshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DoubleReductionError,
+    IncomingError,
+    NestedReductionError,
+    VariableError,
+)
 from crossshard.shards.axes import Shards
 
 
@@ -209,3 +219,38 @@ def check_shapes(gradients: Any, like: Any, what: str = "its parameter") -> None
                 f"belongs into the wrapped optimizer, as optax.add_noise: each shard would add "
                 f"its own."
             )
+
+
+# What an inner optimizer may not do: reduce again, or read variables from outside of a trace.
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def inside_optimizer() -> Iterator[None]:
+    """Mark the code inside as part of an inner optimizer."""
+    outer = getattr(_thread, "inside", False)
+    _thread.inside = True
+    try:
+        with _flax.watching_reads(_refuse_variable):
+            yield
+    finally:
+        _thread.inside = outer
+
+
+def refuse_nesting() -> None:
+    """Raise NestedReductionError inside of an inner optimizer."""
+    if getattr(_thread, "inside", False):
+        raise NestedReductionError(
+            "A CrossShardOptimizer was updated inside another one's update: the gradients would be "
+            "reduced twice. Keep the outer one and take the inner one's .inner."
+        )
+
+
+def _refuse_variable(variable: _flax.AnyVariable) -> None:
+    raise VariableError(
+        f"The optimizer reads {_flax.describe_variable(variable)}, which it closes over: a "
+        f"compiled step would keep its current value. Pass it to a step of crossshard.shard as an "
+        f"argument; or let a schedule read the count that Optax passes to it, or keep values that "
+        f"change in the optimizer's state, with optax.inject_hyperparams."
+    )

@@ -16,7 +16,7 @@ from crossshard import _check
 from crossshard._check import is_inexact
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
-from crossshard.gradients.nesting import inside_optimizer
+from crossshard.gradients.status import inside_optimizer
 from crossshard.jaxprs.walk import depends, is_identity
 from crossshard.model.model_state import OVERWRITTEN
 from crossshard.pipeline.update.optimize import takes

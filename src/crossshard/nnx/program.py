@@ -29,7 +29,6 @@ from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, check_same_program, processes_of
 from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
-from crossshard.gradients.nesting import watching_constants
 from crossshard.jaxprs.walk import varying_axes_of_outputs
 from crossshard.nnx.per_shard import is_per_shard, number_of_shards, per_shard, stacked
 from crossshard.nnx.slots import HasSlots
@@ -139,7 +138,7 @@ class Given:
         """Trace a step that was given these objects; raise if it reads any other variable."""
         _thread.bound = self
         try:
-            with watching_constants(_refuse):
+            with _flax.watching_reads(_refuse):
                 yield
         finally:
             _thread.bound = None

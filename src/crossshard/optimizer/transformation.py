@@ -19,16 +19,21 @@ from crossshard.errors import (
     ShardContextError,
     WeightUpdateError,
 )
-from crossshard.gradients.nesting import inside_optimizer, refuse_nesting
-from crossshard.gradients.status import Reduction, check_incoming, check_reduction
+from crossshard.gradients.status import (
+    Reduction,
+    check_incoming,
+    check_reduction,
+    inside_optimizer,
+    refuse_nesting,
+)
 from crossshard.jaxprs.walk import depends
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import CrossShardState, Gradients, StageContext
 from crossshard.pipeline.stages.aggregate import as_weight, check_weighable
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
-from crossshard.pipeline.stages.preprocess import Preprocess, check_transformation, maker_of
+from crossshard.pipeline.stages.preprocess import Preprocess, maker_of
 from crossshard.pipeline.update.arrays import Arrays, Replicated, Sharded
-from crossshard.pipeline.update.optimize import takes
+from crossshard.pipeline.update.optimize import check_transformation, takes
 from crossshard.pipeline.update.plan import (
     Planner,
     WeightUpdate,

@@ -24,8 +24,14 @@ from crossshard._annotations import Given, PyTree
 from crossshard.collectives.few_bits import Quantized
 from crossshard.collectives.sums import sum_over_shards
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.nesting import refuse_nesting
-from crossshard.gradients.status import GradientStatus, Reduction, Statuses, statuses_of
+from crossshard.gradients.status import (
+    GradientStatus,
+    Reduction,
+    Statuses,
+    refuse_nesting,
+    statuses_of,
+)
+from crossshard.pipeline.aggregator import Aggregator, Plain, check_like, check_pair
 from crossshard.pipeline.stage import (
     CrossShardState,
     Gradients,
@@ -37,15 +43,8 @@ from crossshard.pipeline.stage import (
     as_local,
 )
 from crossshard.pipeline.stages.accumulate import Accumulate
-from crossshard.pipeline.stages.aggregate import (
-    Aggregate,
-    Aggregator,
-    FewBits,
-    Plain,
-    Weigh,
-    check_like,
-    check_pair,
-)
+from crossshard.pipeline.stages.aggregate import Aggregate, Weigh
+from crossshard.pipeline.stages.few_bits import FewBits
 from crossshard.pipeline.stages.local_sgd import LocalSGD
 from crossshard.pipeline.stages.loss_scale import DynamicLossScale
 from crossshard.pipeline.stages.metrics import LocalNorms, Metrics

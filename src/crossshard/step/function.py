@@ -15,7 +15,7 @@ from crossshard.model.model_state import reduced_state
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stage import Gradients, StageContext, Staged
-from crossshard.pipeline.stages.aggregate import FewBits
+from crossshard.pipeline.stages.few_bits import FewBits
 from crossshard.pipeline.stages.nonfinite import Rerun, new_nans, own_weight
 from crossshard.pipeline.update.arrays import Arrays, Global
 from crossshard.pipeline.update.plan import WeightUpdate

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from crossshard import _jax
-from crossshard.collectives.few_bits import LANES, Codec, gather_in_few_bits
+from crossshard import _check, _jax
+from crossshard.collectives.few_bits import DTYPES, LANES, Codec, gather_in_few_bits
 from crossshard.collectives.rings import Product
 from crossshard.collectives.sums import (
     bucketed_gather,
@@ -25,8 +25,9 @@ from crossshard.collectives.sums import (
 from crossshard.gradients.local import check_sums, scaled, unscale
 from crossshard.jaxprs.deferred import Deferred, Inside, Note, evaluate
 from crossshard.model.layout import UsesRecord
+from crossshard.pipeline.aggregator import as_sent
 from crossshard.pipeline.stages.accumulate import add, mean
-from crossshard.pipeline.stages.aggregate import FewBits, as_sent
+from crossshard.pipeline.stages.few_bits import FewBits
 from crossshard.pipeline.stages.nonfinite import Rerun
 from crossshard.pipeline.update.arrays import squared_norm
 from crossshard.shards.axes import Shards
@@ -648,3 +649,17 @@ class Leaf(Deferred):
     def _split_as(self, partition: Partition) -> Self:
         transfer = dataclasses.replace(self.transfer, partition=partition)
         return dataclasses.replace(self, transfer=transfer, of_row=True)
+
+
+def check_gather_dtype(given: Any) -> Any:
+    """Return the dtype in which parameters are sent, or the codec; ``None`` for their own.
+
+    Raises:
+      ArgumentError: it is not such a dtype.
+    """
+    name, among = _check.dtype_name(given), ("bfloat16", "float16", "float32", "float64")
+    words = (
+        "bfloat16, float16, float32 or float64, the dtype in which parameters are sent, or int8, "
+        "int4 or float8_e4m3fn, in blocks that share a scale"
+    )
+    return Codec(name) if name in DTYPES else _check.dtype("gather_dtype", given, among, words)

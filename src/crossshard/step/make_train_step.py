@@ -20,12 +20,14 @@ from crossshard.model.model_state import ModelState, check_model_state, with_rng
 from crossshard.model.models import check_wrt
 from crossshard.optimizer.transformation import pipeline_of, transformation_of
 from crossshard.pipeline.pipeline import Options, Pipeline, check_names, names_of_options
-from crossshard.pipeline.stages.aggregate import FewBits, check_gather_dtype, check_weighable
+from crossshard.pipeline.stages.aggregate import check_weighable
+from crossshard.pipeline.stages.few_bits import FewBits
 from crossshard.pipeline.stages.metrics import need_local
 from crossshard.pipeline.update.plan import ParamsPlacement, WeightUpdate, check_weight_update
 from crossshard.shards.devices import mesh_and_axes, number_of_shards
 from crossshard.step.batches import check_entries
 from crossshard.step.function import StepConfig
+from crossshard.step.gather import check_gather_dtype
 from crossshard.step.losses import check_virtual_shards
 from crossshard.step.losses import loss_over as loss_of
 from crossshard.step.losses.loss import LossOver, RngPer, check_rng_per
@@ -269,9 +271,11 @@ def make_train_step(
         pipeline = pipeline.with_options(aggregator=InOrder(virtual))
     if isinstance(pipeline.aggregator, FewBits):
         pipeline.aggregator.check_axes(axes, pipeline.groups)
-    sentinel = check_divergence_options(
-        options.get("check_divergence"), options.get("on_divergence", "raise")
-    )
+    sentinel = None
+    if options.keys() & {"check_divergence", "on_divergence"}:
+        sentinel = check_divergence_options(
+            options.get("check_divergence"), options.get("on_divergence", "raise")
+        )
     params_sharded = placement is ParamsPlacement.SHARDED
     if gather_dtype is not None and not params_sharded:
         raise ArgumentError(

@@ -15,7 +15,7 @@ from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.jaxprs.walk import CHECKPOINTS, equations_of, equations_within
 from crossshard.model.state import FlatState, TrainState
-from crossshard.pipeline.stages.aggregate import FewBits
+from crossshard.pipeline.stages.few_bits import FewBits
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.batches import BatchPlacer, Donation

@@ -21,7 +21,7 @@ from crossshard.jaxprs.primitives import DRAWS
 from crossshard.jaxprs.walk import equations_within
 from crossshard.model.models import partition
 from crossshard.pipeline.pipeline import Pipeline
-from crossshard.pipeline.stages.aggregate import FewBits
+from crossshard.pipeline.stages.few_bits import FewBits
 from crossshard.pipeline.stages.metrics import Metrics
 from crossshard.pipeline.stages.nonfinite import RARE as IF_NOT_FINITE
 from crossshard.pipeline.update.plan import WeightUpdate

@@ -20,14 +20,14 @@ from crossshard import _check
 from crossshard._annotations import Given, PyTree
 from crossshard.collectives.sums import bucketed_sum, wide, widen
 from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.nesting import inside_optimizer
-from crossshard.gradients.status import Reduction
+from crossshard.gradients.status import Reduction, inside_optimizer
 from crossshard.jaxprs.rewrite import in_loop, opaque_false
 from crossshard.jaxprs.slices import why_not_elementwise
+from crossshard.pipeline.aggregator import Peers, Plain
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged, Updated
-from crossshard.pipeline.stages.aggregate import FewBits, Peers, Plain, check_reduce_dtype
-from crossshard.pipeline.stages.preprocess import check_transformation
+from crossshard.pipeline.stages.few_bits import FewBits, check_reduce_dtype
 from crossshard.pipeline.update.arrays import Arrays, Replicated, Sharded
+from crossshard.pipeline.update.optimize import check_transformation
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Partition, partition_for
 
 

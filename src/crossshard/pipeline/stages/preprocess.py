@@ -10,9 +10,10 @@ import optax
 
 from crossshard import _check
 from crossshard._annotations import Given
-from crossshard.errors import ArgumentError, ArgumentTypeError
-from crossshard.gradients.nesting import inside_optimizer
+from crossshard.errors import ArgumentError
+from crossshard.gradients.status import inside_optimizer
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
+from crossshard.pipeline.update.optimize import check_transformation
 from crossshard.shards.cut import PER_SHARD, REPLICATED
 from crossshard.shards.random_streams import own_stream
 
@@ -90,49 +91,3 @@ def maker_of(transformation: optax.GradientTransformation) -> str:
     """Return the name of the function that makes a transformation."""
     name = getattr(transformation.update, "__qualname__", type(transformation).__name__)
     return name.split(".")[0]
-
-
-_ROOTS_OF_OTHERS = {
-    "keras": "Keras",
-    "tf_keras": "Keras",
-    "tensorflow": "TensorFlow",
-    "torch": "PyTorch",
-}
-# Optimizers of these libraries that have another name in Optax.
-_EQUIVALENTS = {"gradientdescent": "sgd", "momentum": "sgd(lr, momentum)"}
-
-
-def check_transformation(opt: Any, what: str = "The optimizer") -> optax.GradientTransformation:
-    """Return ``opt`` if it is an Optax transformation, else raise an error that says what to write.
-
-    Raises:
-      ArgumentTypeError: not a transformation; names the missing method, or the Optax equivalent.
-    """
-    if isinstance(opt, optax.GradientTransformation):
-        return opt
-    given = opt if isinstance(opt, type) else type(opt)
-    for base in given.__mro__:
-        library = _ROOTS_OF_OTHERS.get(base.__module__.split(".")[0])
-        if library:
-            stem = given.__name__.lower().removesuffix("optimizer")
-            equivalent = _EQUIVALENTS.get(stem, stem if hasattr(optax, stem) else None)
-            write = f"optax.{equivalent}" if equivalent else "an Optax optimizer"
-            raise ArgumentTypeError(
-                f"{what} must be an Optax transformation; got {library}'s {given.__name__}. Write "
-                f"{write} instead."
-            )
-    missing = [method for method in ("init", "update") if not callable(getattr(opt, method, None))]
-    if not missing and not isinstance(opt, type):
-        return optax.GradientTransformation(opt.init, opt.update)
-    if callable(opt):
-        name = getattr(opt, "__name__", repr(opt))
-        raise ArgumentTypeError(
-            f"{what} must be an Optax transformation; got the function or class {name}, "
-            f"which returns one. Call it: {name}(learning_rate)."
-        )
-    write = "Pass its .tx." if hasattr(opt, "tx") else "Write Optax's own, as optax.sgd(0.1)."
-    raise ArgumentTypeError(
-        f"{what} must be an Optax transformation, with init and update; got "
-        f"{type(opt).__name__} ({_check.shown(opt, 80)}), which has no "
-        f"{' and no '.join(missing)}. {write}"
-    )

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from crossshard import _jax
 from crossshard._check import is_inexact
 from crossshard.collectives.sums import bucketed_gather, sum_over_shards, widen
-from crossshard.gradients.nesting import inside_optimizer
+from crossshard.gradients.status import inside_optimizer
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import Partition, map_partitions, spec_over
 

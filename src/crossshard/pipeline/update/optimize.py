@@ -23,7 +23,6 @@ from crossshard.gradients.status import check_shapes
 from crossshard.jaxprs.rewrite import in_loop, zeros
 from crossshard.jaxprs.walk import equations_of, named_axes, returned_inputs, sources
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged, Updated
-from crossshard.pipeline.stages.aggregate import check_dtype
 
 # The decay of an average: a number, or a schedule of the number of updates.
 Decay = float | Callable[[Any], Any]
@@ -51,7 +50,9 @@ class Optimize(Stage):
         Raises:
           ArgumentError, ArgumentTypeError: ``master_dtype`` or ``ema`` is not one.
         """
-        dtype = check_dtype("master_dtype", options.get("master_dtype"))
+        words = "float32 or float64, the dtype in which weights of 16 bits are also kept"
+        given = options.get("master_dtype")
+        dtype = _check.dtype("master_dtype", given, ("float32", "float64"), words)
         return cls(options["inner"], dtype, check_ema(options.get("ema")))
 
     def written(self) -> dict[str, Given]:
@@ -376,3 +377,49 @@ def check_ema(decay: Any) -> Decay | None:
             f"0.999; got {decay!r}."
         )
     return number
+
+
+_ROOTS_OF_OTHERS = {
+    "keras": "Keras",
+    "tf_keras": "Keras",
+    "tensorflow": "TensorFlow",
+    "torch": "PyTorch",
+}
+# Optimizers of these libraries that have another name in Optax.
+_EQUIVALENTS = {"gradientdescent": "sgd", "momentum": "sgd(lr, momentum)"}
+
+
+def check_transformation(opt: Any, what: str = "The optimizer") -> optax.GradientTransformation:
+    """Return ``opt`` if it is an Optax transformation, else raise an error that says what to write.
+
+    Raises:
+      ArgumentTypeError: not a transformation; names the missing method, or the Optax equivalent.
+    """
+    if isinstance(opt, optax.GradientTransformation):
+        return opt
+    given = opt if isinstance(opt, type) else type(opt)
+    for base in given.__mro__:
+        library = _ROOTS_OF_OTHERS.get(base.__module__.split(".")[0])
+        if library:
+            stem = given.__name__.lower().removesuffix("optimizer")
+            equivalent = _EQUIVALENTS.get(stem, stem if hasattr(optax, stem) else None)
+            write = f"optax.{equivalent}" if equivalent else "an Optax optimizer"
+            raise ArgumentTypeError(
+                f"{what} must be an Optax transformation; got {library}'s {given.__name__}. Write "
+                f"{write} instead."
+            )
+    missing = [method for method in ("init", "update") if not callable(getattr(opt, method, None))]
+    if not missing and not isinstance(opt, type):
+        return optax.GradientTransformation(opt.init, opt.update)
+    if callable(opt):
+        name = getattr(opt, "__name__", repr(opt))
+        raise ArgumentTypeError(
+            f"{what} must be an Optax transformation; got the function or class {name}, "
+            f"which returns one. Call it: {name}(learning_rate)."
+        )
+    write = "Pass its .tx." if hasattr(opt, "tx") else "Write Optax's own, as optax.sgd(0.1)."
+    raise ArgumentTypeError(
+        f"{what} must be an Optax transformation, with init and update; got "
+        f"{type(opt).__name__} ({_check.shown(opt, 80)}), which has no "
+        f"{' and no '.join(missing)}. {write}"
+    )

@@ -20,8 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from crossshard import _check, _jax
 from crossshard.errors import ArgumentError, CrossshardError, WeightUpdateError
-from crossshard.gradients.nesting import inside_optimizer
-from crossshard.gradients.status import leaf_name
+from crossshard.gradients.status import inside_optimizer, leaf_name
 from crossshard.jaxprs.leafwise import NotLeafwise, find_leafwise
 from crossshard.jaxprs.slices import is_elementwise, why_not_elementwise
 from crossshard.pipeline.update.arrays import Arrays, Global, Replicated, Sharded

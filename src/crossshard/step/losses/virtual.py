@@ -26,8 +26,8 @@ from crossshard.errors import ArgumentError
 from crossshard.jaxprs.rewrite import opaque_false, without_repeats
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
+from crossshard.pipeline.aggregator import Aggregator, Peers, Sent
 from crossshard.pipeline.stage import StageContext
-from crossshard.pipeline.stages.aggregate import Aggregator, Peers, Sent
 from crossshard.shards.batch_axes import VirtualShards, join
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.loss import StepLoss
