@@ -71,9 +71,24 @@ def with_statistics_of_all(w: Any, batch: Any) -> jax.Array:
     return (rows * batch["mask"]).sum() / batch["mask"].sum()
 
 
-@pytest.mark.parametrize("loss", [without_the_mask, with_statistics_of_all])
-def test_rows_of_padding_that_may_count_are_refused(loss: Any):
-    step, full = sgd_step(loss, 0.1, 4, weight="mask"), batch_of(np.arange(24) % 3)
+def with_statistics_of_its_own(w: Any, batch: Any) -> jax.Array:
+    h = batch["x"] @ w
+    rows = ((h - h.mean(0) - 1) ** 2).mean(-1)
+    return (rows * batch["mask"]).sum() / batch["mask"].sum()
+
+
+COUNTING = {
+    "without the mask": (without_the_mask, {}),
+    "with statistics of all": (with_statistics_of_all, {}),
+    "each shard's, without the mask": (without_the_mask, {"loss_over": "shard"}),
+    "each shard's, with statistics": (with_statistics_of_its_own, {"loss_over": "shard"}),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_rows_of_padding_that_may_count_are_refused(name: str):
+    loss, options = COUNTING[name]
+    step, full = sgd_step(loss, 0.1, 4, weight="mask", **options), batch_of(np.arange(24) % 3)
     few = jax.tree.map(lambda x: x[:22], full)
     for _ in range(2):  # before the step has met the loss, and after
         with pytest.raises(LossError, match=r"padded with rows of zeros.*leave the loss as it is"):
@@ -81,8 +96,10 @@ def test_rows_of_padding_that_may_count_are_refused(loss: Any):
         step(step.init(W), full)
 
 
-def test_rows_of_padding_that_do_not_count_are_none():
-    step, few = sgd_step(masked, 0.1, 4, weight="mask"), batch_of(np.arange(22) % 3)
+@pytest.mark.parametrize("over", ["rows", "shard"])
+def test_rows_of_padding_that_do_not_count_are_none(over: str):
+    few = batch_of(np.arange(22) % 3)
+    step = sgd_step(masked, 0.1, 4, weight="mask", loss_over=over)
     state, _ = step(step.init(W), few)
     expected = W - 0.1 * jax.grad(masked)(W, few)
     np.testing.assert_allclose(step.model(state), expected, atol=1e-6)

@@ -145,8 +145,8 @@ class OverRowsRecord:
             raise LossError(
                 "The rows of the batch do not divide, so that it is padded with rows of zeros, of "
                 "weight 0, and nothing shows that they leave the loss as it is: it may sum over "
-                "rows without the mask, or take means over the rows of all shards, as a batch norm "
-                "does. Multiply by the mask below each sum over rows; or pass a batch whose rows "
+                "rows without the mask, or compare rows, as a batch norm does that takes their "
+                "mean. Multiply by the mask below each sum over rows; or pass a batch whose rows "
                 "divide."
             )
 

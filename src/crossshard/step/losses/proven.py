@@ -25,7 +25,7 @@ from crossshard.step.divisor import as_mean, check_weight_of_mean, divisor_of
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.loss import Arguments, Keys, LossOver, Returned, StepLoss, types_of
 from crossshard.step.microbatches import check_weight_is_read, weight_of
-from crossshard.step.over_rows import check_groups, check_state_is_mean, finding_of
+from crossshard.step.over_rows import Doubt, check_groups, check_state_is_mean, finding_of
 
 
 def _trace(loss: StepLoss, state: TrainState, arguments: Arguments) -> tuple[Any, Any]:
@@ -76,6 +76,13 @@ def prepared(
         weight = weight_of(loss.weight, batch)
     arguments = loss.arguments(state, types, batch, keys)
     if not is_proven:
+        if loss.over is LossOver.SHARD and times > 1 and weight is not None:
+            traces = _Traces(loss, state, arguments)
+            traces.note_padding()
+            # A shard's statistics of its rows hold the padding, too.
+            compares = traces.proven(times)[0].kind is OverRows.COMPARED
+            loss.record.counts_padding |= compares
+            loss.record.check_padding()
         return _weighed(loss, run, state, arguments, weight, at_use)
     key = state.skeleton, times, *types_of(arguments)
     if key not in loss.record.known:
@@ -143,6 +150,50 @@ def facts_of(loss: StepLoss, arguments: Arguments) -> tuple[list[int], Any]:
     return axes, facts_of_inputs(jax.tree.leaves(given), axes, others, own)
 
 
+class _Traces:
+    """Traces of a loss, of as many rows as ``arguments`` have, and of others."""
+
+    def __init__(self, loss: StepLoss, state: TrainState, arguments: Arguments):
+        self._loss, self._state, self._arguments = loss, state, arguments
+        self.first, tree = _trace(loss, state, arguments)
+        # The places of what the loss returns among the outputs of a trace.
+        self.places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
+        self._axes, self._inputs = facts_of(loss, arguments)
+        self._each = jax.tree.leaves(arguments.given)[0].shape[self._axes[0]]
+        self._of_rows = functools.cache(self._trace)
+
+    def _trace(self, rows: int, alone: Sequence[str]) -> Any:
+        if rows == self._each and not alone:
+            return self.first
+        given = types_with(self._arguments.given, self._axes, rows)
+        with as_one_shard(alone) if alone else contextlib.nullcontext():
+            of = functools.partial(self._loss.of_arguments, self._state)
+            return jax.make_jaxpr(of)(*self._arguments._replace(given=given))
+
+    def proof_of(self, outputs: Any, times: int) -> Proof:
+        """Return what is proven of some outputs, if there are so many pieces of the batch."""
+        read, context = frozenset(jax.tree.leaves(outputs)), get_shard_context()
+        of = lambda rows, alone: _jax.without_unread(self._of_rows(rows, alone), read)
+        shards = None if context is None else context.axis_name
+        return prove(of, self._inputs, self._each, times, shards)
+
+    def proven(self, times: int) -> tuple[Finding, Proof]:
+        """Return what the loss is over the rows, and what proves it."""
+        returned = self.places.loss
+        proof = self.proof_of(returned, times)
+        facts = jax.tree.unflatten(jax.tree.structure(returned), proof.facts)
+        return proof.concluded(finding_of(facts)), proof
+
+    def note_padding(self) -> None:
+        """Note in the record of the loss whether rows of padding may count in it."""
+        read = frozenset(jax.tree.leaves(self.places.loss))
+        of_loss = [_jax.without_unread(self.first, read)]
+        if collectives_of(of_loss[0]):
+            of_loss += [_jax.without_unread(self._of_rows(2 * self._each, ()), read)]
+        rows = range(len(jax.tree.leaves(self._arguments.given[0])))
+        self._loss.record.counts_padding |= not counts_nothing(of_loss, rows, self._each)
+
+
 def _conclude(
     loss: StepLoss,
     key: Any,
@@ -157,62 +208,45 @@ def _conclude(
     ``arguments`` are the types of one of the ``times`` pieces of the batch. If it sums over a
     group of shards that trains alone (``in_groups``), no comparison with one shard is of it.
     """
-    given, (first, tree) = arguments.given, _trace(loss, state, arguments)
-    places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
-    (axes, inputs), context = facts_of(loss, arguments), get_shard_context()
-    each = jax.tree.leaves(given)[0].shape[axes[0]]
-    shards = None if context is None else context.axis_name
-
-    @functools.cache
-    def trace(rows: int, alone: Sequence[str]) -> Any:
-        if rows == each and not alone:
-            return first
-        more = arguments._replace(given=types_with(given, axes, rows))
-        with as_one_shard(alone) if alone else contextlib.nullcontext():
-            return jax.make_jaxpr(functools.partial(loss.of_arguments, state))(*more)
-
-    def proof_of(outputs: Any, times: int) -> Proof:
-        read = frozenset(jax.tree.leaves(outputs))
-        of = lambda rows, alone: _jax.without_unread(trace(rows, alone), read)
-        return prove(of, inputs, each, times, shards)
-
-    proof = proof_of(places.loss, times)
-    structure = jax.tree.structure(places.loss)
-    finding = proof.concluded(finding_of(jax.tree.unflatten(structure, proof.facts)))
+    traces, rows, weight = _Traces(loss, state, arguments), arguments.given[0], loss.weight
+    finding, proof = traces.proven(times)
     finding = dataclasses.replace(finding, is_whole=finding.is_whole or in_groups)
     averages = loss.model_state is ModelState.MEAN and times > loss.accumulate_steps
     if averages and finding.kind is not OverRows.COMPARED:
-        of_state = proof_of(places.model_state, times // loss.accumulate_steps)
-
-        def is_weight(of: Finding) -> bool:
-            found = divisor_of(of, of_state.jaxpr, arguments, loss.split, weight)
-            return found is None or found.is_weight
-
-        weight: Any = loss.weight
-        whole = arguments.whole
-        unequal = weight is not None and depends(lambda x: weight(join(x, whole)), given[0])
-        compared = None if weight is None else is_weight
-        doubt = check_state_is_mean(state.model_state, of_state, compared, unequal, key)
+        of_state = traces.proof_of(traces.places.model_state, times // loss.accumulate_steps)
+        doubt = _doubt_of_state(loss, key, state, arguments, of_state)
         if doubt is not None:
             loss.record.states[key] = doubt
     divisor = None
-    if loss.weight is not None:
-        read = frozenset(jax.tree.leaves(places.loss))
-        of_loss = [_jax.without_unread(first, read)]
-        if collectives_of(of_loss[0]):
-            of_loss += [_jax.without_unread(trace(2 * each, ()), read)]
-        rows = range(len(jax.tree.leaves(given[0])))
-        loss.record.counts_padding |= not counts_nothing(of_loss, rows, each)
+    if weight is not None:
+        traces.note_padding()
         if finding.kind is OverRows.RATIO:
             # The sum of an entry is known for any number of rows, and so for those of a piece.
-            jaxpr = first if isinstance(finding.by, int) else proof.jaxpr
-            divisor = divisor_of(finding, jaxpr, arguments, loss.split, loss.weight)
+            jaxpr = traces.first if isinstance(finding.by, int) else proof.jaxpr
+            divisor = divisor_of(finding, jaxpr, arguments, loss.split, weight)
         # What is the same on all shards is so with any weights.
         own = [fact for fact in proof.facts if isinstance(fact, Total) and is_mean(fact)]
         is_own = finding.kind is OverRows.OVER_SHARDS and len(own) == len(proof.facts)
         if finding.kind is OverRows.MEAN or is_own:
-            check_weight_of_mean(loss.weight, given[0], arguments.whole)
+            check_weight_of_mean(weight, rows, arguments.whole)
     loss.record.known[key] = finding, divisor
+
+
+def _doubt_of_state(
+    loss: StepLoss, key: Any, state: TrainState, arguments: Arguments, proof: Proof
+) -> Doubt | None:
+    """Return what is in doubt of a model state that is averaged, if anything is."""
+    weight: Any = loss.weight
+    if weight is None:
+        return check_state_is_mean(state.model_state, proof, None, False, key)
+
+    def is_weight(of: Finding) -> bool:
+        found = divisor_of(of, proof.jaxpr, arguments, loss.split, weight)
+        return found is None or found.is_weight
+
+    of_rows = lambda rows: weight(join(rows, arguments.whole))
+    unequal = depends(of_rows, arguments.given[0])
+    return check_state_is_mean(state.model_state, proof, is_weight, unequal, key)
 
 
 def check_alone(jaxpr: Any, axes: Sequence[str]) -> None:
