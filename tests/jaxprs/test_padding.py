@@ -51,6 +51,9 @@ NOTHING: dict[str, Loss] = {
     "weights that add up to 1": lambda w, b: (of_rows(w, b) * (b["mask"] / b["mask"].sum())).sum(),
     "average": lambda w, b: jnp.average(of_rows(w, b), weights=b["mask"]),
     "dot": lambda w, b: jnp.dot(of_rows(w, b), b["mask"]) / jnp.maximum(b["mask"].sum(), 1),
+    "sums that keep their axes": lambda w, b: (
+        (logits(w, b) * b["tokens"]).sum(keepdims=True) / b["tokens"].sum(keepdims=True)
+    ).squeeze(),
     "guarded": lambda w, b: jnp.where(b["mask"].sum() > 0, masked(of_rows(w, b), b["mask"]), 0),
     "regularised": lambda w, b: masked(of_rows(w, b), b["mask"]) + (w["kernel"] ** 2).sum(),
     "two terms": lambda w, b: (
@@ -82,6 +85,9 @@ SOMETHING: dict[str, Loss] = {
     "the same, guarded": lambda w, b: jnp.where(
         b["mask"].sum() > 0, of_rows(w, b).sum() / b["mask"].sum(), 0
     ),
+    "the same, with its axes": lambda w, b: (
+        of_rows(w, b).sum(keepdims=True) / b["mask"].sum(keepdims=True)
+    )[0],
     "each column guarded": lambda w, b: (
         jnp.where((logits(w, b) * b["tokens"]).sum(0) > 0, logits(w, b).sum(0), 0).sum()
         / b["tokens"].sum()

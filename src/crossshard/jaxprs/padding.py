@@ -135,19 +135,23 @@ class _OfPadding(Analysis[_Fact]):
         equation = equations[0]
         shapes = [getattr(x.aval, "shape", None) for x in (*equation.invars, *equation.outvars)]
         before, after = shapes[: len(inputs)], shapes[len(inputs) :]
-        found = _Known.ANY if has_effect(equation) else self._of(equation, inputs, set(shapes))
+        are_scalars = all(map(self._is_scalar, shapes))
+        found = _Known.ANY if has_effect(equation) else self._of(equation, inputs, are_scalars)
         if found in (_Known.FREE, _Known.ANY):
             return [found] * len(after)
-        is_sum = any(before)  # it has become a scalar
+        is_sum = not all(map(self._is_scalar, before))  # it has become a scalar
         return [self._as_shaped(found, shape, is_sum=is_sum) for shape in after]
 
-    @staticmethod
-    def _as_shaped(fact: _Fact, shape: Any, *, is_sum: bool) -> _Fact:
-        if shape == () and is_sum:
-            return _Known.SAME if _is_zero(fact) or fact is _Known.SAME else _Known.ANY
-        return _Known.ANY if shape != () and fact is _Known.SAME else fact
+    def _is_scalar(self, shape: Any) -> bool:
+        """Return whether an array is one number: also as of a sum that keeps its axes."""
+        return shape == () or (shape is not None and self.rows > 1 and math.prod(shape) == 1)
 
-    def _of(self, equation: Any, inputs: Sequence[_Fact], shapes: set[Any]) -> _Fact:
+    def _as_shaped(self, fact: _Fact, shape: Any, *, is_sum: bool) -> _Fact:
+        if self._is_scalar(shape) and is_sum:
+            return _Known.SAME if _is_zero(fact) or fact is _Known.SAME else _Known.ANY
+        return _Known.ANY if not self._is_scalar(shape) and fact is _Known.SAME else fact
+
+    def _of(self, equation: Any, inputs: Sequence[_Fact], are_scalars: bool) -> _Fact:
         name, numbers = str(equation.primitive.name), [x for x in inputs if isinstance(x, float)]
         are_numbers = len(numbers) == len(inputs)
         if all(fact is _Known.FREE for fact in inputs):
@@ -155,7 +159,7 @@ class _OfPadding(Analysis[_Fact]):
         if _Known.ROWS in inputs:
             return _Known.ANY
         if named_axes(equation):
-            if shapes == {()} and _Known.ANY not in inputs:
+            if are_scalars and _Known.ANY not in inputs:
                 return _Known.SAME
             is_sum = name.startswith("psum") and _Known.ANY is not self._zeros(inputs)
             self.sends_nothing &= is_sum
@@ -174,7 +178,7 @@ class _OfPadding(Analysis[_Fact]):
             return _Known.ZERO
         if name == "select_n" and isinstance(inputs[0], float):
             return inputs[1 + int(inputs[0])]
-        if shapes == {()}:
+        if are_scalars:
             return _Known.ANY if _Known.ANY in inputs else _Known.SAME
         if name in CHOOSES:
             chosen = range(len(inputs))[CHOOSES[name]]
