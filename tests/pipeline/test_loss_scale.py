@@ -47,6 +47,18 @@ def test_the_scale_stays_finite_and_above_zero():
     assert not metrics["skipped"]
 
 
+@pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}], ids=str)
+def test_an_overflow_is_found_that_a_stage_before_the_sum_hides(options: dict[str, Any]):
+    scale = DynamicLossScale(2.0**120)
+    opt = CrossShardOptimizer(
+        optax.sgd(0.1), preprocess=optax.clip(1.0), loss_scale=scale, **options
+    )
+    step = crossshard.make_train_step(lambda w, x: (1e6 * w * x).mean(), opt, num_shards=N)
+    state, metrics = step(step.init(jnp.float32(1)), np.ones(2 * N, np.float32))
+    assert metrics["skipped"]
+    assert (state.params, state.opt_state.loss_scale.scale) == (1, 2.0**119)
+
+
 def test_value_and_gradient_are_those_of_the_loss_without_its_scale():
     # The state of a scale that is off scales nothing.
     off = CrossShardOptimizer(optax.sgd(1.0)).init(np.ones(2)).loss_scale

@@ -159,6 +159,35 @@ def test_gradients_that_are_summed_already_are_refused():
         jax.vmap(step, axis_name="shards")(jnp.ones(N))
 
 
+class Signs(Aggregator):
+    """A sum that hides what is not finite: the sign of NaN is 0 among integers."""
+
+    def sum(self, values: Any, state: Any, peers: Any) -> tuple[Any, Any]:
+        return jax.tree.map(lambda x: peers.sum(jnp.sign(x).astype(jnp.int32)) * 1.0, values), state
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"nonfinite": "skip"}, 1.0),
+        ({"nonfinite": "quarantine"}, 0.9),
+        ({"loss_scale": "dynamic"}, 1.0),
+    ],
+    ids=str,
+)
+def test_what_it_hides_is_found(options: dict[str, Any], expected: float):
+    # The gradient of the square root is infinite at 0, and the loss is not.
+    loss = lambda w, x: jnp.sqrt(jnp.abs(w * x)).mean()
+    step = crossshard.make_train_step(
+        loss, optax.sgd(0.1), num_shards=8, aggregator=Signs(), **options
+    )
+    state, metrics = step(step.init(jnp.float32(1)), np.float32([1, 1, 1, 0, 1, 1, 1, 1]))
+    assert bool(metrics["skipped"]) == (expected == 1)
+    np.testing.assert_allclose(state.params, expected, atol=0.02)
+    if "nonfinite" in options:
+        assert (int(metrics["nonfinite"].shard), int(metrics["nonfinite"].shards)) == (3, 1)
+
+
 def test_a_state_that_is_not_finite_is_named_and_not_praised():
     options: Any = {"metrics": "grad_norm", "aggregator": TopK(PART)}
     batch = batch_of(0)

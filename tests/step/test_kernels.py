@@ -215,7 +215,8 @@ def centred(x: Any) -> Any:
 
 # Each, and whether it is wrong backwards.
 FAULTS: dict[str, tuple[Callable[[Any], Any], bool]] = {
-    "the mean of its rows": (centred, False),
+    # So little shows only where the other rows are changed.
+    "the mean of its rows": (lambda x: x - 0.0015 * x.mean(0), False),
     "the largest of its rows": (lambda x: x + 0.01 * np.abs(x).max(0), True),
     "both neighbours": (lambda x: x + 0.005 * (np.roll(x, 1, 0) + np.roll(x, -1, 0)), True),
     "the number of its rows": (lambda x: x * (1 + 0.01 * np.log2(len(x))), False),

@@ -46,7 +46,7 @@ class Peers:
         return self.shards.position()
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """Return the sum of ``x`` over them, in its shape and dtype."""
+        """Return the sum of ``x`` over them, in its shape and dtype; bools are counted in int32."""
         return jnp.asarray(sum_over_shards(x, self.shards))
 
     def gather(self, x: jax.Array) -> jax.Array:
@@ -94,6 +94,8 @@ class Aggregator(abc.ABC):
 
     # Whether values are divided before they are summed, so that the state is in units of the mean.
     divides_before = True
+    # Whether sums may be finite where a shard's values are not, as those of signs are.
+    may_hide_nonfinite = True
 
     def init(self, params: PyTree) -> PyTree:
         """Return the state of one shard before the first step."""
@@ -164,7 +166,9 @@ def sum_by_xla(sent: Sequence[Sent], shards: Shards) -> Iterator[jax.Array]:
 
 
 class BySlices(Aggregator):
-    """An aggregator of crossshard's own, whose ``sum`` is a ``reduce`` of unsplit arrays."""
+    """An aggregator that implements ``reduce``; its ``sum`` is for ``LocalSGD``, of full arrays."""
+
+    may_hide_nonfinite = False
 
     def sum(self, values: PyTree, state: PyTree, peers: Peers) -> tuple[PyTree, PyTree]:
         leaves, tree = jax.tree.flatten(values)

@@ -53,6 +53,7 @@ from crossshard.pipeline.stages.nonfinite import (
     Nonfinite,
     ReportNonfinite,
     Rerun,
+    are_finite,
     as_counted,
     as_one_report,
     if_not_finite,
@@ -468,6 +469,10 @@ class Pipeline:
 
         # What is the same on all shards, as results of groups, which may differ.
         typed = lambda x: x if self.over_all_shards else context.shards.as_varying(x)
+        # Whether what follows may make a gradient finite that was not.
+        may_hide = bool(self.of_own_gradient) or self.aggregator.may_hide_nonfinite
+        # A loss scale has to know of overflows all the same.
+        arrived = are_finite(gradients) if may_hide and self.loss_scale is not None else True
 
         def after_arrival(gradients: Gradients) -> Gradients:
             return self.run(Phase.ARRIVAL, gradients, before, context)[0]
@@ -484,12 +489,12 @@ class Pipeline:
                 # Numbers, and no sum: all gradients would wait for what is summed beside it.
                 total = jnp.asarray(context.shards.size, reduced.weight.dtype)
                 reduced = reduced.replace(weight=typed(total), skip=typed(jnp.bool_(False)))
-            if self.nonfinite is not None:
-                return with_finite(reduced, context, is_sound(gradients)), state
-            return reduced if self.loss_scale is None else with_finite(reduced, context), state
+            if self.nonfinite is None and self.loss_scale is None:
+                return reduced, state
+            sound = True if self.nonfinite is None else is_sound(gradients)
+            return with_finite(reduced, context, sound & arrived), state
 
-        if self.nonfinite is None or self.of_own_gradient:
-            # A stage on each shard's own gradient may make one finite that was not.
+        if self.nonfinite is None or may_hide:
             return after_reduction(*after_local(after_arrival(gradients)))
 
         # If the reduced gradient is finite, so is each shard's own, which need not be checked.
@@ -606,7 +611,8 @@ class Pipeline:
         made = [(k, s) for k, s in self._by_kind.items() if Phase.CALL < s.phase < Phase.REDUCTION]
         needs = lambda k, s: k is Preprocess or (s.needs_local and not s.takes_summed)
         words = lambda s: s.needs_local.partition(" ")[2] or "runs on"  # the first is the option
-        return {kind.options[0]: words(each) for kind, each in made if needs(kind, each)}
+        found = [(kind.options, words(each)) for kind, each in made if needs(kind, each)]
+        return {name: what for names, what in found for name in names if name in self.options}
 
     @property
     def why_own_gradient(self) -> str:

@@ -264,6 +264,13 @@ def is_sound(gradients: Gradients) -> Bool[Array, ""]:
     return sound if gradients.weight is None else sound | (gradients.weight == 0).all()
 
 
+def are_finite(gradients: Gradients) -> Bool[Array, ""]:
+    """Return whether this shard's own gradients are finite, if the shard counts."""
+    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(gradients.values) if is_inexact(x)]
+    found = functools.reduce(jnp.logical_and, finite, jnp.bool_(True))
+    return found if gradients.weight is None else found | (gradients.weight == 0).all()
+
+
 def _name_of_leaf(leaf: int, params: PyTree, model_state: PyTree) -> str:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     of_state = [path for path, _ in jax.tree_util.tree_leaves_with_path(model_state)]

@@ -150,6 +150,7 @@ class InOrder(Aggregator):
     virtual_shards: int  # how many there are on all shards together
 
     divides_before = False
+    may_hide_nonfinite = False
 
     def each(self, function: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
         """Apply a function to each of the partial sums ``[nodes, …]``."""
