@@ -167,7 +167,7 @@ class Signs(Aggregator):
 
 
 @pytest.mark.parametrize(
-    "options, expected",
+    ("options", "expected"),
     [
         ({"nonfinite": "skip"}, 1.0),
         ({"nonfinite": "quarantine"}, 0.9),

@@ -157,6 +157,17 @@ def balanced(w: Any, batch: Any) -> Any:
     return (scores**2).mean().astype(jnp.float32) + 0.01 * (gates.mean(0) ** 2).sum()
 
 
+def in_bfloat16(addend: Any) -> Any:
+    """A mean and a hundredth of an addend of what nothing is known of, in bfloat16."""
+
+    def loss(w: Any, batch: Any) -> Any:
+        scores = opaque(batch["x"].astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+        gates = jax.nn.softmax(scores.astype(jnp.float32))[:, 0]
+        return (scores**2).mean().astype(jnp.float32) + 0.01 * addend(gates, batch["mask"])
+
+    return loss
+
+
 def in_order(w: Any, batch: Any) -> Any:
     """The losses of the rows, sorted, which a trace takes for nothing but numbers."""
     return jnp.sort((batch["x"] @ w).sum(1) ** 2)
@@ -260,6 +271,18 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     "a branch on the rows": (of_few_rows, WHOLE, BATCH, {"params": "sharded"}),
     "gains that are all 0": (policy_gradient, COMPARES, NO_GAINS, {}),
     "a small addend in bfloat16": (balanced, COMPARES, BATCH, {}),
+    "a small addend of sorted rows in bfloat16": (
+        in_bfloat16(lambda gates, mask: (jnp.sort(gates) * mask).mean()),
+        WHOLE,
+        BATCH,
+        {},
+    ),
+    "a small addend of the largest rows in bfloat16": (
+        in_bfloat16(lambda gates, mask: 0.001 * jax.lax.top_k(gates, 2)[0].mean()),
+        "and then rows are compared",
+        BATCH,
+        {},
+    ),
     # Both are means in a batch without padding, and with gains that are 0.
     "a mask of ones": (
         lambda w, b: (in_order(w, b) * jnp.sort(b["mask"])).mean(),

@@ -6,6 +6,7 @@ means of those of the pieces; or only some operations, such as kernels, are trie
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from crossshard import _jax, _mesh
 from crossshard._check import is_inexact
+from crossshard.collectives.sums import widen
 from crossshard.errors import LossError
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.kernels import (
@@ -29,6 +31,7 @@ from crossshard.jaxprs.row_facts import ENDS_LOOP, OverRows
 from crossshard.jaxprs.walk import (
     equations_of,
 )
+from crossshard.jaxprs.widen import in_32_bits
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
@@ -58,8 +61,9 @@ from crossshard.step.over_rows import (
 from crossshard.step.trial import Trial, precision_of
 
 # In float32, sums over rows in another order differ by less than this; in coarser floats by less
-# than twice their precision, or that of bfloat16.
-_TOLERANCE, _COARSEST = 1e-4, float(jnp.finfo(jnp.bfloat16).eps)
+# than twice their precision, or that of bfloat16; and by less than a part of it, if only kernels
+# and functions with derivatives of their own round to these.
+_TOLERANCE, _COARSEST, _ROUNDED = 1e-4, float(jnp.finfo(jnp.bfloat16).eps), 1 / 32
 # What divides may be computed in a loop, where a trace does not tell one sum from several.
 _COUNTS = "If it divides by what counts in the batch, return crossshard.Mean(total, count)."
 _OF_SHARDS = (
@@ -247,36 +251,39 @@ class _Check:
         show: a mask of ones, rewards that are all alike, or a layer that starts at 0.
 
         XLA splits the work of all rows; or each device does all of it, if XLA cannot split a kernel
-        in it. A loss that names the axis of the shards runs as on a single one. Floats get 32 bits,
-        if the loss takes them.
+        in it. A loss that names the axis of the shards runs as on a single one. Floats have 32 bits
+        in it, unless it cannot be traced so.
         """
         varied, names = self._varied(state, batch)
         others = f" and other numbers in {', '.join(names)}" * bool(names)
         given = [(state, batch), *varied]
-        same = lambda x: x
         by_hand = [functools.partial(self._by_hand, of_each=of_each) for of_each in (False, True)]
+        arounds = None, self._under_vmap, *by_hand
         failure = None
-        for around in (None, self._under_vmap, *by_hand):
-            of_all = changed(self._loss, over=LossOver.BATCH, weight=None, around=around)
-            for widen in (_widened, same):
-                run = functools.partial(self._compared, of_all, widen)
-                try:
-                    (found, *more), precision = self._run(run, *given)
-                except Exception as error:  # a loss may raise anything on other shapes
-                    failure = error
-                else:
-                    self._check_apart(found, precision)
-                    for turn, each in enumerate(more):
-                        rows = _REORDERED if turn < _VARIED else _COPIED
-                        # Not of a piece without anything that counts.
-                        if np.isfinite(each).all():
-                            self._check_apart(_less_rounding(each), precision, f"{rows}{others}, ")
-                    if not any(each[4] for each in (found, *more)):
-                        raise LossError(
-                            f"{self._doubt.sentence} And the gradient of this batch is 0, which "
-                            f"cannot show it. Let the first call have another batch. {REMEDIES}"
-                        )
-                    return
+        for around, inner in itertools.product(arounds, (_in_32_bits, None)):
+            of_all = changed(
+                self._loss, over=LossOver.BATCH, weight=None, around=_composed(around, inner)
+            )
+            of_each = changed(self._loss, around=inner)
+            run = functools.partial(self._compared, of_all, of_each)
+            try:
+                (found, *more), precision = self._run(run, *given)
+            except Exception as error:  # a loss may raise anything on other shapes
+                failure = error
+                continue
+            allowed = (2.0 if inner is None else _ROUNDED) * min(precision, _COARSEST)
+            self._check_apart(found, allowed)
+            for turn, each in enumerate(more):
+                rows = _REORDERED if turn < _VARIED else _COPIED
+                # Not of a piece without anything that counts.
+                if np.isfinite(each).all():
+                    self._check_apart(_less_rounding(each), allowed, f"{rows}{others}, ")
+            if not any(each[4] for each in (found, *more)):
+                raise LossError(
+                    f"{self._doubt.sentence} And the gradient of this batch is 0, which cannot "
+                    f"show it. Let the first call have another batch. {REMEDIES}"
+                )
+            return
         said, of = str(failure).partition("\n")[0], ""
         if self._doubt.finding.kind is OverRows.OVER_SHARDS:
             of = f" {_OF_SHARDS}"
@@ -328,7 +335,7 @@ class _Check:
     def _compared(
         self,
         of_all: StepLoss,
-        widen: Callable[[Any], Any],
+        of_each: StepLoss,
         state: TrainState,
         batch: Any,
     ) -> Any:
@@ -337,15 +344,15 @@ class _Check:
         If the model state is in doubt: how far two of these are apart, in the place of losses.
         Microbatches have one after the other, as steps do, so these are the shards' alone.
         """
-        state, batch = widen((self._of_one_group(state), batch))
+        state = self._of_one_group(state)
         pieces = self._config.loss.pieces(self._layout.number_of_shards)
-        of_pieces = changed(self._loss, accumulate_steps=1 if self._doubt.of_state else pieces)
+        of_pieces = changed(of_each, accumulate_steps=1 if self._doubt.of_state else pieces)
         found, states = [], []
         for loss in (of_all, of_pieces):
             config = dataclasses.replace(self._config, loss=loss)
             reduced, after = config.reduced(self._layout, state, batch)
             found.append((reduced.extra["value"], jax.tree.leaves(reduced.values)))
-            states.append([_widened(x) for x in jax.tree.leaves(after) if is_inexact(x)])
+            states.append([widen(x) for x in jax.tree.leaves(after) if is_inexact(x)])
         if self._doubt.of_state:
             norm, pairs = optax.tree.norm, zip(*states, strict=True)
             each = [_relative(norm(x - y), norm(x), norm(y)) for x, y in pairs]
@@ -363,13 +370,13 @@ class _Check:
         values = _relative(whole - mean, whole, mean)
         return jnp.stack([values, _relative(*norms), whole, mean, norms[1]])
 
-    def _check_apart(self, found: Any, precision: float, numbers: str = "") -> None:
-        """Raise if losses or gradients are further apart than rounding makes them.
+    def _check_apart(self, found: Any, allowed: float, numbers: str = "") -> None:
+        """Raise if losses or gradients are further apart than is allowed, or float32 rounds.
 
         ``numbers`` says how the first batch was varied, if it was.
         """
         values, gradients, both, mean, _ = map(float, found)
-        allowed = max(_TOLERANCE, 2 * min(precision, _COARSEST))
+        allowed = max(_TOLERANCE, allowed)
         # False also of numbers that are not finite: they show nothing.
         if values <= allowed and gradients <= allowed:
             return
@@ -495,17 +502,28 @@ class _Check:
         return one, jax.tree.map(lambda x: lax.ppermute(x, shards.axes, to_next), one)
 
 
+def _composed(*arounds: Any) -> Any:
+    """Return transformations of a function as one, the first outermost; ``None`` without any."""
+    some = [each for each in arounds if each is not None]
+    return functools.reduce(lambda one, other: lambda x: one(other(x)), some) if some else None
+
+
+def _in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in which floats of 16 bits have 32, in which numbers show more."""
+
+    def run(*args: Any) -> Any:
+        jaxpr, types = jax.make_jaxpr(function, return_shape=True)(*args)
+        found = in_32_bits(jaxpr, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(types), found)
+
+    return run
+
+
 def _quiet(loss: StepLoss) -> Callable[..., Any]:
     """Return the function of a loss, called with keys that switch its noise off."""
     if not loss.takes_rng:
         return loss.function
     return lambda *args: loss.function(*args[:-1], quiet_keys(args[-1].shape))
-
-
-def _widened(tree: Any) -> Any:
-    """Cast floats to at least 32 bits, in which numbers show more."""
-    is_coarse = lambda x: is_inexact(x) and jnp.finfo(x.dtype).bits < 32
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_coarse(x) else x, tree)
 
 
 def _some_ones(often: float, key: Any, x: Any, turn: Any) -> Any:
