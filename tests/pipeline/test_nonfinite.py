@@ -70,6 +70,20 @@ def test_a_reduction_that_overflows_is_told_from_a_bad_shard(action: str, weight
     np.testing.assert_array_equal(state.params, w)
 
 
+@pytest.mark.parametrize("groups", [None, [[0, 1], [2, 3]]])
+def test_the_update_of_a_skipped_step_has_the_norm_0(groups: Any):
+    opt = crossshard.CrossShardOptimizer(optax.sgd(1.0), group_assignment=groups)
+    options: Any = {"num_shards": N, "nonfinite": "skip", "metrics": "update_norm"}
+    step = crossshard.make_train_step(own, opt, **options)
+    x = np.ones((N, 64, 64), np.float32)
+    state, metrics = step(step.init(np.zeros((64, 64), np.float32)), x)
+    np.testing.assert_allclose(metrics["update_norm"], 64)
+    x[2, 0, 0] = np.nan
+    _, metrics = step(state, x)
+    assert np.all(metrics["skipped"])
+    assert np.all(metrics["update_norm"] == 0)
+
+
 def test_infinities_that_cancel_are_named():
     x = np.ones((N, 64, 64), np.float32)
     x[1, 3, 5], x[3, 3, 5] = np.inf, -np.inf
