@@ -71,17 +71,18 @@ class NoisySteps(GradientNoise):
 
     state_field = "noise"
     scope = "noise"
-    options = ("noise_eta",)
+    options = ("noise_eta", "noise_gamma")
     needs_local = "noise_eta adds noise to"
 
     @classmethod
     def from_options(cls, options):
-        eta = options.get("noise_eta")
+        gamma = options.get("noise_gamma")
+        eta = options.get("noise_eta", None if gamma is None else ETA)
         if eta is None:
             return None
         if _check.number("noise_eta", eta) < 0:
             raise ArgumentError(f"noise_eta is a variance; got {eta}.")
-        return cls(eta, GAMMA, seed=3)
+        return cls(eta, GAMMA if gamma is None else gamma, seed=3)
 
 
 @pytest.fixture
@@ -130,6 +131,12 @@ class TestInsideThePackageItIsOneFileAndOneLine:
             (state, _), (same, _) = step(state, x), kept(same, x)
         np.testing.assert_allclose(state.params["kernel"], same.params["kernel"], rtol=0, atol=1e-6)
         assert "noise_eta= needs each shard's own gradient" in step.describe()
+
+    def test_any_of_its_options_asks_for_it(self):
+        step = noisy(N, noise_gamma=GAMMA, params="sharded")
+        state, _ = step(step.init({"kernel": np.tile(KERNEL, (1, 32))}), BATCHES[0])
+        assert state.opt_state.of("noise").count.shape == (N,)
+        assert "noise_gamma= needs each shard's own gradient" in step.describe()
 
     @pytest.mark.parametrize("way", [{"loss_over": "batch"}, {"virtual_shards": 2 * N}])
     def test_a_step_that_has_no_gradient_of_each_shard_refuses_it(self, way):

@@ -29,7 +29,7 @@ BAD = {
     "an id left out": ([[0, 1], [2, 4]], "permutation of range"),
     "counted from one": ([[1, 2], [3, 4]], "permutation of range"),
     "negative": ([[-1, 0]], "permutation of range"),
-    "one empty group": ([[]], "permutation of range"),
+    "one empty group": ([[]], "its groups are empty"),
     "unequal sizes": ([[0], [1, 2, 3]], "equal sizes"),
     "ragged": ([[0, 1, 2], [3, 4, 5], [6, 7]], "sizes [3, 3, 2]"),
 }

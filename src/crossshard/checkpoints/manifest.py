@@ -31,7 +31,7 @@ from crossshard.model.state import TrainState
 from crossshard.pipeline.aggregator import Aggregator
 from crossshard.pipeline.stage import Stage
 from crossshard.pipeline.stages.preprocess import Preprocess
-from crossshard.pipeline.update.optimize import takes
+from crossshard.pipeline.update.optimize import takes_loss
 from crossshard.step.function import StepConfig
 from crossshard.step.losses import written
 from crossshard.step.state import OPTIMIZER, PREPROCESS
@@ -269,7 +269,7 @@ def _in_words(value: Any) -> str | None:
 
 
 def _of_update(optimizer: Any, params: Any) -> Update:
-    loss = {"value": jax.ShapeDtypeStruct((), jnp.float32)} if takes(optimizer) else {}
+    loss = {"value": jax.ShapeDtypeStruct((), jnp.float32)} if takes_loss(optimizer) else {}
     with inside_optimizer():
         state = jax.eval_shape(optimizer.init, params)
         jaxpr = jax.make_jaxpr(optimizer.update)(params, state, params, **loss)

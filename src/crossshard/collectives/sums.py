@@ -1,7 +1,8 @@
 """Sums, gathers and exchanges over the shards, or over groups, under shard_map, pmap and vmap.
 
 ``sum_over_shards``, ``scatter_sum``, ``gather_slices`` and ``exchange`` send arrays as they are.
-The four ``send_…`` send 16-bit arrays in 16 bits, and add them in float32.
+The four ``send_…`` send 16-bit arrays in 16 bits. CPUs add them in float32; GPUs and
+TPUs in 16 bits.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ def check_bound(shards: Shards, done: str) -> None:
 def sum_over_shards(x: Any, shards: Shards) -> Any:
     """Return the sum of ``x`` over the shards, or over the groups, in its shape and dtype.
 
-    The result is invariant unless there are several groups.
+    Bools are counted in int32. The result is invariant unless there are several groups.
     """
     if shards.is_grouped:
         return _sum_over_group(shards.as_varying(x), shards)
@@ -200,7 +201,7 @@ def send_scattered(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
 
 
 def send_sum(x: jax.Array, shards: Shards) -> jax.Array:
-    """Return the sum; that of 16-bit arrays is rounded to 16 bits, and returned as float32."""
+    """Return the sum; that of 16-bit arrays as float32, rounded to 16 bits outside of ``vmap``."""
     if not _is_narrow(x):
         return sum_over_shards(x, shards)
     if not shards.manual or shards.number == 1:
@@ -454,5 +455,5 @@ def average(
     """
     if weight is None:
         return total / number if number > 1 else total
-    # Not a quotient, which XLA does not compute anew in each kernel that reads it, but stores.
+    # XLA stores a quotient, but computes a product anew in each kernel that reads it.
     return total * jnp.where(weight != 0, 1 / weight.astype(total.dtype), 0)

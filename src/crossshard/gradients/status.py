@@ -216,7 +216,7 @@ def check_shapes(gradients: Any, like: Any, what: str = "its parameter") -> None
                 f"per-example gradients, as optax.contrib.dpsgd takes them, cannot be reduced. "
                 f"Aggregate them on each shard first, with preprocess="
                 f"optax.contrib.differentially_private_aggregate(...) for example; its noise "
-                f"belongs into the wrapped optimizer, as optax.add_noise: each shard would add "
+                f"belongs in the wrapped optimizer, as optax.add_noise: each shard would add "
                 f"its own."
             )
 

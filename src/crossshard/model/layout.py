@@ -40,7 +40,10 @@ from crossshard.shards.random_streams import own_stream
 
 @dataclasses.dataclass
 class UsesRecord:
-    """Where the loss uses each parameter that is gathered or summed at its use, by index."""
+    """Where the loss uses each parameter that is gathered or summed at its use, by index.
+
+    It is filled while a step is traced, and ``describe`` reads it.
+    """
 
     # From the last step whose trace was completed; ``None`` if there was none.
     latest: Mapping[int, Any] | None = None
@@ -93,8 +96,8 @@ class StateLayout:
         if not self.arrays.params_sharded:
             return self.other_axes
         partitions = *self.arrays.params, *self.partitions_of_frozen(frozen)
-        params_sharded = tuple(each.spec(self.axes) for each in partitions)
-        return params_sharded + self.other_axes[len(params_sharded) :]
+        sharded_specs = tuple(each.spec(self.axes) for each in partitions)
+        return sharded_specs + self.other_axes[len(sharded_specs) :]
 
     def partitions_of_frozen(self, frozen: Any) -> tuple[Partition, ...]:
         """Return the partition of each frozen array: large ones are sharded like parameters."""
@@ -129,7 +132,7 @@ class StateLayout:
         specs = iter(self.other_axes)
 
         def beside(own: Placement, x: Any, spec: PartitionSpec) -> Placement:
-            return own.beside(x.shape[own.per_shard :], spec) if spec else own
+            return own.with_other_axes(x.shape[own.per_shard :], spec) if spec else own
 
         def placed(own: Placement, tree: Any, partitions: Iterable[Partition] = ()) -> Any:
             """Return the placements of arrays with these partitions, or split over other axes."""
@@ -247,11 +250,11 @@ class StateLayout:
 
     def local(self, state: TrainState) -> TrainState:
         """Return one shard's state, inside ``shard_map``."""
-        return self._map(lambda placement, x: x[0] if placement.per_shard else x, state)
+        return self._map(Placement.local, state)
 
     def stored(self, state: TrainState) -> TrainState:
         """Invert ``local``."""
-        return self._map(lambda placement, x: x[None] if placement.per_shard else x, state)
+        return self._map(Placement.stored, state)
 
     def pack(self, state: TrainState) -> TrainState:
         """Store a state: pack arrays that have the optimizer's own shapes."""
@@ -381,9 +384,9 @@ class StateLayout:
                 inner = jax.tree.structure(given.inner_state), jax.tree.structure(own.inner_state)
                 what = f"another optimizer's: expected {inner[1]}, got {inner[0]}"
             raise ArgumentError(
-                f"The optimizer state is {what}. If only options differ, as ema or master_dtype, "
-                f"write step.reshard(other.unshard(state)), which makes what is new and drops what "
-                f"is gone."
+                f"The optimizer state is {what}. If only options such as ema or master_dtype "
+                f"differ, write step.reshard(other.unshard(state)), which adds the missing states "
+                f"and drops the others."
             )
         self.pipeline.check_shapes(given, own)
 
@@ -393,7 +396,8 @@ def _check_shapes(what: str, tree: Any, expected: list[tuple[int, ...]]) -> None
     if given != expected:
         raise ArgumentError(
             f"{what} has arrays of other shapes than this step's: {given}, where it expects "
-            f"{expected}. If another step has it so, write step.reshard(other.unshard(state))."
+            f"{expected}. If the state comes from another step, write "
+            f"step.reshard(other.unshard(state))."
         )
 
 

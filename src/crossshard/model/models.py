@@ -19,7 +19,7 @@ from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.gradients.status import inside_optimizer
 from crossshard.jaxprs.walk import depends, is_identity
 from crossshard.model.model_state import OVERWRITTEN
-from crossshard.pipeline.update.optimize import takes
+from crossshard.pipeline.update.optimize import takes_loss
 
 _WRITE = (
     "Write an NNX filter, such as nnx.LoRAParam, for an NNX module, or a function of path and "
@@ -155,7 +155,7 @@ def _moves(
     """Return whether an optimizer updates the leaves at these places; ``set_to_zero`` does not."""
 
     def updates(gradients: Any, params: Any) -> list[Any]:
-        extra_args = {"value": 0.0} if takes(optimizer) else {}
+        extra_args = {"value": 0.0} if takes_loss(optimizer) else {}
         with inside_optimizer():
             result, _ = optimizer.update(gradients, optimizer.init(params), params, **extra_args)
         leaves = jax.tree.leaves(result)

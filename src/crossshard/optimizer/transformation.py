@@ -33,7 +33,7 @@ from crossshard.pipeline.stages.aggregate import as_weight, check_weighable
 from crossshard.pipeline.stages.nonfinite import OnNonfinite
 from crossshard.pipeline.stages.preprocess import Preprocess, maker_of
 from crossshard.pipeline.update.arrays import Arrays, Replicated, Sharded
-from crossshard.pipeline.update.optimize import check_transformation, takes
+from crossshard.pipeline.update.optimize import check_transformation, takes_loss
 from crossshard.pipeline.update.plan import (
     Planner,
     WeightUpdate,
@@ -252,7 +252,7 @@ class Transformation:
         if split:
             placements = optax.tree.map_params(
                 self.pipeline,
-                lambda placement, spec, x: placement.beside(jnp.shape(x), spec),
+                lambda placement, spec, x: placement.with_other_axes(jnp.shape(x), spec),
                 placements,
                 other_axes,
                 params,
@@ -370,7 +370,7 @@ def _may_read_value(
             )
 
     try:
-        return takes(transformation, "value") and depends(update, value, params, params)
+        return takes_loss(transformation) and depends(update, value, params, params)
     except Exception:  # for example if it needs other arguments; the step itself will show it
         return True
 

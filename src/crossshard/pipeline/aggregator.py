@@ -1,4 +1,4 @@
-"""Aggregator: what sums the gradients of shards, by XLA or in a way of a user's own."""
+"""Aggregator: how the shards' gradients are summed, by XLA or by the user's own code."""
 
 import abc
 import dataclasses
@@ -111,6 +111,9 @@ class Aggregator(abc.ABC):
           state: the state of this shard.
           peers: the shards to sum over.
         """
+
+    # For ``InOrder``, whose gradients have a leading axis of partial sums: ``each`` maps over that
+    # axis, and ``one`` takes its first entry.
 
     def each(self, function: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
         """Map a function over the gradients of a shard: one, or one of each virtual shard."""

@@ -96,9 +96,10 @@ class Options(TypedDict, total=False):
         them in ``state.metrics``.
       reduce_dtype: the dtype in which gradients are sent: ``bfloat16`` halves the bytes, ``int8``
         and ``float8_e4m3fn`` take a quarter of them, ``int4`` an eighth, with error feedback; see
-        ``Quantized`` for other ways. They are added in float32. With several shard axes it may be
-        a dict from axis to dtype, ``{"host": "int8"}``: the sum is taken along the last axis
-        first, and axes that are left out have float32.
+        ``Quantized`` for other ways. CPUs add them in float32; GPUs and TPUs add ``bfloat16`` in
+        bfloat16. With several shard axes it may be a dict from axis to dtype,
+        ``{"host": "int8"}``: the sum is taken along the last axis first, and axes that are left
+        out have float32.
       aggregator: an ``Aggregator`` of your own, which sums the gradients over the shards in place
         of XLA.
       loss_scale: ``"dynamic"``, or a ``DynamicLossScale``: updates that are not finite are skipped.
@@ -267,7 +268,7 @@ class Pipeline:
         for name, stage in self._stateful.items():
             moved[name] = stage.moved_to(state.of(name), spread.of(name), number)
             if stage.phase is Phase.REDUCTION and self.joins_groups:
-                # What a worker has not sent yet belongs to the mean of its group, which is gone.
+                # A residual belongs to the mean of its old group, which no longer exists.
                 drop = lambda x: x * 0 if jnp.issubdtype(x.dtype, jnp.inexact) else x
                 moved[name] = jax.tree.map(drop, moved[name])
         return spread.with_states(**moved)
@@ -280,8 +281,8 @@ class Pipeline:
         known = ((x, own.per_shard, like) for own, x, like in leaves if hasattr(x, "shape"))
         if any(x.shape[per_shard:] != like.shape for x, per_shard, like in known):
             raise ArgumentError(
-                "The state of a stage has arrays of other shapes, as those of sync_streaming with "
-                "another sync_every, which are cut into other pieces. Choose the parameters with "
+                "A stage's state has arrays of other shapes. sync_streaming with another "
+                "sync_every, for example, cuts them differently. Choose the parameters with "
                 "other.model(state) and init with them."
             )
 
@@ -359,7 +360,7 @@ class Pipeline:
           extra: further values to reduce with them.
           weight: float[], the weight of this shard.
           params: the parameters, if they are known.
-          widened: whether values are wider than their parameters, which tell the dtypes then.
+          widened: whether values are wider than their parameters; if so, these give the dtypes.
           early: for each leaf whether the backward pass has summed it; see ``Gradients``.
 
         Raises:
@@ -380,6 +381,7 @@ class Pipeline:
         pairs = zip(found, early_of, strict=True)
         status = tuple(GradientStatus.SUMMED if is_early else each for each, is_early in pairs)
         widened = widened or self.accumulate is not None
+        master_dtype = self.optimize.master_dtype
 
         def dtype_of(leaf: Any, param: Any, status: GradientStatus | None, is_early: bool) -> Any:
             # compute_gradients divides in float32, and 16-bit parameters need 16-bit gradients.
@@ -389,7 +391,6 @@ class Pipeline:
                 dtype = jnp.promote_types(dtype, master_dtype)
             return dtype
 
-        master_dtype = self.optimize.master_dtype
         # The parameters of optax.lookahead have more leaves than the gradients.
         like = jax.tree.leaves(values if params is None else params)
         dtypes = map(dtype_of, jax.tree.leaves(values), like, status, early_of)
@@ -461,9 +462,9 @@ class Pipeline:
           before: the state before these stages.
           context: the context.
           others: returns further arrays to sum, by name, given the weight of the shard.
-          rerun: ``(gradients, inputs, how) → (gradients, before)``. It computes the gradients again
-            where something was not finite, and the state before these stages. ``None`` to keep the
-            gradients of each shard until it is known whether they are needed.
+          rerun: ``(gradients, inputs, how) → (gradients, before)``. Computes the gradients again
+            after one that was not finite, and returns them with the state before these stages.
+            ``None`` to keep the gradients of each shard until it is known whether they are needed.
           inputs: what ``rerun`` takes.
         """
 
@@ -486,7 +487,7 @@ class Pipeline:
         ) -> Any:
             reduced, state = self.run(Phase.REDUCTION, gradients, state, context)
             if all_count and reduced.weight is not None:
-                # Numbers, and no sum: all gradients would wait for what is summed beside it.
+                # Constants, and no sums: all gradients would wait for the sum of the weights.
                 total = jnp.asarray(context.shards.size, reduced.weight.dtype)
                 reduced = reduced.replace(weight=typed(total), skip=typed(jnp.bool_(False)))
             if self.nonfinite is None and self.loss_scale is None:
@@ -697,7 +698,7 @@ def check_names(
         known = [*inspect.signature(function).parameters, *declared_names]
         if name in others:
             raise ArgumentTypeError(
-                f"{function.__name__} takes no argument {name!r}, since it hands out one update. "
+                f"{function.__name__} takes no argument {name!r}, because it computes one update. "
                 f"Write make_train_step(..., {name}=...)."
             )
         if of_steps and name in ("reduction", "group_assignment", "preprocess"):

@@ -45,8 +45,7 @@ class Updated(NamedTuple):
     # The parameters before it, split in the same way; ``None`` if the caller passed none.
     params: Any = None
     state: Any = None  # the optimizer's next state
-    # The updates before a select has put zeros in their place in a skipped step; ``None`` without
-    # one.
+    # The updates before a skipped step replaces them with zeros; ``None`` if none does.
     unskipped: Any = None
     # The updated parameters, split in the same way; ``None`` if the caller applies the updates.
     applied: Any = None
@@ -70,8 +69,8 @@ class Gradients:
       finite: bool[], after the aggregate: whether the reduced gradients are finite on all shards;
         ``None`` if no stage asks for it.
       updated: after the optimizer, an ``Updated``; before it, ``None``.
-      beside: before the aggregate: for each array of this shard's model state, bool[], whether it
-        has a NaN that was not there before.
+      state_has_nans: before the aggregate: for each array of this shard's model state, bool[],
+        whether it has a NaN that was not there before.
       status: for each leaf of ``values`` how far it was reduced before the aggregate; ``None`` for
         float0.
       extra_status: the same for ``extra``.
@@ -99,7 +98,7 @@ class Gradients:
     skip: jax.Array | None = None
     finite: jax.Array | None = None
     updated: Updated | None = None
-    beside: PyTree = ()
+    state_has_nans: PyTree = ()
     summed_norm: jax.Array | None = None
     own_weight: jax.Array | None = None
     status: Statuses = dataclasses.field(default=(), metadata={"static": True})
@@ -161,8 +160,6 @@ class StageContext:
       extra_args: the caller's extra arguments.
       arrays: how the optimizer's arrays are split.
       divisor: the divisor of a mean over the shards, or the group; 1 under SUM.
-      unread: for each gradient, whether the optimizer does not read it; then it is zero, and not
-        sent. Empty if it reads all.
       examples: the number of examples that a weight of 1 stands for; without weights, the number
         on each shard; 1 if it is not known.
       opaque_false: bool[], a ``False`` that XLA cannot fold: with it the update runs in a loop,
@@ -185,7 +182,6 @@ class StageContext:
     extra_args: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
     arrays: Arrays = dataclasses.field(default_factory=Replicated)
     divisor: int = 1
-    unread: tuple[bool, ...] = ()
     examples: int = 1
     opaque_false: jax.Array | None = None
     skips_by_loop: bool = False
@@ -226,7 +222,8 @@ class Stage(abc.ABC):
       scope: its name in profiles.
       state_field: the name of its state in ``CrossShardState``; empty without one.
       needs_local: for a stage before the reduction, what it does to each shard's local gradient,
-        in the words of an error; empty if it takes gradients that are already summed.
+        in the words of an error, the option first; empty if it takes gradients that are already
+        summed.
       takes_summed: whether it also takes leaves that the backward pass has summed, since it finds
         elsewhere what it needs of them.
       options: the names of its options. Any one of them asks for the stage.

@@ -99,7 +99,7 @@ def shard_context(
 
 @contextmanager
 def as_one_shard(axes: Iterable[str]) -> Iterator[None]:
-    """Trace what is inside as on one shard along these axes, which has the rows of all."""
+    """Trace the code inside as if these axes had one shard, with all rows."""
     outer, sizes, axes = get_shard_context(), _jax.bound_axes(), tuple(axes)
     if outer is not None:
         number = outer.number_of_shards // math.prod(sizes.get(axis, 1) for axis in axes)
@@ -199,12 +199,14 @@ def check_group_assignment(group_assignment: Any) -> GroupAssignment | None:
     repeated = sorted({one for one, other in itertools.pairwise(ids) if one == other})
     if repeated:
         raise refused(f"it has {repeated} more than once")
-    if not ids or ids != list(range(len(ids))):
+    if not ids:
+        raise refused("its groups are empty")
+    if ids != list(range(len(ids))):
         raise refused(f"its ids must be a permutation of range({len(ids)})")
     if len(set(map(len, groups))) > 1:
         raise refused(
-            f"its groups must have equal sizes, because a mean over unequal ones would weigh "
-            f"their shards differently, and not sizes {list(map(len, groups))}"
+            f"its groups must have equal sizes, and have {list(map(len, groups))}: a mean over "
+            f"unequal groups would weigh their shards differently"
         )
     return GroupAssignment(groups)
 
@@ -296,7 +298,7 @@ class Shards:
         return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
 
     def position(self) -> jax.Array:
-        """Return the index of this shard in its group, int32[], which is that of its slices."""
+        """Return this shard's index in its group, int32[]; its slices have the same index."""
         index = self.index()
         return index if self.groups is None else jnp.asarray(self.groups.position_of)[index]
 

@@ -45,7 +45,9 @@ class TileShape:
         return self.rows * self.lanes
 
     def padding(self, width: int) -> int:
-        """Return how many zeros follow ``width`` elements to fill a tile, or a row if that is much.
+        """Return how many zeros follow ``width`` elements to fill a tile.
+
+        They fill only a row if a tile would add too many.
 
         With too few rows XLA emits an all-reduce, but only in the last of several stages, of small
         arrays. Whole tiles for 4,096 chips would be 34 MB.
@@ -58,8 +60,8 @@ ANY = TileShape()
 # For fewer rows, or one-dimensional arrays, XLA for TPUs emits an all-reduce and a slice: seen in
 # the compiled programs of v5e, v6e and v5p slices.
 TPU = TileShape(rows=16, lanes=128)
-# In a ring, products with slices of rows of a weight have to be added up, each through memory;
-# those with slices of columns do not.
+# In a ring, products with slices of rows have to be added up through memory; products with slices
+# of columns need no addition.
 _IN_RINGS = dataclasses.replace(TPU, by_columns=True)
 
 
@@ -93,7 +95,7 @@ class Partition:
     @property
     def _in_tiles(self) -> bool:
         # A smaller slice would be mostly padding; its bucket is padded once instead.
-        return self.axis is None and self._elements >= 8 * self.tile.size > 8
+        return self.axis is None and self.tile.size > 1 and self._elements >= 8 * self.tile.size
 
     @property
     def fills_rows(self) -> bool:
@@ -216,10 +218,10 @@ def partition_for(
     tile: TileShape = ANY,
     other_axes: PartitionSpec = WHOLE,
 ) -> Partition:
-    """Return a partition that keeps the order of elements; tiny arrays stay replicated.
+    """Return a partition whose slices, one after the other, are the flattened array.
 
-    Arrays that look like stacked layers are split within each layer. Arrays that are already split
-    over other mesh axes are split along a free axis.
+    Tiny arrays stay replicated. Arrays that look like stacked layers are split within each layer.
+    Arrays that are already split over other mesh axes are split along a free axis.
     """
     shape = tuple(shape)
     if other_axes or _may_be_layers(shape):
@@ -304,7 +306,7 @@ class Placement:
             return PartitionSpec(axes, *self.other_axes)
         return WHOLE if self.partition is None else self.partition.spec(axes)
 
-    def beside(self, shape: tuple[int, ...], other_axes: PartitionSpec) -> "Placement":
+    def with_other_axes(self, shape: tuple[int, ...], other_axes: PartitionSpec) -> "Placement":
         """Return this placement for an array of this shape that is also split over other axes."""
         partition = self.partition or Partition(tuple(shape))
         return dataclasses.replace(

@@ -107,7 +107,7 @@ class StepConfig:
         """Run the part of the step that is under ``shard_map``.
 
         It ends with the update if ``updates``, else with the reduced gradients. Also returns
-        ``aux`` if the loss knew it before ``shard_map``, else ``None``.
+        ``aux`` if it was computed before ``shard_map``, else ``None``.
         """
         at_use = self._at_use(layout, state, context)
         given, specs, aux_of_batch = self.loss.enter(layout, state, batch, at_use)
@@ -120,7 +120,8 @@ class StepConfig:
                 opaque = self.loss.opaque_false(before)
                 stored = dataclasses.replace(context, params=before.params, opaque_false=opaque)
                 done = self._update(before, done, stored)
-            elif done.gradients is not None:
+            else:
+                assert done.gradients is not None
                 # Divide the sums here: nothing outside of shard_map does.
                 done = done._replace(gradients=done.gradients.settled())
             # The metrics of groups differ, so they get a shard axis. ``aux`` already has one.
@@ -139,7 +140,10 @@ class StepConfig:
         return on_all_shards(state, given), aux_of_batch
 
     def _local(self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None) -> Any:
-        """Return what ``loss.local`` does, with the state of few bits that it summed already."""
+        """Call ``loss.local``; also return the optimizer's state with the new residuals.
+
+        The third result has the shapes of the gradients.
+        """
         few_bits, state = at_use.few_bits, before.opt_state
         tree = jax.tree.structure(before.params)
         held = None if few_bits is None else few_bits.held(state.aggregate, tree)
@@ -177,11 +181,11 @@ class StepConfig:
         ).replace(
             weighed=local.is_weighed,
             summed_norm=local.squared_norm,
-            own_weight=loss.weight_beside(None, local.terms),
+            own_weight=loss.weight_of_aux_and_state(None, local.terms),
         )
         if pipeline.nonfinite is not None:
-            beside = new_nans(local.model_state, before.model_state)
-            gradients = gradients.replace(beside=beside)
+            has_nans = new_nans(local.model_state, before.model_state)
+            gradients = gradients.replace(state_has_nans=has_nans)
         if excludes:
             callbacks: Any = {"others": lambda w: loss.sums(loss.with_weight(local, w, before))}
         else:
@@ -207,23 +211,23 @@ class StepConfig:
         num_parts = loss.parts(context.shards.size)
         metrics = {"loss": gradients.extra["value"]}
         sums: dict[str, Any] = dict(gradients.sums)
-        beside = gradients
+        weighed_by = gradients
         if loss.weight is not None:
             # A ``Mean`` has the weight in its counts.
             of_mean = sums["terms"].counts[-1] if "terms" in sums else gradients.weight
-            beside = gradients.replace(weight=of_mean)
-            metrics["weight"] = beside.weight
+            weighed_by = gradients.replace(weight=of_mean)
+            metrics["weight"] = weighed_by.weight
         terms = sums.get("terms", local.terms)
         if terms is not None:
             metrics |= terms.metrics() if loss.weight is None else {}
             are_empty = terms.are_empty()
             gradients = gradients if are_empty is None else gradients.skipped_if(are_empty)
-        aux = loss.reduced_aux(local, beside, num_parts, context.shards.groups is not None)
+        aux = loss.reduced_aux(local, weighed_by, num_parts, context.shards.groups is not None)
         after = dataclasses.replace(
             before,
             step=before.step + 1,
             opt_state=opt_state,
-            model_state=reduced_state(local.model_state, beside, num_parts),
+            model_state=reduced_state(local.model_state, weighed_by, num_parts),
         )
         return Progress(after, aux, metrics, gradients)
 
@@ -249,48 +253,48 @@ class StepConfig:
         return Progress(after, aux, metrics)
 
     def _context(self, layout: StateLayout, batch: Any) -> StageContext:
+        """Return the context in which the stages run on these rows."""
         shards = layout.shards
         is_global, weight = isinstance(layout.arrays, Global), self.loss.weight
-        rows, pieces = self.loss.number_of_rows(batch), self.loss.pieces(shards.number)
-        of_part = rows * self.loss.accumulate_steps // (pieces * shards.number)
-        context = StageContext(
+        rows, is_whole = self.loss.number_of_rows(batch), self.loss.has_one_state
+        return StageContext(
             shards,
             arrays=layout.arrays,
-            divisor=self.pipeline.divisor(self.loss.parts(shards.size)),
-            unread=layout.arrays.unread,
-            examples=of_part if weight is None else 1,
+            # XLA has summed the gradient of a loss over the batch, which is not divided.
+            divisor=1 if is_whole else self.pipeline.divisor(self.loss.parts(shards.size)),
+            over_batch=is_whole,
+            examples=rows // shards.number if weight is None else 1,
             skips_by_loop=shards.groups is None and not is_global and shards.platform == "cpu",
             apply_updates=True,
         )
-        return dataclasses.replace(context, **self.loss.context_fields)
 
     def why_own_gradient(self, arrays: Arrays) -> str:
         """Return what needs the full gradient of each shard; empty if it may be summed early."""
         pipeline, number = self.pipeline, self.loss.accumulate_steps
         after_all = isinstance(pipeline.aggregator, FewBits) or pipeline.measures_local
         if after_all and arrays.params_sharded and number > 1:
-            # Residuals and norms are of their mean.
+            # Residuals and norms need the mean over microbatches, which only the last completes.
             return f"the mean of {number} microbatches"
         return pipeline.why_own_gradient
 
     def _at_use(self, layout: StateLayout, state: TrainState, context: StageContext) -> AtUse:
         arrays, pipeline = layout.arrays, self.pipeline
-        waits = bool(self.why_own_gradient(arrays))
+        sums_later = bool(self.why_own_gradient(arrays))
         few_bits = pipeline.aggregator if isinstance(pipeline.aggregator, FewBits) else None
         return AtUse(
             arrays.params,
             context.shards,
             arrays.params_sharded,
-            context.unread,
+            arrays.unread,
             pipeline.reduce_dtype,
             self.gather_dtype,
-            waits,
+            sums_later,
             use_of_frozen(layout, state.frozen, self.gather_dtype),
             layout.uses,
-            few_bits=None if waits else few_bits,
+            few_bits=None if sums_later else few_bits,
             # Shards that may be left out are counted after the sum.
             divisor=1 if pipeline.excludes_shards else context.divisor,
-            measures=pipeline.measures_local and not waits,
+            measures=pipeline.measures_local and not sums_later,
         )
 
     def _out_specs(self, layout: StateLayout, state: TrainState, updates: bool) -> Progress:
@@ -354,8 +358,8 @@ _LARGE_BYTES = 1 << 20
 def _computes_again(local: LocalResult, shards: int, excludes: bool) -> bool:
     """Return whether to compute gradients again if they are not finite, rather than keep them.
 
-    What is summed already cannot be kept; the gradients of a ``Mean`` change without a shard; and
-    large gradients, of which the sum is another array, would take memory in every step.
+    Summed gradients cannot be taken apart; leaving out a shard changes the others' gradients of a
+    ``Mean``; and keeping large gradients beside their sum would take memory in every step.
     """
     if any(local.early) or (excludes and local.terms is not None):
         return True

@@ -26,7 +26,7 @@ from crossshard.jaxprs.walk import equations_of
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.stage import CrossShardState
-from crossshard.pipeline.update.optimize import takes
+from crossshard.pipeline.update.optimize import takes_loss
 from crossshard.shards.axes import Shards
 from crossshard.shards.batch_axes import VirtualShards, join, take_rows
 from crossshard.shards.cut import Partition
@@ -373,7 +373,7 @@ class _Search:
         leaves, tree = jax.tree.flatten(params)
         pairs = zip(total[1:], leaves, strict=True)
         gradients = tree.unflatten([(x / by).astype(like.dtype) for x, like in pairs])
-        more = {"value": total[0] / by} if takes(pipeline.optimizer) else {}
+        more = {"value": total[0] / by} if takes_loss(pipeline.optimizer) else {}
         args = jax.tree.map(jnp.asarray, (params, inner, gradients))
 
         def run(params: Any, inner: Any, gradients: Any) -> Any:

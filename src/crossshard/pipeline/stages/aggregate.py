@@ -21,7 +21,7 @@ from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.status import GradientStatus, Reduction, check_shapes
 from crossshard.pipeline.aggregator import Aggregator, Plain, Sent, unsplit
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged, as_local
-from crossshard.pipeline.stages.few_bits import check_reduce_dtype
+from crossshard.pipeline.stages.few_bits import FewBits, check_reduce_dtype
 from crossshard.shards.axes import GroupAssignment
 from crossshard.shards.cut import PER_SHARD, Partition
 
@@ -72,6 +72,7 @@ class Weigh(Stage):
     state_field = ""
     needs_local = ""
     options = ()
+    asked_by = ()
 
     @classmethod
     def from_options(cls, options: Mapping[str, Given]) -> Self:
@@ -99,7 +100,8 @@ class Weigh(Stage):
 class Aggregate(Stage):
     """The mean or the sum over the shards, or over the group.
 
-    With weights the mean is ``sum(w · g) / sum(w)``. See ``Pipeline`` for its attributes.
+    With weights the mean is ``sum(w · g) / sum(w)``. ``reduction``, ``groups`` and ``axis_name``
+    are for ``describe`` alone: the numbers follow the context.
     """
 
     reduction: Reduction
@@ -132,8 +134,8 @@ class Aggregate(Stage):
             )
         if aggregator is not None and given is not None:
             raise ArgumentError(
-                f"reduce_dtype={given!r:.60} is for a sum of crossshard's own, and gradients are "
-                f"already to be summed {aggregator.describe()}. Leave one of them out."
+                f"reduce_dtype={given!r:.60} is the dtype of crossshard's own sum, which "
+                f"aggregator= replaces, as it sums {aggregator.describe()}. Leave one of them out."
             )
         shared = options["reduction"], options["groups"], options["axis_name"]
         return cls(*shared, wire if aggregator is None else aggregator)
@@ -169,11 +171,12 @@ class Aggregate(Stage):
             check_shapes(gradients.values, context.params)
         divisor = context.divisor
         if self.aggregator.divides_before:
-            gradients, divisor = _divide(gradients, context), 1
+            gradients, divisor = _divide(gradients, context, self.aggregator), 1
         values = self.aggregator.each(context.arrays.to_owners)(gradients.values)
         leaves, tree = jax.tree.flatten((dict(gradients.extra), values))
         # A gradient that nothing reads counts as reduced: it is zero.
-        unread = zip(gradients.status, context.unread or [False] * len(leaves), strict=False)
+        every = context.arrays.unread or [False] * len(gradients.status)
+        unread = zip(gradients.status, every, strict=True)
         known = (GradientStatus.REDUCED if is_unread else each for each, is_unread in unread)
         status = (*gradients.extra_status, *known)
         partitions = _partitions(gradients, context)
@@ -219,13 +222,14 @@ class Aggregate(Stage):
         ), state
 
 
-def _divide(gradients: Gradients, context: StageContext) -> Gradients:
+def _divide(gradients: Gradients, context: StageContext, aggregator: Aggregator) -> Gradients:
     """Divide gradients by the number of shards, with at least 32 bits: their sum is the mean.
 
     Raises:
       IncomingError: they are already summed.
     """
-    gradients = as_local(gradients, context, "aggregator sums")
+    what = "reduce_dtype sends" if isinstance(aggregator, FewBits) else "aggregator sums"
+    gradients = as_local(gradients, context, what)
     number = context.divisor if gradients.weight is None else 1
 
     def one(x: Any, status: GradientStatus | None) -> Any:

@@ -196,7 +196,7 @@ class ReportNonfinite(Stage):
         leaves, weight = jax.tree.leaves(gradients.values), gradients.weight
         is_bad = lambda x: ~jnp.isfinite(x).all() if is_inexact(x) else jnp.bool_(False)
         # Then the loss, and the model state.
-        flags = jnp.stack([*map(is_bad, leaves), *_flags_beside(gradients)])
+        flags = jnp.stack([*map(is_bad, leaves), *_of_loss_and_state(gradients)])
         # A shard of weight 0 may hold NaN.
         counts = True if weight is None else (weight != 0).any()
         own = jnp.where(flags.any() & counts, jnp.argmax(flags) + 1, 0)
@@ -259,7 +259,7 @@ def new_nans(after: PyTree, before: PyTree) -> PyTree:
 
 def is_sound(gradients: Gradients) -> Bool[Array, ""]:
     """Return whether this shard's loss and model state have no new NaN, if the shard counts."""
-    sound = ~jnp.stack(_flags_beside(gradients)).any()
+    sound = ~jnp.stack(_of_loss_and_state(gradients)).any()
     # A shard of weight 0 may hold NaN. Virtual shards have a weight each.
     return sound if gradients.weight is None else sound | (gradients.weight == 0).all()
 
@@ -284,9 +284,9 @@ def _name_of_leaf(leaf: int, params: PyTree, model_state: PyTree) -> str:
     return f"the model state{name}, but no gradient,"
 
 
-def _flags_beside(gradients: Gradients) -> list[Any]:
+def _of_loss_and_state(gradients: Gradients) -> list[Any]:
     loss = jnp.asarray(gradients.extra.get("value", 0.0))
-    return [jnp.isnan(loss).any(), *jax.tree.leaves(gradients.beside)]
+    return [jnp.isnan(loss).any(), *jax.tree.leaves(gradients.state_has_nans)]
 
 
 def _at_own_index(own: Float[Array, ""], context: StageContext) -> Float[Array, " shards"]:

@@ -31,7 +31,7 @@ class Arrays(abc.ABC):
     # The partition of each parameter, in which its gradient is reduced and its update returned.
     params: tuple[Partition, ...]
     state: tuple[Partition, ...]  # the partition of each array of the optimizer's state
-    # For each parameter, whether its gradient need be neither computed nor sent.
+    # For each parameter, whether computing and sending its gradient can be left out.
     unread: tuple[bool, ...]
     params_sharded: bool  # whether the parameters are sharded
 

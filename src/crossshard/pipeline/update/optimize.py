@@ -92,14 +92,16 @@ class Optimize(Stage):
         """Return the reduced gradients with the update, and the optimizer's next state."""
         arrays, skip, applies = context.arrays, gradients.skip, context.apply_updates
         # The loss is passed on only if the optimizer accepts it; explicit arguments always are.
-        given, takes_loss, params = context.extra_args, takes(self.optimizer), context.params
-        extra = {k: x for k, x in gradients.extra.items() if k in given or takes_loss}
+        given, takes_all, params = context.extra_args, takes_loss(self.optimizer), context.params
+        extra = {k: x for k, x in gradients.extra.items() if k in given or takes_all}
         extra_args = {**given, **extra}
         if context.shards.is_grouped:
             # The results will be varying, so cast now: a cond in the optimizer needs equal types.
             typed = lambda x: context.shards.as_varying(x) if jnp.shape(x) else x
             state, params = jax.tree.map(typed, (state, params))
         params = None if params is None else arrays.split(params)
+        loss = extra_args.get("value", jnp.float32(0))
+        run = functools.partial(self.optimizer.update, **extra_args)
 
         def update(
             before: _Kept, gradients: Gradients = gradients, opaque_false: Any = None
@@ -111,9 +113,7 @@ class Optimize(Stage):
                 check_shapes(reduced, updates, "its update")
             return (after, optax.apply_updates(params, updates) if applies else None), updates
 
-        before, loss = (state, params), extra_args.get("value", jnp.float32(0))
-        run = functools.partial(self.optimizer.update, **extra_args)
-        unskipped = None
+        before, unskipped = (state, params), None
         with jax.named_scope("update"):
             if context.opaque_false is not None:
                 inputs = gradients.replace(skip=None, updated=None), context.opaque_false
@@ -175,10 +175,10 @@ def _in_loop(
     return kept, updates
 
 
-def takes(optimizer: optax.GradientTransformation, name: str = "value") -> bool:
-    """Return whether an optimizer's update accepts an extra argument of this name, as the loss."""
+def takes_loss(optimizer: optax.GradientTransformation) -> bool:
+    """Return whether an optimizer's update accepts the loss, as the extra argument ``value``."""
     kinds = {p.name: p.kind for p in inspect.signature(optimizer.update).parameters.values()}
-    return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
+    return "value" in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from crossshard.gradients.status import inside_optimizer, leaf_name
 from crossshard.jaxprs.leafwise import NotLeafwise, find_leafwise
 from crossshard.jaxprs.slices import is_elementwise, why_not_elementwise
 from crossshard.pipeline.update.arrays import Arrays, Global, Replicated, Sharded
-from crossshard.pipeline.update.optimize import Unread, find_unread, takes
+from crossshard.pipeline.update.optimize import Unread, find_unread, takes_loss
 from crossshard.pipeline.update.owners import Block, Owners, bytes_of_type, cost_of, owners_of
 from crossshard.shards.axes import Shards
 from crossshard.shards.cut import (
@@ -62,7 +62,8 @@ class ParamsPlacement(enum.StrEnum):
     """How parameters are kept between steps.
 
     REPLICATED: every shard has all of them.
-    SHARDED: every shard has its slice of each, and the update is sharded too.
+    SHARDED: every shard has its slice of each, and the update is sharded too; a parameter of which
+      no axis divides stays replicated, and so does its update.
     """
 
     REPLICATED = "replicated"
@@ -138,7 +139,8 @@ class Planner:
         if not size:
             # ``params_sharded`` is kept: frozen arrays may be large enough to be sharded.
             whole = dataclasses.replace(self._replicated, params_sharded=self.params_sharded)
-            return whole, "every parameter is tiny"
+            undivided = ", or none of its axes divides" * self.params_sharded
+            return whole, f"every parameter is tiny{undivided}"
         if self.wanted is WeightUpdate.AUTO and size < _WORTH_BYTES:
             return self._replicated, "the parameters are too small to gain from it"
         _, whole_state = self._partitions
@@ -378,7 +380,7 @@ def as_updates(optimizer: optax.GradientTransformationExtraArgs) -> Callable[...
     """Return an optimizer as ``(params, state, gradients, loss) -> (updates, state)``, to trace."""
 
     def update(params: Any, state: Any, gradients: Any, loss: Any) -> tuple[Any, Any]:
-        extra_args = {"value": loss} if takes(optimizer) else {}
+        extra_args = {"value": loss} if takes_loss(optimizer) else {}
         with inside_optimizer():
             return optimizer.update(gradients, state, params, **extra_args)
 

@@ -1,8 +1,7 @@
 """BatchLoss: one loss of all rows and its gradient, on global arrays whose work XLA splits."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import jax
 from jax.sharding import PartitionSpec
@@ -44,8 +43,6 @@ class BatchLoss(StepLoss):
     status = GradientStatus.REDUCED
     has_one_state = True
     gradient = "gradient of one loss over the batch, summed by XLA"
-    # Its gradient is not divided.
-    context_fields: ClassVar[Mapping[str, Any]] = {"divisor": 1, "over_batch": True}
 
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse

@@ -1,11 +1,11 @@
-"""StepLoss: what the loss of a step is given, returns and keeps, on which every loss builds."""
+"""StepLoss, the base class of all losses of a step: what it takes, returns and keeps."""
 
 import abc
 import contextlib
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -40,9 +40,8 @@ from crossshard.step.over_rows import (
     OverRowsRecord,
 )
 
-# The random key of a loss, or its keys; empty if it takes none. What is called ``both`` below is a
-# pair: the trained and the frozen parameters.
-Keys = tuple[jax.Array, ...]
+Keys = tuple[jax.Array, ...]  # the random key of a loss, or its keys; empty if it takes none
+Both = tuple[Any, Any]  # the trained and the frozen parameters
 
 
 class LossOver(enum.StrEnum):
@@ -85,7 +84,7 @@ class Arguments(NamedTuple):
 
     given: Any  # the rows of the batch, and their keys
     whole: Any  # the entries of the batch that have no rows
-    both: Any  # the parameters, trained and frozen
+    both: Both
     of_all: Any  # the model state, if all shards have the same
     own: Any  # the key of the shard, and its model state
 
@@ -117,7 +116,8 @@ class StepLoss(abc.ABC):
     # The loss is computed in this many parts, so that its bits do not depend on the number of
     # shards. ``None`` if they may.
     same_bits: int | None = None
-    # What runs it, as a function of arrays, if it is not called by itself.
+    # A transformation of the call, such as ``vmap``, with which ``by_numbers`` runs it; ``None``
+    # for a plain call.
     around: Callable[[Callable[..., Returned]], Callable[..., Returned]] | None = None
     # Caches its traces, and what they prove: whether it is a mean or a ratio over the rows.
     record: OverRowsRecord = dataclasses.field(
@@ -129,8 +129,6 @@ class StepLoss(abc.ABC):
     # has some rows of each shard.
     has_one_state: ClassVar[bool] = False
     gradient: ClassVar[str] = ""  # its gradient in words; empty if it is each shard's local one
-    # The fields of ``StageContext`` that this kind of loss sets.
-    context_fields: ClassVar[Mapping[str, Any]] = {}
     # Whether a step computes it again if a gradient is not finite, to find whose it was.
     can_rerun: ClassVar[bool] = False
     # Why no shard may have a model state of its own; empty if each may.
@@ -165,17 +163,17 @@ class StepLoss(abc.ABC):
         """Return the arrays, by name, that the aggregate sums besides gradients and loss."""
         if local.sums is not None:
             return local.sums
-        weight = self.weight_beside(local.weight, local.terms)
+        weight = self.weight_of_aux_and_state(local.weight, local.terms)
         of_state = model_states.to_reduce(self.model_state, local.model_state, weight)
         of_aux = aux_to_reduce(self.aux_reduction, local.aux, weight)
         counted = lambda x: to_sum(x, local.weight)
         terms = {} if local.terms is None else {"terms": jax.tree.map(counted, local.terms)}
         return of_state | of_aux | terms
 
-    def weight_beside(self, weight: Any, terms: MeanSums | None) -> Any:
-        """Return the weight of a shard in means of what is beside its gradient.
+    def weight_of_aux_and_state(self, weight: Any, terms: MeanSums | None) -> Any:
+        """Return the shard's weight in the means of ``aux`` and of the model state.
 
-        A ratio that is a ``Mean`` weighs its gradients itself; its last count is the weight.
+        A ratio that is a ``Mean`` weighs its own gradients, so its last count is the weight.
         """
         if self.weight is None or terms is None:
             return weight
@@ -211,7 +209,8 @@ class StepLoss(abc.ABC):
         is_each = lambda x: x is AuxReduction.PER_SHARD
         return jax.tree.map(lambda x: each if is_each(x) else reduced, self.aux_reduction)
 
-    # The rows that it has.
+    # The rows that it has. A part of the batch has a loss of its own: it is a shard's, or a virtual
+    # shard's. A piece is one microbatch of a part.
 
     @property
     def name(self) -> str:
@@ -334,7 +333,7 @@ def _named_axes_are_bound() -> Iterator[None]:
     try:
         yield
     except NameError as error:
-        # Without manual axes nothing is bound: who traces it so knows which axes shards are along.
+        # Without manual axes nothing is bound, and the caller handles the error.
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.manual_axes:
             check_model_axes(error, mesh)
@@ -342,14 +341,14 @@ def _named_axes_are_bound() -> Iterator[None]:
 
 
 def check_model_axes(error: NameError, mesh: Mesh | AbstractMesh) -> None:
-    """Raise AxisError if a loss named an axis of the mesh, and so had this error."""
+    """Raise AxisError if this NameError is about an axis of the mesh."""
     axis = _jax.unbound_axis(error, mesh.axis_names)
     if axis is None:
         return
     where = _jax.source_of_error(error)
     raise AxisError(
         f"The loss names the axis {axis!r} of the mesh{f' ({where})' if where else ''}, over "
-        f"which XLA splits its work: a sum over that axis is in the product already. Leave "
+        f"which XLA splits its work: the result already includes the sum over that axis. Leave "
         f"the collective out; or run this part in jax.shard_map(..., axis_names={{{axis!r}}}), "
         f"without a mesh."
     ) from error

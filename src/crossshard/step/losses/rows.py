@@ -111,7 +111,7 @@ def compute_part(
     if number == 1:
         return compute(at_use, rows, state.model_state, 0)
 
-    # The rows divide, or they would not have been placed.
+    # The rows divide evenly: this was checked when the batch was placed.
     pieces = pieces_of(rows, loss.batch_axes, number, interleaved=loss.has_one_state)
 
     # With replicated parameters each shard adds up full gradients. Only the last microbatch may
@@ -156,7 +156,7 @@ def compute_part(
         of_end = end.aux, end.terms, end.weight
         aux, terms, weights = jax.tree.map(append, others, of_end)
     total = None if weights is None else sums[2]
-    aux = aux_of_microbatches(loss.aux_reduction, aux, loss.weight_beside(weights, terms))
+    aux = aux_of_microbatches(loss.aux_reduction, aux, loss.weight_of_aux_and_state(weights, terms))
     terms = jax.tree.map(lambda x: x.sum(0), terms)
     return LocalResult(value, values, total, model_state, aux, terms, early, *beside)
 
@@ -199,9 +199,9 @@ def _compute_rows(
         return counting.part(out.loss), (out.model_state, out.aux, sums_of(out.loss))
 
     with shard_context(shards.number, axis_name=shards.axes):
-        types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
         run, weight = prepared(loss, state, batch, keys, at_use)
         if loss.model_state is ModelState.MEAN and not loss.has_one_state:
+            types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
             rows, whole = loss.split(batch)
             of_own = lambda own, both: run(both, join(own[0], whole), own[1]).model_state
             model_states.check_same_on_shards(state.model_state, of_own, (rows, keys), types)
@@ -213,10 +213,10 @@ def _compute_rows(
             )
     value, (after, aux, terms) = out
     if overwritten:
-        # Their next values are what the backward pass returns, and were divided by the scale.
-        whole = [x if scale is None else x * scale for x in of_others]
-        after = model_states.overwrite(after, whole)
-    own = loss.weight_beside(weight, terms)
+        # The backward pass returned their next values divided by the loss scale; undo that.
+        unscaled = [x if scale is None else x * scale for x in of_others]
+        after = model_states.overwrite(after, unscaled)
+    own = loss.weight_of_aux_and_state(weight, terms)
     if own is not None:
         after = model_states.unless_weightless(loss.model_state, own, after, state.model_state)
     return LocalResult(jnp.asarray(value), gradients, weight, after, aux, terms, early, *beside)
