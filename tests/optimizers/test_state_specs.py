@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from crossshard import CrossShardOptimizer
-from crossshard.errors import AxisError
+from crossshard.errors import ArgumentError, AxisError
 
 PARAMS = {"w": np.ones((64, 32), np.float32)}
 
@@ -52,3 +52,11 @@ def test_several_axes():
         optimizer().state_specs(placed, 4)
     named = jax.device_put(PARAMS, NamedSharding(mesh_of(shards=4, model=2), P()))
     assert spec_of(optimizer(), named, 4) == P("shards")
+
+
+def test_groups_have_no_scalar_parameters():
+    opt = CrossShardOptimizer(optax.trace(0.9), group_assignment=[[0, 1], [2, 3]])
+    with pytest.raises(ArgumentError, match=r"`w` is a scalar, of which shard_map keeps one"):
+        opt.state_specs({"w": np.float32(1)}, 4)
+    together = CrossShardOptimizer(optax.trace(0.9), group_assignment=[[0, 1, 2, 3]])
+    assert together.state_specs({"w": np.float32(1)}, 4).inner_state.trace["w"] == P()

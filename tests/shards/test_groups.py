@@ -31,7 +31,7 @@ BAD = {
     "negative": ([[-1, 0]], "permutation of range"),
     "one empty group": ([[]], "its groups are empty"),
     "unequal sizes": ([[0], [1, 2, 3]], "equal sizes"),
-    "ragged": ([[0, 1, 2], [3, 4, 5], [6, 7]], "sizes [3, 3, 2]"),
+    "ragged": ([[0, 1, 2], [3, 4, 5], [6, 7]], "and have [3, 3, 2]"),
 }
 
 

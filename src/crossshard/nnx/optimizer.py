@@ -214,6 +214,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         Raises:
           AxisError: the mesh has no axis ``"shards"``, and not ``num_shards`` devices.
           WeightUpdateError: ``weight_update="sharded"`` with an optimizer that is not elementwise.
+          ArgumentError: a scalar parameter, with groups that each have their own.
 
         >>> import jax.numpy as jnp, optax
         >>> from jax.sharding import PartitionSpec

@@ -24,6 +24,7 @@ from crossshard.gradients.status import (
     check_incoming,
     check_reduction,
     inside_optimizer,
+    leaf_name,
     refuse_nesting,
 )
 from crossshard.jaxprs.walk import depends
@@ -281,6 +282,13 @@ class Transformation:
 
     def _placements(self, params: Any, number_of_shards: int, state: Any) -> Any:
         if self.pipeline.groups is not None:
+            for path, x in jax.tree_util.tree_leaves_with_path(params):
+                if not x.shape and not self.pipeline.over_all_shards:
+                    raise ArgumentError(
+                        f"With group_assignment each group has parameters of its own, and "
+                        f"{leaf_name(path)} is a scalar, of which shard_map keeps one for all "
+                        f"shards. Make it an array of one element, x[None]."
+                    )
             # Each shard has a slice of its group's state, along axis 0, since a slice has as many
             # dimensions as the full array; a scalar, such as a count, is equal on all shards.
             own = Placement(Partition((), number_of_shards))
