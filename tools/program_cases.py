@@ -486,7 +486,8 @@ for _mode in ("checked", "unchecked", "two axes"):
     _name = f"optax-{_mode.replace(' ', '-')}-sharded"
     add(f"{_name}-momentum", idiom, _mode, "momentum", opt=_sharded)
     add(f"{_name}-adamw", idiom, _mode, opt=_sharded)
-add("optax-unchecked-sharded-groups", idiom, "unchecked", opt=_sharded | _two)
+_of_groups = PARAMS | {"scale": np.ones(1, np.float32)}
+add("optax-unchecked-sharded-groups", idiom, "unchecked", params=_of_groups, opt=_sharded | _two)
 add("optax-unchecked-sharded-sum-2", idiom, "unchecked", shards=2, opt=_sharded | _sum)
 add("optax-unchecked-sharded-bf16", idiom, "unchecked", params=_bf16, opt=_sharded)
 
