@@ -146,11 +146,11 @@ class StepConfig:
         """
         few_bits, state = at_use.few_bits, before.opt_state
         tree = jax.tree.structure(before.params)
-        held = None if few_bits is None else few_bits.held(state.aggregate, tree)
-        at_use = dataclasses.replace(at_use, held=held)
+        residuals = None if few_bits is None else few_bits.residuals(state.aggregate, tree)
+        at_use = dataclasses.replace(at_use, residuals=residuals)
         local, like = self.loss.local(before, given, at_use, weight)
-        if few_bits is not None and local.held is not None:
-            aggregate = state.aggregate._replace(residual=tree.unflatten(local.held))
+        if few_bits is not None and local.residuals is not None:
+            aggregate = state.aggregate._replace(residual=tree.unflatten(local.residuals))
             state = state._replace(aggregate=aggregate)
         return local, state, like
 

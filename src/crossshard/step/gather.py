@@ -83,10 +83,10 @@ class AtUse:
     # later.
     before: Any = dataclasses.field(default=None, compare=False)
     # Sends gradients in few bits, after a division by ``divisor``, with the residual of each
-    # parameter in ``held``; ``None`` to send them in ``reduce_dtype``.
+    # parameter in ``residuals``; ``None`` to send them in ``reduce_dtype``.
     few_bits: FewBits | None = None
     divisor: int = 1
-    held: Any = dataclasses.field(default=None, compare=False)
+    residuals: Any = dataclasses.field(default=None, compare=False)
     # Whether to measure the squared norm of this shard's own gradient.
     measures: bool = False
     # How the loss is computed again, if something was not finite; ``None`` the first time.
@@ -261,7 +261,7 @@ class AtUse:
 
     def _refs(self, places: Iterable[int]) -> "Refs":
         """Return what the backward pass writes beside the gradients at these places."""
-        every = self.held or {}
+        every = self.residuals or {}
         held: dict[int, Any] = {}
         for place in places if every else ():
             if every[place] is not None:
@@ -273,10 +273,10 @@ class AtUse:
     def _written(self, refs: "Refs") -> tuple[Any, Any]:
         """Return the residuals, and the squared norm, as the backward pass has left them."""
         norm = None if refs.squared_norm is None else jax.freeze(refs.squared_norm)
-        if self.held is None:
+        if self.residuals is None:
             return None, norm
         # What the loss does not use is not sent, and its residual stays.
-        after = list(self.held)
+        after = list(self.residuals)
         for place, ref in refs.held.items():
             after[place] = jax.freeze(ref).reshape(after[place].shape)
         return after, norm
@@ -309,7 +309,7 @@ class AtUse:
             frozen=None,
             record=None,
             before=None,
-            held=None,
+            residuals=None,
             rerun=None,
         )
 

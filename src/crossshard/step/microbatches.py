@@ -34,7 +34,7 @@ class LocalResult(NamedTuple):
     # if none is. See ``Gradients``.
     early: tuple[bool, ...] = ()
     # The next residual of each gradient, if the backward pass has sent some in few bits.
-    held: Any = None
+    residuals: Any = None
     # float32[], the squared norm of this shard's own gradients of leaves that are summed already;
     # ``None`` if nobody asks.
     squared_norm: Any = None

@@ -106,7 +106,7 @@ class FewBits(BySlices):
     ) -> tuple[list[jax.Array], FewBitsState]:
         """Return the slices of the sums, and the state with what was not sent."""
         shards, (own, tree) = context.shards, jax.tree.flatten(gradients)
-        before = self.held(state, tree) or [None] * len(own)
+        before = self.residuals(state, tree) or [None] * len(own)
         # The backward pass may have summed some, and stored what it held back of them.
         places = {x.place for x in sent}
         added = [
@@ -141,7 +141,7 @@ class FewBits(BySlices):
         count = optax.safe_increment(state.count) if self.is_random else ()
         return [next(sums[each]) for each in is_few], FewBitsState(residual, count)
 
-    def held(self, state: FewBitsState, tree: Any) -> list[Any] | None:
+    def residuals(self, state: FewBitsState, tree: Any) -> list[Any] | None:
         """Return the residual of each leaf of a ``tree``; ``None`` without error feedback."""
         return tree.flatten_up_to(state.residual) if self._feeds_back else None
 

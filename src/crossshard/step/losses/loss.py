@@ -75,7 +75,7 @@ class Returned(NamedTuple):
 
     loss: Any
     aux: Any
-    written: Any
+    params_after: Any
     model_state: Any
 
 
@@ -275,10 +275,10 @@ class StepLoss(abc.ABC):
 
         def call(model_state: Any, *given: Any) -> Returned:
             here = dataclasses.replace(state, model_state=model_state)
-            return self._called(here, *given)._replace(written=None)
+            return self._called(here, *given)._replace(params_after=None)
 
         found = self.around(call)(state.model_state, params, batch, keys)
-        return found._replace(written=params)
+        return found._replace(params_after=params)
 
     def _called(self, state: TrainState, params: Any, batch: Any, keys: Keys) -> Returned:
         trained, frozen = params

@@ -118,7 +118,9 @@ def compute_part(
     # sum them over the shards, in the backward pass of a loop; a trace shows whether it does.
     at_use_in_scan, sums_in_loops = at_use, False
     if not at_use.params_sharded:
-        at_use_in_scan = dataclasses.replace(at_use, sums_later=True, held=None, measures=False)
+        at_use_in_scan = dataclasses.replace(
+            at_use, sums_later=True, residuals=None, measures=False
+        )
         first, seen = jax.tree.map(lambda x: x[0], pieces), list[bool]()
         look = lambda *args: seen.append(any(compute(at_use, *args).early))
         jax.eval_shape(look, first, state.model_state, jnp.int32(0))
@@ -135,7 +137,7 @@ def compute_part(
         return (sums, as_stored(found.model_state, model_state)), others
 
     numbered, before = (jnp.arange(number), pieces), (zero, state.model_state)
-    beside: Any = (None, None)
+    residuals = norm = None
     if not sums_in_loops:
         (sums, model_state), (aux, terms, weights) = lax.scan(one, before, numbered)
         values, value = mean(sums, early, weighted=weights is not None)
@@ -146,7 +148,7 @@ def compute_part(
         # The backward pass adds gradients of the scaled loss to them, and returns the mean.
         last = dataclasses.replace(at_use, before=_scaled(sums, scale_of(state)))
         end = compute(last, rows, model_state, index)
-        early, beside = end.early, (end.held, end.squared_norm)
+        early, residuals, norm = end.early, end.residuals, end.squared_norm
         own = chosen(early, jax.tree.map(jnp.zeros_like, sums[0]), end.values)
         sums = add(sums, own, end.loss, end.weight)
         values, value = mean(sums)
@@ -158,7 +160,7 @@ def compute_part(
     total = None if weights is None else sums[2]
     aux = aux_of_microbatches(loss.aux_reduction, aux, loss.weight_of_aux_and_state(weights, terms))
     terms = jax.tree.map(lambda x: x.sum(0), terms)
-    return LocalResult(value, values, total, model_state, aux, terms, early, *beside)
+    return LocalResult(value, values, total, model_state, aux, terms, early, residuals, norm)
 
 
 def _compute_rows(
@@ -182,7 +184,7 @@ def _compute_rows(
 
     def loss_of_both(both: tuple[Any, Any], here: TrainState) -> tuple[Any, Any]:
         out = run(both, state=here)
-        check_not_written(out.written, both, lambda both: run(both, state=here).written)
+        check_not_written(out.params_after, both, lambda both: run(both, state=here).params_after)
         if not isinstance(out.loss, Mean):
             return out.loss, (out.model_state, out.aux, None)
         if weight is not None:
@@ -208,7 +210,7 @@ def _compute_rows(
         with jax.named_scope("loss"):
             overwritten = model_states.overwritten(state.model_state)
             scale = scale_of(state)
-            out, gradients, early, of_others, beside = at_use.value_and_grad(
+            out, gradients, early, of_others, residuals_and_norm = at_use.value_and_grad(
                 loss_of, state.params, weight, scale, overwritten
             )
     value, (after, aux, terms) = out
@@ -219,7 +221,9 @@ def _compute_rows(
     own = loss.weight_of_aux_and_state(weight, terms)
     if own is not None:
         after = model_states.unless_weightless(loss.model_state, own, after, state.model_state)
-    return LocalResult(jnp.asarray(value), gradients, weight, after, aux, terms, early, *beside)
+    return LocalResult(
+        jnp.asarray(value), gradients, weight, after, aux, terms, early, *residuals_and_norm
+    )
 
 
 @final
