@@ -229,6 +229,24 @@ def test_a_term_that_starts_later_is_compared():
     assert_close(jax.device_get(state.params), of_one_device(contrastive), 1e-6)
 
 
+@pytest.mark.parametrize("start", [np.int32(1), np.float32(0.5), np.float32(4), np.bool_(False)])
+def test_what_a_count_a_weight_or_a_flag_switches_is_compared(start: Any):
+    # Over the threshold, or below it, another term is there.
+    term = lambda w, b: jnp.where((b["at"] > 0.1) & (b["at"] < 5), 0.0, contrastive(w, b, 0))
+    if start.dtype == bool:
+        term = lambda w, b: jnp.where(b["at"], contrastive(w, b, 0), 0.0)
+    step = made(lambda w, b: contrastive(w, b) + term(w, b), replicated_entries=["at"])
+    with pytest.raises(LossError, match=r"other numbers in .*batch\['at'\].* is "):
+        step(step.init(W), BATCH | {"at": start})
+
+
+def test_a_gate_that_a_parameter_opens_later_is_compared():
+    gated = lambda p, b: contrastive(p[0], b) + jax.nn.relu(p[1] - 1) * contrastive(p[0], b, 0)
+    step = made(gated)
+    with pytest.raises(LossError, match=r"other numbers in .*params"):
+        step(step.init((W, jnp.float32(0.5))), BATCH)
+
+
 def test_numbers_of_one_model_say_nothing_of_another():
     class Towers(nnx.Module):
         def __init__(self, first: int | None) -> None:

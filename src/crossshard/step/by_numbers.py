@@ -175,10 +175,10 @@ class _Check:
 
         Of ones, as in a mask of a batch without padding, some become 0, and of zeros that are no
         floats some become 1. Floats that are all alike, as rewards that nobody has reached yet,
-        become random; and so do parameters, as of a layer that starts at 0. Zeros of the model
-        state and of entries without rows become other numbers in half of the batches: a counter of
-        steps, or the weight of a term that starts later. Other floats of a batch become larger and
-        smaller, each by its own factor, as outliers are, unless all are integers, as of a mask.
+        become random; and so do parameters, as of a layer that starts at 0, or a gate. What is all
+        alike in the model state, and in entries without rows, becomes smaller and larger: a counter
+        of steps, or the weight of a term that starts later. Other floats of a batch become larger
+        and smaller, each by its own factor, as outliers are, unless all are integers, as of a mask.
         Where rows end a loop they only become smaller: it may not end for larger ones. The rows
         change places, so that shards have others; or each piece has copies of one, as if they were
         sorted by class: a batch in which all pieces look alike hides what happens only to many rows
@@ -202,7 +202,7 @@ class _Check:
             of_batch = not of
             flags |= {place} if counts and low >= 0 and high <= 1 else set()
             if of > 1:
-                draws |= {place: _later} if low == high == 0 else {}
+                draws |= {place: _later} if low == high else {}
             elif of_batch and low == high and (low == 1 or (low == 0 and not exact)):
                 draws[place] = functools.partial(_some_ones, 0.8 if low else 0.2)
             elif exact and low == high:
@@ -532,16 +532,24 @@ def _some_ones(often: float, key: Any, x: Any, turn: Any) -> Any:
 
 
 def _nearby(size: float, key: Any, x: Any, turn: Any) -> Any:
-    del turn
+    """Return random numbers around those of an array; a single one, as of a gate, up and down."""
+    if x.size == 1:
+        return x + turn * jnp.where(turn % 2, 1, -1) * jnp.maximum(jnp.abs(x), 1)
     return x + size * jax.random.normal(key, x.shape)
 
 
 def _later(key: Any, x: Any, turn: Any) -> Any:
-    """Return an array of zeros as it may be in later steps: positive, or a large count."""
-    found = 10**turn
-    if is_inexact(x):
-        found = jnp.abs(jax.random.normal(key, x.shape))
-    return jnp.where(turn > 1, found, x)
+    """Return an array of equal numbers as it may be in other steps: smaller at first, then larger.
+
+    A count becomes 0, and large; zeros that are floats become positive.
+    """
+    if x.dtype == bool:
+        return jnp.where(turn > 1, ~x, x)
+    if not is_inexact(x):
+        return jnp.where(turn == 0, x, jnp.where(turn == 1, 0, jnp.maximum(8 * x, 10**turn)))
+    positive = jnp.where(turn > 1, jnp.abs(jax.random.normal(key, x.shape)), 0)
+    times = jnp.where(turn == 0, 1.0, 10.0 ** (2 * turn - 3))
+    return jnp.where(x == 0, positive, x * times)
 
 
 def _with_outliers(smaller: bool, key: Any, x: Any, turn: Any) -> Any:

@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from crossshard import _jax
-from crossshard.errors import AxisError
+from crossshard.errors import AxisError, CrossshardError
 from crossshard.gradients.mean import Mean
 from crossshard.jaxprs.mean_over_rows import Finding, is_mean
 from crossshard.jaxprs.padding import counts_nothing
@@ -33,7 +33,15 @@ def _trace(loss: StepLoss, state: TrainState, arguments: Arguments) -> tuple[Any
     key = state.skeleton, *types_of(arguments)
     if key not in loss.record.traces:
         of = functools.partial(loss.of_arguments, state)
-        jaxpr, types = jax.make_jaxpr(of, return_shape=True)(*arguments)
+        try:
+            jaxpr, types = jax.make_jaxpr(of, return_shape=True)(*arguments)
+        except (TypeError, ValueError, IndexError) as error:
+            if not isinstance(error, CrossshardError):
+                rows = loss.number_of_rows(join(arguments.given[0], arguments.whole))
+                error.add_note(
+                    f"The loss was given the {rows} rows of a shard's part of the batch."
+                )
+            raise
         found, context = (jaxpr, jax.tree.structure(types)), get_shard_context()
         if loss.same_bits is not None and context is not None:
             # Before the proof, which would say of a sum over shards what to divide it by.
