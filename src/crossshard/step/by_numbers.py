@@ -176,14 +176,14 @@ class _Check:
         Of ones, as in a mask of a batch without padding, some become 0, and of zeros that are no
         floats some become 1. Floats that are all alike, as rewards that nobody has reached yet,
         become random; and so do parameters, as of a layer that starts at 0, or a gate. What is all
-        alike in the model state, and in entries without rows, becomes smaller and larger: a counter
-        of steps, or the weight of a term that starts later. Other floats of a batch become larger
-        and smaller, each by its own factor, as outliers are, unless all are integers, as of a mask.
-        Where rows end a loop they only become smaller: it may not end for larger ones. The rows
-        change places, so that shards have others; or each piece has copies of one, as if they were
-        sorted by class: a batch in which all pieces look alike hides what happens only to many rows
-        of one kind, as those beyond an expert's capacity. The tokens of such a row are all alike,
-        too, in every other batch.
+        alike in the model state, in entries without rows and in columns of counts, becomes smaller
+        and larger: a counter of steps, or the weight of a term that starts later. Other floats of a
+        batch become larger and smaller, each by its own factor, as outliers are, unless all are
+        integers, as of a mask. Where rows end a loop they only become smaller: it may not end for
+        larger ones. The rows change places, so that shards have others; or each piece has copies of
+        one, as if they were sorted by class: a batch in which all pieces look alike hides what
+        happens only to many rows of one kind, as those beyond an expert's capacity. The tokens of
+        such a row are all alike, too, in every other batch.
         """
         loops = self._doubt.finding.reason.endswith(ENDS_LOOP)
         rows, whole = self._config.loss.split(batch)
@@ -201,7 +201,7 @@ class _Check:
             exact, of = is_inexact(leaves[place]), found[place][0][0].idx
             of_batch = not of
             flags |= {place} if counts and low >= 0 and high <= 1 else set()
-            if of > 1:
+            if of > 1 or (of_batch and low == high and not exact and not 0 <= low <= 1):
                 draws |= {place: _later} if low == high else {}
             elif of_batch and low == high and (low == 1 or (low == 0 and not exact)):
                 draws[place] = functools.partial(_some_ones, 0.8 if low else 0.2)
@@ -215,7 +215,7 @@ class _Check:
 
         def drawn(turn: Any, given: dict[int, Any]) -> dict[int, Any]:
             key = lambda place: jax.random.fold_in(jax.random.key(turn), place)
-            of_rows, size = key(len(leaves)), turn % _VARIED
+            of_rows = key(len(leaves))
             order = jax.random.permutation(of_rows, number)
             copies = order[jnp.arange(number) * pieces // number]
             order = jnp.where(turn < _VARIED, order, copies)
@@ -223,7 +223,7 @@ class _Check:
             found = dict(given)
             for place in draws:
                 x = given[place]
-                found[place] = draws[place](key(place), x, size).astype(x.dtype)
+                found[place] = draws[place](key(place), x, turn).astype(x.dtype)
             for place, axis in enumerate(axes):
                 found[place] = take_rows(found[place], axis, order)
                 if place not in flags:
@@ -526,35 +526,47 @@ def _quiet(loss: StepLoss) -> Callable[..., Any]:
     return lambda *args: loss.function(*args[:-1], quiet_keys(args[-1].shape))
 
 
+# What becomes of an array in each of twice ``_VARIED`` turns.
+
+
 def _some_ones(often: float, key: Any, x: Any, turn: Any) -> Any:
-    del turn
-    return jax.random.bernoulli(key, often, x.shape)
+    """Return ones and zeros; once in ``_VARIED`` turns tens, as a column of epochs may have."""
+    found = jax.random.bernoulli(key, often, x.shape)
+    return found if x.dtype == bool else found * jnp.where(_is_last(turn), 10, 1)
 
 
 def _nearby(size: float, key: Any, x: Any, turn: Any) -> Any:
     """Return random numbers around those of an array; a single one, as of a gate, up and down."""
     if x.size == 1:
-        return x + turn * jnp.where(turn % 2, 1, -1) * jnp.maximum(jnp.abs(x), 1)
-    return x + size * jax.random.normal(key, x.shape)
+        return x + turn % _VARIED * jnp.where(turn % 2, 1, -1) * jnp.maximum(jnp.abs(x), 1)
+    found = x + size * jax.random.normal(key, x.shape)
+    return found if size < 1 else found * jnp.where(_is_last(turn), 10, 1)
 
 
 def _later(key: Any, x: Any, turn: Any) -> Any:
     """Return an array of equal numbers as it may be in other steps: smaller at first, then larger.
 
-    A count becomes 0, and large; zeros that are floats become positive.
+    A count becomes 0 or -1, and large; zeros that are floats become positive.
     """
+    nth, again = turn % _VARIED, turn > _VARIED
     if x.dtype == bool:
-        return jnp.where(turn > 1, ~x, x)
+        return jnp.where(nth > 1, ~x, x)
     if not is_inexact(x):
-        return jnp.where(turn == 0, x, jnp.where(turn == 1, 0, jnp.maximum(8 * x, 10**turn)))
-    positive = jnp.where(turn > 1, jnp.abs(jax.random.normal(key, x.shape)), 0)
-    times = jnp.where(turn == 0, 1.0, 10.0 ** (2 * turn - 3))
+        few, many = jnp.where(again, -1, 0), jnp.maximum(8 * x, 10**nth)
+        return jnp.where(nth == 0, x, jnp.where(nth == 1, few, many))
+    positive = jnp.where(nth > 1, jnp.abs(jax.random.normal(key, x.shape)), 0)
+    few, many = jnp.where(again, -1.0, 0.1), 10.0 ** (2 * nth - 3)
+    times = jnp.where(nth == 0, 1.0, jnp.where(nth == 1, few, many))
     return jnp.where(x == 0, positive, x * times)
 
 
 def _with_outliers(smaller: bool, key: Any, x: Any, turn: Any) -> Any:
-    size = turn * jax.random.normal(key, x.shape)
+    size = turn % _VARIED * jax.random.normal(key, x.shape)
     return x * jnp.exp(-jnp.abs(size) if smaller else size)
+
+
+def _is_last(turn: Any) -> Any:
+    return turn % _VARIED == _VARIED - 1
 
 
 def _of_one_token(is_set: Any, key: Any, x: Any, axis: int) -> Any:
