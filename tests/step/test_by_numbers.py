@@ -173,6 +173,12 @@ def in_order(w: Any, batch: Any) -> Any:
     return jnp.sort((batch["x"] @ w).sum(1) ** 2)
 
 
+def in_epoch(w: Any, batch: Any, share: Any) -> Any:
+    """A mean of sorted rows; later of the largest, as many as a shard has."""
+    losses = in_order(w, batch)
+    return (1 - share) * losses.mean() + share * losses[-4:].mean()
+
+
 def summed_in_a_loop(w: Any, batch: Any, divided: Any = jnp.divide) -> Any:
     """A mean over what is there, of sums along an axis, as of tokens in chunks of time."""
 
@@ -300,6 +306,18 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         lambda w, b: (in_order(w, b) * jnp.sort(b["gain"]) + 0.1 * in_order(w, b)).mean(),
         r"another order and other numbers in batch\['gain'\]",
         NO_GAINS,
+        {},
+    ),
+    "a column of epochs": (
+        lambda w, b: in_epoch(w, b, jnp.clip((b["epoch"].max() - 2) / 4, 0, 1)),
+        r"other numbers in batch\['epoch'\]",
+        BATCH | {"epoch": np.ones(16, np.float32)},
+        {},
+    ),
+    "a column of counts": (
+        lambda w, b: in_epoch(w, b, jnp.where(b["epoch"].max() > 40, 1.0, 0.0)),
+        r"other numbers in batch\['epoch'\]",
+        BATCH | {"epoch": np.full(16, 7, np.int32)},
         {},
     ),
     "a gradient of 0": (

@@ -50,7 +50,7 @@ def in_32_bits(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
 
     Kernels, and functions with a derivative of their own, compute in the dtypes that they know.
     """
-    return evaluate(jaxpr, list(map(_wide, inputs)), _apply, literal=lambda x: _wide(x.val))
+    return evaluate(jaxpr, list(map(wide, inputs)), _apply, literal=lambda x: wide(x.val))
 
 
 def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
@@ -88,7 +88,7 @@ def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
         for atom, x in zip(atoms, given, strict=True)
     ]
     found = _jax.bound(equation, narrow)
-    return found if has_ref(equation) else list(map(_wide, found))
+    return found if has_ref(equation) else list(map(wide, found))
 
 
 @functools.cache
@@ -97,6 +97,6 @@ def _is_coarse(dtype: Any) -> bool:
     return is_float and jnp.finfo(dtype).bits < 32
 
 
-def _wide(x: Any) -> Any:
+def wide(x: Any) -> Any:
     """Cast a float to at least 32 bits; anything else stays as it is."""
     return x.astype(jnp.float32) if is_inexact(x) and _is_coarse(jnp.result_type(x)) else x

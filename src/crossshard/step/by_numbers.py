@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec
 
 from crossshard import _jax, _mesh
 from crossshard._check import is_inexact
-from crossshard.collectives.sums import widen
 from crossshard.errors import LossError
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.kernels import (
@@ -31,7 +30,7 @@ from crossshard.jaxprs.row_facts import ENDS_LOOP, OverRows
 from crossshard.jaxprs.walk import (
     equations_of,
 )
-from crossshard.jaxprs.widen import in_32_bits
+from crossshard.jaxprs.widen import in_32_bits, wide
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
@@ -259,13 +258,15 @@ class _Check:
         given = [(state, batch), *varied]
         by_hand = [functools.partial(self._by_hand, of_each=of_each) for of_each in (False, True)]
         arounds = None, self._under_vmap, *by_hand
+        both = state.params, state.frozen
+        in_32 = functools.partial(_in_32_bits, (state.model_state, both, batch))
         failure = None
-        for around, inner in itertools.product(arounds, (_in_32_bits, None)):
+        for around, inner in itertools.product(arounds, (in_32, None)):
             of_all = changed(
                 self._loss, over=LossOver.BATCH, weight=None, around=_composed(around, inner)
             )
             of_each = changed(self._loss, around=inner)
-            run = functools.partial(self._compared, of_all, of_each)
+            run = functools.partial(self._compared, of_all, of_each, widen=inner is not None)
             try:
                 (found, *more), precision = self._run(run, *given)
             except Exception as error:  # a loss may raise anything on other shapes
@@ -338,6 +339,8 @@ class _Check:
         of_each: StepLoss,
         state: TrainState,
         batch: Any,
+        *,
+        widen: bool,
     ) -> Any:
         """Return how far two losses and their gradients are apart, both, and a gradient's norm.
 
@@ -345,6 +348,8 @@ class _Check:
         Microbatches have one after the other, as steps do, so these are the shards' alone.
         """
         state = self._of_one_group(state)
+        if widen:
+            state, batch = jax.tree.map(wide, (state, batch))
         pieces = self._config.loss.pieces(self._layout.number_of_shards)
         of_pieces = changed(of_each, accumulate_steps=1 if self._doubt.of_state else pieces)
         found, states = [], []
@@ -352,7 +357,7 @@ class _Check:
             config = dataclasses.replace(self._config, loss=loss)
             reduced, after = config.reduced(self._layout, state, batch)
             found.append((reduced.extra["value"], jax.tree.leaves(reduced.values)))
-            states.append([widen(x) for x in jax.tree.leaves(after) if is_inexact(x)])
+            states.append([wide(x) for x in jax.tree.leaves(after) if is_inexact(x)])
         if self._doubt.of_state:
             norm, pairs = optax.tree.norm, zip(*states, strict=True)
             each = [_relative(norm(x - y), norm(x), norm(y)) for x, y in pairs]
@@ -508,13 +513,19 @@ def _composed(*arounds: Any) -> Any:
     return functools.reduce(lambda one, other: lambda x: one(other(x)), some) if some else None
 
 
-def _in_32_bits(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function in which floats of 16 bits have 32, in which numbers show more."""
+def _in_32_bits(like: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in which floats of 16 bits have 32, in which numbers show more.
+
+    It is traced with the dtypes of ``like``, its first arguments.
+    """
+    dtypes = [x.dtype for x in jax.tree.leaves(like)]
 
     def run(*args: Any) -> Any:
-        jaxpr, types = jax.make_jaxpr(function, return_shape=True)(*args)
-        found = in_32_bits(jaxpr, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(types), found)
+        leaves, tree = jax.tree.flatten(args)
+        types = [jax.typeof(x) for x in leaves]
+        types[: len(dtypes)] = [x.update(dtype=of) for x, of in zip(types, dtypes, strict=False)]
+        jaxpr, returned = jax.make_jaxpr(function, return_shape=True)(*tree.unflatten(types))
+        return jax.tree.unflatten(jax.tree.structure(returned), in_32_bits(jaxpr, leaves))
 
     return run
 
