@@ -58,6 +58,7 @@ from crossshard.step.over_rows import (
     finding_of,
 )
 from crossshard.step.trial import Trial, precision_of
+from crossshard.step.varied import VARIED, varied
 
 # In float32, sums over rows in another order differ by less than this; in coarser floats by less
 # than twice their precision, or that of bfloat16; and by less than a part of it, if only kernels
@@ -69,9 +70,6 @@ _OF_SHARDS = (
     "There are jax.lax.axis_size(axis) shards, one in this comparison, and a shard numbers its "
     "rows from jax.lax.axis_index(axis) * rows."
 )
-# With how many batches a loss is compared where the first hides what later ones show: with the rows
-# in another order, and as many with copies of one row in each piece.
-_VARIED = 4
 _REORDERED, _COPIED = "with the rows in another order", "with copies of one row in each part"
 
 
@@ -167,81 +165,13 @@ class _Check:
             f"finite in the first call. {_COUNTS} Or: {REMEDIES}"
         )
 
-    # The whole loss.
-
     def _varied(self, state: TrainState, batch: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
-        """Return states and batches with other numbers, and the names of what has some.
+        """Return states and batches with other numbers, and the names of what has some."""
+        loss, smaller = self._config.loss, self._doubt.finding.reason.endswith(ENDS_LOOP)
+        shards, where = self._layout.number_of_shards, self._everywhere
+        return varied(loss, shards, state, batch, smaller=smaller, where=where)
 
-        Of ones, as in a mask of a batch without padding, some become 0, and of zeros that are no
-        floats some become 1. Floats that are all alike, as rewards that nobody has reached yet,
-        become random; and so do parameters, as of a layer that starts at 0, or a gate. What is all
-        alike in the model state, in entries without rows and in columns of counts, becomes smaller
-        and larger: a counter of steps, or the weight of a term that starts later. Other floats of a
-        batch become larger and smaller, each by its own factor, as outliers are, unless all are
-        integers, as of a mask. Where rows end a loop they only become smaller: it may not end for
-        larger ones. The rows change places, so that shards have others; or each piece has copies of
-        one, as if they were sorted by class: a batch in which all pieces look alike hides what
-        happens only to many rows of one kind, as those beyond an expert's capacity. The tokens of
-        such a row are all alike, too, in every other batch.
-        """
-        loops = self._doubt.finding.reason.endswith(ENDS_LOOP)
-        rows, whole = self._config.loss.split(batch)
-        axes = jax.tree.leaves(self._config.loss.batch_axes.tree_of(rows))
-        shared = whole, state.model_state
-        found, tree = jax.tree_util.tree_flatten_with_path((rows, state.params, *shared))
-        leaves = [x for _, x in found]
-        is_number = lambda x: x.size and (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number))
-        places = [place for place, x in enumerate(leaves) if is_number(x)]
-        looks = lambda x: (x.min(), x.max(), (x == jnp.round(x)).all() if is_inexact(x) else True)
-        look = jax.jit(lambda xs: list(map(looks, xs)), out_shardings=self._everywhere)
-        draws, flags = dict[int, Callable[..., Any]](), set[int]()
-        seen = jax.device_get(look([leaves[place] for place in places]))
-        for place, (low, high, counts) in zip(places, seen, strict=True):
-            exact, of = is_inexact(leaves[place]), found[place][0][0].idx
-            of_batch = not of
-            flags |= {place} if counts and low >= 0 and high <= 1 else set()
-            if of > 1 or (of_batch and low == high and not exact and not 0 <= low <= 1):
-                draws |= {place: _later} if low == high else {}
-            elif of_batch and low == high and (low == 1 or (low == 0 and not exact)):
-                draws[place] = functools.partial(_some_ones, 0.8 if low else 0.2)
-            elif exact and low == high:
-                draws[place] = functools.partial(_nearby, 1 if of_batch else 0.1)
-            elif of_batch and not counts:
-                draws[place] = functools.partial(_with_outliers, loops)
-
-        shards, number = self._layout.number_of_shards, leaves[0].shape[axes[0]]
-        pieces = shards * self._config.loss.pieces(shards)
-
-        def drawn(turn: Any, given: dict[int, Any]) -> dict[int, Any]:
-            key = lambda place: jax.random.fold_in(jax.random.key(turn), place)
-            of_rows = key(len(leaves))
-            order = jax.random.permutation(of_rows, number)
-            copies = order[jnp.arange(number) * pieces // number]
-            order = jnp.where(turn < _VARIED, order, copies)
-            one_token = (turn > _VARIED) & (turn % 2 == 1)
-            found = dict(given)
-            for place in draws:
-                x = given[place]
-                found[place] = draws[place](key(place), x, turn).astype(x.dtype)
-            for place, axis in enumerate(axes):
-                found[place] = take_rows(found[place], axis, order)
-                if place not in flags:
-                    found[place] = _of_one_token(one_token, of_rows, found[place], axis)
-            return found
-
-        given = {place: leaves[place] for place in {*range(len(axes)), *draws}}
-        run = jax.jit(drawn, out_shardings={place: x.sharding for place, x in given.items()})
-        varied = []
-        for turn in range(2 * _VARIED):
-            others = run(turn, given)
-            numbers = tree.unflatten([others.get(i, x) for i, x in enumerate(leaves)])
-            rows, params, whole, model_state = numbers
-            after = dataclasses.replace(state, params=params, model_state=model_state)
-            varied.append((after, join(rows, whole)))
-        path_of = lambda path: f"batch{jax.tree_util.keystr(path[1:])}"
-        name_of = lambda path: {1: "params", 3: "model_state"}.get(path[0].idx) or path_of(path)
-        names = [name_of(found[place][0]) for place in draws]
-        return varied, list(dict.fromkeys(names))
+    # The whole loss.
 
     def loss(self, state: TrainState, batch: Any) -> None:
         """Compare the loss of all rows, and its gradient, with the mean of the pieces'.
@@ -253,9 +183,9 @@ class _Check:
         in it. A loss that names the axis of the shards runs as on a single one. Floats have 32 bits
         in it, unless it cannot be traced so.
         """
-        varied, names = self._varied(state, batch)
-        others = f" and other numbers in {', '.join(names)}" * bool(names)
-        given = [(state, batch), *varied]
+        others, names = self._varied(state, batch)
+        of_others = f" and other numbers in {', '.join(names)}" * bool(names)
+        given = [(state, batch), *others]
         by_hand = [functools.partial(self._by_hand, of_each=of_each) for of_each in (False, True)]
         arounds = None, self._under_vmap, *by_hand
         both = state.params, state.frozen
@@ -275,10 +205,10 @@ class _Check:
             allowed = (2.0 if inner is None else _ROUNDED) * min(precision, _COARSEST)
             self._check_apart(found, allowed)
             for turn, each in enumerate(more):
-                rows = _REORDERED if turn < _VARIED else _COPIED
+                rows = _REORDERED if turn < VARIED else _COPIED
                 # Not of a piece without anything that counts.
                 if np.isfinite(each).all():
-                    self._check_apart(_less_rounding(each), allowed, f"{rows}{others}, ")
+                    self._check_apart(_less_rounding(each), allowed, f"{rows}{of_others}, ")
             if not any(each[4] for each in (found, *more)):
                 raise LossError(
                     f"{self._doubt.sentence} And the gradient of this batch is 0, which cannot "
@@ -476,8 +406,8 @@ class _Check:
             )(own, batch)
 
         try:
-            varied, _ = self._varied(state, batch)
-            (first, *more), _ = self._run(on_shards, (state, batch), *varied)
+            others, _ = self._varied(state, batch)
+            (first, *more), _ = self._run(on_shards, (state, batch), *others)
         except Exception as error:  # a loss may raise anything on other shapes
             raise _NotDecidedError from error
         # Not of numbers that only the variation made not finite.
@@ -535,58 +465,6 @@ def _quiet(loss: StepLoss) -> Callable[..., Any]:
     if not loss.takes_rng:
         return loss.function
     return lambda *args: loss.function(*args[:-1], quiet_keys(args[-1].shape))
-
-
-# What becomes of an array in each of twice ``_VARIED`` turns.
-
-
-def _some_ones(often: float, key: Any, x: Any, turn: Any) -> Any:
-    """Return ones and zeros; once in ``_VARIED`` turns tens, as a column of epochs may have."""
-    found = jax.random.bernoulli(key, often, x.shape)
-    return found if x.dtype == bool else found * jnp.where(_is_last(turn), 10, 1)
-
-
-def _nearby(size: float, key: Any, x: Any, turn: Any) -> Any:
-    """Return random numbers around those of an array; a single one, as of a gate, up and down."""
-    if x.size == 1:
-        return x + turn % _VARIED * jnp.where(turn % 2, 1, -1) * jnp.maximum(jnp.abs(x), 1)
-    found = x + size * jax.random.normal(key, x.shape)
-    return found if size < 1 else found * jnp.where(_is_last(turn), 10, 1)
-
-
-def _later(key: Any, x: Any, turn: Any) -> Any:
-    """Return an array of equal numbers as it may be in other steps: smaller at first, then larger.
-
-    A count becomes 0 or -1, and large; zeros that are floats become positive.
-    """
-    nth, again = turn % _VARIED, turn > _VARIED
-    if x.dtype == bool:
-        return jnp.where(nth > 1, ~x, x)
-    if not is_inexact(x):
-        few, many = jnp.where(again, -1, 0), jnp.maximum(8 * x, 10**nth)
-        return jnp.where(nth == 0, x, jnp.where(nth == 1, few, many))
-    positive = jnp.where(nth > 1, jnp.abs(jax.random.normal(key, x.shape)), 0)
-    few, many = jnp.where(again, -1.0, 0.1), 10.0 ** (2 * nth - 3)
-    times = jnp.where(nth == 0, 1.0, jnp.where(nth == 1, few, many))
-    return jnp.where(x == 0, positive, x * times)
-
-
-def _with_outliers(smaller: bool, key: Any, x: Any, turn: Any) -> Any:
-    size = turn % _VARIED * jax.random.normal(key, x.shape)
-    return x * jnp.exp(-jnp.abs(size) if smaller else size)
-
-
-def _is_last(turn: Any) -> Any:
-    return turn % _VARIED == _VARIED - 1
-
-
-def _of_one_token(is_set: Any, key: Any, x: Any, axis: int) -> Any:
-    """Return rows whose tokens are all that of one place, if that is set."""
-    if x.ndim < 2 or not x.size:
-        return x
-    along = int(axis == 0)
-    place = jax.random.randint(key, (1,), 0, x.shape[along])
-    return jnp.where(is_set, jnp.take(x, place, along), x)
 
 
 def _less_rounding(found: Any) -> Any:

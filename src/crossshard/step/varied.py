@@ -1,0 +1,180 @@
+"""Varied: the other numbers with which a loss is compared where the first batch hides something."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from crossshard._check import is_inexact
+from crossshard.model.state import TrainState
+from crossshard.shards.batch_axes import join, take_rows
+from crossshard.step.losses.loss import StepLoss
+
+# With how many batches a loss is compared where the first hides what later ones show: with the rows
+# in another order, and as many with copies of one row in each piece.
+VARIED = 4
+
+
+def varied(
+    loss: StepLoss, shards: int, state: TrainState, batch: Any, *, smaller: bool, where: Any
+) -> tuple[list[tuple[Any, Any]], list[str]]:
+    """Return states and batches with other numbers, and the names of what has some.
+
+    The rows change places, so that shards have others; or each piece has copies of one, as if they
+    were sorted by class: a batch in which all pieces look alike hides what happens only to many
+    rows of one kind, as those beyond an expert's capacity. The tokens of such a row are all alike,
+    too, in every other batch.
+
+    Args:
+      loss: the loss.
+      shards: the number of shards.
+      state: the state of the first call.
+      batch: its batch.
+      smaller: whether floats of rows only become smaller: where rows end a loop, it may not end for
+        larger ones.
+      where: the sharding of an array that all devices have.
+    """
+    rows, whole = loss.split(batch)
+    axes = jax.tree.leaves(loss.batch_axes.tree_of(rows))
+    parts = rows, state.params, whole, state.model_state
+    paths, tree = jax.tree_util.tree_flatten_with_path(parts)
+    leaves = [x for _, x in paths]
+    is_number = lambda x: x.size and (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number))
+    places = [place for place, x in enumerate(leaves) if is_number(x)]
+    looks = lambda x: (x.min(), x.max(), (x == jnp.round(x)).all() if is_inexact(x) else True)
+    look = jax.jit(lambda xs: list(map(looks, xs)), out_shardings=where)
+    draws, flags = dict[int, _Draw](), set[int]()
+    seen = jax.device_get(look([leaves[place] for place in places]))
+    for place, (low, high, counts) in zip(places, seen, strict=True):
+        part, exact = paths[place][0][0].idx, is_inexact(leaves[place])
+        draw = _draw_of(part, low, high, exact=exact, counts=counts, smaller=smaller)
+        draws |= {} if draw is None else {place: draw}
+        flags |= {place} if counts and low >= 0 and high <= 1 else set()
+    number, pieces = leaves[0].shape[axes[0]], shards * loss.pieces(shards)
+
+    def drawn(turn: Any, given: dict[int, Any]) -> dict[int, Any]:
+        key = lambda place: jax.random.fold_in(jax.random.key(turn), place)
+        of_rows = key(len(leaves))
+        order = jax.random.permutation(of_rows, number)
+        copies = order[jnp.arange(number) * pieces // number]
+        order = jnp.where(turn < VARIED, order, copies)
+        one_token = (turn > VARIED) & (turn % 2 == 1)
+        found = dict(given)
+        for place, draw in draws.items():
+            x = given[place]
+            found[place] = draw(key(place), x, turn).astype(x.dtype)
+        for place, axis in enumerate(axes):
+            found[place] = take_rows(found[place], axis, order)
+            if place not in flags:
+                found[place] = _of_one_token(one_token, of_rows, found[place], axis)
+        return found
+
+    given = {place: leaves[place] for place in {*range(len(axes)), *draws}}
+    run = jax.jit(drawn, out_shardings={place: x.sharding for place, x in given.items()})
+    others = []
+    for turn in range(2 * VARIED):
+        numbers = run(turn, given)
+        rows, params, whole, model_state = tree.unflatten(
+            [numbers.get(place, x) for place, x in enumerate(leaves)]
+        )
+        after = dataclasses.replace(state, params=params, model_state=model_state)
+        others.append((after, join(rows, whole)))
+    path_of = lambda path: f"batch{jax.tree_util.keystr(path[1:])}"
+    name_of = lambda path: _NAMES.get(path[0].idx) or path_of(path)
+    return others, list(dict.fromkeys(name_of(paths[place][0]) for place in draws))
+
+
+# The parts of what is varied, and the names of two of them.
+_ROWS, _PARAMS, _WHOLE, _STATE = range(4)
+_NAMES = {_PARAMS: "params", _STATE: "model_state"}
+# From a random key, an array and the turn to an array.
+_Draw = Callable[[Any, Any, Any], Any]
+
+
+def _draw_of(
+    part: int, low: Any, high: Any, *, exact: bool, counts: bool, smaller: bool
+) -> _Draw | None:
+    """Return what draws other numbers for an array; ``None`` if it stays as it is.
+
+    Of ones, as in a mask of a batch without padding, some become 0, and of zeros that are no floats
+    some become 1. Floats that are all alike, as rewards that nobody has reached yet, become random;
+    and so do parameters, as of a layer that starts at 0, or a gate. What is all alike in the model
+    state, in entries without rows and in columns of counts, becomes smaller and larger: a counter
+    of steps, or the weight of a term that starts later. Other floats of a batch become larger and
+    smaller, each by its own factor, as outliers are, unless all are integers, as of a mask.
+
+    Args:
+      part: the part that the array is in.
+      low: its smallest number.
+      high: its largest.
+      exact: whether they are floats.
+      counts: whether all of them are integers.
+      smaller: as of ``varied``.
+    """
+    alike = low == high
+    if part != _ROWS and not alike:
+        return None
+    if part in (_WHOLE, _STATE):
+        return _later
+    if part == _PARAMS:
+        return functools.partial(_nearby, 0.1) if exact else None
+    if not alike:
+        return None if counts else functools.partial(_with_outliers, smaller)
+    if low == 1 or (low == 0 and not exact):
+        return functools.partial(_some_ones, 0.8 if low else 0.2)
+    return functools.partial(_nearby, 1) if exact else _later
+
+
+# What becomes of an array in each of twice ``VARIED`` turns.
+
+
+def _some_ones(often: float, key: Any, x: Any, turn: Any) -> Any:
+    """Return ones and zeros; once in ``VARIED`` turns tens, as a column of epochs may have."""
+    found = jax.random.bernoulli(key, often, x.shape)
+    return found if x.dtype == bool else found * jnp.where(_is_last(turn), 10, 1)
+
+
+def _nearby(size: float, key: Any, x: Any, turn: Any) -> Any:
+    """Return random numbers around those of an array; a single one, as of a gate, up and down."""
+    if x.size == 1:
+        return x + turn % VARIED * jnp.where(turn % 2, 1, -1) * jnp.maximum(jnp.abs(x), 1)
+    found = x + size * jax.random.normal(key, x.shape)
+    return found if size < 1 else found * jnp.where(_is_last(turn), 10, 1)
+
+
+def _later(key: Any, x: Any, turn: Any) -> Any:
+    """Return an array of equal numbers as it may be in other steps: smaller at first, then larger.
+
+    A count becomes 0 or -1, and large; zeros that are floats become positive.
+    """
+    nth, again = turn % VARIED, turn > VARIED
+    if x.dtype == bool:
+        return jnp.where(nth > 1, ~x, x)
+    if not is_inexact(x):
+        few, many = jnp.where(again, -1, 0), jnp.maximum(8 * x, 10**nth)
+        return jnp.where(nth == 0, x, jnp.where(nth == 1, few, many))
+    positive = jnp.where(nth > 1, jnp.abs(jax.random.normal(key, x.shape)), 0)
+    few, many = jnp.where(again, -1.0, 0.1), 10.0 ** (2 * nth - 3)
+    times = jnp.where(nth == 0, 1.0, jnp.where(nth == 1, few, many))
+    return jnp.where(x == 0, positive, x * times)
+
+
+def _with_outliers(smaller: bool, key: Any, x: Any, turn: Any) -> Any:
+    size = turn % VARIED * jax.random.normal(key, x.shape)
+    return x * jnp.exp(-jnp.abs(size) if smaller else size)
+
+
+def _is_last(turn: Any) -> Any:
+    return turn % VARIED == VARIED - 1
+
+
+def _of_one_token(is_set: Any, key: Any, x: Any, axis: int) -> Any:
+    """Return rows whose tokens are all that of one place, if that is set."""
+    if x.ndim < 2 or not x.size:
+        return x
+    along = int(axis == 0)
+    place = jax.random.randint(key, (1,), 0, x.shape[along])
+    return jnp.where(is_set, jnp.take(x, place, along), x)
