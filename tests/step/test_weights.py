@@ -205,3 +205,13 @@ def test_a_sum_that_all_shards_divide_by_takes_no_weight():
     step = sgd_step(loss, 0.1, 8, weight="mask", axis_name="shards")
     with pytest.raises(LossError, match=r"weight='mask' lets a shard count as .* leave weight out"):
         step(step.init(W), batch_of(np.arange(24) % 3 < np.arange(24) // 8 + 1))
+
+
+@pytest.mark.parametrize("weight", [-1, np.float32(-1), jnp.float32(-1), jnp.float32(np.nan)])
+def test_a_number_that_is_no_weight_is_refused(weight: Any):
+    opt = CrossShardOptimizer(optax.sgd(0.1))
+    update = lambda g: opt.update(g, opt.init(g), weight=weight)[0]
+    with pytest.raises(
+        ArgumentError, match=r"A shard's weight (is at least 0; got -1|must be fin)"
+    ):
+        jax.vmap(update, axis_name="shards")(jnp.ones((2, 3)))

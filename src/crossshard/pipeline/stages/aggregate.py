@@ -55,11 +55,14 @@ def as_weight(given: Any, what: str = "got") -> Float[Array, ""]:
         raise ArgumentError(
             f"A shard's weight is one number; {what} an array of shape {value.shape}. Sum it."
         )
-    if not isinstance(given, float | np.generic | np.ndarray):
+    kinds_of_known = float, int, np.generic, np.ndarray, jax.Array
+    is_known = isinstance(given, kinds_of_known) and not isinstance(given, jax.core.Tracer)
+    if not is_known or not getattr(given, "is_fully_addressable", True):
         return value
-    _check.finite("A shard's weight", given)
-    if np.any(np.asarray(given) < 0):
-        raise ArgumentError(f"A shard's weight is at least 0; {what} {given}.")
+    number = np.asarray(given).item()
+    _check.finite("A shard's weight", number)
+    if number < 0:
+        raise ArgumentError(f"A shard's weight is at least 0; {what} {number}.")
     return value
 
 
