@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from crossshard.jaxprs.widen import in_32_bits
+from crossshard.jaxprs.widen import in_32_bits, with_gates_turned
 
 X = np.random.default_rng(0).normal(size=(6, 6)).astype(np.float32)
 
@@ -72,3 +72,23 @@ def test_a_derivative_of_its_own_is_kept():
     loss = lambda x: (rounded(x) * x).sum()
     slope = jax.grad(lambda x: widened(loss, x)[0])(jnp.bfloat16([0.25, 0.75]))
     np.testing.assert_allclose(np.float32(slope), [0.25, 1.75])
+
+
+def chosen(x: Any, w: Any, at: Any) -> Any:
+    """One part for each kind of condition: of rows, of a constant, and of neither."""
+    of_rows = jnp.where(x > 0, x, 0).sum()
+    constant = jnp.where(np.array([True, False, True]), w, 7 * w).sum()
+    at_last = jnp.where(at > 5, w, -w).sum()
+    branch = lax.cond(at * w.sum() > 5, lambda: 2 * w.sum(), lambda: 3 * w.sum())
+    both = jnp.where(at + x.sum() > 5, 1.0, 2.0)
+    return jnp.stack([of_rows, constant, at_last, branch, both])
+
+
+def test_gates_that_no_row_decides_are_turned_and_no_others():
+    x, w, at = jnp.float32([1.0, -2.0]), jnp.ones(3), jnp.int32(0)
+    turned = list[Any]()
+    trace = jax.make_jaxpr(chosen)(x, w, at)
+    (found,) = with_gates_turned(trace, [x, w, at], [2, 1, 1], turned)
+    np.testing.assert_allclose(chosen(x, w, at), [1, 9, -3, 9, 2])
+    np.testing.assert_allclose(found, [1, 9, 3, 6, 2])
+    assert len(turned) == 2

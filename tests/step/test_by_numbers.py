@@ -320,6 +320,20 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         BATCH | {"epoch": np.full(16, 7, np.int32)},
         {},
     ),
+    "a term in one step": (
+        lambda w, b: in_epoch(w, b, jnp.where(b["at"] == 70_000, 1.0, 0.0)),
+        "with the other choice where no row decides",
+        BATCH | {"at": np.int32(3)},
+        {"replicated_entries": ["at"]},
+    ),
+    "a branch in later steps": (
+        lambda w, b: jax.lax.cond(
+            b["at"] > 10**6, lambda: in_epoch(w, b, 1.0), lambda: in_epoch(w, b, 0.0)
+        ),
+        r"with the other choice where no row decides \(tests/step/test_by_numbers",
+        BATCH | {"at": np.int32(3)},
+        {"replicated_entries": ["at"], "accumulate_steps": 2},
+    ),
     "a gradient of 0": (
         lambda w, b: (in_order(w, b) * (jnp.sort(b["gain"]) == 5)).mean(),
         "the gradient of this batch is 0",

@@ -24,6 +24,7 @@ from crossshard.jaxprs.walk import (
     Cond,
     Scan,
     While,
+    constants,
     control_flow,
     has_own_derivative,
     has_ref,
@@ -89,6 +90,48 @@ def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
     ]
     found = _jax.bound(equation, narrow)
     return found if has_ref(equation) else list(map(wide, found))
+
+
+def with_gates_turned(
+    jaxpr: Any, inputs: Sequence[Any], levels: Sequence[int], turned: list[Any]
+) -> list[Any]:
+    """Return the outputs of a jaxpr as ``in_32_bits`` does, with other choices at its gates.
+
+    A gate is a condition, of a ``jnp.where`` or a ``lax.cond``, that depends on inputs, and on
+    none that has rows. In loops, kernels and functions with a derivative of their own none is
+    looked for.
+
+    Args:
+      jaxpr: the jaxpr.
+      inputs: its inputs.
+      levels: of each, 2 if it has rows, 1 if not; 0 if it is a constant.
+      turned: a list that the equations of the gates are added to.
+    """
+    pairs = [(wide(x), level) for x, level in zip(inputs, levels, strict=True)]
+    found = _turned(jaxpr, pairs, turned)
+    return [x for x, _ in found]
+
+
+def _turned(jaxpr: Any, pairs: Sequence[Any], turned: list[Any]) -> list[Any]:
+    def apply(equation: Any, given: list[Any]) -> Sequence[Any]:
+        call = control_flow(equation)
+        if isinstance(call, Call) and not has_own_derivative(equation):
+            return _turned(call.jaxpr, given, turned)
+        values, levels = [x for x, _ in given], [level for _, level in given]
+        is_gate = bool(levels) and levels[0] == _OF_NO_ROW
+        if is_gate and isinstance(call, Cond):
+            values[0] = (values[0] + 1) % len(call.branches)
+            turned.append(equation)
+        elif is_gate and equation.primitive.name == "select_n" and values[0].dtype == bool:
+            values[0] = ~values[0]
+            turned.append(equation)
+        return [(x, max(levels, default=0)) for x in _apply(equation, values)]
+
+    consts = [(x, 0) for x in constants(jaxpr)]
+    return evaluate(jaxpr, pairs, apply, consts=consts, literal=lambda x: (wide(x.val), 0))
+
+
+_OF_NO_ROW = 1  # the level of what depends on inputs without rows alone
 
 
 @functools.cache

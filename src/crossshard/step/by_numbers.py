@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from crossshard.jaxprs.row_facts import ENDS_LOOP, OverRows
 from crossshard.jaxprs.walk import (
     equations_of,
 )
-from crossshard.jaxprs.widen import in_32_bits, wide
+from crossshard.jaxprs.widen import in_32_bits, wide, with_gates_turned
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
@@ -214,6 +214,8 @@ class _Check:
                     f"{self._doubt.sentence} And the gradient of this batch is 0, which cannot "
                     f"show it. Let the first call have another batch. {REMEDIES}"
                 )
+            if inner is not None:
+                self._with_gates_turned(around, given, allowed)
             return
         said, of = str(failure).partition("\n")[0], ""
         if self._doubt.finding.kind is OverRows.OVER_SHARDS:
@@ -222,6 +224,38 @@ class _Check:
             f"{self._doubt.sentence} And it cannot be computed of all rows at once, to compare "
             f"numbers: {type(failure).__name__}: {said:.200}{of} {REMEDIES}"
         ) from failure
+
+    def _with_gates_turned(
+        self, around: Any, given: Sequence[tuple[Any, Any]], allowed: float
+    ) -> None:
+        """Compare the loss with the other choice of each condition that no row decides.
+
+        So a term is compared that starts after a number of steps, whatever that is.
+        """
+        state, batch = given[0]
+        rows, whole = self._config.loss.split(batch)
+        of = lambda tree, level: jax.tree.map(lambda _: level, tree)
+        both = state.params, state.frozen
+        levels = of((state.model_state, both), 1), join(of(rows, 2), of(whole, 1))
+        turned = list[Any]()
+        like, known = (state.model_state, both, batch), jax.tree.leaves(levels)
+        inner = functools.partial(_in_32_bits, like, levels=known, turned=turned)
+        of_all = changed(
+            self._loss, over=LossOver.BATCH, weight=None, around=_composed(around, inner)
+        )
+        of_each = changed(self._loss, around=inner)
+        run = functools.partial(self._compared, of_all, of_each, widen=True)
+        try:
+            jax.eval_shape(run, state, batch)
+            found, _ = self._run(run, *given) if turned else ([], None)
+        except Exception:  # a loss may raise anything
+            return
+        for each in found:
+            if np.isfinite(each).all():
+                where = _jax.source_of(turned[0])
+                where = f" ({where})" if where else ""
+                numbers = f"with the other choice where no row decides{where}, "
+                self._check_apart(_less_rounding(each), allowed, numbers)
 
     # A loss of all rows that names the axes of the shards, which have the size 1.
 
@@ -443,10 +477,17 @@ def _composed(*arounds: Any) -> Any:
     return functools.reduce(lambda one, other: lambda x: one(other(x)), some) if some else None
 
 
-def _in_32_bits(like: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_32_bits(
+    like: Any,
+    function: Callable[..., Any],
+    *,
+    levels: Sequence[int] = (),
+    turned: list[Any] | None = None,
+) -> Callable[..., Any]:
     """Return a function in which floats of 16 bits have 32, in which numbers show more.
 
-    It is traced with the dtypes of ``like``, its first arguments.
+    It is traced with the dtypes of ``like``, its first arguments; ``levels`` and ``turned`` are
+    those of ``with_gates_turned``, of these arguments, if gates are to be turned.
     """
     dtypes = [x.dtype for x in jax.tree.leaves(like)]
 
@@ -455,7 +496,13 @@ def _in_32_bits(like: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         types = [jax.typeof(x) for x in leaves]
         types[: len(dtypes)] = [x.update(dtype=of) for x, of in zip(types, dtypes, strict=False)]
         jaxpr, returned = jax.make_jaxpr(function, return_shape=True)(*tree.unflatten(types))
-        return jax.tree.unflatten(jax.tree.structure(returned), in_32_bits(jaxpr, leaves))
+        if turned is None:
+            found = in_32_bits(jaxpr, leaves)
+        else:
+            # The keys come last, and count as rows.
+            of_keys = [2] * (len(leaves) - len(levels))
+            found = with_gates_turned(jaxpr, leaves, [*levels, *of_keys], turned)
+        return jax.tree.unflatten(jax.tree.structure(returned), found)
 
     return run
 
