@@ -99,6 +99,16 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
         {},
         ("computes with the position of a row", "jnp.take_along_axis", "crossshard.rowwise"),
     ),
+    "a root of the mean": (
+        lambda w, batch: jnp.sqrt(((batch["x"] @ w) ** 2).mean()),
+        {},
+        ("as sqrt is not, needs the mean over all rows", "loss_over='batch'"),
+    ),
+    "a guard": (
+        lambda w, batch: jnp.nan_to_num((batch["x"] @ w).mean()),
+        {},
+        ("Instead of a condition on what is finite, write nonfinite='skip'",),
+    ),
     "undecided": (of_few_rows, {}, ("Nothing proves",)),
 }
 

@@ -270,11 +270,19 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
             f"or quotient of them; where nothing counts, the Mean is 0. Or: {REMEDIES}"
         )
     # As in a recurrent network over [time, rows, …].
-    axis = "If the rows are along another axis, write batch_axis=1, or its number. "
+    advice, operation = "", reason.partition(" ")[0]
+    if reason == MEETS_EARLIER:
+        advice = "If the rows are along another axis, write batch_axis=1, or its number. "
+    elif operation in ("is_finite", "ne") and "of a sum over rows" in reason:
+        advice = "Instead of a condition on what is finite, write nonfinite='skip'. "
+    elif reason.startswith(f"{operation} of a sum over rows"):
+        advice = (
+            f"What is not linear in a mean over rows, as {operation} is not, needs the mean over "
+            f"all rows. "
+        )
     return (
         f"The loss compares rows of the batch: {reason}{where}. Each shard has its own rows, so "
-        f"that the mean of the shards' losses is not that of the whole batch. "
-        f"{axis if reason == MEETS_EARLIER else ''}{REMEDIES}"
+        f"that the mean of the shards' losses is not that of the whole batch. {advice}{REMEDIES}"
     )
 
 
