@@ -73,6 +73,22 @@ def lines_of(files: Iterator[Path]) -> tuple[int, int]:
     return len(counts), sum(counts)
 
 
+def reading_path() -> int:
+    """How many lines CONTRIBUTING.md lists, some files ``up to`` a name or ``through`` it."""
+    text = (PACKAGE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\d\. .*", text.split("## Read it in an afternoon")[1], re.MULTILINE)
+    link = r"\]\((src/crossshard/[^)]+)\)(?:, (up to|through) `(\w+)`)?"
+    number = 0
+    for file, how, name in re.findall(link, "\n".join(listed)):
+        code = (PACKAGE.parents[1] / file).read_text(encoding="utf-8")
+        found = [x for x in ast.walk(ast.parse(code)) if getattr(x, "name", None) == name]
+        ends = len(code.splitlines())
+        if how:
+            ends = found[0].lineno - 1 if how == "up to" else found[0].end_lineno
+        number += ends
+    return number
+
+
 def crossing() -> tuple[int, int]:
     """The names that another file of the package imports, and those of one importer alone."""
     users: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -109,6 +125,7 @@ def main() -> None:
     for name in ("tests", "benchmarks", "examples", "tools"):
         number, of_name = lines_of((root / name).rglob("*.py"))
         print(f"{name}: {of_name:,} lines in {number} files")
+    print(f"the reading path: {reading_path():,} lines")
     over = sum(calls.borders.values())
     print(f"a plain Adam enters {len(calls.files)} files, {len(calls.functions)} functions")
     print(f"calls over a file's border: {over:,}")

@@ -521,3 +521,15 @@ def test_on_the_mesh_that_is_set():
         found = moved(made(a_mean), BATCH)
         np.testing.assert_allclose(found, jax.jit(jax.grad(plain))(W, BATCH), rtol=1e-5, atol=1e-5)
         refused(lambda w, b: in_order(w, b)[0], NOT_SO)
+
+
+def test_jax_does_not_stop_at_what_the_comparison_makes_nan():
+    # A quotient that no step reaches, with the other choice.
+    safe = lambda w, b: (
+        in_order(w, b).mean() * jnp.where(b["at"] > 0, 1 / jnp.maximum(b["at"], 0), 1)
+    )
+    step = made(safe, replicated_entries=["at"])
+    with jax.debug_nans(True), jax.debug_infs(True):
+        state, _ = step(step.init(W), BATCH | {"at": np.float32(0)})
+    expected = W - 0.1 * jax.grad(lambda w: in_order(w, BATCH).mean())(W)
+    np.testing.assert_allclose(step.model(state), expected, atol=1e-6)

@@ -96,6 +96,16 @@ def test_rows_of_padding_that_may_count_are_refused(name: str):
         step(step.init(W), full)
 
 
+def test_padding_that_counts_for_one_shape_counts_after_another():
+    loss = lambda w, b: (masked if b["wide"].shape[1] > 1 else without_the_mask)(w, b)
+    of = lambda rows, wide: batch_of(np.ones(rows)) | {"wide": np.ones((rows, wide), np.float32)}
+    step = sgd_step(loss, 0.1, 4, weight="mask")
+    for _ in range(2):
+        with pytest.raises(LossError, match="padded with rows of zeros"):
+            step(step.init(W), of(22, 1))
+        step(step.init(W), of(24, 2))
+
+
 @pytest.mark.parametrize("over", ["rows", "shard"])
 def test_rows_of_padding_that_do_not_count_are_none(over: str):
     few = batch_of(np.arange(22) % 3)
@@ -215,3 +225,11 @@ def test_a_number_that_is_no_weight_is_refused(weight: Any):
         ArgumentError, match=r"A shard's weight (is at least 0; got -1|must be fin)"
     ):
         jax.vmap(update, axis_name="shards")(jnp.ones((2, 3)))
+
+
+def test_an_error_of_the_loss_says_how_many_rows_it_was_given():
+    in_eights = lambda w, batch: ((batch["x"] @ w).reshape(-1, 8, 33) ** 2).mean()
+    step = sgd_step(in_eights, 0.1, 4, accumulate_steps=2)
+    with pytest.raises(TypeError) as caught:
+        step(step.init(W), {"x": X})
+    assert any("was given 3 rows" in note for note in caught.value.__notes__)

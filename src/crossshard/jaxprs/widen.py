@@ -1,4 +1,4 @@
-"""Widen: evaluates a jaxpr with floats of 32 bits in the place of 16, so that numbers show more."""
+"""Widen: evaluates a jaxpr so that numbers show more: in 32 bits, or with other choices, too."""
 
 import functools
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ from crossshard.jaxprs.walk import (
     has_own_derivative,
     has_ref,
     jaxprs_within,
+    opened,
 )
 
 # Primitives that compute in the dtype of their inputs, or in one of these parameters.
@@ -61,20 +62,21 @@ def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
             return in_32_bits(jaxpr, given)
         case Cond(branches):
             return lax.switch(given[0], list(map(run, branches)), *given[1:])
-        case While(cond, of_cond, body, of_body):
+        # A loop over rows, each of which ends by itself, has a condition for each.
+        case While(cond, of_cond, body, of_body) if not opened(cond).outvars[0].aval.shape:
             first, second = given[:of_cond], given[of_cond : of_cond + of_body]
             return lax.while_loop(
                 lambda carry: run(cond)(*first, *carry)[0],
                 lambda carry: run(body)(*second, *carry),
                 given[of_cond + of_body :],
             )
-        case Scan(body, constants, carried, (length, reverse)):
+        case Scan(body, fixed, carried, (length, reverse)):
 
             def turn(carry: Any, rows: Any) -> tuple[Any, Any]:
-                found = run(body)(*given[:constants], *carry, *rows)
+                found = run(body)(*given[:fixed], *carry, *rows)
                 return found[:carried], found[carried:]
 
-            start, rows = given[constants : constants + carried], given[constants + carried :]
+            start, rows = given[fixed : fixed + carried], given[fixed + carried :]
             carry, stacked = lax.scan(turn, start, rows, length=length, reverse=reverse)
             return [*carry, *stacked]
     if equation.primitive.name in _ANY_DTYPE and not jaxprs_within(equation):

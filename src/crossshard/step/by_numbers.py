@@ -22,14 +22,10 @@ from crossshard import _jax, _mesh
 from crossshard._check import is_inexact
 from crossshard.errors import LossError
 from crossshard.gradients.status import Reduction
-from crossshard.jaxprs.kernels import (
-    Assumptions,
-)
+from crossshard.jaxprs.kernels import Assumptions
 from crossshard.jaxprs.mean_over_rows import Finding, facts_of_outputs
 from crossshard.jaxprs.row_facts import ENDS_LOOP, OverRows
-from crossshard.jaxprs.walk import (
-    equations_of,
-)
+from crossshard.jaxprs.walk import equations_of
 from crossshard.jaxprs.widen import in_32_bits, wide, with_gates_turned
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
@@ -89,7 +85,9 @@ def check_by_numbers(
     """
     given = jax.tree.map(lambda x: _mesh.on_mesh(x, layout.mesh), (state, batch))
     check = _Check(config, layout, doubt)
-    with _mesh.in_place_of_the_users_mesh(layout.mesh):
+    # Other numbers than the user's may give NaN, which shows nothing, and at which JAX would stop.
+    quiet = jax.debug_nans(False), jax.debug_infs(False)
+    with _mesh.in_place_of_the_users_mesh(layout.mesh), quiet[0], quiet[1]:
         if doubt.divisor is not None:
             return _check_weight(config, given[1], doubt.finding, doubt.divisor)
         if doubt.of_state:
@@ -192,13 +190,8 @@ class _Check:
         in_32 = functools.partial(_in_32_bits, (state.model_state, both, batch))
         failure = None
         for around, inner in itertools.product(arounds, (in_32, None)):
-            of_all = changed(
-                self._loss, over=LossOver.BATCH, weight=None, around=_composed(around, inner)
-            )
-            of_each = changed(self._loss, around=inner)
-            run = functools.partial(self._compared, of_all, of_each, widen=inner is not None)
             try:
-                (found, *more), precision = self._run(run, *given)
+                (found, *more), precision = self._run(self._comparing(around, inner), *given)
             except Exception as error:  # a loss may raise anything on other shapes
                 failure = error
                 continue
@@ -217,13 +210,23 @@ class _Check:
             if inner is not None:
                 self._with_gates_turned(around, given, allowed)
             return
+        raise self._not_computed("of all rows at once", failure) from failure
+
+    def _not_computed(self, how: str, failure: Exception | None) -> LossError:
         said, of = str(failure).partition("\n")[0], ""
         if self._doubt.finding.kind is OverRows.OVER_SHARDS:
             of = f" {_OF_SHARDS}"
-        raise LossError(
-            f"{self._doubt.sentence} And it cannot be computed of all rows at once, to compare "
-            f"numbers: {type(failure).__name__}: {said:.200}{of} {REMEDIES}"
-        ) from failure
+        return LossError(
+            f"{self._doubt.sentence} And it cannot be computed {how}, to compare numbers: "
+            f"{type(failure).__name__}: {said:.200}{of} {REMEDIES}"
+        )
+
+    def _comparing(self, around: Any, inner: Any) -> Callable[..., Any]:
+        """Return ``_compared`` for a loss in two transformations, the outer one of all rows."""
+        whole, outer = LossOver.BATCH, _composed(around, inner)
+        of_all = changed(self._loss, over=whole, weight=None, around=outer)
+        of_each = changed(self._loss, around=inner)
+        return functools.partial(self._compared, of_all, of_each, widen=inner is not None)
 
     def _with_gates_turned(
         self, around: Any, given: Sequence[tuple[Any, Any]], allowed: float
@@ -240,21 +243,16 @@ class _Check:
         turned = list[Any]()
         like, known = (state.model_state, both, batch), jax.tree.leaves(levels)
         inner = functools.partial(_in_32_bits, like, levels=known, turned=turned)
-        of_all = changed(
-            self._loss, over=LossOver.BATCH, weight=None, around=_composed(around, inner)
-        )
-        of_each = changed(self._loss, around=inner)
-        run = functools.partial(self._compared, of_all, of_each, widen=True)
+        run, other = self._comparing(around, inner), "with the other choice where no row decides"
         try:
             jax.eval_shape(run, state, batch)
             found, _ = self._run(run, *given) if turned else ([], None)
-        except Exception:  # a loss may raise anything
-            return
+        except Exception as error:  # a loss may raise anything with other choices
+            raise self._not_computed(other, error) from error
         for each in found:
             if np.isfinite(each).all():
                 where = _jax.source_of(turned[0])
-                where = f" ({where})" if where else ""
-                numbers = f"with the other choice where no row decides{where}, "
+                numbers = f"{other}{f' ({where})' if where else ''}, "
                 self._check_apart(_less_rounding(each), allowed, numbers)
 
     # A loss of all rows that names the axes of the shards, which have the size 1.

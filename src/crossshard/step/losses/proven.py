@@ -39,7 +39,7 @@ def _trace(loss: StepLoss, state: TrainState, arguments: Arguments) -> tuple[Any
             if not isinstance(error, CrossshardError):
                 rows = loss.number_of_rows(join(arguments.given[0], arguments.whole))
                 error.add_note(
-                    f"The loss was given the {rows} rows of a shard's part of the batch."
+                    f"The loss was given {rows} rows: a shard's, or a microbatch of them."
                 )
             raise
         found, context = (jaxpr, jax.tree.structure(types)), get_shard_context()
