@@ -1,4 +1,4 @@
-"""How gradients are reduced, and whether they are already: by their type, or declared."""
+"""How gradients are reduced, and whether they are already; no optimizer reduces them again."""
 
 import contextlib
 import enum

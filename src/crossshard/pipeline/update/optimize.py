@@ -1,6 +1,7 @@
 """Optimize: the wrapped optimizer's update, with a moving average and master weights.
 
-Also ``find_unread``: which gradients an optimizer does not read.
+Also ``find_unread``, which gradients an optimizer does not read, and ``check_transformation``,
+what is one.
 """
 
 import dataclasses
