@@ -81,7 +81,7 @@ def reading_path() -> int:
     number = 0
     for file, how, name in re.findall(link, "\n".join(listed)):
         code = (PACKAGE.parents[1] / file).read_text(encoding="utf-8")
-        found = [x for x in ast.walk(ast.parse(code)) if getattr(x, "name", None) == name]
+        found: list[Any] = [x for x in ast.walk(ast.parse(code)) if getattr(x, "name", 0) == name]
         ends = len(code.splitlines())
         if how:
             ends = found[0].lineno - 1 if how == "up to" else found[0].end_lineno

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from crossshard.jaxprs.widen import in_32_bits, with_gates_turned
+from crossshard.jaxprs.widen import (
+    OF_PARAMS,
+    OF_ROWS,
+    OF_WHOLE,
+    Gates,
+    in_32_bits,
+    with_gates_turned,
+)
 
 X = np.random.default_rng(0).normal(size=(6, 6)).astype(np.float32)
 
@@ -79,16 +86,41 @@ def chosen(x: Any, w: Any, at: Any) -> Any:
     of_rows = jnp.where(x > 0, x, 0).sum()
     constant = jnp.where(np.array([True, False, True]), w, 7 * w).sum()
     at_last = jnp.where(at > 5, w, -w).sum()
-    branch = lax.cond(at * w.sum() > 5, lambda: 2 * w.sum(), lambda: 3 * w.sum())
+    branch = lax.cond(at > 6, lambda: 2 * w.sum(), lambda: 3 * w.sum())
     both = jnp.where(at + x.sum() > 5, 1.0, 2.0)
     return jnp.stack([of_rows, constant, at_last, branch, both])
 
 
-def test_gates_that_no_row_decides_are_turned_and_no_others():
-    x, w, at = jnp.float32([1.0, -2.0]), jnp.ones(3), jnp.int32(0)
-    turned = list[Any]()
-    trace = jax.make_jaxpr(chosen)(x, w, at)
-    (found,) = with_gates_turned(trace, [x, w, at], [2, 1, 1], turned)
-    np.testing.assert_allclose(chosen(x, w, at), [1, 9, -3, 9, 2])
-    np.testing.assert_allclose(found, [1, 9, 3, 6, 2])
-    assert len(turned) == 2
+def in_loops(x: Any, w: Any, at: Any) -> Any:
+    layer = lambda carry, row: (carry + jnp.where(at > 5, row.sum(), 1.0), jnp.minimum(w, 2.0))
+    end, bounds = lax.scan(layer, at * 0.5, jnp.stack([x, x]))
+    turn = lambda carry: (carry[0] + 1, jnp.where(at > 5, 1.0, 2.0))
+    return jnp.stack([end, bounds.sum(), lax.while_loop(lambda c: c[0] < 2, turn, (0, 0.0))[1]])
+
+
+# A function, its values, and those with each gate turned, or a half in place of a single number.
+GATES: dict[str, tuple[Any, list[float], list[list[float]]]] = {
+    "conditions": (
+        chosen,
+        [1, 9, -3, 9, 2],
+        [[1, 9, 3, 9, 2], [1, 9, -3, 6, 2], [1, 9, -3, 9, 2]],
+    ),
+    "loops": (in_loops, [2, 6, 2], [[-2, 6, 2], [2, 12, 2], [2, 6, 0.5]]),
+    "a factor": (lambda x, w, at: x.sum() * (at / 2), [0], [[-0.5]]),
+    "a comparison of parameters": (lambda x, w, at: (w > 2.0) * w, [0, 0, 0], [[1, 1, 1]]),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_gates_that_no_row_decides_are_turned_and_no_others(name: str):
+    of, values, others = GATES[name]
+    inputs, gates = (jnp.float32([1.0, -2.0]), jnp.ones(3), jnp.int32(0)), Gates()
+    trace = jax.make_jaxpr(of)(*inputs)
+    run = lambda: with_gates_turned(trace, inputs, [OF_ROWS, OF_PARAMS, OF_WHOLE], gates)[0]
+    np.testing.assert_allclose(np.ravel(run()), values)
+    assert len(gates.equations) == len(others)
+    for place, want in enumerate(others):
+        gates.numbers = np.where(np.arange(len(gates.numbers)) == place, np.float32(0.5), 0)
+        np.testing.assert_allclose(np.ravel(run()), want)
+    tries = [tuple(each[: len(others)] > 0) for each in gates.tries()]
+    assert len(set(tries)) == len(tries) == 2 ** len(others) - 1

@@ -179,6 +179,10 @@ def in_epoch(w: Any, batch: Any, share: Any) -> Any:
     return (1 - share) * losses.mean() + share * losses[-4:].mean()
 
 
+def in_epochs(w: Any, batch: Any) -> list[Any]:
+    return [in_epoch(w, batch, share) for share in (1.0, 0.0)]
+
+
 def summed_in_a_loop(w: Any, batch: Any, divided: Any = jnp.divide) -> Any:
     """A mean over what is there, of sums along an axis, as of tokens in chunks of time."""
 
@@ -267,6 +271,8 @@ EXPERTS = MANY | {"class": np.arange(48) % 4}
 CLASSES = BATCH | {"class": np.int32(np.arange(16) ** 2 % 3)}
 FULL = BATCH | {"mask": np.ones(16, np.float32)}
 NO_GAINS = BATCH | {"gain": np.zeros(16, np.float32)}
+LATER = BATCH | {"at": np.int32(3)}
+AT: dict[str, Any] = {"replicated_entries": ["at"]}
 NAN = BATCH | {"x": np.full_like(BATCH["x"], np.nan)}
 WHOLE = "of rows of the whole batch the loss is"
 COMPARES = "The loss compares rows of the batch"
@@ -322,17 +328,51 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     ),
     "a term in one step": (
         lambda w, b: in_epoch(w, b, jnp.where(b["at"] == 70_000, 1.0, 0.0)),
-        "with the other choice where no row decides",
-        BATCH | {"at": np.int32(3)},
-        {"replicated_entries": ["at"]},
+        "with another value where no row decides",
+        LATER,
+        AT,
+    ),
+    "a factor in later steps": (
+        lambda w, b: in_epoch(w, b, (b["at"] > 70_000).astype(np.float32)),
+        "with another value where no row decides",
+        LATER,
+        AT,
+    ),
+    "a term that fades in": (
+        lambda w, b: in_epoch(w, b, jax.nn.sigmoid((b["at"] - 10**6) / 100)),
+        "with another value where no row decides",
+        LATER,
+        AT,
+    ),
+    "a term between two steps": (
+        lambda w, b: in_epoch(w, b, 1.0 * (b["at"] < 10**7) * jnp.where(b["at"] > 10**6, 1, 0)),
+        "with another value where no row decides",
+        LATER,
+        AT,
+    ),
+    "a term of layers in later steps": (
+        lambda w, b: jax.lax.scan(
+            lambda sum, x: (sum + jnp.where(b["at"] > 10**6, *in_epochs(w * x, b)), None),
+            0.0,
+            jnp.ones(2),
+        )[0],
+        "with another value where no row decides",
+        LATER,
+        AT | {"params": "sharded"},
+    ),
+    "a bound of a parameter": (
+        lambda w, b: in_epoch(w, b, jnp.maximum(w[0, 0] - 1e3, 0)),
+        "with another value where no row decides",
+        BATCH,
+        {},
     ),
     "a branch in later steps": (
         lambda w, b: jax.lax.cond(
-            b["at"] > 10**6, lambda: in_epoch(w, b, 1.0), lambda: in_epoch(w, b, 0.0)
+            b["at"] > 10**6, lambda: in_epochs(w, b)[0], lambda: in_epochs(w, b)[1]
         ),
-        r"with the other choice where no row decides \(tests/step/test_by_numbers",
-        BATCH | {"at": np.int32(3)},
-        {"replicated_entries": ["at"], "accumulate_steps": 2},
+        r"with another value where no row decides \(tests/step/test_by_numbers",
+        LATER,
+        AT | {"accumulate_steps": 2},
     ),
     "a gradient of 0": (
         lambda w, b: (in_order(w, b) * (jnp.sort(b["gain"]) == 5)).mean(),

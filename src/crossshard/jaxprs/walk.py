@@ -353,8 +353,13 @@ def inputs_read(equation: Any) -> list[list[int]]:
     places = range(len(equation.invars))
     if len(equation.outvars) == 1 or control_flow(equation) is None:
         return [list(places)] * len(equation.outvars)
-    found = through(_Reads(), (equation,), [1 << place for place in places])
+    found = bits_through(equation, [1 << place for place in places])
     return [[place for place in places if bits >> place & 1] for bits in found]
+
+
+def bits_through(equation: Any, inputs: Sequence[int]) -> Sequence[int]:
+    """Return the bits of the outputs of an equation, of what they depend on, given its inputs'."""
+    return through(_Reads(), (equation,), inputs)
 
 
 class _Reads(Analysis[int]):

@@ -1,10 +1,12 @@
-"""Widen: evaluates a jaxpr so that numbers show more: in 32 bits, or with other choices, too."""
+"""Widen: evaluates a jaxpr so that numbers show more: in 32 bits, or with other values, too."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from crossshard import _jax
@@ -24,6 +26,7 @@ from crossshard.jaxprs.walk import (
     Cond,
     Scan,
     While,
+    bits_through,
     constants,
     control_flow,
     has_own_derivative,
@@ -55,11 +58,12 @@ def in_32_bits(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     return evaluate(jaxpr, list(map(wide, inputs)), _apply, literal=lambda x: wide(x.val))
 
 
-def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
-    run = lambda jaxpr: lambda *args: in_32_bits(jaxpr, args)
+def _apply(equation: Any, given: list[Any], inner: Any = in_32_bits) -> Sequence[Any]:
+    """Return the outputs of an equation; ``inner`` evaluates what it calls."""
+    run = lambda jaxpr: lambda *args: inner(jaxpr, args)
     match control_flow(equation):
         case Call(jaxpr) if not has_own_derivative(equation):
-            return in_32_bits(jaxpr, given)
+            return inner(jaxpr, given)
         case Cond(branches):
             return lax.switch(given[0], list(map(run, branches)), *given[1:])
         # A loop over rows, each of which ends by itself, has a condition for each.
@@ -94,46 +98,133 @@ def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
     return found if has_ref(equation) else list(map(wide, found))
 
 
-def with_gates_turned(
-    jaxpr: Any, inputs: Sequence[Any], levels: Sequence[int], turned: list[Any]
-) -> list[Any]:
-    """Return the outputs of a jaxpr as ``in_32_bits`` does, with other choices at its gates.
+# What a value depends on, as bits; a constant on nothing.
+OF_WHOLE, OF_ROWS, OF_PARAMS = 1, 2, 4
+# More gates share their numbers.
+_MOST_GATES = 64
+_COMPARES = frozenset("eq ne lt le gt ge".split())
+_SWAPPED = {"max": lax.min_p, "min": lax.max_p}
 
-    A gate is a condition, of a ``jnp.where`` or a ``lax.cond``, that depends on inputs, and on
-    none that has rows. In loops, kernels and functions with a derivative of their own none is
-    looked for.
+
+class Gates:
+    """What no row decides in a loss, and another value for some of it.
+
+    That is a condition of a ``jnp.where`` or a ``lax.cond``; a comparison, or a bound, of
+    parameters; and a single number that only whole entries and the model state make, such as a
+    schedule of the step, where it meets rows or parameters. In while loops, kernels and functions
+    with a derivative of their own nothing is looked for.
+
+    Attributes:
+      numbers: float[gates], from 0 to 1, the values of some, and 0 for those that stay.
+      equations: the equation of each gate.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: Any = np.zeros(_MOST_GATES, np.float32)
+        self.equations: dict[Any, Any] = {}
+
+    def number(self, place: Any, equation: Any) -> Any:
+        """Return the number of the gate at this place of the trace."""
+        self.equations.setdefault(place, equation)
+        return self.numbers[list(self.equations).index(place) % _MOST_GATES]
+
+    def tries(self) -> list[Any]:
+        """Return values for ``numbers``: all combinations of a few gates, or many at random."""
+        draw, number = np.random.default_rng(0), min(len(self.equations), _MOST_GATES)
+        every = itertools.product((False, True), repeat=number)
+        some = draw.random((_MOST_TRIES, number)) < 1 / 2
+        chosen = list(every)[1:] if 2**number <= _MOST_TRIES else some
+        found = np.zeros((len(chosen), _MOST_GATES), np.float32)
+        found[:, :number] = np.where(chosen, draw.uniform(0.2, 0.9, found[:, :number].shape), 0)
+        return list(found)
+
+
+_MOST_TRIES = 32
+
+
+def with_gates_turned(
+    jaxpr: Any, inputs: Sequence[Any], reads: Sequence[int], gates: Gates
+) -> list[Any]:
+    """Return the outputs of a jaxpr as ``in_32_bits`` does, with other values at its gates.
 
     Args:
       jaxpr: the jaxpr.
       inputs: its inputs.
-      levels: of each, 2 if it has rows, 1 if not; 0 if it is a constant.
-      turned: a list that the equations of the gates are added to.
+      reads: of each, the bit of what it is.
+      gates: the gates that are found, and their numbers.
     """
-    pairs = [(wide(x), level) for x, level in zip(inputs, levels, strict=True)]
-    found = _turned(jaxpr, pairs, turned)
-    return [x for x, _ in found]
+    gates.equations.clear()
+    pairs = [(wide(x), bits) for x, bits in zip(inputs, reads, strict=True)]
+    return [x for x, _ in _turned(jaxpr, pairs, gates, ())]
 
 
-def _turned(jaxpr: Any, pairs: Sequence[Any], turned: list[Any]) -> list[Any]:
+def _turned(jaxpr: Any, pairs: Sequence[Any], gates: Gates, path: tuple[Any, ...]) -> list[Any]:
     def apply(equation: Any, given: list[Any]) -> Sequence[Any]:
-        call = control_flow(equation)
+        call, within = control_flow(equation), (*path, id(equation))
         if isinstance(call, Call) and not has_own_derivative(equation):
-            return _turned(call.jaxpr, given, turned)
-        values, levels = [x for x, _ in given], [level for _, level in given]
-        is_gate = bool(levels) and levels[0] == _OF_NO_ROW
-        if is_gate and isinstance(call, Cond):
-            values[0] = (values[0] + 1) % len(call.branches)
-            turned.append(equation)
-        elif is_gate and equation.primitive.name == "select_n" and values[0].dtype == bool:
-            values[0] = ~values[0]
-            turned.append(equation)
-        return [(x, max(levels, default=0)) for x in _apply(equation, values)]
+            return _turned(call.jaxpr, given, gates, within)
+        values, reads = [x for x, _ in given], [bits for _, bits in given]
+        found, of_inputs = bits_through(equation, reads), reads
+        if call is None:
+            values = _other_inputs(equation, values, reads, gates, path)
+        elif isinstance(call, Cond):
+            of_inputs = reads[1:]
+            if _is_free(reads[0]):
+                number, others = gates.number(within, equation), len(call.branches) - 1
+                values[0] += jnp.where(number > 0, 1 + jnp.int32(number * others), 0)
+                values[0] %= len(call.branches)
+        elif isinstance(call, Scan):
+            end = call.constants + call.carried
+            of_inputs = [*reads[: call.constants], *found[: call.carried], *reads[end:]]
+        inner = in_32_bits if isinstance(call, While) else None
+        outputs = _apply(equation, values, inner or run(of_inputs, within))
+        if call is None and found and _is_free(found[0]):
+            outputs = _other_outputs(equation, values, outputs, found[0], gates, within)
+        return list(zip(outputs, found, strict=True))
+
+    def run(reads: Sequence[int], within: tuple[Any, ...]) -> Any:
+        def inner(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+            return [x for x, _ in _turned(jaxpr, [*zip(args, reads, strict=True)], gates, within)]
+
+        return inner
 
     consts = [(x, 0) for x in constants(jaxpr)]
     return evaluate(jaxpr, pairs, apply, consts=consts, literal=lambda x: (wide(x.val), 0))
 
 
-_OF_NO_ROW = 1  # the level of what depends on inputs without rows alone
+def _is_free(bits: int) -> bool:
+    """Return whether a value depends on something, and on no row."""
+    return bits > 0 and not bits & OF_ROWS
+
+
+def _other_inputs(
+    equation: Any, values: list[Any], reads: list[int], gates: Gates, path: tuple[Any, ...]
+) -> list[Any]:
+    """Return the inputs of an equation, with other values of conditions and single numbers."""
+    found = list(values)
+    if equation.primitive.name == "select_n" and _is_free(reads[0]) and values[0].dtype == bool:
+        found[0] = values[0] ^ (gates.number((*path, id(equation)), equation) > 0)
+    meets = any(bits & ~OF_WHOLE for bits in reads)
+    meets = meets or any(x.aval.size > 1 for x in equation.outvars)
+    for place, (x, bits) in enumerate(zip(values, reads, strict=True)):
+        if meets and bits == OF_WHOLE and x.size == 1 and is_inexact(x):
+            number = gates.number((*path, equation.invars[place]), equation)
+            found[place] = jnp.where(number > 0, number.astype(x.dtype), x)
+    return found
+
+
+def _other_outputs(
+    equation: Any, values: list[Any], outputs: Any, bits: int, gates: Gates, within: Any
+) -> Any:
+    """Return the outputs of an equation, with another value for a comparison and for a bound."""
+    name, (first, *_) = equation.primitive.name, outputs
+    if name in _COMPARES and bits & OF_PARAMS:
+        return [first ^ (gates.number(within, equation) > 0)]
+    if name in (*_SWAPPED, "clamp") and (bits & OF_PARAMS or first.size > 1):
+        of_clamp = lambda: values[0] + values[2] - first
+        other = _SWAPPED[name].bind(*values) if name in _SWAPPED else of_clamp()
+        return [jnp.where(gates.number(within, equation) > 0, other, first)]
+    return outputs
 
 
 @functools.cache

@@ -26,7 +26,15 @@ from crossshard.jaxprs.kernels import Assumptions
 from crossshard.jaxprs.mean_over_rows import Finding, facts_of_outputs
 from crossshard.jaxprs.row_facts import ENDS_LOOP, OverRows
 from crossshard.jaxprs.walk import equations_of
-from crossshard.jaxprs.widen import in_32_bits, wide, with_gates_turned
+from crossshard.jaxprs.widen import (
+    OF_PARAMS,
+    OF_ROWS,
+    OF_WHOLE,
+    Gates,
+    in_32_bits,
+    wide,
+    with_gates_turned,
+)
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
 from crossshard.pipeline.pipeline import Pipeline
@@ -231,29 +239,38 @@ class _Check:
     def _with_gates_turned(
         self, around: Any, given: Sequence[tuple[Any, Any]], allowed: float
     ) -> None:
-        """Compare the loss with the other choice of each condition that no row decides.
+        """Compare the loss with another value of each condition and number that no row decides.
 
         So a term is compared that starts after a number of steps, whatever that is.
         """
         state, batch = given[0]
         rows, whole = self._config.loss.split(batch)
-        of = lambda tree, level: jax.tree.map(lambda _: level, tree)
+        of = lambda tree, bits: jax.tree.map(lambda _: bits, tree)
         both = state.params, state.frozen
-        levels = of((state.model_state, both), 1), join(of(rows, 2), of(whole, 1))
-        turned = list[Any]()
-        like, known = (state.model_state, both, batch), jax.tree.leaves(levels)
-        inner = functools.partial(_in_32_bits, like, levels=known, turned=turned)
-        run, other = self._comparing(around, inner), "with the other choice where no row decides"
+        of_batch = join(of(rows, OF_ROWS), of(whole, OF_WHOLE))
+        reads = of(state.model_state, OF_WHOLE), of(both, OF_PARAMS), of_batch
+        like, gates = (state.model_state, both, batch), Gates()
+        inner = functools.partial(_in_32_bits, like, reads=jax.tree.leaves(reads), gates=gates)
+        compared, other = self._comparing(around, inner), "with another value where no row decides"
+
+        def run(state: TrainState, batch: Any, numbers: Any) -> Any:
+            gates.numbers = numbers
+            return compared(state, batch)
+
         try:
-            jax.eval_shape(run, state, batch)
-            found, _ = self._run(run, *given) if turned else ([], None)
-        except Exception as error:  # a loss may raise anything with other choices
+            jax.eval_shape(run, state, batch, gates.numbers)
+            tries = gates.tries() if gates.equations else []
+            turns = range(max(len(given), len(tries)) if tries else 0)
+            of_turn = [(*given[n % len(given)], tries[n % len(tries)]) for n in turns]
+            found, _ = self._run(run, *of_turn) if tries else ([], None)
+        except Exception as error:  # a loss may raise anything with other values
             raise self._not_computed(other, error) from error
-        for each in found:
+        lines = [_jax.source_of(each) for each in gates.equations.values()]
+        for (*_, numbers), each in zip(of_turn, found, strict=True):
             if np.isfinite(each).all():
-                where = _jax.source_of(turned[0])
-                numbers = f"{other}{f' ({where})' if where else ''}, "
-                self._check_apart(_less_rounding(each), allowed, numbers)
+                turned = [line for line, x in zip(lines, numbers, strict=False) if x and line]
+                where = f" ({', '.join(dict.fromkeys(turned))})" if turned else ""
+                self._check_apart(_less_rounding(each), allowed, f"{other}{where}, ")
 
     # A loss of all rows that names the axes of the shards, which have the size 1.
 
@@ -479,13 +496,13 @@ def _in_32_bits(
     like: Any,
     function: Callable[..., Any],
     *,
-    levels: Sequence[int] = (),
-    turned: list[Any] | None = None,
+    reads: Sequence[int] = (),
+    gates: Gates | None = None,
 ) -> Callable[..., Any]:
     """Return a function in which floats of 16 bits have 32, in which numbers show more.
 
-    It is traced with the dtypes of ``like``, its first arguments; ``levels`` and ``turned`` are
-    those of ``with_gates_turned``, of these arguments, if gates are to be turned.
+    It is traced with the dtypes of ``like``, its first arguments; ``reads`` and ``gates`` are those
+    of ``with_gates_turned``, of these arguments, if gates are to be turned.
     """
     dtypes = [x.dtype for x in jax.tree.leaves(like)]
 
@@ -494,12 +511,12 @@ def _in_32_bits(
         types = [jax.typeof(x) for x in leaves]
         types[: len(dtypes)] = [x.update(dtype=of) for x, of in zip(types, dtypes, strict=False)]
         jaxpr, returned = jax.make_jaxpr(function, return_shape=True)(*tree.unflatten(types))
-        if turned is None:
+        if gates is None:
             found = in_32_bits(jaxpr, leaves)
         else:
             # The keys come last, and count as rows.
-            of_keys = [2] * (len(leaves) - len(levels))
-            found = with_gates_turned(jaxpr, leaves, [*levels, *of_keys], turned)
+            of_keys = [OF_ROWS] * (len(leaves) - len(reads))
+            found = with_gates_turned(jaxpr, leaves, [*reads, *of_keys], gates)
         return jax.tree.unflatten(jax.tree.structure(returned), found)
 
     return run
