@@ -71,6 +71,10 @@ def plain(w: Any, batch: Any) -> Any:
     return ((batch["x"] @ w) ** 2).mean()
 
 
+def masked_plain(w: Any, batch: Any) -> Any:
+    return (((batch["x"] @ w) ** 2).sum(1) * batch["mask"]).sum() / batch["mask"].sum()
+
+
 def compared(w: Any, batch: Any) -> Any:
     hidden = opaque(batch["x"] @ w)
     return ((hidden - hidden.mean(0)) ** 2).mean()
@@ -273,6 +277,7 @@ FULL = BATCH | {"mask": np.ones(16, np.float32)}
 NO_GAINS = BATCH | {"gain": np.zeros(16, np.float32)}
 LATER = BATCH | {"at": np.int32(3)}
 AT: dict[str, Any] = {"replicated_entries": ["at"]}
+WEIGHTED = {"weight": lambda batch: batch["mask"].sum()}
 NAN = BATCH | {"x": np.full_like(BATCH["x"], np.nan)}
 WHOLE = "of rows of the whole batch the loss is"
 COMPARES = "The loss compares rows of the batch"
@@ -423,6 +428,24 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     ),
     "rows that are alike": (two_views, r"other numbers in batch.*'x'", ALIKE, {}),
     "sums in a loop": (summed_in_a_loop, r"return crossshard\.Mean\(total, count\)", BATCH, {}),
+    "a threshold at a mean": (
+        lambda w, b: jnp.where(in_order(w, b).mean() > 1e3, 0, plain(w, b)),
+        "compares rows of the batch: gt of a sum over rows",
+        BATCH,
+        {},
+    ),
+    "a bound that is added": (
+        lambda w, b: plain(w, b) + jnp.maximum(1.0, in_order(w, b).mean()),
+        "add of a bound of a sum over rows",
+        BATCH,
+        {},
+    ),
+    "a spread that is 1": (
+        lambda w, b: masked_plain(w, b) / jnp.maximum(1, jnp.ptp(jnp.sort(b["gain"]))),
+        r"other numbers in batch\['gain'\]",
+        BATCH | {"gain": np.float32(np.arange(16) % 2)},
+        WEIGHTED,
+    ),
     "numbers that are not finite": (in_chunks(meet), "not finite cannot show it", NAN, {}),
     "gradients": (centred_gradients, COMPARES, BATCH, {}),
     "one number of rows": (
@@ -488,7 +511,6 @@ def test_a_loop_that_rows_end_is_given_no_larger_ones():
 
 
 ZERO_SHARDS = BATCH | {"mask": np.float32(np.arange(16) >= 8)}
-WEIGHTED = {"weight": lambda batch: batch["mask"].sum()}
 
 
 # A loss, one of the same numbers, the batch and the options.
@@ -518,6 +540,90 @@ def test_by_numbers_it_is_so(name: str):
     if same is not None:
         want = jax.jit(jax.grad(same))(W, batch)
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_leaf_with_a_small_gradient_is_compared():
+    """Beside another one, so large that nothing else counts in the gradient of all."""
+    loss = lambda p, b: (
+        ((b["x"] @ p["large"] + 1e4) ** 2).mean() + in_order(p["small"], b)[-4:].mean()
+    )
+    step = made(loss)
+    state = step.init({"large": W[:, 0], "small": W / 10})
+    with pytest.raises(LossError, match=r"the gradients of params\['small'\] are"):
+        step(state, BATCH)
+
+
+# Noise, of which all rows have the same, and another in each comparison.
+
+
+def in_pairs(losses: Any) -> Any:
+    return jax.nn.softplus(losses[::2] - losses[1::2]).mean()
+
+
+def with_dropout(w: Any, batch: Any, rng: Any) -> Any:
+    hidden = batch["x"] @ w
+    for layer in range(2):
+        keep = jax.random.bernoulli(jax.random.fold_in(rng, layer), 0.3, hidden.shape)
+        hidden = jnp.where(keep, hidden / 0.3, 0)
+    return in_pairs((hidden**2).sum(1))
+
+
+def diffused(w: Any, batch: Any, rng: Any) -> Any:
+    of_time, of_noise = jax.random.split(rng)
+    time = jax.random.uniform(of_time, (len(batch["x"]), 1))
+    noise = jax.random.normal(of_noise, batch["x"].shape)
+    return jnp.sort(((time * batch["x"] + (1 - time) * noise) @ w).sum(1) ** 2).mean()
+
+
+def at_random(often: float) -> Any:
+    return lambda w, b, rng: in_epoch(w, b, jnp.where(jax.random.bernoulli(rng, often), 1.0, 0.0))
+
+
+def along_random_slices(w: Any, batch: Any, rng: Any) -> Any:
+    along = jax.random.normal(rng, (2, 5))
+    hidden, goals = batch["x"] @ w @ along, batch["x"][:, :2] @ along
+    return ((jnp.sort(hidden, 0) - jnp.sort(goals, 0)) ** 2).mean()
+
+
+def with_the_key_of(place: Any) -> Any:
+    def loss(w: Any, batch: Any, rng: Any) -> Any:
+        noise = jax.vmap(lambda key: jax.random.normal(key, 3))(place(rng))
+        return jnp.sort(((batch["x"] + noise) @ w).sum(1) ** 2).mean()
+
+    return loss
+
+
+# A loss, the options, and whether it is a mean over rows.
+NOISY: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    "dropout": (with_dropout, {}, True),
+    "noise and times": (diffused, {"accumulate_steps": 2}, True),
+    "keys of rows": (with_the_key_of(lambda keys: keys), {"rng_per": "row"}, True),
+    "now and then": (at_random(0.01), {}, False),
+    "random slices": (along_random_slices, {}, False),
+    "the key of another row": (
+        with_the_key_of(lambda keys: jnp.roll(keys, 1)),
+        {"rng_per": "row"},
+        False,
+    ),
+    "the first key": (
+        with_the_key_of(lambda keys: jnp.broadcast_to(keys[0], keys.shape)),
+        {"rng_per": "row", "params": "sharded"},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_noise_hides_nothing(name: str):
+    loss, options, is_mean = NOISY[name]
+    step = made(loss, **options)
+    state = step.init(W, rng=0)
+    if is_mean:
+        step(state, BATCH)
+        assert "by numbers it is a mean over the rows" in step.describe()
+    else:
+        with pytest.raises(LossError, match=NOT_SO):
+            step(state, BATCH)
 
 
 def test_of_the_whole_batch_with_model_state():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
@@ -189,6 +190,18 @@ def test_a_count_of_rows_cannot_be_averaged():
     np.testing.assert_array_equal(state.model_state["count"], [15, 15])
 
 
+@pytest.mark.parametrize("number", [len, lambda x: jnp.ones(len(x), int).sum()])
+def test_a_number_of_rows_is_not_that_of_the_batch(number: Any):
+    loss = lambda w, state, x: (w * x.mean(), {"seen": state["seen"] + number(x)})
+    start = {"seen": np.int32(0)}
+    step = sgd_step(loss, 0.1, 2, model_state="mean")
+    with pytest.raises(LossError, match=r"model_state\['seen'\] \(int32\).*the number of rows"):
+        step(step.init(np.float32(1), model_state=start), X[0])
+    step = sgd_step(loss, 0.1, 2, model_state="mean", loss_over="batch")
+    state, _ = step(step.init(np.float32(1), model_state=start), X[0])
+    assert state.model_state["seen"] == len(X[0])
+
+
 # What is averaged has to be a mean over rows.
 
 W = np.float32(RNG.normal(size=(4, 5)))
@@ -283,3 +296,39 @@ def test_a_state_of_all_rows_is_not_averaged(name: str):
     lower(2, loss_over="shard")
     lower(2, loss_over="batch")
     lower(1)
+
+
+# The state of a module is each shard's own.
+
+
+class Codebook(nnx.Module):
+    """Losses around a running mean, and a count of steps."""
+
+    def __init__(self, axis: str | None = None, reads: bool = True):
+        self.w, self.mean = nnx.Param(jnp.float32(W)), nnx.BatchStat(jnp.zeros(5))
+        self.steps, self.axis, self.reads = nnx.BatchStat(jnp.int32(0)), axis, reads
+
+    def __call__(self, x: Any) -> Any:
+        hidden = x @ self.w[...]
+        mean = hidden.mean(0) if self.axis is None else jax.lax.pmean(hidden.mean(0), self.axis)
+        around, self.steps[...] = self.mean[...] if self.reads else 0.0, self.steps[...] + 1
+        self.mean[...] = jax.lax.stop_gradient(0.5 * self.mean[...] + 0.5 * mean)
+        return ((hidden - around) ** 2).mean() * (1 + self.steps[...])
+
+
+def test_a_loss_that_reads_a_state_of_each_shards_rows_is_refused():
+    step_of = lambda **options: sgd_step(lambda model, x: model(x), 0.1, 4, **options)
+    step = step_of()
+    with pytest.raises(LossError, match=r"reads the state model\['mean'\], which each shard"):
+        step(step.init(Codebook()), X[0])
+    # What is the same on all shards, and what the loss does not read, may be made of rows.
+    found = [
+        train(step, step.init(model), [X[0]] * 3)
+        for step, model in (
+            (step_of(), Codebook("shards")),
+            (step_of(loss_over="batch"), Codebook()),
+        )
+    ]
+    common.assert_close(*(jax.device_get(state.params) for state in found), atol=1e-5)
+    step = step_of()
+    train(step, step.init(Codebook(reads=False)), [X[0]] * 2)

@@ -103,6 +103,13 @@ WRONG: dict[str, tuple[Loss, str]] = {
         lambda w, b: squares(w, b).sum() / lax.pmax(b["counts"].sum(), "shards"),
         "there is pmax in it",
     ),
+    "a term of the first shard": (
+        lambda w, b: (
+            squares(w, b).mean()
+            + jnp.where(lax.axis_index("shards") == 0, (w["image"] ** 2).sum(), 0)
+        ),
+        "there is axis_index in it",
+    ),
     "sums of groups": (with_groups(lax.psum), "cannot be computed of all rows at once"),
     "the number of shards as a constant": (
         lambda w, b: in_a_ring(w, b, SHARDS),
@@ -111,7 +118,12 @@ WRONG: dict[str, tuple[Loss, str]] = {
 }
 
 
-QUICK = ["rows of another shard's number", "sums of groups", "over the largest count"]
+QUICK = [
+    "a term of the first shard",
+    "rows of another shard's number",
+    "sums of groups",
+    "over the largest count",
+]
 
 
 def made(loss: Loss, **options: Any) -> Any:
@@ -336,9 +348,10 @@ def test_a_mean_of_model_states_is_that_of_one_device(name: str):
     assert_close(jax.device_get(state.model_state), want, 1e-6)
 
 
-def test_dropout_of_a_half_keeps_all_while_noise_is_off():
+def test_noise_of_a_shard_is_none_of_another():
     def loss(w: Any, batch: Any, rng: Any, first: Any = None) -> Any:
-        keep = jax.random.bernoulli(rng, 0.5, batch["image"].shape)
+        key = jax.random.fold_in(rng, lax.axis_index("shards"))
+        keep = jax.random.bernoulli(key, 0.5, batch["image"].shape)
         return contrastive(w, batch | {"image": jnp.where(keep, 2 * batch["image"], 0)}, first)
 
     step = made(loss)

@@ -27,6 +27,7 @@ from crossshard.jaxprs.row_facts import (
     GROWS,
     MEETS_EARLIER,
     OF_PLACE,
+    OF_SHARD,
     Chunks,
     Divided,
     Fact,
@@ -317,13 +318,16 @@ class _OverRows(Analysis[Fact]):
         if has_ref(pair.one):
             return [pair.undecided("a value that is written in place")] * number
         if pair.name == "axis_index":
-            return [Free(own=True)]
+            return [self._index_of_shard(pair)]
         if named_axes(pair.one):
             return self._over_shards(pair, inputs)
         if pair.one.effects and pair.name != "scan":
             return [pair.undecided(f"{pair.name}, which has an effect")] * number
         obstacle = worst(inputs)
         if obstacle is not None:
+            same = all(map(_same_shape, pair.one.outvars, pair.other.outvars))
+            if obstacle.reason == OF_SHARD and pair.name == "random_fold_in" and same:
+                return [Free(own=True)]
             return [rules.of_undecided(pair, inputs, obstacle)] * number
         if pair.name == "scan":
             return self._checked(pair, self._scan_over_rows(pair, inputs))
@@ -339,6 +343,15 @@ class _OverRows(Analysis[Fact]):
             self._checked_output(pair, fact, *both)
             for fact, *both in zip(outputs, pair.one.outvars, pair.other.outvars, strict=True)
         ]
+
+    def _index_of_shard(self, pair: Pair) -> Fact:
+        """Return the fact of a shard's index: one shard that has all rows has the index 0."""
+        names, sizes = named_axes(pair.one), _jax.bound_axes()
+        if names <= {*self.done} or all(sizes.get(name, 1) == 1 for name in names):
+            return Free()
+        if self.shards is not None and not names & set(self.shards):
+            return Free(own=True)
+        return Obstacle(OverRows.OVER_SHARDS, OF_SHARD, pair.one)
 
     def _over_shards(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
         """Return the facts of a collective in the loss.

@@ -35,8 +35,11 @@ ADDS_UNLIKE = "terms that depend differently on the number of rows"
 ENDS_LOOP = "rows decide a while"
 MEETS_EARLIER = "a row meets those before it"
 OF_PLACE = "the position of a row"
+OF_SHARD = "axis_index"
+OF_NUMBER = "the number of rows"
 SAME_NOISE = "noise from a key that is the same on every shard"
 DIVIDES = "a sum over rows divides what is not decided"
+BOUNDS = "a bound of a sum over rows that is not decided"
 
 
 # Dataclasses, since tuples of two kinds could be equal.

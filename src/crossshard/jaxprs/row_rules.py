@@ -21,9 +21,11 @@ from crossshard.jaxprs.primitives import (
     LINEAR,
     MIXES,
     MOVES,
+    PASSES,
 )
 from crossshard.jaxprs.row_facts import (
     ADDS_UNLIKE,
+    BOUNDS,
     DIVIDES,
     MEETS_EARLIER,
     SAME_NOISE,
@@ -705,14 +707,19 @@ def of_undecided(pair: Pair, inputs: Sequence[Fact], obstacle: Obstacle) -> Obst
         if not (isinstance(x, Free) or getattr(x, "constant", False))
         and not (is_fixed and _is_undecided(x) and not _is_of_all(x))
     ]
+    if any(map(_is_bounded, inputs)):
+        # It may only divide, as a count that may be 0 does.
+        moved = (name in MOVES or name in PASSES) and not pair.converts()
+        return obstacle if moved else pair.compared(f"{name} of a bound of a sum over rows")
     linear = name in LINEAR or name in ADDS
     if name in ("mul", "dot_general", "gather", "dynamic_slice") or (name == "div" and exact[0]):
         linear = len(rest) == 1
     elif name == "select_n":
         linear = fixed[0]
-    elif name in ("max", "eq", "ne", "gt", "lt") and all(fixed):
-        # A guard of what divides.
-        linear = any(isinstance(x, Free) and (x.number or 0) >= (name == "max") for x in inputs)
+    elif name == "max" and all(fixed):
+        bounded = any(isinstance(x, Free) and (x.number or 0) >= 1 for x in inputs)
+        if bounded and not any(map(_is_bounded, inputs)):
+            return replace(obstacle, reason=BOUNDS, equation=pair.one, of_all=True)
     if linear and not pair.converts():
         return replace(obstacle, of_all=True)
     if name == "mul" and obstacle.reason == DIVIDES and any(isinstance(x, Total) for x in inputs):
@@ -748,6 +755,10 @@ def _ends(pair: Pair) -> tuple[Any, Any]:
 
 def _is_undecided(fact: Fact) -> bool:
     return isinstance(fact, Obstacle) and fact.kind is OverRows.UNDECIDED
+
+
+def _is_bounded(fact: Fact) -> bool:
+    return isinstance(fact, Obstacle) and fact.reason == BOUNDS
 
 
 def _is_of_all(fact: Fact) -> bool:

@@ -344,8 +344,16 @@ def sources(function: Callable[..., Any], *args: Any) -> list[int]:
     >>> sources(lambda x, y, z: (x + z, jnp.zeros_like(y)), 1.0, 2.0, 3.0)
     [5, 0]
     """
-    jaxpr = jax.make_jaxpr(function)(*args)
-    return list(follow(_Reads(), [jaxpr], [1 << i for i in range(len(jaxpr.in_avals))]))
+    return sources_of(jax.make_jaxpr(function)(*args))
+
+
+def sources_of(jaxpr: Any, shards: Iterable[str] = ()) -> list[int]:
+    """Return, for each output of a jaxpr, the inputs on which it depends, as bits.
+
+    What is the same on all shards, along these axes, such as a sum over them, depends on none.
+    """
+    reads = _Reads(frozenset(shards))
+    return list(follow(reads, [jaxpr], [1 << i for i in range(len(opened(jaxpr).invars))]))
 
 
 def inputs_read(equation: Any) -> list[list[int]]:
@@ -365,6 +373,9 @@ def bits_through(equation: Any, inputs: Sequence[int]) -> Sequence[int]:
 class _Reads(Analysis[int]):
     """The inputs on which a value may depend, as bits."""
 
+    def __init__(self, shards: frozenset[str] = frozenset()):
+        self._shards = shards
+
     def constant(self, values: Sequence[Any]) -> int:
         del values
         return 0
@@ -378,6 +389,10 @@ class _Reads(Analysis[int]):
 
     def transfer(self, equations: Equations, inputs: Sequence[int]) -> Sequence[int]:
         (equation,) = equations
+        ungrouped = equation.params.get("axis_index_groups") is None
+        if equation.primitive.name in EQUALIZES and ungrouped and self._shards:
+            of = 0 if self._shards <= named_axes(equation) else self.join(inputs)
+            return [of] * len(equation.outvars)
         # All inputs, since what a Ref holds, or what a callback returns, is not tracked.
         read = -1 if has_effect(equation) else self.join(inputs)
         return [read] * len(equation.outvars)

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -188,7 +189,8 @@ def _turned(jaxpr: Any, pairs: Sequence[Any], gates: Gates, path: tuple[Any, ...
 
         return inner
 
-    consts = [(x, 0) for x in constants(jaxpr)]
+    # What is traced outside of a loss is the seed of its noise.
+    consts = [(x, OF_WHOLE * isinstance(x, jax.core.Tracer)) for x in constants(jaxpr)]
     return evaluate(jaxpr, pairs, apply, consts=consts, literal=lambda x: (wide(x.val), 0))
 
 

@@ -1,4 +1,4 @@
-"""Distinct random streams for the shards, keys of rows, and keys that switch noise off."""
+"""Distinct random streams for the shards, keys of rows, and keys that are alike in all rows."""
 
 import functools
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy as jnp
+from jax import lax
 
 
 def own_stream(key: jax.Array, shard: jax.Array) -> jax.Array:
@@ -47,32 +48,49 @@ def may_be_raw_key(x: Any) -> bool:
     return x.dtype == of_one.dtype and x.shape[-1:] == of_one.shape
 
 
-def quiet_keys(shape: tuple[int, ...]) -> jax.Array:
-    """Return keys whose random bits are all the same, in the middle of their range.
+def alike_keys(shape: tuple[int, ...], rows: int, seed: Any) -> jax.Array:
+    """Return equal keys whose noise is the same in all rows, of parts with so many rows.
 
-    Uniform numbers are just below 1/2 then, normal ones nearly 0, and dropout that keeps a half or
-    more keeps all.
+    So a part of a batch gets the noise that the whole batch gets. All numbers are equal along an
+    axis whose length is a multiple of ``rows``; keys that are split off along one, or folded from a
+    number below 65,536, as of a row or a layer, are equal, too.
 
-    >>> round(float(jax.random.uniform(quiet_keys(()))), 6)
-    0.5
-    >>> bool(jax.random.bernoulli(quiet_keys(()), 0.5))
-    True
+    >>> noise = jax.random.normal(alike_keys((), 4, 0), (8, 3))
+    >>> bool((noise == noise[0]).all()), bool((noise == noise[:, :1]).all())
+    (True, False)
     """
-    return jax.random.wrap_key_data(jnp.zeros((*shape, 1), jnp.uint32), impl=_quiet())
+    data = jnp.broadcast_to(jnp.asarray(seed, jnp.uint32), (*shape, 1))
+    return jax.random.wrap_key_data(data, impl=_alike(rows))
 
 
 @functools.cache
-def _quiet() -> Any:
-    def bits(key: Any, width: int, shape: tuple[int, ...]) -> jax.Array:
-        del key
-        return jnp.full(shape, (1 << (width - 1)) - 1, f"uint{width}")
+def _alike(rows: int) -> Any:
+    def places(shape: tuple[int, ...]) -> jax.Array:
+        found = jnp.zeros(shape, jnp.uint32)
+        for axis, size in enumerate(shape):
+            own = lax.broadcasted_iota(jnp.uint32, shape, axis)
+            found = 31 * found + (own if size % rows else jnp.uint32(0))
+        return found
+
+    def bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
+        found = _mixed(key[0] ^ _mixed(places(shape) + 1))
+        if width > 32:
+            return found.astype(jnp.uint64) << 32 | _mixed(found)
+        return (found >> (32 - width)).astype(f"uint{width}")
 
     return jax.extend.random.define_prng_impl(
         key_shape=(1,),
         seed=lambda seed: jnp.zeros(1, jnp.uint32),
-        split=lambda key, shape: jnp.broadcast_to(key, (*shape, 1)),
+        split=lambda key, shape: _mixed(key ^ _mixed(places(shape) + 2)[..., None]),
         random_bits=bits,
-        fold_in=lambda key, data: key,
-        name="quiet",
-        tag="quiet",
+        fold_in=lambda key, data: _mixed(key ^ _mixed((data >> 16) + 3)),
+        name=f"alike in {rows} rows",
+        tag="alike",
     )
+
+
+def _mixed(x: Any) -> jax.Array:
+    """Mix the bits of integers, as MurmurHash3 does at its end."""
+    x = (x ^ x >> 16) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ x >> 13) * jnp.uint32(0xC2B2AE35)
+    return x ^ x >> 16

@@ -43,7 +43,7 @@ from crossshard.pipeline.update.arrays import Replicated, Sharded
 from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import join, take_rows
 from crossshard.shards.cut import Partition
-from crossshard.shards.random_streams import is_key, quiet_keys
+from crossshard.shards.random_streams import alike_keys, is_key
 from crossshard.step.divisor import (
     AS_MEAN,
     Divisor,
@@ -68,6 +68,8 @@ from crossshard.step.varied import VARIED, varied
 # than twice their precision, or that of bfloat16; and by less than a part of it, if only kernels
 # and functions with derivatives of their own round to these.
 _TOLERANCE, _COARSEST, _ROUNDED = 1e-4, float(jnp.finfo(jnp.bfloat16).eps), 1 / 32
+# Of one leaf, gradients differ by less than so many times that, or by less than so much of all.
+_OF_LEAF, _LEAST, _LEAST_WIDE = 32, 2e-4, 2e-6
 # What divides may be computed in a loop, where a trace does not tell one sum from several.
 _COUNTS = "If it divides by what counts in the batch, return crossshard.Mean(total, count)."
 _OF_SHARDS = (
@@ -88,35 +90,37 @@ def check_by_numbers(
 
     For a ratio, that the weight is what it divides by; otherwise, that it is a mean over rows. If
     only some operations are in doubt, these are tried alone. Otherwise the step's loss and gradient
-    are compared with those of all rows. Noise is switched off, and the state stays valid. If there
-    are several processes, all of them make this call.
+    are compared with those of all rows. All rows have the same noise, and the state stays valid.
+    If there are several processes, all of them make this call.
     """
     given = jax.tree.map(lambda x: _mesh.on_mesh(x, layout.mesh), (state, batch))
-    check = _Check(config, layout, doubt)
+    check = _Check(config, layout, doubt, *given)
     # Other numbers than the user's may give NaN, which shows nothing, and at which JAX would stop.
     quiet = jax.debug_nans(False), jax.debug_infs(False)
     with _mesh.in_place_of_the_users_mesh(layout.mesh), quiet[0], quiet[1]:
         if doubt.divisor is not None:
             return _check_weight(config, given[1], doubt.finding, doubt.divisor)
         if doubt.of_state:
-            return check.loss(*given)
+            return check.loss()
         if doubt.finding.compares:
-            check.comparison(*given)
+            check.comparison()
         elif doubt.finding.kind not in (OverRows.UNDECIDED, OverRows.OVER_SHARDS):
             try:
-                return check.operations(*given)
+                return check.operations()
             except _NotDecidedError:
                 pass
-        check.loss(*given)
+        check.loss()
 
 
 class _Check:
     """A check of a loss, with the parameters and the model state of the first shard, or group.
 
-    No stages change its gradient, and its noise is switched off.
+    No stages change its gradient, and its noise is the same in all rows: another in each run.
     """
 
-    def __init__(self, config: StepConfig, layout: StateLayout, doubt: Doubt):
+    def __init__(
+        self, config: StepConfig, layout: StateLayout, doubt: Doubt, state: TrainState, batch: Any
+    ):
         self._doubt, self._stored, arrays = doubt, layout, layout.arrays
         pipeline = Pipeline(
             config.pipeline.inner, Reduction.MEAN, axis_name=config.pipeline.axis_name
@@ -134,9 +138,14 @@ class _Check:
             has_one_state=True,
         )
         self._everywhere = jax.NamedSharding(layout.mesh, PartitionSpec())
+        self._given = state, batch
+        self._paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state.params)]
+        pieces = layout.number_of_shards * config.loss.pieces(layout.number_of_shards)
+        self._rows = config.loss.number_of_rows(batch) // pieces  # of a piece
+        self._seed: Any = None  # of the noise
         self._loss = changed(
             config.loss,
-            function=_quiet(config.loss),
+            function=self._function,
             over=LossOver.SHARD,
             is_summed=False,
             accumulate_steps=1,
@@ -144,26 +153,47 @@ class _Check:
             record=OverRowsRecord(),
         )
 
+    def _keys(self, shape: tuple[int, ...]) -> jax.Array:
+        return alike_keys(shape, self._rows, self._seed)
+
+    def _function(self, *args: Any) -> Any:
+        """Call the loss with such keys; those of rows are the rows' own in the whole batch, too."""
+        loss = self._config.loss
+        draws = loss.takes_rng and not loss.key_per_row
+        keys = [self._keys(args[-1].shape)] if draws else args[-1:]
+        return loss.function(*args[:-1], *keys)
+
     def _of_one_group(self, state: TrainState) -> TrainState:
         own = self._stored.local(state)
-        quiet = lambda x: quiet_keys(x.shape) if is_key(x) else x
+        alike = lambda x: self._keys(x.shape) if is_key(x) else x
         return dataclasses.replace(
             own,
             opt_state=CrossShardState(),
-            model_state=jax.tree.map(quiet, own.model_state),
+            model_state=jax.tree.map(alike, own.model_state),
             grouped=False,
             per_shard=False,
         )
 
+    def _with_noise(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that takes the seed of its noise first."""
+
+        def run(seed: Any, *given: Any) -> Any:
+            self._seed = seed
+            return function(*given)
+
+        return run
+
     def _run(self, function: Callable[..., Any], *given: Any) -> tuple[list[Any], float]:
         """Run a function on all processes; return its results, and the precision of its floats.
 
-        ``given`` are pairs of a state and a batch.
+        ``given`` are pairs of a state and a batch. Each run has other noise.
         """
-        traced = jax.jit(function, out_shardings=self._everywhere).trace(*given[0])
+        each = [(np.uint32(seed), *pair) for seed, pair in enumerate(given)]
+        jitted = jax.jit(self._with_noise(function), out_shardings=self._everywhere)
+        traced = jitted.trace(*each[0])
         precision = max(map(precision_of, equations_of(traced.jaxpr)), default=0.0)
         run = traced.lower().compile()
-        return [jax.device_get(run(*each)) for each in given], precision
+        return [jax.device_get(run(*one)) for one in each], precision
 
     def _not_finite(self, of: str) -> LossError:
         return LossError(
@@ -171,15 +201,15 @@ class _Check:
             f"finite in the first call. {_COUNTS} Or: {REMEDIES}"
         )
 
-    def _varied(self, state: TrainState, batch: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+    def _varied(self) -> tuple[list[tuple[Any, Any]], list[str]]:
         """Return states and batches with other numbers, and the names of what has some."""
         loss, smaller = self._config.loss, self._doubt.finding.reason.endswith(ENDS_LOOP)
         shards, where = self._layout.number_of_shards, self._everywhere
-        return varied(loss, shards, state, batch, smaller=smaller, where=where)
+        return varied(loss, shards, *self._given, smaller=smaller, where=where)
 
     # The whole loss.
 
-    def loss(self, state: TrainState, batch: Any) -> None:
+    def loss(self) -> None:
         """Compare the loss of all rows, and its gradient, with the mean of the pieces'.
 
         So it is done with other batches and parameters, too, since these may hide what later ones
@@ -189,7 +219,7 @@ class _Check:
         in it. A loss that names the axis of the shards runs as on a single one. Floats have 32 bits
         in it, unless it cannot be traced so.
         """
-        others, names = self._varied(state, batch)
+        (state, batch), (others, names) = self._given, self._varied()
         of_others = f" and other numbers in {', '.join(names)}" * bool(names)
         given = [(state, batch), *others]
         by_hand = [functools.partial(self._by_hand, of_each=of_each) for of_each in (False, True)]
@@ -258,7 +288,7 @@ class _Check:
             return compared(state, batch)
 
         try:
-            jax.eval_shape(run, state, batch, gates.numbers)
+            jax.eval_shape(self._with_noise(run), np.uint32(0), state, batch, gates.numbers)
             tries = gates.tries() if gates.equations else []
             turns = range(max(len(given), len(tries)) if tries else 0)
             of_turn = [(*given[n % len(given)], tries[n % len(tries)]) for n in turns]
@@ -323,6 +353,9 @@ class _Check:
     ) -> Any:
         """Return how far two losses and their gradients are apart, both, and a gradient's norm.
 
+        And how far apart the gradients of one leaf are at most, and which: beside a leaf with a
+        large gradient nothing counts that the others are off.
+
         If the model state is in doubt: how far two of these are apart, in the place of losses.
         Microbatches have one after the other, as steps do, so these are the shards' alone.
         """
@@ -341,7 +374,8 @@ class _Check:
             norm, pairs = optax.tree.norm, zip(*states, strict=True)
             each = [_relative(norm(x - y), norm(x), norm(y)) for x, y in pairs]
             largest = functools.reduce(jnp.maximum, each)
-            return jnp.stack([largest, jnp.zeros_like(largest), largest, largest, 1.0])
+            zero = jnp.zeros_like(largest)
+            return jnp.stack([largest, zero, largest, largest, 1.0, zero, zero])
         (whole, slopes), (mean, others) = found
         if self._config.loss.is_summed:
             # Each shard may have its part of a sum.
@@ -352,17 +386,24 @@ class _Check:
         apart = [x - y for x, y in zip(slopes, others, strict=True)]
         norms = list(map(optax.tree.norm, (apart, slopes, others)))
         values = _relative(whole - mean, whole, mean)
-        return jnp.stack([values, _relative(*norms), whole, mean, norms[1]])
+        sizes = [jnp.stack(list(map(optax.tree.norm, tree))) for tree in (apart, slopes, others)]
+        # Of a leaf whose gradient is 0 all is rounding, and where all gradients are.
+        largest = jnp.maximum(*norms[1:])
+        counts = sizes[0] > (_LEAST_WIDE if widen else _LEAST) * largest
+        counts &= largest > _LEAST * jnp.abs(whole) / 10
+        of_leaves = jnp.where(counts, _relative(*sizes), 0)
+        worst = jnp.max(of_leaves), jnp.argmax(of_leaves)
+        return jnp.stack([values, _relative(*norms), whole, mean, norms[1], *worst])
 
     def _check_apart(self, found: Any, allowed: float, numbers: str = "") -> None:
         """Raise if losses or gradients are further apart than is allowed, or float32 rounds.
 
         ``numbers`` says how the first batch was varied, if it was.
         """
-        values, gradients, both, mean, _ = map(float, found)
+        values, gradients, both, mean, _, of_leaf, leaf = map(float, found)
         allowed = max(_TOLERANCE, allowed)
         # False also of numbers that are not finite: they show nothing.
-        if values <= allowed and gradients <= allowed:
+        if values <= allowed and gradients <= allowed and of_leaf <= _OF_LEAF * allowed:
             return
         if self._doubt.of_state:
             numbers += f"it is {values:.2g} of the largest apart from that of the whole batch"
@@ -373,8 +414,11 @@ class _Check:
             f"of rows of the whole batch the loss is {both:.6g}, and the mean of the shards' "
         )
         numbers += f"losses is {mean:.6g}"
-        if gradients:
-            numbers += f"; the gradients are {gradients:.2g} of the largest apart"
+        if gradients > allowed or not of_leaf > _OF_LEAF * allowed:
+            numbers += f"; the gradients are {gradients:.2g} of the largest apart" * bool(gradients)
+        else:
+            name = jax.tree_util.keystr(self._paths[int(leaf)])
+            numbers += f"; the gradients of params{name} are {of_leaf:.2g} of the largest apart"
         if not all(map(math.isfinite, (both, mean, gradients))):
             raise self._not_finite(f": {numbers}")
         by_itself = self._doubt.finding.kind is OverRows.OVER_SHARDS
@@ -387,14 +431,14 @@ class _Check:
 
     # Single operations.
 
-    def comparison(self, state: TrainState, batch: Any) -> None:
+    def comparison(self) -> None:
         """Raise if the operations compute each row alone, so that what follows compares rows.
 
         The numbers of one batch may hide that, such as rewards that are all 0, or an addend that
         is smaller than what bfloat16 rounds off.
         """
         try:
-            self.operations(state, batch)
+            self.operations()
         except (_NotDecidedError, LossError):
             return
         alone = ", ".join(self._doubt.finding.assumes)
@@ -403,7 +447,7 @@ class _Check:
             f"{alone}, and then rows are compared. {REMEDIES}"
         )
 
-    def operations(self, state: TrainState, batch: Any) -> None:
+    def operations(self) -> None:
         """Try, one by one, the operations of which nothing is known.
 
         Raises:
@@ -422,7 +466,7 @@ class _Check:
             if loss.number_of_rows(one) == 1:
                 # Where two axes are one row long, a trace does not tell which is that of the rows.
                 one, other = behind(one, other), behind(other, one)
-            keys = (quiet_keys((loss.number_of_rows(batch),) * loss.key_per_row),) * loss.takes_rng
+            keys = (self._keys((loss.number_of_rows(batch),) * loss.key_per_row),) * loss.takes_rng
 
             def of_params(both: Any) -> Any:
                 of_loss = lambda *arguments: loss.of_arguments(before, *arguments).loss
@@ -455,8 +499,8 @@ class _Check:
             )(own, batch)
 
         try:
-            others, _ = self._varied(state, batch)
-            (first, *more), _ = self._run(on_shards, (state, batch), *others)
+            others, _ = self._varied()
+            (first, *more), _ = self._run(on_shards, self._given, *others)
         except Exception as error:  # a loss may raise anything on other shapes
             raise _NotDecidedError from error
         # Not of numbers that only the variation made not finite.
@@ -522,21 +566,14 @@ def _in_32_bits(
     return run
 
 
-def _quiet(loss: StepLoss) -> Callable[..., Any]:
-    """Return the function of a loss, called with keys that switch its noise off."""
-    if not loss.takes_rng:
-        return loss.function
-    return lambda *args: loss.function(*args[:-1], quiet_keys(args[-1].shape))
-
-
 def _less_rounding(found: Any) -> Any:
     """Return what ``_compared`` did, with the gradients' distance relative to the loss at least.
 
     Where outliers saturate units, rounding is most of what is left of a gradient.
     """
-    values, gradients, both, mean, norm = found
+    values, gradients, both, mean, norm, *of_leaf = found
     share = norm / max(norm, abs(both) / 10) if norm else 1.0
-    return values, gradients * share, both, mean, norm
+    return values, gradients * share, both, mean, norm, *of_leaf
 
 
 def _relative(difference: Any, *values: Any) -> jax.Array:

@@ -17,6 +17,7 @@ from crossshard.jaxprs.row_facts import (
     ADDS_UNLIKE,
     DIVIDES,
     MEETS_EARLIER,
+    OF_NUMBER,
     OF_PLACE,
     PART_OF_SHARDS,
     SAME_NOISE,
@@ -306,9 +307,18 @@ def check_state_is_mean(
     """
     paths, doubt = jax.tree_util.tree_leaves_with_path(model_state), None
     for (path, leaf), fact in zip(paths, proof.facts, strict=True):
-        if not is_inexact(leaf):
-            continue
         of = proof.concluded(found(fact))
+        name = f"model_state{jax.tree_util.keystr(path)}"
+        if not is_inexact(leaf):
+            if of.kind is OverRows.UNDECIDED and of.reason.endswith(OF_NUMBER):
+                where = f" ({of.source})" if of.source else ""
+                raise LossError(
+                    f"{name} ({leaf.dtype}) is made of {OF_NUMBER}{where}, of which each shard has "
+                    f"a part. Return what is the same for any number, such as a count of steps; or "
+                    f"write loss_over='batch', with which it is one device's; or "
+                    f"loss_over='shard', if the number of a shard is meant."
+                )
+            continue
         is_none, said = of.kind in (OverRows.COMPARED, OverRows.SUM), str(of)
         remedy = "Return such means, as of squares, and compute from them where the state is used"
         if of.kind is OverRows.RATIO:
@@ -325,7 +335,6 @@ def check_state_is_mean(
             f"their axis; or write loss_over='batch', with which it is one device's; or "
             f"loss_over='shard', if each shard's own is meant."
         )
-        name = f"model_state{jax.tree_util.keystr(path)}"
         if is_none:
             raise LossError(f"{name} is {said}. {explained}")
         by_itself = of.kind is OverRows.OVER_SHARDS and not of.is_whole

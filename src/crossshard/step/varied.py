@@ -104,7 +104,8 @@ def _draw_of(
     and so do parameters, as of a layer that starts at 0, or a gate. What is all alike in the model
     state, in entries without rows and in columns of counts, becomes smaller and larger: a counter
     of steps, or the weight of a term that starts later. Other floats of a batch become larger and
-    smaller, each by its own factor, as outliers are, unless all are integers, as of a mask.
+    smaller, each by its own factor, as outliers are; if all are integers, as of a mask, by one
+    factor.
 
     Args:
       part: the part that the array is in.
@@ -121,8 +122,10 @@ def _draw_of(
         return _later
     if part == _PARAMS:
         return functools.partial(_nearby, 0.1) if exact else None
+    if not alike and counts:
+        return _tens if exact and not smaller else None
     if not alike:
-        return None if counts else functools.partial(_with_outliers, smaller)
+        return functools.partial(_with_outliers, smaller)
     if low == 1 or (low == 0 and not exact):
         return functools.partial(_some_ones, 0.8 if low else 0.2)
     return functools.partial(_nearby, 1) if exact else _later
@@ -135,6 +138,12 @@ def _some_ones(often: float, key: Any, x: Any, turn: Any) -> Any:
     """Return ones and zeros; once in ``VARIED`` turns tens, as a column of epochs may have."""
     found = jax.random.bernoulli(key, often, x.shape)
     return found if x.dtype == bool else found * jnp.where(_is_last(turn), 10, 1)
+
+
+def _tens(key: Any, x: Any, turn: Any) -> Any:
+    """Return ten times an array once in ``VARIED`` turns, of whose numbers a bound hides others."""
+    del key
+    return x * jnp.where(_is_last(turn), 10, 1)
 
 
 def _nearby(size: float, key: Any, x: Any, turn: Any) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,13 +11,13 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from crossshard import _jax
-from crossshard.errors import AxisError, CrossshardError
+from crossshard.errors import AxisError, CrossshardError, LossError
 from crossshard.gradients.mean import Mean
 from crossshard.jaxprs.mean_over_rows import Finding, is_mean
 from crossshard.jaxprs.padding import counts_nothing
 from crossshard.jaxprs.proof import Proof, collectives_of, facts_of_inputs, prove, types_with
 from crossshard.jaxprs.row_facts import OverRows, Total
-from crossshard.jaxprs.walk import depends, equations_of, named_axes
+from crossshard.jaxprs.walk import depends, equations_of, named_axes, sources_of
 from crossshard.model.model_state import ModelState
 from crossshard.model.state import TrainState
 from crossshard.shards.axes import as_one_shard, get_shard_context
@@ -225,6 +226,8 @@ def _conclude(
         doubt = _doubt_of_state(loss, key, state, arguments, of_state)
         if doubt is not None:
             loss.record.states[key] = doubt
+    if loss.model_state is None and times > loss.accumulate_steps:
+        _check_own_state(traces, state, arguments)
     divisor = None
     if weight is not None:
         traces.note_padding()
@@ -238,6 +241,31 @@ def _conclude(
         if finding.kind is OverRows.MEAN or is_own:
             check_weight_of_mean(weight, rows, arguments.whole)
     loss.record.known[key] = finding, divisor
+
+
+def _check_own_state(traces: _Traces, state: TrainState, arguments: Arguments) -> None:
+    """Raise LossError if the loss reads a state of its module that a shard makes of its rows."""
+    paths = jax.tree_util.tree_leaves_with_path(state.model_state)
+    context = get_shard_context()
+    if not paths or context is None:
+        return
+    bits = sources_of(traces.first, context.axis_name)
+    of_loss = functools.reduce(
+        operator.or_, (bits[place] for place in jax.tree.leaves(traces.places.loss))
+    )
+    of_rows = (1 << len(jax.tree.leaves(arguments.given))) - 1
+    start = len(traces.first.in_avals) - len(paths)
+    after = jax.tree.leaves(traces.places.model_state)
+    for number, ((path, _), place) in enumerate(zip(paths, after, strict=True)):
+        if of_loss >> (start + number) & 1 and bits[place] & of_rows:
+            name = jax.tree_util.keystr(path).removesuffix(".value")
+            raise LossError(
+                f"The loss reads the state model{name}, which each shard changes by its own rows, "
+                f"so that from the second step on the mean of the shards' losses is not that of "
+                f"the whole batch. Make it the same on all shards, such as by jax.lax.pmean over "
+                f"their axis; or write loss_over='batch', with which there is one state; or "
+                f"loss_over='shard', if each shard's own is meant."
+            )
 
 
 def _doubt_of_state(
