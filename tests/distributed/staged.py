@@ -59,7 +59,7 @@ at("after initialize")
 
 before("crossshard.step.state", "check_key", "in init")
 before("crossshard.checkpoints.checkpoints", "read_state", "in restore")
-before("crossshard.checkpoints.checkpoints", "_check_devices", "in save")
+before("crossshard.checkpoints.checkpoints", "check_devices", "in save")
 before("crossshard.checkpoints.storage", "start", "at the write")
 before("crossshard.step.state", "with_options_of", "in reshard")
 write_notes = storage._NotesHandler.async_save

@@ -36,6 +36,10 @@ def bad(name: str, call: Callable[[], Any], error: type, *names: str) -> Any:
     return pytest.param(call, error, names, id=name)
 
 
+def make_step(shards: int) -> Any:
+    return make_train_step(loss_fn, optax.sgd(0.1), num_shards=shards, donate=False)
+
+
 def make(loss: Any = loss_fn, opt: Any = None, **kwargs: Any) -> Callable[[], Any]:
     kwargs = {"num_shards": 4} | kwargs
     return lambda: make_train_step(loss, optax.sgd(0.1) if opt is None else opt, **kwargs)
@@ -297,3 +301,20 @@ def test_moments_of_another_shape_are_refused(weight_update: Any, shape: tuple[i
     opt_state = state.opt_state._replace(inner_state=other)
     with pytest.raises(ArgumentError, match="The optimizer state has arrays of other shapes"):
         step(dataclasses.replace(state, opt_state=opt_state), ROWS)
+
+
+@pytest.mark.parametrize(("shards", "others"), [(4, 2), (1, 4)])
+def test_a_state_of_other_devices_is_told_the_way(shards: int, others: int):
+    """Not by JAX, and whatever it is passed to."""
+    step, other = make_step(shards), make_step(others)
+    state = step.init(PARAMS)
+    calls: list[Callable[[], Any]] = [
+        lambda: other(state, ROWS),
+        lambda: other.lower(state, ROWS),
+        lambda: other.unshard(state),
+        lambda: other.predict(state, [ROWS], lambda params, batch: batch * params["w"].sum()),
+    ]
+    for call in calls:
+        with pytest.raises(ArgumentError, match=r"on devices \[0.*step\.reshard\(other\.unshard"):
+            call()
+    other(other.reshard(step.unshard(state)), ROWS)

@@ -26,7 +26,7 @@ from crossshard.errors import (
     CheckpointWarning,
 )
 from crossshard.model.layout import StateLayout
-from crossshard.model.state import TrainState, check_is_state, check_state
+from crossshard.model.state import TrainState, check_devices, check_is_state, check_state
 from crossshard.step.train_step import TrainStep, collected, config_of, entering_of, layout_of
 
 # How many checkpoints another run may delete while they are read, before this one gives up.
@@ -207,7 +207,7 @@ class Checkpoints:
     ) -> tuple[StateLayout, TrainState, Fingerprint, Data]:
         """Return what a call is given to write, with its layout and its fingerprint, if it may."""
         layout = layout_of(self._step, state)
-        _check_devices(layout, state)
+        check_devices(state, layout.mesh)
         if not self._may_write:
             raise ArgumentError(
                 f"{self._folder.path} has checkpoints of a run that this one has not restored, "
@@ -563,15 +563,3 @@ def _check_at_top_level(call: str) -> None:
             f"{call} works with files, which a function that jax traces cannot do. Call it outside "
             f"of jax.jit."
         )
-
-
-def _check_devices(layout: StateLayout, state: TrainState) -> None:
-    """Raise unless a state is on the devices of a layout, and not on those of another mesh."""
-    ids = lambda devices: sorted(device.id for device in devices)
-    own = set(layout.mesh.devices.flat)
-    for x in jax.tree.leaves(state):
-        if not x.sharding.device_set <= own:
-            raise ArgumentError(
-                f"The state is on devices {ids(x.sharding.device_set)}, and the mesh of this step "
-                f"has {ids(own)}. Take it there with step.reshard(other.unshard(state))."
-            )

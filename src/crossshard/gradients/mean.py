@@ -239,8 +239,8 @@ def _counted(count: Any, name: str) -> Any:
                 f"A gradient would flow through the count of {name}: it depends on the parameters, "
                 f"or comes from a function with a gradient of its own that takes them. The counts "
                 f"of all shards are summed before the backward pass. Write Mean(total, "
-                f"jax.lax.stop_gradient(count)), if it counts; or loss_over='batch' and .value(), "
-                f"if its gradient is meant."
+                f"jax.lax.stop_gradient(count)), if it counts; or total / count, with "
+                f"loss_over='batch', if its gradient is meant."
             )
         return x, jnp.zeros_like(x)
 

@@ -1,18 +1,19 @@
 """TrainState: the state of a step between batches."""
 
+import contextlib
 import dataclasses
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int, UInt32
 
 from crossshard import _check
 from crossshard._annotations import PyTree
-from crossshard.errors import ArgumentError, ArgumentTypeError
+from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
 from crossshard.model.models import Skeleton
 from crossshard.pipeline.stage import CrossShardState
 
@@ -182,6 +183,29 @@ def check_state(state: Any, *, or_types: bool = True) -> None:
     """
     check_is_state(state)
     _check.arrays("state", state, or_types=or_types)
+
+
+def check_devices(state: TrainState, mesh: Mesh) -> None:
+    """Raise ArgumentError unless a state is on the devices of a mesh, and not of another one."""
+    ids = lambda devices: sorted(device.id for device in devices)
+    own = set(mesh.devices.flat)
+    for x in jax.tree.leaves(state):
+        if isinstance(x, jax.Array) and x.committed and x.sharding.device_set != own:
+            raise ArgumentError(
+                f"The state is on devices {ids(x.sharding.device_set)}, and the mesh of this step "
+                f"has {ids(own)}. Take it there with step.reshard(other.unshard(state))."
+            )
+
+
+@contextlib.contextmanager
+def on_devices(state: TrainState, mesh: Mesh) -> Iterator[None]:
+    """Raise what ``check_devices`` does in place of an error of JAX."""
+    try:
+        yield
+    except ValueError as error:
+        if not isinstance(error, CrossshardError):
+            check_devices(state, mesh)
+        raise
 
 
 def check_is_state(state: Any) -> None:

@@ -14,7 +14,7 @@ from crossshard.distributed.agreement import check_same_program, compare, proces
 from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.jaxprs.walk import CHECKPOINTS, equations_of, equations_within
-from crossshard.model.state import FlatState, TrainState
+from crossshard.model.state import FlatState, TrainState, check_devices, on_devices
 from crossshard.pipeline.stages.few_bits import FewBits
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
@@ -134,6 +134,7 @@ class Program:
             if not (is_array and step.is_deleted()):
                 _check.arrays("state", state)
                 _check.arrays("batch", batch)
+                check_devices(state, self._config.mesh)
             raise
         self._remove(doubt, state, batch)
         return self._run_placed(state, batch, is_traced)
@@ -154,7 +155,8 @@ class Program:
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the program for a state and a batch, or for their types."""
-        with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
+        in_place = _mesh.in_place_of_the_users_mesh(self._config.outer_mesh)
+        with in_place, on_devices(state, self._config.mesh):
             flat, types = FlatState.of(state), self.placer.abstract(batch)
             self._config.loss.record.as_lowered()
             self._choose_options(flat, types)

@@ -19,7 +19,7 @@ from crossshard.errors import ArgumentError, ArgumentTypeError, DivergenceError,
 from crossshard.gradients.status import leaf_name
 from crossshard.guards import copy_state, differing, names_of_compared, report_divergence
 from crossshard.model.layout import StateLayout
-from crossshard.model.state import TrainState, check_is_state, check_state
+from crossshard.model.state import TrainState, check_is_state, check_state, on_devices
 from crossshard.pipeline.stages.nonfinite import NonfiniteState
 from crossshard.shards.devices import are_of_all_processes
 from crossshard.step.batches import BatchPlacer
@@ -362,7 +362,8 @@ class TrainStep:
         """Yield a state on the step's mesh with automatic axes, while this mesh is set."""
         check_state(state, or_types=False)
         inside: TrainState = _inside(state)
-        with _mesh.in_place_of_the_users_mesh(self._config.mesh):
+        mesh = self._config.mesh
+        with _mesh.in_place_of_the_users_mesh(mesh), on_devices(state, mesh):
             yield inside
 
     def _to_read(self, state: TrainState, shard: int | None, ema: bool) -> ToRead:
@@ -413,7 +414,8 @@ class TrainStep:
         """
         _check.function("metric_fn", metric_fn)
         model = self._to_read(state, shard, ema)
-        return self._over_data.evaluate(metric_fn, model, batches)
+        with on_devices(state, self._config.mesh):
+            return self._over_data.evaluate(metric_fn, model, batches)
 
     def predict(
         self,
@@ -446,7 +448,8 @@ class TrainStep:
         """
         _check.function("predict_fn", predict_fn)
         model = self._to_read(state, shard, ema)
-        return self._over_data.predict(predict_fn, model, batches)
+        with on_devices(state, self._config.mesh):
+            return self._over_data.predict(predict_fn, model, batches)
 
     # Description.
 
