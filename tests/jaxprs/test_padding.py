@@ -1,6 +1,6 @@
 """Rows of zeros leave a loss as it is, or nothing shows that."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -123,12 +123,12 @@ SOMETHING: dict[str, Loss] = {
 }
 
 
-def leaves_it(loss: Loss) -> bool:
+def leaves_it(loss: Loss, zeros: Sequence[str] = tuple(BATCH)) -> bool:
     trace = jax.make_jaxpr(lambda b, w: loss(w, b), axis_env=[("shards", 4)])
     more = jax.tree.map(lambda x: jnp.concatenate([x, x]), BATCH)
     jaxprs = [trace(BATCH, W), trace(more, W)]
     sends = "shards" in str(jaxprs[0])
-    return counts_nothing(jaxprs[: 1 + sends], range(len(BATCH)), ROWS)
+    return counts_nothing(jaxprs[: 1 + sends], [name in zeros for name in sorted(BATCH)], ROWS)
 
 
 @pytest.mark.parametrize("name", NOTHING)
@@ -139,3 +139,10 @@ def test_rows_of_zeros_count_nothing(name: str):
 @pytest.mark.parametrize("name", SOMETHING)
 def test_rows_of_zeros_may_count(name: str):
     assert not leaves_it(SOMETHING[name])
+
+
+def test_copies_of_a_row_count_unless_they_are_masked():
+    assert leaves_it(NOTHING["masked"], ["mask"])
+    assert leaves_it(NOTHING["chosen"], ["mask"])
+    assert not leaves_it(NOTHING["masked"], ["tokens"])
+    assert not leaves_it(NOTHING["labels"], ["mask"])

@@ -58,7 +58,7 @@ def test_a_function_may_count_what_each_shards_own_loss_does_not_read():
             step(step.init(W), batch_of([1, 0, 1, 1]))
 
 
-# Rows that do not divide, filled up with rows of zeros.
+# Rows that do not divide, filled up with others.
 
 
 def without_the_mask(w: Any, batch: Any) -> jax.Array:
@@ -113,6 +113,31 @@ def test_rows_of_padding_that_do_not_count_are_none(over: str):
     state, _ = step(step.init(W), few)
     expected = W - 0.1 * jax.grad(masked)(W, few)
     np.testing.assert_allclose(step.model(state), expected, atol=1e-6)
+
+
+def with_a_logarithm(w: Any, batch: Any) -> jax.Array:
+    hidden = batch["x"] @ w / jnp.linalg.norm(batch["x"], axis=-1, keepdims=True)
+    rows = ((hidden - jnp.log(batch["age"])) ** 2).mean(-1)
+    return (jnp.where(batch["mask"] > 0, rows, 0) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def with_another_mask(w: Any, batch: Any) -> jax.Array:
+    """Copies of a row would count in it, and zeros do not."""
+    rows = ((batch["x"] @ w - 1) ** 2).mean(-1)
+    return (rows * batch["age"][:, 0]).sum() / batch["mask"].sum()
+
+
+@pytest.mark.parametrize("loss", [with_a_logarithm, with_another_mask])
+def test_rows_of_padding_are_as_finite_as_others(loss: Any):
+    few = batch_of(np.arange(22) % 3)
+    few |= {"age": np.float32(1 + np.arange(22) % 5)[:, None]}
+    step = sgd_step(loss, 0.1, 4, weight="mask", donate=False)
+    state = step.init(W)
+    assert step.find_nonfinite(state, few) is None
+    after, _ = step(state, few)
+    assert step.find_nonfinite(state, few) is None
+    expected = W - 0.1 * jax.grad(loss)(W, few)
+    np.testing.assert_allclose(step.model(after), expected, atol=1e-5)
 
 
 # Nothing counts.

@@ -1,4 +1,4 @@
-"""Finds whether rows of padding, which are zeros, leave a loss as it is.
+"""Finds whether rows of padding, zeros or copies with a mask of zeros, leave a loss as it is.
 
 The loss is walked as if all of its rows were padding. A mask of such rows is 0, and so is what it
 multiplies or chooses, whatever the parameters are: a sum over these rows adds nothing.
@@ -65,17 +65,18 @@ _PRODUCTS = {"mul", "dot_general", "conv_general_dilated"}
 _COMPARED = {"reduce_max", "reduce_min", "reduce_and", "reduce_or", "concatenate"}
 
 
-def counts_nothing(jaxprs: Sequence[Any], places: Sequence[int], rows: int) -> bool:
-    """Return whether rows of zeros are known to leave the outputs of a function as they are.
+def counts_nothing(jaxprs: Sequence[Any], zeros: Sequence[bool], rows: int) -> bool:
+    """Return whether rows of padding are known to leave the outputs of a function as they are.
 
     Args:
       jaxprs: the jaxpr of scalars that are means over rows, or quotients of two sums over them. If
         shards send each other something that need not be one: and the jaxpr for more rows.
-      places: which of its inputs are arrays with rows.
+      zeros: of each of its inputs with rows, which come first, whether padding is 0 in it; if not,
+        it may be anything.
       rows: the number of rows of the first.
     """
-    number = len(jaxprs[0].in_avals)
-    inputs = [0.0 if place in places else _Known.FREE for place in range(number)]
+    given: list[_Fact] = [0.0 if is_zero else _Known.ANY for is_zero in zeros]
+    inputs = given + [_Known.FREE] * (len(jaxprs[0].in_avals) - len(given))
     analysis = _OfPadding(rows)
     try:
         found = follow(analysis, jaxprs, inputs)

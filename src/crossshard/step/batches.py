@@ -28,7 +28,7 @@ from crossshard.shards.batch_axes import (
 )
 from crossshard.shards.devices import number_of_shards, own_shards, put
 from crossshard.step.losses.loss import StepLoss
-from crossshard.step.microbatches import SumOf, Weight, weight_of
+from crossshard.step.microbatches import SumOf, Weight, entries_read, weight_of
 
 # Rows that lie on a mesh with room for a further virtual shard on some shards, by their ids.
 _UNEVEN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -110,6 +110,8 @@ class BatchPlacer:
         self._known: dict[Any, list[tuple[NamedSharding, int]]] = {}
         # The kinds of batches whose padding weighs nothing, and those that all processes passed.
         self._padded: set[Any] = set()
+        # Of these, which entries are filled up with zeros, and not with copies of a row.
+        self._zeros: dict[Any, Any] = {}
         self._agreed: set[Any] = set()
         # The kinds of batches that a call has put on the devices of several processes.
         self._placed: set[Any] = set()
@@ -136,7 +138,7 @@ class BatchPlacer:
 
     def abstract(self, batch: Any) -> Any:
         """Return the types and shardings of a batch on the mesh; raises as for the batch itself."""
-        self._loss.record.pads = False
+        self._loss.record.pads = self._loss.record.pads_copies = False
 
         def one(leaf: Any, axis: int | None = None) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
@@ -158,7 +160,7 @@ class BatchPlacer:
         If there are several processes, each passes its own rows, and all of them the same whole
         entries.
         """
-        self._loss.record.pads = False
+        self._loss.record.pads = self._loss.record.pads_copies = False
         leaves, tree = jax.tree.flatten(batch)
         # A fast check, since it runs at every step; a tracer has no such attribute.
         known = self._known.get(tree)
@@ -268,7 +270,12 @@ class BatchPlacer:
     def _place(self, rows: Any, whole: Any) -> Any:
         self._check(rows, whole)
         axes = self.batch_axes.tree_of(rows)
-        rows = jax.tree.map(self._filled, rows, axes)
+        record, key = self._loss.record, _kind(rows)
+        record.pads_copies = record.pads and not record.counts_copies
+        if record.pads_copies and key not in self._zeros:
+            self._zeros[key] = zeros_in_padding(self._loss, rows, whole)
+        zeros = self._zeros[key] if record.pads_copies else jax.tree.map(lambda _: True, rows)
+        rows = jax.tree.map(self._filled, rows, axes, zeros)
         if self.parts < self.number and self._weight is None:
             or_weight = "" if self._loss.has_one_state else ", or pass weight="
             self._check_agreement(
@@ -299,9 +306,9 @@ class BatchPlacer:
         of_piece = math.ceil(leaf.shape[axis] / self._multiple(leaf))
         return of_piece * self._loss.pieces(self.number) * shards
 
-    def _filled(self, x: Any, axis: int) -> Any:
-        """Fill rows up with zeros until they divide; repeat some if virtual shards do not."""
-        x = padded(x, axis, x.shape[axis] + self._missing(x, axis), zeros=True)
+    def _filled(self, x: Any, axis: int, zeros: bool) -> Any:
+        """Fill rows up until they divide; repeat some if virtual shards do not."""
+        x = padded(x, axis, x.shape[axis] + self._missing(x, axis), zeros=zeros)
         if self._virtual.is_even:
             return x
         # Each shard gets as many. It skips those after its own, here copies of its last.
@@ -414,6 +421,18 @@ def dtype_on_device(leaf: Any) -> Any:
 
 def _is_traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
+
+
+def zeros_in_padding(loss: StepLoss, rows: Any, whole: Any) -> Any:
+    """Return of each array of a batch whether padding is zeros in it, or copies of its first row.
+
+    Zeros are in what the weight reads. All else has copies, of which a logarithm or a norm is as
+    finite as of the row; unless the trace does not show that these count nothing.
+    """
+    leaves, tree = jax.tree.flatten(rows)
+    copies = loss.weight is not None and not loss.record.counts_copies
+    is_read = entries_read(loss.weight, rows, whole) if copies else [True] * len(leaves)
+    return tree.unflatten(is_read)
 
 
 def padded(leaf: Any, axis: int, number: int, *, zeros: bool = False) -> Any:

@@ -14,10 +14,10 @@ from crossshard._check import is_inexact, is_number
 from crossshard.collectives.sums import average, sum_over_shards, to_average, to_sum
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, part_of_mean
-from crossshard.jaxprs.walk import depends
+from crossshard.jaxprs.walk import depends, sources
 from crossshard.pipeline.stages.aggregate import as_weight
 from crossshard.shards.axes import Shards
-from crossshard.shards.batch_axes import BatchAxes, VirtualShards
+from crossshard.shards.batch_axes import BatchAxes, VirtualShards, join
 
 
 class LocalResult(NamedTuple):
@@ -215,6 +215,13 @@ def check_weight_is_read(
             f"(loss_of_rows * batch[{key!r}]).sum() / batch[{key!r}].sum(). If the loss leaves "
             f"such rows out on its own, pass weight=lambda batch: batch[{key!r}].sum()."
         )
+
+
+def entries_read(weight: Weight | None, rows: Any, whole: Any) -> list[bool]:
+    """Return of each array with rows whether the weight is computed from it."""
+    assert weight is not None
+    (bits,) = sources(lambda rows: weight(join(rows, whole)), rows)
+    return [bool(bits >> place & 1) for place in range(len(jax.tree.leaves(rows)))]
 
 
 def weight_of(weight: Weight, batch: Any) -> jax.Array:

@@ -32,7 +32,7 @@ from crossshard.shards.batch_axes import VirtualShards, join, take_rows
 from crossshard.shards.cut import Partition
 from crossshard.shards.devices import own_shards
 from crossshard.shards.random_streams import is_key
-from crossshard.step.batches import check_same_rows, is_uneven, padded
+from crossshard.step.batches import check_same_rows, is_uneven, padded, zeros_in_padding
 from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
 from crossshard.step.losses import changed
@@ -248,10 +248,14 @@ class _Search:
             )
         self._axes = loss.batch_axes.tree_of(rows)
         multiple = len(self._parts) * loss.accumulate_steps
-        filled = lambda x, axis: padded(
-            x, axis, x.shape[axis] + -x.shape[axis] % multiple, zeros=True
-        )
-        self._rows = jax.tree.map(lambda x, axis: filled(_here(x, axis), axis), rows, self._axes)
+
+        def filled(x: Any, axis: int, zeros: bool) -> Any:
+            here = _here(x, axis)
+            number = here.shape[axis] + -here.shape[axis] % multiple
+            return padded(here, axis, number, zeros=zeros)
+
+        zeros = zeros_in_padding(config.loss, rows, self._whole)
+        self._rows = jax.tree.map(filled, rows, self._axes, zeros)
         self._size = loss.batch_axes.lengths(self._rows)[0] // len(self._parts)
 
     def run(self, unshard: Callable[[], TrainState]) -> NonfiniteOrigin | None:

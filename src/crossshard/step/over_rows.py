@@ -45,6 +45,10 @@ class Doubt(NamedTuple):
     of_state: bool = False  # whether it is about the model state, and not about the loss
 
 
+class CopiesCountError(Exception):
+    """Copies of a row may count in a loss, and rows of zeros do not: the batch is padded again."""
+
+
 class UndecidedError(LossError):
     """The trace of a loss does not prove what it is over its rows, and no numbers have shown it."""
 
@@ -118,10 +122,12 @@ class OverRowsRecord:
     lowers: bool = True
     # The doubts of a step that was lowered, which its first call removes.
     postponed: list[Doubt] = dataclasses.field(default_factory=list)
-    # Whether the batch was filled up with rows of zeros, of weight 0; and whether these may count
-    # in the loss all the same.
+    # Whether the batch was filled up with rows of weight 0, and with copies of a row but for what
+    # the weight reads; and whether rows of zeros, or such copies, may count in the loss.
     pads: bool = False
+    pads_copies: bool = False
     counts_padding: bool = False
+    counts_copies: bool = False
     # The traced losses of the step that is being traced, by the same types.
     traces: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -141,7 +147,12 @@ class OverRowsRecord:
         return f"{self.latest}" + f"; {shown}" * is_shown
 
     def check_padding(self) -> None:
-        """Raise LossError if the batch has rows of padding that may count in the loss."""
+        """Raise if the batch has rows of padding that may count in the loss.
+
+        Raises:
+          CopiesCountError: rows of zeros would not.
+          LossError: these may, too.
+        """
         if self.pads and self.counts_padding:
             raise LossError(
                 "The rows of the batch do not divide, so that it is padded with rows of zeros, of "
@@ -150,6 +161,8 @@ class OverRowsRecord:
                 "mean. Multiply by the mask below each sum over rows; or pass a batch whose rows "
                 "divide."
             )
+        if self.pads and self.pads_copies and self.counts_copies:
+            raise CopiesCountError
 
     def checked(
         self, key: Any, rows: Any, weight: Weight | None, summed: bool, microbatches: int

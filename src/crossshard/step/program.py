@@ -22,7 +22,7 @@ from crossshard.step.batches import BatchPlacer, Donation
 from crossshard.step.by_numbers import check_by_numbers
 from crossshard.step.function import StepConfig
 from crossshard.step.losses.loss import types_of
-from crossshard.step.over_rows import Doubt, UndecidedError
+from crossshard.step.over_rows import CopiesCountError, Doubt, UndecidedError
 from crossshard.step.state import States
 
 Metrics = dict[str, Any]
@@ -101,9 +101,15 @@ class Program:
             with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
                 if self._is_watched and self._in_processes:
                     PROGRESS.take(self.placer.rows_of(batch))
-                return self._run_placed(state, self.placer(batch), is_traced)
+                return self._placed_and_run(state, batch, is_traced)
         # The context above costs a microsecond at every step.
-        return self._run_placed(state, self.placer(batch), is_traced)
+        return self._placed_and_run(state, batch, is_traced)
+
+    def _placed_and_run(self, state: TrainState, batch: Any, is_traced: bool) -> Any:
+        try:
+            return self._run_placed(state, self.placer(batch), is_traced)
+        except CopiesCountError:
+            return self._run_placed(state, self.placer(batch), is_traced)
 
     def _run_placed(self, state: TrainState, batch: Any, is_traced: bool) -> Any:
         flat, record = FlatState.of(state), self._config.loss.record
@@ -124,7 +130,7 @@ class Program:
             if is_traced:
                 raise
             doubt = error.doubt
-        except CrossshardError:
+        except (CrossshardError, CopiesCountError):
             raise
         except Exception:
             # Checked only now, since to check each array at every step would be slow. If this call
@@ -185,6 +191,9 @@ class Program:
         key = tree, *((x.shape, x.dtype) for x in leaves), self._states.number_of_kinds
         if key in self._agreed:
             return
+        if loss.record.pads_copies:
+            # Where copies count, this process alone starts again, before it talks to others.
+            self._traced.trace(flat, batch)
         mesh = self._config.outer_mesh
         rows = lambda: {"rows": str(loss.number_of_rows(batch))}
         if not free or compare("step", rows, mesh) is None:

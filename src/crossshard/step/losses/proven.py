@@ -25,7 +25,7 @@ from crossshard.shards.batch_axes import join
 from crossshard.step.divisor import as_mean, check_weight_of_mean, divisor_of
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.loss import Arguments, Keys, LossOver, Returned, StepLoss, types_of
-from crossshard.step.microbatches import check_weight_is_read, weight_of
+from crossshard.step.microbatches import check_weight_is_read, entries_read, weight_of
 from crossshard.step.over_rows import Doubt, check_groups, check_state_is_mean, finding_of
 
 
@@ -91,6 +91,7 @@ def prepared(
             # A shard's statistics of its rows hold the padding, too.
             compares = traces.proven(times)[0].kind is OverRows.COMPARED
             loss.record.counts_padding |= compares
+            loss.record.counts_copies |= compares
             loss.record.check_padding()
         return _weighed(loss, run, state, arguments, weight, at_use)
     key = state.skeleton, times, *types_of(arguments)
@@ -199,8 +200,11 @@ class _Traces:
         of_loss = [_jax.without_unread(self.first, read)]
         if collectives_of(of_loss[0]):
             of_loss += [_jax.without_unread(self._of_rows(2 * self._each, ()), read)]
-        rows = range(len(jax.tree.leaves(self._arguments.given[0])))
-        self._loss.record.counts_padding |= not counts_nothing(of_loss, rows, self._each)
+        record, (rows, _) = self._loss.record, self._arguments.given
+        is_read = entries_read(self._loss.weight, rows, self._arguments.whole)
+        every = [True] * len(is_read)
+        record.counts_padding |= not counts_nothing(of_loss, every, self._each)
+        record.counts_copies |= not counts_nothing(of_loss, is_read, self._each)
 
 
 def _conclude(
