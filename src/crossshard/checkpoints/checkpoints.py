@@ -1,6 +1,5 @@
 """Checkpoints: saves the state of a step and restores the latest one that is whole."""
 
-import dataclasses
 import os
 import warnings
 from typing import Any, Self
@@ -27,7 +26,14 @@ from crossshard.errors import (
 )
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, check_is_state, check_state
-from crossshard.step.train_step import TrainStep, collected, config_of, entering_of, layout_of
+from crossshard.step.train_step import (
+    TrainStep,
+    collected,
+    config_of,
+    entering_of,
+    layout_of,
+    with_params,
+)
 
 # How many checkpoints another run may delete while they are read, before this one gives up.
 _MOST_DELETED = 20
@@ -405,8 +411,7 @@ class Checkpoints:
             found = self._found(state, step, only_params=True)
         if found is None:
             raise CheckpointError(f"{self._folder.path} has no checkpoint to take parameters from.")
-        on_mesh = lambda x: _mesh.on_mesh(x, self._step.mesh)
-        return dataclasses.replace(state, params=jax.tree.map(on_mesh, found.state.params))
+        return with_params(self._step, state, found.state.params, found.state.frozen)
 
     def steps(self) -> list[int]:
         """Return the numbers of the complete checkpoints, ascending.
