@@ -381,7 +381,12 @@ class Checkpoints:
     def restore_params(self, state: TrainState, step: int | None = None) -> TrainState:
         """Return a state with the parameters of a checkpoint, whichever optimizer has trained them.
 
-        All else in the state, such as the optimizer's and a model's statistics, is as it was.
+        These are all parameters of the model, trained or not, with a pytree's integers; of a run
+        with ``sync_every`` those that ``model(state)`` returns. What follows them is made anew, as
+        ``init`` does: the moving average, masters, and what workers share. All else in the state is
+        as it was, such as a model's statistics and what the optimizer itself keeps. For one that
+        keeps parameters, such as ``optax.contrib.schedule_free``, write
+        ``step.init(other.model(state))``.
 
         >>> import jax.numpy as jnp, optax, tempfile
         >>> from crossshard import make_train_step
@@ -403,7 +408,8 @@ class Checkpoints:
             one's step.
           CheckpointDamagedError: there are checkpoints, and none is whole.
           CheckpointError: there is none, or the folder cannot be read.
-          CheckpointMismatchError: the parameters have other names, shapes or dtypes.
+          CheckpointMismatchError: the parameters have other names, shapes or dtypes, or differ
+            between groups that this step has not.
         """
         if step is not None:
             _check.whole_number("step", step, least=0, hint="It is one of steps().")
