@@ -381,10 +381,10 @@ class Checkpoints:
     def restore_params(self, state: TrainState, step: int | None = None) -> TrainState:
         """Return a state with the parameters of a checkpoint, whichever optimizer has trained them.
 
-        These are all parameters of the model, trained or not, with a pytree's integers; of a run
-        with ``sync_every`` those that ``model(state)`` returns. What follows them is made anew, as
-        ``init`` does: the moving average, masters, and what workers share. All else in the state is
-        as it was, such as a model's statistics and what the optimizer itself keeps. For one that
+        These are all parameters of the model, trained or not, with a pytree's integers; of workers
+        that synchronise rarely those that ``model(state)`` returns. What follows them is made anew,
+        as ``init`` does: the moving average, masters, and what workers share. All else in the state
+        is as it was, such as a model's statistics and what the optimizer itself keeps. For one that
         keeps parameters, such as ``optax.contrib.schedule_free``, write
         ``step.init(other.model(state))``.
 

@@ -263,7 +263,7 @@ def _differences(
         if manifest.groups and not were_workers and (manifest.groups != groups or are_workers):
             yield _OF_SHARD, f"its groups {manifest.groups} have parameters of their own"
     elif None in (manifest.groups, groups) and (were_workers or are_workers):
-        both = ["train together", "are workers (sync_every=)"]
+        both = ["train together", "are workers that synchronise rarely"]
         yield _PARAMS, _differ("its shards", both[were_workers], both[are_workers])
     # Workers that synchronise rarely may be others.
     elif not are_workers:
