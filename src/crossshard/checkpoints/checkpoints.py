@@ -1,6 +1,5 @@
 """Checkpoints: saves the state of a step and restores the latest one that is whole."""
 
-import dataclasses
 import os
 import warnings
 from typing import Any, Self
@@ -27,7 +26,14 @@ from crossshard.errors import (
 )
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState, check_devices, check_is_state, check_state
-from crossshard.step.train_step import TrainStep, collected, config_of, entering_of, layout_of
+from crossshard.step.train_step import (
+    TrainStep,
+    collected,
+    config_of,
+    entering_of,
+    layout_of,
+    with_params,
+)
 
 # How many checkpoints another run may delete while they are read, before this one gives up.
 _MOST_DELETED = 20
@@ -375,7 +381,12 @@ class Checkpoints:
     def restore_params(self, state: TrainState, step: int | None = None) -> TrainState:
         """Return a state with the parameters of a checkpoint, whichever optimizer has trained them.
 
-        All else in the state, such as the optimizer's and a model's statistics, is as it was.
+        These are all parameters of the model, trained or not, with a pytree's integers; of workers
+        that synchronise rarely those that ``model(state)`` returns. What follows them is made anew,
+        as ``init`` does: the moving average, masters, and what workers share. All else in the state
+        is as it was, such as a model's statistics and what the optimizer itself keeps. For one that
+        keeps parameters, such as ``optax.contrib.schedule_free``, write
+        ``step.init(other.model(state))``.
 
         >>> import jax.numpy as jnp, optax, tempfile
         >>> from crossshard import make_train_step
@@ -397,7 +408,8 @@ class Checkpoints:
             one's step.
           CheckpointDamagedError: there are checkpoints, and none is whole.
           CheckpointError: there is none, or the folder cannot be read.
-          CheckpointMismatchError: the parameters have other names, shapes or dtypes.
+          CheckpointMismatchError: the parameters have other names, shapes or dtypes, or differ
+            between groups that this step has not.
         """
         if step is not None:
             _check.whole_number("step", step, least=0, hint="It is one of steps().")
@@ -405,8 +417,7 @@ class Checkpoints:
             found = self._found(state, step, only_params=True)
         if found is None:
             raise CheckpointError(f"{self._folder.path} has no checkpoint to take parameters from.")
-        on_mesh = lambda x: _mesh.on_mesh(x, self._step.mesh)
-        return dataclasses.replace(state, params=jax.tree.map(on_mesh, found.state.params))
+        return with_params(self._step, state, found.state.params, found.state.frozen)
 
     def steps(self) -> list[int]:
         """Return the numbers of the complete checkpoints, ascending.

@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -44,8 +44,12 @@ from crossshard.step.state import (
 # What follows from a difference: it is refused in any case, or if the caller is strict, or it is
 # only said. The words tell the user what else to do.
 _REFUSED = "or choose another folder"
+_PARAMS = "or take the parameters alone: restore_params(state), or step.init(other.model(state))"
+_OF_SHARD = "or begin with one shard's parameters: step.init(other.model(state, shard=0))"
 _STRICT = "or go on with restore_latest(state, strict=False), which keeps what fits"
 _SAID = ""
+# Where the arrays of a model are in a state, and those of workers after the last synchronisation.
+_TRAINED, _FROZEN, _ANCHOR = ".params", ".frozen", ".opt_state.outer.anchor"
 # What follows, and what differs, or ``None`` if nothing does.
 _Differences = Iterator[tuple[str, str | None]]
 
@@ -122,15 +126,14 @@ def read_state(
         types = _as_written(manifest, state)
         own = _by_option(storage.leaves_of(layout, types, manifest.shards), known)
         written = _by_option(manifest.leaves, manifest.fingerprint)
+        at = {leaf.path: place for place, leaf in enumerate(manifest.leaves)}
         if here is None:
-            own = {key: leaf for key, leaf in own.items() if re.match(r"\.params\b", leaf.path)}
-            # Parameters that the step has not are left out.
-            written = {key: leaf for key, leaf in written.items() if key in own}
+            own, written = _of_model(manifest, layout, own.values())
         all_of = _differences(manifest, layout, str(state.rng_impl), here, written, own)
         differences = [(becomes, what) for becomes, what in all_of if what is not None]
         others = [what for becomes, what in differences if becomes is _SAID]
         for becomes, what in differences:
-            if becomes is _REFUSED or (becomes is _STRICT and strict):
+            if becomes is not _SAID and (strict or becomes is not _STRICT):
                 # An option may be the reason.
                 also = f" ({'; '.join(others)})" if others else ""
                 raise CheckpointMismatchError(
@@ -138,12 +141,11 @@ def read_state(
                     f"Build the step as it was when it was saved, {becomes}."
                 )
         notes = [printable(what) for _, what in differences]
-        for key in own.keys() & written.keys():
-            if written[key].dtype != own[key].dtype:
-                on_disk = own[key].on_disk.update(dtype=jnp.dtype(written[key].dtype))
-                own[key] = dataclasses.replace(own[key], on_disk=on_disk)
-        at = {leaf.path: place for place, leaf in enumerate(manifest.leaves)}
         places = {key: at[written[key].path] for key in own if key in written}
+        for key, place in places.items():
+            if (was := manifest.leaves[place].dtype) != own[key].dtype:
+                on_disk = own[key].on_disk.update(dtype=jnp.dtype(was))
+                own[key] = dataclasses.replace(own[key], on_disk=on_disk)
         wanted = {place: own[key] for key, place in places.items()}
     # Hosts read a snapshot together, so none may have been refused before.
     with _in_all(layout):
@@ -157,16 +159,15 @@ def read_state(
             if wrong:
                 more = f", as do {len(wrong) - 1} more arrays" if len(wrong) > 1 else ""
                 raise Damaged(f"{wrong[0]} has not the values that were written{more}")
-        if here is None:
-            params = jax.tree.structure(state.params).unflatten(read.values())
-            shardings = layout.shardings(state).params
-            params = jax.jit(lambda x: x, out_shardings=shardings)(params)
-            return Found(dataclasses.replace(state, params=params), Data(None), [], source)
-        like, tree = jax.tree.flatten(types)
+        like, tree = jax.tree.flatten((state.params, state.frozen) if here is None else types)
         arrays = [
             storage.from_disk(x, read[places[key]]) if key in places else NEW
             for key, x in zip(own, like, strict=True)
         ]
+        if here is None:
+            params, frozen = tree.unflatten(arrays)
+            found = dataclasses.replace(state, params=params, frozen=frozen)
+            return Found(found, Data(None), [], source)
         shardings = [leaf.on_disk.sharding for leaf in own.values()]
         whole = completed(layout, tree.unflatten(arrays), shardings)
     return Found(whole, manifest.data, notes, source)
@@ -205,6 +206,35 @@ def _as_written(manifest: Manifest, state: TrainState) -> TrainState:
 # Which array is which, and what differs.
 
 
+def _in_model(path: str, *places: str) -> Key | None:
+    """Return where in the model an array is that is in one of these places; else ``None``."""
+    found = [path.removeprefix(place) for place in places if path.startswith(place)]
+    return ("", found[0]) if found else None
+
+
+def _of_model(
+    manifest: Manifest, layout: StateLayout, leaves: Iterable[storage.Leaf]
+) -> tuple[dict[Key, storage.Leaf], dict[Key, Any]]:
+    """Return the arrays of the model, of a step and as written, by their paths in the model.
+
+    What is trained in one of them may be frozen in the other. The parameters of workers are those
+    that ``model(state)`` returns.
+    """
+    of_own = ((_in_model(leaf.path, _TRAINED, _FROZEN), leaf) for leaf in leaves)
+    here = {key: leaf for key, leaf in of_own if key is not None}
+    there: dict[Key, Any] = {}
+    for leaf in manifest.leaves:
+        key = _in_model(leaf.path, _TRAINED, _FROZEN, _ANCHOR)
+        if key is not None and key in here:
+            # An anchor, which comes last, may have more bits than the parameter.
+            there[key] = dataclasses.replace(leaf, dtype=there.get(key, leaf).dtype)
+    for key, own in here.items():
+        of_groups = manifest.groups and key in there and there[key].path.startswith(_TRAINED)
+        if own.placement.per_shard and not of_groups:
+            here[key] = storage.as_one(layout, own)
+    return here, there
+
+
 def _by_option(leaves: list[Any], fingerprint: Fingerprint) -> dict[Key, Any]:
     masters, average = (fingerprint.options.get(each) is not None for each in (MASTERS, AVERAGE))
     return {key_of(leaf.path, masters=masters, average=average): leaf for leaf in leaves}
@@ -227,13 +257,17 @@ def _differences(
     for name, pair in updates.items():
         states = (", ".join(each.states) or "no state" for each in pair)
         yield _STRICT, _differ(f"its {name}'s state is", *states)
-    groups = groups_of(layout)
+    groups, are_workers = groups_of(layout), layout.pipeline.joins_groups
+    were_workers = any(leaf.path.startswith(_ANCHOR) for leaf in manifest.leaves)
+    if here is None:
+        if manifest.groups and not were_workers and (manifest.groups != groups or are_workers):
+            yield _OF_SHARD, f"its groups {manifest.groups} have parameters of their own"
+    elif None in (manifest.groups, groups) and (were_workers or are_workers):
+        both = ["train together", "are workers that synchronise rarely"]
+        yield _PARAMS, _differ("its shards", both[were_workers], both[are_workers])
     # Workers that synchronise rarely may be others.
-    if None in (manifest.groups, groups) or not layout.pipeline.joins_groups:
+    elif not are_workers:
         yield _REFUSED, _differ("its groups are", manifest.groups, groups)
-    if here is None and manifest.groups is not None:
-        shards = manifest.shards, layout.number_of_shards
-        yield _REFUSED, _differ("the number of shards of its groups is", *shards)
     if here is not None and manifest.rng != rng:
         yield _REFUSED, f"its random key is of {manifest.rng}, and here of {rng}"
     if here is not None:
@@ -244,7 +278,9 @@ def _differences(
         {option for option, _ in keys}
         for keys in (own.keys() - written.keys(), written.keys() - own.keys(), own.keys() & written)
     )
-    for what in describe_changes(new - {OPTIMIZER}, gone - {OPTIMIZER}, kept):
+    # What is refused in any case, or the optimizer's, is told above.
+    told = {"", OPTIMIZER}
+    for what in describe_changes(new - told, gone - told, kept):
         yield _SAID, what
     # Other versions trace an update otherwise.
     if (before.jax, before.optax) == (now.jax, now.optax):
@@ -257,6 +293,13 @@ def _differences(
 def _of_arrays(
     before: Fingerprint, now: Fingerprint, written: dict[Key, Any], own: dict[Key, Any]
 ) -> _Differences:
+    kinds = {_TRAINED: "trained", _FROZEN: "frozen"}
+    dtypes = {leaf.path: leaf.dtype for leaf in written.values()}
+    for here, there in itertools.permutations(kinds):
+        for leaf in (leaf for key, leaf in own.items() if key not in written):
+            path = leaf.path.removeprefix(here)
+            if path != leaf.path and dtypes.get(there + path) == leaf.dtype:
+                yield _PARAMS, _differ(f"wrt= differs, params{path} is", kinds[there], kinds[here])
     # The first missing array of the optimizer is named. Those of other options are made or dropped.
     for one, other, has in ((own, written, "it has no"), (written, own, "it also has")):
         for option, becomes in (("", _REFUSED), (OPTIMIZER, _STRICT)):

@@ -55,6 +55,15 @@ def leaves_of(layout: StateLayout, state: TrainState, shards: int) -> list[Leaf]
     return found
 
 
+def as_one(layout: StateLayout, leaf: Leaf) -> Leaf:
+    """Return a leaf that each shard has as one for all of them."""
+    shape, placement = leaf.on_disk.shape[1:], dataclasses.replace(leaf.placement, per_shard=False)
+    split = partition_along_axis(shape, layout.number_of_shards, other_axes=placement.other_axes)
+    sharding = NamedSharding(layout.mesh, split.spec(layout.axes))
+    on_disk = jax.ShapeDtypeStruct(shape, leaf.on_disk.dtype, sharding=sharding)
+    return dataclasses.replace(leaf, on_disk=on_disk, placement=placement)
+
+
 # Cached, or a loop that saves would trace it for each leaf each time.
 @functools.lru_cache(maxsize=4096)
 def _unpacked(placement: Placement, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

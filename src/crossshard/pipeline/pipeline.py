@@ -273,6 +273,11 @@ class Pipeline:
                 moved[name] = jax.tree.map(drop, moved[name])
         return spread.with_states(**moved)
 
+    def follows_params(self, state: CrossShardState) -> CrossShardState:
+        """Return for each array of a state whether it is made anew for other parameters."""
+        found = {name: s.follows_params(state.of(name)) for name, s in self._stateful.items()}
+        return CrossShardState().with_states(**found)
+
     def check_shapes(self, state: CrossShardState, types: CrossShardState) -> None:
         """Raise unless the stages can go on from this state, given the types of one shard's."""
         state, types = (each._replace(inner_state=()) for each in (state, types))

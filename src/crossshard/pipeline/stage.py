@@ -299,6 +299,10 @@ class Stage(abc.ABC):
         del state, number
         return spread
 
+    def follows_params(self, state: PyTree) -> PyTree:
+        """Return for each array of the state whether other parameters make it anew, by ``init``."""
+        return jax.tree.map(lambda _: False, state)
+
     def exported(self, state: PyTree, params: PyTree) -> PyTree:
         """Return what ``model(state)`` exports: ``params``, or the parameters in this state."""
         del state

@@ -232,6 +232,31 @@ class States:
             return self._run(layout.on_other_shards, state, layout.shardings(types))
         return self._run(layout.pack, state, layout.shardings(state))
 
+    def with_params(self, state: TrainState, params: Any, frozen: Any) -> TrainState:
+        """Return a state with other parameters, unsharded ones, of which groups may share one set.
+
+        Stages make anew what follows the parameters. All else is as it was.
+        """
+        layout = self.layout(state)
+        follows = layout.pipeline.follows_params(state.opt_state)
+        chosen = lambda tree: jax.tree.map(lambda x, each: x if each else None, tree, follows)
+
+        def make(params: Any, frozen: Any) -> Any:
+            spread = lambda x, own: jnp.broadcast_to(x, own.shape)
+            params = jax.tree.map(spread, params, state.params)
+            opt_state, none = _first(layout, params), jnp.int32(0)
+            given = dataclasses.replace(state, params=params, frozen=frozen, opt_state=opt_state)
+            made = layout.pack(dataclasses.replace(given, step=none, rng=none, model_state=()))
+            found = made.params, made.frozen, chosen(made.opt_state)
+            return jax.tree.map(strong_copy, found)
+
+        to = layout.shardings(state)
+        run = jax.jit(make, out_shardings=(to.params, to.frozen, chosen(to.opt_state)))
+        params, frozen, new = run(params, frozen)
+        pick = lambda new, old: old if new is None else new
+        opt_state = jax.tree.map(pick, new, state.opt_state, is_leaf=lambda x: x is None)
+        return dataclasses.replace(state, params=params, frozen=frozen, opt_state=opt_state)
+
     def _is_of_these_workers(self, layout: StateLayout, state: TrainState) -> bool:
         """Return whether all shards of each worker have equal arrays, if there are workers."""
         if layout.groups is None or not layout.pipeline.joins_groups:
@@ -490,26 +515,9 @@ def completed(
     places = [place for place, leaf in enumerate(leaves) if leaf is NEW]
     if not places:
         return state
-    grouped, shards = layout.groups is not None, layout.number_of_shards
-
-    def spread(placement: Placement, x: Any) -> jax.Array:
-        if grouped:
-            return x if placement.per_shard else x[0]
-        return jnp.broadcast_to(x, (shards, *x.shape)) if placement.per_shard else x
-
-    def init(params: Any, masters: Any) -> Any:
-        """Return the optimizer's state before the first step, around masters that exist already."""
-        made = layout.pipeline.init(params)
-        if masters is None:
-            return made
-        of_masters = layout.pipeline.with_options(master_dtype=None).init(masters)
-        return made._replace(inner_state=MastersState(masters, of_masters.inner_state))
 
     def make(params: Any, masters: Any) -> list[jax.Array]:
-        made = (jax.vmap(init) if grouped else init)(params, masters)
-        own = PER_SHARD if grouped else REPLICATED
-        inner = jax.tree.map(lambda _: own, made.inner_state)
-        made = jax.tree.map(spread, layout.pipeline.placements(made, inner), made)
+        made = _first(layout, params, masters)
         whole = jax.tree.leaves(dataclasses.replace(state, opt_state=made))
         return [strong_copy(whole[place]) for place in places]
 
@@ -525,3 +533,25 @@ def completed(
     for place, x in zip(places, found, strict=True):
         leaves[place] = x
     return tree.unflatten(leaves)
+
+
+def _first(layout: StateLayout, params: Any, masters: Any = None) -> Any:
+    """Return the unsharded optimizer state before the first step, around masters if they exist."""
+    grouped, shards = layout.groups is not None, layout.number_of_shards
+
+    def spread(placement: Placement, x: Any) -> jax.Array:
+        if grouped:
+            return x if placement.per_shard else x[0]
+        return jnp.broadcast_to(x, (shards, *x.shape)) if placement.per_shard else x
+
+    def init(params: Any, masters: Any) -> Any:
+        made = layout.pipeline.init(params)
+        if masters is None:
+            return made
+        of_masters = layout.pipeline.with_options(master_dtype=None).init(masters)
+        return made._replace(inner_state=MastersState(masters, of_masters.inner_state))
+
+    made = (jax.vmap(init) if grouped else init)(params, masters)
+    own = PER_SHARD if grouped else REPLICATED
+    inner = jax.tree.map(lambda _: own, made.inner_state)
+    return jax.tree.map(spread, layout.pipeline.placements(made, inner), made)

@@ -620,6 +620,12 @@ def collected(step: TrainStep, state: TrainState) -> TrainState:
         return step._states.collected(_inside(state))
 
 
+def with_params(step: TrainStep, state: TrainState, params: Any, frozen: Any) -> TrainState:
+    """Return a state with other parameters, unsharded ones; what follows them is made anew."""
+    with _mesh.in_place_of_the_users_mesh(step._config.mesh):
+        return step._outside(step._states.with_params(_inside(state), params, frozen))
+
+
 def layout_of(step: TrainStep, state: TrainState) -> StateLayout:
     """Return the layout of a state of this step.
 

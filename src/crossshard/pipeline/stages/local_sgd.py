@@ -130,6 +130,11 @@ class LocalSGD(Stage):
         sums = self.aggregator.on_other_shards(state.aggregate, number)
         return state._replace(aggregate=sums)
 
+    def follows_params(self, state: LocalSGDState) -> LocalSGDState:
+        """Return that all is made anew: the outer momentum is of the way to the former anchor."""
+        follows: LocalSGDState = jax.tree.map(lambda _: True, state)
+        return follows
+
     def exported(self, state: LocalSGDState, params: PyTree) -> PyTree:
         """Return the parameters after the last synchronisation, in their own dtypes."""
         return jax.tree.map(lambda x, p: x.astype(p.dtype), state.anchor, params)

@@ -59,6 +59,13 @@ class Optimize(Stage):
     def written(self) -> dict[str, Given]:
         return {"master_dtype": self.master_dtype, "ema": self.ema}
 
+    def follows_params(self, state: Any) -> Any:
+        """Return that masters and average are made anew; the optimizer's own state stays."""
+        if not isinstance(state, MastersState | MovingAverageState):
+            return super().follows_params(state)
+        follows = jax.tree.map(lambda _: True, state)
+        return follows._replace(inner_state=self.follows_params(state.inner_state))
+
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer, with a moving average and master weights if asked for."""
