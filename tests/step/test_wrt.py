@@ -63,6 +63,20 @@ def test_nothing_frozen_is_sent_or_copied(weight_update: str):
     assert report.memory.alias >= sum(leaf.nbytes for leaf in jax.tree.leaves((trained, frozen)))
 
 
+def test_a_state_of_another_wrt_is_refused():
+    """It would train what its own step trains, in silence."""
+    whole, tuned = (
+        make_train_step(loss_fn, OPTIMIZERS["sgd"], num_shards=4, donate=False, wrt=wrt)
+        for wrt in (None, is_trained)
+    )
+    for one, other, how in ((whole, tuned, "trained in it"), (tuned, whole, "frozen in it")):
+        state = one.init(PARAMS)
+        for call, given in ((other, (state, BATCH)), (other.reshard, (one.unshard(state),))):
+            with pytest.raises(ArgumentError, match=rf"another wrt=: params\['body'\].* is {how}"):
+                call(*given)
+        other(other.init(one.model(state)), BATCH)
+
+
 # NNX and Equinox.
 
 

@@ -81,15 +81,38 @@ class States:
         params = state.params
         if self._config.is_grouped:
             params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-        return self._of_params(params, state.other_axes)
+        return self._of_params(params, state.other_axes, state)
 
-    def _of_params(self, params: Any, other_axes: tuple[PartitionSpec, ...]) -> StateLayout:
-        """Return the layout of states with these parameters and these specs on the other axes."""
+    def _check_wrt(self, state: TrainState, params: Any) -> None:
+        """Raise ArgumentError if a state is of a step that trains other parameters."""
+        frozen, wrt = state.frozen, self._config.wrt
+        if wrt is None and not any(map(_check.is_inexact, jax.tree.leaves(frozen))):
+            return
+        own = None if self._config.loss.model_state is not None else state.model_state
+        _, trained, *_ = partition(combine(state.skeleton, params, frozen, own), wrt)
+        paths = [dict(jax.tree_util.tree_leaves_with_path(each)) for each in (trained, params)]
+        for path in sorted(paths[0].keys() ^ paths[1].keys(), key=jax.tree_util.keystr):
+            name = f"params{jax.tree_util.keystr(path).removesuffix('.value')}"
+            how = ("trained", "frozen") if path in paths[1] else ("frozen", "trained")
+            raise ArgumentError(
+                f"The state is of a step with another wrt=: {name} is {how[0]} in it, and "
+                f"{how[1]} here. Make another state of its model, step.init(other.model(state))."
+            )
+
+    def _of_params(
+        self, params: Any, other_axes: tuple[PartitionSpec, ...], state: TrainState | None = None
+    ) -> StateLayout:
+        """Return the layout of states with these parameters and these specs on the other axes.
+
+        If they are of a state, it may be another step's.
+        """
         leaves, tree = jax.tree.flatten(params)
         shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
         key = tree, shapes, other_axes
         if key in self._known:
             return self._known[key]
+        if state is not None:
+            self._check_wrt(state, params)
         config = self._config
         mesh, pipeline = config.mesh, config.pipeline
         shards = shards_on(mesh, config.axes, pipeline.groups if config.is_grouped else None)
