@@ -25,11 +25,13 @@ from crossshard.errors import (
 from crossshard.gradients.local import value_and_grad
 from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.gradients.status import GradientStatus, Reduction, check_incoming
+from crossshard.model.model_state import unless_weightless
 from crossshard.nnx.program import (
     Given,
     MissingSlots,
     bound,
     roots_of_step,
+    type_of,
     written,
 )
 from crossshard.nnx.slots import (
@@ -43,7 +45,8 @@ from crossshard.nnx.slots import (
 )
 from crossshard.optimizer.transformation import Transformation
 from crossshard.pipeline.pipeline import Options, Pipeline, check_names
-from crossshard.pipeline.stage import CrossShardState, Stage, StageContext
+from crossshard.pipeline.stage import CrossShardState, Gradients, Stage, StageContext
+from crossshard.pipeline.stages.nonfinite import are_finite, is_sound, new_nans
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.axes import Shards
 
@@ -322,14 +325,22 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         (_, (value, kept, empty)), gradients = of_shard(values)
         if divide_after:
             gradients = [widen(gradient) / divisor for gradient in gradients]
-        for other, new in zip(others, kept, strict=True):
-            for value_after in new:
-                other.set_raw_value(value_after)
         if grad_loss is not None:
             # grad_loss may be an int; a loss may not.
             seed = jnp.asarray(_check.scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
             _check.finite("grad_loss", grad_loss)
             gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
+        if self._pipeline.nonfinite is not None or self._pipeline.loss_scale is not None:
+            found_here = Gradients(gradients, {"value": value})
+            sound = are_finite(found_here) & is_sound(found_here)
+            one = lambda new: any(map(shards.invariant_axes, jax.tree.leaves(new)))
+            own = map(around.is_own, others) if around else (not one(new) for new in kept)
+            # One value for all shards must stay one, whatever this shard has found.
+            keep = [sound if each else True for each in own]
+            kept = list(map(_unless_not_finite, keep, kept, before))
+        for other, new in zip(others, kept, strict=True):
+            for value_after in new:
+                other.set_raw_value(value_after)
         computed = self.computed
         computed.names.update(found)
         computed.shards.update(dict.fromkeys(found, (shards.number, False)))
@@ -560,6 +571,18 @@ def _unflatten(static: Any, children: Any) -> CrossShardOptimizer:
 # As with nnx.Optimizer, its children in JAX's trees and NNX's graphs are its slots.
 jax.tree_util.register_pytree_with_keys(CrossShardOptimizer, _flatten, _unflatten)
 _flax.when_loaded(lambda: nnx.register_data_type(CrossShardOptimizer))
+
+
+def _unless_not_finite(sound: Any, written: list[Any], before: Any) -> list[Any]:
+    """Return what a loss wrote, with floating values as before unless ``sound`` and without NaN."""
+
+    def one(after: Any) -> Any:
+        if type_of(after) != type_of(before):
+            return after
+        nans = jax.tree.leaves(new_nans(after, before))
+        return unless_weightless(None, sound & ~jnp.stack(nans).any(), after, before)
+
+    return list(map(one, written))
 
 
 def _mark(value: jax.Array, place: int, reached: set[int]) -> jax.Array:

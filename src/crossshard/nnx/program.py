@@ -103,7 +103,7 @@ class Given:
         places = {id(variable): place for place, variable in enumerate(self.variables)}
         # The slots of an optimizer may belong to variables of another model.
         owners = (v for optimizer in self.optimizers for v in optimizer.slots.variables.values())
-        types = tuple(_type_of(variable.get_raw_value()) for variable in self.variables)
+        types = tuple(type_of(variable.get_raw_value()) for variable in self.variables)
         of_slots = tuple(places.get(id(owner)) for owner in owners)
         tree = self._lasting() if lasting else self._tree
         return tree, self._places, types, of_slots, tuple(map(_as_key, self._constants))
@@ -133,9 +133,17 @@ class Given:
                     f"passed to it. Create it before the step, or pop it where it is created."
                 )
 
+    def is_own(self, variable: AnyVariable) -> bool:
+        """Return whether each shard has its own value of a variable before the traced step."""
+        return id(variable) in self._own
+
     @contextlib.contextmanager
-    def bound(self) -> Iterator[None]:
-        """Trace a step that was given these objects; raise if it reads any other variable."""
+    def bound(self, own: Iterable[AnyVariable]) -> Iterator[None]:
+        """Trace a step that was given these objects; raise if it reads any other variable.
+
+        Of the variables in ``own`` each shard has its own value before the step.
+        """
+        self._own = set(map(id, own))
         _thread.bound = self
         try:
             with _flax.watching_reads(_refuse):
@@ -208,7 +216,8 @@ def _has_arrays(variable: Any, shards: int | None) -> bool:
     return all(map(is_numeric, jax.tree.leaves(value)))
 
 
-def _type_of(value: Any) -> Any:
+def type_of(value: Any) -> Any:
+    """Return the structure, shapes and dtypes of a variable's value."""
     if isinstance(value, jax.Array):
         return value.shape, value.dtype
     leaves, tree = jax.tree.flatten(value)
@@ -459,7 +468,8 @@ class Program:
         before = list(map(self._local, variables, self._entering, values))
         args, kwargs = call.arguments(leaves)
         with _flax.rebound(variables, before, given.modules):
-            with shard_context(self._mesh.size, axis_name=self._names), given.bound():
+            own = [v for v, x in zip(variables, self._entering, strict=True) if x.per_shard]
+            with shard_context(self._mesh.size, axis_name=self._names), given.bound(own):
                 outputs = as_output(self._computation(*args, **kwargs))
                 after = [variable.get_raw_value() for variable in variables]
             given.check_nothing_new()
