@@ -9,11 +9,13 @@ from typing import Any, NoReturn, Self, TypeAlias, Unpack, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from crossshard import _check, _flax, _jax
+from crossshard import _check, _flax, _jax, _mesh
 from crossshard._annotations import Groups, PyTree
+from crossshard._check import is_inexact
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.collectives.sums import widen
 from crossshard.errors import (
@@ -26,6 +28,7 @@ from crossshard.gradients.local import value_and_grad
 from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.gradients.status import GradientStatus, Reduction, check_incoming
 from crossshard.model.model_state import unless_weightless
+from crossshard.nnx.per_shard import is_per_shard, number_of_shards, stacked
 from crossshard.nnx.program import (
     Given,
     MissingSlots,
@@ -40,6 +43,7 @@ from crossshard.nnx.slots import (
     as_params,
     check_global_step,
     check_pairs,
+    is_variable,
     known_names,
     named_variables,
 )
@@ -49,6 +53,7 @@ from crossshard.pipeline.stage import CrossShardState, Gradients, Stage, StageCo
 from crossshard.pipeline.stages.nonfinite import are_finite, is_sound, new_nans
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.axes import Shards
+from crossshard.shards.devices import on_every_device
 
 GradientsAndVariables: TypeAlias = "Iterable[tuple[jax.Array | None, AnyVariable]]"
 VariableList: TypeAlias = "nnx.Pytree | AnyVariable | Sequence[nnx.Pytree | AnyVariable]"
@@ -500,7 +505,31 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         state: CrossShardState | None = self.slots.tree
         return state
 
-    # Shared by the methods.
+    # Shared by the methods, and called by runners.
+
+    def aggregate_on(self, number: int) -> list[tuple[AnyVariable, jax.Array]]:
+        """Return the state of the aggregator, with its values on another number of shards."""
+        tree = () if self.slots.tree is None else self.slots.tree.aggregate
+        variables, structure = jax.tree.flatten(tree, is_leaf=is_variable)
+        values = [jnp.asarray(stacked(variable.get_raw_value())) for variable in variables]
+        sizes = [size for size in map(number_of_shards, variables) if size is not None]
+        if number in sizes or not variables:
+            return []
+        if not sizes:  # as it was made, or added up by ``merge_shards``
+            owners = {key: v for key, v in self.slots.variables.items() if v is not None}
+            (made := SlotStore()).make(self._pipeline.aggregator.init, owners)
+            pairs = zip(jax.tree.leaves(made.values()), values, strict=False)
+            if all(np.array_equal(x, own) for x, own in pairs if is_inexact(x)):
+                return []
+        old = max(sizes, default=1)
+
+        def moved(values: list[Any]) -> Any:
+            pairs = zip(variables, values, strict=True)
+            rows = [x if is_per_shard(v) else jnp.stack([x] * old) for v, x in pairs]
+            return self._pipeline.aggregator.on_other_shards(structure.unflatten(rows), number)
+
+        found = _mesh.of_rows(moved, list(map(on_every_device, values)))
+        return list(zip(variables, jax.tree.leaves(found), strict=True))
 
     def _check_replicated(self) -> None:
         """Raise WeightUpdateError if each shard updates its slice, since slots are not sharded."""

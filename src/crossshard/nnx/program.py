@@ -31,7 +31,7 @@ from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.jaxprs.walk import varying_axes_of_outputs
 from crossshard.nnx.per_shard import is_per_shard, number_of_shards, per_shard, stacked
-from crossshard.nnx.slots import HasSlots
+from crossshard.nnx.slots import HasSlots, is_variable
 from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import spec_along
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
@@ -93,7 +93,9 @@ class Given:
         first = {id(node): -place for place, node in enumerate(nodes, 1)}
         self._places = tuple(first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves))
         each_once = [leaf for n, leaf in enumerate(leaves) if self._places[n] == n]
-        self.variables: list[AnyVariable] = [x for x in each_once if _has_arrays(x, shards)]
+        self.variables: list[AnyVariable] = [
+            x for x in each_once if _has_arrays(x, shards, self.optimizers)
+        ]
         # Other values, arrays that are attributes themselves, and variables without arrays.
         known = set(map(id, self.variables))
         self._constants = [x for x in each_once if id(x) not in known]
@@ -199,7 +201,7 @@ def _as_key(value: Any) -> Any:
     return type(value), value
 
 
-def _has_arrays(variable: Any, shards: int | None) -> bool:
+def _has_arrays(variable: Any, shards: int | None, optimizers: Sequence[HasSlots]) -> bool:
     """Return whether this is a variable with arrays; raise if it is of another number of shards."""
     if not isinstance(variable, nnx.Variable):
         return False
@@ -208,10 +210,13 @@ def _has_arrays(variable: Any, shards: int | None) -> bool:
         return True
     number = number_of_shards(variable)
     if None not in (number, shards) and number != shards:
+        trees = [optimizer.slots.tree for optimizer in optimizers]
+        is_state = any(variable is x for x in jax.tree.leaves(trees, is_leaf=is_variable))
+        whose, to_merge = (" of the optimizer's state", "opt") if is_state else ("", "model")
         raise VariableError(
-            f"{describe_variable(variable)} differs between {number} shards, and this step runs on "
-            f"{shards}. Use crossshard.merge_shards(model), or write one value for all shards with "
-            f"variable.set_value(value)."
+            f"{describe_variable(variable)}{whose} differs between {number} shards, and this step "
+            f"runs on {shards}. Use crossshard.merge_shards({to_merge}), or write one value for "
+            f"all shards with variable.set_value(value)."
         )
     return all(map(is_numeric, jax.tree.leaves(value)))
 
@@ -373,10 +378,15 @@ class Program:
 
     def spread(self, call: Call) -> bool:
         """Store variables that will differ as ``[shards, …]``; return whether there were any."""
-        on_each = lambda x: jnp.broadcast_to(x, (self._mesh.size, *jnp.shape(x)))
+        number = self._mesh.size
+        on_each = lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x)))
+        optimizers = call.given.optimizers if self._to_spread else []
+        held = {id(v): rows for each in optimizers for v, rows in each.aggregate_on(number)}
         for place in self._to_spread:
             variable = call.given.variables[place]
-            variable.set_raw_value(per_shard(jax.tree.map(on_each, variable.get_raw_value())))
+            rows = held.get(id(variable))
+            spread = jax.tree.map(on_each, variable.get_raw_value()) if rows is None else rows
+            variable.set_raw_value(per_shard(spread))
         return bool(self._to_spread)
 
     def __call__(self, call: Call) -> Any:
