@@ -18,8 +18,8 @@ from tests.stateful import sgd, training
 X = np.random.default_rng(0).normal(size=(3, 16, 32)).astype(np.float32)
 
 
-def linear() -> Any:
-    return nnx.Linear(32, 64, use_bias=False, rngs=nnx.Rngs(0))
+def linear(width: int = 64) -> Any:
+    return nnx.Linear(32, width, use_bias=False, rngs=nnx.Rngs(0))
 
 
 def mean_square(model: Any, x: Any) -> Any:
@@ -55,6 +55,19 @@ def test_what_few_bits_hold_back_stays(others: int, by: str):
             saved, opt = jax.tree.map(np.asarray, nnx.state(opt)), sgd(rate, reduce_dtype="int4")
             opt.build(model)
             nnx.update(opt, saved)
+
+
+def test_what_is_held_back_counts_once_where_nothing_is_sent_in_few_bits():
+    model, opt, rate = linear(24), sgd(0.5, reduce_dtype="int4"), 0.5  # 192 and 96 numbers a shard
+    kernel = np.asarray(model.kernel[...])
+    wanted = np.zeros(kernel.shape)
+    for x, number in zip(X, (4, 8, 8), strict=True):
+        wanted += gradient(np.asarray(model.kernel[...]), x)
+        opt = crossshard.merge_shards(opt) if number == 8 else opt
+        training(mean_square, number)(model, opt, x)
+        applied = (kernel - np.asarray(model.kernel[...], np.float64)) / rate
+        assert (np.abs(applied - wanted).max() > 1e-4) == (number == 4)
+    np.testing.assert_allclose(applied, wanted, atol=1e-6)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -511,10 +511,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         """Return the state of the aggregator, with its values on another number of shards."""
         tree = () if self.slots.tree is None else self.slots.tree.aggregate
         variables, structure = jax.tree.flatten(tree, is_leaf=is_variable)
+        if not variables or number in map(number_of_shards, variables):  # called in each step
+            return []
         values = [jnp.asarray(stacked(variable.get_raw_value())) for variable in variables]
         sizes = [size for size in map(number_of_shards, variables) if size is not None]
-        if number in sizes or not variables:
-            return []
         if not sizes:  # as it was made, or added up by ``merge_shards``
             owners = {key: v for key, v in self.slots.variables.items() if v is not None}
             (made := SlotStore()).make(self._pipeline.aggregator.init, owners)

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _flax, _jax, _mesh
-from crossshard._check import is_number
+from crossshard._check import is_inexact, is_number
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, check_same_program, processes_of
@@ -377,17 +377,21 @@ class Program:
         self._compiled = jax.jit(_mesh.under_automatic_axes(self._run, mesh, self._specs))
 
     def spread(self, call: Call) -> bool:
-        """Store variables that will differ as ``[shards, …]``; return whether there were any."""
+        """Store variables that will differ as ``[shards, …]``; return whether there were any.
+
+        What an aggregator held back on other shards is shared out, also if the step sends all.
+        """
         number = self._mesh.size
         on_each = lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x)))
-        optimizers = call.given.optimizers if self._to_spread else []
-        held = {id(v): rows for each in optimizers for v, rows in each.aggregate_on(number)}
-        for place in self._to_spread:
-            variable = call.given.variables[place]
-            rows = held.get(id(variable))
-            spread = jax.tree.map(on_each, variable.get_raw_value()) if rows is None else rows
-            variable.set_raw_value(per_shard(spread))
-        return bool(self._to_spread)
+        held = [pair for each in call.given.optimizers for pair in each.aggregate_on(number)]
+        to_share = [(v, rows) for v, rows in held if is_inexact(rows) and np.any(rows)]
+        for variable, rows in to_share:
+            variable.set_raw_value(per_shard(rows))
+        for variable in (call.given.variables[place] for place in self._to_spread):
+            if not is_per_shard(variable):
+                spread = jax.tree.map(on_each, variable.get_raw_value())
+                variable.set_raw_value(per_shard(spread))
+        return bool(self._to_spread or to_share)
 
     def __call__(self, call: Call) -> Any:
         """Run the step on the arrays of a call, and write its variables."""
