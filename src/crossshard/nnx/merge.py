@@ -38,10 +38,10 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
       VariableError: an ``nnx.Param`` differs, as with ``group_assignment``, and ``shard`` is
         ``None``: a mean of weights is a different model.
 
-    >>> import jax.numpy as jnp
+    >>> import crossshard, jax.numpy as jnp
     >>> from flax import nnx
     >>> model = nnx.BatchNorm(1, use_running_average=True, rngs=nnx.Rngs(0))
-    >>> model.mean.set_value(PerShardArray(jnp.array([[1.0], [3.0]])))
+    >>> model.mean.set_value(crossshard.nnx.PerShardArray(jnp.array([[1.0], [3.0]])))
     >>> merge_shards(model).mean[...]
     Array([2.], dtype=float32)
     """
