@@ -51,7 +51,7 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
     found = [each for _, each in nnx.iter_graph(merged)]
     if shard is None:
         for optimizer in (each for each in found if isinstance(each, HasSlots)):
-            for variable, rows in optimizer.aggregate_on(1):
+            for variable, rows in optimizer._aggregate_on(1):
                 if is_per_shard(variable):
                     variable.set_raw_value(per_shard(rows))
     for variable in found:

@@ -507,7 +507,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     # Shared by the methods, and called by runners.
 
-    def aggregate_on(self, number: int) -> list[tuple[AnyVariable, jax.Array]]:
+    def _aggregate_on(self, number: int) -> list[tuple[AnyVariable, jax.Array]]:
         """Return the state of the aggregator, with its values on another number of shards."""
         tree = () if self.slots.tree is None else self.slots.tree.aggregate
         variables, structure = jax.tree.flatten(tree, is_leaf=is_variable)

@@ -383,7 +383,7 @@ class Program:
         """
         number = self._mesh.size
         on_each = lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x)))
-        held = [pair for each in call.given.optimizers for pair in each.aggregate_on(number)]
+        held = [pair for each in call.given.optimizers for pair in each._aggregate_on(number)]
         to_share = [(v, rows) for v, rows in held if is_inexact(rows) and np.asarray(rows).any()]
         for variable, rows in to_share:
             variable.set_raw_value(per_shard(rows))
