@@ -85,13 +85,11 @@ class OnAutomaticAxes:
         return self._run(self._compiled.trace, args)
 
 
-def of_rows(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Apply a function to an array ``[shards, …]``, of which JAX types no row on explicit axes."""
-    own = getattr(x.sharding, "mesh", None)
-    if own is None or not has_explicit_axes(own):
-        return function(x)
-    found: jax.Array = OnAutomaticAxes(function, own)(x)
-    return found
+def of_rows(function: Callable[[Any], Any], x: Any) -> Any:
+    """Apply a function to arrays ``[shards, …]``, of which JAX types no row on explicit axes."""
+    meshes = (getattr(leaf.sharding, "mesh", None) for leaf in jax.tree.leaves(x))
+    own = next((mesh for mesh in meshes if mesh is not None and has_explicit_axes(mesh)), None)
+    return function(x) if own is None else OnAutomaticAxes(function, own)(x)
 
 
 def under_automatic_axes(

@@ -4,10 +4,12 @@
 ``slots`` names the variables that are trained, and keeps the optimizer's state over them as an
 Optax state. ``optimizer/transformation`` updates both, as in the Optax idiom. ``runners`` splits
 the arrays of a call. ``program`` finds the variables that a step was given, traces and compiles it,
-and joins its outputs. ``per_shard`` holds values that differ between shards.
+and joins its outputs. ``per_shard`` holds values that differ between shards, and ``merge``
+makes one of them.
 """
 
-from crossshard.nnx.per_shard import PerShardArray, is_per_shard, merge_shards
+from crossshard.nnx.merge import merge_shards
+from crossshard.nnx.per_shard import PerShardArray, is_per_shard
 from crossshard.nnx.runners import ShardedFunction, batch_parallel, replicate, rewrite, shard
 
 __all__ = [

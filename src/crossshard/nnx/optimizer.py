@@ -9,11 +9,13 @@ from typing import Any, NoReturn, Self, TypeAlias, Unpack, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from crossshard import _check, _flax, _jax
+from crossshard import _check, _flax, _jax, _mesh
 from crossshard._annotations import Groups, PyTree
+from crossshard._check import is_inexact
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.collectives.sums import widen
 from crossshard.errors import (
@@ -25,11 +27,14 @@ from crossshard.errors import (
 from crossshard.gradients.local import value_and_grad
 from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.gradients.status import GradientStatus, Reduction, check_incoming
+from crossshard.model.model_state import unless_weightless
+from crossshard.nnx.per_shard import is_per_shard, number_of_shards, stacked
 from crossshard.nnx.program import (
     Given,
     MissingSlots,
     bound,
     roots_of_step,
+    type_of,
     written,
 )
 from crossshard.nnx.slots import (
@@ -38,14 +43,17 @@ from crossshard.nnx.slots import (
     as_params,
     check_global_step,
     check_pairs,
+    is_variable,
     known_names,
     named_variables,
 )
 from crossshard.optimizer.transformation import Transformation
 from crossshard.pipeline.pipeline import Options, Pipeline, check_names
-from crossshard.pipeline.stage import CrossShardState, Stage, StageContext
+from crossshard.pipeline.stage import CrossShardState, Gradients, Stage, StageContext
+from crossshard.pipeline.stages.nonfinite import are_finite, is_sound, new_nans
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.axes import Shards
+from crossshard.shards.devices import on_every_device
 
 GradientsAndVariables: TypeAlias = "Iterable[tuple[jax.Array | None, AnyVariable]]"
 VariableList: TypeAlias = "nnx.Pytree | AnyVariable | Sequence[nnx.Pytree | AnyVariable]"
@@ -322,14 +330,22 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         (_, (value, kept, empty)), gradients = of_shard(values)
         if divide_after:
             gradients = [widen(gradient) / divisor for gradient in gradients]
-        for other, new in zip(others, kept, strict=True):
-            for value_after in new:
-                other.set_raw_value(value_after)
         if grad_loss is not None:
             # grad_loss may be an int; a loss may not.
             seed = jnp.asarray(_check.scalar(grad_loss, "grad_loss", (jnp.floating, jnp.integer)))
             _check.finite("grad_loss", grad_loss)
             gradients = [gradient * seed.astype(gradient.dtype) for gradient in gradients]
+        if self._pipeline.nonfinite is not None or self._pipeline.loss_scale is not None:
+            found_here = Gradients(gradients, {"value": value})
+            sound = are_finite(found_here) & is_sound(found_here)
+            one = lambda new: any(map(shards.invariant_axes, jax.tree.leaves(new)))
+            own = map(around.is_own, others) if around else (not one(new) for new in kept)
+            # One value for all shards must stay one, whatever this shard has found.
+            keep = [sound if each else True for each in own]
+            kept = list(map(_unless_not_finite, keep, kept, before))
+        for other, new in zip(others, kept, strict=True):
+            for value_after in new:
+                other.set_raw_value(value_after)
         computed = self.computed
         computed.names.update(found)
         computed.shards.update(dict.fromkeys(found, (shards.number, False)))
@@ -489,7 +505,31 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         state: CrossShardState | None = self.slots.tree
         return state
 
-    # Shared by the methods.
+    # Shared by the methods, and called by runners.
+
+    def _aggregate_on(self, number: int) -> list[tuple[AnyVariable, jax.Array]]:
+        """Return the state of the aggregator, with its values on another number of shards."""
+        tree = () if self.slots.tree is None else self.slots.tree.aggregate
+        variables, structure = jax.tree.flatten(tree, is_leaf=is_variable)
+        if not variables or number in map(number_of_shards, variables):  # called in each step
+            return []
+        values = [jnp.asarray(stacked(variable.get_raw_value())) for variable in variables]
+        sizes = [size for size in map(number_of_shards, variables) if size is not None]
+        if not sizes:  # as it was made, or added up by ``merge_shards``
+            owners = {key: v for key, v in self.slots.variables.items() if v is not None}
+            (made := SlotStore()).make(self._pipeline.aggregator.init, owners)
+            pairs = zip(jax.tree.leaves(made.values()), values, strict=False)
+            if all(np.array_equal(x, own) for x, own in pairs if is_inexact(x)):
+                return []
+        old = max(sizes, default=1)
+
+        def moved(values: list[Any]) -> Any:
+            pairs = zip(variables, values, strict=True)
+            rows = [x if is_per_shard(v) else jnp.stack([x] * old) for v, x in pairs]
+            return self._pipeline.aggregator.on_other_shards(structure.unflatten(rows), number)
+
+        found = _mesh.of_rows(moved, list(map(on_every_device, values)))
+        return list(zip(variables, jax.tree.leaves(found), strict=True))
 
     def _check_replicated(self) -> None:
         """Raise WeightUpdateError if each shard updates its slice, since slots are not sharded."""
@@ -560,6 +600,18 @@ def _unflatten(static: Any, children: Any) -> CrossShardOptimizer:
 # As with nnx.Optimizer, its children in JAX's trees and NNX's graphs are its slots.
 jax.tree_util.register_pytree_with_keys(CrossShardOptimizer, _flatten, _unflatten)
 _flax.when_loaded(lambda: nnx.register_data_type(CrossShardOptimizer))
+
+
+def _unless_not_finite(sound: Any, written: list[Any], before: Any) -> list[Any]:
+    """Return what a loss wrote, with floating values as before unless ``sound`` and without NaN."""
+
+    def one(after: Any) -> Any:
+        if type_of(after) != type_of(before):
+            return after
+        nans = jax.tree.leaves(new_nans(after, before))
+        return unless_weightless(None, sound & ~jnp.stack(nans).any(), after, before)
+
+    return list(map(one, written))
 
 
 def _mark(value: jax.Array, place: int, reached: set[int]) -> jax.Array:

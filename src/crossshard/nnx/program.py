@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _flax, _jax, _mesh
-from crossshard._check import is_number
+from crossshard._check import is_inexact, is_number
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, check_same_program, processes_of
@@ -31,7 +31,7 @@ from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import ArgumentError, ArgumentTypeError, VariableError
 from crossshard.jaxprs.walk import varying_axes_of_outputs
 from crossshard.nnx.per_shard import is_per_shard, number_of_shards, per_shard, stacked
-from crossshard.nnx.slots import HasSlots
+from crossshard.nnx.slots import HasSlots, is_variable
 from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import spec_along
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
@@ -93,7 +93,9 @@ class Given:
         first = {id(node): -place for place, node in enumerate(nodes, 1)}
         self._places = tuple(first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves))
         each_once = [leaf for n, leaf in enumerate(leaves) if self._places[n] == n]
-        self.variables: list[AnyVariable] = [x for x in each_once if _has_arrays(x, shards)]
+        self.variables: list[AnyVariable] = [
+            x for x in each_once if _has_arrays(x, shards, self.optimizers)
+        ]
         # Other values, arrays that are attributes themselves, and variables without arrays.
         known = set(map(id, self.variables))
         self._constants = [x for x in each_once if id(x) not in known]
@@ -103,7 +105,7 @@ class Given:
         places = {id(variable): place for place, variable in enumerate(self.variables)}
         # The slots of an optimizer may belong to variables of another model.
         owners = (v for optimizer in self.optimizers for v in optimizer.slots.variables.values())
-        types = tuple(_type_of(variable.get_raw_value()) for variable in self.variables)
+        types = tuple(type_of(variable.get_raw_value()) for variable in self.variables)
         of_slots = tuple(places.get(id(owner)) for owner in owners)
         tree = self._lasting() if lasting else self._tree
         return tree, self._places, types, of_slots, tuple(map(_as_key, self._constants))
@@ -133,9 +135,17 @@ class Given:
                     f"passed to it. Create it before the step, or pop it where it is created."
                 )
 
+    def is_own(self, variable: AnyVariable) -> bool:
+        """Return whether each shard has its own value of a variable before the traced step."""
+        return id(variable) in self._own
+
     @contextlib.contextmanager
-    def bound(self) -> Iterator[None]:
-        """Trace a step that was given these objects; raise if it reads any other variable."""
+    def bound(self, own: Iterable[AnyVariable]) -> Iterator[None]:
+        """Trace a step that was given these objects; raise if it reads any other variable.
+
+        Of the variables in ``own`` each shard has its own value before the step.
+        """
+        self._own = set(map(id, own))
         _thread.bound = self
         try:
             with _flax.watching_reads(_refuse):
@@ -191,7 +201,7 @@ def _as_key(value: Any) -> Any:
     return type(value), value
 
 
-def _has_arrays(variable: Any, shards: int | None) -> bool:
+def _has_arrays(variable: Any, shards: int | None, optimizers: Sequence[HasSlots]) -> bool:
     """Return whether this is a variable with arrays; raise if it is of another number of shards."""
     if not isinstance(variable, nnx.Variable):
         return False
@@ -200,15 +210,19 @@ def _has_arrays(variable: Any, shards: int | None) -> bool:
         return True
     number = number_of_shards(variable)
     if None not in (number, shards) and number != shards:
+        trees = [optimizer.slots.tree for optimizer in optimizers]
+        is_state = any(variable is x for x in jax.tree.leaves(trees, is_leaf=is_variable))
+        whose, to_merge = (" of the optimizer's state", "opt") if is_state else ("", "model")
         raise VariableError(
-            f"{describe_variable(variable)} differs between {number} shards, and this step runs on "
-            f"{shards}. Use crossshard.merge_shards(model), or write one value for all shards with "
-            f"variable.set_value(value)."
+            f"{describe_variable(variable)}{whose} differs between {number} shards, and this step "
+            f"runs on {shards}. Use crossshard.merge_shards({to_merge}), or write one value for "
+            f"all shards with variable.set_value(value)."
         )
     return all(map(is_numeric, jax.tree.leaves(value)))
 
 
-def _type_of(value: Any) -> Any:
+def type_of(value: Any) -> Any:
+    """Return the structure, shapes and dtypes of a variable's value."""
     if isinstance(value, jax.Array):
         return value.shape, value.dtype
     leaves, tree = jax.tree.flatten(value)
@@ -363,12 +377,21 @@ class Program:
         self._compiled = jax.jit(_mesh.under_automatic_axes(self._run, mesh, self._specs))
 
     def spread(self, call: Call) -> bool:
-        """Store variables that will differ as ``[shards, …]``; return whether there were any."""
-        on_each = lambda x: jnp.broadcast_to(x, (self._mesh.size, *jnp.shape(x)))
-        for place in self._to_spread:
-            variable = call.given.variables[place]
-            variable.set_raw_value(per_shard(jax.tree.map(on_each, variable.get_raw_value())))
-        return bool(self._to_spread)
+        """Store variables that will differ as ``[shards, …]``; return whether there were any.
+
+        What an aggregator held back on other shards is shared out, also if the step sends all.
+        """
+        number = self._mesh.size
+        on_each = lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x)))
+        held = [pair for each in call.given.optimizers for pair in each._aggregate_on(number)]
+        to_share = [(v, rows) for v, rows in held if is_inexact(rows) and np.asarray(rows).any()]
+        for variable, rows in to_share:
+            variable.set_raw_value(per_shard(rows))
+        for variable in (call.given.variables[place] for place in self._to_spread):
+            if not is_per_shard(variable):
+                spread = jax.tree.map(on_each, variable.get_raw_value())
+                variable.set_raw_value(per_shard(spread))
+        return bool(self._to_spread or to_share)
 
     def __call__(self, call: Call) -> Any:
         """Run the step on the arrays of a call, and write its variables."""
@@ -459,7 +482,8 @@ class Program:
         before = list(map(self._local, variables, self._entering, values))
         args, kwargs = call.arguments(leaves)
         with _flax.rebound(variables, before, given.modules):
-            with shard_context(self._mesh.size, axis_name=self._names), given.bound():
+            own = [v for v, x in zip(variables, self._entering, strict=True) if x.per_shard]
+            with shard_context(self._mesh.size, axis_name=self._names), given.bound(own):
                 outputs = as_output(self._computation(*args, **kwargs))
                 after = [variable.get_raw_value() for variable in variables]
             given.check_nothing_new()

@@ -443,6 +443,13 @@ class HasSlots:
     slots: SlotStore
     _computed: Computed
 
+    def _aggregate_on(self, number: int) -> list[tuple[AnyVariable, jax.Array]]:
+        """Return the state of the aggregator, with its values on another number of shards.
+
+        Empty if it is on so many shards, or as it is before the first step, on any number.
+        """
+        raise NotImplementedError
+
     @property
     def computed(self) -> Computed:
         """What ``compute_gradients`` has returned in the current trace."""
