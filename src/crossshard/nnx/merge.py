@@ -10,7 +10,7 @@ import numpy as np
 from crossshard import _check, _mesh
 from crossshard._flax import describe_variable, nnx
 from crossshard.errors import VariableError
-from crossshard.nnx.per_shard import is_per_shard, number_of_shards, per_shard, stacked
+from crossshard.nnx.per_shard import number_of_shards, stacked
 from crossshard.nnx.slots import HasSlots
 from crossshard.shards.cut import one_for_all
 from crossshard.shards.devices import on_every_device
@@ -28,7 +28,7 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
       node: an NNX module, an optimizer, ``nnx.metrics``, or a pytree of these.
       shard: the shard whose values to take. If ``None``, floating values are averaged over the
         shards, and others are those of the first shard. What few bits, or an aggregator, hold back
-        is added up; the next step gives each shard an equal part of it.
+        is added up, and is one shard's; the next step gives each shard an equal part of it.
 
     Returns:
       The copy; ``node`` does not change. If there are several processes, all must call it.
@@ -48,15 +48,14 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
     if shard is not None:
         _check.whole_number("shard", shard, least=0)
     merged = nnx.clone(node)
-    found = [each for _, each in nnx.iter_graph(merged)]
-    if shard is None:
-        for optimizer in (each for each in found if isinstance(each, HasSlots)):
-            for variable, rows in optimizer._aggregate_on(1):
-                if is_per_shard(variable):
-                    variable.set_raw_value(per_shard(rows))
+    found, held = [each for _, each in nnx.iter_graph(merged)], set[int]()
+    for optimizer in found if shard is None else ():
+        if isinstance(optimizer, HasSlots):
+            optimizer.share_out(1)
+            held |= set(map(id, optimizer.held_back()))
     for variable in found:
         number = number_of_shards(variable) if isinstance(variable, nnx.Variable) else None
-        if number is None:
+        if number is None or id(variable) in held:
             continue
         values = jax.tree.map(on_every_device, stacked(variable.get_raw_value()))
         if shard is not None:

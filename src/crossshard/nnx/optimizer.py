@@ -9,13 +9,11 @@ from typing import Any, NoReturn, Self, TypeAlias, Unpack, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import ArrayLike
 
 from crossshard import _check, _flax, _jax, _mesh
 from crossshard._annotations import Groups, PyTree
-from crossshard._check import is_inexact
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.collectives.sums import widen
 from crossshard.errors import (
@@ -28,7 +26,7 @@ from crossshard.gradients.local import value_and_grad
 from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.gradients.status import GradientStatus, Reduction, check_incoming
 from crossshard.model.model_state import unless_weightless
-from crossshard.nnx.per_shard import is_per_shard, number_of_shards, stacked
+from crossshard.nnx.per_shard import is_per_shard, number_of_shards, per_shard, stacked
 from crossshard.nnx.program import (
     Given,
     MissingSlots,
@@ -507,21 +505,19 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     # Shared by the methods, and called by runners.
 
-    def _aggregate_on(self, number: int) -> list[tuple[AnyVariable, jax.Array]]:
-        """Return the state of the aggregator, with its values on another number of shards."""
+    def held_back(self) -> list[AnyVariable]:
+        """Return the variables of what an aggregator holds back on each shard."""
         tree = () if self.slots.tree is None else self.slots.tree.aggregate
-        variables, structure = jax.tree.flatten(tree, is_leaf=is_variable)
-        if not variables or number in map(number_of_shards, variables):  # called in each step
-            return []
+        return list(filter(is_per_shard, jax.tree.leaves(tree, is_leaf=is_variable)))
+
+    def share_out(self, number: int) -> bool:
+        """Give what other shards hold back to so many; return whether there was anything."""
+        sizes = filter(None, map(number_of_shards, self.held_back()))
+        old, tree = next(sizes, number), self.slots.tree
+        if old == number:
+            return False
+        variables, structure = jax.tree.flatten(tree.aggregate, is_leaf=is_variable)
         values = [jnp.asarray(stacked(variable.get_raw_value())) for variable in variables]
-        sizes = [size for size in map(number_of_shards, variables) if size is not None]
-        if not sizes:  # as it was made, or added up by ``merge_shards``
-            owners = {key: v for key, v in self.slots.variables.items() if v is not None}
-            (made := SlotStore()).make(self._pipeline.aggregator.init, owners)
-            pairs = zip(jax.tree.leaves(made.values()), values, strict=False)
-            if all(np.array_equal(x, own) for x, own in pairs if is_inexact(x)):
-                return []
-        old = max(sizes, default=1)
 
         def moved(values: list[Any]) -> Any:
             pairs = zip(variables, values, strict=True)
@@ -529,7 +525,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             return self._pipeline.aggregator.on_other_shards(structure.unflatten(rows), number)
 
         found = _mesh.of_rows(moved, list(map(on_every_device, values)))
-        return list(zip(variables, jax.tree.leaves(found), strict=True))
+        for variable, rows in zip(variables, jax.tree.leaves(found), strict=True):
+            if is_per_shard(variable):
+                variable.set_raw_value(per_shard(rows))
+        return True
 
     def _check_replicated(self) -> None:
         """Raise WeightUpdateError if each shard updates its slice, since slots are not sharded."""

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _flax, _jax, _mesh
-from crossshard._check import is_inexact, is_number
+from crossshard._check import is_number
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement, check_same_program, processes_of
@@ -93,8 +93,12 @@ class Given:
         first = {id(node): -place for place, node in enumerate(nodes, 1)}
         self._places = tuple(first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves))
         each_once = [leaf for n, leaf in enumerate(leaves) if self._places[n] == n]
+        # What an aggregator holds back is shared out among any number of shards.
+        held = {id(x) for optimizer in self.optimizers for x in optimizer.held_back()}
         self.variables: list[AnyVariable] = [
-            x for x in each_once if _has_arrays(x, shards, self.optimizers)
+            x
+            for x in each_once
+            if _has_arrays(x, None if id(x) in held else shards, self.optimizers)
         ]
         # Other values, arrays that are attributes themselves, and variables without arrays.
         known = set(map(id, self.variables))
@@ -377,21 +381,12 @@ class Program:
         self._compiled = jax.jit(_mesh.under_automatic_axes(self._run, mesh, self._specs))
 
     def spread(self, call: Call) -> bool:
-        """Store variables that will differ as ``[shards, …]``; return whether there were any.
-
-        What an aggregator held back on other shards is shared out, also if the step sends all.
-        """
-        number = self._mesh.size
-        on_each = lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x)))
-        held = [pair for each in call.given.optimizers for pair in each._aggregate_on(number)]
-        to_share = [(v, rows) for v, rows in held if is_inexact(rows) and np.asarray(rows).any()]
-        for variable, rows in to_share:
-            variable.set_raw_value(per_shard(rows))
-        for variable in (call.given.variables[place] for place in self._to_spread):
-            if not is_per_shard(variable):
-                spread = jax.tree.map(on_each, variable.get_raw_value())
-                variable.set_raw_value(per_shard(spread))
-        return bool(self._to_spread or to_share)
+        """Store variables that will differ as ``[shards, …]``; return whether there were any."""
+        on_each = lambda x: jnp.broadcast_to(x, (self._mesh.size, *jnp.shape(x)))
+        for place in self._to_spread:
+            variable = call.given.variables[place]
+            variable.set_raw_value(per_shard(jax.tree.map(on_each, variable.get_raw_value())))
+        return bool(self._to_spread)
 
     def __call__(self, call: Call) -> Any:
         """Run the step on the arrays of a call, and write its variables."""

@@ -228,6 +228,8 @@ class ShardedFunction:
         """Return the program for these arguments, and the arguments on the mesh."""
         while True:
             call = split_arguments(args, kwargs, self._axes, self._mesh)
+            for optimizer in call.given.optimizers:
+                optimizer.share_out(self._mesh.size)
             try:
                 program = self._programs.get(call.key())
             except (TypeError, ValueError) as error:

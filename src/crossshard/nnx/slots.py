@@ -443,11 +443,12 @@ class HasSlots:
     slots: SlotStore
     _computed: Computed
 
-    def _aggregate_on(self, number: int) -> list[tuple[AnyVariable, jax.Array]]:
-        """Return the state of the aggregator, with its values on another number of shards.
+    def held_back(self) -> list[AnyVariable]:
+        """Return the variables of what an aggregator holds back on each shard."""
+        raise NotImplementedError
 
-        Empty if it is on so many shards, or as it is before the first step, on any number.
-        """
+    def share_out(self, number: int) -> bool:
+        """Give what other shards hold back to so many; return whether there was anything."""
         raise NotImplementedError
 
     @property
