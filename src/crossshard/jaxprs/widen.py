@@ -103,6 +103,8 @@ def _apply(equation: Any, given: list[Any], inner: Any = in_32_bits) -> Sequence
 OF_WHOLE, OF_ROWS, OF_PARAMS = 1, 2, 4
 # More gates share their numbers.
 _MOST_GATES = 64
+# So many combinations of them are tried.
+_MOST_TRIES = 16
 _COMPARES = frozenset("eq ne lt le gt ge".split())
 _SWAPPED = {"max": lax.min_p, "min": lax.max_p}
 
@@ -122,12 +124,19 @@ class Gates:
 
     def __init__(self) -> None:
         self.numbers: Any = np.zeros(_MOST_GATES, np.float32)
-        self.equations: dict[Any, Any] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the gates, for another trace."""
+        self.equations: list[Any] = []
+        self._places: dict[Any, int] = {}
 
     def number(self, place: Any, equation: Any) -> Any:
         """Return the number of the gate at this place of the trace."""
-        self.equations.setdefault(place, equation)
-        return self.numbers[list(self.equations).index(place) % _MOST_GATES]
+        if place not in self._places:
+            self._places[place] = len(self.equations)
+            self.equations.append(equation)
+        return self.numbers[self._places[place] % _MOST_GATES]
 
     def tries(self) -> list[Any]:
         """Return values for ``numbers``: all combinations of a few gates, or many at random."""
@@ -138,9 +147,6 @@ class Gates:
         found = np.zeros((len(chosen), _MOST_GATES), np.float32)
         found[:, :number] = np.where(chosen, draw.uniform(0.2, 0.9, found[:, :number].shape), 0)
         return list(found)
-
-
-_MOST_TRIES = 32
 
 
 def with_gates_turned(
@@ -154,7 +160,7 @@ def with_gates_turned(
       reads: of each, the bit of what it is.
       gates: the gates that are found, and their numbers.
     """
-    gates.equations.clear()
+    gates.clear()
     pairs = [(wide(x), bits) for x, bits in zip(inputs, reads, strict=True)]
     return [x for x, _ in _turned(jaxpr, pairs, gates, ())]
 

@@ -295,11 +295,11 @@ class _Check:
             found, _ = self._run(run, *of_turn) if tries else ([], None)
         except Exception as error:  # a loss may raise anything with other values
             raise self._not_computed(other, error) from error
-        lines = [_jax.source_of(each) for each in gates.equations.values()]
+        lines = [_jax.source_of(each) for each in gates.equations]
         for (*_, numbers), each in zip(of_turn, found, strict=True):
             if np.isfinite(each).all():
                 turned = [line for line, x in zip(lines, numbers, strict=False) if x and line]
-                where = f" ({', '.join(dict.fromkeys(turned))})" if turned else ""
+                where = f" ({', '.join([*dict.fromkeys(turned)][:3])})" if turned else ""
                 self._check_apart(_less_rounding(each), allowed, f"{other}{where}, ")
 
     # A loss of all rows that names the axes of the shards, which have the size 1.
