@@ -362,5 +362,6 @@ def test_a_page_shows_what_the_file_prints(name: str, tmp_path: Path):
     draws = name != "plan_a_pod"
     words = ["_picture.py", name, "picture.svg"] if draws else [f"{name}.py"]
     printed = run([str(FOLDER / words[0]), *words[1:]], tmp_path, timeout=900)
-    assert like(*map(steady, (printed.removesuffix("wrote picture.svg\n"), shown)))
+    printed = steady(printed.removesuffix("wrote picture.svg\n"))
+    assert like(printed, steady(shown)), printed
     assert not draws or (tmp_path / "picture.svg").stat().st_size <= 60_000
