@@ -51,8 +51,8 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
     found, held = [each for _, each in nnx.iter_graph(merged)], set[int]()
     for optimizer in found if shard is None else ():
         if isinstance(optimizer, HasSlots):
-            optimizer.share_out(1)
-            held |= set(map(id, optimizer.held_back()))
+            optimizer._share_out(1)
+            held |= set(map(id, optimizer._held_back()))
     for variable in found:
         number = number_of_shards(variable) if isinstance(variable, nnx.Variable) else None
         if number is None or id(variable) in held:

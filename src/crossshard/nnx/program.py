@@ -94,7 +94,7 @@ class Given:
         self._places = tuple(first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves))
         each_once = [leaf for n, leaf in enumerate(leaves) if self._places[n] == n]
         # What an aggregator holds back is shared out among any number of shards.
-        held = {id(x) for optimizer in self.optimizers for x in optimizer.held_back()}
+        held = {id(x) for optimizer in self.optimizers for x in optimizer._held_back()}
         self.variables: list[AnyVariable] = [
             x
             for x in each_once

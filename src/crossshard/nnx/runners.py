@@ -229,7 +229,7 @@ class ShardedFunction:
         while True:
             call = split_arguments(args, kwargs, self._axes, self._mesh)
             for optimizer in call.given.optimizers:
-                optimizer.share_out(self._mesh.size)
+                optimizer._share_out(self._mesh.size)
             try:
                 program = self._programs.get(call.key())
             except (TypeError, ValueError) as error:

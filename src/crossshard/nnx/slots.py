@@ -443,11 +443,11 @@ class HasSlots:
     slots: SlotStore
     _computed: Computed
 
-    def held_back(self) -> list[AnyVariable]:
+    def _held_back(self) -> list[AnyVariable]:
         """Return the variables of what an aggregator holds back on each shard."""
         raise NotImplementedError
 
-    def share_out(self, number: int) -> bool:
+    def _share_out(self, number: int) -> bool:
         """Give what other shards hold back to so many; return whether there was anything."""
         raise NotImplementedError
 
