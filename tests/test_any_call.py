@@ -376,11 +376,17 @@ def is_of_a_function_of_ours(error: Exception) -> bool:
 def _folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     FOLDER.append(tmp_path_factory.mktemp("checkpoints"))
     memory = {"memory": FOLDER[0] / "memory", "memory_every": 1}
-    with crossshard.Checkpoints(FOLDER[0], a_step(), **memory) as checkpoints:
+    kept = jax.config.jax_compilation_cache_dir
+    # A call may make a folder, and keep programs there from then on.
+    with (
+        contextlib.chdir(tmp_path_factory.mktemp("here")),
+        crossshard.Checkpoints(FOLDER[0], a_step(), **memory) as checkpoints,
+    ):
         checkpoints.save(a_state(), score=0.5)
         checkpoints.wait()
         FOLDER.append(checkpoints)
         yield
+    jax.config.update("jax_compilation_cache_dir", kept)
     FOLDER.clear()
 
 
