@@ -505,11 +505,6 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
     # Shared by the methods, and called by runners.
 
-    def _held_back(self) -> list[AnyVariable]:
-        """Return the variables of what an aggregator holds back on each shard."""
-        tree = () if self.slots.tree is None else self.slots.tree.aggregate
-        return list(filter(is_per_shard, jax.tree.leaves(tree, is_leaf=is_variable)))
-
     def _share_out(self, number: int) -> bool:
         """Give what other shards hold back to so many; return whether there was anything."""
         sizes = filter(None, map(number_of_shards, self._held_back()))

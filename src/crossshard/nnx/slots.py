@@ -443,13 +443,13 @@ class HasSlots:
     slots: SlotStore
     _computed: Computed
 
+    # Gives what an aggregator holds back on other shards to so many; returns whether there was any.
+    _share_out: Callable[[int], bool]
+
     def _held_back(self) -> list[AnyVariable]:
         """Return the variables of what an aggregator holds back on each shard."""
-        raise NotImplementedError
-
-    def _share_out(self, number: int) -> bool:
-        """Give what other shards hold back to so many; return whether there was anything."""
-        raise NotImplementedError
+        tree = () if self.slots.tree is None else self.slots.tree.aggregate
+        return list(filter(is_per_shard, jax.tree.leaves(tree, is_leaf=is_variable)))
 
     @property
     def computed(self) -> Computed:
