@@ -718,7 +718,7 @@ def of_undecided(pair: Pair, inputs: Sequence[Fact], obstacle: Obstacle) -> Obst
         linear = fixed[0]
     elif name == "max" and all(fixed):
         bounded = any(isinstance(x, Free) and (x.number or 0) >= 1 for x in inputs)
-        if bounded and not any(map(_is_bounded, inputs)):
+        if bounded:
             return replace(obstacle, reason=BOUNDS, equation=pair.one, of_all=True)
     if linear and not pair.converts():
         return replace(obstacle, of_all=True)
