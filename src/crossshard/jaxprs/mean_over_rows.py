@@ -94,6 +94,8 @@ class Finding:
     adds: bool = False  # as in ``Divided``
     code: str = ""  # the line of code that divides; empty if unknown
     by: Any = dataclasses.field(default=None, compare=False, repr=False)  # see ``Total.of``
+    # As in ``Divided``.
+    at: frozenset[Any] = dataclasses.field(default=frozenset(), compare=False, repr=False)
     # These describe every finding.
     assumes: tuple[str, ...] = ()  # the operations that are assumed to compute each row alone
     compares: bool = False  # whether it compares rows if those do; of what is undecided
@@ -161,7 +163,7 @@ def found(fact: Fact) -> Finding:
             return Finding(
                 kind, reason, source or _jax.sources_of(equation) if equation else source
             )
-        case Divided(Total(0), by, equation, adds):
+        case Divided(Total(0), by, equation, adds, at):
             return Finding(
                 OverRows.RATIO,
                 source=_jax.sources_of(equation),
@@ -173,6 +175,7 @@ def found(fact: Fact) -> Finding:
                 code=_jax.code_of(equation),
                 by=by.of,
                 adds=adds,
+                at=at,
             )
         case Free(power=0) | Total(power=0, moved=""):
             return Finding(OverRows.MEAN)

@@ -1,7 +1,7 @@
-"""Finds whether rows of padding, zeros or copies with a mask of zeros, leave a loss as it is.
+"""Finds whether rows that do not count leave a loss as it is, such as those of padding.
 
-The loss is walked as if all of its rows were padding. A mask of such rows is 0, and so is what it
-multiplies or chooses, whatever the parameters are: a sum over these rows adds nothing.
+The loss is walked as if no row counted. The mask of such rows is 0, and so is what it multiplies or
+chooses, whatever the parameters are: a sum over these rows adds nothing.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import enum
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossshard.jaxprs.primitives import ADDS, CHOOSES, HOMOGENEOUS, LINEAR, MOVES, PASSES
+from crossshard.jaxprs.row_facts import is_inexact, shape_of
 from crossshard.jaxprs.walk import (
     Analysis,
     Equations,
@@ -26,6 +27,7 @@ from crossshard.jaxprs.walk import (
     follow,
     has_effect,
     named_axes,
+    opened,
 )
 
 
@@ -65,7 +67,12 @@ _PRODUCTS = {"mul", "dot_general", "conv_general_dilated"}
 _COMPARED = {"reduce_max", "reduce_min", "reduce_and", "reduce_or", "concatenate"}
 
 
-def counts_nothing(jaxprs: Sequence[Any], zeros: Sequence[bool], rows: int) -> bool:
+def counts_nothing(
+    jaxprs: Sequence[Any],
+    zeros: Sequence[bool],
+    rows: int,
+    masks: Collection[Any] = frozenset(),
+) -> bool:
     """Return whether rows of padding are known to leave the outputs of a function as they are.
 
     Args:
@@ -74,16 +81,28 @@ def counts_nothing(jaxprs: Sequence[Any], zeros: Sequence[bool], rows: int) -> b
       zeros: of each of its inputs with rows, which come first, whether padding is 0 in it; if not,
         it may be anything.
       rows: the number of rows of the first.
+      masks: variables of the first that are 0, too.
     """
     given: list[_Fact] = [0.0 if is_zero else _Known.ANY for is_zero in zeros]
     inputs = given + [_Known.FREE] * (len(jaxprs[0].in_avals) - len(given))
-    analysis = _OfPadding(rows)
+    analysis = _OfPadding(rows, masks)
     try:
         found = follow(analysis, jaxprs, inputs)
     except Mismatch:
         return False
     is_same = all(fact in (_Known.FREE, _Known.SAME, 0.0) for fact in found)
     return analysis.sends_nothing and is_same
+
+
+def masks_of(jaxpr: Any, total: Any) -> list[Any]:
+    """Return the arrays in a jaxpr whose elements add up to a variable of it, as those of masks."""
+    found = [total]
+    for equation in reversed(opened(jaxpr).eqns):
+        read, (out, *_) = equation.invars, equation.outvars
+        adds = equation.primitive.name in MOVES | {"reduce_sum", "squeeze"} and len(read) == 1
+        if out is found[-1] and adds and (is_inexact(out) or not is_inexact(read[0])):
+            found += read
+    return [each for each in found if shape_of(each)]
 
 
 def _is_zero(fact: _Fact) -> bool:
@@ -95,6 +114,7 @@ class _OfPadding(Analysis[_Fact]):
     """What is known of each value if all rows are padding."""
 
     rows: int
+    masks: Collection[Any]  # the variables that are 0
     # Whether shards send each other nothing that holds padding: other rows would be computed of it.
     sends_nothing: bool = True
 
@@ -132,8 +152,16 @@ class _OfPadding(Analysis[_Fact]):
     def stacked(self, equations: Equations, fact: _Fact) -> _Fact:
         return _Known.ANY if fact is _Known.SAME else self.element(equations, fact)
 
+    def returned(
+        self, equations: Equations, inputs: Sequence[_Fact], outputs: Sequence[_Fact]
+    ) -> Sequence[_Fact]:
+        pairs = zip(equations[0].outvars, outputs, strict=True)
+        return [0.0 if variable in self.masks else fact for variable, fact in pairs]
+
     def transfer(self, equations: Equations, inputs: Sequence[_Fact]) -> Sequence[_Fact]:
-        equation = equations[0]
+        return self.returned(equations, inputs, self._transferred(equations[0], inputs))
+
+    def _transferred(self, equation: Any, inputs: Sequence[_Fact]) -> Sequence[_Fact]:
         shapes = [getattr(x.aval, "shape", None) for x in (*equation.invars, *equation.outvars)]
         before, after = shapes[: len(inputs)], shapes[len(inputs) :]
         are_scalars = all(map(self._is_scalar, shapes))

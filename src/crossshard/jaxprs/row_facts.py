@@ -154,6 +154,15 @@ class Divided:
     by: Total  # the divisor
     equation: Any = field(compare=False)  # the equation that divides
     adds: bool = False  # whether something is added to the quotient that is no sum over rows
+    # What the equations return that divide, and those that compare the sum with 0 to choose.
+    at: frozenset[Any] = field(default=frozenset(), compare=False)
+
+    def together(self, *others: "Divided | NonZero", adds: bool = False) -> "Divided":
+        """Return this value where others, too, take part in it, or choose it."""
+        divided = [fact for fact in others if isinstance(fact, Divided)]
+        guards = [set(fact.equation.outvars) for fact in others if isinstance(fact, NonZero)]
+        at = self.at.union(*(fact.at for fact in divided), *guards)
+        return replace(self, adds=any([self.adds, adds, *(x.adds for x in divided)]), at=at)
 
     def with_fact(self, fact: "Fact") -> "Fact":
         """Divide another value by the same sum; an obstacle stays one."""
@@ -304,14 +313,13 @@ def joined(one: Fact, other: Fact) -> Fact:
             Divided(Total(), by) as ratio,
             NonZero() as guard,
         ) if guard.tests(by):
-            # A shard whose sum is 0 has no weight, whatever its loss is.
-            return ratio
+            return ratio.together(guard)
         case Free(power), OneRow(by) if power == by:
             return other
         case Total(power, moved=""), Total(by, moved="") if power == by:
             return Total(power, bound=math.inf if one.bound or other.bound else 0.0)
         case Divided(by=by), Divided(by=also) if by == also or by.is_same(also):
-            return replace(one, adds=one.adds or other.adds).with_fact(joined(one.fact, other.fact))
+            return one.together(other).with_fact(joined(one.fact, other.fact))
         case Rows(), Rows() if one.axis == other.axis:
             found = layout((one, other))
             if found is not None and (one.power == other.power or one.zero or other.zero):

@@ -527,7 +527,7 @@ def _of_rows_and_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     match inputs:
         case [Rows(power=power) as rows, Total(by, single=True) as total] if pair.name == "div":
             rows = replace(rows, power=power - by, entry=None, counts=False)
-            return Divided(rows, total, pair.one)
+            return Divided(rows, total, pair.one, at=frozenset(pair.one.outvars))
         case [Rows(), Total()] if pair.name == "div":
             return pair.undecided(reason)
     # If the result is averaged over the rows, what is added to each row is added to the mean.
@@ -599,9 +599,8 @@ def of_divided(
                 pass
             case _:
                 return unknown
-        adds = any(each.adds for each in divided)
         equation = first.equation if was_ratio else pair.one
-        return replace(first, equation=equation, adds=adds).with_fact(fact)
+        return replace(first.together(*divided), equation=equation).with_fact(fact)
 
     return list(map(again, outputs))
 
@@ -622,9 +621,9 @@ def _guarded(pair: Pair, inputs: Sequence[Fact]) -> Fact:
                     return total
                 return replace(total, moved="guard", bound=number or 0.0)
             case [Free(0, number=number), Divided(Total(), by) as ratio] if guard.tests(by):
-                return replace(ratio, adds=ratio.adds or number != 0)
+                return ratio.together(guard, adds=number != 0)
             case [Free(number=0), Divided(Free(), by) as inverse] if guard.tests(by):
-                return inverse
+                return inverse.together(guard)
     return mixed
 
 
@@ -639,15 +638,16 @@ def _combined(pair: Pair, facts: Sequence[Fact]) -> Fact:
 
 
 def _divided(pair: Pair, inputs: Sequence[Fact], mixed: Obstacle) -> Fact:
+    at = frozenset(pair.one.outvars)
     match inputs:
         case [Total(power, moved=""), Free(by)]:
             return Total(power - by)
         case [Total(moved="") | Free(), Total(single=False)]:
             return pair.undecided(DIVIDES)
         case [Total(power, moved=""), Total(by) as divisor]:
-            return Divided(Total(power - by), divisor, pair.one)
+            return Divided(Total(power - by), divisor, pair.one, at=at)
         case [Free(power), Total(by) as divisor]:
-            return Divided(Free(power - by), divisor, pair.one)
+            return Divided(Free(power - by), divisor, pair.one, at=at)
         # As in the Dice loss: a sum plus a number, which each shard would add once more.
         case [Total(moved="plus"), _]:
             return pair.compared(ADDS_UNLIKE)
@@ -679,7 +679,7 @@ def added(facts: Sequence[Fact], mixed: Obstacle) -> Fact:
         case Total(power, moved=""), Total(by, moved="") if power == by:
             return Total(power, bound=math.inf if one.bound or other.bound else 0.0)
         case Divided(Total(power), by), Divided(Total(other_power), also) if by.is_same(also):
-            return replace(one, adds=one.adds or other.adds) if power == other_power else mixed
+            return one.together(other) if power == other_power else mixed
     return mixed
 
 

@@ -45,7 +45,6 @@ from crossshard.shards.batch_axes import join, take_rows
 from crossshard.shards.cut import Partition
 from crossshard.shards.random_streams import alike_keys, is_key
 from crossshard.step.divisor import (
-    AS_MEAN,
     Divisor,
     are_equal,
     wrong_weight_error,
@@ -610,10 +609,3 @@ def _check_weight(config: StepConfig, batch: Any, finding: Finding, divisor: Div
             of = f"In part {place} of {len(found)} of this batch" if len(found) > 1 else "Here"
             numbers = f"{of} the loss divides by {divides:.7g}, and weight= is {of_weight:.7g}.\n"
             raise wrong_weight_error(weight, finding, numbers)
-        if finding.adds and finding.moved == "max" and divides < finding.bound and divides:
-            raise LossError(
-                f"The loss adds something to a quotient ({finding.source}) that divides by a sum "
-                f"over rows, and by at least {finding.bound:g}. In part {place} of {len(found)} of "
-                f"this batch the sum is {divides:.7g}, so that each shard would add too much. "
-                f"{AS_MEAN} Add the rest to the Mean."
-            )

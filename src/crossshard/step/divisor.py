@@ -16,6 +16,7 @@ from crossshard import _jax
 from crossshard.errors import LossError
 from crossshard.gradients.mean import Mean, Moved, with_moved
 from crossshard.jaxprs.mean_over_rows import Finding
+from crossshard.jaxprs.quotient import Place, Split
 from crossshard.jaxprs.rewrite import evaluate, inlined
 from crossshard.jaxprs.walk import (
     Call,
@@ -49,6 +50,20 @@ class Divisor(NamedTuple):
     of_batch: Callable[[Any], Any]  # computes it, float[], from a batch
     is_of_piece: bool  # whether it computes it from a piece of a batch
     is_weight: bool  # whether the weight is shown to be it, but for a constant, for any batch
+    vanishes: bool = True  # whether what it divides is shown to be 0 where nothing counts
+    # Where the loss of a piece divides, and chooses where nothing counts; empty if unknown.
+    at: frozenset[Place] = frozenset()
+
+    def splits(self, finding: Finding) -> bool:
+        """Return whether what it divides has to be told from the rest of the loss.
+
+        It has to if it may be more than 0 where nothing counts, so that no quotient has it; or if
+        something is added to a quotient whose divisor is not the sum that counts.
+        """
+        moves = finding.moved and not (
+            _rounds(finding) or (is_exact(finding) and not self.is_of_piece)
+        )
+        return not self.vanishes or bool(finding.adds and moves)
 
 
 def divisor_of(
@@ -221,13 +236,13 @@ def is_exact(finding: Finding) -> bool:
 def as_mean(loss: Any, divisor: Divisor, finding: Finding, batch: Any, weight: Any) -> Mean:
     """Return a piece's ratio as a ``Mean``, whose last term has the weight alone."""
     moved, count = Moved(finding.moved, finding.bound, not finding.power), divisor.of_batch(batch)
-    by = lax.stop_gradient(moved(count))
-    if finding.adds and finding.moved in ("max", "guard"):
-        # What is added to the quotient counts as the rows of a shard do, and not as the bound. It
-        # would be wrong where that moves a sum other than 0: then the loss is not finite.
-        by = jnp.where(count == 0, 0, jnp.where(by == count, by, jnp.nan))
-    wide = loss.astype(jnp.promote_types(loss.dtype, by.dtype))
-    return with_moved(Mean(wide * by, count), moved) + 0.0 * Mean(0.0, weight, "weight")
+    rest: Any = 0.0
+    if isinstance(loss, Split):
+        total, rest = loss
+    else:
+        by = lax.stop_gradient(moved(count))
+        total = loss.astype(jnp.promote_types(loss.dtype, by.dtype)) * by
+    return with_moved(Mean(total, count), moved) + rest + 0.0 * Mean(0.0, weight, "weight")
 
 
 def check_weight_of_mean(weight: Weight, rows: Any, whole: Any) -> None:
@@ -270,9 +285,9 @@ def wrong_weight_error(weight: Weight, finding: Finding, numbers: str) -> LossEr
     )
 
 
-# What is said of a ratio that is in doubt.
-_IS_WEIGHT = "weight= is what the loss divides by"
-NO_FRACTION = "the sum that the loss divides by is no fraction of its bound on any shard"
+def _rounds(finding: Finding) -> bool:
+    """Return whether what is added to the divisor is lost in rounding where anything counts."""
+    return finding.moved == "plus" and abs(finding.bound) <= _ROUNDED
 
 
 def doubt_of_ratio(
@@ -292,14 +307,6 @@ def doubt_of_ratio(
             f"The loss divides by the sum of batch[{entry!r}]{where}, and weight={weight.key!r} "
             f"counts another entry. Pass weight={entry!r}."
         )
-    rounded = finding.moved == "plus" and abs(finding.bound) <= _ROUNDED
-    adds = finding.adds and not (rounded or is_exact(finding))
-    if adds and not (finding.moved in ("max", "guard") and finding.power and finding.bound <= 1):
-        raise LossError(
-            f"The loss adds something to a quotient{where} that divides by a sum over rows with a "
-            f"bound or an addend, which changes a shard's sum more than that of the batch: so each "
-            f"shard would add too much. {AS_MEAN} Add the rest to the Mean."
-        )
     is_of_piece = divisor is not None and divisor.is_of_piece
     is_weight = divisor is not None and divisor.is_weight
     if not is_of_piece and not (is_weight and is_exact(finding)):
@@ -310,9 +317,15 @@ def doubt_of_ratio(
             f"a branch, or the loss is another program for so few rows. So it cannot be compared "
             f"with {describe_weight(weight)}. {AS_MEAN}"
         )
-    if not is_weight:
-        return _IS_WEIGHT
-    return NO_FRACTION if adds and finding.moved == "max" else ""
+    if divisor is not None and divisor.splits(finding) and not divisor.at:
+        why = "nothing shows that what it divides is 0 where nothing counts"
+        if divisor.vanishes:
+            why = "something is added to the quotient, which each shard would add"
+        raise LossError(
+            f"The loss divides by a sum over rows{where} in a branch or a loop, or is another "
+            f"program for so few rows, and {why}. {AS_MEAN}"
+        )
+    return "" if is_weight else "weight= is what the loss divides by"
 
 
 def _name_of(rows: Any, place: int | None) -> str | None:

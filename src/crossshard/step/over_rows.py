@@ -26,7 +26,7 @@ from crossshard.jaxprs.row_facts import (
     Total,
 )
 from crossshard.shards.axes import GroupAssignment
-from crossshard.step.divisor import AS_MEAN, NO_FRACTION, Divisor, doubt_of_ratio
+from crossshard.step.divisor import AS_MEAN, Divisor, doubt_of_ratio
 from crossshard.step.microbatches import Weight
 
 REMEDIES = (
@@ -207,9 +207,7 @@ class OverRowsRecord:
         for doubt in of_loss + of_states:
             if doubt in self.by_numbers:
                 continue
-            # A step that meets a fraction is not finite, so this need not be known to trace it.
             later = (by_itself or doubt.of_state) and self.lowers
-            later |= of_ratio == NO_FRACTION and doubt in of_loss
             if self.runs or not later:
                 raise UndecidedError(doubt)
             self.postponed.append(doubt)

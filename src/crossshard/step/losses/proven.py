@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -14,15 +14,16 @@ from crossshard import _jax
 from crossshard.errors import AxisError, CrossshardError, LossError
 from crossshard.gradients.mean import Mean
 from crossshard.jaxprs.mean_over_rows import Finding, is_mean
-from crossshard.jaxprs.padding import counts_nothing
+from crossshard.jaxprs.padding import counts_nothing, masks_of
 from crossshard.jaxprs.proof import Proof, collectives_of, facts_of_inputs, prove, types_with
+from crossshard.jaxprs.quotient import Place, places_of, split
 from crossshard.jaxprs.row_facts import OverRows, Total
-from crossshard.jaxprs.walk import depends, equations_of, named_axes, sources_of
+from crossshard.jaxprs.walk import depends, equations_of, named_axes, opened, sources_of
 from crossshard.model.model_state import ModelState
 from crossshard.model.state import TrainState
 from crossshard.shards.axes import as_one_shard, get_shard_context
 from crossshard.shards.batch_axes import join
-from crossshard.step.divisor import as_mean, check_weight_of_mean, divisor_of
+from crossshard.step.divisor import Divisor, as_mean, check_weight_of_mean, divisor_of
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.loss import Arguments, Keys, LossOver, Returned, StepLoss, types_of
 from crossshard.step.microbatches import check_weight_is_read, entries_read, weight_of
@@ -54,6 +55,12 @@ def _trace(loss: StepLoss, state: TrainState, arguments: Arguments) -> tuple[Any
     return loss.record.traces[key]
 
 
+def _places(tree: Any) -> Returned:
+    """Return the places of what the loss returns among the outputs of its trace."""
+    places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
+    return places
+
+
 def prepared(
     loss: StepLoss, state: TrainState, batch: Any, keys: Keys, at_use: AtUse
 ) -> tuple[Callable[..., Returned], Any]:
@@ -68,13 +75,18 @@ def prepared(
     types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
 
     def run(
-        both: Any, batch: Any = batch, keys: Keys = keys, state: TrainState = state
+        both: Any,
+        batch: Any = batch,
+        keys: Keys = keys,
+        state: TrainState = state,
+        at: Collection[Place] = (),
     ) -> Returned:
         if not is_proven:
             return loss.run(state, both, batch, keys)
         arguments = loss.arguments(state, both, batch, keys)
         jaxpr, tree = _trace(loss, state, arguments)
-        found = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments))
+        leaves = jax.tree.leaves(arguments)
+        found = split(jaxpr, leaves, _places(tree).loss, at) if at else jaxpr_as_fun(jaxpr)(*leaves)
         returned: Returned = jax.tree.unflatten(tree, found)
         return returned
 
@@ -106,13 +118,16 @@ def prepared(
     loss.record.check_padding()
     if divisor is None or not divisor.is_of_piece:
         return _weighed(loss, run, state, arguments, weight, at_use)
-    if not finding.moved:
+    splits = divisor.splits(finding)
+    if not (finding.moved or splits):
         # Another sum may equal the divisor in the first batch alone.
         weight = weight if divisor.is_weight else divisor.of_batch(batch)
         return _weighed(loss, run, state, arguments, weight, at_use)
 
+    in_parts = functools.partial(run, at=divisor.at if splits else ())
+
     def as_sums(*given: Any, **others: Any) -> Returned:
-        found = run(*given, **others)
+        found = in_parts(*given, **others)
         return found._replace(loss=as_mean(found.loss, divisor, finding, batch, weight))
 
     return as_sums, None
@@ -148,7 +163,7 @@ def _sent(
 ) -> tuple[bool, list[Any]]:
     """Return whether the loss is a ``Mean``, and the collectives over the shards in it."""
     jaxpr, tree = _trace(loss, state, arguments)
-    places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
+    places = _places(tree)
     read = _jax.without_unread(jaxpr, frozenset(jax.tree.leaves(places.loss)))
     return isinstance(places.loss, Mean), collectives_of(read, at_use.shards.axes)
 
@@ -167,7 +182,7 @@ class _Traces:
         self._loss, self._state, self._arguments = loss, state, arguments
         self.first, tree = _trace(loss, state, arguments)
         # The places of what the loss returns among the outputs of a trace.
-        self.places: Returned = jax.tree.unflatten(tree, range(tree.num_leaves))
+        self.places = _places(tree)
         self._axes, self._inputs = facts_of(loss, arguments)
         self._each = jax.tree.leaves(arguments.given)[0].shape[self._axes[0]]
         self._of_rows = functools.cache(self._trace)
@@ -193,6 +208,20 @@ class _Traces:
         proof = self.proof_of(returned, times)
         facts = jax.tree.unflatten(jax.tree.structure(returned), proof.facts)
         return proof.concluded(finding_of(facts)), proof
+
+    def placed(self, divisor: Divisor, finding: Finding, jaxpr: Any) -> Divisor:
+        """Return a divisor with where it divides, and whether what it divides vanishes with it.
+
+        ``jaxpr`` is the one that the finding is of.
+        """
+        masks = [] if isinstance(finding.by, int | tuple) else masks_of(jaxpr, finding.by)
+        inputs = opened(jaxpr).invars[: len(jax.tree.leaves(self._arguments.given[0]))]
+        zeros = [place == finding.by or x in masks for place, x in enumerate(inputs)]
+        number = jaxpr.in_avals[0].shape[self._axes[0]]
+        vanishes = counts_nothing([jaxpr], zeros, number, masks)
+        at = places_of(self.first, finding.at)
+        known = frozenset(at.values()) if len(at) == len(finding.at) else frozenset()
+        return divisor._replace(vanishes=vanishes, at=known)
 
     def note_padding(self) -> None:
         """Note in the record of the loss whether rows of padding may count in it."""
@@ -239,6 +268,7 @@ def _conclude(
             # The sum of an entry is known for any number of rows, and so for those of a piece.
             jaxpr = traces.first if isinstance(finding.by, int) else proof.jaxpr
             divisor = divisor_of(finding, jaxpr, arguments, loss.split, weight)
+            divisor = divisor and traces.placed(divisor, finding, proof.jaxpr)
         # What is the same on all shards is so with any weights.
         own = [fact for fact in proof.facts if isinstance(fact, Total) and is_mean(fact)]
         is_own = finding.kind is OverRows.OVER_SHARDS and len(own) == len(proof.facts)
