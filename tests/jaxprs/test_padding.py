@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax import lax
 
-from crossshard.jaxprs.padding import counts_nothing
+from crossshard.jaxprs.padding import counts_nothing, vanishes_with
 
 ROWS = 8
 W = {"kernel": jnp.ones((6, 4)), "bias": jnp.ones(4)}
@@ -146,3 +146,27 @@ def test_copies_of_a_row_count_unless_they_are_masked():
     assert leaves_it(NOTHING["chosen"], ["mask"])
     assert not leaves_it(NOTHING["masked"], ["tokens"])
     assert not leaves_it(NOTHING["labels"], ["mask"])
+
+
+def of_labels(w: Any, b: Any) -> Any:
+    counts = b["label"] != -100
+    return jnp.where(counts, of_rows(w, b), 0).sum() / jnp.maximum(counts.sum(), 1)
+
+
+def test_rows_that_another_array_counts_not_leave_it():
+    """A label of rows that do not count is any number, and what is made of it is 0 there."""
+
+    def shows(loss: Loss) -> bool:
+        jaxpr = jax.make_jaxpr(lambda b, w: loss(w, b))(BATCH, W)
+        (total,) = [each for each in jaxpr.eqns if each.primitive.name == "reduce_sum"][-1].outvars
+        return vanishes_with(jaxpr, total, len(BATCH), ROWS)
+
+    again = lambda w, b: jnp.where(b["label"] != -100, of_rows(w, b), 0).sum()
+    assert shows(of_labels)
+    assert shows(lambda w, b: again(w, b) / (b["label"] != -100).sum())
+    assert shows(lambda w, b: masked(of_rows(w, b), 1.0 * (b["label"] > 0) + b["tokens"][:, 0]))
+    assert not shows(lambda w, b: of_rows(w, b).sum() / (b["label"] != -100).sum())
+    # A part of 1 that is cut to 0 multiplies the loss.
+    part = lambda b: b["mask"] / 2
+    half = lambda w, b, p: (of_rows(w, b) * p).sum() / p.astype(int).sum()
+    assert not shows(lambda w, b: half(w, b, part(b)))

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from crossshard.errors import LossError
-from tests.quick import deep, deep_but
+from tests.quick import deep
 from tests.step.common import assert_close, on_one_device, sgd_step, train
 
 RNG = np.random.default_rng(0)
@@ -128,35 +128,85 @@ def test_the_sum_that_divides_is_taken(way: str, name: str) -> None:
     assert_close(step.model(train(step, state, BATCHES[1:])), want, atol=4e-6)
 
 
-@pytest.mark.parametrize("way", deep_but(["8, microbatches"], WAYS))
-@pytest.mark.parametrize(
-    "moved",
-    [lambda n: jnp.maximum(n, 1), one_for_none, lambda n: n + 1e-8],
-    ids=["at least 1", "guarded", "an epsilon"],
-)
-def test_where_nothing_counts_the_sum_above_does(way: str, moved: Callable[[Any], Any]) -> None:
+@jax.jit
+def guarded(total: Any, count: Any) -> Any:
+    return jnp.where(count > 0, total / jnp.maximum(count, 1), 0)
+
+
+OBJECTS = {
+    **BATCHES[0],
+    "objects": np.where(np.arange(ROWS)[:, None] < 5, BATCHES[0]["words"] % 2, 0),
+}
+QUOTIENTS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "bare": lambda total, n, _: total / n,
+    "at least 1": lambda total, n, _: total / jnp.maximum(n, 1),
+    "guarded below": lambda total, n, _: total / one_for_none(n),
+    "an epsilon": lambda total, n, _: total / (n + 1e-8),
+    "guarded": lambda total, n, _: jnp.where(n > 0, total / n, 0),
+    "guarded the other way": lambda total, n, _: -jnp.where(n == 0, 0.0, -total / n) / 2,
+    "guarded twice": lambda total, n, _: guarded(total, n),
+    "an inverse": lambda total, n, _: total * jnp.where(n > 0, 1 / n, 0),
+    "a regulariser": lambda total, n, other: guarded(total, n) + other,
+    "a regulariser, bare": lambda total, n, other: other + total / n,
+    "two quotients": lambda total, n, other: (
+        jnp.where(n > 0, total / n, 0) + jnp.where(n > 0, 2 * total / n, 0) + other
+    ),
+    "in a checkpoint": lambda total, n, other: jax.checkpoint(guarded)(total, n) + other,
+    "at least 5": lambda total, n, other: total / jnp.maximum(n, 5) + other,
+    "and 1": lambda total, n, other: total / (n + 1) + other,
+}
+EACH = [("8, microbatches", name) for name in QUOTIENTS]
+EACH += [deep((way, "a regulariser")) for way in WAYS if way != "8, microbatches"]
+
+
+@pytest.mark.parametrize(("way", "name"), EACH)
+def test_where_nothing_counts_the_sum_above_does(way: str, name: str) -> None:
     # As in the focal loss over anchors, where most images have no object.
-    objects = np.where(np.arange(ROWS)[:, None] < 5, BATCHES[0]["words"] % 2, 0)
-    batch, (number, options) = {**BATCHES[0], "objects": objects}, WAYS[way]
-    loss = lambda p, b: losses(p, b).sum() / moved(b["objects"].sum())
+    number, options = WAYS[way]
+    loss = lambda p, b: QUOTIENTS[name](losses(p, b).sum(), b["objects"].sum(), decay(p))
     step = sgd_step(loss, RATE, number, weight="objects", **options)
-    state, metrics = step(step.init(W), batch)
-    want, _ = on_one_device(loss, optax.sgd(RATE), W, [batch])
-    assert_close(step.model(state), want, atol=2e-6)
-    np.testing.assert_allclose(metrics["loss"], loss(W, batch), rtol=1e-5)
+    state, metrics = step(step.init(W), OBJECTS)
+    want, _ = on_one_device(loss, optax.sgd(RATE), W, [OBJECTS])
+    assert_close(step.model(state), want, atol=2e-6, rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], loss(W, OBJECTS), rtol=1e-5)
+
+
+@pytest.mark.parametrize("aux", ["none", "mean"])
+def test_what_is_returned_beside_a_split_loss_stays(aux: str) -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        found = guarded(losses(params, batch).sum(), batch["objects"].sum())
+        return found + decay(params), {"loss": found, "total": losses(params, batch).mean()}
+
+    options = {"has_aux": True} | ({} if aux == "none" else {"aux_reduction": aux})
+    step = sgd_step(loss, RATE, 4, weight="objects", **options)
+    _, metrics = step(step.init(W), OBJECTS)
+    pieces = [{k: x[6 * i : 6 * i + 6] for k, x in OBJECTS.items()} for i in range(4)]
+    found = [loss(W, piece)[1] for piece in pieces]
+    if aux == "mean":
+        counts = [piece["objects"].sum() for piece in pieces]
+        found = jax.tree.map(lambda *x: np.average(x, weights=counts), *found)
+    else:
+        found = jax.tree.map(lambda *x: np.stack(x), *found)
+    assert_close(metrics["aux"], found, atol=1e-5)
+
+
+@pytest.mark.parametrize("of", ["shares", "mask"])
+def test_a_fraction_of_a_bound_may_be_beside_a_regulariser(of: str) -> None:
+    loss = lambda p, b: divided(lambda b: b[of], lambda n: jnp.maximum(n, 5))(p, b) + decay(p)
+    step = sgd_step(loss, RATE, 4, weight=of)
+    got = step.model(train(step, step.init(W), BATCHES))
+    assert_close(got, on_one_device(loss, optax.sgd(RATE), W, BATCHES)[0], atol=4e-6)
 
 
 WRONG: dict[str, tuple[Any, Any]] = {
     "the mask of a shifted one": (divided(shifted), "mask"),
     "a column more": (divided(shifted), lambda b: b["mask"].sum()),
     "tokens of a plain mean": (lambda p, b: losses(p, b).mean(), lambda b: b["mask"].sum()),
-    # A shard whose sum is below the bound would add more of it than its part.
-    "at least 1, and a regulariser": (
-        lambda p, b: divided(lambda b: b["shares"], lambda n: jnp.maximum(n, 1))(p, b) + decay(p),
-        "shares",
-    ),
-    "at least 5, and a regulariser": (
-        lambda p, b: divided(mask, lambda n: jnp.maximum(n, 5))(p, b) + decay(p),
+    # A branch that may drop what is above.
+    "a branch": (
+        lambda p, b: jax.lax.cond(
+            (n := b["mask"].sum()) > 0, lambda: losses(p, b).sum() / n, lambda: 0.0
+        ),
         "mask",
     ),
     # They differ where no token of a row counts, and where a weight is above 5.
@@ -236,6 +286,30 @@ def test_a_shard_may_have_one_row(bound: float) -> None:
     assert_close(step.model(train(step, step.init(W), few)), want, atol=4e-6)
 
 
+def test_a_shard_may_have_one_row_whose_labels_count() -> None:
+    """Only the program of more rows has the sum that divides, and the weight is that sum."""
+    counts = lambda batch: batch["words"] > 4
+    weight = lambda batch: counts(batch).sum()
+
+    def loss(bound: float) -> Any:
+        def of_labels(params: Any, batch: Any) -> Any:
+            logits, labels = batch["x"] * params["kernel"] + params["bias"], batch["words"] % 4
+            found = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return jnp.where(counts(batch), found, 0).sum() / jnp.maximum(
+                counts(batch).sum(), bound
+            ) + decay(params)
+
+        return of_labels
+
+    few = [{name: x[::3] for name, x in batch.items()} for batch in BATCHES]
+    step = sgd_step(loss(1), RATE, len(few[0]["mask"]), weight=weight)
+    want, _ = on_one_device(loss(1), optax.sgd(RATE), W, few)
+    assert_close(step.model(train(step, step.init(W), few)), want, atol=4e-6)
+    step = sgd_step(loss(5), RATE, len(few[0]["mask"]), weight=weight)
+    with pytest.raises(LossError, match="another program for so few rows"):
+        step(step.init(W), few[0])
+
+
 def test_a_step_that_is_lowered_has_no_numbers() -> None:
     loss, weight = RIGHT["words, equal in these batches"]
     step = sgd_step(loss, RATE, 4, weight=weight)
@@ -245,15 +319,3 @@ def test_a_step_that_is_lowered_has_no_numbers() -> None:
         loss, weight = RIGHT[name]
         step = sgd_step(loss, RATE, 4, weight=weight)
         step.lower(step.init(W), BATCHES[0])
-
-
-def test_a_fraction_of_a_bound_beside_a_regulariser_makes_a_step_that_was_lowered_not_finite():
-    loss = lambda p, b: divided(mask, lambda n: jnp.maximum(n, 1))(p, b) + decay(p)
-    some = BATCHES[0]
-    few = {**some, "mask": 0.01 * some["mask"]}
-    step = sgd_step(loss, RATE, 2, weight="mask")
-    step.lower(step.init(W), some)
-    after, _ = jax.jit(step)(step.init(W), some)
-    assert_close(after.params, on_one_device(loss, optax.sgd(RATE), W, [some])[0])
-    after, metrics = jax.jit(step)(step.init(W), few)
-    assert not np.isfinite(metrics["loss"])

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from crossshard import _jax
 from crossshard.jaxprs.primitives import ADDS, CHOOSES, HOMOGENEOUS, LINEAR, MOVES, PASSES
+from crossshard.jaxprs.rewrite import without_repeats
 from crossshard.jaxprs.row_facts import is_inexact, shape_of
 from crossshard.jaxprs.walk import (
     Analysis,
@@ -94,9 +96,34 @@ def counts_nothing(
     return analysis.sends_nothing and is_same
 
 
-def masks_of(jaxpr: Any, total: Any) -> list[Any]:
-    """Return the arrays in a jaxpr whose elements add up to a variable of it, as those of masks."""
-    found = [total]
+def vanishes_with(jaxpr: Any, count: Any, inputs: int, rows: int) -> bool:
+    """Return whether outputs as of ``counts_nothing`` are as they are if no row counts.
+
+    Args:
+      jaxpr: their closed jaxpr.
+      count: the sum of what counts, a variable; or the input with rows that is summed, its place.
+      inputs: the number of inputs with rows, which come first.
+      rows: the number of rows.
+    """
+    body, masks = jaxpr.jaxpr, list[Any]()
+    if isinstance(count, tuple):
+        return False  # it is within a call, of which there may be others
+    if not isinstance(count, int):
+        known = dict(zip(body.constvars, jaxpr.consts, strict=True))
+        outputs = [*body.outvars, count]
+        # A mask may be computed once for the count, and once more for what it multiplies.
+        jaxpr = without_repeats(
+            _jax.with_equations(jaxpr, known, body.invars, outputs, list(body.eqns))
+        )
+        masks = _masks(jaxpr, jaxpr.jaxpr.outvars[-1])
+    given = jaxpr.jaxpr.invars[:inputs]
+    zeros = [place == count or variable in masks for place, variable in enumerate(given)]
+    return counts_nothing([jaxpr], zeros, rows, masks)
+
+
+def _masks(jaxpr: Any, count: Any) -> list[Any]:
+    """Return the arrays in a jaxpr whose elements add up to a variable of it."""
+    found = [count]
     for equation in reversed(opened(jaxpr).eqns):
         read, (out, *_) = equation.invars, equation.outvars
         adds = equation.primitive.name in MOVES | {"reduce_sum", "squeeze"} and len(read) == 1

@@ -14,11 +14,11 @@ from crossshard import _jax
 from crossshard.errors import AxisError, CrossshardError, LossError
 from crossshard.gradients.mean import Mean
 from crossshard.jaxprs.mean_over_rows import Finding, is_mean
-from crossshard.jaxprs.padding import counts_nothing, masks_of
+from crossshard.jaxprs.padding import counts_nothing, vanishes_with
 from crossshard.jaxprs.proof import Proof, collectives_of, facts_of_inputs, prove, types_with
 from crossshard.jaxprs.quotient import Place, places_of, split
 from crossshard.jaxprs.row_facts import OverRows, Total
-from crossshard.jaxprs.walk import depends, equations_of, named_axes, opened, sources_of
+from crossshard.jaxprs.walk import depends, equations_of, named_axes, sources_of
 from crossshard.model.model_state import ModelState
 from crossshard.model.state import TrainState
 from crossshard.shards.axes import as_one_shard, get_shard_context
@@ -214,11 +214,9 @@ class _Traces:
 
         ``jaxpr`` is the one that the finding is of.
         """
-        masks = [] if isinstance(finding.by, int | tuple) else masks_of(jaxpr, finding.by)
-        inputs = opened(jaxpr).invars[: len(jax.tree.leaves(self._arguments.given[0]))]
-        zeros = [place == finding.by or x in masks for place, x in enumerate(inputs)]
-        number = jaxpr.in_avals[0].shape[self._axes[0]]
-        vanishes = counts_nothing([jaxpr], zeros, number, masks)
+        inputs = len(jax.tree.leaves(self._arguments.given[0]))
+        rows = jaxpr.in_avals[0].shape[self._axes[0]]
+        vanishes = vanishes_with(jaxpr, finding.by, inputs, rows)
         at = places_of(self.first, finding.at)
         known = frozenset(at.values()) if len(at) == len(finding.at) else frozenset()
         return divisor._replace(vanishes=vanishes, at=known)
