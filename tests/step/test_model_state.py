@@ -164,11 +164,79 @@ def test_what_has_no_weight_does_not_count(loss: Any, kind: str, shards: int, mi
     np.testing.assert_allclose(params, 1 - 0.1 * rows[mask > 0].mean(), rtol=1e-5)
     if kind == "mean":
         np.testing.assert_allclose(merged["mean"], (2 * own[0] + own[1]) / 3, rtol=1e-6)
-        assert merged["count"] == 3 + microbatches
+        assert merged["count"] == 4
     else:
         means, counts = {4: ([own[0], 2, 2, own[1]], [4, 3, 3, 4]), 2: (own, [4, 4])}[shards]
         np.testing.assert_allclose(state.model_state["mean"], means, rtol=1e-6)
         np.testing.assert_array_equal(state.model_state["count"], counts)
+
+
+# Microbatches.
+
+
+def follow(w: Any, state: Any, x: Any) -> tuple[Any, Any]:
+    """Compare with a teacher that follows; warm up; keep a mean of the rows."""
+    apart = ((x @ w - x[:, ::-1] @ state["teacher"]) ** 2).mean()
+    after = {
+        "teacher": 0.9 * state["teacher"] + 0.1 * w,
+        "step": state["step"] + 1,
+        "seen": 0.9 * state["seen"] + 0.1 * x.mean(0),
+    }
+    return apart * jnp.minimum(1, (state["step"] + 1) / 10), after
+
+
+FOLLOWED = {"teacher": np.ones(4, np.float32), "step": 0, "seen": np.zeros(4, np.float32)}
+
+
+class Follower(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = nnx.Param(jnp.zeros(4))
+        self.teacher, self.step = nnx.BatchStat(jnp.ones(4)), nnx.BatchStat(jnp.zeros((), int))
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+def follow_in_module(model: Follower, x: Any) -> Any:
+    state = {"teacher": model.teacher[...], "step": model.step[...], "seen": jnp.zeros(4)}
+    apart, after = follow(model.w[...], state, x)
+    model.teacher[...] = jax.lax.stop_gradient(after["teacher"])
+    model.step[...] = after["step"]
+    return apart
+
+
+@pytest.mark.parametrize("kind", ["mean", "per_shard"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_microbatches_see_the_state_before_the_step(kind: str, shards: int) -> None:
+    step = sgd_step(follow, 0.1, shards, model_state=kind, accumulate_steps=3)
+    state = step.init(jnp.zeros(4), model_state=FOLLOWED)
+    w, of_one = jnp.zeros(4), FOLLOWED
+    for x in X:
+        state, metrics = step(state, x)
+        (value, of_one), slope = jax.value_and_grad(follow, has_aux=True)(w, of_one, x)
+        w = w - 0.1 * slope
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    got, after = step.model(state)
+    # What a state of each shard keeps of rows is that of three small steps.
+    kept = lambda tree: {k: x for k, x in tree.items() if kind == "mean" or k != "seen"}
+    assert_close((got, kept(after)), (w, kept(of_one)))
+
+
+def test_microbatches_of_a_module_see_the_state_before_the_step() -> None:
+    def noisy(model: Follower, x: Any) -> Any:
+        noise = model.dropout(jnp.ones(64))
+        return follow_in_module(model, x), noise
+
+    step = sgd_step(noisy, 0.1, 2, has_aux=True, accumulate_steps=3)
+    state = step.init(Follower(nnx.Rngs(0)))
+    w, of_one = jnp.zeros(4), FOLLOWED
+    for x in X:
+        state, metrics = step(state, x)
+        (_, of_one), slope = jax.value_and_grad(follow, has_aux=True)(w, of_one, x)
+        w = w - 0.1 * slope
+    model = step.model(state)
+    got = model.w[...], model.teacher[...], model.step[...]
+    assert_close(got, (w, of_one["teacher"], of_one["step"]))
+    # Each microbatch of each shard draws its own noise.
+    assert len(np.unique(np.reshape(metrics["aux"], (6, 64)), axis=0)) == 6
 
 
 # Equinox, aux.

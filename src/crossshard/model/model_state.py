@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from crossshard import _check
 from crossshard._check import is_inexact
 from crossshard._flax import nnx
-from crossshard.collectives.sums import average, to_average
+from crossshard.collectives.sums import average, to_average, widen
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.jaxprs.walk import sources
 from crossshard.pipeline.stage import Gradients
@@ -179,6 +179,43 @@ def unless_weightless(kind: ModelState | None, weight: jax.Array, after: Any, be
         return jnp.where(weight != 0, new, old) if keeps else new
 
     return jax.tree.map(one, after, before)
+
+
+def draws(state: Any) -> list[bool]:
+    """Return of each array of a state whether random numbers may be drawn by it.
+
+    In a module these are its random streams; in a function any array may count beside a key.
+    """
+    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
+    found = list[tuple[bool, bool]]()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable):
+        own = isinstance(leaf, nnx.RngState) if is_variable(leaf) else holds_keys(path, leaf)
+        found += [(own, is_variable(leaf))] * len(jax.tree.leaves(leaf))
+    any_key = any(own for own, of_module in found if not of_module)
+    return [own or (any_key and not of_module) for own, of_module in found]
+
+
+def no_sum(state: Any) -> Any:
+    """Return the sum over no microbatches of a state that is averaged over them."""
+    return jax.tree.map(lambda x: jnp.zeros_like(widen(x)) if is_inexact(x) else x, state)
+
+
+def add(total: Any, after: Any, weight: jax.Array | None) -> Any:
+    """Add the state after a microbatch to the sum over those before it."""
+    one = lambda x, new: x + to_average(new, weight) if is_inexact(new) else new
+    return jax.tree.map(one, total, after)
+
+
+def mean(total: Any, before: Any, weight: jax.Array | None, number: int) -> Any:
+    """Return the mean of a state over microbatches; that before them if nothing has weight."""
+
+    def one(x: Any, old: Any) -> Any:
+        if not is_inexact(old):
+            return x
+        found = average(x, weight, number).astype(old.dtype)
+        return found if weight is None else jnp.where(weight != 0, found, old)
+
+    return jax.tree.map(one, total, before)
 
 
 def to_reduce(kind: ModelState | None, after: Any, weight: jax.Array | None) -> dict[str, Any]:

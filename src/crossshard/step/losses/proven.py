@@ -19,7 +19,7 @@ from crossshard.jaxprs.proof import Proof, collectives_of, facts_of_inputs, prov
 from crossshard.jaxprs.quotient import Place, places_of, split
 from crossshard.jaxprs.row_facts import OverRows, Total
 from crossshard.jaxprs.walk import depends, equations_of, named_axes, sources_of
-from crossshard.model.model_state import ModelState
+from crossshard.model.model_state import ModelState, draws
 from crossshard.model.state import TrainState
 from crossshard.shards.axes import as_one_shard, get_shard_context
 from crossshard.shards.batch_axes import join
@@ -168,6 +168,23 @@ def _sent(
     return isinstance(places.loss, Mean), collectives_of(read, at_use.shards.axes)
 
 
+def carried(loss: StepLoss, state: TrainState, batch: Any, keys: Keys, at_use: AtUse) -> list[bool]:
+    """Return of each array of the model state whether a microbatch takes it from the one before.
+
+    Else it is that before the step: one device that has all rows computes it once.
+    """
+    number = len(jax.tree.leaves(state.model_state))
+    if loss.over is not LossOver.ROWS or loss.model_state is ModelState.MEAN:
+        return [loss.over is not LossOver.ROWS] * number
+    types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
+    arguments = loss.arguments(state, types, batch, keys)
+    jaxpr, tree = _trace(loss, state, arguments)
+    of_rows, found = (1 << len(jax.tree.leaves(arguments.given))) - 1, sources_of(jaxpr)
+    after = [found[place] for place in jax.tree.leaves(_places(tree).model_state)]
+    pairs = zip(draws(state.model_state), after, strict=True)
+    return [own or bool(bits & of_rows) for own, bits in pairs]
+
+
 def facts_of(loss: StepLoss, arguments: Arguments) -> tuple[list[int], Any]:
     """Return the axes of the rows, and what is known of each input of the loss."""
     given, *others, own = arguments
@@ -251,9 +268,8 @@ def _conclude(
     traces, rows, weight = _Traces(loss, state, arguments), arguments.given[0], loss.weight
     finding, proof = traces.proven(times)
     finding = dataclasses.replace(finding, is_whole=finding.is_whole or in_groups)
-    averages = loss.model_state is ModelState.MEAN and times > loss.accumulate_steps
-    if averages and finding.kind is not OverRows.COMPARED:
-        of_state = traces.proof_of(traces.places.model_state, times // loss.accumulate_steps)
+    if loss.model_state is ModelState.MEAN and finding.kind is not OverRows.COMPARED:
+        of_state = traces.proof_of(traces.places.model_state, times)
         doubt = _doubt_of_state(loss, key, state, arguments, of_state)
         if doubt is not None:
             loss.record.states[key] = doubt

@@ -23,7 +23,7 @@ from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import VirtualShards, join
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.loss import StepLoss, scale_of
-from crossshard.step.losses.proven import prepared
+from crossshard.step.losses.proven import carried, prepared
 from crossshard.step.microbatches import (
     Counting,
     LocalResult,
@@ -76,11 +76,14 @@ def _counts(
     def of_shard(rows: Any, shard: Any) -> Any:
         pieces = pieces_of(rows, loss.batch_axes, number, interleaved=loss.has_one_state)
 
+        first, was = jax.tree.map(lambda x: x[0], pieces), state.model_state
+        goes_on = _carried(loss, state, join(first, whole), shard, at_use)
+
         def one(before: Any, piece: Any) -> tuple[Any, Any]:
-            counts, after = of_piece(piece[1], before, shard, piece[0])
+            counts, after = of_piece(piece[1], chosen(goes_on, before, was), shard, piece[0])
             return as_stored(after, before), jnp.stack(counts)
 
-        return lax.scan(one, state.model_state, (jnp.arange(number), pieces))[1].sum(0)
+        return lax.scan(one, was, (jnp.arange(number), pieces))[1].sum(0)
 
     def of_parts(rows: Any) -> Any:
         count = virtual.most
@@ -98,6 +101,13 @@ def _counts(
         return counting.in_order(_pruned(of_parts, rows), virtual)
 
 
+def _carried(
+    loss: StepLoss, state: TrainState, batch: Any, shard: Any, at_use: AtUse
+) -> list[bool]:
+    """Return of each array of the model state whether microbatches have it one after the other."""
+    return carried(loss, state, batch, loss.keys(state, batch, shard, jnp.int32(0)), at_use)
+
+
 def compute_part(
     loss: StepLoss, state: TrainState, batch: Any, at_use: AtUse, shard: Any, counting: Counting
 ) -> LocalResult:
@@ -113,6 +123,21 @@ def compute_part(
 
     # The rows divide evenly: this was checked when the batch was placed.
     pieces = pieces_of(rows, loss.batch_axes, number, interleaved=loss.has_one_state)
+    first, was = jax.tree.map(lambda x: x[0], pieces), state.model_state
+    with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
+        goes_on = _carried(loss, state, join(first, whole), shard, at_use)
+    # Of a state that is averaged over the shards, it is averaged over microbatches, too.
+    kind = loss.model_state
+    averages = kind is ModelState.MEAN and not any(goes_on)
+
+    def after_one(before: Any, found: LocalResult) -> Any:
+        after = as_stored(found.model_state, was)
+        own = loss.weight_of_aux_and_state(found.weight, found.terms)
+        if averages:
+            return model_states.add(before, after, own)
+        # What a microbatch of weight 0 leaves as it was may have been changed by one before it.
+        stays = own is None or all(goes_on)
+        return after if stays else model_states.unless_weightless(kind, own, after, before)
 
     # With replicated parameters each shard adds up full gradients. Only the last microbatch may
     # sum them over the shards, in the backward pass of a loop; a trace shows whether it does.
@@ -121,7 +146,7 @@ def compute_part(
         at_use_in_scan = dataclasses.replace(
             at_use, sums_later=True, residuals=None, measures=False
         )
-        first, seen = jax.tree.map(lambda x: x[0], pieces), list[bool]()
+        seen = list[bool]()
         look = lambda *args: seen.append(any(compute(at_use, *args).early))
         jax.eval_shape(look, first, state.model_state, jnp.int32(0))
         sums_in_loops = seen[0]
@@ -131,12 +156,13 @@ def compute_part(
     def one(carry: Any, piece: Any) -> tuple[Any, Any]:
         sums, model_state = carry
         index, rows = piece
-        found = compute(at_use_in_scan, rows, model_state, index)
+        found = compute(at_use_in_scan, rows, chosen(goes_on, model_state, was), index)
         sums = add(sums, found.values, found.loss, found.weight, early)
         others = found.aux, found.terms, found.weight
-        return (sums, as_stored(found.model_state, model_state)), others
+        return (sums, after_one(model_state, found)), others
 
-    numbered, before = (jnp.arange(number), pieces), (zero, state.model_state)
+    numbered = jnp.arange(number), pieces
+    before = zero, model_states.no_sum(was) if averages else was
     residuals = norm = None
     if not sums_in_loops:
         (sums, model_state), (aux, terms, weights) = lax.scan(one, before, numbered)
@@ -147,18 +173,22 @@ def compute_part(
         index, rows = jax.tree.map(lambda x: x[-1], numbered)
         # The backward pass adds gradients of the scaled loss to them, and returns the mean.
         last = dataclasses.replace(at_use, before=_scaled(sums, scale_of(state)))
-        end = compute(last, rows, model_state, index)
+        end = compute(last, rows, chosen(goes_on, model_state, was), index)
         early, residuals, norm = end.early, end.residuals, end.squared_norm
         own = chosen(early, jax.tree.map(jnp.zeros_like, sums[0]), end.values)
         sums = add(sums, own, end.loss, end.weight)
         values, value = mean(sums)
         values = chosen(early, end.values, values)
-        model_state = as_stored(end.model_state, model_state)
+        model_state = after_one(model_state, end)
         append = lambda first, end: jnp.concatenate([first, jnp.asarray(end)[None]])
         of_end = end.aux, end.terms, end.weight
         aux, terms, weights = jax.tree.map(append, others, of_end)
     total = None if weights is None else sums[2]
-    aux = aux_of_microbatches(loss.aux_reduction, aux, loss.weight_of_aux_and_state(weights, terms))
+    own = loss.weight_of_aux_and_state(weights, terms)
+    aux = aux_of_microbatches(loss.aux_reduction, aux, own)
+    if averages:
+        total_of_state = None if own is None else own.sum(0)
+        model_state = model_states.mean(model_state, was, total_of_state, number)
     terms = jax.tree.map(lambda x: x.sum(0), terms)
     return LocalResult(value, values, total, model_state, aux, terms, early, residuals, norm)
 
