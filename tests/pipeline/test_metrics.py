@@ -118,3 +118,26 @@ def test_the_noise_is_on_average_what_it_is(weighted: bool, accumulate_steps: in
     variance, signal = np.mean(found, 0)
     assert variance == pytest.approx((spread**2).sum(), rel=0.05)
     assert signal == pytest.approx((true**2).sum(), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.sgd(0.1),
+        optax.adam(0.1, eps=0.0),
+        optax.stateless(lambda g, p: jax.tree.map(lambda g: -1e-4 / (jnp.abs(g) + 1e-5), g)),
+    ],
+)
+def test_the_padding_of_slices_is_in_no_norm(inner: Any):
+    x = np.random.default_rng(0).normal(size=(8, 1031)).astype(np.float32) + 0.5
+
+    def loss(v: Any, x: Any) -> Any:
+        return ((x @ v - 1) ** 2).mean()
+
+    v = jnp.full(1031, 0.01)
+    updates, _ = inner.update(jax.grad(loss)(v, x), inner.init(v), v)
+    names = ("update_norm", "param_norm")
+    step = make_train_step(loss, inner, num_shards=N, weight_update="sharded", metrics=names)
+    _, metrics = step(step.init(v), x)
+    np.testing.assert_allclose(metrics["update_norm"], optax.global_norm(updates), rtol=1e-4)
+    np.testing.assert_allclose(metrics["param_norm"], optax.global_norm(v + updates), rtol=1e-4)

@@ -92,3 +92,36 @@ def test_an_option_that_is_given_twice_and_parameters_that_are_not_passed(option
 def test_a_weight_is_one_number(bad: Any, kind: Any):
     with pytest.raises(kind, match="weight is one number"):
         updated(CrossShardOptimizer(optax.sgd(0.1)), weight=bad)
+
+
+@pytest.mark.parametrize("weight_update", ["replicated", "sharded"])
+@pytest.mark.parametrize(
+    ("inner", "said"),
+    [
+        (
+            optax.scale_by_distance_over_gradients(),
+            "changes params['s'] from float32[] to float32[1] in a step, but",
+        ),
+        (
+            optax.chain(optax.sgd(0.1), optax.monitor({"now": optax.tree.norm})),
+            "changes state[1].measurements['now'] from nothing to float32[] in a step, but a step "
+            "is compiled for one of them. If it measures, as optax.monitor does, write metrics=, "
+            "or measure outside.",
+        ),
+    ],
+    ids=["shape", "structure"],
+)
+def test_an_update_that_changes_a_type_is_refused_before_the_first_step(
+    inner: Any, said: str, weight_update: str
+):
+    params = {"a": jnp.ones((64, 32)), "s": jnp.ones(())}
+    # Optax changes it, too.
+    state = inner.init(params)
+    updates, after = inner.update(params, state, params)
+    types = lambda *trees: [(x.shape, x.dtype) for x in jax.tree.leaves(trees)]
+    assert types(params, state) != types(optax.apply_updates(params, updates), after)
+    loss = lambda p, x: ((x @ p["a"]) * p["s"]).mean()
+    step = make_train_step(loss, inner, num_shards=4, weight_update=weight_update)
+    with pytest.raises(ArgumentError) as caught:
+        step.init(params)
+    assert said in str(caught.value)

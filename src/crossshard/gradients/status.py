@@ -152,8 +152,9 @@ def _status(
         f"with crossshard.value_and_grad, or "
         f'write incoming="summed" ("reduced" if it is already averaged, "local" if it is a local '
         f"gradient that happens to be equal on all shards). If this optimizer stands inside "
-        f"optax.MultiSteps, write CrossShardOptimizer(opt, accumulate_steps=k) in its place, with "
-        f"sums for each shard."
+        f"optax.MultiSteps, what arrived is no gradient but its sums, which are the same on all "
+        f"shards: write CrossShardOptimizer(opt, accumulate_steps=k) in its place, with sums for "
+        f"each shard."
     )
 
 

@@ -2,15 +2,17 @@
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from crossshard import _check, _mesh
-from crossshard._flax import describe_variable, nnx
+from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import VariableError
-from crossshard.nnx.per_shard import number_of_shards, stacked
+from crossshard.nnx.per_shard import is_per_shard, number_of_shards, stacked
 from crossshard.nnx.slots import HasSlots
 from crossshard.shards.cut import one_for_all
 from crossshard.shards.devices import on_every_device
@@ -27,8 +29,10 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
     Args:
       node: an NNX module, an optimizer, ``nnx.metrics``, or a pytree of these.
       shard: the shard whose values to take. If ``None``, floating values are averaged over the
-        shards, and others are those of the first shard. What few bits, or an aggregator, hold back
-        is added up, and is one shard's; the next step gives each shard an equal part of it.
+        shards, and random streams are those of the first shard. ``nnx.metrics.Average``, with what
+        derives from it, and ``Welford`` become those of all rows; reset them before a step goes
+        on. What few bits, or an aggregator, hold back is added up, and is one shard's; the next
+        step gives each shard an equal part of it.
 
     Returns:
       The copy; ``node`` does not change. If there are several processes, all must call it.
@@ -36,7 +40,8 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
     Raises:
       ArgumentError: there is no such shard.
       VariableError: an ``nnx.Param`` differs, as with ``group_assignment``, and ``shard`` is
-        ``None``: a mean of weights is a different model.
+        ``None``: a mean of weights is a different model. Or an integer differs, such as a counter,
+        or another metric.
 
     >>> import crossshard, jax.numpy as jnp
     >>> from flax import nnx
@@ -48,11 +53,17 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
     if shard is not None:
         _check.whole_number("shard", shard, least=0)
     merged = nnx.clone(node)
-    found, held = [each for _, each in nnx.iter_graph(merged)], set[int]()
-    for optimizer in found if shard is None else ():
-        if isinstance(optimizer, HasSlots):
-            optimizer._share_out(1)
-            held |= set(map(id, optimizer._held_back()))
+    found, held, unknown = [each for _, each in nnx.iter_graph(merged)], set[int](), set[int]()
+    for each in found if shard is None else ():
+        if isinstance(each, HasSlots):
+            each._share_out(1)
+            held |= set(map(id, each._held_back()))
+        elif isinstance(each, nnx.Metric):
+            unknown |= {id(variable) for _, variable in nnx.iter_graph(each)}
+    for kind, merge in ((nnx.metrics.Average, _average), (nnx.metrics.Welford, _welford)):
+        for each in found if shard is None else ():
+            if isinstance(each, kind):
+                unknown -= set(map(id, merge(each)))
     for variable in found:
         number = number_of_shards(variable) if isinstance(variable, nnx.Variable) else None
         if number is None or id(variable) in held:
@@ -65,9 +76,53 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
                 f"{describe_variable(variable)} differs between {number} shards, and a mean of "
                 f"weights is a different model. Choose a shard: merge_shards(model, shard=0)."
             )
+        elif (id(variable) in unknown or _counts(variable, values)) and not _all_equal(values):
+            raise VariableError(
+                f"{describe_variable(variable)} differs between {number} shards, and only you know "
+                f"which value is that of all: a sum, or the largest. Write it before, "
+                f"variable.set_value(variable[...].array.sum(0)); or choose a shard, "
+                f"merge_shards(..., shard=0)."
+            )
         row = one_for_all if shard is None else operator.itemgetter(shard)
         variable.set_raw_value(jax.tree.map(functools.partial(_mesh.of_rows, row), values))
     return merged
+
+
+def _average(metric: Any) -> list[AnyVariable]:
+    """Add up an average of which shards have counted other numbers of rows."""
+    # Of equal counts, the mean of the totals has the same average.
+    of_all = lambda count, total: (count.sum(), total.sum())
+    variables = [metric.count, metric.total]
+    return _put_together(variables, of_all) if is_per_shard(metric.count) else variables
+
+
+def _welford(metric: Any) -> list[AnyVariable]:
+    """Put statistics together by the formula of Chan, Golub and LeVeque (1979)."""
+
+    def of_all(count: Any, mean: Any, m2: Any) -> Any:
+        total = count.sum()
+        whole = (count / jnp.maximum(total, 1) * mean).sum()
+        return total, whole, (m2 + count * (mean - whole) ** 2).sum()
+
+    return _put_together([metric.count, metric.mean, metric.m2], of_all)
+
+
+def _put_together(variables: list[AnyVariable], of_all: Callable[..., Any]) -> list[AnyVariable]:
+    """Write into scalar variables what a function makes of their ``[shards]``; return them."""
+    if number := next(filter(None, map(number_of_shards, variables)), None):
+        values = [on_every_device(stacked(variable.get_raw_value())) for variable in variables]
+        rows = lambda values: [jnp.broadcast_to(x, (number,)) for x in values]
+        found = _mesh.of_rows(lambda values: of_all(*rows(values)), values)
+        for variable, value in zip(variables, found, strict=True):
+            variable.set_raw_value(value)
+    return variables
+
+
+def _counts(variable: AnyVariable, values: Any) -> bool:
+    """Return whether a variable has integers or flags, and is no random stream."""
+    is_integer = lambda x: jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool
+    streams = isinstance(variable, nnx.RngState)
+    return not streams and any(map(is_integer, jax.tree.leaves(values)))
 
 
 def _all_equal(values: Any) -> bool:

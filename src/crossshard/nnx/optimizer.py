@@ -48,12 +48,15 @@ from crossshard.nnx.slots import (
 from crossshard.optimizer.transformation import Transformation
 from crossshard.pipeline.pipeline import Options, Pipeline, check_names
 from crossshard.pipeline.stage import CrossShardState, Gradients, Stage, StageContext
+from crossshard.pipeline.stages.accumulate import AccumulateState
 from crossshard.pipeline.stages.nonfinite import are_finite, is_sound, new_nans
 from crossshard.pipeline.update.plan import WeightUpdate
 from crossshard.shards.axes import Shards
 from crossshard.shards.devices import on_every_device
 
 GradientsAndVariables: TypeAlias = "Iterable[tuple[jax.Array | None, AnyVariable]]"
+# States with a count of calls that decides which of them update.
+_COUNTS_CALLS = AccumulateState, optax.MultiStepsState, optax.ApplyEvery
 VariableList: TypeAlias = "nnx.Pytree | AnyVariable | Sequence[nnx.Pytree | AnyVariable]"
 
 
@@ -399,7 +402,10 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         is_own = incoming is None and origin is GradientStatus.SCALED
         weight = self.computed.weight if is_own else None
         keyed = self._keyed(pairs)
+        self._check_together(keyed)
         self._make_slots(keyed)
+        if keyed.keys() != self.slots.variables.keys():
+            self.slots.check_shared(self._pipeline.init, keyed)
         gradients = {key: jnp.asarray(g) for key, (g, _) in zip(keyed, given, strict=True)}
         params, before = as_params(keyed), self.slots.values(keyed)
         extra_args = {} if value is None else {"value": value}
@@ -550,6 +556,18 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         variables = [variable for gradient, variable in pairs if gradient is not None]
         named = known_names(variables, roots_of_step())
         return self.slots.keyed(variables, by_place | named | self.computed.names)
+
+    def _check_together(self, keyed: Mapping[str, AnyVariable]) -> None:
+        """Raise if calls are counted, and are not of all variables that have slots."""
+        counts = lambda node: isinstance(node, _COUNTS_CALLS)
+        known, nodes = sorted(self.slots.variables), jax.tree.leaves(self.slots.tree, counts)
+        if sorted(keyed) != known and any(map(counts, nodes)):
+            raise ArgumentError(
+                f"An optimizer that accumulates, as with accumulate_steps=, counts the calls of "
+                f"all its variables together: this call has gradients of {', '.join(sorted(keyed))}"
+                f", and there are slots of {', '.join(known)}. Write one optimizer for each set of "
+                f"variables, and build it with these alone."
+            )
 
     def _make_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
         """Make the slots of those variables that have none; raise where they would be lost."""

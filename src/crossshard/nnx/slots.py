@@ -290,6 +290,8 @@ class SlotStore:
 
         There is one state per shard if any of the variables differ between shards.
         """
+        if self.variables:
+            self.check_shared(init, {**self.variables, **missing})
         params = {key: stacked(value) for key, value in as_params(missing).items()}
 
         def checked(params: Any) -> Any:
@@ -308,6 +310,30 @@ class SlotStore:
         both = lambda old, new: {**old, **new} if _is_slots(old) else old
         self.tree = self._map(both, new) if self.variables else new
         self.variables.update(missing)
+
+    def check_shared(self, init: Callable[[Any], Any], variables: Mapping[str, Any]) -> None:
+        """Raise unless the initial state of these variables has the shared leaves of the state."""
+
+        def type_of(leaf: Any) -> Any:
+            if not is_variable(leaf):
+                return leaf
+            x = stacked(leaf.get_value())
+            return jax.ShapeDtypeStruct(x.shape[is_per_shard(leaf) :], x.dtype)
+
+        def shared(tree: Any) -> set[tuple[str, Any]]:
+            is_leaf = lambda node: is_variable(node) or _is_slots(node)
+            leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+            name = lambda path: jax.tree_util.keystr(path).lstrip(".")
+            return {(name(path), type_of(x).shape) for path, x in leaves if not _is_slots(x)}
+
+        of_these = jax.eval_shape(init, {_Key(key): type_of(v) for key, v in variables.items()})
+        if other := sorted(shared(self.tree) ^ shared(of_these)):
+            raise ArgumentError(
+                f"The optimizer has {other[0][0]} in its state for all of its variables together, "
+                f"not for each by its name, so it cannot update some of them, and then others. "
+                f"Write one optimizer for each set of variables, or make this state with "
+                f"jax.tree.map over the parameters."
+            )
 
     # Reading and writing.
 

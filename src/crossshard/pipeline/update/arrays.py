@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -207,6 +208,15 @@ def squared_norm_of_slices(
 ) -> Float[Array, ""]:
     """Return the squared norm of arrays of which each shard, or each of a group, has its slices."""
     pairs = list(zip(jax.tree.leaves(tree), partitions, strict=True))
-    own = squared_norm([leaf for leaf, partition in pairs if partition.number > 1])
+    own = squared_norm([_unpadded(*pair, shards) for pair in pairs if pair[1].number > 1])
     whole = squared_norm([leaf for leaf, partition in pairs if partition.number == 1])
     return sum_over_shards(own, shards) + whole
+
+
+def _unpadded(x: Any, partition: Partition, shards: Shards) -> Any:
+    """Return a slice with zeros as its padding, of which an update may make anything."""
+    size, number = math.prod(partition.local_shape), math.prod(partition.shape)
+    if size * partition.number == number:
+        return x
+    left = number - shards.position() * size
+    return jnp.where((jnp.arange(size) < left).reshape(partition.local_shape), x, 0)

@@ -81,8 +81,8 @@ class Planner:
     """Plans the update of some parameters.
 
     Raises:
-      ArgumentError: the optimizer's state changes its structure, or the optimizer needs arguments
-        that a step does not have.
+      ArgumentError: the optimizer changes the shape of a parameter, or the structure of its state,
+        or needs arguments that a step does not have.
     """
 
     optimizer: optax.GradientTransformationExtraArgs  # the inner optimizer
@@ -330,7 +330,7 @@ class Planner:
     def _check_state_stays(self) -> None:
         params, state = self.params, self._state
         try:
-            _, after = jax.eval_shape(self._update, params, state, params, _LOSS)
+            after = jax.eval_shape(self._update, params, state, params, _LOSS)
         except CrossshardError:
             raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -341,15 +341,24 @@ class Planner:
                 f"of each example, or parameters of a form of its own, is for the Optax idiom: "
                 f"init and update, in a loop of your own."
             ) from error
-        was, now = (
-            (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
-            for tree in (state, after)
-        )
-        if was != now:
+        was, now = _types_by_name(params, state), _types_by_name(*after)
+        if name := next((name for name in now | was if was.get(name) != now.get(name)), None):
+            measures = " If it measures, as optax.monitor does, write metrics=, or measure outside."
             raise ArgumentError(
-                f"The optimizer's state changes its structure or dtypes in a step, but a step is "
-                f"compiled for one of them: from {was} to {now}."
+                f"The optimizer changes {name} from {was.get(name, 'nothing')} to "
+                f"{now.get(name, 'nothing')} in a step, but a step is compiled for one of them."
+                f"{measures * (name not in was)}"
             )
+
+
+def _types_by_name(params: Any, state: Any) -> dict[str, Any]:
+    """Return the types of all arrays, and last the structure of the state, for messages."""
+    found = {
+        name + jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
+        for name, tree in (("params", params), ("state", state))
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    return found | {"the structure of its state": jax.tree.structure(state)}
 
 
 def _unsplit(tree: Any, other_axes: Sequence[PartitionSpec]) -> Partitions:
