@@ -226,6 +226,28 @@ def test_another_sum_is_refused_with_what_to_write(name: str) -> None:
         step(step.init(W), BATCHES[0])
 
 
+def of_sorted_rows(moved: Callable[[Any], Any]) -> Any:
+    def loss(params: Any, batch: Any) -> Any:
+        found = losses(params, batch)
+        order = jnp.argsort(found[:, 0])
+        found = found[order][jnp.argsort(order)]
+        return (found * batch["mask"]).sum() / moved(batch["mask"])
+
+    return loss
+
+
+def test_numbers_do_not_show_that_a_weight_is_what_divides() -> None:
+    """The sort is decided by numbers, and a mask of 0 and 1 has as many as it adds up to."""
+    of_sum = of_sorted_rows(lambda mask: jnp.maximum(mask.sum(), 1))
+    step = sgd_step(of_sum, RATE, 4, weight="mask")
+    got = step.model(train(step, step.init(W), BATCHES))
+    assert_close(got, on_one_device(of_sum, optax.sgd(RATE), W, BATCHES)[0], atol=4e-6)
+    of_number = of_sorted_rows(lambda mask: jnp.maximum((mask > 0).sum(), 1))
+    step = sgd_step(of_number, RATE, 4, weight="mask")
+    with pytest.raises(LossError, match="divides by one sum over rows, and weight= is another"):
+        step(step.init(W), BATCHES[0])
+
+
 def test_the_message_has_both_expressions_their_lines_and_numbers() -> None:
     def loss(params: Any, batch: Any) -> Any:
         tokens = batch["mask"][:, 1:]

@@ -160,9 +160,10 @@ def found(fact: Fact) -> Finding:
     """Return the finding about a loss, given its fact."""
     match fact:
         case Obstacle(kind, reason, equation, source):
-            return Finding(
-                kind, reason, source or _jax.sources_of(equation) if equation else source
-            )
+            by = None if fact.by is None else fact.by.of
+            code = "" if by is None else _jax.code_of(equation)
+            source = source or _jax.sources_of(equation) if equation else source
+            return Finding(kind, reason, source, code=code, by=by)
         case Divided(Total(0), by, equation, adds, at):
             return Finding(
                 OverRows.RATIO,

@@ -195,6 +195,7 @@ class Obstacle:
     # Whether it holds something of all rows, such as a mean over them: what is not linear in it
     # compares rows. So no numbers are needed, which may hide that.
     of_all: bool = False
+    by: Any = field(default=None, compare=False)  # the ``Total`` that divides in it, if one does
 
 
 Fact = Free | Rows | Chunks | Index | Shape | OneRow | SoFar | Total | Divided | NonZero | Obstacle

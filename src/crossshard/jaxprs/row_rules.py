@@ -698,7 +698,8 @@ def of_undecided(pair: Pair, inputs: Sequence[Fact], obstacle: Obstacle) -> Obst
         return obstacle if any(exact) else replace(obstacle, of_all=False)
     fixed = [shape_of(one) == shape_of(other) for one, other in zip(*_ends(pair)[0], strict=True)]
     if name == "div" and fixed[1] and is_all[1]:
-        return replace(obstacle, reason=DIVIDES, equation=pair.one, of_all=True)
+        by = inputs[1] if isinstance(inputs[1], Total) else None
+        return replace(obstacle, reason=DIVIDES, equation=pair.one, of_all=True, by=by)
     if not any(exact):
         return replace(obstacle, of_all=False)
     rest = [
@@ -730,7 +731,8 @@ def of_undecided(pair: Pair, inputs: Sequence[Fact], obstacle: Obstacle) -> Obst
 def with_own_derivative(fact: Fact, obstacle: Obstacle) -> Obstacle:
     """Return the fact of an output whose own gradient is an obstacle: it keeps what divides it."""
     if isinstance(fact, Divided) and obstacle.kind is OverRows.UNDECIDED:
-        return replace(obstacle, reason=DIVIDES, equation=fact.equation, of_all=True)
+        by = fact.by
+        return replace(obstacle, reason=DIVIDES, equation=fact.equation, of_all=True, by=by)
     return worst([fact, replace(obstacle, of_all=obstacle.of_all or _is_of_all(fact))]) or obstacle
 
 

@@ -17,13 +17,19 @@ from crossshard.jaxprs.mean_over_rows import Finding, is_mean
 from crossshard.jaxprs.padding import counts_nothing, vanishes_with
 from crossshard.jaxprs.proof import Proof, collectives_of, facts_of_inputs, prove, types_with
 from crossshard.jaxprs.quotient import Place, places_of, split
-from crossshard.jaxprs.row_facts import OverRows, Total
+from crossshard.jaxprs.row_facts import DIVIDES, OverRows, Total
 from crossshard.jaxprs.walk import depends, equations_of, named_axes, sources_of
 from crossshard.model.model_state import ModelState, draws
 from crossshard.model.state import TrainState
 from crossshard.shards.axes import as_one_shard, get_shard_context
 from crossshard.shards.batch_axes import join
-from crossshard.step.divisor import Divisor, as_mean, check_weight_of_mean, divisor_of
+from crossshard.step.divisor import (
+    Divisor,
+    as_mean,
+    check_weight_of_mean,
+    divisor_of,
+    wrong_weight_error,
+)
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.loss import Arguments, Keys, LossOver, Returned, StepLoss, types_of
 from crossshard.step.microbatches import check_weight_is_read, entries_read, weight_of
@@ -283,6 +289,11 @@ def _conclude(
             jaxpr = traces.first if isinstance(finding.by, int) else proof.jaxpr
             divisor = divisor_of(finding, jaxpr, arguments, loss.split, weight)
             divisor = divisor and traces.placed(divisor, finding, proof.jaxpr)
+        elif finding.reason == DIVIDES:
+            found = divisor_of(finding, proof.jaxpr, arguments, loss.split, weight)
+            # Numbers of the first batch would only show that they are equal there.
+            if found is not None and not found.is_weight:
+                raise wrong_weight_error(weight, finding, "")
         # What is the same on all shards is so with any weights.
         own = [fact for fact in proof.facts if isinstance(fact, Total) and is_mean(fact)]
         is_own = finding.kind is OverRows.OVER_SHARDS and len(own) == len(proof.facts)
