@@ -409,7 +409,7 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     ),
     "a flag that is set on every shard": (
         lambda w, b: jnp.where(jnp.any(b["done"]), plain(w, b), 2 * plain(w, b)),
-        "with copies of one row in each part",
+        "compares rows of the batch: something of all rows decides",
         BATCH | {"done": np.ones(16, bool)},
         {},
     ),
@@ -525,6 +525,16 @@ TAKEN: dict[str, tuple[Any, Callable[..., Any] | None, Any, dict[str, Any]]] = {
     "sums in a loop": (
         lambda w, b: summed_in_a_loop(w, b, crossshard.Mean),
         summed_in_a_loop,
+        ZERO_SHARDS,
+        {},
+    ),
+    "a Mean where any row counts": (
+        lambda w, b: jax.lax.cond(
+            b["mask"].any(),
+            lambda: crossshard.Mean(((b["x"] @ w) ** 2).sum(1) @ b["mask"], b["mask"].sum()),
+            lambda: crossshard.Mean(0.0, 0.0),
+        ),
+        masked_plain,
         ZERO_SHARDS,
         {},
     ),
