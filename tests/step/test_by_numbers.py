@@ -177,6 +177,14 @@ def in_order(w: Any, batch: Any) -> Any:
     return jnp.sort((batch["x"] @ w).sum(1) ** 2)
 
 
+def trimmed_far(w: Any, batch: Any) -> Any:
+    """A mean of rows without those that are far, but for a quarter of the rows at most."""
+    far = (jnp.abs(batch["x"]) > 3.5).any(1)
+    first = jnp.argsort(~far, stable=True)[: len(far) // 4]
+    dropped = jnp.zeros(len(far), bool).at[first].set(True) & far
+    return (((batch["x"] @ w) ** 2).sum(1) * ~dropped).mean()
+
+
 def in_epoch(w: Any, batch: Any, share: Any) -> Any:
     """A mean of sorted rows; later of the largest, as many as a shard has."""
     losses = in_order(w, batch)
@@ -252,6 +260,14 @@ def with_capacity(capacity: float) -> Any:
 def undecided_below(x: Any) -> Any:
     """Divide all rows by the largest entry, in a callback, if that is more than 1."""
     of = lambda x: np.float32(x / max(1, np.abs(x).max()))
+    return jax.pure_callback(
+        of, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
+    )
+
+
+def undecided_unlike(x: Any) -> Any:
+    """Return rows from a callback, and NaN if all of them are alike."""
+    of = lambda x: np.float32(x / np.ptp(x, 0).astype(bool))
     return jax.pure_callback(
         of, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
     )
@@ -447,6 +463,19 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         WEIGHTED,
     ),
     "numbers that are not finite": (in_chunks(meet), "not finite cannot show it", NAN, {}),
+    # Outliers of what is a probability are none.
+    "a logarithm that outliers make NaN": (
+        lambda w, b: trimmed_far(w, b) - (jnp.log1p(-b["p"]) * (b["x"] @ w).sum(1)).mean(),
+        r"in another order and other numbers in .*batch\['p'\].*of rows of the whole batch",
+        BATCH | {"x": np.clip(BATCH["x"], -3, 3), "p": np.float32(np.linspace(0.05, 0.95, 16))},
+        {},
+    ),
+    "copies that are not finite": (
+        lambda w, b: jnp.sort(undecided_unlike(b["x"]) @ w, 0).mean(),
+        "numbers that are not finite cannot show it with copies of one row",
+        BATCH,
+        {},
+    ),
     "gradients": (centred_gradients, COMPARES, BATCH, {}),
     "one number of rows": (
         of_so_many_rows,

@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from crossshard._check import is_inexact
 from crossshard.model.state import TrainState
@@ -20,8 +21,11 @@ VARIED = 4
 
 def varied(
     loss: StepLoss, shards: int, state: TrainState, batch: Any, *, smaller: bool, where: Any
-) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Return states and batches with other numbers, and the names of what has some.
+) -> tuple[list[Iterator[tuple[Any, Any]]], list[str]]:
+    """Return turns, each of a state and a batch with other numbers, and the names of what has some.
+
+    A turn goes on with fewer other numbers, for a loss that is not finite: first entries from -1 to
+    1 stay, as the probabilities do that a logarithm needs, then others one by one, and then all.
 
     The rows change places, so that shards have others; or each piece has copies of one, as if they
     were sorted by class: a batch in which all pieces look alike hides what happens only to many
@@ -46,16 +50,17 @@ def varied(
     places = [place for place, x in enumerate(leaves) if is_number(x)]
     looks = lambda x: (x.min(), x.max(), (x == jnp.round(x)).all() if is_inexact(x) else True)
     look = jax.jit(lambda xs: list(map(looks, xs)), out_shardings=where)
-    draws, flags = dict[int, _Draw](), set[int]()
+    draws, flags, small = dict[int, _Draw](), set[int](), set[int]()
     seen = jax.device_get(look([leaves[place] for place in places]))
     for place, (low, high, counts) in zip(places, seen, strict=True):
         part, exact = paths[place][0][0].idx, is_inexact(leaves[place])
         draw = _draw_of(part, low, high, exact=exact, counts=counts, smaller=smaller)
         draws |= {} if draw is None else {place: draw}
         flags |= {place} if counts and low >= 0 and high <= 1 else set()
+        small |= {place} if draw is not None and low >= -1 and high <= 1 else set()
     number, pieces = leaves[0].shape[axes[0]], shards * loss.pieces(shards)
 
-    def drawn(turn: Any, given: dict[int, Any]) -> dict[int, Any]:
+    def drawn(turn: Any, given: dict[int, Any], stays: Any) -> dict[int, Any]:
         key = lambda place: jax.random.fold_in(jax.random.key(turn), place)
         of_rows = key(len(leaves))
         order = jax.random.permutation(of_rows, number)
@@ -65,7 +70,7 @@ def varied(
         found = dict(given)
         for place, draw in draws.items():
             x = given[place]
-            found[place] = draw(key(place), x, turn).astype(x.dtype)
+            found[place] = jnp.where(stays[place], x, draw(key(place), x, turn).astype(x.dtype))
         for place, axis in enumerate(axes):
             found[place] = take_rows(found[place], axis, order)
             if place not in flags:
@@ -74,17 +79,24 @@ def varied(
 
     given = {place: leaves[place] for place in {*range(len(axes)), *draws}}
     run = jax.jit(drawn, out_shardings={place: x.sharding for place, x in given.items()})
-    others = []
-    for turn in range(2 * VARIED):
-        numbers = run(turn, given)
-        rows, params, whole, model_state = tree.unflatten(
-            [numbers.get(place, x) for place, x in enumerate(leaves)]
-        )
-        after = dataclasses.replace(state, params=params, model_state=model_state)
-        others.append((after, join(rows, whole)))
+    of_rows = [place for place in draws if place < len(axes)]
+    small &= {*of_rows}
+    fewer = [set[int](), small, *({*small, place} for place in of_rows), {*of_rows}, {*draws}]
+
+    def of_turn(turn: int) -> Iterator[tuple[Any, Any]]:
+        for stays in fewer:
+            numbers = run(turn, given, np.isin(np.arange(len(leaves)), [*stays]))
+            rows, params, whole, model_state = tree.unflatten(
+                [numbers.get(place, x) for place, x in enumerate(leaves)]
+            )
+            after = dataclasses.replace(state, params=params, model_state=model_state)
+            yield after, join(rows, whole)
+
     path_of = lambda path: f"batch{jax.tree_util.keystr(path[1:])}"
     name_of = lambda path: _NAMES.get(path[0].idx) or path_of(path)
-    return others, list(dict.fromkeys(name_of(paths[place][0]) for place in draws))
+    return list(map(of_turn, range(2 * VARIED))), list(
+        dict.fromkeys(name_of(paths[place][0]) for place in draws)
+    )
 
 
 # The parts of what is varied, and the names of two of them.
