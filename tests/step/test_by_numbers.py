@@ -177,6 +177,14 @@ def in_order(w: Any, batch: Any) -> Any:
     return jnp.sort((batch["x"] @ w).sum(1) ** 2)
 
 
+def counted_once(w: Any, batch: Any) -> Any:
+    """A mean over rows of which those with one id count as one."""
+    _, place, often = jnp.unique(
+        batch["class"], return_inverse=True, return_counts=True, size=len(batch["class"])
+    )
+    return (((batch["x"] @ w) ** 2).sum(1) / often[place]).mean()
+
+
 def trimmed_far(w: Any, batch: Any) -> Any:
     """A mean of rows without those that are far, but for a quarter of the rows at most."""
     far = (jnp.abs(batch["x"]) > 3.5).any(1)
@@ -463,6 +471,12 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         WEIGHTED,
     ),
     "numbers that are not finite": (in_chunks(meet), "not finite cannot show it", NAN, {}),
+    "ids of which the first batch has each once": (
+        counted_once,
+        "with the same rows in each part",
+        BATCH | {"class": np.arange(16)},
+        {},
+    ),
     # Outliers of what is a probability are none.
     "a logarithm that outliers make NaN": (
         lambda w, b: trimmed_far(w, b) - (jnp.log1p(-b["p"]) * (b["x"] @ w).sum(1)).mean(),

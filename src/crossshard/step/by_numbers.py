@@ -76,6 +76,7 @@ _OF_SHARDS = (
     "rows from jax.lax.axis_index(axis) * rows."
 )
 _REORDERED, _COPIED = "with the rows in another order", "with copies of one row in each part"
+_SAME = "with the same rows in each part"
 
 
 class _NotDecidedError(Exception):
@@ -194,7 +195,8 @@ class _Check:
         traced = jitted.trace(np.uint32(0), *given[0])
         precision = max(map(precision_of, equations_of(traced.jaxpr)), default=0.0)
         run, results = traced.lower().compile(), list[Any]()
-        for seed, pairs in enumerate([*([pair] for pair in given), *turns]):
+        first = [[pair] for pair in given]
+        for seed, pairs in enumerate(itertools.chain(first, (turn() for turn in turns))):
             for pair in pairs:
                 found = jax.device_get(run(np.uint32(seed), *pair))
                 if np.isfinite(found).all():
@@ -227,14 +229,14 @@ class _Check:
         in it. A loss that names the axis of the shards runs as on a single one. Floats have 32 bits
         in it, unless it cannot be traced so.
         """
-        state, batch = self._given
+        (state, batch), (turns, names) = self._given, self._varied()
         by_hand = [functools.partial(self._by_hand, of_each=of_each) for of_each in (False, True)]
         arounds = None, self._under_vmap, *by_hand
         both = state.params, state.frozen
         in_32 = functools.partial(_in_32_bits, (state.model_state, both, batch))
         failure = None
         for around, inner in itertools.product(arounds, (in_32, None)):
-            given, (turns, names) = [self._given], self._varied()
+            given = [self._given]
             try:
                 (found, *more), precision = self._run(self._comparing(around, inner), given, turns)
             except Exception as error:  # a loss may raise anything on other shapes
@@ -243,8 +245,9 @@ class _Check:
             allowed = (2.0 if inner is None else _ROUNDED) * min(precision, _COARSEST)
             self._check_apart(found, allowed)
             of_others = f" and other numbers in {', '.join(names)}" * bool(names)
-            for rows, of_kind in (_REORDERED, more[:VARIED]), (_COPIED, more[VARIED:]):
+            for kind, rows in enumerate((_REORDERED, _COPIED, _SAME)):
                 # Not of a piece without anything that counts.
+                of_kind = more[kind * VARIED : (kind + 1) * VARIED]
                 some = [each for each in of_kind if np.isfinite(each).all()]
                 for each in some:
                     self._check_apart(_less_rounding(each), allowed, f"{rows}{of_others}, ")

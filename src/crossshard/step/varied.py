@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +15,13 @@ from crossshard.shards.batch_axes import join, take_rows
 from crossshard.step.losses.loss import StepLoss
 
 # With how many batches a loss is compared where the first hides what later ones show: with the rows
-# in another order, and as many with copies of one row in each piece.
-VARIED = 4
+# in another order, and as many with copies of one row in each piece; two have the same in all.
+VARIED, _TURNS = 4, 10
 
 
 def varied(
     loss: StepLoss, shards: int, state: TrainState, batch: Any, *, smaller: bool, where: Any
-) -> tuple[list[Iterator[tuple[Any, Any]]], list[str]]:
+) -> tuple[Sequence[Callable[[], Iterator[tuple[Any, Any]]]], list[str]]:
     """Return turns, each of a state and a batch with other numbers, and the names of what has some.
 
     A turn goes on with fewer other numbers, for a loss that is not finite: first entries from -1 to
@@ -29,7 +29,8 @@ def varied(
 
     The rows change places, so that shards have others; or each piece has copies of one, as if they
     were sorted by class: a batch in which all pieces look alike hides what happens only to many
-    rows of one kind, as those beyond an expert's capacity. The tokens of such a row are all alike,
+    rows of one kind, as those beyond an expert's capacity. Or all pieces have the same rows, which
+    a loss may count once, as ids that are there twice. The tokens of such a row are all alike,
     too, in every other batch.
 
     Args:
@@ -65,7 +66,8 @@ def varied(
         of_rows = key(len(leaves))
         order = jax.random.permutation(of_rows, number)
         copies = order[jnp.arange(number) * pieces // number]
-        order = jnp.where(turn < VARIED, order, copies)
+        same = order[jnp.arange(number) % (number // pieces)]
+        order = jnp.where(turn < VARIED, order, jnp.where(turn < 2 * VARIED, copies, same))
         one_token = (turn > VARIED) & (turn % 2 == 1)
         found = dict(given)
         for place, draw in draws.items():
@@ -94,9 +96,8 @@ def varied(
 
     path_of = lambda path: f"batch{jax.tree_util.keystr(path[1:])}"
     name_of = lambda path: _NAMES.get(path[0].idx) or path_of(path)
-    return list(map(of_turn, range(2 * VARIED))), list(
-        dict.fromkeys(name_of(paths[place][0]) for place in draws)
-    )
+    turns = [functools.partial(of_turn, turn) for turn in range(_TURNS)]
+    return turns, list(dict.fromkeys(name_of(paths[place][0]) for place in draws))
 
 
 # The parts of what is varied, and the names of two of them.
