@@ -185,6 +185,13 @@ def counted_once(w: Any, batch: Any) -> Any:
     return (((batch["x"] @ w) ** 2).sum(1) / often[place]).mean()
 
 
+def within_a_budget(w: Any, batch: Any) -> Any:
+    """A mean over the rows with a flag, of which half of the batch is taken at most."""
+    first = jnp.argsort(-batch["flag"], stable=True)[: len(batch["flag"]) // 2]
+    losses, counts = ((batch["x"] @ w) ** 2).sum(1)[first], batch["flag"][first]
+    return crossshard.Mean((losses * counts).sum(), counts.sum())
+
+
 def trimmed_far(w: Any, batch: Any) -> Any:
     """A mean of rows without those that are far, but for a quarter of the rows at most."""
     far = (jnp.abs(batch["x"]) > 3.5).any(1)
@@ -428,7 +435,7 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
             * (b["class"] != jnp.argmax(jnp.bincount(b["class"], length=3)))
         ).mean(),
         "with copies of one row in each part",
-        MANY | {"class": np.tile(np.int32([0, 0, 0, 1]), 12)},
+        MANY | {"class": np.tile(np.int32([0, 0, 0, 2]), 12)},
         {},
     ),
     "a flag that is set on every shard": (
@@ -475,6 +482,12 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         counted_once,
         "with the same rows in each part",
         BATCH | {"class": np.arange(16)},
+        {},
+    ),
+    "a budget that no shard fills": (
+        within_a_budget,
+        "with the rows in another order",
+        BATCH | {"flag": np.int32(np.arange(16) % 4 == 0)},
         {},
     ),
     # Outliers of what is a probability are none.

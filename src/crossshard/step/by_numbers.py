@@ -211,7 +211,7 @@ class _Check:
             f"finite in the first call. {_COUNTS} Or: {REMEDIES}"
         )
 
-    def _varied(self) -> tuple[list[Any], list[str]]:
+    def _varied(self) -> tuple[Sequence[Any], list[str]]:
         """Return turns of states and batches with other numbers, and the names of what has some."""
         loss, smaller = self._config.loss, self._doubt.finding.reason.endswith(ENDS_LOOP)
         shards, where = self._layout.number_of_shards, self._everywhere

@@ -29,9 +29,10 @@ def varied(
 
     The rows change places, so that shards have others; or each piece has copies of one, as if they
     were sorted by class: a batch in which all pieces look alike hides what happens only to many
-    rows of one kind, as those beyond an expert's capacity. Or all pieces have the same rows, which
-    a loss may count once, as ids that are there twice. The tokens of such a row are all alike,
-    too, in every other batch.
+    rows of one kind, as those beyond an expert's capacity. So does one with as many flags in each:
+    once they all are in the first piece, and few in the others. Or all pieces have the same rows,
+    which a loss may count once, as ids that are there twice. The tokens of a row are all alike,
+    too, in every other batch behind the first ones.
 
     Args:
       loss: the loss.
@@ -74,16 +75,27 @@ def varied(
             x = given[place]
             found[place] = jnp.where(stays[place], x, draw(key(place), x, turn).astype(x.dtype))
         for place, axis in enumerate(axes):
-            found[place] = take_rows(found[place], axis, order)
-            if place not in flags:
-                found[place] = _of_one_token(one_token, of_rows, found[place], axis)
+            x = found[place] = take_rows(found[place], axis, order)
+            if place in flags:
+                full = jnp.expand_dims(jnp.arange(number) < number // pieces, [*range(1, x.ndim)])
+                often = jnp.where(jnp.moveaxis(full, 0, axis), 1.0, 0.1)
+                some = jax.random.bernoulli(key(place), often, x.shape).astype(x.dtype)
+                found[place] = jnp.where((turn == 2) & ~stays[place], some, x)
+            else:
+                found[place] = _of_one_token(one_token, of_rows, x, axis)
         return found
 
     given = {place: leaves[place] for place in {*range(len(axes)), *draws}}
     run = jax.jit(drawn, out_shardings={place: x.sharding for place, x in given.items()})
-    of_rows = [place for place in draws if place < len(axes)]
-    small &= {*of_rows}
-    fewer = [set[int](), small, *({*small, place} for place in of_rows), {*of_rows}, {*draws}]
+    of_rows = {place for place in (*draws, *flags) if place < len(axes)}
+    small &= of_rows - flags
+    fewer = [
+        set[int](),
+        small,
+        *({*small, place} for place in of_rows),
+        of_rows,
+        of_rows | {*draws},
+    ]
 
     def of_turn(turn: int) -> Iterator[tuple[Any, Any]]:
         for stays in fewer:
@@ -97,7 +109,9 @@ def varied(
     path_of = lambda path: f"batch{jax.tree_util.keystr(path[1:])}"
     name_of = lambda path: _NAMES.get(path[0].idx) or path_of(path)
     turns = [functools.partial(of_turn, turn) for turn in range(_TURNS)]
-    return turns, list(dict.fromkeys(name_of(paths[place][0]) for place in draws))
+    return turns, list(
+        dict.fromkeys(name_of(paths[place][0]) for place in sorted({*draws, *of_rows}))
+    )
 
 
 # The parts of what is varied, and the names of two of them.
