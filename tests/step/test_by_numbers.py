@@ -386,6 +386,18 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         LATER,
         AT,
     ),
+    "fewer rows in later steps": (
+        lambda w, b: (
+            in_order(w, b)
+            * (
+                jnp.arange(len(b["x"]))
+                < len(b["x"]) - jnp.minimum(b["at"] // 5000, len(b["x"]) // 4)
+            )
+        ).mean(),
+        "with another value where no row decides",
+        LATER,
+        AT,
+    ),
     "a term of layers in later steps": (
         lambda w, b: jax.lax.scan(
             lambda sum, x: (sum + jnp.where(b["at"] > 10**6, *in_epochs(w * x, b)), None),

@@ -215,9 +215,11 @@ def _other_inputs(
     meets = any(bits & ~OF_WHOLE for bits in reads)
     meets = meets or any(x.aval.size > 1 for x in equation.outvars)
     for place, (x, bits) in enumerate(zip(values, reads, strict=True)):
-        if meets and bits == OF_WHOLE and x.size == 1 and is_inexact(x):
+        is_number = is_inexact(x) or jnp.issubdtype(x.dtype, jnp.signedinteger)
+        if meets and bits == OF_WHOLE and x.size == 1 and is_number:
             number = gates.number((*path, equation.invars[place]), equation)
-            found[place] = jnp.where(number > 0, number.astype(x.dtype), x)
+            other = number if is_inexact(x) else 10 * number
+            found[place] = jnp.where(number > 0, other.astype(x.dtype), x)
     return found
 
 
