@@ -179,9 +179,8 @@ def in_order(w: Any, batch: Any) -> Any:
 
 def counted_once(w: Any, batch: Any) -> Any:
     """A mean over rows of which those with one id count as one."""
-    _, place, often = jnp.unique(
-        batch["class"], return_inverse=True, return_counts=True, size=len(batch["class"])
-    )
+    ids = batch["x"][:, 0]
+    _, place, often = jnp.unique(ids, return_inverse=True, return_counts=True, size=len(ids))
     return (((batch["x"] @ w) ** 2).sum(1) / often[place]).mean()
 
 
@@ -229,7 +228,7 @@ def of_hard_classes(hardest: Callable[[Any, int], Any]) -> Any:
     """A mean of half of the rows; of these each shard has as many in ``EVEN``."""
 
     def loss(w: Any, batch: Any) -> Any:
-        losses = (w[batch["class"]] ** 2).sum(1)
+        losses = ((batch["class"] @ w) ** 2).sum(1)
         return hardest(losses, len(losses) // 2).mean()
 
     return loss
@@ -301,7 +300,7 @@ def two_views(w: Any, batch: Any) -> Any:
 
 
 ALIKE = BATCH | {"x": np.tile(BATCH["x"][:1], (16, 1)), "class": np.ones(16, np.int32)}
-EVEN = {"class": np.tile(np.int32([0, 1, 0, 2]), SHARDS)}
+EVEN = {"class": np.float32(2 * np.eye(3)[[0, 1, 0, 2] * SHARDS])}
 EXPERTS = MANY | {"class": np.arange(48) % 4}
 CLASSES = BATCH | {"class": np.int32(np.arange(16) ** 2 % 3)}
 FULL = BATCH | {"mask": np.ones(16, np.float32)}
@@ -357,7 +356,7 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         {},
     ),
     "a column of counts": (
-        lambda w, b: in_epoch(w, b, jnp.where(b["epoch"].max() > 40, 1.0, 0.0)),
+        lambda w, b: in_epoch(w, b, jnp.where(b["epoch"].max() > 40.5, 1.0, 0.0)),
         r"other numbers in batch\['epoch'\]",
         BATCH | {"epoch": np.full(16, 7, np.int32)},
         {},
@@ -425,12 +424,12 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     "a gradient of 0": (
         lambda w, b: (in_order(w, b) * (jnp.sort(b["gain"]) == 5)).mean(),
         "the gradient of this batch is 0",
-        BATCH | {"gain": np.zeros(16, np.int32)},
+        BATCH | {"gain": np.zeros(16, np.float32)},
         {},
     ),
     "the harder half of sorted rows": (
         of_hard_classes(lambda losses, half: jnp.sort(losses)[half:]),
-        "with the rows in another order, of rows of the whole batch",
+        r"with the rows in another order and other numbers in batch\['class'\], of rows",
         EVEN,
         {},
     ),
@@ -493,13 +492,19 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     "ids of which the first batch has each once": (
         counted_once,
         "with the same rows in each part",
-        BATCH | {"class": np.arange(16)},
+        BATCH,
         {},
     ),
     "a budget that no shard fills": (
         within_a_budget,
         "with the rows in another order",
-        BATCH | {"flag": np.int32(np.arange(16) % 4 == 0)},
+        BATCH | {"flag": np.float32(np.arange(16) % 4 == 0)},
+        {},
+    ),
+    "a class that the first batch lacks": (
+        lambda w, b: jnp.where(b["class"] == 7, in_order(w, b), (b["x"] @ w).sum(1) ** 2).mean(),
+        r"other numbers in batch\['class'\]",
+        EXPERTS,
         {},
     ),
     # Outliers of what is a probability are none.

@@ -105,7 +105,7 @@ OF_WHOLE, OF_ROWS, OF_PARAMS = 1, 2, 4
 _MOST_GATES = 64
 # So many combinations of them are tried.
 _MOST_TRIES = 16
-_COMPARES = frozenset("eq ne lt le gt ge".split())
+COMPARES = frozenset("eq ne lt le gt ge".split())
 _SWAPPED = {"max": lax.min_p, "min": lax.max_p}
 
 
@@ -228,7 +228,7 @@ def _other_outputs(
 ) -> Any:
     """Return the outputs of an equation, with another value for a comparison and for a bound."""
     name, (first, *_) = equation.primitive.name, outputs
-    if name in _COMPARES and bits & OF_PARAMS:
+    if name in COMPARES and bits & OF_PARAMS:
         return [first ^ (gates.number(within, equation) > 0)]
     if name in (*_SWAPPED, "clamp") and (bits & OF_PARAMS or first.size > 1):
         of_clamp = lambda: values[0] + values[2] - first

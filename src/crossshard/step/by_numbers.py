@@ -61,7 +61,7 @@ from crossshard.step.over_rows import (
     finding_of,
 )
 from crossshard.step.trial import Trial, precision_of
-from crossshard.step.varied import VARIED, varied
+from crossshard.step.varied import VARIED, compared_with, varied
 
 # In float32, sums over rows in another order differ by less than this; in coarser floats by less
 # than twice their precision, or that of bfloat16; and by less than a part of it, if only kernels
@@ -190,13 +190,14 @@ class _Check:
 
         ``given`` are pairs of a state and a batch. Each run has other noise. After them come those
         of each turn, the first of which the result is finite, if any; they are added to ``given``.
+        A turn is given the whole numbers that the function compares others with.
         """
         jitted = jax.jit(self._with_noise(function), out_shardings=self._everywhere)
         traced = jitted.trace(np.uint32(0), *given[0])
         precision = max(map(precision_of, equations_of(traced.jaxpr)), default=0.0)
         run, results = traced.lower().compile(), list[Any]()
-        first = [[pair] for pair in given]
-        for seed, pairs in enumerate(itertools.chain(first, (turn() for turn in turns))):
+        first, numbers = [[pair] for pair in given], compared_with(traced.jaxpr)
+        for seed, pairs in enumerate(itertools.chain(first, (turn(numbers) for turn in turns))):
             for pair in pairs:
                 found = jax.device_get(run(np.uint32(seed), *pair))
                 if np.isfinite(found).all():

@@ -8,8 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from crossshard._check import is_inexact
+from crossshard.jaxprs.walk import equations_of
+from crossshard.jaxprs.widen import COMPARES
 from crossshard.model.state import TrainState
 from crossshard.shards.batch_axes import join, take_rows
 from crossshard.step.losses.loss import StepLoss
@@ -17,15 +20,17 @@ from crossshard.step.losses.loss import StepLoss
 # With how many batches a loss is compared where the first hides what later ones show: with the rows
 # in another order, and as many with copies of one row in each piece; two have the same in all.
 VARIED, _TURNS = 4, 10
+_NUMBERS = 16  # how many of the whole numbers that a loss compares others with are tried
 
 
 def varied(
     loss: StepLoss, shards: int, state: TrainState, batch: Any, *, smaller: bool, where: Any
-) -> tuple[Sequence[Callable[[], Iterator[tuple[Any, Any]]]], list[str]]:
+) -> tuple[Sequence[Callable[[Any], Iterator[tuple[Any, Any]]]], list[str]]:
     """Return turns, each of a state and a batch with other numbers, and the names of what has some.
 
     A turn goes on with fewer other numbers, for a loss that is not finite: first entries from -1 to
-    1 stay, as the probabilities do that a logarithm needs, then others one by one, and then all.
+    1 stay, as the probabilities do that a logarithm needs, then others one by one, and then all. It
+    is given whole numbers that some of those in the rows become, as ``compared_with`` finds them.
 
     The rows change places, so that shards have others; or each piece has copies of one, as if they
     were sorted by class: a batch in which all pieces look alike hides what happens only to many
@@ -52,7 +57,7 @@ def varied(
     places = [place for place, x in enumerate(leaves) if is_number(x)]
     looks = lambda x: (x.min(), x.max(), (x == jnp.round(x)).all() if is_inexact(x) else True)
     look = jax.jit(lambda xs: list(map(looks, xs)), out_shardings=where)
-    draws, flags, small = dict[int, _Draw](), set[int](), set[int]()
+    draws, flags, small, whole_numbers = dict[int, _Draw](), set[int](), set[int](), set[int]()
     seen = jax.device_get(look([leaves[place] for place in places]))
     for place, (low, high, counts) in zip(places, seen, strict=True):
         part, exact = paths[place][0][0].idx, is_inexact(leaves[place])
@@ -60,9 +65,11 @@ def varied(
         draws |= {} if draw is None else {place: draw}
         flags |= {place} if counts and low >= 0 and high <= 1 else set()
         small |= {place} if draw is not None and low >= -1 and high <= 1 else set()
+        is_whole = part == _ROWS and jnp.issubdtype(leaves[place].dtype, jnp.integer)
+        whole_numbers |= {place} if is_whole else set()
     number, pieces = leaves[0].shape[axes[0]], shards * loss.pieces(shards)
 
-    def drawn(turn: Any, given: dict[int, Any], stays: Any) -> dict[int, Any]:
+    def drawn(turn: Any, given: dict[int, Any], stays: Any, known: Any) -> dict[int, Any]:
         key = lambda place: jax.random.fold_in(jax.random.key(turn), place)
         of_rows = key(len(leaves))
         order = jax.random.permutation(of_rows, number)
@@ -74,6 +81,11 @@ def varied(
         for place, draw in draws.items():
             x = given[place]
             found[place] = jnp.where(stays[place], x, draw(key(place), x, turn).astype(x.dtype))
+        for place in whole_numbers if len(known) else ():
+            x, (of_place, of_number) = found[place], jax.random.split(key(place))
+            some = jax.random.bernoulli(of_place, 0.5, x.shape) & (turn % 2 == 1) & ~stays[place]
+            others = jax.random.choice(of_number, known, x.shape).astype(x.dtype)
+            found[place] = jnp.where(some, others, x)
         for place, axis in enumerate(axes):
             x = found[place] = take_rows(found[place], axis, order)
             if place in flags:
@@ -87,8 +99,8 @@ def varied(
 
     given = {place: leaves[place] for place in {*range(len(axes)), *draws}}
     run = jax.jit(drawn, out_shardings={place: x.sharding for place, x in given.items()})
-    of_rows = {place for place in (*draws, *flags) if place < len(axes)}
-    small &= of_rows - flags
+    of_rows = {place for place in {*draws, *flags, *whole_numbers} if place < len(axes)}
+    small &= of_rows - flags - whole_numbers
     fewer = [
         set[int](),
         small,
@@ -97,9 +109,9 @@ def varied(
         of_rows | {*draws},
     ]
 
-    def of_turn(turn: int) -> Iterator[tuple[Any, Any]]:
+    def of_turn(turn: int, known: Any) -> Iterator[tuple[Any, Any]]:
         for stays in fewer:
-            numbers = run(turn, given, np.isin(np.arange(len(leaves)), [*stays]))
+            numbers = run(turn, given, np.isin(np.arange(len(leaves)), [*stays]), known)
             rows, params, whole, model_state = tree.unflatten(
                 [numbers.get(place, x) for place, x in enumerate(leaves)]
             )
@@ -112,6 +124,15 @@ def varied(
     return turns, list(
         dict.fromkeys(name_of(paths[place][0]) for place in sorted({*draws, *of_rows}))
     )
+
+
+def compared_with(jaxpr: Any) -> np.ndarray[Any, Any]:
+    """Return the whole numbers that a jaxpr compares others with, and their neighbours."""
+    comparisons = [each for each in equations_of(jaxpr) if each.primitive.name in COMPARES]
+    atoms = [atom for each in comparisons for atom in each.invars if isinstance(atom, Literal)]
+    values = [np.asarray(atom.val) for atom in atoms]
+    found = {int(x) for x in values if x.ndim == 0 and x.dtype.kind in "iu" and abs(x) < 2**30}
+    return np.array([x + by for x in sorted(found)[:_NUMBERS] for by in (0, -1, 1)], np.int32)
 
 
 # The parts of what is varied, and the names of two of them.
