@@ -290,6 +290,14 @@ def written_across(b: Any, w: Any, k: Any) -> Any:
     return (written * jnp.arange(40.0)).mean() * w.sum()
 
 
+def branching(condition: Any, of: Any) -> Any:
+    return lax.cond(condition, of, lambda: 0.0)  # <-
+
+
+def any_word(b: Any) -> Any:
+    return (b["words"] == 2).any()  # <-
+
+
 COMPARED: dict[str, Loss] = {
     "microbatches": lambda b, w, k: lax.map(jnp.std, b["x"].reshape(2, -1, WIDTH)).mean(),
     "regulariser of a row": lambda b, w, k: (b["x"] @ w).mean() + (w**2).sum() / ROWS_OF(b),
@@ -323,6 +331,14 @@ COMPARED: dict[str, Loss] = {
     "centred tangents": lambda b, w, k: (with_centred_tangents(b["x"] @ w) ** 2).mean(),
     "another value": lambda b, w, k: (centred_by_its_gradient(b["x"] @ w) ** 2).mean(),
     "largest k rows": lambda b, w, k: lax.top_k((b["x"] @ w).T, 2)[0].mean(),
+    "median": lambda b, w, k: jnp.median(b["x"] @ w, axis=0).sum(),
+    "any row chooses": lambda b, w, k: (jnp.where(any_word(b), 2 * b["x"], b["x"]) @ w).mean(),
+    "any row, as it is": lambda b, w, k: jnp.where(any_word(b)[None], b["x"][:, 0], 0).mean(),
+    "any row branches": lambda b, w, k: branching(any_word(b), lambda: (b["x"] @ w).mean()),
+    "a step without NaN": lambda b, w, k: branching(
+        ~jnp.isnan(b["x"]).any(), lambda: (b["x"] @ w).mean()
+    ),
+    "whether any row": lambda b, w, k: (b["x"] @ w).mean() + any_word(b).astype(np.float32),
 }
 
 
@@ -354,11 +370,18 @@ UNDECIDED: dict[str, Loss] = {
     "sorted and unsorted": unsorted,
     "grouped product": grouped,
     "guard of the same sum, computed again": asked_again,
+    "guard of any row": lambda b, w, k: jnp.where(
+        any_word(b),  # <-
+        (b["mask"] * w[0, 0]).sum() / jnp.maximum(1, b["mask"].sum()),
+        0,
+    ),
+    "branch of any row": lambda b, w, k: branching(
+        any_word(b), lambda: (b["x"] @ w).sum() / b["mask"].sum()
+    ),
     "read from outside": lambda b, w, k: jax.experimental.io_callback(np.abs, b["y"][0], w[0, 0]),
     "position, twice": diagonal,
     "each row for each row": each_for_each,
     "sorted rows": lambda b, w, k: jnp.sort(b["x"] @ w, axis=0)[0].mean(),
-    "median": lambda b, w, k: jnp.median(b["x"] @ w, axis=0).sum(),
     "queue": lambda b, w, k: ((b["x"] @ w) @ jnp.concatenate([b["x"], W]).T).mean(),
     "bounded gradient": lambda b, w, k: bounded(b["x"] @ w).mean(),
     "half a gradient": lambda b, w, k: half_a_product(b["x"], w).mean(),

@@ -98,7 +98,7 @@ def in_loops(x: Any, w: Any, at: Any) -> Any:
     return jnp.stack([end, bounds.sum(), lax.while_loop(lambda c: c[0] < 2, turn, (0, 0.0))[1]])
 
 
-# A function, its values, and those with each gate turned, or a half in place of a single number.
+# A function, its values, and those with each gate turned, or a half or 5 in its place.
 GATES: dict[str, tuple[Any, list[float], list[list[float]]]] = {
     "conditions": (
         chosen,
@@ -107,6 +107,7 @@ GATES: dict[str, tuple[Any, list[float], list[list[float]]]] = {
     ),
     "loops": (in_loops, [2, 6, 2], [[-2, 6, 2], [2, 12, 2], [2, 6, 0.5]]),
     "a factor": (lambda x, w, at: x.sum() * (at / 2), [0], [[-0.5]]),
+    "a rank": (lambda x, w, at: 1.0 * (jnp.arange(3) < 2 - at), [1, 1, 0], [[1, 1, 1]]),
     "a comparison of parameters": (lambda x, w, at: (w > 2.0) * w, [0, 0, 0], [[1, 1, 1]]),
 }
 

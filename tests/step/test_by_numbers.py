@@ -177,6 +177,28 @@ def in_order(w: Any, batch: Any) -> Any:
     return jnp.sort((batch["x"] @ w).sum(1) ** 2)
 
 
+def counted_once(w: Any, batch: Any) -> Any:
+    """A mean over rows of which those with one id count as one."""
+    ids = batch["x"][:, 0]
+    _, place, often = jnp.unique(ids, return_inverse=True, return_counts=True, size=len(ids))
+    return (((batch["x"] @ w) ** 2).sum(1) / often[place]).mean()
+
+
+def within_a_budget(w: Any, batch: Any) -> Any:
+    """A mean over the rows with a flag, of which half of the batch is taken at most."""
+    first = jnp.argsort(-batch["flag"], stable=True)[: len(batch["flag"]) // 2]
+    losses, counts = ((batch["x"] @ w) ** 2).sum(1)[first], batch["flag"][first]
+    return crossshard.Mean((losses * counts).sum(), counts.sum())
+
+
+def trimmed_far(w: Any, batch: Any) -> Any:
+    """A mean of rows without those that are far, but for a quarter of the rows at most."""
+    far = (jnp.abs(batch["x"]) > 3.5).any(1)
+    first = jnp.argsort(~far, stable=True)[: len(far) // 4]
+    dropped = jnp.zeros(len(far), bool).at[first].set(True) & far
+    return (((batch["x"] @ w) ** 2).sum(1) * ~dropped).mean()
+
+
 def in_epoch(w: Any, batch: Any, share: Any) -> Any:
     """A mean of sorted rows; later of the largest, as many as a shard has."""
     losses = in_order(w, batch)
@@ -206,7 +228,7 @@ def of_hard_classes(hardest: Callable[[Any, int], Any]) -> Any:
     """A mean of half of the rows; of these each shard has as many in ``EVEN``."""
 
     def loss(w: Any, batch: Any) -> Any:
-        losses = (w[batch["class"]] ** 2).sum(1)
+        losses = ((batch["class"] @ w) ** 2).sum(1)
         return hardest(losses, len(losses) // 2).mean()
 
     return loss
@@ -257,6 +279,14 @@ def undecided_below(x: Any) -> Any:
     )
 
 
+def undecided_unlike(x: Any) -> Any:
+    """Return rows from a callback, and NaN if all of them are alike."""
+    of = lambda x: np.float32(x / np.ptp(x, 0).astype(bool))
+    return jax.pure_callback(
+        of, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
+    )
+
+
 def in_groups(x: Any) -> Any:
     """Centre groups of two rows, in a callback."""
     of = lambda x: np.float32(x - np.repeat(np.reshape(x, (-1, 2)).mean(1), 2))
@@ -270,7 +300,7 @@ def two_views(w: Any, batch: Any) -> Any:
 
 
 ALIKE = BATCH | {"x": np.tile(BATCH["x"][:1], (16, 1)), "class": np.ones(16, np.int32)}
-EVEN = {"class": np.tile(np.int32([0, 1, 0, 2]), SHARDS)}
+EVEN = {"class": np.float32(2 * np.eye(3)[[0, 1, 0, 2] * SHARDS])}
 EXPERTS = MANY | {"class": np.arange(48) % 4}
 CLASSES = BATCH | {"class": np.int32(np.arange(16) ** 2 % 3)}
 FULL = BATCH | {"mask": np.ones(16, np.float32)}
@@ -326,7 +356,7 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         {},
     ),
     "a column of counts": (
-        lambda w, b: in_epoch(w, b, jnp.where(b["epoch"].max() > 40, 1.0, 0.0)),
+        lambda w, b: in_epoch(w, b, jnp.where(b["epoch"].max() > 40.5, 1.0, 0.0)),
         r"other numbers in batch\['epoch'\]",
         BATCH | {"epoch": np.full(16, 7, np.int32)},
         {},
@@ -351,6 +381,18 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     ),
     "a term between two steps": (
         lambda w, b: in_epoch(w, b, 1.0 * (b["at"] < 10**7) * jnp.where(b["at"] > 10**6, 1, 0)),
+        "with another value where no row decides",
+        LATER,
+        AT,
+    ),
+    "fewer rows in later steps": (
+        lambda w, b: (
+            in_order(w, b)
+            * (
+                jnp.arange(len(b["x"]))
+                < len(b["x"]) - jnp.minimum(b["at"] // 5000, len(b["x"]) // 4)
+            )
+        ).mean(),
         "with another value where no row decides",
         LATER,
         AT,
@@ -382,12 +424,12 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     "a gradient of 0": (
         lambda w, b: (in_order(w, b) * (jnp.sort(b["gain"]) == 5)).mean(),
         "the gradient of this batch is 0",
-        BATCH | {"gain": np.zeros(16, np.int32)},
+        BATCH | {"gain": np.zeros(16, np.float32)},
         {},
     ),
     "the harder half of sorted rows": (
         of_hard_classes(lambda losses, half: jnp.sort(losses)[half:]),
-        "with the rows in another order, of rows of the whole batch",
+        r"with the rows in another order and other numbers in batch\['class'\], of rows",
         EVEN,
         {},
     ),
@@ -404,12 +446,12 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
             * (b["class"] != jnp.argmax(jnp.bincount(b["class"], length=3)))
         ).mean(),
         "with copies of one row in each part",
-        MANY | {"class": np.tile(np.int32([0, 0, 0, 1]), 12)},
+        MANY | {"class": np.tile(np.int32([0, 0, 0, 2]), 12)},
         {},
     ),
     "a flag that is set on every shard": (
         lambda w, b: jnp.where(jnp.any(b["done"]), plain(w, b), 2 * plain(w, b)),
-        "with copies of one row in each part",
+        "compares rows of the batch: something of all rows decides",
         BATCH | {"done": np.ones(16, bool)},
         {},
     ),
@@ -447,6 +489,37 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         WEIGHTED,
     ),
     "numbers that are not finite": (in_chunks(meet), "not finite cannot show it", NAN, {}),
+    "ids of which the first batch has each once": (
+        counted_once,
+        "with the same rows in each part",
+        BATCH,
+        {},
+    ),
+    "a budget that no shard fills": (
+        within_a_budget,
+        "with the rows in another order",
+        BATCH | {"flag": np.float32(np.arange(16) % 4 == 0)},
+        {},
+    ),
+    "a class that the first batch lacks": (
+        lambda w, b: jnp.where(b["class"] == 7, in_order(w, b), (b["x"] @ w).sum(1) ** 2).mean(),
+        r"other numbers in batch\['class'\]",
+        EXPERTS,
+        {},
+    ),
+    # Outliers of what is a probability are none.
+    "a logarithm that outliers make NaN": (
+        lambda w, b: trimmed_far(w, b) - (jnp.log1p(-b["p"]) * (b["x"] @ w).sum(1)).mean(),
+        r"in another order and other numbers in .*batch\['p'\].*of rows of the whole batch",
+        BATCH | {"x": np.clip(BATCH["x"], -3, 3), "p": np.float32(np.linspace(0.05, 0.95, 16))},
+        {},
+    ),
+    "copies that are not finite": (
+        lambda w, b: jnp.sort(undecided_unlike(b["x"]) @ w, 0).mean(),
+        "numbers that are not finite cannot show it with copies of one row",
+        BATCH,
+        {},
+    ),
     "gradients": (centred_gradients, COMPARES, BATCH, {}),
     "one number of rows": (
         of_so_many_rows,
@@ -525,6 +598,16 @@ TAKEN: dict[str, tuple[Any, Callable[..., Any] | None, Any, dict[str, Any]]] = {
     "sums in a loop": (
         lambda w, b: summed_in_a_loop(w, b, crossshard.Mean),
         summed_in_a_loop,
+        ZERO_SHARDS,
+        {},
+    ),
+    "a Mean where any row counts": (
+        lambda w, b: jax.lax.cond(
+            b["mask"].any(),
+            lambda: crossshard.Mean(((b["x"] @ w) ** 2).sum(1) @ b["mask"], b["mask"].sum()),
+            lambda: crossshard.Mean(0.0, 0.0),
+        ),
+        masked_plain,
         ZERO_SHARDS,
         {},
     ),

@@ -20,6 +20,7 @@ from crossshard.jaxprs import row_rules as rules
 from crossshard.jaxprs.kernels import DEFINED_BY_JAXPR, Assumptions, is_rowwise, of_kernel
 from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
 from crossshard.jaxprs.row_facts import (
+    DECIDED,
     DIFFERS,
     DIVIDES,
     ENDS_LOOP,
@@ -242,6 +243,12 @@ class _OverRows(Analysis[Fact]):
         return Obstacle(OverRows.UNDECIDED, _COUNTS, equation)
 
     def join(self, facts: Sequence[Fact]) -> Fact:
+        first, *rest = facts
+        if isinstance(first, Obstacle) and first.reason == DECIDED:
+            if len(rest) > 1 and len({*rest}) == 1 and getattr(rest[0], "number", None) is not None:
+                return rest[0]  # such as the 1 of a ``Mean``, whatever is chosen
+            if rules.may_guard(rest):
+                facts = [replace(first, kind=OverRows.UNDECIDED), *rest]
         return outside(functools.reduce(joined, facts))
 
     def control(self, equations: Equations, decides: Fact) -> Fact | None:
@@ -249,6 +256,8 @@ class _OverRows(Analysis[Fact]):
         match decides:
             case Free(power=0):
                 return None
+            case Obstacle(OverRows.UNDECIDED, of_all=True) if name == "cond":
+                return pair.compared(DECIDED)
             case Obstacle():
                 return replace(decides, of_all=False)
             case OneRow(0) | NonZero():

@@ -38,6 +38,7 @@ OF_PLACE = "the position of a row"
 OF_SHARD = "axis_index"
 OF_NUMBER = "the number of rows"
 SAME_NOISE = "noise from a key that is the same on every shard"
+DECIDED = "something of all rows decides"
 DIVIDES = "a sum over rows divides what is not decided"
 BOUNDS = "a bound of a sum over rows that is not decided"
 

@@ -26,6 +26,7 @@ from crossshard.jaxprs.primitives import (
 from crossshard.jaxprs.row_facts import (
     ADDS_UNLIKE,
     BOUNDS,
+    DECIDED,
     DIVIDES,
     MEETS_EARLIER,
     SAME_NOISE,
@@ -700,6 +701,13 @@ def of_undecided(pair: Pair, inputs: Sequence[Fact], obstacle: Obstacle) -> Obst
     if name == "div" and fixed[1] and is_all[1]:
         by = inputs[1] if isinstance(inputs[1], Total) else None
         return replace(obstacle, reason=DIVIDES, equation=pair.one, of_all=True, by=by)
+    if is_all[0] and _is_undecided(inputs[0]) and not may_guard(inputs[1:]):
+        # A condition, such as whether any row has a flag.
+        is_flag = atoms[0].aval.dtype == bool and is_inexact(pair.one.outvars[0])
+        if is_flag and name in ("select_n", "convert_element_type"):
+            return pair.compared(DECIDED)
+        if name == "broadcast_in_dim":
+            return obstacle
     if not any(exact):
         return replace(obstacle, of_all=False)
     rest = [
@@ -726,6 +734,16 @@ def of_undecided(pair: Pair, inputs: Sequence[Fact], obstacle: Obstacle) -> Obst
     if name == "mul" and obstacle.reason == DIVIDES and any(isinstance(x, Total) for x in inputs):
         return obstacle  # its inverse is multiplied with
     return pair.compared(f"{name} of a sum over rows, or of a part of them")
+
+
+def may_guard(values: Sequence[Fact]) -> bool:
+    """Return whether a choice of these may only guard what counts nothing: a sum, or a ratio."""
+    match [x for x in values if not isinstance(x, Free)]:
+        case [Divided() | Total(power=1)]:
+            return True
+        case [Obstacle(reason=reason)]:
+            return reason == DIVIDES
+    return False
 
 
 def with_own_derivative(fact: Fact, obstacle: Obstacle) -> Obstacle:

@@ -105,7 +105,7 @@ OF_WHOLE, OF_ROWS, OF_PARAMS = 1, 2, 4
 _MOST_GATES = 64
 # So many combinations of them are tried.
 _MOST_TRIES = 16
-_COMPARES = frozenset("eq ne lt le gt ge".split())
+COMPARES = frozenset("eq ne lt le gt ge".split())
 _SWAPPED = {"max": lax.min_p, "min": lax.max_p}
 
 
@@ -215,9 +215,11 @@ def _other_inputs(
     meets = any(bits & ~OF_WHOLE for bits in reads)
     meets = meets or any(x.aval.size > 1 for x in equation.outvars)
     for place, (x, bits) in enumerate(zip(values, reads, strict=True)):
-        if meets and bits == OF_WHOLE and x.size == 1 and is_inexact(x):
+        is_number = is_inexact(x) or jnp.issubdtype(x.dtype, jnp.signedinteger)
+        if meets and bits == OF_WHOLE and x.size == 1 and is_number:
             number = gates.number((*path, equation.invars[place]), equation)
-            found[place] = jnp.where(number > 0, number.astype(x.dtype), x)
+            other = number if is_inexact(x) else 10 * number
+            found[place] = jnp.where(number > 0, other.astype(x.dtype), x)
     return found
 
 
@@ -226,7 +228,7 @@ def _other_outputs(
 ) -> Any:
     """Return the outputs of an equation, with another value for a comparison and for a bound."""
     name, (first, *_) = equation.primitive.name, outputs
-    if name in _COMPARES and bits & OF_PARAMS:
+    if name in COMPARES and bits & OF_PARAMS:
         return [first ^ (gates.number(within, equation) > 0)]
     if name in (*_SWAPPED, "clamp") and (bits & OF_PARAMS or first.size > 1):
         of_clamp = lambda: values[0] + values[2] - first

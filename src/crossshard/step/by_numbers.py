@@ -61,7 +61,7 @@ from crossshard.step.over_rows import (
     finding_of,
 )
 from crossshard.step.trial import Trial, precision_of
-from crossshard.step.varied import VARIED, varied
+from crossshard.step.varied import VARIED, compared_with, varied
 
 # In float32, sums over rows in another order differ by less than this; in coarser floats by less
 # than twice their precision, or that of bfloat16; and by less than a part of it, if only kernels
@@ -76,6 +76,7 @@ _OF_SHARDS = (
     "rows from jax.lax.axis_index(axis) * rows."
 )
 _REORDERED, _COPIED = "with the rows in another order", "with copies of one row in each part"
+_SAME = "with the same rows in each part"
 
 
 class _NotDecidedError(Exception):
@@ -182,17 +183,28 @@ class _Check:
 
         return run
 
-    def _run(self, function: Callable[..., Any], *given: Any) -> tuple[list[Any], float]:
+    def _run(
+        self, function: Callable[..., Any], given: list[Any], turns: Sequence[Any] = ()
+    ) -> tuple[list[Any], float]:
         """Run a function on all processes; return its results, and the precision of its floats.
 
-        ``given`` are pairs of a state and a batch. Each run has other noise.
+        ``given`` are pairs of a state and a batch. Each run has other noise. After them come those
+        of each turn, the first of which the result is finite, if any; they are added to ``given``.
+        A turn is given the whole numbers that the function compares others with.
         """
-        each = [(np.uint32(seed), *pair) for seed, pair in enumerate(given)]
         jitted = jax.jit(self._with_noise(function), out_shardings=self._everywhere)
-        traced = jitted.trace(*each[0])
+        traced = jitted.trace(np.uint32(0), *given[0])
         precision = max(map(precision_of, equations_of(traced.jaxpr)), default=0.0)
-        run = traced.lower().compile()
-        return [jax.device_get(run(*one)) for one in each], precision
+        run, results = traced.lower().compile(), list[Any]()
+        first, numbers = [[pair] for pair in given], compared_with(traced.jaxpr)
+        for seed, pairs in enumerate(itertools.chain(first, (turn(numbers) for turn in turns))):
+            for pair in pairs:
+                found = jax.device_get(run(np.uint32(seed), *pair))
+                if np.isfinite(found).all():
+                    break
+            results.append(found)
+            given += [pair] if seed >= len(given) else []
+        return results, precision
 
     def _not_finite(self, of: str) -> LossError:
         return LossError(
@@ -200,8 +212,8 @@ class _Check:
             f"finite in the first call. {_COUNTS} Or: {REMEDIES}"
         )
 
-    def _varied(self) -> tuple[list[tuple[Any, Any]], list[str]]:
-        """Return states and batches with other numbers, and the names of what has some."""
+    def _varied(self) -> tuple[Sequence[Any], list[str]]:
+        """Return turns of states and batches with other numbers, and the names of what has some."""
         loss, smaller = self._config.loss, self._doubt.finding.reason.endswith(ENDS_LOOP)
         shards, where = self._layout.number_of_shards, self._everywhere
         return varied(loss, shards, *self._given, smaller=smaller, where=where)
@@ -218,27 +230,30 @@ class _Check:
         in it. A loss that names the axis of the shards runs as on a single one. Floats have 32 bits
         in it, unless it cannot be traced so.
         """
-        (state, batch), (others, names) = self._given, self._varied()
-        of_others = f" and other numbers in {', '.join(names)}" * bool(names)
-        given = [(state, batch), *others]
+        (state, batch), (turns, names) = self._given, self._varied()
         by_hand = [functools.partial(self._by_hand, of_each=of_each) for of_each in (False, True)]
         arounds = None, self._under_vmap, *by_hand
         both = state.params, state.frozen
         in_32 = functools.partial(_in_32_bits, (state.model_state, both, batch))
         failure = None
         for around, inner in itertools.product(arounds, (in_32, None)):
+            given = [self._given]
             try:
-                (found, *more), precision = self._run(self._comparing(around, inner), *given)
+                (found, *more), precision = self._run(self._comparing(around, inner), given, turns)
             except Exception as error:  # a loss may raise anything on other shapes
                 failure = error
                 continue
             allowed = (2.0 if inner is None else _ROUNDED) * min(precision, _COARSEST)
             self._check_apart(found, allowed)
-            for turn, each in enumerate(more):
-                rows = _REORDERED if turn < VARIED else _COPIED
+            of_others = f" and other numbers in {', '.join(names)}" * bool(names)
+            for kind, rows in enumerate((_REORDERED, _COPIED, _SAME)):
                 # Not of a piece without anything that counts.
-                if np.isfinite(each).all():
+                of_kind = more[kind * VARIED : (kind + 1) * VARIED]
+                some = [each for each in of_kind if np.isfinite(each).all()]
+                for each in some:
                     self._check_apart(_less_rounding(each), allowed, f"{rows}{of_others}, ")
+                if not some:
+                    raise self._not_finite(f" {rows}")
             if not any(each[4] for each in (found, *more)):
                 raise LossError(
                     f"{self._doubt.sentence} And the gradient of this batch is 0, which cannot "
@@ -291,7 +306,7 @@ class _Check:
             tries = gates.tries() if gates.equations else []
             turns = range(max(len(given), len(tries)) if tries else 0)
             of_turn = [(*given[n % len(given)], tries[n % len(tries)]) for n in turns]
-            found, _ = self._run(run, *of_turn) if tries else ([], None)
+            found, _ = self._run(run, of_turn) if tries else ([], None)
         except Exception as error:  # a loss may raise anything with other values
             raise self._not_computed(other, error) from error
         lines = [_jax.source_of(each) for each in gates.equations]
@@ -498,8 +513,7 @@ class _Check:
             )(own, batch)
 
         try:
-            others, _ = self._varied()
-            (first, *more), _ = self._run(on_shards, self._given, *others)
+            (first, *more), _ = self._run(on_shards, [self._given], self._varied()[0])
         except Exception as error:  # a loss may raise anything on other shapes
             raise _NotDecidedError from error
         # Not of numbers that only the variation made not finite.

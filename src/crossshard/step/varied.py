@@ -2,31 +2,42 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
 
 from crossshard._check import is_inexact
+from crossshard.jaxprs.walk import equations_of
+from crossshard.jaxprs.widen import COMPARES
 from crossshard.model.state import TrainState
 from crossshard.shards.batch_axes import join, take_rows
 from crossshard.step.losses.loss import StepLoss
 
 # With how many batches a loss is compared where the first hides what later ones show: with the rows
-# in another order, and as many with copies of one row in each piece.
-VARIED = 4
+# in another order, and as many with copies of one row in each piece; two have the same in all.
+VARIED, _TURNS = 4, 10
+_NUMBERS = 16  # how many of the whole numbers that a loss compares others with are tried
 
 
 def varied(
     loss: StepLoss, shards: int, state: TrainState, batch: Any, *, smaller: bool, where: Any
-) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Return states and batches with other numbers, and the names of what has some.
+) -> tuple[Sequence[Callable[[Any], Iterator[tuple[Any, Any]]]], list[str]]:
+    """Return turns, each of a state and a batch with other numbers, and the names of what has some.
+
+    A turn goes on with fewer other numbers, for a loss that is not finite: first entries from -1 to
+    1 stay, as the probabilities do that a logarithm needs, then others one by one, and then all. It
+    is given whole numbers that some of those in the rows become, as ``compared_with`` finds them.
 
     The rows change places, so that shards have others; or each piece has copies of one, as if they
     were sorted by class: a batch in which all pieces look alike hides what happens only to many
-    rows of one kind, as those beyond an expert's capacity. The tokens of such a row are all alike,
-    too, in every other batch.
+    rows of one kind, as those beyond an expert's capacity. So does one with as many flags in each:
+    once they all are in the first piece, and few in the others. Or all pieces have the same rows,
+    which a loss may count once, as ids that are there twice. The tokens of a row are all alike,
+    too, in every other batch behind the first ones.
 
     Args:
       loss: the loss.
@@ -46,45 +57,82 @@ def varied(
     places = [place for place, x in enumerate(leaves) if is_number(x)]
     looks = lambda x: (x.min(), x.max(), (x == jnp.round(x)).all() if is_inexact(x) else True)
     look = jax.jit(lambda xs: list(map(looks, xs)), out_shardings=where)
-    draws, flags = dict[int, _Draw](), set[int]()
+    draws, flags, small, whole_numbers = dict[int, _Draw](), set[int](), set[int](), set[int]()
     seen = jax.device_get(look([leaves[place] for place in places]))
     for place, (low, high, counts) in zip(places, seen, strict=True):
         part, exact = paths[place][0][0].idx, is_inexact(leaves[place])
         draw = _draw_of(part, low, high, exact=exact, counts=counts, smaller=smaller)
         draws |= {} if draw is None else {place: draw}
         flags |= {place} if counts and low >= 0 and high <= 1 else set()
+        small |= {place} if draw is not None and low >= -1 and high <= 1 else set()
+        is_whole = part == _ROWS and jnp.issubdtype(leaves[place].dtype, jnp.integer)
+        whole_numbers |= {place} if is_whole else set()
     number, pieces = leaves[0].shape[axes[0]], shards * loss.pieces(shards)
 
-    def drawn(turn: Any, given: dict[int, Any]) -> dict[int, Any]:
+    def drawn(turn: Any, given: dict[int, Any], stays: Any, known: Any) -> dict[int, Any]:
         key = lambda place: jax.random.fold_in(jax.random.key(turn), place)
         of_rows = key(len(leaves))
         order = jax.random.permutation(of_rows, number)
         copies = order[jnp.arange(number) * pieces // number]
-        order = jnp.where(turn < VARIED, order, copies)
+        same = order[jnp.arange(number) % (number // pieces)]
+        order = jnp.where(turn < VARIED, order, jnp.where(turn < 2 * VARIED, copies, same))
         one_token = (turn > VARIED) & (turn % 2 == 1)
         found = dict(given)
         for place, draw in draws.items():
             x = given[place]
-            found[place] = draw(key(place), x, turn).astype(x.dtype)
+            found[place] = jnp.where(stays[place], x, draw(key(place), x, turn).astype(x.dtype))
+        for place in whole_numbers if len(known) else ():
+            x, (of_place, of_number) = found[place], jax.random.split(key(place))
+            some = jax.random.bernoulli(of_place, 0.5, x.shape) & (turn % 2 == 1) & ~stays[place]
+            others = jax.random.choice(of_number, known, x.shape).astype(x.dtype)
+            found[place] = jnp.where(some, others, x)
         for place, axis in enumerate(axes):
-            found[place] = take_rows(found[place], axis, order)
-            if place not in flags:
-                found[place] = _of_one_token(one_token, of_rows, found[place], axis)
+            x = found[place] = take_rows(found[place], axis, order)
+            if place in flags:
+                full = jnp.expand_dims(jnp.arange(number) < number // pieces, [*range(1, x.ndim)])
+                often = jnp.where(jnp.moveaxis(full, 0, axis), 1.0, 0.1)
+                some = jax.random.bernoulli(key(place), often, x.shape).astype(x.dtype)
+                found[place] = jnp.where((turn == 2) & ~stays[place], some, x)
+            else:
+                found[place] = _of_one_token(one_token, of_rows, x, axis)
         return found
 
     given = {place: leaves[place] for place in {*range(len(axes)), *draws}}
     run = jax.jit(drawn, out_shardings={place: x.sharding for place, x in given.items()})
-    others = []
-    for turn in range(2 * VARIED):
-        numbers = run(turn, given)
-        rows, params, whole, model_state = tree.unflatten(
-            [numbers.get(place, x) for place, x in enumerate(leaves)]
-        )
-        after = dataclasses.replace(state, params=params, model_state=model_state)
-        others.append((after, join(rows, whole)))
+    of_rows = {place for place in {*draws, *flags, *whole_numbers} if place < len(axes)}
+    small &= of_rows - flags - whole_numbers
+    fewer = [
+        set[int](),
+        small,
+        *({*small, place} for place in of_rows),
+        of_rows,
+        of_rows | {*draws},
+    ]
+
+    def of_turn(turn: int, known: Any) -> Iterator[tuple[Any, Any]]:
+        for stays in fewer:
+            numbers = run(turn, given, np.isin(np.arange(len(leaves)), [*stays]), known)
+            rows, params, whole, model_state = tree.unflatten(
+                [numbers.get(place, x) for place, x in enumerate(leaves)]
+            )
+            after = dataclasses.replace(state, params=params, model_state=model_state)
+            yield after, join(rows, whole)
+
     path_of = lambda path: f"batch{jax.tree_util.keystr(path[1:])}"
     name_of = lambda path: _NAMES.get(path[0].idx) or path_of(path)
-    return others, list(dict.fromkeys(name_of(paths[place][0]) for place in draws))
+    turns = [functools.partial(of_turn, turn) for turn in range(_TURNS)]
+    return turns, list(
+        dict.fromkeys(name_of(paths[place][0]) for place in sorted({*draws, *of_rows}))
+    )
+
+
+def compared_with(jaxpr: Any) -> np.ndarray[Any, Any]:
+    """Return the whole numbers that a jaxpr compares others with, and their neighbours."""
+    comparisons = [each for each in equations_of(jaxpr) if each.primitive.name in COMPARES]
+    atoms = [atom for each in comparisons for atom in each.invars if isinstance(atom, Literal)]
+    values = [np.asarray(atom.val) for atom in atoms]
+    found = {int(x) for x in values if x.ndim == 0 and x.dtype.kind in "iu" and abs(x) < 2**30}
+    return np.array([x + by for x in sorted(found)[:_NUMBERS] for by in (0, -1, 1)], np.int32)
 
 
 # The parts of what is varied, and the names of two of them.
