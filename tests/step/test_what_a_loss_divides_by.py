@@ -47,6 +47,18 @@ def divided(of: Callable[[Any], Any], moved: Callable[[Any], Any] = lambda count
     return lambda p, b: (losses(p, b) * of(b)).sum() / moved(of(b).sum())
 
 
+def over_time(params: Any, batch: Any, moved: Callable[[Any], Any]) -> Any:
+    """Add up losses and tokens chunk by chunk, as a chunked cross entropy does."""
+
+    def chunk(sums: Any, given: Any) -> tuple[Any, None]:
+        each, counts = given
+        return (sums[0] + (each * counts).sum(), sums[1] + counts.sum()), None
+
+    given = losses(params, batch).T, late(batch).T
+    (total, count), _ = jax.lax.scan(chunk, (0.0, 0.0), given)
+    return total / moved(count)
+
+
 def of_long_rows(params: Any, batch: Any) -> Any:
     tokens = losses(params, batch).mean(1, keepdims=True) * batch["long"]
     return tokens.sum() / jnp.maximum(batch["long"].sum(1), 1).sum()
@@ -79,6 +91,14 @@ RIGHT: dict[str, tuple[Any, Any]] = {
     "so many times the sum": (
         lambda p, b: (losses(p, b) * mask(b)).mean() / mask(b).mean(),
         "mask",
+    ),
+    "carried by a scan over time, at least 1": (
+        lambda p, b: over_time(p, b, lambda n: jnp.maximum(n, 1)),
+        lambda b: late(b).sum(),
+    ),
+    "carried by a scan over time, guarded": (
+        lambda p, b: over_time(p, b, one_for_none) + decay(p),
+        lambda b: late(b).sum(),
     ),
     "unmasked above, guarded": (
         lambda p, b: losses(p, b).sum() / one_for_none(late(b).sum()),

@@ -315,6 +315,14 @@ class _OverRows(Analysis[Fact]):
             for fact in outputs
         ]
 
+    def left(self, equations: Equations, outputs: Sequence[Fact]) -> Sequence[Fact]:
+        # A sum that a loop carries is what its output is, whatever is done to it afterwards.
+        def named(fact: Fact, out: Any) -> Fact:
+            is_new = isinstance(fact, Total) and fact.of is None and not fact.moved
+            return self._checked_output(self._pair(equations), fact, out, out) if is_new else fact
+
+        return list(map(named, outputs, equations[0].outvars))
+
     def transfer(self, equations: Equations, inputs: Sequence[Fact]) -> Sequence[Fact]:
         pair = self._pair(equations)
         return rules.of_all_rows(pair, inputs, self._outputs(pair, inputs))

@@ -22,14 +22,18 @@ class Split(NamedTuple):
     rest: Any  # what is added to the quotient
 
 
-def places_of(jaxpr: Any, variables: Collection[Any]) -> dict[Any, Place]:
-    """Return the places of the equations that return these variables, outside of all loops."""
-    found = dict[Any, Place]()
+def places_of(jaxpr: Any, variables: Collection[Any]) -> dict[Place, Any]:
+    """Return these variables by the places of the equations that return them, outside of loops.
+
+    A variable of a function that is called twice is at two of them.
+    """
+    found = dict[Place, Any]()
     for number, equation in enumerate(opened(jaxpr).eqns):
-        found |= {variable: (number,) for variable in equation.outvars if variable in variables}
+        if equation.outvars and equation.outvars[0] in variables:
+            found[number,] = equation.outvars[0]
         called = _called(equation)
         within = {} if called is None else places_of(called, variables)
-        found |= {variable: (number, *place) for variable, place in within.items()}
+        found |= {(number, *place): variable for place, variable in within.items()}
     return found
 
 

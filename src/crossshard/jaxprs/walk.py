@@ -217,6 +217,11 @@ class Analysis(abc.ABC, Generic[Fact]):
         del equations, inputs
         return outputs
 
+    def left(self, equations: Equations, outputs: Sequence[Fact]) -> Sequence[Fact]:
+        """Return the facts of the outputs of a branch or a loop, given those within."""
+        del equations
+        return outputs
+
 
 def follow(
     analysis: Analysis[Fact], jaxprs: Sequence[Any], inputs: Sequence[Fact]
@@ -275,7 +280,9 @@ def through(
             # Keeps the jaxprs, so that no other object gets their ``id``.
             analysis.memory[key] = same, _entered(analysis, equations, kinds, inputs)
         outputs = analysis.memory[key][1]
-    return analysis.returned(equations, inputs, outputs) if is_call else outputs
+    if is_call:
+        return analysis.returned(equations, inputs, outputs)
+    return analysis.left(equations, outputs)
 
 
 def _entered(

@@ -241,7 +241,7 @@ class _Traces:
         rows = jaxpr.in_avals[0].shape[self._axes[0]]
         vanishes = vanishes_with(jaxpr, finding.by, inputs, rows)
         at = places_of(self.first, finding.at)
-        known = frozenset(at.values()) if len(at) == len(finding.at) else frozenset()
+        known = frozenset(at) if finding.at == {*at.values()} else frozenset()
         return divisor._replace(vanishes=vanishes, at=known)
 
     def note_padding(self) -> None:
