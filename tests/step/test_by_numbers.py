@@ -451,7 +451,7 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     ),
     "a flag that is set on every shard": (
         lambda w, b: jnp.where(jnp.any(b["done"]), plain(w, b), 2 * plain(w, b)),
-        "compares rows of the batch: something of all rows decides",
+        "In the loss something of all rows decides",
         BATCH | {"done": np.ones(16, bool)},
         {},
     ),

@@ -167,6 +167,12 @@ QUOTIENTS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "guarded twice": lambda total, n, _: guarded(total, n),
     "an inverse": lambda total, n, _: total * jnp.where(n > 0, 1 / n, 0),
     "a regulariser": lambda total, n, other: guarded(total, n) + other,
+    "a helper that is called twice": lambda total, n, other: (
+        guarded(total, n) + 2 * guarded(3 * total, n) + other
+    ),
+    "a part without slope": lambda total, n, other: (
+        guarded(total, n) + jax.lax.stop_gradient(guarded(3 * total, n)) + other
+    ),
     "a regulariser, bare": lambda total, n, other: other + total / n,
     "two quotients": lambda total, n, other: (
         jnp.where(n > 0, total / n, 0) + jnp.where(n > 0, 2 * total / n, 0) + other
@@ -195,7 +201,8 @@ def test_where_nothing_counts_the_sum_above_does(way: str, name: str) -> None:
 def test_what_is_returned_beside_a_split_loss_stays(aux: str) -> None:
     def loss(params: Any, batch: Any) -> Any:
         found = guarded(losses(params, batch).sum(), batch["objects"].sum())
-        return found + decay(params), {"loss": found, "total": losses(params, batch).mean()}
+        beside = {"loss": found, "mean": guarded(losses(params, batch).sum(), batch["mask"].sum())}
+        return found + decay(params), beside
 
     options = {"has_aux": True} | ({} if aux == "none" else {"aux_reduction": aux})
     step = sgd_step(loss, RATE, 4, weight="objects", **options)

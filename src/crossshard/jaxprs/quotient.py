@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from crossshard import _jax
 from crossshard.jaxprs.rewrite import evaluate
+from crossshard.jaxprs.row_facts import is_inexact_type
 from crossshard.jaxprs.walk import CHECKPOINTS, Call, control_flow, opened
 
 # The place of an equation: its number in a jaxpr, or that of a call, and its place in there.
@@ -48,46 +49,60 @@ def split(jaxpr: Any, inputs: Sequence[Any], loss: int, at: Collection[Place]) -
         to choose something else there.
     """
 
-    def of(times: Any) -> tuple[Any, list[Any]]:
-        found = _evaluate(jaxpr, inputs, at, times)
-        return found[loss].changed, [_plain(x) for x in found]
-
-    # It is linear, so that its derivative by what multiplies the total is what has the total.
-    number = jnp.zeros((), jaxpr.out_avals[loss].dtype)
-    rest, total, outputs = jax.jvp(of, (number,), (jnp.ones_like(number),), has_aux=True)
-    outputs[loss] = Split(total, rest)
+    outputs = _evaluate(jaxpr, inputs, at)
+    found = outputs[loss]
+    outputs = [x.plain if isinstance(x, _Parts) else x for x in outputs]
+    outputs[loss] = Split(found.total, found.rest)
     return outputs
 
 
-class _Both(NamedTuple):
-    """A value, and what it is with ``times`` the total in the place of the quotient."""
+class _Parts(NamedTuple):
+    """A value, and what it is made of: linear in quotients, or a condition of a choice."""
 
     plain: Any
-    changed: Any
+    rest: Any  # without the quotients; of a condition: where anything counts
+    total: Any  # the quotients, before they are divided; ``None`` of a condition
 
 
-def _plain(x: Any) -> Any:
-    return x.plain if isinstance(x, _Both) else x
-
-
-def _evaluate(jaxpr: Any, inputs: Sequence[Any], at: Collection[Place], times: Any) -> list[Any]:
+def _evaluate(jaxpr: Any, inputs: Sequence[Any], at: Collection[Place]) -> list[Any]:
     numbers = itertools.count()
 
     def apply(equation: Any, given: list[Any]) -> Sequence[Any]:
-        number = next(numbers)
+        number, has_parts = next(numbers), any(isinstance(x, _Parts) for x in given)
         within = [place[1:] for place in at if place[0] == number]
-        if any(within):
-            return _called_on(equation, given, within, times)
-        found = _jax.bound(equation, list(map(_plain, given)))
-        changed = [x.changed if isinstance(x, _Both) else x for x in given]
+        called = _called(equation)
+        if called is not None and (has_parts or within):
+            return _called_on(equation, called, given, within)
+        found = _jax.bound(equation, [x.plain if isinstance(x, _Parts) else x for x in given])
         if not within:
-            is_plain = not any(isinstance(x, _Both) for x in given)
-            return found if is_plain else list(map(_Both, found, _jax.bound(equation, changed)))
+            return list(map(_Parts, found, *_linear(equation, given))) if has_parts else found
         if equation.primitive.name == "div":
-            return [_Both(found[0], changed[0] * times.astype(found[0].dtype))]
-        return [_Both(found[0], jnp.full_like(found[0], equation.primitive.name != "eq"))]
+            total = given[0].rest if isinstance(given[0], _Parts) else given[0]
+            return [_Parts(found[0], jnp.zeros_like(found[0]), total)]
+        chooses = jnp.full_like(found[0], equation.primitive.name != "eq")
+        return [_Parts(found[0], chooses, None)]
 
     return evaluate(jaxpr, inputs, apply)
+
+
+def _linear(equation: Any, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return an equation's outputs without the quotients, and of these: its derivative by them."""
+    rests = [x.rest if isinstance(x, _Parts) else x for x in given]
+    totals = {
+        place: x.total
+        for place, x in enumerate(given)
+        if isinstance(x, _Parts) and x.total is not None
+    }
+    if not totals:
+        rest = _jax.bound(equation, rests)
+        return rest, [jnp.zeros_like(x) if is_inexact_type(x.dtype) else None for x in rest]
+    if equation.primitive.name == "stop_gradient":
+        return _jax.bound(equation, rests), [jax.lax.stop_gradient(totals[0])]
+
+    def run(values: dict[int, Any]) -> list[Any]:
+        return _jax.bound(equation, [values.get(place, x) for place, x in enumerate(rests)])
+
+    return jax.jvp(run, ({place: rests[place] for place in totals},), (totals,))
 
 
 def _called(equation: Any) -> Any:
@@ -98,12 +113,11 @@ def _called(equation: Any) -> Any:
 
 
 def _called_on(
-    equation: Any, given: Sequence[Any], at: Collection[Place], times: Any
+    equation: Any, called: Any, given: Sequence[Any], at: Collection[Place]
 ) -> Sequence[Any]:
-    called = _called(equation)
-    run = lambda given, times: _evaluate(called, given, at, times)
+    run = lambda given: _evaluate(called, given, at)
     if equation.primitive.name in CHECKPOINTS:
         kept = {name: equation.params[name] for name in ("policy", "prevent_cse")}
         run = jax.checkpoint(run, **kept)
     with _jax.at_source_of(equation), equation.ctx.manager:
-        return run(given, times)
+        return run(given)

@@ -15,6 +15,7 @@ from crossshard.jaxprs.proof import Proof
 from crossshard.jaxprs.row_facts import (
     ADDS_SHARDS,
     ADDS_UNLIKE,
+    DECIDED,
     DIVIDES,
     MEETS_EARLIER,
     OF_NUMBER,
@@ -267,6 +268,13 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
             "of one, so that it is as many times too large as there are shards. Write "
             "jax.lax.pmean; or add up sums over rows, and divide by a sum over all. If it has the "
             "number of shards as a constant, write jax.lax.axis_size(axis) there."
+        )
+    if reason == DECIDED and not finding.of:
+        return (
+            f"In the loss {reason}{where}, such as whether any row has a flag, in which shards "
+            f"differ, and nothing shows that what it chooses is the same. Choose for each row "
+            f"alone, jnp.where(flags, terms, 0); leave out a branch that only saves work; for what "
+            f"is not finite write nonfinite='skip'. Or: {REMEDIES}"
         )
     if reason == OF_PLACE:
         return (

@@ -66,7 +66,7 @@ def varied(
         flags |= {place} if counts and low >= 0 and high <= 1 else set()
         small |= {place} if draw is not None and low >= -1 and high <= 1 else set()
         is_whole = part == _ROWS and jnp.issubdtype(leaves[place].dtype, jnp.integer)
-        whole_numbers |= {place} if is_whole else set()
+        whole_numbers |= {place} if is_whole and place not in flags else set()
     number, pieces = leaves[0].shape[axes[0]], shards * loss.pieces(shards)
 
     def drawn(turn: Any, given: dict[int, Any], stays: Any, known: Any) -> dict[int, Any]:
