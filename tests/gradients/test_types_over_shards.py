@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard import CrossShardOptimizer, shard_context
-from crossshard.errors import ArgumentError, ArgumentTypeError, DoubleReductionError
+from crossshard.errors import ArgumentError, ArgumentTypeError, DoubleReductionError, IncomingError
 from tests.step.common import on_one_device
 
 RNG = np.random.default_rng(0)
@@ -121,3 +121,27 @@ def test_multi_steps_around_the_optimizer_is_named():
     step = lambda w, x: opt.update(crossshard.grad(loss)(w, x), opt.init(w), w)[0]
     with pytest.raises(DoubleReductionError, match=r"MultiSteps.*its sums.*accumulate_steps"):
         on_shards(step).trace(W, X)
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(0.1, eps=1e-3)])
+def test_what_is_summed_by_a_sum_of_ones_own_is_not_summed_again(optimizer: Any):
+    opt = CrossShardOptimizer(optimizer)
+    state = opt.init(W)
+
+    def updates(w: Any, x: Any) -> Any:
+        """One way after the other that the error names; and what it refuses."""
+        own = crossshard.grad(loss)(w, x)
+        update = lambda gradient, incoming: opt.update(gradient, state, w, incoming=incoming)[0]
+        for incoming in ("summed", "reduced"):
+            with pytest.raises(
+                IncomingError,
+                match=r"with cross_replica_sum, .*leave that sum out, or write jax\.lax\.psum",
+            ):
+                update(crossshard.cross_replica_sum(own), incoming)
+        psum, pmean = (each(own, "shards") for each in (jax.lax.psum, jax.lax.pmean))
+        return update(own, "local"), update(psum, "summed"), update(pmean, "reduced")
+
+    found = on_shards(updates, in_specs=(P(), P("shards")), out_specs=P())(W, X)
+    want, _ = optimizer.update(jax.grad(loss)(W, X), optimizer.init(W), W)
+    for each in found:
+        np.testing.assert_allclose(each, want, rtol=1e-4, atol=1e-7)

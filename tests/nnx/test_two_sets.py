@@ -113,7 +113,16 @@ def test_a_random_key_is_shared_by_two_sets():
         lambda: sgd(0.1, accumulate_steps=2),
         lambda: CrossShardOptimizer(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()),
         lambda: CrossShardOptimizer(optax.chain(optax.apply_every(2), optax.sgd(0.1))),
+        lambda: CrossShardOptimizer(
+            optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2)
+        ),
+        lambda: CrossShardOptimizer(optax.contrib.galore(0.1, rank=1, update_proj_gap=2)),
+        # A curvature that is the gradient needs no function of the loss.
+        lambda: CrossShardOptimizer(
+            optax.contrib.sophia(0.1, hessian_diagonal_fn=optax.identity(), update_interval=2)
+        ),
     ],
+    ids=["accumulate_steps", "MultiSteps", "apply_every", "sam", "galore", "sophia"],
 )
 @pytest.mark.parametrize("whole", [False, True])
 def test_calls_that_are_counted_are_of_the_same_variables(make: Any, whole: bool):

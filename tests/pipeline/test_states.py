@@ -1,5 +1,6 @@
 """States of all stages at once: taken to other shards and back; and options that are off."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 from crossshard import CrossShardOptimizer, DynamicLossScale, make_train_step
+from crossshard.errors import ArgumentError, CheckpointWarning
 from tests.quick import deep
 from tests.step.common import assert_same
 
@@ -88,6 +90,47 @@ def test_an_unsharded_state_of_groups_comes_back():
     state, _ = step(step.init(half()), batch_of(N))
     saved = step.unshard(state)
     assert_same(step.reshard(saved), state)
+
+
+PAIRS, OTHERS, ALONE = [[0, 1], [2, 3]], [[0, 3], [1, 2]], [[0], [1], [2], [3]]
+
+
+def of_four(groups: Any, inner: Any, **options: Any) -> tuple[Any, Any]:
+    """A step of four shards, and its whole state after a step on rows that differ."""
+    opt = CrossShardOptimizer(inner, group_assignment=groups)
+    loss = lambda w, x: ((x @ w - 1) ** 2).mean()
+    step = make_train_step(loss, opt, num_shards=4, **options)
+    state, _ = step(step.init(np.ones(3, np.float32)), ROWS_OF_FOUR)
+    return step, step.unshard(state)
+
+
+ROWS_OF_FOUR = RNG.normal(size=(8, 3)).astype(np.float32) + np.arange(8, dtype=np.float32)[:, None]
+
+
+@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.sgd(0.1, 0.9)], ids=["sgd", "momentum"])
+def test_a_group_takes_no_shards_that_differ(inner: Any):
+    (pairs, of_pairs), (others, _), (alone, of_alone) = (
+        of_four(groups, inner) for groups in (PAIRS, OTHERS, ALONE)
+    )
+    _, in_mid_round = of_four(ALONE, inner, sync_every=4)
+    for step, state, named in (
+        (others, of_pairs, [0, 3]),
+        (pairs, of_alone, [0, 1]),
+    ):
+        with pytest.raises(ArgumentError, match=rf"Shards \{named}.*shard=0"):
+            step.reshard(state)
+    with pytest.warns(CheckpointWarning), pytest.raises(ArgumentError, match=r"Shards \[0, 1\]"):
+        pairs.reshard(in_mid_round)
+    one_apart = jax.tree.map(lambda x: x.at[3].add(1), of_pairs.opt_state)
+    if jax.tree.leaves(one_apart):
+        with pytest.raises(ArgumentError, match=r"Shards \[2, 3\]"):
+            pairs.reshard(dataclasses.replace(of_pairs, opt_state=one_apart))
+    # The shards of finer groups, and of a group that has gone wrong, are alike.
+    wrong = dataclasses.replace(of_pairs, params=of_pairs.params.at[:2].set(np.nan))
+    for step, state in ((alone, of_pairs), (pairs, of_pairs), (pairs, wrong)):
+        np.testing.assert_array_equal(step.reshard(state).params, state.params)
+    assert np.ptp(np.asarray(of_pairs.params), axis=0).all()
+    assert jax.eval_shape(pairs.reshard, of_alone).params.shape == (4, 3)
 
 
 def test_a_state_may_hold_numbers_of_pythons():

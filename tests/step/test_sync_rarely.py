@@ -19,6 +19,7 @@ from crossshard.errors import (
     ArgumentError,
     ArgumentTypeError,
     CheckpointMismatchError,
+    CheckpointWarning,
 )
 from crossshard.pipeline import Quantized
 from tests.quick import deep, deep_but
@@ -278,6 +279,30 @@ def test_other_workers_go_on():
         # The shards of a worker are one.
         of_each = np.asarray(moved.params["w"]).reshape(after[0], -1, 64, 40)
         assert not np.ptp(of_each, axis=1).any()
+
+
+def test_groups_become_workers_that_begin_at_their_mean():
+    opt = CrossShardOptimizer(optax.sgd(0.3), group_assignment=WORKERS[4])
+    groups, step = make_train_step(loss_fn, opt, num_shards=N), step_of(4, sync_every=1, **OUTER)
+    state = train(groups, groups.init(PARAMS), range(2))
+    with pytest.warns(CheckpointWarning, match="outer is new"):
+        moved = step.reshard(groups.unshard(state))
+    own = jax.device_get(state.params)
+    assert_same(jax.device_get(moved.params), own)
+    mean = {name: np.float64(x).mean(0) for name, x in own.items()}
+    assert all(np.ptp(x, axis=0).any() for x in own.values())
+    assert_close(step.model(moved), mean, 1e-6)
+    # As Optax alone goes on from there.
+    rows = [tuple(np.split(each[2], 4)[worker] for each in (X, Y)) for worker in range(4)]
+    after = []
+    for worker, batch in enumerate(rows):
+        params = {name: x[2 * worker] for name, x in own.items()}
+        gradients = jax.grad(loss_fn)(params, batch)
+        after.append({name: params[name] - 0.3 * gradients[name] for name in params})
+    outer = optax.sgd(**NESTEROV)
+    moves = {name: mean[name] - np.mean([each[name] for each in after], 0) for name in mean}
+    updates, _ = outer.update(moves, outer.init(mean))
+    assert_close(step.model(train(step, moved, [2])), optax.apply_updates(mean, updates), 1e-5)
 
 
 CUT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -131,7 +131,10 @@ def _status(
     if reduced and not grouped and shards.is_varying(gradient):
         raise IncomingError(
             f"{name} ({_type(gradient)}) is declared as {declared}, but by its type it is "
-            f"varying over {_axes(shards.axes)}. Write incoming='local', or leave incoming out."
+            f"varying over {_axes(shards.axes)}. If you have summed it with cross_replica_sum, "
+            f"whose result is varying, leave that sum out, or write jax.lax.psum, or pmean for "
+            f"'reduced', in its place: as 'local' it would be summed again. If it is this shard's "
+            f"own gradient, write incoming='local'."
         )
     if declared is not None:
         return declared

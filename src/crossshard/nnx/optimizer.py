@@ -56,7 +56,14 @@ from crossshard.shards.devices import on_every_device
 
 GradientsAndVariables: TypeAlias = "Iterable[tuple[jax.Array | None, AnyVariable]]"
 # States with a count of calls that decides which of them update.
-_COUNTS_CALLS = AccumulateState, optax.MultiStepsState, optax.ApplyEvery
+_COUNTS_CALLS = (
+    AccumulateState,
+    optax.MultiStepsState,
+    optax.ApplyEvery,
+    optax.contrib.GaLoreState,
+    optax.contrib.SAMState,
+    optax.contrib.SophiaState,
+)
 VariableList: TypeAlias = "nnx.Pytree | AnyVariable | Sequence[nnx.Pytree | AnyVariable]"
 
 
@@ -563,10 +570,11 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         known, nodes = sorted(self.slots.variables), jax.tree.leaves(self.slots.tree, counts)
         if sorted(keyed) != known and any(map(counts, nodes)):
             raise ArgumentError(
-                f"An optimizer that accumulates, as with accumulate_steps=, counts the calls of "
-                f"all its variables together: this call has gradients of {', '.join(sorted(keyed))}"
-                f", and there are slots of {', '.join(known)}. Write one optimizer for each set of "
-                f"variables, and build it with these alone."
+                f"An optimizer that accumulates, as with accumulate_steps=, or does something in "
+                f"every k-th call, as optax.contrib.sam, counts the calls of all its variables "
+                f"together: this call has gradients of {', '.join(sorted(keyed))}, and there are "
+                f"slots of {', '.join(known)}. Write one optimizer for each set of variables, and "
+                f"build it with these alone."
             )
 
     def _make_slots(self, keyed: Mapping[str, AnyVariable]) -> None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var, jaxpr_as_fun
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from crossshard import _check, _jax, _mesh
 from crossshard._hash import checksum
@@ -244,12 +244,19 @@ class States:
         place = lambda x, to: x if x is NEW else put_whole_unless_on(x, to)
         state = jax.tree.map(place, state, where)
         state = completed(layout, state, jax.tree.leaves(where))
-        if not (layout.is_of_these_shards(state) and self._is_of_these_workers(layout, state)):
+        fits = layout.is_of_these_shards(state)
+        apart = _groups_apart(layout, state) if fits else []
+        if not fits or apart:
             if config.is_grouped and not config.pipeline.joins_groups:
+                what = (
+                    f"Shards {apart[0]} are one group here, and have different arrays in the state"
+                    if apart
+                    else "The state has groups over another number of shards than "
+                    f"{layout.number_of_shards}"
+                )
                 raise ArgumentError(
-                    f"The state has groups over another number of shards than "
-                    f"{layout.number_of_shards}. Choose one shard's parameters with "
-                    f"other.model(state, shard=0) and init with them."
+                    f"{what}. Choose one shard's parameters with other.model(state, shard=0) and "
+                    f"init with them."
                 )
             types = jax.eval_shape(layout.on_other_shards, state)
             return self._run(layout.on_other_shards, state, layout.shardings(types))
@@ -279,19 +286,6 @@ class States:
         pick = lambda new, old: old if new is None else new
         opt_state = jax.tree.map(pick, new, state.opt_state, is_leaf=lambda x: x is None)
         return dataclasses.replace(state, params=params, frozen=frozen, opt_state=opt_state)
-
-    def _is_of_these_workers(self, layout: StateLayout, state: TrainState) -> bool:
-        """Return whether all shards of each worker have equal arrays, if there are workers."""
-        if layout.groups is None or not layout.pipeline.joins_groups:
-            return True
-        members = layout.groups.members
-
-        def look(arrays: Any) -> jax.Array:
-            equal = [(x[members] == x[members[:, :1]]).all() for x in jax.tree.leaves(arrays)]
-            return jnp.stack(equal).all()
-
-        # Right after a synchronisation all have the same parameters.
-        return bool(jax.jit(look)((state.params, state.opt_state.inner_state)))
 
     def _run(self, how: Callable[[Any], Any], state: TrainState, to: TrainState) -> TrainState:
         """Return what ``how`` makes of a state, which stays valid, with these shardings."""
@@ -365,6 +359,27 @@ class States:
         kept = whole.opt_state.inner_state
         kept = kept if optimize.master_dtype is None else kept.inner_state
         return jax.tree.map(lambda p, x: x.astype(p.dtype), state.params, kept.ema)
+
+
+def _groups_apart(layout: StateLayout, state: TrainState) -> list[list[int]]:
+    """Return the groups, or workers, whose shards are not alike in a state of as many shards."""
+    traced = not (layout.pipeline.joins_groups or _jax.at_top_level())  # without numbers
+    if layout.groups is None or traced:
+        return []
+    members = layout.groups.members
+
+    def look(arrays: Any) -> jax.Array:
+        def differ(x: jax.Array) -> jax.Array:
+            x, first = x[members], x[members[:, :1]]
+            # A NaN is like another.
+            return ((x != first) & ((x == x) | (first == first))).any(range(1, x.ndim))
+
+        return jnp.stack([differ(x) for x in jax.tree.leaves(arrays)]).any(0)
+
+    # Right after a synchronisation all have the same parameters.
+    run = jax.jit(look, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
+    apart = run((state.params, state.opt_state.inner_state))
+    return members[np.asarray(apart)].tolist()
 
 
 class _Move:
@@ -564,7 +579,7 @@ def _first(layout: StateLayout, params: Any, masters: Any = None) -> Any:
 
     def spread(placement: Placement, x: Any) -> jax.Array:
         if grouped:
-            return x if placement.per_shard else x[0]
+            return x if placement.per_shard else one_for_all(x)
         return jnp.broadcast_to(x, (shards, *x.shape)) if placement.per_shard else x
 
     def init(params: Any, masters: Any) -> Any:

@@ -323,13 +323,14 @@ class TrainStep:
         preprocessor are averaged, and random streams get new keys. The same happens between a loss
         over the shards' rows and one over the batch, which has one state for all. What error
         feedback holds back keeps its sum. With ``sync_every`` new workers begin with the average of
-        the others. If the state is of a step with other options, the state of new options is made,
-        that of options that are gone is dropped, and a ``CheckpointWarning`` says so.
+        the others; groups become workers with the average as what they share. If the state is of a
+        step with other options, the state of new options is made, that of options that are gone is
+        dropped, and a ``CheckpointWarning`` says so.
 
         Raises:
-          ArgumentError: the state is another optimizer's or preprocessor's, its groups are not of
-            this step, or its arrays are flattened and padded, as ``weight_update="sharded"`` alone
-            stores them.
+          ArgumentError: the state is another optimizer's or preprocessor's, shards of one group
+            here differ in it, or its arrays are flattened and padded, as
+            ``weight_update="sharded"`` alone stores them.
         """
         with self._on_step_mesh(state) as state, self._entering("reshard"):
             moved = self._states.reshard(state)
