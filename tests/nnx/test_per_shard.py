@@ -128,6 +128,30 @@ def test_parameters_of_groups_are_merged_by_naming_a_shard():
         assert merged["opt"].state.inner_state[0].mu["kernel"].shape == (4, 1)
 
 
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_parameters_of_groups_are_not_trained_as_one_model(make: Any):
+    model = nnx.Linear(4, 1, use_bias=False, rngs=nnx.Rngs(0))
+    train(model, sgd(0.1, group_assignment=[[0, 2, 4, 6], [1, 3, 5, 7]]), ROWS)
+    before = np.asarray(model.kernel[...].array)
+    with pytest.raises(VariableError, match=r"reduces over all 8.*merge_shards\(model, shard=0\)"):
+        train(model, make(0.1), ROWS)
+    np.testing.assert_array_equal(model.kernel[...].array, before)
+    assert np.ptp(before, axis=0).any()
+
+    @crossshard.shard(num_shards=SHARDS)
+    def from_the_mean(model: Any, opt: Any, x: Any) -> Any:
+        # One model again: the step has written it.
+        model.kernel[...] = crossshard.cross_replica_sum(model.kernel[...]) / SHARDS
+        return opt.minimize(lambda: mean_square(model, x), var_list=model)
+
+    from_the_mean(model, sgd(0.1), ROWS)
+    mean = before.mean(0)
+    gradient = jax.grad(lambda w: ((ROWS @ w) ** 2).mean())(mean)
+    found = model.kernel[...]
+    found = np.asarray(found.array if crossshard.nnx.is_per_shard(model.kernel) else found)
+    np.testing.assert_allclose(found, np.broadcast_to(mean - 0.1 * gradient, found.shape), 1e-5)
+
+
 # fmt: off
 COMPUTED = [
     lambda v: v[...] + 1, lambda v: 1 - v[...], lambda v: v * 2, lambda v: EVALUATED - v[...],

@@ -405,6 +405,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         origin = check_incoming(incoming) or self.computed.origin(
             variables, shards.number, self._pipeline.divisor(shards.size), declared=declared
         )
+        if origin is not GradientStatus.REDUCED:
+            self._check_one_model(variables, shards.number)
         # A shard of which no row counts in a ``Mean``; if that is so on all, nothing changes.
         is_own = incoming is None and origin is GradientStatus.SCALED
         weight = self.computed.weight if is_own else None
@@ -563,6 +565,19 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         variables = [variable for gradient, variable in pairs if gradient is not None]
         named = known_names(variables, roots_of_step())
         return self.slots.keyed(variables, by_place | named | self.computed.names)
+
+    def _check_one_model(self, variables: Sequence[AnyVariable], number: int) -> None:
+        """Raise if shards that share their gradients have variables of their own."""
+        around = bound()
+        if around is None or number == 1 or not self._pipeline.over_all_shards:
+            return
+        for variable in filter(around.still_is_own, variables):
+            raise VariableError(
+                f"{describe_variable(variable)} differs between shards, as groups leave it, and "
+                f"this optimizer reduces over all {number} shards: the gradients would be those of "
+                f"different models. Train one of these, crossshard.merge_shards(model, shard=0), "
+                f"or pass the group_assignment= that they are of."
+            )
 
     def _check_together(self, keyed: Mapping[str, AnyVariable]) -> None:
         """Raise if calls are counted, and are not of all variables that have slots."""

@@ -143,20 +143,25 @@ class Given:
         """Return whether each shard has its own value of a variable before the traced step."""
         return id(variable) in self._own
 
+    def still_is_own(self, variable: AnyVariable) -> bool:
+        """Return whether ``is_own`` holds, and the step has not written to the variable yet."""
+        return self._own.get(id(variable)) is variable.get_raw_value()
+
     @contextlib.contextmanager
     def bound(self, own: Iterable[AnyVariable]) -> Iterator[None]:
         """Trace a step that was given these objects; raise if it reads any other variable.
 
         Of the variables in ``own`` each shard has its own value before the step.
         """
-        self._own = set(map(id, own))
+        self._own = {id(variable): variable.get_raw_value() for variable in own}
         _thread.bound = self
         try:
             with _flax.watching_reads(_refuse):
                 yield
         finally:
             _thread.bound = None
-            # These gradients belong to the trace.
+            # These values and gradients belong to the trace.
+            self._own = {}
             for optimizer in self.optimizers:
                 optimizer.forget()
 
