@@ -247,12 +247,12 @@ class _Check:
             self._check_apart(found, allowed)
             of_others = f" and other numbers in {', '.join(names)}" * bool(names)
             for kind, rows in enumerate((_REORDERED, _COPIED, _SAME)):
-                # Not of a piece without anything that counts.
                 of_kind = more[kind * VARIED : (kind + 1) * VARIED]
                 some = [each for each in of_kind if np.isfinite(each).all()]
                 for each in some:
                     self._check_apart(_less_rounding(each), allowed, f"{rows}{of_others}, ")
-                if not some:
+                # With a weight, a row that does not count may be all that a piece has.
+                if not some and self._config.loss.weight is None:
                     raise self._not_finite(f" {rows}")
             if not any(each[4] for each in (found, *more)):
                 raise LossError(
