@@ -48,7 +48,6 @@ def split(jaxpr: Any, inputs: Sequence[Any], loss: int, at: Collection[Place]) -
       at: the places of the equations that divide, and of those that compare the divisor with 0,
         to choose something else there.
     """
-
     outputs = _evaluate(jaxpr, inputs, at)
     found = outputs[loss]
     outputs = [x.plain if isinstance(x, _Parts) else x for x in outputs]
@@ -86,7 +85,7 @@ def _evaluate(jaxpr: Any, inputs: Sequence[Any], at: Collection[Place]) -> list[
 
 
 def _linear(equation: Any, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return an equation's outputs without the quotients, and of these: its derivative by them."""
+    """Return an equation's outputs without the quotients, and its derivatives along these."""
     rests = [x.rest if isinstance(x, _Parts) else x for x in given]
     totals = {
         place: x.total

@@ -88,8 +88,9 @@ class Options(TypedDict, total=False):
     Keys:
       accumulate_steps: the number of microbatches whose mean gradient is reduced once, for one
         update. In ``make_train_step`` each shard's rows are split into them and computed one after
-        the other, with random keys and statistics as in separate small steps. In an optimizer they
-        are calls of ``update``; all but the last of them send only a count, and return zeros.
+        the other, with the model state before the step and random keys of their own. In an
+        optimizer they are calls of ``update``; all but the last of them send only a count, and
+        return zeros.
       metrics: names of further metrics of each update: ``"grad_norm"``, ``"local_grad_norm"``,
         ``"update_norm"``, ``"param_norm"``, ``"learning_rate"``, ``"noise_scale"``,
         ``"noise_variance"``, ``"noise_signal"``. A step returns them; an optimizer's state holds

@@ -72,9 +72,9 @@ def prepared(
 ) -> tuple[Callable[..., Returned], Any]:
     """Return the loss as a function of the parameters, and the weight of its rows.
 
-    The function also takes other rows, keys or states. With ``LossOver.ROWS`` this raises unless
-    the loss is proven to be a mean over the rows. A ratio is returned as a ``Mean``, which counts
-    its rows itself, so that there is no weight.
+    The function also takes other rows, keys or states, and where to ``split`` the loss. With
+    ``LossOver.ROWS`` this raises unless the loss is proven to be a mean over the rows. A ratio is
+    returned as a ``Mean``, which counts its rows itself, so that there is no weight.
     """
     times = loss.parts(at_use.shards.number) * loss.accumulate_steps
     is_proven = loss.over is LossOver.ROWS and times > 1
