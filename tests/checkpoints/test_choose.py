@@ -133,6 +133,7 @@ def test_weights_that_are_not_there(copy: Path):
 # Remote folders, as far as they can be had here.
 
 
+@pytest.mark.deep
 def test_a_remote_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Orbax's libraries for paths and for arrays reach a bucket, which is a folder here."""
     from etils.epath import backend, gpath

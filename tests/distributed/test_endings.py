@@ -53,6 +53,7 @@ def test_a_signal_goes_to_all_processes_which_have_a_grace_to_end(
     assert err == (killed if handler == SWALLOWS else "")
 
 
+@pytest.mark.deep
 def test_who_saves_after_a_signal_has_its_grace_and_hears_of_it_once(tmp_path: Path):
     saved = tmp_path / "saved"
     saves = (
@@ -72,6 +73,7 @@ def test_who_saves_after_a_signal_has_its_grace_and_hears_of_it_once(tmp_path: P
     assert saved.read_text() == "saved "
 
 
+@pytest.mark.deep
 def test_a_signal_while_processes_are_started_reaches_all_of_them():
     # The first one sends it, while 40 more are being started, and then listens to it.
     first = "if [ $JAX_PROCESS_ID = 0 ]; then kill -TERM $PPID; fi"
@@ -217,6 +219,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.deep
 @pytest.mark.multiprocess
 def test_a_process_whose_script_ends_meanwhile_still_says_where_it_stood():
     ran = launch("-n", 2, *python(ENDS_WHILE_IT_LEAVES))

@@ -141,6 +141,7 @@ def test_what_cannot_be_launched_is_refused_in_one_line(arguments, message, capf
     assert err.count("\n") == 1
 
 
+@pytest.mark.deep
 def test_where_no_further_process_can_start_those_that_have_are_ended():
     words = f"{sys.executable} -m crossshard.tools.cli launch -n 43 -- sleep 600"
     limited = f"ulimit -n 40; exec {words}"
@@ -149,6 +150,7 @@ def test_where_no_further_process_can_start_those_that_have_are_ended():
     assert ran.stderr.endswith(" cannot be started: Too many open files.\n")
 
 
+@pytest.mark.deep
 def test_a_reader_that_leaves_does_not_stop_the_processes(tmp_path: Path):
     done = tmp_path / "done"
     write = (

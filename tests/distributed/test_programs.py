@@ -19,7 +19,6 @@ from jax.experimental.custom_partitioning import custom_partitioning
 import crossshard
 from crossshard import CrossShardOptimizer, _jax
 from tests.distributed.jobs import PATIENCE, launch
-from tests.quick import deep
 
 PROCESSES = 3
 W = {"b": np.ones(40, np.float32), "w": np.ones((64, 40), np.float32)}
@@ -271,7 +270,8 @@ def test_an_operation_is_told_by_what_partitions_it():
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("names", [FEW, deep([*KINDS])], ids=["few", "all"])
+@pytest.mark.deep
+@pytest.mark.parametrize("names", [FEW, [*KINDS]], ids=["few", "all"])
 def test_the_odd_process_is_named(names: list[str], tmp_path: Path):
     root = str(Path(__file__).parents[2])
     code = f"import sys; sys.path.insert(0, {root!r}); from tests.distributed import test_programs"

@@ -202,6 +202,7 @@ class Bigrams(nnx.Module):
         return self.drop(self.bytes(read.astype(jnp.int32)))
 
 
+@pytest.mark.deep
 def test_a_run_that_ends_in_its_midst_goes_on_with_the_same_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -213,6 +213,7 @@ def test_what_is_sent_in_few_bits_and_what_is_held_back_are_the_mean(mode: str, 
     assert max(float(abs(x).max()) for x in jax.tree.leaves(held)) > 0
 
 
+@pytest.mark.deep
 def test_gradients_of_64_bits_have_norms_too():
     with jax.enable_x64(True):
         params, batch = jax.tree.map(np.float64, (PARAMS, BATCHES[0]))
@@ -227,7 +228,8 @@ def test_gradients_of_64_bits_have_norms_too():
         )
 
 
-@pytest.mark.parametrize("mode", ["parts", deep("replicated")])
+@pytest.mark.deep
+@pytest.mark.parametrize("mode", ["parts", "replicated"])
 def test_a_layer_in_a_group_of_layers_holds_back_its_own(mode: str):
     """Groups of layers are stacked; the loss does not use the first layer of the last group."""
     shapes = {"w": (2, 3, 192, 192), "b": (2, 3, 192)}
@@ -310,7 +312,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("why", WHOLE)
+@pytest.mark.parametrize("why", deep_but(["the mean of 2 microbatches"], WHOLE))
 def test_a_step_says_what_needs_whole_gradients(why: str):
     step = step_of("parts", REMAT, SGD, **WHOLE[why])
     step.lower(step.abstract_init(PARAMS), BATCHES[0])

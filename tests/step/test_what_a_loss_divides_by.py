@@ -301,7 +301,7 @@ def test_what_is_equal_in_the_first_batch_alone_is_not_believed_later() -> None:
     assert_close(got, want, atol=4e-6)
 
 
-@pytest.mark.parametrize("label", [-100, 50256])
+@pytest.mark.parametrize("label", [-100, deep(50256)])
 def test_a_label_that_does_not_count_may_come_after_the_first_batch(label: int) -> None:
     loss = divided(lambda batch: batch["words"] != label)
     later = BATCHES[1] | {"words": np.where(BATCHES[1]["mask"] > 0, 1, label).astype(np.int32)}

@@ -83,6 +83,7 @@ def test_float32_has_room_for_the_sums_on_every_number_of_shards():
         assert np.array_equal(total.astype(np.float32), total)
 
 
+@pytest.mark.deep
 def test_what_does_not_end_or_fails_is_named(plain: pytest.MonkeyPatch):
     sums = diagnosis._all_reduce
 

@@ -344,6 +344,7 @@ def test_what_cannot_be_told_from_noise_is_refused(name: str, way: str):
         NOISY[name].verified(way)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["keys from the count and the shard", "a key as argument"])
 def test_noise_is_seen_in_a_step_that_cannot_be_traced(name: str):
     def make_step(optimizer: Any, n: int) -> Any:
