@@ -239,6 +239,29 @@ def test_microbatches_of_a_module_see_the_state_before_the_step() -> None:
     assert len(np.unique(np.reshape(metrics["aux"], (6, 64)), axis=0)) == 6
 
 
+@pytest.mark.parametrize("is_mean", [True, False])
+def test_numbers_see_the_state_before_the_step_too(is_mean: bool) -> None:
+    """Microbatches of one shard, of whose loss and state no trace shows that they are means."""
+
+    def in_order(w: Any, state: Any, x: Any) -> tuple[Any, Any]:
+        in_order = jnp.sort(x, 0) if is_mean else jnp.sort(x, 0)[-4:]
+        after = {"step": state["step"] + 1, "seen": 0.9 * state["seen"] + 0.1 * in_order.mean(0)}
+        return jnp.sort((x @ w) ** 2).mean() * (state["step"] + 1), after
+
+    step = sgd_step(in_order, 0.01, 1, model_state="mean", accumulate_steps=3)
+    w, of_one = jnp.ones(4), {"step": 0, "seen": np.zeros(4, np.float32)}
+    state = step.init(w, model_state=of_one)
+    if not is_mean:
+        with pytest.raises(LossError, match=r"model_state\['seen'\] is a mean over rows: sort.*not so"):
+            step(state, X[0])
+        return
+    for x in X:
+        state, _ = step(state, x)
+        slope, of_one = jax.grad(in_order, has_aux=True)(w, of_one, x)
+        w = w - 0.01 * slope
+    assert_close(step.model(state), (w, of_one))
+
+
 # Equinox, aux.
 
 

@@ -146,11 +146,10 @@ class _Check:
         self._loss = changed(
             config.loss,
             function=self._function,
-            over=LossOver.SHARD,
             is_summed=False,
             accumulate_steps=1,
             same_bits=None,
-            record=OverRowsRecord(),
+            record=OverRowsRecord(proves=False),
         )
 
     def _keys(self, shape: tuple[int, ...]) -> jax.Array:
@@ -371,13 +370,12 @@ class _Check:
         large gradient nothing counts that the others are off.
 
         If the model state is in doubt: how far two of these are apart, in the place of losses.
-        Microbatches have one after the other, as steps do, so these are the shards' alone.
         """
         state = self._of_one_group(state)
         if widen:
             state, batch = jax.tree.map(wide, (state, batch))
         pieces = self._config.loss.pieces(self._layout.number_of_shards)
-        of_pieces = changed(of_each, accumulate_steps=1 if self._doubt.of_state else pieces)
+        of_pieces = changed(of_each, accumulate_steps=pieces)
         found, states = [], []
         for loss in (of_all, of_pieces):
             config = dataclasses.replace(self._config, loss=loss)

@@ -117,6 +117,7 @@ class OverRowsRecord:
     states: dict[Any, Doubt] = dataclasses.field(default_factory=dict)
     # The doubts that numbers have removed.
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
+    proves: bool = True  # whether its trace has to show that it is one; not in a comparison
     # Whether the step runs now, so that numbers can be tried; else it is only lowered or traced.
     runs: bool = False
     # Whether a first call follows: it is not traced as a part of another program, as in a loop.

@@ -77,7 +77,7 @@ def prepared(
     returned as a ``Mean``, which counts its rows itself, so that there is no weight.
     """
     times = loss.parts(at_use.shards.number) * loss.accumulate_steps
-    is_proven = loss.over is LossOver.ROWS and times > 1
+    is_proven = loss.over is LossOver.ROWS and loss.record.proves and times > 1
     types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
 
     def run(
