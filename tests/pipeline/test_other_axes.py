@@ -88,9 +88,9 @@ def test_what_is_split_otherwise_is_refused():
         opt.state_specs(params, 4)
 
 
-def updated(optimizer, check_vma, model=2, preprocess=None, split=SPLIT):
+def updated(optimizer, check_vma, model=2, split=SPLIT, **options):
     """One update of parameters of ones, in shard_map over both axes."""
-    opt = CrossShardOptimizer(optimizer, axis_name="data", preprocess=preprocess)
+    opt = CrossShardOptimizer(optimizer, axis_name="data", **options)
 
     def update(params):
         # Each shard's own, by its type.
@@ -109,11 +109,16 @@ WHOLE = {
     "adafactor": {"optimizer": optax.adafactor(0.1)},
     "apply_if_finite": {"optimizer": optax.apply_if_finite(optax.sgd(0.1), 2)},
     "preprocess": {"optimizer": optax.sgd(0.1), "preprocess": optax.clip_by_global_norm(1.0)},
+    "nonfinite": {"optimizer": optax.sgd(0.1), "nonfinite": "skip"},
+    "loss_scale": {"optimizer": optax.sgd(0.1), "loss_scale": "dynamic"},
+    "metrics": {"optimizer": optax.sgd(0.1), "metrics": "grad_norm"},
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "check_vma"), [("clip_by_global_norm", False), *((name, True) for name in WHOLE)]
+    ("name", "check_vma"),
+    [*((name, False) for name in ("clip_by_global_norm", "nonfinite", "loss_scale", "metrics"))]
+    + [(name, True) for name in WHOLE],
 )
 def test_what_needs_whole_tensors_is_refused_on_blocks_of_them(name, check_vma):
     with pytest.raises(WeightUpdateError, match=r"split over 'model'.*axis_names=") as e:

@@ -203,7 +203,8 @@ class Transformation:
             shards = self.pipeline.shards()
             # Per-example gradients do not have the shapes of the parameters yet.
             like = updates if params is None else params
-            check_blocks(self.transformations, like, shards)
+            whole = [stage.needs_whole for stage in self.pipeline.stages if stage.needs_whole]
+            check_blocks(self.transformations, whole, like, shards)
             if weight is not None:
                 check_weighable(self.pipeline.reduction)
             _check_functions(extra_args, like, shards)

@@ -224,6 +224,8 @@ class Stage(abc.ABC):
       needs_local: for a stage before the reduction, what it does to each shard's local gradient,
         in the words of an error, the option first; empty if it takes gradients that are already
         summed.
+      needs_whole: what it computes of whole arrays, in the words of an error, the option first;
+        empty if each device may have its block of them.
       takes_summed: whether it also takes leaves that the backward pass has summed, since it finds
         elsewhere what it needs of them.
       options: the names of its options. Any one of them asks for the stage.
@@ -252,6 +254,7 @@ class Stage(abc.ABC):
     scope: str = "preprocess"
     state_field: str = "preprocess"
     needs_local: str = "preprocess applies to"
+    needs_whole: str = ""
     takes_summed: bool = False
     options: tuple[str, ...] = ("preprocess",)
     asked_by: tuple[str, ...] | None = None

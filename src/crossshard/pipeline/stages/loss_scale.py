@@ -50,6 +50,7 @@ class DynamicLossScale(Stage):
 
     phase = Phase.UPDATE
     scope = state_field = "loss_scale"
+    needs_whole = "loss_scale= changes if any gradient is not finite"
     options = ("loss_scale",)
 
     def __post_init__(self) -> None:

@@ -88,6 +88,7 @@ class Metrics(Stage):
 
     phase = Phase.UPDATE
     scope = state_field = "metrics"
+    needs_whole = "metrics= has norms of all arrays"
     options = ("metrics",)
     # Metrics do not change what a step computes.
     is_compared = False

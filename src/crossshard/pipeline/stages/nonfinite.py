@@ -97,6 +97,7 @@ class Nonfinite(Stage):
 
     phase = Phase.UPDATE
     scope = state_field = "nonfinite"
+    needs_whole = "nonfinite= asks whether all gradients are finite"
     options = ("nonfinite",)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -420,10 +421,14 @@ def whole_and_slices(
 
 
 def check_blocks(
-    transformations: Sequence[optax.GradientTransformationExtraArgs], params: Any, shards: Shards
+    transformations: Sequence[optax.GradientTransformationExtraArgs],
+    obstacles: Sequence[str],
+    params: Any,
+    shards: Shards,
 ) -> None:
     """Raise if parameters are split over other manual axes, and an update needs full arrays.
 
+    ``obstacles`` says what the stages do that needs them.
     Without ``check_vma`` types do not tell what is split, and every parameter counts as split.
     """
     unnamed = _jax.manual_axes().difference(shards.axes) if shards.axes else frozenset()
@@ -442,26 +447,30 @@ def check_blocks(
         pairs = zip(jax.tree.leaves(tree), splits, strict=True)
         return [_half(x.shape) if own else Partition(x.shape) for x, own in pairs]
 
-    for each in transformations:
+    def obstacle_of(each: optax.GradientTransformationExtraArgs) -> str | None:
         with inside_optimizer():
             state = jax.eval_shape(each.init, whole)
         of_state = blocks(state, other_axes_like(state, whole, splits))
         given = whole_and_slices(whole, state, blocks(whole, splits), of_state)
         try:
-            obstacle = why_not_elementwise(as_function(as_updates(each)), *given)
+            return why_not_elementwise(as_function(as_updates(each)), *given)
         except TypeError as error:  # it takes more arguments, such as the loss function
-            obstacle = f"it needs more than gradients and the loss, {str(error).splitlines()[0]}"
-        if obstacle is not None:
-            name = next(leaf_name(path) for path, x in leaves if is_split(x))
-            what, named = (", ".join(map(repr, names)) for names in (axes, shards.axes))
-            found = f"{name} is split" if tracked else f"Parameters such as {name} may be split"
-            types = "" if tracked else " If they are not, pass check_vma=True, so that types tell."
-            raise WeightUpdateError(
-                f"{found} over {what}, which is not a shard axis here, and each device would "
-                f"update its block alone, but the update needs whole arrays: {obstacle}. Leave "
-                f"{what} to XLA, with jax.shard_map(..., axis_names={{{named}}}), or write "
-                f"crossshard.make_train_step(..., mesh=mesh, axis_name={shards.axes!r}).{types}"
-            )
+            return f"it needs more than gradients and the loss, {str(error).splitlines()[0]}"
+
+    of_updates = filter(None, map(obstacle_of, transformations))
+    obstacle = next(itertools.chain(obstacles, of_updates), None)
+    if obstacle is None:
+        return
+    name = next(leaf_name(path) for path, x in leaves if is_split(x))
+    what, named = (", ".join(map(repr, names)) for names in (axes, shards.axes))
+    found = f"{name} is split" if tracked else f"Parameters such as {name} may be split"
+    types = "" if tracked else " If they are not, pass check_vma=True, so that types tell."
+    raise WeightUpdateError(
+        f"{found} over {what}, which is not a shard axis here, and each device would update its "
+        f"block alone, but the update needs whole arrays: {obstacle}. Leave {what} to XLA, with "
+        f"jax.shard_map(..., axis_names={{{named}}}), or write crossshard.make_train_step(..., "
+        f"mesh=mesh, axis_name={shards.axes!r}).{types}"
+    )
 
 
 def _half(shape: tuple[int, ...]) -> Partition:
