@@ -145,15 +145,15 @@ def _status(
         return GradientStatus.REDUCED
     number = math.prod(map(lax.axis_size, axes))
     mistake = (
-        f"averaging again would do nothing and the step would be {number} times too large"
+        f"averaging it would do nothing and the step would be {number} times too large"
         if reduction is Reduction.MEAN
-        else f"summing again would make the step {number} times too large"
+        else f"summing it again would make the step {number} times too large"
     )
     raise DoubleReductionError(
         f"{name} ({_type(gradient)}) arrived at CrossShardOptimizer.update already invariant over "
-        f"{_axes(axes)}: autodiff has summed it over {number} shards, so {mistake}. Differentiate "
+        f"{_axes(axes)}. If autodiff has summed it over {number} shards, {mistake}. Differentiate "
         f"with crossshard.value_and_grad, or "
-        f'write incoming="summed" ("reduced" if it is already averaged, "local" if it is a local '
+        f'write incoming="summed" ("reduced" if a pmean has averaged it, "local" if it is a local '
         f"gradient that happens to be equal on all shards). If this optimizer stands inside "
         f"optax.MultiSteps, what arrived is no gradient but its sums, which are the same on all "
         f"shards: write CrossShardOptimizer(opt, accumulate_steps=k) in its place, with sums for "
