@@ -202,7 +202,9 @@ class StepConfig:
                 values, norm = found.values, found.squared_norm
                 return gradients.replace(values=values, extra=extra, summed_norm=norm), opt_state
 
-            callbacks |= {"rerun": rerun, "inputs": (before, given)}
+            # XLA for TPUs would copy the optimizer's state, which this does not read.
+            read = dataclasses.replace(before, opt_state=before.opt_state._replace(inner_state=()))
+            callbacks |= {"rerun": rerun, "inputs": (read, given)}
         with jax.named_scope(self.name):
             gradients, opt_state = pipeline.reduce(gradients, opt_state, context, **callbacks)
         if excludes:
