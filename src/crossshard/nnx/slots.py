@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
@@ -406,15 +407,34 @@ class Computed:
       names: these variables, with their names.
       shards: for the id of each, the number of shards, and whether its gradient was applied.
       value: float[], the latest loss of this shard.
-      weight: float[], 0 if no row counts in a ``Mean``; ``None`` if some row always counts.
+      weights: for the id of each, what its gradients count; see ``weight_of``.
       trace: the trace.
     """
 
     names: Named = dataclasses.field(default_factory=dict)
     shards: dict[int, tuple[int, bool]] = dataclasses.field(default_factory=dict)
     value: Any = None
-    weight: jax.Array | None = None
+    weights: dict[int, list[jax.Array | None]] = dataclasses.field(default_factory=dict)
     trace: Any = dataclasses.field(default_factory=_flax.current_trace)
+
+    def note(self, found: Named, number: int, value: Any, weight: jax.Array | None) -> None:
+        """Record that the gradients of these variables were computed, on this many shards."""
+        for known in found:
+            _, is_applied = self.shards.get(known, (number, True))
+            self.weights[known] = [weight] if is_applied else [*self.weights[known], weight]
+            self.shards[known] = number, False
+        self.names.update(found)
+        self.value = value
+
+    def weight_of(self, variables: Sequence[AnyVariable]) -> jax.Array | None:
+        """Return 0 if no row counts in any loss of these; ``None`` if some row always does.
+
+        float[]. These are the losses since the gradients were applied last, of which one may be
+        empty: the gradients that are applied may be a sum of all.
+        """
+        weights = {id(w): w for v in variables for w in self.weights[id(v)]}.values()
+        given = [weight for weight in weights if weight is not None]
+        return functools.reduce(jnp.maximum, given) if len(given) == len(weights) else None
 
     def note_applied(self, variables: Sequence[AnyVariable]) -> None:
         """Record that the gradients of these variables were applied."""
