@@ -240,13 +240,19 @@ class SlotStore:
     def __init__(self, variables: Mapping[str, AnyVariable | None] | None = None, tree: Any = None):
         # The variables by key, in order of first use; None in a copy.
         self.variables: dict[str, AnyVariable | None] = dict(variables or {})
+        self._of_copy = frozenset(self.variables)
         # The state with a variable at every leaf; None before the first step.
         self.tree: Any = tree
 
     # Keys.
 
     def keyed(self, variables: Sequence[AnyVariable], names: Named) -> dict[str, AnyVariable]:
-        """Return variables by key; a new one gets its name, with a number if that is taken."""
+        """Return variables by key; a new one gets its name, with a number if that is taken.
+
+        Raises:
+          VariableError: in a copy, where the order of first use may be another one, several
+            variables have a name.
+        """
         # Keys without a variable are those of a copy: its variables get them by name or index.
         taken = {key for key, variable in self.variables.items() if variable is not None}
         keyed = {}
@@ -256,6 +262,14 @@ class SlotStore:
                 _, name = names[id(variable)]
                 numbered = (f"{name}#{count}" for count in itertools.count(1))
                 key = next(key for key in itertools.chain([name], numbered) if key not in taken)
+                if name in self._of_copy and (key != name or f"{name}#1" in self.variables):
+                    raise VariableError(
+                        f"Several variables of one optimizer are named {name}, and in a copy, as "
+                        f"of nnx.clone, nnx.merge, nnx.jit, nnx.cond or nnx.scan, their slots "
+                        f"cannot be told apart. Write one optimizer for each set of variables. To "
+                        f"keep this one, create it anew, build each set in the order of before, "
+                        f"and call nnx.update(new, nnx.state(old))."
+                    )
             taken.add(key)
             keyed[key] = variable
         return keyed
