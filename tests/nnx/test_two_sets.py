@@ -233,3 +233,13 @@ def test_an_optimizer_of_twins_that_is_built_anew_goes_on(momentum: float | None
     update_b(b, new, X[1])
     for twin, value in zip((a, b), on_one(momentum), strict=True):
         np.testing.assert_allclose(twin.kernel[...], value, atol=1e-6)
+
+
+def test_twins_without_slots_go_on_in_a_copy():
+    a, b, opt = Twin(), Twin(), sgd(0.1)
+    update_a(a, opt, X[0])
+    update_b(b, opt, X[0])
+    a, b, opt = nnx.clone([a, b, opt])
+    update_b(b, opt, X[1])
+    for twin, value in zip((a, b), on_one(None), strict=True):
+        np.testing.assert_allclose(twin.kernel[...], value, atol=1e-6)

@@ -240,9 +240,11 @@ class SlotStore:
     def __init__(self, variables: Mapping[str, AnyVariable | None] | None = None, tree: Any = None):
         # The variables by key, in order of first use; None in a copy.
         self.variables: dict[str, AnyVariable | None] = dict(variables or {})
-        self._of_copy = frozenset(self.variables)
         # The state with a variable at every leaf; None before the first step.
         self.tree: Any = tree
+        # In a copy, the keys that have slots.
+        nodes = filter(_is_slots, jax.tree.leaves(tree, is_leaf=_is_slots))
+        self._of_copy = {key for node in nodes for key in node}
 
     # Keys.
 
