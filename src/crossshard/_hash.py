@@ -57,7 +57,7 @@ def checksum(tree: Any) -> str:
         is_here = getattr(x, "is_fully_addressable", True)
         if isinstance(x, jax.ShapeDtypeStruct) or not (is_here or x.is_fully_replicated):
             continue
-        x = _key_data(x)
+        x = key_data(x)
         x = x if is_here else x.addressable_data(0)
         values = np.ascontiguousarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
         found = zlib.crc32(values.reshape(-1).view(np.uint8).data, found)
@@ -67,14 +67,14 @@ def checksum(tree: Any) -> str:
 # The bits of arrays.
 
 
-def _key_data(x: Any) -> Any:
+def key_data(x: Any) -> Any:
     """Return the data of an array of keys; another array as it is."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def to_words(x: Any) -> jax.Array:
     """Return the bits of each element, uint32[…]; those of wider ones along a further axis."""
-    x = _key_data(jnp.asarray(x))
+    x = key_data(jnp.asarray(x))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == jnp.bool_:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
+from jax import P, lax
 
+import crossshard
 from crossshard.jaxprs.slices import Along, Kind, Mixed, Slices, Slicing, why_not_elementwise
 from crossshard.jaxprs.walk import follow
 from tests.optimizers.table import ROWS, SOME, Row
@@ -31,6 +32,7 @@ START = {
 }
 GOALS = [jax.tree.map(lambda x: np.float32(_rng.normal(size=x.shape)), START) for _ in range(STEPS)]
 LOSS = np.float32(1.5)
+KEY = jax.random.key(3)
 
 
 def sliced(tree: Any, shard: int) -> Any:
@@ -168,6 +170,11 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "a constant for each place": (
         lambda g: g * np.linspace(0, 1, g.size, dtype=np.float32).reshape(g.shape),
         "a constant with the shape of a parameter",
+    ),
+    "a number by a typed key": (lambda g: g * jax.random.uniform(KEY), None),
+    "noise by a typed key": (
+        lambda g: g + jax.random.normal(KEY, g.shape),
+        "random_bits creates an array of a parameter's shape",
     ),
     "the number of elements": (
         lambda g: g / g.size,
@@ -311,3 +318,36 @@ def test_one_number_at_every_position_is_a_slice_of_any_kind():
     assert Slices(of_leaves=True).join([Slicing.UNIFORM, Slicing.SAME]) is Slicing.SAME
     assert isinstance(Slices(of_leaves=True).join([Slicing.SAME, Along(0)]), Mixed)
     assert isinstance(Slices(of_leaves=True).join([Along(1), Along(0)]), Mixed)
+
+
+@pytest.mark.parametrize("kind", ["typed", "raw"])
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_a_key_in_an_update_that_is_sharded_under_jit(kind: str, momentum: float | None):
+    key = jax.random.key(3) if kind == "typed" else jax.random.PRNGKey(3)
+    by_number = optax.stateless_with_tree_map(lambda g, _: g * jax.random.uniform(key))
+    plain = optax.chain(by_number, optax.sgd(0.1, momentum))
+    opt = crossshard.CrossShardOptimizer(plain, weight_update="sharded")
+    params, x = {"w": jnp.ones((64, 40))}, np.float32(_rng.normal(size=(3, 8, 64)))
+
+    def loss(params: Any, x: Any) -> Any:
+        return (jnp.tanh(x @ params["w"]) ** 2).mean()
+
+    def step(params: Any, state: Any, x: Any, opt: Any, grad: Any) -> Any:
+        updates, state = opt.update(grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    mesh = jax.make_mesh((SHARDS,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = opt.state_specs(params, SHARDS)
+    on_shards = functools.partial(jax.shard_map, mesh=mesh)
+    init = on_shards(opt.init, in_specs=P(), out_specs=specs)
+    train = jax.jit(
+        on_shards(
+            functools.partial(step, opt=opt, grad=crossshard.grad),
+            in_specs=(P(), specs, P("shards")),
+            out_specs=(P(), specs),
+        )
+    )
+    ours, theirs = (params, init(params)), (params, plain.init(params))
+    for rows in x:
+        ours, theirs = train(*ours, rows), step(*theirs, rows, plain, jax.grad)
+    np.testing.assert_allclose(ours[0]["w"], theirs[0]["w"], atol=1e-6)

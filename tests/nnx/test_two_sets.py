@@ -11,7 +11,7 @@ from flax import nnx
 
 import crossshard
 from crossshard import CrossShardOptimizer
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, VariableError
 from tests.stateful import sgd
 
 X = np.random.default_rng(0).normal(size=(4, 8, 3)).astype(np.float32)
@@ -134,3 +134,130 @@ def test_calls_that_are_counted_are_of_the_same_variables(make: Any, whole: bool
     assert np.abs(model.a.kernel[...] - start).max() > 1e-3
     with pytest.raises(ArgumentError, match="one optimizer for each set"):
         step_of("b", whole)(model, opt, X[2])
+
+
+# Twins: two sets of the same names.
+
+
+class Twin(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.ones(3))
+
+
+def update(twin: Any, opt: Any, x: Any, scale: float) -> None:
+    opt.minimize(lambda: (scale * twin.kernel[...] * x).mean(), var_list=twin)
+
+
+update_a, update_b = (
+    crossshard.shard(num_shards=2)(lambda twin, opt, x, s=scale: update(twin, opt, x, s))
+    for scale in (1.0, -10.0)
+)
+
+
+@crossshard.shard(num_shards=2, input_shard_axes=[None, None, None, None, 0, None])
+def update_one(a: Any, b: Any, of_a: Any, of_b: Any, x: Any, first: Any) -> None:
+    """Update a or b, in a branch, which gets copies of both and of their optimizers."""
+    branch_a = lambda a, b, of_a, of_b, x: update(a, of_a, x, 1.0)
+    branch_b = lambda a, b, of_a, of_b, x: update(b, of_b, x, -10.0)
+    nnx.cond(first[0], branch_a, branch_b, a, b, of_a, of_b, x)
+
+
+def merged(nodes: Any) -> Any:
+    return nnx.merge(*nnx.split(nodes))
+
+
+def on_one(momentum: float | None) -> list[Any]:
+    """The twins after a step of a and two of b on one device, by plain Optax."""
+    values = []
+    for scale, batches in ((1.0, X[:1]), (-10.0, X[:2])):
+        value, plain = jnp.ones(3), optax.sgd(0.1, momentum)
+        state = plain.init(value)
+        for x in batches:
+            gradient = jax.grad(lambda value, x=x, s=scale: (s * value * x).mean())(value)
+            updates, state = plain.update(gradient, state)
+            value += updates
+        values.append(value)
+    return values
+
+
+@pytest.mark.parametrize("copy", [nnx.clone, merged], ids=["clone", "merge"])
+def test_in_a_copy_the_slots_of_twins_are_not_swapped(copy: Any):
+    a, b, opt = Twin(), Twin(), sgd(0.1, 0.9)
+    update_a(a, opt, X[0])
+    update_b(b, opt, X[0])
+    a, b, opt = copy([a, b, opt])
+    for first in (update_b, update_a):
+        with pytest.raises(VariableError, match="one optimizer for each set"):
+            first(b, opt, X[1])
+
+
+def test_in_a_copy_slots_of_one_twin_are_not_shared_with_another():
+    a, b, opt = Twin(), Twin(), sgd(0.1, 0.9)
+    update_a(a, opt, X[0])
+    a, b, opt = nnx.clone([a, b, opt])
+    update_a(a, opt, X[1])
+    with pytest.raises(VariableError, match="one optimizer for each set"):
+        update_b(b, opt, X[1])
+
+
+def test_in_a_branch_the_slots_of_twins_are_not_swapped():
+    a, b, opt = Twin(), Twin(), sgd(0.1, 0.9)
+    opt.build(a)
+    opt.build(b)
+    with pytest.raises(VariableError, match="one optimizer for each set"):
+        update_one(a, b, opt, opt, X[0], np.zeros(1))
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize("copy", [nnx.clone, merged], ids=["clone", "merge"])
+def test_twins_with_an_optimizer_each_go_on_in_a_copy(copy: Any, momentum: float | None):
+    a, b, of_a, of_b = Twin(), Twin(), sgd(0.1, momentum), sgd(0.1, momentum)
+    update_a(a, of_a, X[0])
+    update_b(b, of_b, X[0])
+    a, b, of_a, of_b = copy([a, b, of_a, of_b])
+    update_one(a, b, of_a, of_b, X[1], np.zeros(1, bool))
+    for twin, value in zip((a, b), on_one(momentum), strict=True):
+        np.testing.assert_allclose(twin.kernel[...], value, atol=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_an_optimizer_of_twins_that_is_built_anew_goes_on(momentum: float | None):
+    a, b, opt = Twin(), Twin(), sgd(0.1, momentum)
+    update_a(a, opt, X[0])
+    update_b(b, opt, X[0])
+    a, b, copied = nnx.clone([a, b, opt])
+    new = sgd(0.1, momentum)
+    new.build(a)
+    new.build(b)
+    nnx.update(new, nnx.state(copied))
+    update_b(b, new, X[1])
+    for twin, value in zip((a, b), on_one(momentum), strict=True):
+        np.testing.assert_allclose(twin.kernel[...], value, atol=1e-6)
+
+
+@pytest.mark.parametrize("copy", [nnx.clone, merged], ids=["clone", "merge"])
+def test_twins_in_one_call_go_on_in_a_copy(copy: Any):
+    @crossshard.shard(num_shards=2)
+    def both(a: Any, b: Any, opt: Any, x: Any) -> None:
+        loss = lambda: (a.kernel[...] * x).mean() - 10 * (b.kernel[...] * x).mean()
+        opt.minimize(loss, var_list=[a, b])
+
+    alike = [Twin(), Twin(), sgd(0.1, 0.9)]
+    for x in X[:2]:
+        both(*alike, x)
+    others = [Twin(), Twin(), sgd(0.1, 0.9)]
+    both(*others, X[0])
+    others = copy(others)
+    both(*others, X[1])
+    for one, other in zip(alike[:2], others[:2], strict=True):
+        np.testing.assert_array_equal(one.kernel[...], other.kernel[...])
+
+
+def test_twins_without_slots_go_on_in_a_copy():
+    a, b, opt = Twin(), Twin(), sgd(0.1)
+    update_a(a, opt, X[0])
+    update_b(b, opt, X[0])
+    a, b, opt = nnx.clone([a, b, opt])
+    update_b(b, opt, X[1])
+    for twin, value in zip((a, b), on_one(None), strict=True):
+        np.testing.assert_allclose(twin.kernel[...], value, atol=1e-6)

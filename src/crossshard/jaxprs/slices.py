@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from crossshard import _jax
+from crossshard._hash import key_data
 from crossshard.jaxprs.primitives import ALONG_ONE, ELEMENTWISE, OF_MATRICES, REDUCTIONS
 from crossshard.jaxprs.walk import Analysis, Equations, Mismatch, are_alike, follow, has_effect
 
@@ -120,8 +121,9 @@ class Slices(Analysis[Kind]):
         self._of_leaves = of_leaves
 
     def constant(self, values: Sequence[Any]) -> Kind:
-        whole, part = values
-        same = np.shape(whole) == np.shape(part) and bool(np.all(np.asarray(whole) == part))
+        with _jax.outside_of_traces():  # a comparison would be traced, and so would a key's data
+            whole, part = (key_data(x) if isinstance(x, jax.Array) else x for x in values)
+            same = np.shape(whole) == np.shape(part) and bool(np.all(np.asarray(whole) == part))
         return Slicing.SAME if same else Mixed("a constant with the shape of a parameter")
 
     def literal(self, values: Sequence[Any], equation: Any) -> Kind:

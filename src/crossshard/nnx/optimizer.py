@@ -354,11 +354,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         for other, new in zip(others, kept, strict=True):
             for value_after in new:
                 other.set_raw_value(value_after)
-        computed = self.computed
-        computed.names.update(found)
-        computed.shards.update(dict.fromkeys(found, (shards.number, False)))
-        computed.value = value
-        computed.weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
+        weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
+        self.computed.note(found, shards.number, value, weight)
         of_each = enumerate(zip(gradients, variables, strict=True))
         return [(g if place in reached else None, v) for place, (g, v) in of_each]
 
@@ -409,7 +406,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             self._check_one_model(variables, shards.number)
         # A shard of which no row counts in a ``Mean``; if that is so on all, nothing changes.
         is_own = incoming is None and origin is GradientStatus.SCALED
-        weight = self.computed.weight if is_own else None
+        weight = self.computed.weight_of(variables) if is_own else None
         keyed = self._keyed(pairs)
         self._check_together(keyed)
         self._make_slots(keyed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
@@ -241,11 +242,21 @@ class SlotStore:
         self.variables: dict[str, AnyVariable | None] = dict(variables or {})
         # The state with a variable at every leaf; None before the first step.
         self.tree: Any = tree
+        # In a copy, the keys that have slots.
+        nodes = filter(_is_slots, jax.tree.leaves(tree, is_leaf=_is_slots))
+        self._of_copy = {key for node in nodes for key in node}
 
     # Keys.
 
     def keyed(self, variables: Sequence[AnyVariable], names: Named) -> dict[str, AnyVariable]:
-        """Return variables by key; a new one gets its name, with a number if that is taken."""
+        """Return variables by key; a new one gets its name, with a number if that is taken.
+
+        Raises:
+          VariableError: in a copy, where the order of first use may be another one, several
+            variables have a name, and not all of them are given.
+        """
+        given = [names[id(variable)][1] for variable in variables if id(variable) in names]
+        known = [key.partition("#")[0] for key in self.variables]
         # Keys without a variable are those of a copy: its variables get them by name or index.
         taken = {key for key, variable in self.variables.items() if variable is not None}
         keyed = {}
@@ -255,6 +266,15 @@ class SlotStore:
                 _, name = names[id(variable)]
                 numbered = (f"{name}#{count}" for count in itertools.count(1))
                 key = next(key for key in itertools.chain([name], numbered) if key not in taken)
+                may_differ = key != name or f"{name}#1" in self.variables
+                if name in self._of_copy and may_differ and given.count(name) != known.count(name):
+                    raise VariableError(
+                        f"Several variables of one optimizer are named {name}, and in a copy, as "
+                        f"of nnx.clone, nnx.merge, nnx.jit, nnx.cond or nnx.scan, their slots "
+                        f"cannot be told apart. Write one optimizer for each set of variables. To "
+                        f"keep this one, create it anew, build each set in the order of before, "
+                        f"and call nnx.update(new, nnx.state(old))."
+                    )
             taken.add(key)
             keyed[key] = variable
         return keyed
@@ -406,15 +426,34 @@ class Computed:
       names: these variables, with their names.
       shards: for the id of each, the number of shards, and whether its gradient was applied.
       value: float[], the latest loss of this shard.
-      weight: float[], 0 if no row counts in a ``Mean``; ``None`` if some row always counts.
+      weights: for the id of each, what its gradients count; see ``weight_of``.
       trace: the trace.
     """
 
     names: Named = dataclasses.field(default_factory=dict)
     shards: dict[int, tuple[int, bool]] = dataclasses.field(default_factory=dict)
     value: Any = None
-    weight: jax.Array | None = None
+    weights: dict[int, list[jax.Array | None]] = dataclasses.field(default_factory=dict)
     trace: Any = dataclasses.field(default_factory=_flax.current_trace)
+
+    def note(self, found: Named, number: int, value: Any, weight: jax.Array | None) -> None:
+        """Record that the gradients of these variables were computed, on this many shards."""
+        for known in found:
+            _, is_applied = self.shards.get(known, (number, True))
+            self.weights[known] = [weight] if is_applied else [*self.weights[known], weight]
+            self.shards[known] = number, False
+        self.names.update(found)
+        self.value = value
+
+    def weight_of(self, variables: Sequence[AnyVariable]) -> jax.Array | None:
+        """Return 0 if no row counts in any loss of these; ``None`` if some row always does.
+
+        float[]. These are the losses since the gradients were applied last, of which one may be
+        empty: the gradients that are applied may be a sum of all.
+        """
+        weights = {id(w): w for v in variables for w in self.weights[id(v)]}.values()
+        given = [weight for weight in weights if weight is not None]
+        return functools.reduce(jnp.maximum, given) if len(given) == len(weights) else None
 
     def note_applied(self, variables: Sequence[AnyVariable]) -> None:
         """Record that the gradients of these variables were applied."""
