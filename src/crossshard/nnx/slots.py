@@ -266,8 +266,9 @@ class SlotStore:
                 _, name = names[id(variable)]
                 numbered = (f"{name}#{count}" for count in itertools.count(1))
                 key = next(key for key in itertools.chain([name], numbered) if key not in taken)
-                may_differ = key != name or f"{name}#1" in self.variables
-                if name in self._of_copy and may_differ and given.count(name) != known.count(name):
+                has_twin = key != name or f"{name}#1" in self.variables
+                are_all = 1 < given.count(name) == known.count(name)
+                if name in self._of_copy and has_twin and not are_all:
                     raise VariableError(
                         f"Several variables of one optimizer are named {name}, and in a copy, as "
                         f"of nnx.clone, nnx.merge, nnx.jit, nnx.cond or nnx.scan, their slots "
