@@ -116,13 +116,14 @@ def hidden_rows(topologies: Iterable[str] = HIDDEN_ON) -> Iterator[list[str]]:
                     f"{report.bytes_sent / 1e9:.2f}",
                     f"{report.bytes_sent / least:.3f}",
                     f"{report.hidden_share or 0:.0%}",
+                    f"{report.memory.temp / 1e9:.2f}",
                     f"{report.memory.peak / 1e9:.2f}",
                 ]
 
 
 _HEADS_OF_HIDDEN = (
     *("slice", "model", "step", "collectives", "GB sent by a chip", "÷ bound"),
-    *("behind products", "GB at the peak"),
+    *("behind products", "GB temporary", "GB at the peak"),
 )
 
 _HEADS = ("slice", "step", "collectives", "MB sent by a chip", "÷ lower bound", "s to compile")
