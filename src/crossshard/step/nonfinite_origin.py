@@ -338,7 +338,7 @@ class _Search:
         try:
             return of(self._loss)
         except UndecidedError:  # of microbatches; the step has checked it by numbers
-            return of(changed(self._loss, over=LossOver.SHARD))
+            return of(changed(self._loss, record=OverRowsRecord(proves=False)))
 
     def _in_rows(
         self, program: _Program, place: int, args: tuple[Any, ...], shard: int | None, rows: Any
