@@ -271,7 +271,8 @@ def test_one_step_with_other_rows_is_found_however_often_they_change(sizes: int,
     if odd is None:
         assert found is None
     else:
-        assert found is not None and "process 1 " in found.sentence
+        assert found is not None
+        assert "process 1 " in found.sentence
         assert odd < number < odd + 100
 
 

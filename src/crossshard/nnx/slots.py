@@ -407,6 +407,7 @@ class Computed:
       shards: for the id of each, the number of shards, and whether its gradient was applied.
       value: float[], the latest loss of this shard.
       weight: float[], 0 if no row counts in a ``Mean``; ``None`` if some row always counts.
+      are_means: of each loss, whether it was a ``Mean``.
       trace: the trace.
     """
 
@@ -414,6 +415,7 @@ class Computed:
     shards: dict[int, tuple[int, bool]] = dataclasses.field(default_factory=dict)
     value: Any = None
     weight: jax.Array | None = None
+    are_means: list[bool] = dataclasses.field(default_factory=list)
     trace: Any = dataclasses.field(default_factory=_flax.current_trace)
 
     def note_applied(self, variables: Sequence[AnyVariable]) -> None:
