@@ -261,7 +261,7 @@ def test_one_step_with_other_rows_is_found_however_often_they_change(sizes: int,
     judge, found = Judge(2, Timeouts(TIMEOUT), 0.0), None
     for number in range(0, 450, 7):
         # They tell it at other moments.
-        ahead = min(499, number + int(rng.integers(40)))
+        ahead = min(499, number + int(rng.integers(10, 50)))
         reports = enumerate((first[number], second[ahead]))
         told = {k: dataclasses.replace(report, beat=number + 1) for k, report in reports}
         assert all(Report.parse(str(report)) == report for report in told.values())
