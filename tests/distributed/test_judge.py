@@ -4,12 +4,14 @@ import dataclasses
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from crossshard.distributed import PROCESS_LOST, PROCESS_STALLED
 from crossshard.distributed.judge import (
     FAILURE_SECONDS,
     ROWS_SECONDS,
+    Given,
     Judge,
     Kind,
     Report,
@@ -17,6 +19,7 @@ from crossshard.distributed.judge import (
     Timeouts,
     Verdict,
 )
+from crossshard.distributed.watch import Progress
 
 TIMEOUT = 10.0
 DIED = Verdict(Kind.DIED, 1, "process 1 died.")
@@ -70,6 +73,15 @@ LEFT, FAILED = {"state": State.LEFT}, {"state": State.FAILED, "error": "JaxRunti
 LATE = "for 10 seconds, and others wait for it"
 SEVEN, ENDS = at("step 7", before="nothing, init 1, step 6"), {"before": "step 6, finish 1"}
 EVALUATES = at("save 1", 9, before="step 6, evaluate 1", place="a.py:3")
+
+
+def gave(*parts: tuple[int, int, str, str]) -> dict[str, object]:
+    """What a process says that was given this: the first call, the last, what, and the mark."""
+    *before, now = (Given(first, last, f"step {first}", *rest) for first, last, *rest in parts)
+    said = {"rows": now.what, "rows_since": now.first, "rows_call": now.call, "mark": now.mark}
+    return at(f"step {now.last}", now.last, given=tuple(before), **said)
+
+
 USUAL, OTHERS = ({"rows": f"float32[{n},3]", "rows_since": since} for n, since in ((8, 2), (4, 7)))
 FOUND_ROWS = (
     "has entered step 6 with float32[4,3], and process {} with float32[8,3]. Pass as many rows, of "
@@ -186,6 +198,84 @@ STORIES: dict[str, tuple[list[tuple[Any, ...]], Verdict | None]] = {
 }
 
 
+A, B, PUT = (1, 9, "x[8]", "a"), (1, 2, "x[8]", "a"), "another params and x[8]"
+ROWS = (
+    "Pass as many rows, of the same dtypes, in every process, or weight=, the batch's entry that "
+    "counts them."
+)
+# What three processes were given, and what is found at once.
+GIVEN: dict[str, tuple[list[dict[str, object]], str | None]] = {
+    "the same, of which two are ahead": (
+        [gave(A), gave((1, 20, *A[2:])), gave((1, 10, *A[2:]))],
+        None,
+    ),
+    "other rows in a call that has ended": (
+        [gave(A), gave(B, (3, 3, "x[4]", "b"), (4, 9, "x[8]", "c")), gave(A)],
+        f"process 1 has entered step 3 with x[4], and process 0 with x[8]. {ROWS}",
+    ),
+    "other rows in a call that has not ended": (
+        [gave(A), gave((1, 8, *A[2:]), (9, 9, "x[4]", "b")), gave(A)],
+        None,
+    ),
+    "other rows in the last call": (
+        [gave(A) | LEFT, gave(A) | LEFT, gave((1, 8, *A[2:]), (9, 9, "x[4]", "b")) | LEFT],
+        f"process 2 has entered step 9 with x[4], and process 0 with x[8]. {ROWS}",
+    ),
+    "another state": (
+        [gave(B, (3, 3, PUT, "b"), (4, 9, "x[8]", "c")), gave(A), gave(A)],
+        f"process 0 has entered step 3 with {PUT}, and process 1 with x[8]. Put the same arrays "
+        f"into the state, or the variables, in every process.",
+    ),
+    "other rows in a call that is forgotten": (
+        [gave((7, 9, "x[8]", "d")), gave((7, 9, "x[8]", "e")), gave((7, 9, "x[8]", "d"))],
+        f"process 1 was given something else than process 0 before step 7. {ROWS}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_earlier_calls_were_given_is_compared(name: str, job: Job):
+    job.says, sentence = GIVEN[name]
+    found = job.run(1)
+    assert (found and found.sentence) == sentence
+    assert found is None or found.code == PROCESS_STALLED
+
+
+def entered(rows: list[str]) -> list[Report]:
+    """What a process says after each of some steps with these rows."""
+    told, progress = [], Progress()
+    for number, own in enumerate(rows, 1):
+        progress.note(calls=number, latest=f"step {number}")
+        progress.take(own)
+        told.append(progress.now)
+    return told
+
+
+@pytest.mark.parametrize("sizes", [1, 2, 5])
+@pytest.mark.parametrize("odd", [None, 0, 40, 333])
+def test_one_step_with_other_rows_is_found_however_often_they_change(sizes: int, odd: int | None):
+    rng = np.random.default_rng(0)
+    rows = [f"float32[{4 * n}]" for n in rng.integers(sizes, size=500)]
+    others = [f"{own}[odd]" if number == odd else own for number, own in enumerate(rows)]
+    first, second = entered(rows), entered(others)
+    judge, found = Judge(2, Timeouts(TIMEOUT), 0.0), None
+    for number in range(0, 450, 7):
+        # They tell it at other moments.
+        ahead = min(499, number + int(rng.integers(10, 50)))
+        reports = enumerate((first[number], second[ahead]))
+        told = {k: dataclasses.replace(report, beat=number + 1) for k, report in reports}
+        assert all(Report.parse(str(report)) == report for report in told.values())
+        found = judge.hear(told, float(number))
+        if found is not None:
+            break
+    if odd is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert "process 1 " in found.sentence
+        assert odd < number < odd + 100
+
+
 @pytest.mark.parametrize("name", STORIES)
 def test_who_is_named_and_when(name: str, job: Job):
     phases, verdict = STORIES[name]
@@ -205,7 +295,8 @@ def test_a_process_that_is_behind_but_moves_is_let_be(job: Job):
 def test_reports_and_verdicts_are_read_as_they_were_written():
     rows = "float32[8,3],key<fry>[8]"
     told = (3, 8, "step 7", State.FAILED, "ValueError", 2, "train.py:41", rows, 7)
-    report = Report(*told, "init 1, step 6", 2, "compile")
+    given = (Given(1, 2, "step 1", rows, "0a"), Given(3, 6, "step 3", "", "1b"))
+    report = Report(*told, "init 1, step 6", 2, "compile", given, "step 7", "2c")
     assert Report.parse(str(report)) == report
     assert Report.parse(str(Report(0, 2, "init 1"))) == Report(0, 2, "init 1")
     for verdict in (

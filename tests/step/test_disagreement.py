@@ -1,5 +1,6 @@
 """Processes that give what must be the same, and is not: all are told, by the name of one."""
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 
-from crossshard import _jax, make_train_step
+from crossshard import CrossShardOptimizer, Mean, _jax, make_train_step, shard
 from crossshard.distributed import agreement
 from crossshard.errors import ArgumentError
 from tests.processes import DEVICES, PROCESSES, join, run_processes
@@ -72,6 +73,45 @@ def rows(number: int, value: float) -> dict[str, np.ndarray]:
     return {"x": np.full((number, 3), value, np.float32)}
 
 
+def between_calls(process: int) -> dict[str, Any]:
+    """What one process is told of what changes from call to call, and what it trains to."""
+    found, own = {}, [20, 12][process]
+    opt = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    plain = lambda w, x: jnp.mean((w - x) ** 2)
+    counted = lambda w, x: Mean(((w - x) ** 2).sum(), x.size)
+    # All rows of a step, of which each process has its own.
+    x = np.linspace(0, 3, 32, dtype=np.float32)
+    mine = x[:20] if process == 0 else x[20:]
+    step = make_train_step(counted, opt, num_shards=SHARDS, accumulate_steps=2)
+    found["counted"] = float(step(step.init(np.float32(0)), mine)[0].params)
+    step = make_train_step(plain, opt, num_shards=SHARDS)
+    state = step.init(np.float32(0))
+    state, _ = step(state, x[:20])
+    state, _ = step(state, x[:12])
+    rates = state.opt_state.inner_state.hyperparams
+    rates["learning_rate"] = rates["learning_rate"] * (1 + process)
+    found["rate"] = refusal(lambda: step(state, x[:20]))
+    other = dataclasses.replace(state, params=jnp.float32(process))
+    found["replaced"] = refusal(lambda: step(other, x[:20]))
+    rates["learning_rate"] = jnp.float32(0.5)
+    found["same rate"] = refusal(lambda: step(state, x[:20]))
+    w, opt = nnx.Param(jnp.float32(0)), CrossShardOptimizer(optax.sgd(0.5))
+    run = shard(num_shards=SHARDS)(
+        lambda w, opt, x: opt.minimize(lambda: plain(w[...], x), var_list=[w])
+    )
+    run(w, opt, x[:20])
+    run(w, opt, x[:20])
+    w[...] = jnp.float32(process)
+    found["variable"] = refusal(lambda: run(w, opt, x[:20]))
+    w[...] = jnp.float32(3)
+    found["same variable"] = refusal(lambda: run(w, opt, x[:20]))
+    # Both numbers of rows are known by now; the next comparison finds it.
+    state = step.init(np.float32(0))
+    state, _ = step(state, x[:own])
+    found["known rows"] = refusal(lambda: step.init(np.float32(0)))
+    return found
+
+
 def main(process: int, port: int, out: str) -> None:
     """One process: what it is told of each thing that it gives otherwise than the other."""
     join(process, port)
@@ -128,6 +168,7 @@ def main(process: int, port: int, out: str) -> None:
     keys = jax.random.split(jax.random.key(process), 2)
     _, metrics = keyed(keyed.init(W), {"key": keys})
     found["keys"] = float(metrics["loss"])
+    found |= between_calls(process)
     # One that does not come.
     agreement._UNWATCHED_SECONDS = 1
     if process:
@@ -153,6 +194,10 @@ SAID = {
     "state": "To reshard, process 1 passed a state checksum ",
     "rows": "To step, process 1 passed batch['x'] float32[8, 3], and process 0 float32[2, 3].",
     "table": "To step, process 1 passed batch['table'] checksum ",
+    "rate": "To step, process 1 passed state.opt_state.inner_state.hyperparams['learning_rate']",
+    "replaced": "To step, process 1 passed state.params checksum ",
+    "variable": "To step, process 1 passed Param float32[], variable 0 of the step, checksum ",
+    "known rows": "Before init, process 1 was given something else than process 0 in a step: ",
     **{name: f"To evaluate, process 1 passed {said}" for name, (_, _, said) in EVALUATED.items()},
 }
 ADVICE = {
@@ -177,7 +222,9 @@ def test_a_process_that_does_not_come_is_named(found: list[dict[str, Any]]):
 @pytest.mark.parametrize("process", range(PROCESSES))
 def test_processes_that_agree_step(found: list[dict[str, Any]], process: int):
     told = found[process]
-    assert told["same state"] == "taken"
+    assert told["same state"] == told["same rate"] == told["same variable"] == "taken"
+    # A step of SGD with a rate of 1/2, from 0 on, ends at the mean of the rows of both.
+    assert told["counted"] == pytest.approx(1.5)
     # The mean of w is 2; half of the rows are 0 and half 3, and with weights 2 of 10 are 0.
     assert told["even rows"] == pytest.approx(2 * 1.5)
     # W sums to 6. Of 163 rows, 161 are 1, and the last two of process 1 are 0.

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from crossshard import _check, _jax
 from crossshard._check import typed
 from crossshard._hash import crc32
+from crossshard.distributed.judge import SAME_ROWS
 from crossshard.distributed.watch import PROGRESS, waiting
 from crossshard.errors import (
     ArgumentError,
@@ -88,10 +89,11 @@ def compare(call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh) -> Di
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What a process tells: the call that it makes, and a text."""
+    """What a process tells: the call that it makes, a text, and what earlier calls were given."""
 
     name: str
     text: str
+    mark: str = ""
 
 
 def exchange(call: str, text: str, mesh: Mesh, within: str = "") -> tuple[str, ...]:
@@ -123,7 +125,8 @@ def exchange(call: str, text: str, mesh: Mesh, within: str = "") -> tuple[str, .
     here, late = f"{folder}/{number}", f"has not reached {call} in {seconds:g} seconds."
     # The watch compares only what all processes of the job enter.
     with waiting(call, within) if of_all else contextlib.nullcontext():
-        own = json.dumps(dataclasses.asdict(_Call(call, text)))
+        mark = PROGRESS.now.mark_before() if of_all else ""
+        own = json.dumps(dataclasses.asdict(_Call(call, text, mark)))
         _jax.kv_set(f"{here}/{this}", own)
         if this == first:
             came = lambda process: _jax.kv_get(f"{here}/{process}", seconds) is not None
@@ -143,6 +146,12 @@ def exchange(call: str, text: str, mesh: Mesh, within: str = "") -> tuple[str, .
         raise ArgumentError(
             f"{wrong} Every process of a mesh must make the same calls, in the same order."
         )
+    for process, its in zip(processes, told, strict=True):
+        if its.mark != told[0].mark:
+            raise ArgumentError(
+                f"Before {call}, process {process} was given something else than process {first} "
+                f"in a step: other rows, or another state. {SAME_ROWS}, and the same state."
+            )
     return tuple(each.text for each in told)
 
 

@@ -24,12 +24,19 @@ PROCESS_STALLED = 82
 
 # The name of a call.
 NAME = re.compile(r"[a-z][a-z_]{0,19}")
-_LONGEST_TEXT = 2000
+_LONGEST_TEXT = 1 << 14
 # After a process has failed or left: long enough to see whether it did because another one died, or
 # whether the others do so too.
 FAILURE_SECONDS = 2.5
 # Processes that all see that they have other rows than the others raise sooner.
 ROWS_SECONDS = 5.0
+# Between what was put into a state before a call, and the rows of the call.
+AND = " and "
+SAME_ROWS = (
+    "Pass as many rows, of the same dtypes, in every process, or weight=, the batch's entry that "
+    "counts them"
+)
+_SAME_STATE = "Put the same arrays into the state, or the variables, in every process"
 # Calls before the first step.
 EARLY = ("nothing", "init", "checkpoints", "restore")
 # Calls in which processes may wait longer than in a step, unless the user names them. XLA finds a
@@ -110,6 +117,22 @@ class State(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
+class Given:
+    """Calls of a process, one after the other, which were given the same."""
+
+    first: int  # of these calls
+    last: int
+    call: str  # the name of the first
+    what: str  # rows, and what was put into the state
+    mark: str  # a hash of what was given in all calls up to the first
+
+    @property
+    def level(self) -> int:
+        """The highest power of two of which one of the calls is a multiple."""
+        return ((self.first - 1) ^ self.last).bit_length()
+
+
+@dataclasses.dataclass(frozen=True)
 class Report(_Told):
     """What a process tells of itself."""
 
@@ -125,6 +148,22 @@ class Report(_Told):
     before: str = ""  # the calls before the latest, the newest last, as far as remembered
     waits: int = 0  # how often it has waited for the others within the latest
     inner: str = ""  # where it waits longer than the latest says
+    given: tuple[Given, ...] = ()  # what calls before ``rows_since`` were given, as far as kept
+    rows_call: str = ""  # the first call with these rows, by its name
+    mark: str = ""  # a hash of what was given in all calls up to it
+
+    @property
+    def known(self) -> tuple[Given, ...]:
+        """What its calls were given, the newest last, as far as it is known."""
+        if not self.rows_since:
+            return ()
+        now = Given(self.rows_since, self.calls, self.rows_call, self.rows, self.mark)
+        return *self.given, now
+
+    def mark_before(self) -> str:
+        """Return the hash of what all calls before the latest were given."""
+        known = [each.mark for each in self.known if each.first < self.calls]
+        return known[-1] if known else ""
 
     @property
     def reached(self) -> tuple[int, int]:
@@ -233,8 +272,10 @@ class Judge:
 
     def _of_calls(self) -> Verdict | None:
         reports = self._reports
-        if all(report.state is State.LEFT for report in reports.values()):
-            return Verdict(Kind.DONE)
+        are_over = all(report.state is State.LEFT for report in reports.values())
+        differ = self._of_earlier(min(r.calls for r in reports.values()) + are_over)
+        if are_over or differ:
+            return differ or Verdict(Kind.DONE)
         ahead = max(reports.values(), key=lambda report: report.reached)
         behind = {
             process: self._seconds("behind", process)
@@ -244,13 +285,7 @@ class Judge:
         # Where some have entered a call with other rows, or another one in its place, they wait for
         # each other. What has changed since then says nothing of that call.
         call = min(report.calls for report in reports.values())
-        # Those that have had their rows for longer are not the odd ones.
-        order = sorted(reports, key=lambda process: reports[process].rows_since)
-        rows = {
-            process: reports[process].rows
-            for process in order
-            if reports[process].rows and reports[process].rows_since <= call
-        }
+        rows = self._given_in(call)
         entered = {process: label for process, r in reports.items() if (label := r.at(call))}
         if len(set(rows.values())) > 1:
             return self._of_rows(call, rows)
@@ -280,14 +315,44 @@ class Judge:
     def _of_rows(self, call: int, rows: dict[int, str]) -> Verdict | None:
         if self._seconds("rows", call) < ROWS_SECONDS:
             return None
-        odd, usual = _odd(rows)
         what = next(each.latest for each in self._reports.values() if each.calls == call)
-        how = (
-            f"has entered {what} with {rows[odd]}, and process {usual} with {rows[usual]}. Pass as "
-            f"many rows, of the same dtypes, in every process, or weight=, the batch's entry that "
-            f"counts them"
-        )
-        return Verdict.of(Kind.STALLED, odd, how)
+        return _of_given(what, rows)
+
+    def _given_in(self, call: int) -> dict[int, str]:
+        """Return what each process was given in a call, as far as it is known."""
+        found = {
+            process: each
+            for process, report in self._reports.items()
+            for each in report.known
+            if each.first <= call <= each.last
+        }
+        # Those that have had their rows for longer are not the odd ones.
+        order = sorted(found, key=lambda process: found[process].first)
+        return {process: found[process].what for process in order}
+
+    def _of_earlier(self, now: int) -> Verdict | None:
+        """Compare what processes were given in calls before this one, which have ended."""
+        first, *others = self._reports.items()
+        for process, report in others:
+            if report.mark == first[1].mark:
+                continue
+            pairs = [
+                (own, other)
+                for own in first[1].known
+                for other in report.known
+                if max(own.first, other.first) < min(now, own.last + 1, other.last + 1)
+                and own.mark != other.mark
+            ]
+            # If it was not the same rows, what was given before was not.
+            for own, other in pairs:
+                if own.what != other.what:
+                    later = max(own, other, key=lambda each: each.first)
+                    return _of_given(later.call, self._given_in(later.first))
+            if pairs:
+                later = max(pairs[0], key=lambda each: each.first)
+                how = f"was given something else than process {first[0]} before {later.call}"
+                return Verdict.of(Kind.STALLED, process, f"{how}. {SAME_ROWS}")
+        return None
 
     def _of_other_calls(self, call: int, entered: dict[int, str]) -> Verdict | None:
         waited = self._seconds("calls", call)
@@ -309,6 +374,15 @@ class Judge:
             if report.state is State.RUNNING and self._silent[process] >= may_be:
                 return unheard(process, self._silent[process], report)
         return None
+
+
+def _of_given(call: str, words: dict[int, str]) -> Verdict:
+    """Return the verdict on the process that was given something else in a call than others."""
+    odd, usual = _odd(words)
+    shown = words[odd] or "no rows", words[usual] or "no rows"
+    how = f"has entered {call} with {shown[0]}, and process {usual} with {shown[1]}"
+    rows = {word.rpartition(AND)[2] for word in (words[odd], words[usual])}
+    return Verdict.of(Kind.STALLED, odd, f"{how}. {SAME_ROWS if len(rows) > 1 else _SAME_STATE}")
 
 
 def _odd(words: Mapping[int, str]) -> tuple[int, int]:

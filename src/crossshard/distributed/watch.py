@@ -9,6 +9,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from crossshard import _check, _jax
 from crossshard._hash import crc32
 from crossshard.distributed import identity
 from crossshard.distributed.judge import (
+    AND,
     EARLY,
     NAME,
     PROCESS_STALLED,
@@ -91,12 +93,30 @@ class Progress:
         """Change what others are told."""
         self.now = dataclasses.replace(self.now, **changed)
 
-    def take(self, rows: str) -> None:
-        """Tell others the rows of the latest call, in one word."""
+    def take(self, rows: str, put: Iterable[str] = ()) -> None:
+        """Tell others the rows of the latest call, in one word, and the names of what is new.
+
+        These are arrays that were put into the state, or the variables, since the last call.
+
+        What earlier calls were given they compare in retrospect, so that no call waits for it.
+        """
         if len(rows) > _LONGEST:
             rows = f"{rows[:_LONGEST]}...{crc32(rows)}"
-        if rows != self.now.rows:
-            self.note(rows=rows, rows_since=self.now.calls)
+        for name in itertools.islice(put, 1):
+            rows = f"another {name[-_LONGEST // 2 :]}{AND}{rows or 'no rows'}"
+        now = self.now
+        if rows == now.rows:
+            return
+        # Of a call that is told a second time, the first word is dropped.
+        known = [each for each in now.known if each.first < now.calls]
+        before = known[-1].mark if known else ""
+        if known:
+            known[-1] = dataclasses.replace(known[-1], last=now.calls - 1)
+        newest = {each.level: each for each in known}
+        kept = [x for x in known if x is newest[x.level] or x in known[-_REMEMBERED // 2 :]]
+        mark = crc32(f"{before} {now.latest} {rows}")
+        called = {"rows_since": now.calls, "rows_call": now.latest, "given": tuple(kept)}
+        self.note(rows=rows, mark=mark, **called)
 
     @property
     def steps(self) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import operator
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -76,7 +77,7 @@ class TrainState:
                 raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
             self.__dict__.update(flat.structure.tree.unflatten(flat.leaves).__dict__)
             # The trees may be written to from now on, as NNX variables are.
-            self.__dict__.pop("_flat", None)
+            self.__dict__["_returned"] = self.__dict__.pop("_flat", flat)
             return self.__dict__[name]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,6 +161,25 @@ class FlatState:
 def is_unread(state: TrainState) -> bool:
     """Return whether nobody has read the trees of a state since a step returned it."""
     return "_flat" in state.__dict__
+
+
+def put_into(state: TrainState, flat: FlatState) -> dict[str, Any]:
+    """Return the arrays, by name, that somebody has put into a state since a step returned it.
+
+    ``flat`` is the state as its leaves. Of a state that no step has returned, such as a copy, these
+    are the arrays of this process alone: all have computed those that lie on devices of several.
+    """
+    if is_unread(state):
+        return {}
+    leaves, returned = flat.leaves, state.__dict__.pop("_returned", None)
+    if returned is None or len(returned.leaves) != len(leaves):
+        is_new = [getattr(x, "is_fully_addressable", True) for x in leaves]
+    else:
+        is_new = list(map(operator.is_not, leaves, returned.leaves))
+    if not any(is_new):
+        return {}
+    each = zip(names_of(state), leaves, is_new, strict=True)
+    return {name: x for name, x, new in each if new and _check.is_number(x)}
 
 
 def names_of(state: TrainState) -> tuple[str, ...]:

@@ -324,6 +324,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 after = [other.get_raw_value() for other in others]
                 below.check_nothing_new()
             empty = None
+            is_mean.append(isinstance(out, Mean))
             if isinstance(out, Mean):
                 out, empty = part_of_shard(out, self._shards_of_mean())
             value = jnp.asarray(_check.scalar(out))
@@ -334,6 +335,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         # In 16 bits, a small gradient that is divided could underflow before it is summed.
         divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
         names, scale = self._pipeline.axis_name or None, self._loss_scale()
+        is_mean = list[bool]()
         of_shard = value_and_grad(of_values, has_aux=True, axis_name=names, loss_scale=scale)
         (_, (value, kept, empty)), gradients = of_shard(values)
         if divide_after:
@@ -356,6 +358,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 other.set_raw_value(value_after)
         weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
         self.computed.note(found, shards.number, value, weight)
+        self.computed.are_means += is_mean
         of_each = enumerate(zip(gradients, variables, strict=True))
         return [(g if place in reached else None, v) for place, (g, v) in of_each]
 

@@ -13,6 +13,7 @@ import dataclasses
 import math
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -35,12 +36,14 @@ from crossshard.nnx.slots import HasSlots, is_variable
 from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import spec_along
 from crossshard.shards.cut import PER_SHARD, REPLICATED, Placement
-from crossshard.shards.devices import put_whole
+from crossshard.shards.devices import are_of_all_processes, put_whole
 from crossshard.shards.random_streams import own_stream
 
 # The arguments of a step.
 
 _thread = threading.local()
+# Arrays of all processes that a step has written, or that were compared, by their ids.
+_COMPARED: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
 
 
 class MissingSlots(BaseException):
@@ -293,13 +296,17 @@ class Call:
         )
         return args, kwargs
 
-    def own_rows(self) -> str:
-        """Return, as text, the types of this process's parts of the arrays that are split."""
+    def own_rows(self, number: str | int) -> str:
+        """Return, as text, the types of a process's parts of the arrays that are split.
+
+        ``number`` is how many shards it has, or a word in place of the number of rows.
+        """
         words = []
         for leaf, spec in zip(self.leaves, self.specs, strict=True):
             if spec != PartitionSpec():
-                shape, axis = list(leaf.sharding.shard_shape(leaf.shape)), len(spec) - 1
-                shape[axis] *= len(leaf.addressable_shards)
+                shape: list[Any] = list(leaf.sharding.shard_shape(leaf.shape))
+                rows = shape[len(spec) - 1]
+                shape[len(spec) - 1] = number if isinstance(number, str) else rows * number
                 words.append(f"{leaf.dtype}[{','.join(map(str, shape))}]")
         return ",".join(words)
 
@@ -371,7 +378,9 @@ class Program:
         self._mesh = _mesh.with_automatic_axes(mesh)
         self._names = mesh.axis_names
         self._outputs = outputs
-        self._has_processes = len(processes_of(mesh)) > 1
+        processes = len(processes_of(mesh))
+        self._has_processes, self._is_watched = processes > 1, are_of_all_processes(mesh)
+        self._of_process = mesh.size // processes
         self._is_compared = False
         # The call that it is traced for, only while it runs, since it keeps the model alive.
         self._call: Call | None = None
@@ -399,7 +408,6 @@ class Program:
         self._call = call
         try:
             if self._has_processes:
-                PROGRESS.take(call.own_rows())
                 self._compare(values, call)
             outputs, after = self._compiled(values, call.leaves)
         finally:
@@ -407,6 +415,8 @@ class Program:
         for variable, placement, new in zip(variables, self._leaving, after, strict=True):
             for value in new:
                 variable.set_raw_value(per_shard(value) if placement.per_shard else value)
+                if self._has_processes and isinstance(value, jax.Array):
+                    _COMPARED[id(value)] = value
         return self._tree.unflatten(outputs)
 
     def _placed(self, call: Call) -> list[Any]:
@@ -424,18 +434,26 @@ class Program:
     def _compare(self, values: Sequence[Any], call: Call) -> None:
         """Raise unless every process has the same new variables, unsplit inputs and program.
 
-        Arrays that are on the mesh already come from a step, and are not compared again.
+        Arrays that a step has written, or that were compared, are not compared again.
         """
         variables = call.given.variables
         given: dict[str, Any] = {}
         new: list[tuple[AnyVariable, Any]] = []
         for place, (variable, value) in enumerate(zip(variables, values, strict=True)):
             held = stacked(variable.get_raw_value())
-            if any(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(held)):
+            if _COMPARED.get(id(held)) is held:
+                continue
+            is_array = isinstance(held, jax.Array)
+            if is_array or any(
+                getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(held)
+            ):
                 given[f"{describe_variable(variable)}, variable {place} of the step,"] = held
-                if isinstance(held, jax.Array):
-                    is_own = self._entering[place].per_shard
-                    new.append((variable, per_shard(value) if is_own else value))
+            if is_array:
+                is_own = self._entering[place].per_shard
+                new.append((variable, per_shard(value) if is_own else value))
+        if self._is_watched:
+            rows = call.own_rows("any" if self._has_counts else self._of_process)
+            PROGRESS.take(rows, given)
         if not self._is_compared:
             pairs = zip(call.leaves, call.specs, strict=True)
             unsplit = [x for x, spec in pairs if spec == PartitionSpec()]
@@ -450,6 +468,7 @@ class Program:
             )
         for variable, value in new:
             variable.set_raw_value(value)
+            _COMPARED[id(stacked(value))] = stacked(value)
         if not self._is_compared:
             check_same_program(self._compiled.lower(values, call.leaves), self._mesh)
             self._is_compared = True
@@ -485,6 +504,9 @@ class Program:
             own = [v for v, x in zip(variables, self._entering, strict=True) if x.per_shard]
             with shard_context(self._mesh.size, axis_name=self._names), given.bound(own):
                 outputs = as_output(self._computation(*args, **kwargs))
+                # Each shard may have any number of rows if each loss is a ``Mean``.
+                are_means = [is_one for x in given.optimizers for is_one in x.computed.are_means]
+                self._has_counts = bool(are_means) and all(are_means)
                 after = [variable.get_raw_value() for variable in variables]
             given.check_nothing_new()
         self._tree = jax.tree.structure(outputs)

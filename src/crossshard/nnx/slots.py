@@ -428,6 +428,7 @@ class Computed:
       shards: for the id of each, the number of shards, and whether its gradient was applied.
       value: float[], the latest loss of this shard.
       weights: for the id of each, what its gradients count; see ``weight_of``.
+      are_means: of each loss, whether it was a ``Mean``.
       trace: the trace.
     """
 
@@ -435,6 +436,7 @@ class Computed:
     shards: dict[int, tuple[int, bool]] = dataclasses.field(default_factory=dict)
     value: Any = None
     weights: dict[int, list[jax.Array | None]] = dataclasses.field(default_factory=dict)
+    are_means: list[bool] = dataclasses.field(default_factory=list)
     trace: Any = dataclasses.field(default_factory=_flax.current_trace)
 
     def note(self, found: Named, number: int, value: Any, weight: jax.Array | None) -> None:

@@ -116,6 +116,11 @@ class BatchPlacer:
         # The kinds of batches that a call has put on the devices of several processes.
         self._placed: set[Any] = set()
 
+    @property
+    def takes_any_rows(self) -> bool:
+        """Whether the rows are counted, so that each process may pass another number of them."""
+        return self._weight is not None or self._loss.record.has_counts
+
     def along(self, axis: int) -> NamedSharding:
         """Return the sharding of an array that is split along an axis."""
         if axis not in self._shardings:
@@ -248,7 +253,7 @@ class BatchPlacer:
                     sizes[axis] = sizes[axis] * self.parts // self.number
                 elif not self._virtual.is_even:
                     sizes[axis] = self._length_with_room(leaf, axis, self.parts)
-                sizes[axis] = "any" if self._weight else sizes[axis]
+                sizes[axis] = "any" if self.takes_any_rows else sizes[axis]
             words.append(f"{dtype_on_device(leaf)}[{','.join(map(str, sizes))}]")
         return ",".join(words)
 
@@ -276,13 +281,14 @@ class BatchPlacer:
             self._zeros[key] = zeros_in_padding(self._loss, rows, whole)
         zeros = self._zeros[key] if record.pads_copies else jax.tree.map(lambda _: True, rows)
         rows = jax.tree.map(self._filled, rows, axes, zeros)
-        if self.parts < self.number and self._weight is None:
-            or_weight = "" if self._loss.has_one_state else ", or pass weight="
+        if self.parts < self.number and not self.takes_any_rows:
+            or_weight = ", or pass weight=, or return a Mean and pad with rows that do not count"
             self._check_agreement(
                 rows,
                 lambda leaf: f"{leaf.dtype}{list(leaf.shape)}",
                 "Every process must pass arrays of the same dtypes. The mean over the shards is "
-                f"that over all rows only if all pass as many rows: pass as many{or_weight}.",
+                f"that over all rows only if all pass as many rows: pass as many"
+                f"{'' if self._loss.has_one_state else or_weight}.",
             )
         if self.parts < self.number:
             self._placed.add(_kind(rows))

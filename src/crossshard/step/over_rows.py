@@ -117,6 +117,8 @@ class OverRowsRecord:
     states: dict[Any, Doubt] = dataclasses.field(default_factory=dict)
     # The doubts that numbers have removed.
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
+    # Whether it returns a ``Mean`` of any number of rows of each shard, as its last trace shows.
+    has_counts: bool = False
     proves: bool = True  # whether its trace has to show that it is one; not in a comparison
     # Whether the step runs now, so that numbers can be tried; else it is only lowered or traced.
     runs: bool = False

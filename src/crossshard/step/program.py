@@ -10,11 +10,23 @@ from typing import Any
 import jax
 
 from crossshard import _check, _jax, _mesh
-from crossshard.distributed.agreement import check_same_program, compare, processes_of
+from crossshard._hash import checksum
+from crossshard.distributed.agreement import (
+    check_agreement,
+    check_same_program,
+    compare,
+    processes_of,
+)
 from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import ArgumentError, CrossshardError
 from crossshard.jaxprs.walk import CHECKPOINTS, equations_of, equations_within
-from crossshard.model.state import FlatState, TrainState, check_devices, on_devices
+from crossshard.model.state import (
+    FlatState,
+    TrainState,
+    check_devices,
+    on_devices,
+    put_into,
+)
 from crossshard.pipeline.stages.few_bits import FewBits
 from crossshard.shards.batch_axes import resized
 from crossshard.shards.devices import are_of_all_processes
@@ -97,22 +109,54 @@ class Program:
         is_traced = not _jax.at_top_level()
         if self._config.donate and not is_traced:
             self._donation.check(state, batch)
+        flat = FlatState.of(state)
         if self._in_processes or _mesh.another_mesh_is_set(self._config.outer_mesh):
             with _mesh.in_place_of_the_users_mesh(self._config.outer_mesh):
-                if self._is_watched and self._in_processes:
-                    PROGRESS.take(self.placer.rows_of(batch))
-                return self._placed_and_run(state, batch, is_traced)
+                if self._in_processes:
+                    self._compare_given(batch, {} if is_traced else put_into(state, flat))
+                return self._placed_and_run(state, flat, batch, is_traced)
         # The context above costs a microsecond at every step.
-        return self._placed_and_run(state, batch, is_traced)
+        return self._placed_and_run(state, flat, batch, is_traced)
 
-    def _placed_and_run(self, state: TrainState, batch: Any, is_traced: bool) -> Any:
+    def _compare_given(self, batch: Any, new: dict[str, Any]) -> None:
+        """Tell the other processes what this one passes, and compare what is new in its state."""
+        if self._is_watched:
+            PROGRESS.take(self.placer.rows_of(batch), new)
+        if new:
+            check_agreement(
+                "step",
+                lambda: {f"state.{name}": checksum(x) for name, x in new.items()},
+                self._config.outer_mesh,
+                "Every process must put the same arrays into a state: compute them from what all "
+                "of them have, such as the metrics of a step.",
+            )
+
+    def _placed_and_run(
+        self, state: TrainState, flat: FlatState, batch: Any, is_traced: bool
+    ) -> Any:
         try:
-            return self._run_placed(state, self.placer(batch), is_traced)
+            return self._run_placed(state, flat, self._placed(state, batch, is_traced), is_traced)
         except CopiesCountError:
-            return self._run_placed(state, self.placer(batch), is_traced)
+            return self._run_placed(state, flat, self.placer(batch), is_traced)
 
-    def _run_placed(self, state: TrainState, batch: Any, is_traced: bool) -> Any:
-        flat, record = FlatState.of(state), self._config.loss.record
+    def _placed(self, state: TrainState, batch: Any, is_traced: bool) -> Any:
+        record = self._config.loss.record
+        try:
+            return self.placer(batch)
+        except ArgumentError:
+            if not self._in_processes or is_traced or record.has_counts:
+                raise
+            # Processes may pass unequal rows if a trace, in this one alone, shows a Mean.
+            with contextlib.suppress(Exception):
+                self.trace(state, batch)
+            if not record.has_counts:
+                raise
+        if self._is_watched:
+            PROGRESS.take(self.placer.rows_of(batch))
+        return self.placer(batch)
+
+    def _run_placed(self, state: TrainState, flat: FlatState, batch: Any, is_traced: bool) -> Any:
+        record = self._config.loss.record
         record.runs, record.lowers = not is_traced, False
         if self._postponed and not is_traced:
             for doubt in self._postponed.get(types_of((flat, batch)), ()):
@@ -143,7 +187,7 @@ class Program:
                 check_devices(state, self._config.mesh)
             raise
         self._remove(doubt, state, batch)
-        return self._run_placed(state, batch, is_traced)
+        return self._run_placed(state, flat, batch, is_traced)
 
     def _remove(self, doubt: Doubt, state: TrainState, batch: Any) -> None:
         """Raise unless numbers show what a trace does not; they do so once."""
@@ -184,7 +228,7 @@ class Program:
         """Raise, before the first run of a program, unless every process runs the same one."""
         loss = self._config.loss
         # With weights each process may pass another number of rows, at any step.
-        free = loss.weight is not None
+        free = self.placer.takes_any_rows
         any_rows = lambda x, axis: jax.ShapeDtypeStruct(resized(x.shape, axis, 0), x.dtype)
         kept = jax.tree.map(any_rows, batch, loss.batch_axes.tree_of(batch)) if free else batch
         leaves, tree = jax.tree.flatten(kept)

@@ -25,6 +25,7 @@ from crossshard.step.gather import AtUse
 from crossshard.step.losses.loss import StepLoss, scale_of
 from crossshard.step.losses.proven import carried, prepared
 from crossshard.step.microbatches import (
+    AuxReduction,
     Counting,
     LocalResult,
     as_stored,
@@ -215,7 +216,13 @@ def _compute_rows(
     def loss_of_both(both: tuple[Any, Any], here: TrainState) -> tuple[Any, Any]:
         out = run(both, state=here)
         check_not_written(out.params_after, both, lambda both: run(both, state=here).params_after)
-        if not isinstance(out.loss, Mean):
+        # A batch has one count for all rows, and averages of shards count these alike.
+        averages = loss.model_state is ModelState.MEAN or AuxReduction.MEAN in jax.tree.leaves(
+            loss.aux_reduction
+        )
+        is_mean = isinstance(out.loss, Mean)
+        loss.record.has_counts = is_mean and not (loss.has_one_state or averages)
+        if not is_mean:
             return out.loss, (out.model_state, out.aux, None)
         if weight is not None:
             raise ArgumentError(
