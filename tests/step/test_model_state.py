@@ -423,3 +423,59 @@ def test_a_loss_that_reads_a_state_of_each_shards_rows_is_refused():
     common.assert_close(*(jax.device_get(state.params) for state in found), atol=1e-5)
     step = step_of()
     train(step, step.init(Codebook(reads=False)), [X[0]] * 2)
+
+
+def test_so_is_one_that_reads_it_by_way_of_another_state_or_of_each_shard():
+    def around_old(w: Any, state: Any, x: Any) -> Any:
+        hidden, (mean, old) = x @ w, state
+        return ((hidden - old) ** 2).mean(), (0.5 * mean + 0.5 * hidden.mean(0), mean)
+
+    def around_mean(w: Any, mean: Any, x: Any) -> Any:
+        return ((x @ w - mean) ** 2).mean(), 0.5 * mean + 0.5 * (x @ w).mean(0)
+
+    zeros = np.zeros(5, np.float32)
+    for loss, start in ((around_old, (zeros, zeros)), (around_mean, zeros)):
+        step = sgd_step(loss, 0.1, 4, model_state="per_shard")
+        with pytest.raises(LossError, match=r"reads the state model_state.* model_state='mean'"):
+            step.lower(step.abstract_init(W, model_state=start), X[0])
+    # As the error says.
+    step, (w, mean) = sgd_step(around_mean, 0.1, 4, model_state="mean"), (W, zeros)
+    state = step.init(W, model_state=zeros)
+    for x in X:
+        state, _ = step(state, x)
+        slope, mean = jax.grad(around_mean, has_aux=True)(w, mean, x)
+        w = w - 0.1 * slope
+    common.assert_close(step.model(state), (w, mean), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [float, int])
+@pytest.mark.parametrize("kind", ["module", "per_shard"])
+def test_what_no_row_changes_goes_on_on_a_shard_that_does_not_count(kind: str, dtype: Any):
+    """A count of steps anneals the loss; on one shard no row counts in the first batch."""
+
+    def annealed(w: Any, count: Any, batch: Any) -> Any:
+        rows = ((batch["x"] @ w) ** 2).sum(1) * (1 + count)
+        return (rows * batch["mask"]).sum() / batch["mask"].sum(), count + 1
+
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.w, self.count = nnx.Param(jnp.float32(W)), nnx.BatchStat(jnp.zeros((), dtype))
+
+        def __call__(self, batch: Any) -> Any:
+            loss, self.count[...] = annealed(self.w[...], self.count[...], batch)
+            return loss
+
+    if kind == "module":
+        step = sgd_step(lambda model, batch: model(batch), 0.01, 4, weight="mask")
+        state = step.init(Counting())
+    else:
+        step = sgd_step(annealed, 0.01, 4, weight="mask", model_state="per_shard")
+        state = step.init(W, model_state=np.zeros((), dtype))
+    w, masks = W, np.ones((3, 24), np.float32)
+    masks[0, :6], masks[1, 20:] = 0, 0
+    for count, (x, mask) in enumerate(zip(X, masks, strict=True)):
+        batch = {"x": x, "mask": mask}
+        state, _ = step(state, batch)
+        w = w - 0.01 * jax.grad(annealed, has_aux=True)(w, count, batch)[0]
+    common.assert_close(jax.tree.leaves(state.params)[0], w, atol=1e-5)
+    np.testing.assert_array_equal(jax.tree.leaves(state.model_state)[0], [3] * 4)

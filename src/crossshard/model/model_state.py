@@ -170,15 +170,18 @@ def check_same_on_shards(state: Any, after: Callable[..., Any], own: Any, params
             )
 
 
-def unless_weightless(kind: ModelState | None, weight: jax.Array, after: Any, before: Any) -> Any:
-    """Return a shard's state after the loss of some rows, or before it if they have weight 0."""
+def unless_weightless(
+    weight: jax.Array, after: Any, before: Any, changed: Sequence[bool] | None = None
+) -> Any:
+    """Return a shard's state after the loss of some rows, or before it if they have weight 0.
 
-    def one(new: Any, old: Any) -> Any:
-        # Counters and random streams go on, unless each shard has its own.
-        keeps = kind is ModelState.PER_SHARD or is_inexact(new)
-        return jnp.where(weight != 0, new, old) if keeps else new
-
-    return jax.tree.map(one, after, before)
+    ``changed`` says of each array whether the rows have changed it; ``None`` if only its dtype
+    tells. The others, such as counters and random streams, go on.
+    """
+    leaves, tree = jax.tree.flatten(after)
+    keeps = map(is_inexact, leaves) if changed is None else changed
+    pairs = zip(leaves, jax.tree.leaves(before), keeps, strict=True)
+    return tree.unflatten([jnp.where(weight != 0, new, old) if k else new for new, old, k in pairs])
 
 
 def draws(state: Any) -> list[bool]:

@@ -644,7 +644,7 @@ def _unless_not_finite(sound: Any, written: list[Any], before: Any) -> list[Any]
         if type_of(after) != type_of(before):
             return after
         nans = jax.tree.leaves(new_nans(after, before))
-        return unless_weightless(None, sound & ~jnp.stack(nans).any(), after, before)
+        return unless_weightless(sound & ~jnp.stack(nans).any(), after, before)
 
     return list(map(one, written))
 

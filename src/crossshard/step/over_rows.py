@@ -119,6 +119,8 @@ class OverRowsRecord:
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
     # Whether it returns a ``Mean`` of any number of rows of each shard, as its last trace shows.
     has_counts: bool = False
+    # Of each array of the model state whether rows change it, as its last trace shows.
+    changed_by_rows: list[bool] | None = None
     proves: bool = True  # whether its trace has to show that it is one; not in a comparison
     # Whether the step runs now, so that numbers can be tried; else it is only lowered or traced.
     runs: bool = False

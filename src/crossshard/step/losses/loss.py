@@ -322,7 +322,7 @@ class StepLoss(abc.ABC):
     def with_weight(self, local: LocalResult, weight: Any, before: TrainState) -> LocalResult:
         """Set the weight of a shard's result; with weight 0 its model state is the one before."""
         after = model_states.unless_weightless(
-            self.model_state, weight, local.model_state, before.model_state
+            weight, local.model_state, before.model_state, self.record.changed_by_rows
         )
         return local._replace(weight=weight, model_state=after)
 

@@ -182,13 +182,23 @@ def carried(loss: StepLoss, state: TrainState, batch: Any, keys: Keys, at_use: A
     number = len(jax.tree.leaves(state.model_state))
     if loss.over is not LossOver.ROWS or loss.model_state is ModelState.MEAN:
         return [loss.over is not LossOver.ROWS] * number
+    changed = changed_by_rows(loss, state, batch, keys, at_use)
+    return list(map(operator.or_, draws(state.model_state), changed))
+
+
+def changed_by_rows(
+    loss: StepLoss, state: TrainState, batch: Any, keys: Keys, at_use: AtUse, shards: Any = ()
+) -> list[bool]:
+    """Return of each array of the model state whether the rows, or their keys, change it.
+
+    What is the same on all shards, along the axes ``shards``, counts as changed by none.
+    """
     types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
     arguments = loss.arguments(state, types, batch, keys)
     jaxpr, tree = _trace(loss, state, arguments)
-    of_rows, found = (1 << len(jax.tree.leaves(arguments.given))) - 1, sources_of(jaxpr)
-    after = [found[place] for place in jax.tree.leaves(_places(tree).model_state)]
-    pairs = zip(draws(state.model_state), after, strict=True)
-    return [own or bool(bits & of_rows) for own, bits in pairs]
+    of_rows, found = (1 << len(jax.tree.leaves(arguments.given))) - 1, sources_of(jaxpr, shards)
+    after = jax.tree.leaves(_places(tree).model_state)
+    return [bool(found[place] & of_rows) for place in after]
 
 
 def facts_of(loss: StepLoss, arguments: Arguments) -> tuple[list[int], Any]:
@@ -279,8 +289,8 @@ def _conclude(
         doubt = _doubt_of_state(loss, key, state, arguments, of_state)
         if doubt is not None:
             loss.record.states[key] = doubt
-    if loss.model_state is None and times > loss.accumulate_steps:
-        _check_own_state(traces, state, arguments)
+    if loss.model_state is not ModelState.MEAN and times > loss.accumulate_steps:
+        _check_own_state(traces, loss, state, arguments)
     divisor = None
     if weight is not None:
         traces.note_padding()
@@ -302,8 +312,10 @@ def _conclude(
     loss.record.known[key] = finding, divisor
 
 
-def _check_own_state(traces: _Traces, state: TrainState, arguments: Arguments) -> None:
-    """Raise LossError if the loss reads a state of its module that a shard makes of its rows."""
+def _check_own_state(
+    traces: _Traces, loss: StepLoss, state: TrainState, arguments: Arguments
+) -> None:
+    """Raise LossError if the loss reads a state that a shard makes of its rows, or of such ones."""
     paths = jax.tree_util.tree_leaves_with_path(state.model_state)
     context = get_shard_context()
     if not paths or context is None:
@@ -314,16 +326,23 @@ def _check_own_state(traces: _Traces, state: TrainState, arguments: Arguments) -
     )
     of_rows = (1 << len(jax.tree.leaves(arguments.given))) - 1
     start = len(traces.first.in_avals) - len(paths)
-    after = jax.tree.leaves(traces.places.model_state)
-    for number, ((path, _), place) in enumerate(zip(paths, after, strict=True)):
-        if of_loss >> (start + number) & 1 and bits[place] & of_rows:
+    after = [bits[place] for place in jax.tree.leaves(traces.places.model_state)]
+    own, known = of_rows, 0
+    while own != known:
+        known = own
+        for number, of_state in enumerate(after):
+            own |= bool(of_state & known) << (start + number)
+    for number, (path, _) in enumerate(paths):
+        if of_loss & own & 1 << (start + number):
             name = jax.tree_util.keystr(path).removesuffix(".value")
+            is_module = loss.model_state is None
+            mean = "" if is_module else " or write model_state='mean', if it is a mean over rows;"
             raise LossError(
-                f"The loss reads the state model{name}, which each shard changes by its own rows, "
-                f"so that from the second step on the mean of the shards' losses is not that of "
-                f"the whole batch. Make it the same on all shards, such as by jax.lax.pmean over "
-                f"their axis; or write loss_over='batch', with which there is one state; or "
-                f"loss_over='shard', if each shard's own is meant."
+                f"The loss reads the state {'model' if is_module else 'model_state'}{name}, which "
+                f"each shard changes by its own rows, so that in later steps the mean of the "
+                f"shards' losses is not that of the whole batch. Make it the same on all shards, "
+                f"such as by jax.lax.pmean over their axis;{mean} or write loss_over='batch', with "
+                f"which there is one state; or loss_over='shard', if each shard's own is meant."
             )
 
 

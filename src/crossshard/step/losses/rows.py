@@ -22,8 +22,8 @@ from crossshard.pipeline.stages.accumulate import Sums, add, mean, zeros
 from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import VirtualShards, join
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.loss import StepLoss, scale_of
-from crossshard.step.losses.proven import carried, prepared
+from crossshard.step.losses.loss import LossOver, StepLoss, scale_of
+from crossshard.step.losses.proven import carried, changed_by_rows, prepared
 from crossshard.step.microbatches import (
     AuxReduction,
     Counting,
@@ -138,7 +138,8 @@ def compute_part(
             return model_states.add(before, after, own)
         # What a microbatch of weight 0 leaves as it was may have been changed by one before it.
         stays = own is None or all(goes_on)
-        return after if stays else model_states.unless_weightless(kind, own, after, before)
+        changed = loss.record.changed_by_rows
+        return after if stays else model_states.unless_weightless(own, after, before, changed)
 
     # With replicated parameters each shard adds up full gradients. Only the last microbatch may
     # sum them over the shards, in the backward pass of a loop; a trace shows whether it does.
@@ -239,6 +240,10 @@ def _compute_rows(
 
     with shard_context(shards.number, axis_name=shards.axes):
         run, weight = prepared(loss, state, batch, keys, at_use)
+        is_proven = loss.over is LossOver.ROWS and loss.is_of_parts(shards.number)
+        if (is_proven or loss.weight is not None) and jax.tree.leaves(state.model_state):
+            of_rows = changed_by_rows(loss, state, batch, keys, at_use, shards.axes)
+            loss.record.changed_by_rows = of_rows
         if loss.model_state is ModelState.MEAN and not loss.has_one_state:
             types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
             rows, whole = loss.split(batch)
@@ -257,7 +262,8 @@ def _compute_rows(
         after = model_states.overwrite(after, unscaled)
     own = loss.weight_of_aux_and_state(weight, terms)
     if own is not None:
-        after = model_states.unless_weightless(loss.model_state, own, after, state.model_state)
+        changed = loss.record.changed_by_rows
+        after = model_states.unless_weightless(own, after, state.model_state, changed)
     return LocalResult(
         jnp.asarray(value), gradients, weight, after, aux, terms, early, *residuals_and_norm
     )
