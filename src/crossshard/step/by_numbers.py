@@ -252,20 +252,22 @@ class _Check:
             allowed = (2.0 if inner is None else _ROUNDED) * min(precision, _COARSEST)
             self._check_apart(found, allowed)
             of_others = f" and other numbers in {', '.join(names)}" * bool(names)
+            more, of_larger = more[: len(turns)], more[len(turns) :]
             for kind, rows in enumerate((_REORDERED, _COPIED, _SAME)):
-                of_kind = more[: len(turns)][kind * VARIED : (kind + 1) * VARIED]
+                of_kind = more[kind * VARIED : (kind + 1) * VARIED]
                 some = [each for each in of_kind if np.isfinite(each).all()]
                 for each in some:
                     self._check_apart(_less_rounding(each), allowed, f"{rows}{of_others}, ")
                 # With a weight, a row that does not count may be all that a piece has.
                 if not some and self._config.loss.weight is None:
                     raise self._not_finite(f" {rows}")
-            for each in more[len(turns) :]:
+            for each in of_larger:
                 if np.isfinite(each).all():
-                    # Of a gradient, as through a saturated softmax, all may be rounding.
-                    values, _, whole, mean, norm, *_ = each
-                    alone = values, 0, whole, mean, norm, 0, 0
-                    self._check_apart(alone, allowed, f"{_LARGER}{of_others}, ")
+                    # All of a gradient may be rounding, as through a saturated softmax, or all of a
+                    # loss, if its rows cancel out: what is another loss differs in both.
+                    values, gradients, whole, mean, norm, *_ = each
+                    both_apart = min(values, gradients), 0, whole, mean, norm, 0, 0
+                    self._check_apart(both_apart, allowed, f"{_LARGER}{of_others}, ")
             if not any(each[4] for each in (found, *more)):
                 raise LossError(
                     f"{self._doubt.sentence} And the gradient of this batch is 0, which cannot "
@@ -400,7 +402,7 @@ class _Check:
             each = [_relative(norm(x - y), norm(x), norm(y)) for x, y in pairs]
             largest = functools.reduce(jnp.maximum, each)
             zero = jnp.zeros_like(largest)
-            return jnp.stack([largest, zero, largest, largest, 1.0, zero, zero])
+            return jnp.stack([*[largest] * 4, 1.0, zero, zero])
         (whole, slopes), (mean, others) = found
         if self._config.loss.is_summed:
             # Each shard may have its part of a sum.
