@@ -318,6 +318,7 @@ COMPARED: dict[str, Loss] = {
     "relu of a sum": lambda b, w, k: 0.1 * jax.nn.relu((b["x"] @ w).sum(0) + 1).mean(),
     "a bounded share": lambda b, w, k: jnp.minimum((b["x"] @ w).sum(1) / ROWS_OF(b), 1).sum(),
     "bounded gradient": lambda b, w, k: bounded(b["x"] @ w).mean(),
+    "less than one": lambda b, w, k: (b["x"] @ w).sum() / (1 - b["weight"].sum()),
     "maximum of two means": lambda b, w, k: jnp.maximum((b["x"] @ w).mean(), b["target"].mean()),
     "convolution over rows": lambda b, w, k: jnp.convolve(b["target"], w[0], "same").mean(),
     "a branch on the mean": branch_on_the_mean,
@@ -493,6 +494,7 @@ DIVISORS: dict[str, tuple[Callable[[Any], Any], str, float, bool]] = {
     "weights": (lambda b: b["weight"].sum(), "", 0, False),
     "weights, a small bound": (lambda b: jnp.clip(b["weight"].sum(), 1e-8), "max", 1e-8, False),
     "weights and a bit": (lambda b: b["weight"].sum() + 1e-6, "plus", 1e-6, False),
+    "weights less a bit": (lambda b: b["weight"].sum() - 1e-6, "plus", -1e-6, False),
     "words, at least 1": (lambda b: jnp.maximum((b["words"] > 0).sum(), 1), "max", 1, True),
     "words, guarded": (lambda b: guarded((b["words"] > 0).sum(), 1), "guard", 1, True),
     "chosen ones and zeros": (

@@ -501,7 +501,14 @@ def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     if name == "max":
         return _at_least(inputs, mixed)
     if name in ADDS:
-        return added(inputs, mixed if len(sums) == len(inputs) else pair.compared(ADDS_UNLIKE))
+        mixed = mixed if len(sums) == len(inputs) else pair.compared(ADDS_UNLIKE)
+        first, other = inputs
+        if name == "sub" and isinstance(other, Free) and other.number is not None:
+            other = replace(other, number=-other.number)
+        found = added([first, other], mixed)
+        # A number minus a sum is not the sum plus a number.
+        turned = name == "sub" and isinstance(first, Free) and getattr(found, "moved", "")
+        return mixed if turned else found
     if name in CHOOSES:
         chooses, rest = chosen(name, inputs)
         if any(not isinstance(fact, Free) or fact.power for fact in chooses):
