@@ -507,8 +507,8 @@ def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
             other = replace(other, number=-other.number)
         found = added([first, other], mixed)
         # A number minus a sum is not the sum plus a number.
-        turned = name == "sub" and isinstance(first, Free) and getattr(found, "moved", "")
-        return mixed if turned else found
+        turned = name == "sub" and isinstance(first, Free)
+        return mixed if turned and isinstance(found, Total) and found.moved else found
     if name in CHOOSES:
         chooses, rest = chosen(name, inputs)
         if any(not isinstance(fact, Free) or fact.power for fact in chooses):
