@@ -75,6 +75,10 @@ def masked_plain(w: Any, batch: Any) -> Any:
     return (((batch["x"] @ w) ** 2).sum(1) * batch["mask"]).sum() / batch["mask"].sum()
 
 
+def plain_sum(w: Any, batch: Any) -> Any:
+    return ((batch["x"] @ w) ** 2).sum(1) @ batch["mask"]
+
+
 def compared(w: Any, batch: Any) -> Any:
     hidden = opaque(batch["x"] @ w)
     return ((hidden - hidden.mean(0)) ** 2).mean()
@@ -551,6 +555,89 @@ def test_by_numbers_it_is_not_so(name: str):
     refused(loss, said, batch, **options)
 
 
+# Bounds that training reaches, far from the first parameters. Other numbers of ids change nothing.
+
+
+IDS = {"ids": np.int32(np.arange(16) // 4 % 3)}
+
+
+def embedded(w: Any, batch: Any) -> Any:
+    """Rows that are parameters."""
+    return w[batch["ids"]]
+
+
+def squares(w: Any, batch: Any) -> Any:
+    return (embedded(w, batch) ** 2).sum(1)
+
+
+@jax.custom_vjp
+def with_bounded_gradients(x: Any) -> Any:
+    return x
+
+
+with_bounded_gradients.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -2, 2),))
+
+
+def apart(one: Any, other: Any) -> Any:
+    """How far rows are apart, above a tolerance."""
+    return jnp.where(jnp.abs(one - other) > 9, jnp.abs(one - other) - 9, 0)
+
+
+# A loss, and what is said.
+HIDDEN: dict[str, tuple[Any, str]] = {
+    "relu of a mean": (
+        lambda w, b: squares(w, b).mean() + jax.nn.relu(squares(w, b).mean() - 99),
+        "add of a bound of a sum over rows",
+    ),
+    "relu of means, weighed": (
+        lambda w, b: (
+            squares(w, b).mean() + 2 * jax.nn.relu((embedded(w, b) ** 2).mean(0) - 50).sum()
+        ),
+        "reduce_sum of a bound of a sum over rows",
+    ),
+    "a share that is bounded": (
+        lambda w, b: squares(w, b).mean() + jnp.minimum(squares(w, b) / len(b["ids"]), 20).sum(),
+        "min of what changes with the number of rows, and of a fixed number.*Divide that number",
+    ),
+    "a share that is compared, row by row": (
+        lambda w, b: jax.lax.map(
+            lambda x: jnp.where(x / len(b["ids"]) > 20, 0, x), squares(w, b)
+        ).mean(),
+        "gt of what changes with the number of rows, and of a fixed number",
+    ),
+    "a bounded gradient": (
+        lambda w, b: (with_bounded_gradients(embedded(w, b)) ** 2).mean(),
+        "in a gradient of its own, max of what changes with the number of rows",
+    ),
+    "neighbours, with a tolerance": (
+        lambda w, b: (
+            squares(w, b).mean()
+            + apart(embedded(w, b)[1:], embedded(w, b)[:-1]).sum() / len(b["ids"])
+        ),
+        "by numbers it is not so: with larger parameters.*of rows of the whole batch the loss is",
+    ),
+    "pairs of two halves, with a margin": (
+        lambda w, b: squares(w, b).mean() + apart(*jnp.split(embedded(w, b), 2)).mean(),
+        "by numbers it is not so: with larger parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_bound_that_training_reaches_is_no_mean(name: str):
+    loss, said = HIDDEN[name]
+
+    def both(w: Any) -> tuple[Any, Any]:
+        of = jax.value_and_grad(loss)
+        parts = [of(w, {"ids": IDS["ids"][at : at + 4]}) for at in range(0, 16, 4)]
+        return of(w, IDS), jax.tree.map(lambda *x: sum(x) / 4, *parts)
+
+    near, far = jax.jit(both)(W), jax.jit(both)(16 * W)
+    np.testing.assert_allclose(near[0][1], near[1][1], rtol=1e-5, atol=1e-6)
+    assert np.abs(far[0][1] - far[1][1]).max() > 0.1
+    refused(loss, said, IDS)
+
+
 @pytest.mark.parametrize("params", [deep("replicated"), "sharded"])
 def test_a_layer_that_starts_at_0_hides_nothing(params: str):
     step = made(two_views, params=params)
@@ -618,6 +705,32 @@ TAKEN: dict[str, tuple[Any, Callable[..., Any] | None, Any, dict[str, Any]]] = {
     ),
     "a shard without weight": (masked, lambda w, b: masked(w, b), ZERO_SHARDS, WEIGHTED),
     "gradients of the whole batch": (of_few_gradients(0), None, MANY, {}),
+    # It changes nothing, and only divides.
+    "relu of a count": (
+        lambda w, b: plain_sum(w, b) / (jax.nn.relu(b["mask"].sum()) + 1e-8),
+        masked_plain,
+        BATCH,
+        WEIGHTED,
+    ),
+    "relu of the count of a Mean": (
+        lambda w, b: crossshard.Mean(plain_sum(w, b), jax.nn.relu(b["mask"].sum())),
+        masked_plain,
+        ZERO_SHARDS,
+        {},
+    ),
+    "tiny shares": (
+        lambda w, b: jnp.maximum(((b["x"] @ w) ** 2).sum(1) / len(b["x"]), 1e-12).sum(),
+        lambda w, b: ((b["x"] @ w) ** 2).sum(1).mean(),
+        BATCH,
+        {},
+    ),
+    # A step of a sum gives a row the same gradient, however many there are.
+    "bounded gradients of a sum": (
+        lambda w, b: (with_bounded_gradients(b["x"] @ w) ** 2).sum(),
+        lambda w, b: (with_bounded_gradients(b["x"] @ w) ** 2).sum(),
+        BATCH,
+        {"optimizer": crossshard.CrossShardOptimizer(optax.sgd(0.1), reduction="sum")},
+    ),
 }
 
 

@@ -310,6 +310,10 @@ OF_ALL_ROWS = {
     "variance": (lambda old, h: 0.9 * old + 0.1 * h.var(0), "a comparison of rows"),
     "largest": (lambda old, h: jnp.maximum(old, h.max(0)), "a comparison of rows"),
     "sign": (lambda old, h: old + jnp.sign(h.mean(0) - 0.1), "sign of a sum over rows"),
+    "projected": (
+        lambda old, h: jax.nn.relu(old + h.mean(0) + 9),
+        "a comparison of rows: a bound of a sum over rows",
+    ),
     "sum": (lambda old, h: h.sum(0), "a sum over the rows"),
     "codes": (
         lambda old, h: old + jax.ops.segment_sum(h.sum(1), h.argmax(1), 5),

@@ -72,6 +72,7 @@ one_for_none = lambda count: jnp.where(count == 0, 1, count)
 RIGHT: dict[str, tuple[Any, Any]] = {
     "an entry, at least 5": (divided(mask, lambda n: jnp.maximum(n, 5)), "mask"),
     "an entry and 1": (divided(mask, lambda n: n + 1), "mask"),
+    "an entry less a half": (divided(mask, lambda n: n - 0.5), "mask"),
     "shares, at least 1": (divided(lambda b: b["shares"], lambda n: jnp.maximum(n, 1)), "shares"),
     "shares and an epsilon": (divided(lambda b: b["shares"], lambda n: n + 1e-3), "shares"),
     "a shifted mask": (divided(shifted), lambda b: b["mask"][:, 1:].sum()),

@@ -20,6 +20,7 @@ from crossshard.jaxprs import row_rules as rules
 from crossshard.jaxprs.kernels import DEFINED_BY_JAXPR, Assumptions, is_rowwise, of_kernel
 from crossshard.jaxprs.primitives import ADDS, ELEMENTWISE, KEYS, MOVES, OVER_SHARDS, PASSES
 from crossshard.jaxprs.row_facts import (
+    BOUNDS,
     DECIDED,
     DIFFERS,
     DIVIDES,
@@ -27,6 +28,7 @@ from crossshard.jaxprs.row_facts import (
     FALLS,
     GROWS,
     MEETS_EARLIER,
+    OF_GRADIENT,
     OF_PLACE,
     OF_SHARD,
     Chunks,
@@ -49,6 +51,7 @@ from crossshard.jaxprs.row_facts import (
     is_slope,
     is_zero,
     joined,
+    of_unlike_powers,
     outside,
     power_of,
     shape_of,
@@ -164,6 +167,7 @@ def found(fact: Fact) -> Finding:
             by = None if fact.by is None else fact.by.of
             code = "" if by is None else _jax.code_of(equation)
             source = source or _jax.sources_of(equation) if equation else source
+            kind = OverRows.COMPARED if reason == BOUNDS else kind  # it has divided nothing
             return Finding(kind, reason, source, code=code, by=by)
         case Divided(Total(0), by, equation, adds, at):
             return Finding(
@@ -585,7 +589,7 @@ class _OverRows(Analysis[Fact]):
             return pair.undecided("a row meets others")
         power = power_of(pair, inputs)
         if power is None:
-            return pair.undecided(f"{pair.name} of the number of rows")
+            return of_unlike_powers(pair, inputs)
         return [OneRow(power)] * number
 
     def _scan_over_rows(self, pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact]:
@@ -715,7 +719,7 @@ class _OverRows(Analysis[Fact]):
             return unknown
         obstacle = obstacle or worst(found)
         if obstacle is not None:
-            reason = f"in a gradient of its own, {obstacle.reason}"
+            reason = f"{OF_GRADIENT}{obstacle.reason}"
             return replace(obstacle, reason=reason, equation=obstacle.equation or pair.one)
         return None if all(map(is_slope, found, [*expected, *returned])) else unknown
 

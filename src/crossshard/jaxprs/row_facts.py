@@ -37,10 +37,12 @@ MEETS_EARLIER = "a row meets those before it"
 OF_PLACE = "the position of a row"
 OF_SHARD = "axis_index"
 OF_NUMBER = "the number of rows"
+OF_FIXED = "what changes with the number of rows, and of a fixed number"
+OF_GRADIENT = "in a gradient of its own, "
 SAME_NOISE = "noise from a key that is the same on every shard"
 DECIDED = "something of all rows decides"
 DIVIDES = "a sum over rows divides what is not decided"
-BOUNDS = "a bound of a sum over rows that is not decided"
+BOUNDS = "a bound of a sum over rows"
 
 
 # Dataclasses, since tuples of two kinds could be equal.
@@ -390,6 +392,22 @@ def power_of(pair: Pair, facts: Sequence[Fact]) -> int | None:
     if name in OF_SIGN:
         return 0
     return max(found, default=0) if name in HOMOGENEOUS else None
+
+
+def of_unlike_powers(pair: Pair, facts: Sequence[Fact]) -> Obstacle:
+    """Return the obstacle if ``power_of`` is unknown.
+
+    A bound of rows, or a comparison with one, that stays with more rows is another one for a shard.
+    What is tiny or huge only guards, which numbers decide.
+    """
+    numbers = [abs(x.number) for x in facts if isinstance(x, Free) and x.number and not x.power]
+    bounds = pair.name in _BOUNDS and any(_TINY < x < 1 / _TINY for x in numbers)
+    if bounds and any(isinstance(x, Rows | OneRow) and x.power for x in facts):
+        return pair.compared(f"{pair.name} of {OF_FIXED}")
+    return pair.undecided(f"{pair.name} of {OF_NUMBER}")
+
+
+_BOUNDS, _TINY = frozenset("clamp max min eq ne lt le gt ge".split()), 1e-6
 
 
 def _power(fact: Fact) -> int:

@@ -48,6 +48,7 @@ from crossshard.jaxprs.row_facts import (
     is_zero,
     joined,
     layout,
+    of_unlike_powers,
     power_of,
     shape_of,
     worst,
@@ -73,7 +74,7 @@ def of_rows(pair: Pair, inputs: Sequence[Fact]) -> Sequence[Fact] | Obstacle:
         return drawn(pair, inputs)
     power = power_of(pair, inputs)
     if power is None:
-        return pair.undecided(f"{name} of the number of rows")
+        return of_unlike_powers(pair, inputs)
     if name == "dot_general" and (found := _contracted(pair, inputs)) is not None:
         return found
     if name == "reduce_sum" and rows[0].axis in pair.one.params["axes"]:
@@ -500,7 +501,14 @@ def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     if name == "max":
         return _at_least(inputs, mixed)
     if name in ADDS:
-        return added(inputs, mixed if len(sums) == len(inputs) else pair.compared(ADDS_UNLIKE))
+        mixed = mixed if len(sums) == len(inputs) else pair.compared(ADDS_UNLIKE)
+        first, other = inputs
+        if name == "sub" and isinstance(other, Free) and other.number is not None:
+            other = replace(other, number=-other.number)
+        found = added([first, other], mixed)
+        # A number minus a sum is not the sum plus a number.
+        turned = name == "sub" and isinstance(first, Free)
+        return mixed if turned and isinstance(found, Total) and found.moved else found
     if name in CHOOSES:
         chooses, rest = chosen(name, inputs)
         if any(not isinstance(fact, Free) or fact.power for fact in chooses):
@@ -717,8 +725,10 @@ def of_undecided(pair: Pair, inputs: Sequence[Fact], obstacle: Obstacle) -> Obst
         and not (is_fixed and _is_undecided(x) and not _is_of_all(x))
     ]
     if any(map(_is_bounded, inputs)):
-        # It may only divide, as a count that may be 0 does.
-        moved = (name in MOVES or name in PASSES) and not pair.converts()
+        # It may only divide, as a count that may be 0 does, also plus something small.
+        small = [x.number for x in inputs if isinstance(x, Free) and x.number is not None]
+        adds = name in ADDS and bool(small) and abs(small[0]) <= _SMALL
+        moved = (name in MOVES or name in PASSES or adds) and not pair.converts()
         return obstacle if moved else pair.compared(f"{name} of a bound of a sum over rows")
     linear = name in LINEAR or name in ADDS
     if name in ("mul", "dot_general", "gather", "dynamic_slice") or (name == "div" and exact[0]):
@@ -747,10 +757,16 @@ def may_guard(values: Sequence[Fact]) -> bool:
 
 
 def with_own_derivative(fact: Fact, obstacle: Obstacle) -> Obstacle:
-    """Return the fact of an output whose own gradient is an obstacle: it keeps what divides it."""
+    """Return the fact of an output whose own gradient is an obstacle.
+
+    It keeps what divides it, and what was done to a sum, which may only divide: ``jax.nn.relu`` of
+    a mean is a bound as ``jnp.maximum`` is.
+    """
     if isinstance(fact, Divided) and obstacle.kind is OverRows.UNDECIDED:
         by = fact.by
         return replace(obstacle, reason=DIVIDES, equation=fact.equation, of_all=True, by=by)
+    if isinstance(fact, Total) and fact.moved and obstacle.kind is OverRows.UNDECIDED:
+        return replace(obstacle, reason=BOUNDS, of_all=True)
     return worst([fact, replace(obstacle, of_all=obstacle.of_all or _is_of_all(fact))]) or obstacle
 
 

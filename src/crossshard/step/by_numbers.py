@@ -61,7 +61,7 @@ from crossshard.step.over_rows import (
     finding_of,
 )
 from crossshard.step.trial import Trial, precision_of
-from crossshard.step.varied import VARIED, compared_with, varied
+from crossshard.step.varied import VARIED, Turn, compared_with, varied
 
 # In float32, sums over rows in another order differ by less than this; in coarser floats by less
 # than twice their precision, or that of bfloat16; and by less than a part of it, if only kernels
@@ -76,7 +76,7 @@ _OF_SHARDS = (
     "rows from jax.lax.axis_index(axis) * rows."
 )
 _REORDERED, _COPIED = "with the rows in another order", "with copies of one row in each part"
-_SAME = "with the same rows in each part"
+_SAME, _LARGER = "with the same rows in each part", "with larger parameters"
 
 
 class _NotDecidedError(Exception):
@@ -183,26 +183,32 @@ class _Check:
         return run
 
     def _run(
-        self, function: Callable[..., Any], given: list[Any], turns: Sequence[Any] = ()
+        self,
+        function: Callable[..., Any],
+        given: list[Any],
+        turns: Sequence[Turn] = (),
+        passing: Sequence[Turn] = (),
     ) -> tuple[list[Any], float]:
         """Run a function on all processes; return its results, and the precision of its floats.
 
         ``given`` are pairs of a state and a batch. Each run has other noise. After them come those
         of each turn, the first of which the result is finite, if any; they are added to ``given``.
-        A turn is given the whole numbers that the function compares others with.
+        A turn is given the whole numbers that the function compares others with. Those that are
+        passing come last, and are not added.
         """
         jitted = jax.jit(self._with_noise(function), out_shardings=self._everywhere)
         traced = jitted.trace(np.uint32(0), *given[0])
         precision = max(map(precision_of, equations_of(traced.jaxpr)), default=0.0)
         run, results = traced.lower().compile(), list[Any]()
         first, numbers = [[pair] for pair in given], compared_with(traced.jaxpr)
-        for seed, pairs in enumerate(itertools.chain(first, (turn(numbers) for turn in turns))):
+        others = (turn(numbers) for turn in (*turns, *passing))
+        for seed, pairs in enumerate(itertools.chain(first, others)):
             for pair in pairs:
                 found = jax.device_get(run(np.uint32(seed), *pair))
                 if np.isfinite(found).all():
                     break
             results.append(found)
-            given += [pair] if seed >= len(given) else []
+            given += [pair] if len(given) <= seed < len(first) + len(turns) else []
         return results, precision
 
     def _not_finite(self, of: str) -> LossError:
@@ -211,8 +217,8 @@ class _Check:
             f"finite in the first call. {_COUNTS} Or: {REMEDIES}"
         )
 
-    def _varied(self) -> tuple[Sequence[Any], list[str]]:
-        """Return turns of states and batches with other numbers, and the names of what has some."""
+    def _varied(self) -> tuple[Sequence[Turn], Sequence[Turn], list[str]]:
+        """Return what ``varied`` does, of the first call."""
         loss, smaller = self._config.loss, self._doubt.finding.reason.endswith(ENDS_LOOP)
         shards, where = self._layout.number_of_shards, self._everywhere
         return varied(loss, shards, *self._given, smaller=smaller, where=where)
@@ -229,7 +235,7 @@ class _Check:
         in it. A loss that names the axis of the shards runs as on a single one. Floats have 32 bits
         in it, unless it cannot be traced so.
         """
-        (state, batch), (turns, names) = self._given, self._varied()
+        (state, batch), (turns, larger, names) = self._given, self._varied()
         by_hand = [functools.partial(self._by_hand, of_each=of_each) for of_each in (False, True)]
         arounds = None, self._under_vmap, *by_hand
         both = state.params, state.frozen
@@ -238,13 +244,15 @@ class _Check:
         for around, inner in itertools.product(arounds, (in_32, None)):
             given = [self._given]
             try:
-                (found, *more), precision = self._run(self._comparing(around, inner), given, turns)
+                comparing = self._comparing(around, inner)
+                (found, *more), precision = self._run(comparing, given, turns, larger)
             except Exception as error:  # a loss may raise anything on other shapes
                 failure = error
                 continue
             allowed = (2.0 if inner is None else _ROUNDED) * min(precision, _COARSEST)
             self._check_apart(found, allowed)
             of_others = f" and other numbers in {', '.join(names)}" * bool(names)
+            more, of_larger = more[: len(turns)], more[len(turns) :]
             for kind, rows in enumerate((_REORDERED, _COPIED, _SAME)):
                 of_kind = more[kind * VARIED : (kind + 1) * VARIED]
                 some = [each for each in of_kind if np.isfinite(each).all()]
@@ -253,6 +261,13 @@ class _Check:
                 # With a weight, a row that does not count may be all that a piece has.
                 if not some and self._config.loss.weight is None:
                     raise self._not_finite(f" {rows}")
+            for each in of_larger:
+                if np.isfinite(each).all():
+                    # All of a gradient may be rounding, as through a saturated softmax, or all of a
+                    # loss, if its rows cancel out: what is another loss differs in both.
+                    values, gradients, whole, mean, norm, *_ = each
+                    both_apart = min(values, gradients), 0, whole, mean, norm, 0, 0
+                    self._check_apart(both_apart, allowed, f"{_LARGER}{of_others}, ")
             if not any(each[4] for each in (found, *more)):
                 raise LossError(
                     f"{self._doubt.sentence} And the gradient of this batch is 0, which cannot "
@@ -387,7 +402,7 @@ class _Check:
             each = [_relative(norm(x - y), norm(x), norm(y)) for x, y in pairs]
             largest = functools.reduce(jnp.maximum, each)
             zero = jnp.zeros_like(largest)
-            return jnp.stack([largest, zero, largest, largest, 1.0, zero, zero])
+            return jnp.stack([*[largest] * 4, 1.0, zero, zero])
         (whole, slopes), (mean, others) = found
         if self._config.loss.is_summed:
             # Each shard may have its part of a sum.

@@ -15,9 +15,12 @@ from crossshard.jaxprs.proof import Proof
 from crossshard.jaxprs.row_facts import (
     ADDS_SHARDS,
     ADDS_UNLIKE,
+    BOUNDS,
     DECIDED,
     DIVIDES,
     MEETS_EARLIER,
+    OF_FIXED,
+    OF_GRADIENT,
     OF_NUMBER,
     OF_PLACE,
     PART_OF_SHARDS,
@@ -85,14 +88,16 @@ def _findings_of_term(term: Term) -> Iterator[Finding]:
     if is_mean(term.total) and is_mean(term.count):
         return
     yield _expect(is_sum(term.total), term.total, f"the total {of}", a_sum)
-    yield _expect(is_sum(term.count), term.count, f"the count {of}", a_sum)
+    yield _expect(is_sum(term.count), term.count, f"the count {of}", a_sum, divides=True)
 
 
-def _expect(holds: bool, fact: Any, what: str, expected: str) -> Finding:
+def _expect(holds: bool, fact: Any, what: str, expected: str, *, divides: bool = False) -> Finding:
     """Return that a part of a ``Mean`` is as expected, or else what it is."""
     if holds:
         return Finding(OverRows.COUNTED)
     it_is = found(fact)
+    if divides and it_is.reason == BOUNDS:  # which may change nothing
+        it_is = dataclasses.replace(it_is, kind=OverRows.UNDECIDED)
     if it_is.kind in (OverRows.OVER_SHARDS, OverRows.UNDECIDED):
         return dataclasses.replace(it_is, of=what)
     is_said = it_is.kind.value
@@ -180,6 +185,9 @@ class OverRowsRecord:
           UndecidedError: that is not known.
         """
         finding, divisor = self.known[key]
+        if summed and finding.reason.startswith(OF_GRADIENT) and finding.reason.endswith(OF_FIXED):
+            # The gradient of a sum is for each row what it is with more of them.
+            finding = dataclasses.replace(finding, kind=OverRows.UNDECIDED)
         self.latest = finding
         where = f" ({finding.source})" if finding.source else ""
         refusal = _refusal(finding, where, summed, microbatches)
@@ -298,6 +306,11 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
     advice, operation = "", reason.partition(" ")[0]
     if reason == MEETS_EARLIER:
         advice = "If the rows are along another axis, write batch_axis=1, or its number. "
+    elif reason.endswith(OF_FIXED):
+        advice = (
+            "Divide that number by the number of rows, too; or bound what a row has before it is "
+            "divided. "
+        )
     elif operation in ("is_finite", "ne") and "of a sum over rows" in reason:
         advice = "Instead of a condition on what is finite, write nonfinite='skip'. "
     elif reason.startswith(f"{operation} of a sum over rows"):

@@ -20,13 +20,20 @@ from crossshard.step.losses.loss import StepLoss
 # With how many batches a loss is compared where the first hides what later ones show: with the rows
 # in another order, and as many with copies of one row in each piece; two have the same in all.
 VARIED, _TURNS = 4, 10
+_TIMES = 3, 10, 30  # so many times as large parameters are tried
+# Yields a state and a batch, given whole numbers; and again, for a loss that is not finite.
+Turn = Callable[[Any], Iterator[tuple[Any, Any]]]
 _NUMBERS = 16  # how many of the whole numbers that a loss compares others with are tried
 
 
 def varied(
     loss: StepLoss, shards: int, state: TrainState, batch: Any, *, smaller: bool, where: Any
-) -> tuple[Sequence[Callable[[Any], Iterator[tuple[Any, Any]]]], list[str]]:
+) -> tuple[Sequence[Turn], Sequence[Turn], list[str]]:
     """Return turns, each of a state and a batch with other numbers, and the names of what has some.
+
+    And turns that have larger parameters, too, if they are not alike: training carries a loss over
+    a bound that it starts below. They are of their own, since units that this saturates hide what
+    others show.
 
     A turn goes on with fewer other numbers, for a loss that is not finite: first entries from -1 to
     1 stay, as the probabilities do that a logarithm needs, then others one by one, and then all. It
@@ -58,11 +65,13 @@ def varied(
     looks = lambda x: (x.min(), x.max(), (x == jnp.round(x)).all() if is_inexact(x) else True)
     look = jax.jit(lambda xs: list(map(looks, xs)), out_shardings=where)
     draws, flags, small, whole_numbers = dict[int, _Draw](), set[int](), set[int](), set[int]()
+    large = set[int]()
     seen = jax.device_get(look([leaves[place] for place in places]))
     for place, (low, high, counts) in zip(places, seen, strict=True):
         part, exact = paths[place][0][0].idx, is_inexact(leaves[place])
         draw = _draw_of(part, low, high, exact=exact, counts=counts, smaller=smaller)
         draws |= {} if draw is None else {place: draw}
+        large |= {place} if part == _PARAMS and exact and low < high and not smaller else set()
         flags |= {place} if counts and low >= 0 and high <= 1 else set()
         small |= {place} if draw is not None and low >= -1 and high <= 1 else set()
         is_whole = part == _ROWS and jnp.issubdtype(leaves[place].dtype, jnp.integer)
@@ -109,9 +118,17 @@ def varied(
         of_rows | {*draws},
     ]
 
-    def of_turn(turn: int, known: Any) -> Iterator[tuple[Any, Any]]:
+    larger = jax.jit(
+        lambda times, xs: [(x * times).astype(x.dtype) for x in xs],
+        out_shardings=[leaves[place].sharding for place in large],
+    )
+
+    def of_turn(turn: int, times: int, known: Any) -> Iterator[tuple[Any, Any]]:
         for stays in fewer:
             numbers = run(turn, given, np.isin(np.arange(len(leaves)), [*stays]), known)
+            if times > 1:
+                params = larger(times, [leaves[place] for place in large])
+                numbers |= dict(zip(large, params, strict=True))
             rows, params, whole, model_state = tree.unflatten(
                 [numbers.get(place, x) for place, x in enumerate(leaves)]
             )
@@ -120,10 +137,12 @@ def varied(
 
     path_of = lambda path: f"batch{jax.tree_util.keystr(path[1:])}"
     name_of = lambda path: _NAMES.get(path[0].idx) or path_of(path)
-    turns = [functools.partial(of_turn, turn) for turn in range(_TURNS)]
-    return turns, list(
-        dict.fromkeys(name_of(paths[place][0]) for place in sorted({*draws, *of_rows}))
-    )
+    turns = [functools.partial(of_turn, turn, 1) for turn in range(_TURNS)]
+    of_larger = [
+        functools.partial(of_turn, VARIED * (nth % 2), times) for nth, times in enumerate(_TIMES)
+    ]
+    names = dict.fromkeys(name_of(paths[place][0]) for place in sorted({*draws, *of_rows}))
+    return turns, of_larger if large else [], list(names)
 
 
 def compared_with(jaxpr: Any) -> np.ndarray[Any, Any]:
