@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
 from crossshard.errors import ArgumentError
 from tests.quick import deep
@@ -141,3 +142,24 @@ def test_the_padding_of_slices_is_in_no_norm(inner: Any):
     _, metrics = step(step.init(v), x)
     np.testing.assert_allclose(metrics["update_norm"], optax.global_norm(updates), rtol=1e-4)
     np.testing.assert_allclose(metrics["param_norm"], optax.global_norm(v + updates), rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, deep({"params": "sharded", "accumulate_steps": 2})])
+def test_a_mean_weighs_each_shards_gradient_by_its_count(options: dict[str, Any]):
+    """As numpy does, whose rows have gradients of their own, and not all of them count."""
+    counts = np.zeros((N, 8), np.float32)
+    for shard, number in enumerate((8, 5, 1, 0)):
+        counts[shard, :number] = 1
+    rows = lambda w, batch: (w[0] * batch["x"]).sum(1) ** 2 * batch["mask"] / 2
+    mean = lambda w, batch: crossshard.Mean(rows(w, batch).sum(), batch["mask"].sum())
+    names = ("grad_norm", "local_grad_norm", "noise_variance", "noise_signal")
+    step = sgd_step(mean, RATE, N, metrics=names, **options)
+    _, metrics = step(step.init(W), {"x": X, "mask": counts.ravel()})
+    each = (X @ W[0])[:, None] * X
+    own = [(each[i * 8 : i * 8 + 8] * counts[i, :, None]).sum(0) for i in range(N)]
+    number, total = counts.sum(1), counts.sum()
+    reduced = (np.sum(own, 0) / total) @ (np.sum(own, 0) / total)
+    local = sum(g @ g / n for g, n in zip(own, number, strict=True) if n) / total
+    variance = (local - reduced) * total / ((number > 0).sum() - 1)
+    want = reduced**0.5, local**0.5, variance, reduced - variance / total
+    np.testing.assert_allclose([float(metrics[name]) for name in names], want, rtol=1e-4)
