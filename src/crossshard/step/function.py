@@ -355,9 +355,10 @@ def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) ->
 
 def _own_weight(loss: StepLoss, local: LocalResult) -> Any:
     """Return what a ``Mean`` has weighed a shard's gradient by; ``None`` if its terms differ."""
-    of_mean = loss.weight_of_aux_and_state(None, local.terms)
-    is_one = of_mean is None and local.terms is not None and len(local.terms.counts) == 1
-    return local.terms.counts[0] if is_one else of_mean
+    of_mean, counts = loss.weight_of_aux_and_state(None, local.terms), ()
+    if of_mean is None and local.terms is not None:
+        counts = local.terms.counts
+    return counts[0] if len(counts) == 1 else of_mean
 
 
 # Smaller gradients are kept: that is little memory, and a second computation takes long to compile.
