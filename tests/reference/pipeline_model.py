@@ -342,6 +342,16 @@ class Model:
             total, parts = counts[:, list(left)].sum(), len(left) * len(batches)
             factors = counts * (parts / total if total else 0.0)
             found = self._reduce_weighed(index, batches, None, factors)
+            # A shard's own mean, without the factors.
+            each = [counts[:, shard].sum() if shard in left else 0.0 for shard in members]
+            own = [
+                {name: x * total / (n * len(left)) if n else x for name, x in tree.items()}
+                for n, tree in zip(each, found.pop("own"), strict=True)
+            ]
+            found |= self._noise(own, each, True, found["gradient"])
+            if not total:
+                # The loss is 0, and has a gradient.
+                found |= {"local_grad_norm": 0.0, "noise_variance": 0.0}
             good = tuple(shard for shard in members if shard not in self.bad)
             if self.options.nonfinite != "quarantine" or good == left:
                 return found | {"weight": total}
@@ -386,6 +396,8 @@ class Model:
             "largest": max(np.abs(x).max() for tree in own for x in tree.values())
             * (len(members) if options.reduction == "sum" else 1),
         }
+        if factors is not None:
+            return found | {"own": own}
         return found | self._noise(own, ws, has_weights, gradient)
 
     def _sum(
