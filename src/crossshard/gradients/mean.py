@@ -198,6 +198,13 @@ class MeanSums:
             "counts": dict(zip(self.names, self.counts, strict=True)),
         }
 
+    def own_weight(self, weight: Any) -> Any:
+        """Return what a shard's gradient is weighed by; ``None`` if its terms differ in it.
+
+        Of a ratio that is a ``Mean`` since it has a ``weight``, the last count is that.
+        """
+        return self.counts[-1] if weight is not None or len(self.counts) == 1 else None
+
     def are_empty(self) -> Any:
         """Return whether no row counts in any term; ``None`` if some row always does."""
         if self.is_never_empty:

@@ -16,6 +16,7 @@ from crossshard._check import is_number
 from crossshard._hash import checksum
 from crossshard.distributed.agreement import check_agreement
 from crossshard.errors import ArgumentError, ArgumentTypeError, CrossshardError
+from crossshard.model.model_state import ModelState
 from crossshard.model.state import FlatState, TrainState, is_unread, names_of
 from crossshard.shards.batch_axes import (
     BatchAxes,
@@ -28,7 +29,7 @@ from crossshard.shards.batch_axes import (
 )
 from crossshard.shards.devices import number_of_shards, own_shards, put
 from crossshard.step.losses.loss import StepLoss
-from crossshard.step.microbatches import SumOf, Weight, entries_read, weight_of
+from crossshard.step.microbatches import AuxReduction, SumOf, Weight, entries_read, weight_of
 
 # Rows that lie on a mesh with room for a further virtual shard on some shards, by their ids.
 _UNEVEN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -119,7 +120,11 @@ class BatchPlacer:
     @property
     def takes_any_rows(self) -> bool:
         """Whether the rows are counted, so that each process may pass another number of them."""
-        return self._weight is not None or self._loss.record.has_counts
+        loss = self._loss
+        # A batch has one count for all rows, and averages over the shards count these alike.
+        averages = AuxReduction.MEAN in jax.tree.leaves(loss.aux_reduction)
+        averages |= loss.model_state is ModelState.MEAN or loss.has_one_state
+        return self._weight is not None or (loss.record.is_mean and not averages)
 
     def along(self, axis: int) -> NamedSharding:
         """Return the sharding of an array that is split along an axis."""

@@ -181,7 +181,7 @@ class StepConfig:
         ).replace(
             weighed=local.is_weighed,
             summed_norm=local.squared_norm,
-            own_weight=_own_weight(loss, local),
+            own_weight=None if local.terms is None else local.terms.own_weight(loss.weight),
         )
         if pipeline.nonfinite is not None:
             has_nans = new_nans(local.model_state, before.model_state)
@@ -351,14 +351,6 @@ def use_of_frozen(layout: StateLayout, frozen: Any, gather_dtype: Any = None) ->
     if all(each.number == 1 for each in partitions):
         return None
     return AtUse(partitions, layout.shards, params_sharded=True, gather_dtype=gather_dtype)
-
-
-def _own_weight(loss: StepLoss, local: LocalResult) -> Any:
-    """Return what a ``Mean`` has weighed a shard's gradient by; ``None`` if its terms differ."""
-    of_mean, counts = loss.weight_of_aux_and_state(None, local.terms), ()
-    if of_mean is None and local.terms is not None:
-        counts = local.terms.counts
-    return counts[0] if len(counts) == 1 else of_mean
 
 
 # Smaller gradients are kept: that is little memory, and a second computation takes long to compile.

@@ -140,16 +140,15 @@ class Program:
             return self._run_placed(state, flat, self.placer(batch), is_traced)
 
     def _placed(self, state: TrainState, batch: Any, is_traced: bool) -> Any:
-        record = self._config.loss.record
         try:
             return self.placer(batch)
         except ArgumentError:
-            if not self._in_processes or is_traced or record.has_counts:
+            if not self._in_processes or is_traced or self.placer.takes_any_rows:
                 raise
             # Processes may pass unequal rows if a trace, in this one alone, shows a Mean.
             with contextlib.suppress(Exception):
                 self.trace(state, batch)
-            if not record.has_counts:
+            if not self.placer.takes_any_rows:
                 raise
         if self._is_watched:
             PROGRESS.take(self.placer.rows_of(batch))

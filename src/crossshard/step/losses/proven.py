@@ -96,6 +96,9 @@ def prepared(
         returned: Returned = jax.tree.unflatten(tree, found)
         return returned
 
+    if (is_proven or loss.weight is not None) and jax.tree.leaves(state.model_state):
+        changed = changed_by_rows(loss, state, batch, keys, at_use, at_use.shards.axes)
+        loss.record.changed_by_rows = changed
     weight = None
     if loss.weight is not None:
         of_batch = lambda batch, both: run(both, batch).loss

@@ -22,10 +22,9 @@ from crossshard.pipeline.stages.accumulate import Sums, add, mean, zeros
 from crossshard.shards.axes import shard_context
 from crossshard.shards.batch_axes import VirtualShards, join
 from crossshard.step.gather import AtUse
-from crossshard.step.losses.loss import LossOver, StepLoss, scale_of
-from crossshard.step.losses.proven import carried, changed_by_rows, prepared
+from crossshard.step.losses.loss import StepLoss, scale_of
+from crossshard.step.losses.proven import carried, prepared
 from crossshard.step.microbatches import (
-    AuxReduction,
     Counting,
     LocalResult,
     as_stored,
@@ -217,13 +216,8 @@ def _compute_rows(
     def loss_of_both(both: tuple[Any, Any], here: TrainState) -> tuple[Any, Any]:
         out = run(both, state=here)
         check_not_written(out.params_after, both, lambda both: run(both, state=here).params_after)
-        # A batch has one count for all rows, and averages of shards count these alike.
-        averages = loss.model_state is ModelState.MEAN or AuxReduction.MEAN in jax.tree.leaves(
-            loss.aux_reduction
-        )
-        is_mean = isinstance(out.loss, Mean)
-        loss.record.has_counts = is_mean and not (loss.has_one_state or averages)
-        if not is_mean:
+        loss.record.is_mean = isinstance(out.loss, Mean)
+        if not isinstance(out.loss, Mean):
             return out.loss, (out.model_state, out.aux, None)
         if weight is not None:
             raise ArgumentError(
@@ -240,10 +234,6 @@ def _compute_rows(
 
     with shard_context(shards.number, axis_name=shards.axes):
         run, weight = prepared(loss, state, batch, keys, at_use)
-        is_proven = loss.over is LossOver.ROWS and loss.is_of_parts(shards.number)
-        if (is_proven or loss.weight is not None) and jax.tree.leaves(state.model_state):
-            of_rows = changed_by_rows(loss, state, batch, keys, at_use, shards.axes)
-            loss.record.changed_by_rows = of_rows
         if loss.model_state is ModelState.MEAN and not loss.has_one_state:
             types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
             rows, whole = loss.split(batch)
