@@ -259,17 +259,48 @@ def test_each_tier_sends_in_its_own_way():
     assert found["host",] == pytest.approx(2 * 1 / 2 * size / 4 / 2, rel=0.01)
 
 
+# The rows of a batch weigh more or less than those of others, and may weigh nothing.
+WEIGHTS = np.float32([[*range(1, 9)], [0, 0, 100, 0, 0, 50, 0, 0], [1, 2, 0, 0, 0, 3, 0, 1]])
+
+
+@pytest.mark.parametrize("how", deep_but(["replicated", "params sharded"], HOW))
+def test_what_is_held_back_is_of_the_mean_whatever_a_batch_weighs(how: str):
+    def weighed(params: Any, batch: Any) -> jax.Array:
+        one = lambda name: (params[name] * jnp.tensordot(batch["k"], batch[name], 1)).sum()
+        return sum(one(name) for name in params) / batch["k"].sum()
+
+    step = sgd_step(weighed, 1.0, N, reduce_dtype="int4", weight="k", **HOW[how])
+    state = step.init(PARAMS)
+    for t, weights in enumerate(WEIGHTS):
+        state, _ = step(state, batch_of(t) | {"k": weights})
+    held, params = residual_of(step, state), jax.device_get(step.model(state))
+    for name, sent in params.items():
+        means = [np.average(np.float64(g), 0, k) for g, k in zip(G[name], WEIGHTS, strict=True)]
+        allowed = one_unit(np.array(means), STEPS * 8)
+        np.testing.assert_allclose(held[name] - sent, sum(means), rtol=0, atol=allowed)
+        assert name not in LARGE or np.abs(sent + sum(means)).max() > 100 * allowed
+
+
 # On other shards.
 
 
 @pytest.mark.parametrize(
-    ("way", "how"), [("reshard", "sharded"), deep(("checkpoints", "params sharded"))]
+    ("way", "how", "guard"),
+    [
+        ("reshard", "sharded", "quarantine"),
+        deep(("reshard", "replicated", None)),
+        deep(("checkpoints", "params sharded", None)),
+        deep(("checkpoints", "params sharded", "quarantine")),
+    ],
 )
-def test_what_is_held_back_stays_on_other_shards(tmp_path: Path, way: str, how: str):
+def test_what_is_held_back_stays_on_other_shards(
+    tmp_path: Path, way: str, how: str, guard: str | None
+):
     before: Any = None
     state: Any = None
     for t, number in enumerate((8, 2)):
-        step = sgd_step(loss_fn, 1.0, number, reduce_dtype="int4", **HOW[how])
+        options = HOW[how] | {"nonfinite": guard}
+        step = sgd_step(loss_fn, 1.0, number, reduce_dtype="int4", **options)
         if before is None:
             state = step.init(PARAMS)
         elif way == "reshard":

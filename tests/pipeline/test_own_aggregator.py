@@ -170,7 +170,7 @@ class Signs(Aggregator):
     ("options", "expected"),
     [
         ({"nonfinite": "skip"}, 1.0),
-        ({"nonfinite": "quarantine"}, 0.9),
+        ({"nonfinite": "quarantine"}, 0.3),
         ({"loss_scale": "dynamic"}, 1.0),
     ],
     ids=str,

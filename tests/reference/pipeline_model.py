@@ -381,8 +381,9 @@ class Model:
             ws.append(weight if has_weights else 1.0)
         total = sum(ws)
         divisor = 1.0 if options.reduction == "sum" else total or 1.0
-        sums = {name: self._sum(name, own, ws, members) for name in params}
-        if has_weights and total == 0:
+        sums = {name: self._sum(name, own, ws, members, divisor) for name in params}
+        if has_weights and total == 0 and options.wire not in FEW_BITS:
+            # What is held back is sent all the same, and the step is skipped.
             sums = {name: np.zeros_like(x) for name, x in params.items()}
         gradient = {name: x / divisor for name, x in sums.items()}
         if options.dtype != "float32" and not options.masters:
@@ -401,7 +402,12 @@ class Model:
         return found | self._noise(own, ws, has_weights, gradient)
 
     def _sum(
-        self, name: str, own: list[Tree], ws: list[float], members: tuple[int, ...]
+        self,
+        name: str,
+        own: list[Tree],
+        ws: list[float],
+        members: tuple[int, ...],
+        divisor: float,
     ) -> np.ndarray:
         options = self.options
         weighed = [
@@ -411,7 +417,9 @@ class Model:
             # A worker of one shard sends nothing.
             return np.sum(weighed, axis=0)
         if options.wire in FEW_BITS:
-            return self._sum_in_few_bits(name, weighed, members)
+            # What is held back is a part of the mean.
+            divided = [x / divisor for x in weighed]
+            return self._sum_in_few_bits(name, divided, members) * divisor
         total = np.sum([round_to(x, options.wire) for x in weighed], axis=0)
         return total if name in options.split else round_to(total, options.wire)
 

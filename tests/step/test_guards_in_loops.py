@@ -185,6 +185,16 @@ def of_one_layer(params: Any, batch: Any) -> Any:
     ).mean()
 
 
+# What the rows of a batch weigh: of shards, and of batches, as unlike amounts as there are.
+WEIGHTS = np.float32([np.arange(ROWS) % 5, np.arange(ROWS) == 20])
+
+
+def weighed(params: Any, batch: Any) -> Any:
+    """A loss of layers in a loop that divides by what its rows weigh."""
+    h = layered.scanned(layered.embedded(params, batch), params["layers"])
+    return (layered.error(params, h, batch) * batch["k"]).sum() / batch["k"].sum()
+
+
 FEW: dict[str, tuple[Any, dict[str, Any]]] = {
     "checkpoint": (REMAT, {}),
     "a guard": (REMAT, {"nonfinite": "quarantine"}),
@@ -192,9 +202,18 @@ FEW: dict[str, tuple[Any, dict[str, Any]]] = {
     "some layers": (some_layers, {}),
     "one layer": (of_one_layer, {"nonfinite": "skip"}),
     "four bits": (REMAT, {"reduce_dtype": "int4"}),
+    "weights": (weighed, {"weight": "k"}),
+    "weights and microbatches": (weighed, {"weight": "k", "accumulate_steps": 2}),
+    "weights and a guard": (weighed, {"weight": "k", "nonfinite": "quarantine"}),
 }
-QUICK_FEW = [("parts", "checkpoint")]
-ALL_FEW = [*QUICK_FEW, ("replicated", "a guard"), ("parts", "microbatches")]
+QUICK_FEW = [("parts", "weights")]
+ALL_FEW = [
+    *QUICK_FEW,
+    ("parts", "checkpoint"),
+    ("replicated", "a guard"),
+    ("parts", "microbatches"),
+]
+ALL_FEW += [("replicated", "weights and microbatches"), ("sharded", "weights and a guard")]
 ALL_FEW += [("sharded", "some layers"), ("replicated", "some layers"), ("sharded", "one layer")]
 ALL_FEW += [("parts", "four bits")]
 
@@ -204,17 +223,15 @@ def check_sent(mode: str, loss: Any, params: Any, rate: float, **options: Any) -
 
     Returns what is held back at the end.
     """
-    # With weights, which a guard makes, what is held back is of the sum.
-    number = SHARDS if options.get("nonfinite") == "quarantine" else 1
     step = step_of(mode, loss, optax.sgd(rate), **{"reduce_dtype": "int8", **options})
     state, sum_of_all = step.init(params), jax.tree.map(np.zeros_like, params)
-    for batch in BATCHES[:2]:
+    for batch, weights in zip(BATCHES, WEIGHTS, strict=False):
+        batch = batch | {"k": weights} if "weight" in options else batch
         gradient = jax.jit(jax.grad(loss))(jax.tree.map(np.asarray, state.params), batch)
         sum_of_all = jax.tree.map(lambda a, b: a + np.asarray(b), sum_of_all, gradient)
         state, _ = step(state, batch)
         sent = jax.tree.map(lambda a, b: (a - np.asarray(b)) / rate, params, state.params)
-        held = jax.tree.map(lambda x: x / number, held_back(state))
-        assert_near(jax.tree.map(np.add, sent, held), sum_of_all)
+        assert_near(jax.tree.map(np.add, sent, held_back(state)), sum_of_all)
     return held_back(state)
 
 
@@ -297,11 +314,9 @@ def test_a_shard_that_is_left_out_still_sends_what_it_held_back():
     bad = poisoned(1)
     state, metrics = step(first, bad)
     assert int(metrics["nonfinite"].shard) == 1
-    # Weighted, sums are of the shards, and what is held back too.
     of_others_alone = jax.tree.map(np.asarray, jax.jit(jax.grad(REMAT))(params, of_others(bad, 1)))
-    number = SHARDS - 1
-    sent = jax.tree.map(lambda a, b: (a - np.asarray(b)) / RATE * number, params, state.params)
-    want = jax.tree.map(lambda g, h: g * number + h, of_others_alone, held)
+    sent = jax.tree.map(lambda a, b: (a - np.asarray(b)) / RATE, params, state.params)
+    want = jax.tree.map(np.add, of_others_alone, held)
     assert_near(jax.tree.map(np.add, sent, held_back(state)), want)
 
 

@@ -75,9 +75,9 @@ class Aggregator(abc.ABC):
 
     Write one to send gradients in a way of your own. ``sum`` runs on each shard, and all shards
     must return the same sums. Under MEAN the values are divided by the number of shards before,
-    so that the sum is the mean; with weights they are multiplied by the shard's weight before,
-    and the sum is divided by the total weight after. The state is kept per shard, saved in
-    checkpoints, and left alone by steps that are skipped.
+    so that the sum is the mean; with weights they are multiplied by the shard's weight and divided
+    by the total weight. The state is kept per shard, saved in checkpoints, and left alone by steps
+    that are skipped.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from crossshard import CrossShardOptimizer

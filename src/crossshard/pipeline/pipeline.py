@@ -488,14 +488,8 @@ class Pipeline:
             sums = {**others(gradients.weight), **gradients.sums}
             return self.run(Phase.LOCAL, gradients.replace(sums=sums), state, context)
 
-        def after_reduction(
-            gradients: Gradients, state: CrossShardState, *, all_count: bool = False
-        ) -> Any:
+        def after_reduction(gradients: Gradients, state: CrossShardState) -> Any:
             reduced, state = self.run(Phase.REDUCTION, gradients, state, context)
-            if all_count and reduced.weight is not None:
-                # Constants, and no sums: all gradients would wait for the sum of the weights.
-                total = jnp.asarray(context.shards.size, reduced.weight.dtype)
-                reduced = reduced.replace(weight=typed(total), skip=typed(jnp.bool_(False)))
             if self.nonfinite is None and self.loss_scale is None:
                 return reduced, state
             sound = True if self.nonfinite is None else is_sound(gradients)
@@ -506,10 +500,13 @@ class Pipeline:
 
         # If the reduced gradient is finite, so is each shard's own, which need not be checked.
         gradients = as_local(gradients, context, ReportNonfinite.needs_local)
-        all_count = self.excludes_shards and gradients.weight is None
+        total = None
         if self.excludes_shards:
+            if gradients.weight is None:
+                # A constant, and no sum: all gradients would wait for it.
+                total = typed(jnp.asarray(context.shards.size, float))
             gradients = gradients.replace(weight=as_counted(gradients.weight))
-        reduced, state = after_reduction(*after_local(gradients), all_count=all_count)
+        reduced, state = after_reduction(*after_local(gradients.replace(total_weight=total)))
         with jax.named_scope(self.nonfinite.scope):
             none = typed(jnp.zeros(context.shards.number, jnp.float32))
             reduced = reduced.replace(sums={**reduced.sums, REPORTED: none})

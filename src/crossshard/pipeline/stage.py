@@ -80,6 +80,8 @@ class Gradients:
         of the ``early`` leaves; ``None`` if no stage asks for it.
       own_weight: before the aggregate: float[], the weight of this shard, if ``weight`` is not it
         because a ``Mean`` has weighed the gradients; else ``None``.
+      total_weight: before the aggregate: float[], the sum of all weights, if it is known; else
+        ``None``.
       weighed: before the aggregate: whether ``values``, ``extra`` and ``sums`` have been multiplied
         by the weight.
       dtypes: the dtypes that the reduced ``extra`` and ``values`` are to have, leaf by leaf; stages
@@ -101,6 +103,7 @@ class Gradients:
     state_has_nans: PyTree = ()
     summed_norm: jax.Array | None = None
     own_weight: jax.Array | None = None
+    total_weight: jax.Array | None = None
     status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     extra_status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     early: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})

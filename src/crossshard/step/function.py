@@ -294,8 +294,7 @@ class StepConfig:
             use_of_frozen(layout, state.frozen, self.gather_dtype),
             layout.uses,
             few_bits=None if sums_later else few_bits,
-            # Shards that may be left out are counted after the sum.
-            divisor=1 if pipeline.excludes_shards else context.divisor,
+            divisor=context.divisor,
             measures=pipeline.measures_local and not sums_later,
         )
 

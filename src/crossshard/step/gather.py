@@ -15,12 +15,13 @@ from crossshard import _check, _jax
 from crossshard.collectives.few_bits import DTYPES, LANES, Codec, gather_in_few_bits
 from crossshard.collectives.rings import Product
 from crossshard.collectives.sums import (
+    average,
     bucketed_gather,
     bucketed_sum,
     send_gathered,
+    sum_over_shards,
     to_average,
     wide,
-    widen,
 )
 from crossshard.gradients.local import check_sums, scaled, unscale
 from crossshard.jaxprs.deferred import Deferred, Inside, Note, evaluate
@@ -82,8 +83,8 @@ class AtUse:
     # ``pipeline.stages.accumulate`` adds them; ``None`` if there are none, or if they are added
     # later.
     before: Any = dataclasses.field(default=None, compare=False)
-    # Sends gradients in few bits, after a division by ``divisor``, with the residual of each
-    # parameter in ``residuals``; ``None`` to send them in ``reduce_dtype``.
+    # Sends gradients in few bits, after a division by the total weight or ``divisor``, with the
+    # residual of each parameter in ``residuals``; ``None`` to send them in ``reduce_dtype``.
     few_bits: FewBits | None = None
     divisor: int = 1
     residuals: Any = dataclasses.field(default=None, compare=False)
@@ -131,7 +132,7 @@ class AtUse:
         )
         inputs = self._at_start(leaves, late)
         for place in late:
-            inputs[place] = self._leaf(place, leaves[place], None, None)
+            inputs[place] = self._leaf(place, leaves[place], None)
         return _call_traced(self._traced(function, params), inputs)
 
     def call_on_frozen(self, function: Callable[[Any], Any], frozen: Any) -> Any:
@@ -187,6 +188,7 @@ class AtUse:
         for place in late.intersection(read):
             given[place] = self._slot(place, leaves[place])
         refs = self._refs(late.intersection(read))
+        shared = self._shared(weight, loss_scale, refs.squared_norm)
 
         uses: dict[int, list[str]] = {}
 
@@ -202,7 +204,8 @@ class AtUse:
             else:
                 for place in late:
                     slot = None if unread[place] else inputs[place]
-                    inputs[place] = self._leaf(place, leaves[place], slot, weight, refs, loss_scale)
+                    held = refs.held.get(place)
+                    inputs[place] = self._leaf(place, leaves[place], slot, held, shared)
                 uses.clear()
                 loss, aux = _call_traced(traced, [*inputs, *others], note)
             return scaled(loss, loss_scale), (loss, aux)
@@ -249,7 +252,7 @@ class AtUse:
             inputs: list[Any] = list(arrays)
             for place in places:
                 x = arrays[place]
-                inputs[place] = self._leaf(place, x, self._slot(place, x), None)
+                inputs[place] = self._leaf(place, x, self._slot(place, x))
             return _call_traced(traced, [*inputs, *others], note)
 
         jax.eval_shape(survey, list(leaves))
@@ -281,21 +284,27 @@ class AtUse:
             after[place] = jax.freeze(ref).reshape(after[place].shape)
         return after, norm
 
-    def _leaf(
-        self, place: int, x: Any, slot: Any, weight: Any, refs: Any = None, scale: Any = None
-    ) -> "Leaf":
+    def _shared(self, weight: Any = None, scale: Any = None, norm: Any = None) -> dict[str, Any]:
+        """Return what all parameters have in ``Leaf.shared``."""
+        before = None if self.before is None else self.before[2]
+        own = weight if weight is None or before is None else before + weight
+        own, total = _if_it_counts(own, self.rerun), None
+        if self.few_bits is not None and own is not None:
+            # Known before the gradients, which wait for no sum.
+            total = sum_over_shards(own, self.shards)
+        scale = scale if self.measures else None
+        of_rerun = {"rerun": self.rerun, "before": before}
+        return {"weight": weight, "total": total, "scale": scale, "norm": norm, **of_rerun}
+
+    def _leaf(self, place: int, x: Any, slot: Any, held: Any = None, shared: Any = None) -> "Leaf":
         partition = self.partitions[place]
         transfer = Transfer(self._of_one, partition, x.dtype, wide(x.dtype))
-        arrays, refs = {"value": x, "slot": slot}, refs or Refs({}, None)
-        held = refs.held.get(place)
+        arrays = {"value": x, "slot": slot}
         if held is not None and (lengths := _lengths(partition)):
             arrays["rows"] = jnp.arange(math.prod(lengths)).reshape(lengths)
-        scale = scale if self.measures else None
-        shared = {"weight": weight, "rerun": self.rerun, "scale": scale, "norm": refs.squared_norm}
         if self.before is not None:
-            values, _, total = self.before
-            arrays["before"] = jax.tree.leaves(values)[place]
-            shared["before"] = total
+            arrays["before"] = jax.tree.leaves(self.before[0])[place]
+        shared = self._shared() if shared is None else shared
         return Leaf(place, transfer, arrays, held, shared)
 
     @functools.cached_property
@@ -419,14 +428,11 @@ class Transfer:
     def _sent(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """Return what is summed of a gradient, or of a slice of it."""
         gradient, weight = self._own(gradient, shared, before)
-        if shared["rerun"] is not None:
-            counts = shared["rerun"].counts
-            weight = jnp.where(counts, 1.0 if weight is None else weight, 0.0)
-        weighed = to_average(gradient, weight)
+        weighed = to_average(gradient, _if_it_counts(weight, shared["rerun"]))
         if self.at_use.few_bits is None:
             return as_sent(weighed, self.at_use.reduce_dtype)
         # Residuals are in units of the mean.
-        return widen(weighed) / (self.at_use.divisor if shared["weight"] is None else 1)
+        return average(weighed, shared["total"], self.at_use.divisor)
 
     def product(self, x: jax.Array, how: Mapping[str, Any]) -> Product | None:
         """Return the product with ``x`` if it need not wait for the full parameter, else ``None``.
@@ -529,6 +535,13 @@ class Refs(NamedTuple):
     squared_norm: Any  # of this shard's own gradients; ``None`` if it is not measured
 
 
+def _if_it_counts(weight: Any, rerun: Rerun | None) -> Any:
+    """Return the weight of a shard, 0 if it is left out; ``None`` if all count the same."""
+    if rerun is None:
+        return weight
+    return jnp.where(rerun.counts, 1.0 if weight is None else weight, 0.0)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _use(transfer: Transfer, how: Product | None, value: Any, slot: Any, kept: Kept) -> jax.Array:
     """Return the full parameter, or its product with ``kept.x``; ``slot`` gets its gradient."""
@@ -572,8 +585,9 @@ class Leaf(Deferred):
     # The residual of all rows, which the backward pass replaces; ``None`` without.
     refs: Any
     # What is the same for all parameters: ``weight``, float[], of this shard, or ``None`` if all
-    # count the same; ``scale``, of the loss, where norms are measured, and ``norm``, to which the
-    # backward pass adds them; and ``before``, the sum of the weights of earlier microbatches.
+    # count the same; ``total``, the sum of all weights, by which few bits divide; ``scale``, of the
+    # loss, where norms are measured, and ``norm``, to which the backward pass adds them; and
+    # ``before``, the sum of the weights of earlier microbatches.
     shared: dict[str, Any]
     of_row: bool = False  # whether it is a row of the parameter, or some
     in_ring: bool = False  # whether its slices are multiplied one by one as they arrive

@@ -13,10 +13,7 @@ from jaxtyping import Array, Float
 from crossshard import _check
 from crossshard._annotations import Given, PyTree
 from crossshard._check import is_number
-from crossshard.collectives.sums import (
-    to_average,
-    widen,
-)
+from crossshard.collectives.sums import average, sum_over_shards, to_average, widen
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.status import GradientStatus, Reduction, check_shapes
 from crossshard.pipeline.aggregator import Aggregator, Plain, Sent, unsplit
@@ -172,9 +169,11 @@ class Aggregate(Stage):
         # A single shard reduces nothing; nor does the user's own jit, on global arrays.
         if context.params is not None and not params_sharded and context.shards.number > 1:
             check_shapes(gradients.values, context.params)
-        divisor = context.divisor
-        if self.aggregator.divides_before:
-            gradients, divisor = _divide(gradients, context, self.aggregator), 1
+        divides_before, total = self.aggregator.divides_before, gradients.total_weight
+        if divides_before:
+            if total is None and gradients.weight is not None:
+                total = sum_over_shards(gradients.weight, context.shards)
+            gradients = _divide(gradients, total, context, self.aggregator)
         values = self.aggregator.each(context.arrays.to_owners)(gradients.values)
         leaves, tree = jax.tree.flatten((dict(gradients.extra), values))
         # A gradient that nothing reads counts as reduced: it is zero.
@@ -185,7 +184,8 @@ class Aggregate(Stage):
         partitions = _partitions(gradients, context)
         to_sum = [place for place, each in enumerate(status) if each in _TO_SUM]
         # The weight and other sums travel in the bucket of the loss.
-        others, other_tree = jax.tree.flatten((gradients.weight, dict(gradients.sums)))
+        own_weight = gradients.weight if total is None else None
+        others, other_tree = jax.tree.flatten((own_weight, dict(gradients.sums)))
         num_extra = len(gradients.extra_status)
         early = [False] * num_extra + list(gradients.early or [False] * len(gradients.status))
         index_of = lambda place: None if place < num_extra else place - num_extra
@@ -193,7 +193,8 @@ class Aggregate(Stage):
         sent += [Sent(other, unsplit(other)) for other in others]
         sums, state = self.aggregator.reduce(gradients.values, sent, state, context)
         totals = dict(zip(to_sum, sums, strict=False))
-        total_weight, totals_of_others = other_tree.unflatten(sums[len(to_sum) :])
+        summed_weight, totals_of_others = other_tree.unflatten(sums[len(to_sum) :])
+        total = summed_weight if total is None else total
 
         def summed(place: int, leaf: Any) -> Any:
             if place in totals:
@@ -206,39 +207,40 @@ class Aggregate(Stage):
         extra, values = tree.unflatten(list(map(summed, range(len(leaves)), leaves)))
         dtypes = gradients.dtypes
         # If all weights are zero there is no gradient, and weights must not decay either.
-        skip = None if total_weight is None else total_weight == 0
+        skip = None if total is None else total == 0
         reduced = Gradients(
             extra,
-            weight=total_weight,
+            weight=total,
             sums=totals_of_others,
             skip=skip,
             status=status[:num_extra],
             dtypes=dtypes[:num_extra],
             divisor=context.divisor,
         )
+        final = lambda each: each and (GradientStatus.REDUCED if divides_before else each)
         return reduced.replace(
             values=values,
             extra=reduced.settled().values,
-            status=status[num_extra:],
+            status=tuple(map(final, status[num_extra:])),
             dtypes=dtypes[num_extra:],
-            divisor=divisor,
         ), state
 
 
-def _divide(gradients: Gradients, context: StageContext, aggregator: Aggregator) -> Gradients:
-    """Divide gradients by the number of shards, with at least 32 bits: their sum is the mean.
+def _divide(
+    gradients: Gradients, total: Any, context: StageContext, aggregator: Aggregator
+) -> Gradients:
+    """Divide gradients by the total weight, or the number of shards: their sum is the mean.
+
+    They have at least 32 bits.
 
     Raises:
       IncomingError: they are already summed.
     """
     what = "reduce_dtype sends" if isinstance(aggregator, FewBits) else "aggregator sums"
     gradients = as_local(gradients, context, what)
-    number = context.divisor if gradients.weight is None else 1
 
     def one(x: Any, status: GradientStatus | None) -> Any:
-        if status is not GradientStatus.LOCAL:
-            return x
-        return widen(x) / number if number > 1 else widen(x)
+        return average(widen(x), total, context.divisor) if status is GradientStatus.LOCAL else x
 
     leaves, tree = jax.tree.flatten(gradients.values)
     return gradients.replace(values=tree.unflatten(map(one, leaves, gradients.status)))
