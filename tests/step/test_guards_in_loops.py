@@ -206,14 +206,9 @@ FEW: dict[str, tuple[Any, dict[str, Any]]] = {
     "weights and microbatches": (weighed, {"weight": "k", "accumulate_steps": 2}),
     "weights and a guard": (weighed, {"weight": "k", "nonfinite": "quarantine"}),
 }
-QUICK_FEW = [("parts", "weights")]
-ALL_FEW = [
-    *QUICK_FEW,
-    ("parts", "checkpoint"),
-    ("replicated", "a guard"),
-    ("parts", "microbatches"),
-]
-ALL_FEW += [("replicated", "weights and microbatches"), ("sharded", "weights and a guard")]
+QUICK_FEW = [("parts", "checkpoint"), ("replicated", "weights and microbatches")]
+ALL_FEW = [*QUICK_FEW, ("replicated", "a guard"), ("parts", "microbatches")]
+ALL_FEW += [("parts", "weights"), ("sharded", "weights and a guard")]
 ALL_FEW += [("sharded", "some layers"), ("replicated", "some layers"), ("sharded", "one layer")]
 ALL_FEW += [("parts", "four bits")]
 
