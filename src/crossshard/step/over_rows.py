@@ -372,11 +372,11 @@ def check_state_is_mean(
             said = f"{OverRows.MEAN.value}, which count alike in it, and weight= lets shards differ"
             remedy = "Return a mean over what weight= counts"
         explained = (
-            f"With model_state='mean' a step averages what each shard returns {its_rows}, "
-            f"which is the state of the whole batch only if it is a mean over rows. {remedy}; or "
+            f"With model_state='mean' a step averages what each shard returns {its_rows}, which is "
+            f"the state of the whole batch only if it is a mean over rows. {remedy}; or "
             f"{leave_out}return what is the same on all shards, by jax.lax.pmean, psum or "
-            f"all_gather over their axis; or write loss_over='batch', with which it is one device's; or "
-            f"loss_over='shard', if each shard's own is meant."
+            f"all_gather over their axis; or write loss_over='batch', with which it is one "
+            f"device's; or loss_over='shard', if each shard's own is meant."
         )
         if is_none:
             raise LossError(f"{name} is {said}. {explained}")
