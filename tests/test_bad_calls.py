@@ -355,6 +355,9 @@ APPLY = [
         in_step(lambda world, x: world.opt.apply_gradients([(x[0], world.w)])),
         IncomingError, ValueError, "'w' float32[3]", "divided by 2", "incoming='local'",
         "'scaled'", "which is what TensorFlow's", "'reduced' if you have summed them"),
+    bad("each shard's own gradient, declared summed",
+        in_step(lambda world, x: world.opt.apply_gradients([(x[0], world.w)], incoming="summed")),
+        *VARIABLE, "'w' float32[3]", "over all 2", "incoming='summed' or 'reduced': write 'local'"),
     bad("an optimizer out of reach", an_optimizer_out_of_reach, *VARIABLE, "CrossShardOptimizer(",
         "'w' float32[3]", "as arguments"),
 ]

@@ -453,6 +453,47 @@ def test_so_is_one_that_reads_it_by_way_of_another_state_or_of_each_shard():
     common.assert_close(step.model(state), (w, mean), atol=1e-5)
 
 
+def around_common(combine: Any) -> Any:
+    """A loss around a state that ``combine`` makes the same on all shards, if there are several."""
+
+    def loss(w: Any, state: Any, x: Any) -> Any:
+        hidden = x @ w
+        after = 0.5 * state + 0.5 * combine(jax.lax.stop_gradient(hidden))
+        return ((hidden - state) ** 2).mean(), after
+
+    return loss
+
+
+def test_no_microbatch_reads_what_another_has_made_of_its_rows():
+    mean_of_all = around_common(lambda x: jax.lax.pmean(x.mean(0), "shards"))
+    largest_of_all = around_common(lambda x: jax.lax.pmax(abs(x).max(0), "shards"))
+    zeros, options = np.zeros(5, np.float32), {"accumulate_steps": 2, "axis_name": "shards"}
+    for loss, shards in ((mean_of_all, 4), (mean_of_all, 1), (largest_of_all, 4)):
+        step = sgd_step(loss, 0.1, shards, model_state="per_shard", **options)
+        with pytest.raises(LossError, match=r"each microbatch changes.*accumulate_steps.*'mean'"):
+            step.lower(step.abstract_init(W, model_state=zeros), X[0])
+    step = sgd_step(lambda model, x: model(x), 0.1, 4, **options)
+    with pytest.raises(LossError, match=r"reads the state model\['mean'\], which each microbatch"):
+        step.lower(step.abstract_init(Codebook("shards")), X[0])
+    step = sgd_step(largest_of_all, 0.1, 4, model_state="mean", **options)
+    with pytest.raises(LossError, match=r"each of its 2 microbatches.*leave out accumulate_steps"):
+        step(step.init(W, model_state=zeros), X[0])
+    # As the errors say: averaged, on one device; or one microbatch after the other.
+    one_device = around_common(lambda x: x.mean(0))
+    averaged = sgd_step(mean_of_all, 0.1, 4, model_state="mean", **options)
+    in_turn = sgd_step(one_device, 0.1, 1, model_state="per_shard", loss_over="shard", **options)
+    slope_of = jax.jit(jax.grad(one_device, has_aux=True))
+    for step, pieces in ((averaged, 1), (in_turn, 2)):
+        state, w, mean = train(step, step.init(W, model_state=zeros), X[:2]), W, zeros
+        for x in X[:2]:
+            slopes = []
+            for piece in np.split(x, pieces):
+                slope, mean = slope_of(w, mean, piece)
+                slopes.append(slope)
+            w = w - 0.1 * sum(slopes) / pieces
+        common.assert_close(step.model(state), (w, mean), atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [float, int])
 @pytest.mark.parametrize("kind", ["module", "per_shard"])
 def test_what_no_row_changes_goes_on_on_a_shard_that_does_not_count(kind: str, dtype: Any):

@@ -1,6 +1,7 @@
 """evaluate and predict: metrics and values of a whole data set, as numpy takes them."""
 
 import functools
+import mmap
 from typing import Any
 
 import jax
@@ -75,6 +76,27 @@ def test_sums_of_many_batches_do_not_round():
     found = step.evaluate(step.init(W), batches, lambda w, x: x)
     # In 32 bits the next number after 2**24 is 2**24 + 2.
     assert found == (2**24 + 15) / 16
+
+
+def test_a_loader_may_fill_its_arrays_again():
+    # At the beginning of a page, as in shared memory, where JAX takes the memory as it is.
+    buffer = np.frombuffer(mmap.mmap(-1, 4 * 64), np.float32)
+    batches = np.float32(RNG.normal(size=(4, 64)))
+
+    def loader() -> Any:
+        for rows in batches:
+            buffer[:] = rows
+            yield buffer
+
+    def late(w: Any, x: jax.Array) -> jax.Array:
+        """Read the rows when they are long overwritten."""
+        turns = jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y), jnp.full((64, 64), w[1]))
+        return x + 0 * turns[0, 0]
+
+    step = step_of(shards=1)
+    state = step.init(W)
+    np.testing.assert_array_equal(step.predict(state, loader(), late), batches.ravel())
+    assert_close(step.evaluate(state, loader(), late), batches.mean())
 
 
 def test_one_program_for_batches_of_one_length_and_a_shorter_end():

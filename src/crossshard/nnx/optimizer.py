@@ -381,7 +381,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
           incoming: the status of gradients that do not come from this optimizer's
             ``compute_gradients``: ``"local"`` (averaged under MEAN), ``"scaled"`` (already divided,
             so only summed, as TensorFlow's ``apply_gradients`` sums all), ``"summed"`` or
-            ``"reduced"``.
+            ``"reduced"``. Without it, any gradients of variables whose own it has returned in this
+            step are taken for these, clipped or added up: of others declare it.
           value: float[], this shard's loss, for inner optimizers that read it.
 
         Raises:
@@ -389,8 +390,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             an optimizer whose state cannot be slots.
           VariableError: a duplicate variable, a variable with another shape than its gradient, or
             one that was not given to the step.
-          IncomingError: under MEAN, gradients that ``compute_gradients`` did not return in this
-            step, without ``incoming``.
+          IncomingError: under MEAN, the gradient of a variable of which ``compute_gradients``
+            returned none in this step, or one that was applied already, without ``incoming``.
           ShardContextError: gradients that were computed with another number of shards.
         """
         self._check_replicated()
@@ -573,10 +574,11 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             return
         for variable in filter(around.still_is_own, variables):
             raise VariableError(
-                f"{describe_variable(variable)} differs between shards, as groups leave it, and "
-                f"this optimizer reduces over all {number} shards: the gradients would be those of "
-                f"different models. Train one of these, crossshard.merge_shards(model, shard=0), "
-                f"or pass the group_assignment= that they are of."
+                f"{describe_variable(variable)} differs between shards, and this optimizer reduces "
+                f"over all {number}: the gradients would be those of different models. Each "
+                f"shard's own gradients leave it so where they are declared incoming='summed' or "
+                f"'reduced': write 'local'. So do groups: pass the group_assignment= that they are "
+                f"of. Or train one of these models, crossshard.merge_shards(model, shard=0)."
             )
 
     def _check_together(self, keyed: Mapping[str, AnyVariable]) -> None:

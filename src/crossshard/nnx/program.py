@@ -394,13 +394,14 @@ class Program:
         self._to_spread = [place for place, (was, own) in each if own and not was.per_shard]
         self._compiled = jax.jit(_mesh.under_automatic_axes(self._run, mesh, self._specs))
 
-    def spread(self, call: Call) -> bool:
-        """Store variables that will differ as ``[shards, …]``; return whether there were any."""
+    def spread(self, call: Call) -> list[tuple[AnyVariable, Any]]:
+        """Store variables that will differ as ``[shards, …]``; return them with what they were."""
         on_each = lambda x: jnp.broadcast_to(x, (self._mesh.size, *jnp.shape(x)))
-        for place in self._to_spread:
-            variable = call.given.variables[place]
-            variable.set_raw_value(per_shard(jax.tree.map(on_each, variable.get_raw_value())))
-        return bool(self._to_spread)
+        variables = [call.given.variables[place] for place in self._to_spread]
+        before = [(variable, variable.get_raw_value()) for variable in variables]
+        for variable, value in before:
+            variable.set_raw_value(per_shard(jax.tree.map(on_each, value)))
+        return before
 
     def __call__(self, call: Call) -> Any:
         """Run the step on the arrays of a call, and write its variables."""

@@ -226,6 +226,7 @@ class ShardedFunction:
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Call]:
         """Return the program for these arguments, and the arguments on the mesh."""
+        before: list[tuple[Any, Any]] = []
         while True:
             call = split_arguments(args, kwargs, self._axes, self._mesh)
             for optimizer in call.given.optimizers:
@@ -244,9 +245,16 @@ class ShardedFunction:
                 except MissingSlots as missing:
                     missing.make()
                     continue
+                except BaseException:
+                    # What is refused leaves the variables as they were.
+                    for variable, value in before:
+                        variable.set_raw_value(value)
+                    raise
                 self._programs[call.key(lasting=True)] = program
-            if not program.spread(call):
+            spread = program.spread(call)
+            if not spread:
                 return program, call
+            before += spread
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
         """Bind the step to an instance, which becomes its first input, as methods do."""

@@ -227,8 +227,7 @@ class BatchPlacer:
 
         def place(batch: Any) -> Any:
             nonlocal longest
-            # The loader may fill its arrays again, before a step has read them.
-            batch = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
+            batch = copied(batch)
             try:
                 rows, whole = self.batch_axes.split(batch)
                 self.check_rows(rows)
@@ -428,6 +427,14 @@ def dtype_on_device(leaf: Any) -> Any:
     dtype: Any = getattr(leaf, "dtype", "")
     is_known = isinstance(leaf, np.ndarray) and dtype.kind in "biufc"
     return jax.dtypes.canonicalize_dtype(dtype) if is_known else dtype
+
+
+def copied(batch: Any) -> Any:
+    """Copy the arrays of numpy in a batch, which its loader may fill again before they are read.
+
+    On CPUs the array of a device may be the memory of numpy itself.
+    """
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
 
 
 def _is_traced(x: Any) -> bool:

@@ -148,9 +148,9 @@ def make_train_step(
         call checks by numbers. ``"batch"``: the loss is given the
         whole batch, as global arrays whose work XLA splits, as under ``jax.jit``. It may compare
         rows (batch norm, a contrastive loss), and its numbers, and those of its ``rng``, one key
-        for the step, are one device's. ``aux`` and model state are kept as it returns them. What
-        needs a shard's own gradient is refused. ``"shard"``: each shard's own loss of its rows is
-        meant, and nothing is proven.
+        for the step, are one device's. ``aux`` and model state are kept as it returns them, one
+        microbatch after the other. What needs a shard's own gradient is refused. ``"shard"``: each
+        shard's own loss of its rows is meant, and nothing is proven.
       weight: the number of examples or tokens of a shard: the name of the batch entry to sum,
         such as a mask, or a function from a shard's batch to float[]. The mean is then
         sum(w · g) / sum(w), and a batch whose rows do not divide is padded with zeros. It is

@@ -23,6 +23,7 @@ from crossshard.step.batches import (
     BatchPlacer,
     check_batches,
     check_same_rows,
+    copied,
     dtype_on_device,
     is_uneven,
     padded,
@@ -100,7 +101,7 @@ class OverData:
     def _place(self, call: str, batch: Any, longest: int, before: int) -> tuple[Any, jax.Array]:
         """Put a batch on the devices, padded; also return which rows count, float32[rows]."""
         where = self._where
-        batch = jax.tree.map(lambda leaf: _mesh.on_mesh(leaf, None), batch)
+        batch = jax.tree.map(lambda leaf: _mesh.on_mesh(leaf, None), copied(batch))
         rows, whole = where.split(batch)
         where.check_rows(rows)
         if any(map(is_uneven, jax.tree.leaves(rows))):

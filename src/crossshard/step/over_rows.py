@@ -328,6 +328,7 @@ def check_state_is_mean(
     proof: Proof,
     is_weight: Callable[[Finding], bool] | None,
     unequal: bool,
+    microbatches: int,
     key: Any = None,
 ) -> Doubt | None:
     """Raise LossError if the mean of the states that shards return is not that of the batch.
@@ -340,8 +341,14 @@ def check_state_is_mean(
       is_weight: tells of a ratio of sums whether the shards' weights may be what it divides by;
         ``None`` if they have none.
       unequal: whether the weights may differ.
+      microbatches: of how many on each shard the states are averaged, too.
     """
     paths, doubt = jax.tree_util.tree_leaves_with_path(model_state), None
+    its_rows, leave_out = "for its own rows", ""
+    if microbatches > 1:
+        # What is the same on all shards differs between these.
+        its_rows = f"for the rows of each of its {microbatches} microbatches"
+        leave_out = "leave out accumulate_steps, and "
     for (path, leaf), fact in zip(paths, proof.facts, strict=True):
         of = proof.concluded(found(fact))
         name = f"model_state{jax.tree_util.keystr(path)}"
@@ -365,11 +372,11 @@ def check_state_is_mean(
             said = f"{OverRows.MEAN.value}, which count alike in it, and weight= lets shards differ"
             remedy = "Return a mean over what weight= counts"
         explained = (
-            f"With model_state='mean' a step averages what each shard returns for its own rows, "
-            f"which is the state of the whole batch only if it is a mean over rows. {remedy}; or "
-            f"return what is the same on all shards, by jax.lax.pmean, psum or all_gather over "
-            f"their axis; or write loss_over='batch', with which it is one device's; or "
-            f"loss_over='shard', if each shard's own is meant."
+            f"With model_state='mean' a step averages what each shard returns {its_rows}, which is "
+            f"the state of the whole batch only if it is a mean over rows. {remedy}; or "
+            f"{leave_out}return what is the same on all shards, by jax.lax.pmean, psum or "
+            f"all_gather over their axis; or write loss_over='batch', with which it is one "
+            f"device's; or loss_over='shard', if each shard's own is meant."
         )
         if is_none:
             raise LossError(f"{name} is {said}. {explained}")

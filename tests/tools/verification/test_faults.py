@@ -243,6 +243,12 @@ FAULTS = {
         by(summed, chain=accumulated), "8.000 = N", "N", kinds=("update", "statistics")
     ),
     "accumulated by Optax, and clipped by value": Planted(by(clipped_by_value, chain=accumulated)),
+    "one leaf updated by many only": Planted(
+        by(by_leaf(mean, lambda h, g: each(lambda x: x * (3e-7, 1)[several(h)], h.mean(g)))),
+        "b: an update, where one device makes none",
+        leaves=1,
+    ),
+    "a rate that overflows": Planted(by(scaled(lambda h: -1e18)), ": -1.0e+18 times the update"),
 }
 
 half = lambda tree: each(lambda x: x.astype(jnp.bfloat16), tree)
@@ -292,6 +298,7 @@ NOISY = {
 # Of each kind of fault one, in every way; what is noisy is computed many times.
 QUICK = {
     *("sum instead of mean", "one leaf not reduced", "rows dropped", "a sum over rows, averaged"),
+    *("one leaf updated by many only", "a rate that overflows"),
     *("a group's sum over all shards", "a schedule that advances N times", "loss summed"),
     *("mean", "mean of statistics", "keys from the count and the shard"),
 }

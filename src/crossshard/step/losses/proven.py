@@ -292,7 +292,7 @@ def _conclude(
         doubt = _doubt_of_state(loss, key, state, arguments, of_state)
         if doubt is not None:
             loss.record.states[key] = doubt
-    if loss.model_state is not ModelState.MEAN and times > loss.accumulate_steps:
+    if loss.model_state is not ModelState.MEAN:
         _check_own_state(traces, loss, state, arguments)
     divisor = None
     if weight is not None:
@@ -318,12 +318,16 @@ def _conclude(
 def _check_own_state(
     traces: _Traces, loss: StepLoss, state: TrainState, arguments: Arguments
 ) -> None:
-    """Raise LossError if the loss reads a state that a shard makes of its rows, or of such ones."""
+    """Raise LossError if the loss reads a state that a shard makes of its rows, or of such ones.
+
+    So does a microbatch, whose rows are not those of the others on any shard.
+    """
     paths = jax.tree_util.tree_leaves_with_path(state.model_state)
     context = get_shard_context()
     if not paths or context is None:
         return
-    bits = sources_of(traces.first, context.axis_name)
+    microbatches = loss.accumulate_steps > 1
+    bits = sources_of(traces.first, () if microbatches else context.axis_name)
     of_loss = functools.reduce(
         operator.or_, (bits[place] for place in jax.tree.leaves(traces.places.loss))
     )
@@ -339,13 +343,23 @@ def _check_own_state(
         if of_loss & own & 1 << (start + number):
             name = jax.tree_util.keystr(path).removesuffix(".value")
             is_module = loss.model_state is None
+            reads = (
+                f"The loss reads the state {'model' if is_module else 'model_state'}{name}, which"
+            )
             mean = "" if is_module else " or write model_state='mean', if it is a mean over rows;"
+            if microbatches:
+                raise LossError(
+                    f"{reads} each microbatch changes by its own rows, so that the next one "
+                    f"computes another loss than the whole batch has. Leave out accumulate_steps;"
+                    f"{mean} or write loss_over='shard', if each microbatch is meant to read what "
+                    f"those before it on its shard have made of it."
+                )
             raise LossError(
-                f"The loss reads the state {'model' if is_module else 'model_state'}{name}, which "
-                f"each shard changes by its own rows, so that in later steps the mean of the "
-                f"shards' losses is not that of the whole batch. Make it the same on all shards, "
-                f"such as by jax.lax.pmean over their axis;{mean} or write loss_over='batch', with "
-                f"which there is one state; or loss_over='shard', if each shard's own is meant."
+                f"{reads} each shard changes by its own rows, so that in later steps the mean of "
+                f"the shards' losses is not that of the whole batch. Make it the same on all "
+                f"shards, such as by jax.lax.pmean over their axis;{mean} or write "
+                f"loss_over='batch', with which there is one state; or loss_over='shard', if each "
+                f"shard's own is meant."
             )
 
 
@@ -355,7 +369,9 @@ def _doubt_of_state(
     """Return what is in doubt of a model state that is averaged, if anything is."""
     weight: Any = loss.weight
     if weight is None:
-        return check_state_is_mean(state.model_state, proof, None, False, key)
+        return check_state_is_mean(
+            state.model_state, proof, None, False, loss.accumulate_steps, key
+        )
 
     def is_weight(of: Finding) -> bool:
         found = divisor_of(of, proof.jaxpr, arguments, loss.split, weight)
@@ -363,7 +379,8 @@ def _doubt_of_state(
 
     of_rows = lambda rows: weight(join(rows, arguments.whole))
     unequal = depends(of_rows, arguments.given[0])
-    return check_state_is_mean(state.model_state, proof, is_weight, unequal, key)
+    microbatches = loss.accumulate_steps
+    return check_state_is_mean(state.model_state, proof, is_weight, unequal, microbatches, key)
 
 
 def check_alone(jaxpr: Any, axes: Sequence[str]) -> None:

@@ -404,10 +404,12 @@ def _named_factors(case: Comparison) -> list[tuple[str, float]]:
 
 def _describe_ratio(factor: str, cases: list[Comparison]) -> str:
     """Describe by how much updates differ."""
-    ratios = sorted(case.ratio for case in cases if case.ratio is not None)
+    # What one device rounds to nearly 0 divides nothing.
+    some = [case for case in cases if norm(case.one) > case.rounding]
+    ratios = sorted(case.ratio for case in some if case.ratio is not None)
     if not ratios:
         return "an update, where one device makes none"
-    low, high = f"{ratios[0]:.3f}", f"{ratios[-1]:.3f}"
+    low, high = (f"{x:.3f}" if abs(x) < 1e6 else f"{x:.1e}" for x in (ratios[0], ratios[-1]))
     words = low if low == high else f"{low} to {high}"
     words += f" = {factor}" if factor not in ("", "0") else ""
     words += " times the update of one device"
