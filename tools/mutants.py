@@ -9,6 +9,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+import operator
 import os
 import re
 import shutil
@@ -54,6 +55,11 @@ class Fault:
     before: str
     after: str
     reason: str = ""
+
+    @property
+    def key(self) -> str:
+        """Its name in mutants.json."""
+        return f"{self.path}: {self.what}"
 
     @property
     def name(self) -> str:
@@ -156,10 +162,12 @@ def main() -> int:
     faults = [
         fault
         for fault in read_faults()
-        if not arguments.only or any(part in fault.name for part in arguments.only)
+        if not arguments.only or any(part in fault.key for part in arguments.only)
     ]
+    if not faults:
+        parser.error(f"no fault has one of {arguments.only} in its name, 'path: what'")
     recorded = json.loads(CAUGHT_BY.read_text()) if CAUGHT_BY.exists() else {}
-    key = lambda fault: f"{fault.path}: {fault.what}"
+    key = operator.attrgetter("key")
     survivors = []
     started = time.monotonic()
     passing = that_pass(set(filter(None, map(recorded.get, map(key, faults)))), arguments.jobs)
