@@ -144,8 +144,8 @@ START = {"mean": np.float32(2), "count": 3}
         (counting, "per_shard", 2, 2),
         deep((counting, "per_shard", 4, 1)),
         (bounded, "mean", 4, 1),
-        (bounded, "mean", 2, 2),
-        deep((bounded, "per_shard", 2, 2)),
+        deep((bounded, "mean", 2, 2)),
+        (bounded, "per_shard", 2, 2),
     ],
 )
 def test_what_has_no_weight_does_not_count(loss: Any, kind: str, shards: int, microbatches: int):
