@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -18,6 +19,7 @@ from crossshard.step import StepOptions
 from crossshard.step.train_step import config_of
 from examples.gradient_noise import GradientNoise
 from examples.top_k import TopK
+from tests.checkpoints.common import program
 
 ONE, OTHER = optax.sgd(0.1), optax.sgd(0.2)
 PARAMS = {"w": jax.ShapeDtypeStruct((37, 16), jnp.float32)}
@@ -151,6 +153,31 @@ class Fields(TopK):
     sizes: Any = (1, 2)
     token: Any = dataclasses.field(default_factory=lambda: [Token()])
     calls: int = dataclasses.field(default=0, compare=False)
+
+
+ELSEWHERE = """
+import crossshard
+crossshard.cpu_devices(8)
+from tests.checkpoints.test_compared import of_arrays
+print(of_arrays(4, params="sharded"))
+"""
+
+
+def of_arrays(shards: int, **options: Any) -> Any:
+    """What is told of an optimizer that gives two arrays of one shape other rates, from a table."""
+    table = np.linspace(0.1, 0, 10, dtype=np.float32)
+    rate = lambda count: jnp.asarray(table)[jnp.minimum(count, 9)]
+    by_label = {"slow": optax.adamw(0.001, mask={"v": True, "w": False}), "fast": optax.sgd(rate)}
+    optimizer = optax.partition(by_label, {"v": "slow", "w": "fast"})
+    step = make_train_step(loss_fn, optimizer, num_shards=shards, **options)
+    return fingerprint(config_of(step), {"v": PARAMS["w"], **PARAMS}).updates
+
+
+@pytest.mark.deep
+def test_an_update_is_the_same_in_another_process_and_on_other_shards():
+    running = program(ELSEWHERE)
+    found, errors = running.communicate(timeout=120)
+    assert found == f"{of_arrays(2, weight_update='replicated')}\n", errors
 
 
 def made_elsewhere() -> Any:

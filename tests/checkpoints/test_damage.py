@@ -147,7 +147,7 @@ def test_a_run_goes_on_after_a_damaged_one(copy: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda body: body.update(version=2), "has version 2, and .* reads versions 3 to 5"),
+        (lambda body: body.update(version=2), "has version 2, and .* reads versions 3 to 6"),
         (lambda body: body.update(extra=1), "an unknown key 'extra'"),
         (lambda body: body.pop("rng"), "no key 'rng'"),
         (lambda body: body["leaves"].pop(), "it has no "),

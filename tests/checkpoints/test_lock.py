@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -97,6 +98,36 @@ def test_the_folder_is_free_once_nobody_refers_to_the_checkpoints(tmp_path: Path
     second.save(state)
     second.close()
     assert second.steps() == [1, 2]
+
+
+def test_what_another_run_has_written_meanwhile_is_neither_in_the_way_nor_written_over(
+    tmp_path: Path,
+):
+    step = step_on(2)
+    first = Checkpoints(tmp_path, step)
+    first.save(trained(step, 1), "first")
+    first.wait()
+    second, third = Checkpoints(tmp_path, step), Checkpoints(tmp_path, step)
+    state, _ = second.restore_latest(step.abstract_init(PARAMS))
+    first.save(trained(step, 2), "first")
+    first.close()
+    third.restore_latest(state)
+    says = r"Checkpoint 5 cannot be written .*has written checkpoint 2 .*restore_latest\(state\)"
+    ahead = trained(step, 5)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=says) as refused:
+            second.save(ahead)
+        assert "is the last one" not in str(refused.value)
+    # It does not hold the folder while it may not write.
+    third.save(trained(step, 3), "third")
+    third.close()
+    state, data = second.restore_latest(state)
+    assert (int(state.step), data) == (3, "third")
+    second.save(ahead, "second")
+    # What is brought in by hand while a run writes is not another run's.
+    shutil.copytree(tmp_path / "00000002", tmp_path / "00000009")
+    second.save(trained(step, 6))
+    second.close()
 
 
 def elsewhere(folder: Path, **change: Any) -> None:

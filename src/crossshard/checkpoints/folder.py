@@ -98,9 +98,7 @@ class Folder:
             try:
                 if create:
                     self.path.mkdir(parents=True, exist_ok=True)
-                own = [
-                    each for each in self._numbered() if not self.remote or self._committed(each)
-                ]
+                own = self.newer(-1)
             except (OSError, ImportError) as error:  # of a bucket's library
                 own = str(error)
         first = json.loads(exchange("Checkpoints", json.dumps(own), mesh)[0])
@@ -110,6 +108,11 @@ class Folder:
                 f"that this user may write to."
             )
         return [int(number) for number in first]
+
+    def newer(self, number: int) -> list[int]:
+        """Return the numbers of complete checkpoints above this one, as this process sees them."""
+        newer = [each for each in self._numbered() if each > number]
+        return [each for each in newer if not self.remote or self._committed(each)]
 
     def run(self, mesh: Mesh) -> str:
         """Return what tells the run of this folder from others; it is written at its first start.
@@ -272,13 +275,18 @@ class Lock:
         self._token = uuid.uuid4().hex
         self._release: Any = None
 
+    @property
+    def held(self) -> bool:
+        """Whether it was taken, and not released."""
+        return self._release is not None
+
     def take(self) -> str:
         """Take it, or keep it; return why that failed, or an empty text.
 
         Raises:
           OSError: the file cannot be written.
         """
-        if self._release is not None:
+        if self.held:
             holder = _writer(self._path)
             if holder.get("token") == self._token:
                 return ""

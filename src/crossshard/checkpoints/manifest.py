@@ -6,6 +6,7 @@ the step's optimizer the types of the state and the operations of the update.
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ from jax.extend.core import Literal
 
 from crossshard import _jax
 from crossshard._check import typed
-from crossshard._hash import sha256
+from crossshard._hash import checksum, sha256
 from crossshard.checkpoints.data import Data
 from crossshard.checkpoints.folder import MOST_BYTES, Damaged, read_json
 from crossshard.checkpoints.storage import Leaf
@@ -36,7 +37,7 @@ from crossshard.step.function import StepConfig
 from crossshard.step.losses import written
 from crossshard.step.state import OPTIMIZER, PREPROCESS
 
-VERSION = 5
+VERSION = 6
 # All that version 3 tells of an option: that it was on, or that the loss was not over the batch.
 ON, NOT_BATCH = "on", "not batch"
 FILE = "manifest.json"
@@ -52,6 +53,10 @@ class Update:
     operations: str  # a hash of its operations
     equations: str  # a hash of its operations with their numbers
     words: list[str]  # each operation with its numbers once, in words
+    # Hashes of which arrays each operation takes, and of constants that are arrays, with the parts
+    # that are taken of them. Empty of a user's own stage, and in a checkpoint of crossshard 0.3.0.
+    operands: str = ""
+    arrays: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +151,7 @@ def as_manifest(body: dict[str, Any], file: Path, number: int) -> Manifest:
     if checksum != sha256(body):
         raise Damaged("the manifest does not have the checksum that it was written with")
     form = body.pop("version", None)
-    if form not in (3, 4, VERSION):
+    if form not in (3, 4, 5, VERSION):
         raise CheckpointMismatchError(
             f"{file} has version {form!r:.20}, and this crossshard reads versions 3 to "
             f"{VERSION}. Install the crossshard that wrote it, or choose another folder."
@@ -157,10 +162,13 @@ def as_manifest(body: dict[str, Any], file: Path, number: int) -> Manifest:
             f"{file} has {what} {key!r:.60}, so something else wrote it. Choose another folder."
         )
     try:
-        if form != VERSION:
+        if form < 5:
             body["data"] = dataclasses.asdict(Data(body["data"]))
         if form == 3:
             body["fingerprint"] = _of_version_3(**body["fingerprint"])
+        if form < VERSION:
+            body["leaves"] = _of_weighed_sums(body["leaves"], **body["fingerprint"])
+            body["fingerprint"] = _of_version_5(**body["fingerprint"])
         manifest: Manifest = typed(Manifest, body)
         paths = [leaf.path for leaf in manifest.leaves]
         manifest.data.check()
@@ -184,6 +192,24 @@ def _of_version_3(update: Any, preprocess: Any, options: Any, **others: Any) -> 
         options["loss_over"] = NOT_BATCH if options.pop(of_batch) is None else "batch"
     updates = {name: each for name, each in updates.items() if each is not None}
     return {"updates": updates, "options": options, **others}
+
+
+def _of_weighed_sums(leaves: Any, options: Any, **others: Any) -> list[Any]:
+    """Rename what aggregators of crossshard 0.3.0 keep of weighed sums, so that it is dropped.
+
+    They now keep parts of the mean.
+    """
+    del others
+    if options.get("weight") is None and options.get("nonfinite") != "quarantine":
+        return leaves
+    one = lambda path: path.replace(".opt_state.aggregate", ".opt_state.aggregate_of_sums")
+    return [{**leaf, "path": one(leaf["path"])} for leaf in leaves]
+
+
+def _of_version_5(updates: Any, **others: Any) -> dict[str, Any]:
+    """Return a fingerprint of crossshard 0.3.0 as it is written now."""
+    less = {"operands": "", "arrays": ""}
+    return {"updates": {name: {**less, **each} for name, each in dict(updates).items()}, **others}
 
 
 # What tells a step from others.
@@ -273,7 +299,7 @@ def _of_update(optimizer: Any, params: Any) -> Update:
     with inside_optimizer():
         state = jax.eval_shape(optimizer.init, params)
         jaxpr = jax.make_jaxpr(optimizer.update)(params, state, params, **loss)
-    found = list(_equations(jaxpr))
+    found, taken = list(_equations(jaxpr)), list(_operands(jaxpr))
     # Each is asked only once where it comes from, which takes longer than all else.
     kinds = {words: equation for _, words, equation in found}
     return Update(
@@ -281,6 +307,8 @@ def _of_update(optimizer: Any, params: Any) -> Update:
         operations=sha256([operation for operation, _, _ in found]),
         equations=sha256([words for _, words, _ in found]),
         words=[words + _maker(equation) for words, equation in kinds.items()],
+        operands=sha256([[each if type(each) is int else -1 for each in one] for one in taken]),
+        arrays=sha256([each for one in taken for each in one if type(each) is str]),
     )
 
 
@@ -315,6 +343,36 @@ def _equations(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:
         yield f"{name} {types}", f"{name}{numbers} of {dtypes}", equation
         for inner in jaxprs_within(equation):
             yield from _equations(inner)
+
+
+def _operands(jaxpr: Any) -> Iterator[list[int | str]]:
+    """Yield what each equation takes, and what is returned.
+
+    An array is told by its place in the order of definition, a constant by ``_constant``, and
+    integers that choose parts or axes of arrays as text.
+    """
+    body, places = opened(jaxpr), itertools.count()
+    known: dict[Any, Any] = dict(zip(body.invars, places, strict=False))
+    known |= zip(body.constvars, map(_constant, constants(jaxpr)), strict=True)
+    told = lambda atoms: [
+        _constant(atom.val) if isinstance(atom, Literal) else known[atom] for atom in atoms
+    ]
+    for equation in body.eqns:
+        # Such as the bounds of a slice.
+        parts = [
+            x for x in equation.params.values() if type(x) is tuple and {*map(type, x)} == {int}
+        ]
+        yield [*told(equation.invars), *map(str, parts)]
+        for inner in jaxprs_within(equation):
+            yield from _operands(inner)
+        known |= zip(equation.outvars, places, strict=False)
+    yield told(body.outvars)
+
+
+def _constant(value: Any) -> int | str:
+    """Return the checksum of an array; -1 of a number, which an equation has in words."""
+    is_array = isinstance(value, np.ndarray | jax.Array) and not _number(value)
+    return checksum(value) if is_array else -1
 
 
 def _maker(equation: Any) -> str:

@@ -89,8 +89,7 @@ class Saving:
         reason = exchange("save", self._why_not_writable(), self._mesh, within="lock")[0]
         if reason:
             raise CheckpointError(
-                f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}."
-                f"{self._last()}"
+                f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}"
             )
         self._pending, self.taken = number, taken
         try:
@@ -174,16 +173,25 @@ class Saving:
         return None if found != found else found
 
     def _why_not_writable(self) -> str:
-        """Return why the first process cannot write; empty if it can."""
+        """Return why the first process cannot write, in sentences; empty if it can."""
         if jax.process_index() != 0:
             return ""
+        was_held = self._lock.held
         try:
             reason = self._folder.why_not_writable() or self._lock.take()
+            newer = [] if reason or was_held else self._folder.newer(self.newest)
+            if newer:
+                self._lock.release()
+                return (
+                    f"another run has written checkpoint {newer[-1]} there, which this one has not "
+                    f"restored. Call restore_latest(state) and go on from there, or choose another "
+                    f"folder."
+                )
             if not reason and self._orbax is None:
                 self._folder.delete_unfinished()
         except OSError as error:
             reason = str(error)
-        return reason
+        return reason and f"{reason}.{self._last()}"
 
     def _failed(self, error: Exception) -> CheckpointError:
         """Tidy up after a checkpoint that could not be written, and return the error to raise."""
