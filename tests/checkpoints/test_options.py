@@ -448,6 +448,21 @@ def test_a_checkpoint_of_0_2_0_is_restored_and_compared_as_far_as_it_goes(tmp_pa
         restored(tmp_path, rarely)
 
 
+@pytest.mark.parametrize("nonfinite", ["quarantine", "skip"])
+def test_what_0_3_0_held_back_of_weighed_sums_is_dropped(tmp_path: Path, nonfinite: str):
+    step = step_with(reduce_dtype="int8", nonfinite=nonfinite)
+    state = saved(tmp_path, step, trained(step))
+    edit(tmp_path / "00000002" / "manifest" / "manifest.json", as_of_5)
+    if nonfinite == "skip":
+        check_same_bits(arrays(step, restored(tmp_path, step)), arrays(step, state))
+        return
+    found = restored(tmp_path, step, says="aggregate is new, and its state is made anew")
+    was, now = (each.opt_state.aggregate.residual["w"] for each in (state, found))
+    assert was.any()
+    assert not now.any()
+    np.testing.assert_array_equal(found.params["w"], state.params["w"])
+
+
 def count(batch: Any) -> Any:
     return jnp.float32(len(batch))
 
