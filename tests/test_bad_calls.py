@@ -269,6 +269,8 @@ RUNNERS = [
         "evenly over 3"),
     bad("axes for other inputs", run([X], num_shards=2, input_shard_axes=[0, 0]), *VALUE,
         "2 entries for 1 inputs", "one per input"),
+    bad("inputs of other lengths", run([X, np.concatenate([X, X])], num_shards=2), *VALUE,
+        "input 0 and input 1", "rows of its own"),
     bad("an axis that is not there", run([X], num_shards=2, input_shard_axes=[5]), *VALUE,
         "input 0", "no axis 5"),
     bad("3 shards on a mesh of 2", run([X], 3, mesh=jax.make_mesh((2,), "a")), *VALUE, "3", "2"),

@@ -95,14 +95,14 @@ def test_what_an_aggregator_has_at_first_each_shard_has(is_built: bool):
 
 @dataclasses.dataclass(frozen=True)
 class Smoothed(Aggregator):
-    """Has a state that is the same on all shards."""
+    """Has a state that is the same on all shards, beside one of each shard."""
 
     def init(self, params: Any) -> Any:
-        return jax.tree.map(jnp.zeros_like, params)
+        return (jax.tree.map(jnp.zeros_like, params),) * 2
 
     def sum(self, values: Any, state: Any, peers: Peers) -> tuple[Any, Any]:
-        after = jax.tree.map(lambda v, s: 0.5 * s + 0.5 * peers.sum(v), values, state)
-        return after, after
+        after = jax.tree.map(lambda v, s: 0.5 * s + 0.5 * peers.sum(v), values, state[0])
+        return after, (after, values)
 
 
 def test_what_all_shards_have_in_common_is_not_shared_out():

@@ -132,13 +132,10 @@ def compute_part(
 
     def after_one(before: Any, found: LocalResult) -> Any:
         after = as_stored(found.model_state, was)
+        if not averages:
+            return after
         own = loss.weight_of_aux_and_state(found.weight, found.terms)
-        if averages:
-            return model_states.add(before, after, own)
-        # What a microbatch of weight 0 leaves as it was may have been changed by one before it.
-        stays = own is None or all(goes_on)
-        changed = loss.record.changed_by_rows
-        return after if stays else model_states.unless_weightless(own, after, before, changed)
+        return model_states.add(before, after, own)
 
     # With replicated parameters each shard adds up full gradients. Only the last microbatch may
     # sum them over the shards, in the backward pass of a loop; a trace shows whether it does.
