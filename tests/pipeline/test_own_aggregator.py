@@ -107,6 +107,22 @@ def test_what_is_kept_is_each_shards_own_and_goes_to_other_shards():
         np.testing.assert_allclose(total, held[name].sum(0), rtol=0, atol=1e-6)
 
 
+def test_what_is_sent_and_what_is_kept_are_the_mean_whatever_a_batch_weighs():
+    def weighed(params: Any, batch: Any) -> jax.Array:
+        one = lambda name: (params[name] * jnp.tensordot(batch["k"], batch[name], 1)).sum()
+        return sum(one(name) for name in params) / batch["k"].sum()
+
+    weights = np.float32([[1, 2, 3, 4], [0, 0, 50, 0], [3, 0, 0, 1], [1, 1, 1, 1]])
+    step = sgd_step(weighed, 1.0, N, weight="k", aggregator=TopK(PART))
+    state = train(step, step.init(PARAMS), [batch_of(t) | {"k": k} for t, k in enumerate(weights)])
+    for name, x in step.model(state).items():
+        means = [
+            np.average(np.float64(g[:, 0]), 0, k) for g, k in zip(G[name], weights, strict=True)
+        ]
+        kept = np.float64(state.opt_state.aggregate[name]).sum(0)
+        np.testing.assert_allclose(kept - x, sum(means), rtol=0, atol=1e-5)
+
+
 def test_the_bytes_are_its_own():
     params = {"w": np.zeros((256, 512), np.float32)}
     loss = lambda p, x: (jnp.tanh(x @ p["w"]) ** 2).mean()
