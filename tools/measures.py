@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "crossshard"
 # The words by which a file knows a way of the step.
 FEATURES = {
     "workers": r"\bsync_(every|streaming)\b|\bouter_(optimizer|reduce_dtype)\b|\bLocalSGD",
-    "virtual shards": r"\bvirtual_shards\b|\btakes_nodes\b|\bVirtualLoss\b",
-    "a loss over the batch": r"\b(is_)?over_batch\b|\bof_mesh\b|\bBatchLoss\b",
+    "virtual shards": r"\bvirtual_shards\b|\bsame_bits\b|\bVirtualLoss\b",
+    "a loss over the batch": r"\bhas_one_state\b|\bover_batch\b|\bBatchLoss\b",
 }
 
 
@@ -74,18 +74,20 @@ def lines_of(files: Iterator[Path]) -> tuple[int, int]:
 
 
 def reading_path() -> int:
-    """How many lines CONTRIBUTING.md lists, some files ``up to`` a name or ``through`` it."""
+    """How many lines CONTRIBUTING.md lists: of some files up to, through, from or only a name."""
     text = (PACKAGE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\d\. .*", text.split("## Read it in an afternoon")[1], re.MULTILINE)
-    link = r"\]\((src/crossshard/[^)]+)\)(?:, (up to|through) `(\w+)`)?"
+    link = r"\]\((src/crossshard/[^)]+)\)(?:, (up to|through|from|only) `(\w+)`)?"
     number = 0
     for file, how, name in re.findall(link, "\n".join(listed)):
         code = (PACKAGE.parents[1] / file).read_text(encoding="utf-8")
         found: list[Any] = [x for x in ast.walk(ast.parse(code)) if getattr(x, "name", 0) == name]
-        ends = len(code.splitlines())
-        if how:
+        begins, ends = 0, len(code.splitlines())
+        if how in ("from", "only"):
+            begins = found[0].lineno - 1
+        if how in ("up to", "through", "only"):
             ends = found[0].lineno - 1 if how == "up to" else found[0].end_lineno
-        number += ends
+        number += ends - begins
     return number
 
 

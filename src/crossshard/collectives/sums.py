@@ -1,8 +1,9 @@
 """Sums, gathers and exchanges over the shards, or over groups, under shard_map, pmap and vmap.
 
 ``sum_over_shards``, ``scatter_sum``, ``gather_slices`` and ``exchange`` send arrays as they are.
-The four ``send_…`` send 16-bit arrays in 16 bits. CPUs add them in float32; GPUs and
-TPUs in 16 bits.
+The four ``send_…`` send 16-bit arrays in 16 bits. CPUs add them in float32; GPUs and TPUs in 16
+bits. In the ``bucketed_…`` small arrays share a collective. ``average`` makes the mean of a sum of
+what ``to_average`` returns.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ def widen(x: Any) -> jax.Array:
 
 
 def wide(dtype: Any) -> Any:
-    """Return the dtype in which one is summed: float32 for 16-bit ones, which overflow or round."""
+    """Return the dtype in which arrays are summed: float32 for 16 bits, which overflow or round."""
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
 
 
@@ -229,7 +230,7 @@ def send_exchanged(x: jax.Array, shards: Shards) -> jax.Array:
 
 def _is_narrow(x: Any) -> bool:
     """Return whether an array has fewer bits than the dtype in which it is added."""
-    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    return jnp.issubdtype(x.dtype, jnp.floating) and wide(x.dtype) != x.dtype
 
 
 def _in_bits(x: jax.Array, move: Callable[[jax.Array], jax.Array], shards: Shards) -> jax.Array:

@@ -54,7 +54,7 @@ class StateLayout:
     """The placement of a state on the mesh."""
 
     mesh: Mesh
-    shards: Shards  # inside ``shard_map``
+    shards: Shards  # the shards as ``shard_map`` binds them
     arrays: Arrays  # how parameters and the optimizer's state are split, and where the update runs
     why: str  # the reason for where the update runs, in a few words
     pipeline: Pipeline
@@ -177,7 +177,7 @@ class StateLayout:
         """Return the sharding of every array of a state."""
         return jax.tree.map(functools.cache(self._stored), self.placements(state))
 
-    def unsharded(self, state: TrainState) -> TrainState:
+    def shardings_of_unsharded(self, state: TrainState) -> TrainState:
         """Return the sharding of every array of an unsharded state: over the other axes alone."""
         return jax.tree.map(self._whole, self.placements(state))
 
@@ -188,11 +188,11 @@ class StateLayout:
         spec = PartitionSpec(*[None] * own.per_shard, *own.other_axes)
         return NamedSharding(self.mesh, spec)
 
-    def incoming(self, state: TrainState) -> TrainState:
+    def shardings_of_incoming(self, state: TrainState) -> TrainState:
         """Return the sharding with which each array of an unsharded state is put on the mesh.
 
         An array that is stored in its own shape gets the sharding in which it is stored, since it
-        may be too large for one device. Any other gets that of ``unsharded``.
+        may be too large for one device. Any other gets that of ``shardings_of_unsharded``.
         """
 
         def place(own: Placement, x: Any) -> NamedSharding:
@@ -253,11 +253,11 @@ class StateLayout:
         return self._map(Placement.local, state)
 
     def stored(self, state: TrainState) -> TrainState:
-        """Invert ``local``."""
+        """Add the shard axis again, inside ``shard_map``; the inverse of ``local``."""
         return self._map(Placement.stored, state)
 
     def pack(self, state: TrainState) -> TrainState:
-        """Store a state: pack arrays that have the optimizer's own shapes."""
+        """Pad and cut arrays of the optimizer's own shapes, as they are stored."""
         packed = jax.tree.map(Placement.pack, self.without_owners.placements(state), state)
         return self._moved(packed, self.without_owners, self)
 

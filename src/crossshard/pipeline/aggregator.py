@@ -146,8 +146,8 @@ class Aggregator(abc.ABC):
         """Return this shard's slice of the sum of each of the arrays, and the next state.
 
         Args:
-          gradients: this shard's gradients, in the shapes of the parameters and in the dtypes in
-            which they are added.
+          gradients: this shard's gradients, in the shapes of the parameters; in at least 32 bits
+            if it ``divides_before``.
           sent: the arrays, among them the gradients that are to be summed.
           state: the state of this shard.
           context: the context.

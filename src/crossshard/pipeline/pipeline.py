@@ -366,7 +366,7 @@ class Pipeline:
           extra: further values to reduce with them.
           weight: float[], the weight of this shard.
           params: the parameters, if they are known.
-          widened: whether values are wider than their parameters; if so, these give the dtypes.
+          widened: whether values are wider than their parameters, and get back their dtypes.
           early: for each leaf whether the backward pass has summed it; see ``Gradients``.
 
         Raises:
@@ -474,7 +474,7 @@ class Pipeline:
           inputs: what ``rerun`` takes.
         """
 
-        # What is the same on all shards, as results of groups, which may differ.
+        # Cast what is the same on all shards to varying if there are groups, whose results differ.
         typed = lambda x: x if self.over_all_shards else context.shards.as_varying(x)
         # Whether what follows may make a gradient finite that was not.
         may_hide = bool(self.of_own_gradient) or self.aggregator.may_hide_nonfinite
@@ -498,12 +498,14 @@ class Pipeline:
         if self.nonfinite is None or may_hide:
             return after_reduction(*after_local(after_arrival(gradients)))
 
-        # If the reduced gradient is finite, so is each shard's own, which need not be checked.
+        # If the reduced gradient is finite, so is each shard's own, and ARRIVAL, which checks it,
+        # is left out. Else each shard still has its own, which is checked, and summed again; or
+        # ``rerun`` computes it in two turns more: the first one reports, the second one sums.
         gradients = as_local(gradients, context, ReportNonfinite.needs_local)
         total = None
         if self.excludes_shards:
             if gradients.weight is None:
-                # A constant, and no sum: all gradients would wait for it.
+                # A constant instead of a sum, for which all gradients would wait.
                 total = typed(jnp.asarray(context.shards.size, float))
             gradients = gradients.replace(weight=as_counted(gradients.weight))
         reduced, state = after_reduction(*after_local(gradients.replace(total_weight=total)))
@@ -515,10 +517,10 @@ class Pipeline:
             def reduced_again(
                 gradients: Gradients, state: CrossShardState = before
             ) -> tuple[Gradients, Staged]:
-                rest, again = after_local(gradients, state)
-                found, again = after_reduction(rest, again)
+                rest, after = after_local(gradients, state)
+                found, after = after_reduction(rest, after)
                 # The state of the aggregator must not come from gradients that are not finite.
-                return rest, (found, again.aggregate)
+                return rest, (found, after.aggregate)
 
             # Reduce again, without the shards whose gradients are not finite.
             def without_bad(_: Any, own: Any) -> tuple[Staged, Any]:

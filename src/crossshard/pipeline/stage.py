@@ -40,7 +40,8 @@ class Phase(enum.IntEnum):
 class Updated(NamedTuple):
     """The result of an optimizer's update."""
 
-    result: Any  # full updates, or full updated parameters
+    # The updates, or the updated parameters: in full, or in slices if parameters are sharded.
+    result: Any
     updates: Any = None  # the updates, split as the optimizer's arrays are
     # The parameters before it, split in the same way; ``None`` if the caller passed none.
     params: Any = None
@@ -62,7 +63,7 @@ class Gradients:
       extra: values reduced with them, by the argument name of the optimizer: ``"value"``, the
         loss, and ``"grad"``.
       weight: float[], the weight of this shard in the mean, after the aggregate the total weight;
-        ``None`` if all weights are equal.
+        ``None`` if all weights are equal. Of virtual shards it is ``[nodes]``, as all values are.
       sums: further arrays, by name, which the aggregate sums over the shards, or the group.
       skip: bool[], after the aggregate: whether the step leaves everything unchanged; ``None`` for
         never.
@@ -74,8 +75,9 @@ class Gradients:
       status: for each leaf of ``values`` how far it was reduced before the aggregate; ``None`` for
         float0.
       extra_status: the same for ``extra``.
-      early: for each leaf of ``values`` whether the backward pass has weighed and summed it, so
-        that it is this shard's slice of the sum; empty if no leaf is. Such a leaf is ``SUMMED``.
+      early: for each leaf of ``values`` whether the loss has summed it already, so that it is this
+        shard's slice of the sum; empty if no leaf is. Such a leaf is ``SUMMED``, weighed before,
+        and divided, too, if the aggregator ``divides_before``.
       summed_norm: before the aggregate: float32[], the squared norm of this shard's own gradients
         of the ``early`` leaves; ``None`` if no stage asks for it.
       own_weight: before the aggregate: float[], the weight of this shard, if ``weight`` is not it
@@ -159,10 +161,12 @@ class StageContext:
     Attributes:
       shards: the shards that run it, with their groups; ``shards.index()`` is the index of this
         one, int32[].
-      params: the full parameters; ``None`` if the caller passed none.
+      params: the parameters as the update takes them: in full, or this shard's slices if they are
+        sharded; before the reduction perhaps their types. ``None`` if the caller passed none.
       extra_args: the caller's extra arguments.
       arrays: how the optimizer's arrays are split.
-      divisor: the divisor of a mean over the shards, or the group; 1 under SUM.
+      divisor: the number of parts of which the mean is taken: shards, those of the group, or
+        virtual shards; 1 under SUM, and for a loss over the batch.
       examples: the number of examples that a weight of 1 stands for; without weights, the number
         on each shard; 1 if it is not known.
       opaque_false: bool[], a ``False`` that XLA cannot fold: with it the update runs in a loop,

@@ -114,9 +114,9 @@ class Partition:
 
     @property
     def row(self) -> "Partition | None":
-        """The partition of one slice along axis 0, such as one of several stacked layers.
+        """The partition of one entry along axis 0, such as one of several stacked layers.
 
-        ``None`` if the array is split along that axis, or a slice is too small for a collective.
+        ``None`` if the array is split along that axis, or an entry is too small for a collective.
         """
         split = self.number > 1
         if len(self.shape) < 2 or (split and not self.axis) or any(self.other_axes[:1]):
@@ -218,10 +218,11 @@ def partition_for(
     tile: TileShape = ANY,
     other_axes: PartitionSpec = WHOLE,
 ) -> Partition:
-    """Return a partition whose slices, one after the other, are the flattened array.
+    """Return the partition of a replicated parameter.
 
-    Tiny arrays stay replicated. Arrays that look like stacked layers are split within each layer.
-    Arrays that are already split over other mesh axes are split along a free axis.
+    By default its slices, one after the other, are the flattened array. Tiny arrays stay
+    replicated. Arrays that look like stacked layers are split within each layer. Arrays that are
+    already split over other mesh axes are split along a free axis.
     """
     shape = tuple(shape)
     if other_axes or _may_be_layers(shape):
@@ -399,11 +400,11 @@ def _other_axes_of(
 ) -> PartitionSpec:
     sharding = getattr(x, "sharding", None)
     if sharding is None or sharding.is_fully_replicated:
-        return PartitionSpec()
+        return WHOLE
     others = [axis for axis in mesh.axis_names if axis not in axes]
     if params_sharded and not others:
         # The step moves it to its own sharding, from any devices.
-        return PartitionSpec()
+        return WHOLE
     spec = getattr(sharding, "spec", None)
     found = f"{name} is sharded over devices ({sharding if spec is None else spec})"
     if not others:
@@ -448,10 +449,10 @@ def other_axes_like(
     def of(path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
         names = [*map(str, path)]
         ends = ((*names[start:], shape) for start in range(len(names) + 1))
-        return next((known[end] for end in ends if end in known), PartitionSpec())
+        return next((known[end] for end in ends if end in known), WHOLE)
 
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return tuple(of(path, x.shape) if known else PartitionSpec() for path, x in leaves)
+    return tuple(of(path, x.shape) if known else WHOLE for path, x in leaves)
 
 
 def check_fits(params: Any, other_axes: Sequence[PartitionSpec], mesh: Mesh) -> None:

@@ -123,8 +123,8 @@ class BatchPlacer:
         loss = self._loss
         # A batch has one count for all rows, and averages over the shards count these alike.
         averages = AuxReduction.MEAN in jax.tree.leaves(loss.aux_reduction)
-        averages |= loss.model_state is ModelState.MEAN or loss.has_one_state
-        return self._weight is not None or (loss.record.is_mean and not averages)
+        averages |= loss.model_state is ModelState.MEAN or loss.over_batch
+        return self._weight is not None or (loss.record.returns_mean and not averages)
 
     def along(self, axis: int) -> NamedSharding:
         """Return the sharding of an array that is split along an axis."""
@@ -292,7 +292,7 @@ class BatchPlacer:
                 lambda leaf: f"{leaf.dtype}{list(leaf.shape)}",
                 "Every process must pass arrays of the same dtypes. The mean over the shards is "
                 f"that over all rows only if all pass as many rows: pass as many"
-                f"{'' if self._loss.has_one_state else or_weight}.",
+                f"{'' if self._loss.over_batch else or_weight}.",
             )
         if self.parts < self.number:
             self._placed.add(_kind(rows))
@@ -395,7 +395,7 @@ class BatchPlacer:
             raise ArgumentError(
                 f"batch{jax.tree_util.keystr(path)} has {number} rows, which do not divide evenly "
                 f"over {pieces}: {rest} are left over. Pass {fewer}{number - rest + parts}"
-                f"{'' if self._loss.has_one_state else or_weight}."
+                f"{'' if self._loss.over_batch else or_weight}."
             )
         leaves, tree = jax.tree.flatten(rows)
         key = tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)

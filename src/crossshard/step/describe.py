@@ -56,7 +56,7 @@ def _loss_over_rows(loss: StepLoss, shards: int) -> list[str]:
         known = "each shard's own, loss_over='shard'"
     elif loss.record.latest is None:
         known = f"what it is in its rows {_ONCE}"
-    return [f"loss: {known}"] if loss.is_of_parts(shards) else []
+    return [f"loss: {known}"] if loss.is_of_pieces(shards) else []
 
 
 def _updated(layout: StateLayout, state: TrainState) -> list[str]:

@@ -52,7 +52,7 @@ class StepConfig:
     # loss uses them.
     gather_dtype: Any
     mesh: Mesh  # the mesh, with ``AxisType.Auto`` axes, on which the step computes
-    outer_mesh: Mesh  # the mesh as the user made it, on which states, batches and metrics lie
+    outer_mesh: Mesh  # the mesh as the user made it, which holds states, batches and metrics
     axes: tuple[str, ...]  # its shard axes
     weight_update: WeightUpdate  # where the weights are updated
     params_sharded: bool = False  # whether the parameters are sharded
@@ -89,7 +89,10 @@ class StepConfig:
         return layout.constrain(done.state), {**done.metrics, **found}
 
     def reduced(self, layout: StateLayout, state: TrainState, batch: Any) -> tuple[Gradients, Any]:
-        """Return the loss, its reduced gradients and the model state after it, as global arrays."""
+        """Return the reduced ``Gradients``, with the loss among ``extra``, and the model state.
+
+        They are global arrays.
+        """
         context = self._context(layout, batch)
         done, _ = self._on_shards(layout, state, batch, context, updates=False)
         assert done.gradients is not None
@@ -139,16 +142,16 @@ class StepConfig:
         )
         return on_all_shards(state, given), aux_of_batch
 
-    def _local(self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None) -> Any:
+    def _local(self, before: TrainState, given: Any, at_use: AtUse, counts_in: Any = None) -> Any:
         """Call ``loss.local``; also return the optimizer's state with the new residuals.
 
-        The third result has the shapes of the gradients.
+        The third result is the second one of ``loss.local``.
         """
         few_bits, state = at_use.few_bits, before.opt_state
         tree = jax.tree.structure(before.params)
         residuals = None if few_bits is None else few_bits.residuals(state.aggregate, tree)
         at_use = dataclasses.replace(at_use, residuals=residuals)
-        local, like = self.loss.local(before, given, at_use, weight)
+        local, like = self.loss.local(before, given, at_use, counts_in)
         if few_bits is not None and local.residuals is not None:
             aggregate = state.aggregate._replace(residual=tree.unflatten(local.residuals))
             state = state._replace(aggregate=aggregate)
@@ -258,7 +261,7 @@ class StepConfig:
         """Return the context in which the stages run on these rows."""
         shards = layout.shards
         is_global, weight = isinstance(layout.arrays, Global), self.loss.weight
-        rows, is_whole = self.loss.number_of_rows(batch), self.loss.has_one_state
+        rows, is_whole = self.loss.number_of_rows(batch), self.loss.over_batch
         return StageContext(
             shards,
             arrays=layout.arrays,
@@ -308,8 +311,9 @@ class StepConfig:
             return Progress(layout.specs(state), aux, per_group)
         spec_of = lambda partition, _: spec_over(partition.spec(names), names)
         values = map_partitions(spec_of, layout.arrays.params, state.params)
-        # The loss, the weight, ``sums``, ``skip`` and ``finite`` are the same on all shards.
-        gradients = Gradients(values, {"value": replicated}, *[replicated] * 4)
+        # All but the values is the same on all shards.
+        same = dict.fromkeys(("weight", "sums", "skip", "finite"), replicated)
+        gradients = Gradients(values, {"value": replicated}, **same)
         return Progress(layout.specs(state), aux, per_group, gradients)
 
     def specs_of_metrics(self, layout: StateLayout, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -331,7 +335,7 @@ class StepConfig:
             ("update",) if arrays is None else arrays.steps,
             weighted=self.loss.weight is not None,
             params_sharded=arrays is not None and arrays.params_sharded,
-            of_loss=self.loss.gradient,
+            of_loss=self.loss.gradient_in_words,
             microbatches=self.loss.accumulate_steps,
         )
 

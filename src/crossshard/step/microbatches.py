@@ -38,20 +38,20 @@ class LocalResult(NamedTuple):
     # float32[], the squared norm of this shard's own gradients of leaves that are summed already;
     # ``None`` if nobody asks.
     squared_norm: Any = None
-    # What else the aggregate is to sum, by name; ``None`` for what the loss makes of the others.
+    # What else the aggregate is to sum, by name; ``None`` for what ``StepLoss.sums`` makes of this.
     sums: dict[str, Any] | None = None
     # Whether loss, values, weight and sums are weighed partial sums over virtual shards,
-    # ``[nodes, …]``, and aux is ``[virtual, …]``.
+    # ``[nodes, …]`` of the trees in collectives/in_order.py, and aux is ``[virtual, …]``.
     is_weighed: bool = False
 
 
 def pieces_of(rows: Any, axes: BatchAxes, number: int, *, interleaved: bool = False) -> Any:
-    """Cut rows into microbatches, stacked: ``[number, …]`` in the place of each array.
+    """Cut rows into equal pieces, stacked: microbatches, or the virtual shards of a shard.
 
     Args:
       rows: a batch without its whole arrays.
       axes: the axes of its rows.
-      number: the number of microbatches, which divides that of the rows.
+      number: the number of pieces, which divides that of the rows.
       interleaved: whether the rows are those of all shards. A microbatch then has every
         ``number``-th row, so as many of each shard, whatever the number of shards.
     """
@@ -231,28 +231,28 @@ def weight_of(weight: Weight, batch: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Counting:
-    """How the counts of a ``Mean`` are summed over the parts of the batch."""
+    """How the counts of a ``Mean`` are summed over the pieces of the batch."""
 
-    shards: Shards  # the shards that have the parts
-    parts: int  # how many parts they have together
-    weight: Any = None  # float[], 0 if this shard is left out, else 1; ``None`` if none is
-    # The count of each term over the whole batch, float[]; ``None`` if each shard has one part: it
+    shards: Shards  # the shards that have the pieces
+    pieces: int  # how many pieces they have together
+    counts_in: Any = None  # float[], 0 if this shard is left out, else 1; ``None`` if none is
+    # The count of each term over the whole batch, float[]; ``None`` if each shard has one piece: it
     # sums them where they are computed.
     counts: tuple[Any, ...] | None = None
 
-    def part(self, mean: Mean) -> jax.Array:
-        """Return the loss of one part, such that the mean of the parts' losses is the batch's."""
+    def of_piece(self, mean: Mean) -> jax.Array:
+        """Return the loss of one piece, such that the mean of the pieces' losses is the batch's."""
         counts = self.counts or self.over_shards(jnp.stack(counts_of(mean)))
-        parts: Any = self.parts
-        if self.weight is not None:
-            of_shard = self.parts // self.shards.size
-            parts = sum_over_shards(self.weight, self.shards) * of_shard
-        return part_of_mean(mean, counts, parts)
+        pieces: Any = self.pieces
+        if self.counts_in is not None:
+            of_shard = self.pieces // self.shards.size
+            pieces = sum_over_shards(self.counts_in, self.shards) * of_shard
+        return part_of_mean(mean, counts, pieces)
 
     def over_shards(self, counts: jax.Array) -> tuple[Any, ...]:
         """Sum a shard's counts over the shards that are not left out."""
         own = lax.stop_gradient(counts)
-        own = own if self.weight is None else jnp.where(self.weight != 0, own, 0)
+        own = own if self.counts_in is None else jnp.where(self.counts_in != 0, own, 0)
         return tuple(sum_over_shards(own, self.shards))
 
     def in_order(self, counts: jax.Array, virtual: VirtualShards) -> tuple[Any, ...]:

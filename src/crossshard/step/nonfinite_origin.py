@@ -237,7 +237,7 @@ class _Search:
         virtual = VirtualShards(loss.parts(number), number)
         numbers = [(s, virtual.first(s), virtual.count(s)) for s in self._own]
         parts: Any = [(s, first + i) for s, first, count in numbers for i in range(count)]
-        self._parts = [(None, 0)] if loss.has_one_state else parts
+        self._parts = [(None, 0)] if loss.over_batch else parts
         self._arrays = functools.lru_cache(1)(self._arrays_of)
         rows, self._whole = loss.split(batch)
         check_same_rows(rows, loss.batch_axes)
@@ -261,7 +261,7 @@ class _Search:
     def run(self, unshard: Callable[[], TrainState]) -> NonfiniteOrigin | None:
         """Return where the first non-finite value comes from; ``None`` if there is none."""
         is_whole = len(self._own) == self._config.number_of_shards
-        if self._loss.has_one_state and not is_whole:
+        if self._loss.over_batch and not is_whole:
             raise ArgumentError(
                 "With loss_over='batch' the loss is given the rows of all processes, and "
                 "find_nonfinite looks at those of one. Call it in a single process, with the whole "

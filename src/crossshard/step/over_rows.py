@@ -122,7 +122,7 @@ class OverRowsRecord:
     states: dict[Any, Doubt] = dataclasses.field(default_factory=dict)
     # The doubts that numbers have removed.
     by_numbers: set[Doubt] = dataclasses.field(default_factory=set)
-    is_mean: bool = False  # whether it returns a ``Mean``, as its last trace shows
+    returns_mean: bool = False  # whether it is a ``Mean``, as its last trace shows
     # Of each array of the model state whether rows change it, as its last trace shows.
     changed_by_rows: list[bool] | None = None
     proves: bool = True  # whether its trace has to show that it is one; not in a comparison

@@ -165,7 +165,7 @@ def own_rows(step: TrainStep, batch: Any) -> Any:
 def loss_over_rows_of(step: TrainStep) -> str:
     """Describe what is known of a step's loss over its rows; empty if it is given all rows."""
     config, loss = config_of(step), config_of(step).loss
-    if not loss.is_of_parts(config.number_of_shards):
+    if not loss.is_of_pieces(config.number_of_shards):
         return ""
     if loss.over is LossOver.SHARD:
         return "each shard's own loss is meant"

@@ -142,7 +142,7 @@ class States:
                 tree.unflatten([jax.ShapeDtypeStruct(*each) for each in shapes]),
                 config.loss.model_state,
                 split,
-                has_one_state=config.loss.has_one_state,
+                has_one_state=config.loss.over_batch,
             )
         return self._known[key]
 
@@ -152,7 +152,7 @@ class States:
         """Return what ``init`` needs to make the state of a model; nothing is computed yet."""
         config, (impl, key) = self._config, check_key(rng)
         mesh, kind = config.mesh, config.loss.model_state
-        has_one = config.loss.has_one_state
+        has_one = config.loss.over_batch
         model_state = check_initial(kind, params, model_state, has_one_state=has_one)
         skeleton, *arrays = partition(params, config.wrt)
         if kind is not None:
@@ -213,7 +213,7 @@ class States:
     def unshard(self, state: TrainState) -> TrainState:
         """Return the state with full arrays, in the optimizer's own shapes."""
         layout = self.layout(state)
-        return self._run(layout.unpack, state, layout.unsharded(state))
+        return self._run(layout.unpack, state, layout.shardings_of_unsharded(state))
 
     def collected(self, state: TrainState) -> TrainState:
         """Return the state without the rows of ``Owners``; arrays stay sharded."""
@@ -240,7 +240,7 @@ class States:
         self._check_equal_everywhere("reshard", {"a state": given})
         types = completed(layout, state)
         layout.check_unsharded(types)
-        where = layout.incoming(types)
+        where = layout.shardings_of_incoming(types)
         place = lambda x, to: x if x is NEW else put_whole_unless_on(x, to)
         state = jax.tree.map(place, state, where)
         state = completed(layout, state, jax.tree.leaves(where))

@@ -164,10 +164,10 @@ class Aggregate(Stage):
 
     def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
         """Return the sums of gradients: in full, or this shard's slices if arrays are split."""
-        # Sharded parameters have other shapes than full gradients.
-        params_sharded = any(gradients.early) or context.arrays.params_sharded
-        # A single shard reduces nothing; nor does the user's own jit, on global arrays.
-        if context.params is not None and not params_sharded and context.shards.number > 1:
+        # Slices have other shapes than parameters.
+        has_slices = any(gradients.early) or context.arrays.params_sharded
+        # Nothing is reduced on a single shard, or under the user's own jit.
+        if context.params is not None and not has_slices and context.shards.number > 1:
             check_shapes(gradients.values, context.params)
         divides_before, total = self.aggregator.divides_before, gradients.total_weight
         if divides_before:
@@ -182,18 +182,18 @@ class Aggregate(Stage):
         known = (GradientStatus.REDUCED if is_unread else each for each, is_unread in unread)
         status = (*gradients.extra_status, *known)
         partitions = _partitions(gradients, context)
-        to_sum = [place for place, each in enumerate(status) if each in _TO_SUM]
+        to_send = [place for place, each in enumerate(status) if each in _TO_SUM]
         # The weight and other sums travel in the bucket of the loss.
         own_weight = gradients.weight if total is None else None
         others, other_tree = jax.tree.flatten((own_weight, dict(gradients.sums)))
         num_extra = len(gradients.extra_status)
         early = [False] * num_extra + list(gradients.early or [False] * len(gradients.status))
         index_of = lambda place: None if place < num_extra else place - num_extra
-        sent = [Sent(widen(leaves[at]), partitions[at], index_of(at)) for at in to_sum]
+        sent = [Sent(widen(leaves[at]), partitions[at], index_of(at)) for at in to_send]
         sent += [Sent(other, unsplit(other)) for other in others]
-        sums, state = self.aggregator.reduce(gradients.values, sent, state, context)
-        totals = dict(zip(to_sum, sums, strict=False))
-        summed_weight, totals_of_others = other_tree.unflatten(sums[len(to_sum) :])
+        received, state = self.aggregator.reduce(gradients.values, sent, state, context)
+        totals = dict(zip(to_send, received, strict=False))
+        summed_weight, totals_of_others = other_tree.unflatten(received[len(to_send) :])
         total = summed_weight if total is None else total
 
         def summed(place: int, leaf: Any) -> Any:

@@ -24,7 +24,7 @@ Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 class Arrays(abc.ABC):
-    """How the arrays of an update are split over the shards."""
+    """The plan of an update: how its arrays are split, and where it runs. It holds no arrays."""
 
     where: ClassVar[str]  # where the update runs, for ``describe()``
     # The update and what follows it, for ``Pipeline.describe``.
@@ -116,7 +116,7 @@ class Replicated(Arrays):
 
 @dataclasses.dataclass(frozen=True)
 class Sharded(Arrays):
-    """Each shard updates its slice of each array, and the slices are all-gathered."""
+    """Each shard updates its slice of each array; slices of replicated parameters are gathered."""
 
     params: tuple[Partition, ...]
     shards: Shards
@@ -214,7 +214,7 @@ def squared_norm_of_slices(
 
 
 def _unpadded(x: Any, partition: Partition, shards: Shards) -> Any:
-    """Return a slice with zeros as its padding, of which an update may make anything."""
+    """Return a slice with zeros as its padding, where an update may have written anything."""
     size, number = math.prod(partition.local_shape), math.prod(partition.shape)
     if size * partition.number == number:
         return x

@@ -1,7 +1,7 @@
 """Optimize: the wrapped optimizer's update, with a moving average and master weights.
 
-Also ``find_unread``, which gradients an optimizer does not read, and ``check_transformation``,
-what is one.
+``find_unread`` finds gradients that an optimizer does not read, and ``check_transformation`` checks
+that something is an Optax transformation.
 """
 
 import dataclasses
@@ -100,8 +100,8 @@ class Optimize(Stage):
         """Return the reduced gradients with the update, and the optimizer's next state."""
         arrays, skip, applies = context.arrays, gradients.skip, context.apply_updates
         # The loss is passed on only if the optimizer accepts it; explicit arguments always are.
-        given, takes_all, params = context.extra_args, takes_loss(self.optimizer), context.params
-        extra = {k: x for k, x in gradients.extra.items() if k in given or takes_all}
+        given, passes_loss, params = context.extra_args, takes_loss(self.optimizer), context.params
+        extra = {k: x for k, x in gradients.extra.items() if k in given or passes_loss}
         extra_args = {**given, **extra}
         if context.shards.is_grouped:
             # The results will be varying, so cast now: a cond in the optimizer needs equal types.
@@ -176,7 +176,7 @@ def _in_loop(
     kept, updates = jax.eval_shape(update, before, *given)
     if types_of(kept) != types_of(before):
         # The carry of a loop cannot change its types; a select converts them.
-        return _select(update(before), before, skip)
+        return _select(update(before, *given), before, skip)
     # XLA places what the loop carries in this order.
     turn = lambda carry, *given: (update(carry[1], *given)[::-1], ())
     (updates, kept), _ = in_loop(turn, (zeros(updates), before), *given, skip=skip)

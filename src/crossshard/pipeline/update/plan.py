@@ -97,8 +97,8 @@ class Planner:
     leave_unread: bool = False  # whether gradients that the optimizer does not read may be left out
     # For each parameter its spec on other axes; empty if none is split over these.
     other_axes: Sequence[PartitionSpec] = ()
-    # ``None``, or a number of at least as many as there are shards: the update then has the same
-    # bits on any number of shards up to it.
+    # ``None``, or a number no smaller than that of the shards: the update then has the same bits on
+    # any number of shards up to it.
     virtual_shards: int | None = None
 
     def __post_init__(self) -> None:

@@ -41,8 +41,8 @@ class BatchLoss(StepLoss):
     """The loss of the whole batch, outside ``shard_map``; XLA reduces its gradient."""
 
     status = GradientStatus.REDUCED
-    has_one_state = True
-    gradient = "gradient of one loss over the batch, summed by XLA"
+    over_batch = True
+    gradient_in_words = "gradient of one loss over the batch, summed by XLA"
 
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
@@ -89,7 +89,7 @@ class BatchLoss(StepLoss):
         return (found.loss, values, found.model_state, found.terms), specs, found.aux
 
     def local(
-        self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
+        self, before: TrainState, given: Any, at_use: AtUse, counts_in: Any = None
     ) -> tuple[LocalResult, Any]:
         """Return the loss, and a shard's slices of the gradient."""
         loss, values, model_state, terms = given

@@ -127,8 +127,9 @@ class StepLoss(abc.ABC):
     status: ClassVar[GradientStatus] = GradientStatus.LOCAL  # the status of its gradients
     # Whether it is one loss, with one model state, over the rows of all shards. A microbatch then
     # has some rows of each shard.
-    has_one_state: ClassVar[bool] = False
-    gradient: ClassVar[str] = ""  # its gradient in words; empty if it is each shard's local one
+    over_batch: ClassVar[bool] = False
+    # Its gradient in words; empty if it is each shard's local one.
+    gradient_in_words: ClassVar[str] = ""
     # Whether a step computes it again if a gradient is not finite, to find whose it was.
     can_rerun: ClassVar[bool] = False
     # Why no shard may have a model state of its own; empty if each may.
@@ -140,16 +141,20 @@ class StepLoss(abc.ABC):
     def enter(
         self, layout: StateLayout, state: TrainState, batch: Any, at_use: AtUse
     ) -> tuple[Any, Any, Any]:
-        """Return the input of ``shard_map`` besides the state, its specs, and ``aux`` if known."""
+        """Return the input of ``shard_map`` besides the state, its specs, and ``aux`` if known.
+
+        A loss over the batch is computed here, with its gradient; ``local`` then takes its slices.
+        """
 
     @abc.abstractmethod
     def local(
-        self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
+        self, before: TrainState, given: Any, at_use: AtUse, counts_in: Any = None
     ) -> tuple[LocalResult, Any]:
-        """Return one shard's loss and gradients, and parameters or types in the gradients' shapes.
+        """Return one shard's loss and gradients, and an array or a type for each gradient.
 
-        ``given`` is the shard's part of what ``enter`` returned. ``weight``, float[], is 0 if the
-        shard is left out of a ``Mean``; ``None`` if no shard is.
+        The latter has the parameter's dtype, and its full shape unless the gradient is early.
+        ``given`` is the shard's part of what ``enter`` returned. ``counts_in``, float[], is 0 if
+        the shard is left out of a ``Mean``; ``None`` if no shard is.
         """
 
     def check_state(self, state: TrainState) -> None:
@@ -204,7 +209,7 @@ class StepLoss(abc.ABC):
     def aux_specs(self, each: Any, reduced: Any, shards: int) -> Any:
         """Return the specs of ``aux``, given that of per-shard and that of reduced values."""
         # Parts that the shards do not have in equal numbers are gathered.
-        if self.has_one_state or self.parts(shards) % shards:
+        if self.over_batch or self.parts(shards) % shards:
             return reduced
         is_each = lambda x: x is AuxReduction.PER_SHARD
         return jax.tree.map(lambda x: each if is_each(x) else reduced, self.aux_reduction)
@@ -237,7 +242,7 @@ class StepLoss(abc.ABC):
         """Return how many pieces a shard's rows are cut into, at most."""
         return math.ceil(self.parts(shards) / shards) * self.accumulate_steps
 
-    def is_of_parts(self, shards: int) -> bool:
+    def is_of_pieces(self, shards: int) -> bool:
         """Return whether it is computed in pieces, so that it matters if it is a mean over rows."""
         return self.over is not LossOver.BATCH and shards * self.pieces(shards) > 1
 
@@ -264,7 +269,7 @@ class StepLoss(abc.ABC):
             return (jax.random.fold_in(of_step, shard),)
         each = jnp.arange(self.number_of_rows(batch))
         # Number the rows in the same way in which ``pieces_of`` cuts microbatches.
-        places = each * number + index if self.has_one_state else index * len(each) + each
+        places = each * number + index if self.over_batch else index * len(each) + each
         places += shard * number * len(each)
         return (keys_of_rows(jax.random.fold_in(key, state.step), places),)
 

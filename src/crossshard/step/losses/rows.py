@@ -35,21 +35,21 @@ from crossshard.step.microbatches import (
 
 
 def compute_shard(
-    loss: StepLoss, state: TrainState, batch: Any, at_use: AtUse, weight: Any = None
+    loss: StepLoss, state: TrainState, batch: Any, at_use: AtUse, counts_in: Any = None
 ) -> LocalResult:
     """Compute the loss and gradients of the given rows, or of their microbatches."""
-    counting = start_counting(loss, state, batch, at_use, weight)
+    counting = start_counting(loss, state, batch, at_use, counts_in)
     return compute_part(loss, state, batch, at_use, at_use.shards.index(), counting)
 
 
 def start_counting(
-    loss: StepLoss, state: TrainState, batch: Any, at_use: AtUse, weight: Any
+    loss: StepLoss, state: TrainState, batch: Any, at_use: AtUse, counts_in: Any
 ) -> Counting:
     """Forget old traces, and find how a ``Mean`` is counted in the step that is traced now."""
     loss.record.traces.clear()
-    parts = loss.parts(at_use.shards.size) * loss.accumulate_steps
-    counting = Counting(at_use.shards, parts, weight)
-    if parts == at_use.shards.size and loss.same_bits is None:
+    pieces = loss.parts(at_use.shards.size) * loss.accumulate_steps
+    counting = Counting(at_use.shards, pieces, counts_in)
+    if pieces == at_use.shards.size and loss.same_bits is None:
         return counting
     return dataclasses.replace(counting, counts=_counts(loss, state, batch, at_use, counting))
 
@@ -74,7 +74,7 @@ def _counts(
         return found
 
     def of_shard(rows: Any, shard: Any) -> Any:
-        pieces = pieces_of(rows, loss.batch_axes, number, interleaved=loss.has_one_state)
+        pieces = pieces_of(rows, loss.batch_axes, number, interleaved=loss.over_batch)
 
         first, was = jax.tree.map(lambda x: x[0], pieces), state.model_state
         goes_on = _carried(loss, state, join(first, whole), shard, at_use)
@@ -104,7 +104,7 @@ def _counts(
 def _carried(
     loss: StepLoss, state: TrainState, batch: Any, shard: Any, at_use: AtUse
 ) -> list[bool]:
-    """Return of each array of the model state whether microbatches have it one after the other."""
+    """Return, for each array of the model state, whether a microbatch goes on from the last one."""
     return carried(loss, state, batch, loss.keys(state, batch, shard, jnp.int32(0)), at_use)
 
 
@@ -122,11 +122,11 @@ def compute_part(
         return compute(at_use, rows, state.model_state, 0)
 
     # The rows divide evenly: this was checked when the batch was placed.
-    pieces = pieces_of(rows, loss.batch_axes, number, interleaved=loss.has_one_state)
+    pieces = pieces_of(rows, loss.batch_axes, number, interleaved=loss.over_batch)
     first, was = jax.tree.map(lambda x: x[0], pieces), state.model_state
     with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
         goes_on = _carried(loss, state, join(first, whole), shard, at_use)
-    # Of a state that is averaged over the shards, it is averaged over microbatches, too.
+    # A state that is averaged over the shards is averaged over microbatches, too.
     kind = loss.model_state
     averages = kind is ModelState.MEAN and not any(goes_on)
 
@@ -213,9 +213,10 @@ def _compute_rows(
     def loss_of_both(both: tuple[Any, Any], here: TrainState) -> tuple[Any, Any]:
         out = run(both, state=here)
         check_not_written(out.params_after, both, lambda both: run(both, state=here).params_after)
-        loss.record.is_mean = isinstance(out.loss, Mean)
+        loss.record.returns_mean = isinstance(out.loss, Mean)
         if not isinstance(out.loss, Mean):
             return out.loss, (out.model_state, out.aux, None)
+        # A ratio that ``prepared`` makes a Mean of has its weight in the last count, and none here.
         if weight is not None:
             raise ArgumentError(
                 "The loss returns a Mean, which says what its rows count, and weight= says it "
@@ -227,11 +228,11 @@ def _compute_rows(
                 "optimizer's reduction is SUM, which adds up the losses of shards. Use "
                 "reduction='mean'."
             )
-        return counting.part(out.loss), (out.model_state, out.aux, sums_of(out.loss))
+        return counting.of_piece(out.loss), (out.model_state, out.aux, sums_of(out.loss))
 
     with shard_context(shards.number, axis_name=shards.axes):
         run, weight = prepared(loss, state, batch, keys, at_use)
-        if loss.model_state is ModelState.MEAN and not loss.has_one_state:
+        if loss.model_state is ModelState.MEAN and not loss.over_batch:
             types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
             rows, whole = loss.split(batch)
             of_own = lambda own, both: run(both, join(own[0], whole), own[1]).model_state
@@ -270,11 +271,11 @@ class RowsLoss(StepLoss):
         return batch, self.batch_axes.specs(batch, layout.axes), None
 
     def local(
-        self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
+        self, before: TrainState, given: Any, at_use: AtUse, counts_in: Any = None
     ) -> tuple[LocalResult, Any]:
         """Compute the loss and gradients of the shard's rows."""
         before, at_use, like = self.prepare_params(before, at_use)
-        return compute_shard(self, before, given, at_use, weight), like
+        return compute_shard(self, before, given, at_use, counts_in), like
 
 
 def _pruned(function: Callable[..., Any], *args: Any) -> Any:

@@ -54,7 +54,7 @@ class VirtualLoss(StepLoss):
         return batch, self.batch_axes.specs(batch, layout.axes), None
 
     def local(
-        self, before: TrainState, given: Any, at_use: AtUse, weight: Any = None
+        self, before: TrainState, given: Any, at_use: AtUse, counts_in: Any = None
     ) -> tuple[LocalResult, Any]:
         """Return the weighed partial sums over the virtual shards of this one.
 
@@ -80,7 +80,7 @@ class VirtualLoss(StepLoss):
                 f"shard."
             )
         counting, (rows, whole) = (
-            start_counting(self, state, given, at_use, weight),
+            start_counting(self, state, given, at_use, counts_in),
             self.split(given),
         )
         shared = state.params, state.frozen, state.model_state, whole, counting.counts
