@@ -171,9 +171,9 @@ def varied(
 
 def _counting(loss: StepLoss, rows: Any, whole: Any) -> set[int]:
     """Return the places of the arrays with rows that a weight, or a ``Mean``, counts rows with."""
-    read = list[int]()
-    if loss.weight is not None:
-        read += sources(lambda rows: loss.weight(join(rows, whole)), rows)
+    weight, read = loss.weight, list[int]()
+    if weight is not None:
+        read += sources(lambda rows: weight(join(rows, whole)), rows)
     for jaxpr, tree in loss.record.traces.values():
         returned = jax.tree.unflatten(tree, sources_of(jaxpr)).loss
         read += [each.count for each in returned.terms] if isinstance(returned, Mean) else []
