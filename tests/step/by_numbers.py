@@ -288,6 +288,40 @@ def two_views(w: Any, batch: Any) -> Any:
     return ((one - other) ** 2).mean() + ((batch["x"] @ w - 1) ** 2).mean()
 
 
+def trimmed(losses: Any) -> Any:
+    """A mean without the largest."""
+    return jnp.sort(losses)[:-1].mean()
+
+
+def of_rows(w: Any, batch: Any) -> Any:
+    return (batch["x"] @ w).sum(1) ** 2
+
+
+def trimmed_where(chosen: Callable[[Any], Any]) -> Any:
+    """A mean, and one without the largest of those rows that are chosen; none are at first."""
+    return lambda w, b: of_rows(w, b).mean() + trimmed(of_rows(w, b) * chosen(b))
+
+
+def weighed(weights: Any, w: Any, batch: Any) -> Any:
+    """Two terms, the second of which compares rows."""
+    return weights @ jnp.stack([of_rows(w, batch).mean(), trimmed(of_rows(w, batch))])
+
+
+def of_labels(w: Any, batch: Any) -> Any:
+    """A mean of sorted rows, whose labels are beyond the classes if others than the batch's."""
+    logits, labels, table = batch["x"] @ w, batch["label"], jnp.tanh(w)
+    found = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    found += (jax.nn.one_hot(labels, 2) * logits).sum(1) + table[labels].sum(1)
+    found += jnp.take(table, labels, 0, mode="clip").sum(1) * jnp.where(labels == 5, 2, 1)
+    return jnp.sort(found).mean()
+
+
+def of_positive(w: Any, batch: Any) -> Any:
+    """A mean of sorted rows, where numbers of the other sign are NaN."""
+    by = jnp.log(batch["time"]) * jnp.sqrt(batch["by"]).sum() * jnp.sqrt(jnp.abs(w[0, 0]) + w[0, 0])
+    return (jnp.sort(of_rows(w, batch) * by)).mean()
+
+
 ALIKE = BATCH | {"x": np.tile(BATCH["x"][:1], (16, 1)), "class": np.ones(16, np.int32)}
 EVEN = {"class": np.float32(2 * np.eye(3)[[0, 1, 0, 2] * SHARDS])}
 EXPERTS = MANY | {"class": np.arange(48) % 4}
@@ -295,6 +329,9 @@ CLASSES = BATCH | {"class": np.int32(np.arange(16) ** 2 % 3)}
 FULL = BATCH | {"mask": np.ones(16, np.float32)}
 NO_GAINS = BATCH | {"gain": np.zeros(16, np.float32)}
 LATER = BATCH | {"at": np.int32(3)}
+TIMES = BATCH | {"time": np.float32(np.linspace(1.5, 9, 16))}
+GAINS = TIMES | {"gain": np.float32(np.linspace(0.1, 3, 16))}
+LABELS = BATCH | {"label": np.int32(np.arange(16) % 2)}
 AT: dict[str, Any] = {"replicated_entries": ["at"]}
 WEIGHTED = {"weight": lambda batch: batch["mask"].sum()}
 NAN = BATCH | {"x": np.full_like(BATCH["x"], np.nan)}

@@ -18,6 +18,8 @@ from tests.step.by_numbers import (
     EXPERTS,
     FEW,
     FULL,
+    GAINS,
+    LABELS,
     LATER,
     MANY,
     NAN,
@@ -48,9 +50,11 @@ from tests.step.by_numbers import (
     refused,
     summed_in_a_loop,
     trimmed_far,
+    trimmed_where,
     two_views,
     undecided_below,
     undecided_unlike,
+    weighed,
     with_axis,
     with_bounded_gradients,
     with_capacity,
@@ -252,6 +256,47 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         EXPERTS,
         {},
     ),
+    "weights of two terms": (
+        lambda w, b: weighed(b["at"], w, b),
+        r"other numbers in .*batch\['at'\]",
+        BATCH | {"at": np.float32([1, 0])},
+        AT,
+    ),
+    # The logarithm is NaN where the times are negative, too.
+    "gains that are positive": (
+        lambda w, b: trimmed_where(lambda b: b["gain"] < 0)(w, b) + jnp.log(b["time"]).mean(),
+        r"other numbers in batch\['gain'\]",
+        GAINS,
+        {},
+    ),
+    "counts that are positive": (
+        trimmed_where(lambda b: b["count"] < 0),
+        r"other numbers in batch\['count'\]",
+        BATCH | {"count": np.float32(np.arange(16) % 4)},
+        {},
+    ),
+    "two labels of three": (
+        trimmed_where(lambda b: b["label"] == 2),
+        r"other numbers in batch\['label'\]",
+        LABELS,
+        {},
+    ),
+    # Beyond these classes it is NaN.
+    "a class that one_hot finds": (
+        lambda w, b: (
+            trimmed_where(lambda b: jax.nn.one_hot(b["label"], 3)[:, 2])(w, b)
+            + jnp.take(w, b["label"], 0).mean()
+        ),
+        r"other numbers in batch\['label'\]",
+        LABELS,
+        {},
+    ),
+    "gates that are closed": (
+        lambda w, b: weighed(jax.nn.relu(jnp.stack([w[0, 0], w[2, 0]])), w, b),
+        "with larger parameters or other signs",
+        BATCH,
+        {},
+    ),
     # Outliers of what is a probability are none.
     "a logarithm that outliers make NaN": (
         lambda w, b: trimmed_far(w, b) - (jnp.log1p(-b["p"]) * (b["x"] @ w).sum(1)).mean(),
@@ -379,6 +424,12 @@ def test_a_layer_that_starts_at_0_hides_nothing(params: str):
         LossError, match=r"another order and other numbers in batch.*'x'\], params, "
     ):
         step(state, BATCH)
+
+
+def test_weights_of_terms_that_each_step_moves_are_compared():
+    step = made(lambda w, by, b: (weighed(by, w, b), by / 2 + 0.25), model_state="mean")
+    with pytest.raises(LossError, match=r"other numbers in batch.*, model_state, of rows"):
+        step(step.init(W, model_state=np.float32([1, 0])), BATCH)
 
 
 def test_a_leaf_with_a_small_gradient_is_compared():

@@ -76,7 +76,7 @@ _OF_SHARDS = (
     "rows from jax.lax.axis_index(axis) * rows."
 )
 _REORDERED, _COPIED = "with the rows in another order", "with copies of one row in each part"
-_SAME, _LARGER = "with the same rows in each part", "with larger parameters"
+_SAME, _LARGER = "with the same rows in each part", "with larger parameters or other signs"
 
 
 class _NotDecidedError(Exception):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from crossshard._check import is_inexact
-from crossshard.jaxprs.walk import equations_of
+from crossshard.gradients.mean import Mean
+from crossshard.jaxprs.walk import equations_of, sources, sources_of
 from crossshard.jaxprs.widen import COMPARES
 from crossshard.model.state import TrainState
 from crossshard.shards.batch_axes import join, take_rows
@@ -31,13 +33,14 @@ def varied(
 ) -> tuple[Sequence[Turn], Sequence[Turn], list[str]]:
     """Return turns, each of a state and a batch with other numbers, and the names of what has some.
 
-    And turns that have larger parameters, too, if they are not alike: training carries a loss over
-    a bound that it starts below. They are of their own, since units that this saturates hide what
-    others show.
+    And turns that have larger parameters, too, if they are not alike, or such of the other sign:
+    training carries a loss over a bound that it starts below. They are of their own, since units
+    that this saturates hide what others show.
 
     A turn goes on with fewer other numbers, for a loss that is not finite: first entries from -1 to
-    1 stay, as the probabilities do that a logarithm needs, then others one by one, and then all. It
-    is given whole numbers that some of those in the rows become, as ``compared_with`` finds them.
+    1 stay, as the probabilities do that a logarithm needs, then others one by one, and then all.
+    Behind the first of these all signs stay, and what is not alike where no row decides. It is
+    given whole numbers that some of those in the rows become, as ``compared_with`` finds them.
 
     The rows change places, so that shards have others; or each piece has copies of one, as if they
     were sorted by class: a batch in which all pieces look alike hides what happens only to many
@@ -65,7 +68,8 @@ def varied(
     looks = lambda x: (x.min(), x.max(), (x == jnp.round(x)).all() if is_inexact(x) else True)
     look = jax.jit(lambda xs: list(map(looks, xs)), out_shardings=where)
     draws, flags, small, whole_numbers = dict[int, _Draw](), set[int](), set[int](), set[int]()
-    large = set[int]()
+    large, signs, gates, unlike = set[int](), set[int](), set[int](), set[int]()
+    counting = _counting(loss, rows, whole)
     seen = jax.device_get(look([leaves[place] for place in places]))
     for place, (low, high, counts) in zip(places, seen, strict=True):
         part, exact = paths[place][0][0].idx, is_inexact(leaves[place])
@@ -75,7 +79,13 @@ def varied(
         flags |= {place} if counts and low >= 0 and high <= 1 else set()
         small |= {place} if draw is not None and low >= -1 and high <= 1 else set()
         is_whole = part == _ROWS and jnp.issubdtype(leaves[place].dtype, jnp.integer)
-        whole_numbers |= {place} if is_whole and place not in flags else set()
+        # What counts rows is above 0, and what is all 1 may be a mask.
+        is_mask = place in flags and (low == high or place in counting)
+        whole_numbers |= {place} if is_whole and not is_mask else set()
+        has_sign = part == _ROWS and exact and not smaller and place not in flags | counting
+        signs |= {place} if has_sign else set()
+        gates |= {place} if part == _PARAMS and exact and not smaller else set()
+        unlike |= {place} if draw is _rolled else set()
     number, pieces = leaves[0].shape[axes[0]], shards * loss.pieces(shards)
 
     def drawn(turn: Any, given: dict[int, Any], stays: Any, known: Any) -> dict[int, Any]:
@@ -87,13 +97,19 @@ def varied(
         order = jnp.where(turn < VARIED, order, jnp.where(turn < 2 * VARIED, copies, same))
         one_token = (turn > VARIED) & (turn % 2 == 1)
         found = dict(given)
+        flips = (turn < 2 * VARIED) & (turn % VARIED == 1) & ~stays[-1]
         for place, draw in draws.items():
             x = given[place]
-            found[place] = jnp.where(stays[place], x, draw(key(place), x, turn).astype(x.dtype))
+            other, of_signs = draw(key(place), x, turn), key(len(leaves) + 1 + place)
+            sign = jax.random.rademacher(of_signs, x.shape) if place in signs else 1
+            other = jnp.where(flips, other * sign, other).astype(x.dtype)
+            found[place] = jnp.where(stays[place], x, other)
         for place in whole_numbers if len(known) else ():
             x, (of_place, of_number) = found[place], jax.random.split(key(place))
             some = jax.random.bernoulli(of_place, 0.5, x.shape) & (turn % 2 == 1) & ~stays[place]
-            others = jax.random.choice(of_number, known, x.shape).astype(x.dtype)
+            # Also without their neighbours: what is beyond the labels may be NaN.
+            end = jnp.where(_is_last(turn), len(known) // 3, len(known))
+            others = known[jax.random.randint(of_number, x.shape, 0, end)].astype(x.dtype)
             found[place] = jnp.where(some, others, x)
         for place, axis in enumerate(axes):
             x = found[place] = take_rows(found[place], axis, order)
@@ -118,17 +134,25 @@ def varied(
         of_rows | {*draws},
     ]
 
-    larger = jax.jit(
-        lambda times, xs: [(x * times).astype(x.dtype) for x in xs],
-        out_shardings=[leaves[place].sharding for place in large],
-    )
+    def scaled(times: Any, flips: Any, xs: dict[int, Any]) -> dict[int, Any]:
+        found = dict[int, Any]()
+        for place, x in xs.items():
+            some = jax.random.rademacher(jax.random.key(place), x.shape)
+            sign = jnp.where(times == _TIMES[0], -1, jnp.where(times == _TIMES[1], some, 1))
+            by = jnp.where(flips, sign, 1) * (times if place in large else 1)
+            found[place] = (x * by).astype(x.dtype)
+        return found
+
+    larger = jax.jit(scaled, out_shardings={place: leaves[place].sharding for place in gates})
 
     def of_turn(turn: int, times: int, known: Any) -> Iterator[tuple[Any, Any]]:
-        for stays in fewer:
-            numbers = run(turn, given, np.isin(np.arange(len(leaves)), [*stays]), known)
+        # The place behind all is that of the signs.
+        later = [each | unlike | {len(leaves)} for each in fewer]
+        for stays in [*fewer[: -1 if turn % VARIED == 1 else 1], *later]:
+            numbers = run(turn, given, np.isin(np.arange(len(leaves) + 1), [*stays]), known)
             if times > 1:
-                params = larger(times, [leaves[place] for place in large])
-                numbers |= dict(zip(large, params, strict=True))
+                xs = {place: numbers.get(place, leaves[place]) for place in gates}
+                numbers |= larger(times, len(leaves) not in stays, xs)
             rows, params, whole, model_state = tree.unflatten(
                 [numbers.get(place, x) for place, x in enumerate(leaves)]
             )
@@ -142,16 +166,41 @@ def varied(
         functools.partial(of_turn, VARIED * (nth % 2), times) for nth, times in enumerate(_TIMES)
     ]
     names = dict.fromkeys(name_of(paths[place][0]) for place in sorted({*draws, *of_rows}))
-    return turns, of_larger if large else [], list(names)
+    return turns, of_larger if gates else [], list(names)
+
+
+def _counting(loss: StepLoss, rows: Any, whole: Any) -> set[int]:
+    """Return the places of the arrays with rows that a weight, or a ``Mean``, counts rows with."""
+    weight, read = loss.weight, list[int]()
+    if weight is not None:
+        read += sources(lambda rows: weight(join(rows, whole)), rows)
+    for jaxpr, tree in loss.record.traces.values():
+        returned = jax.tree.unflatten(tree, sources_of(jaxpr)).loss
+        read += [each.count for each in returned.terms] if isinstance(returned, Mean) else []
+    bits = functools.reduce(operator.or_, read, 0)
+    return {place for place in range(len(jax.tree.leaves(rows))) if bits >> place & 1}
 
 
 def compared_with(jaxpr: Any) -> np.ndarray[Any, Any]:
-    """Return the whole numbers that a jaxpr compares others with, and their neighbours."""
+    """Return the whole numbers that a jaxpr compares others with, and then their neighbours.
+
+    They are literals, and the numbers of an iota, as ``jax.nn.one_hot`` has them.
+    """
+    made_by = {id(out): each for each in equations_of(jaxpr) for out in each.outvars}
     comparisons = [each for each in equations_of(jaxpr) if each.primitive.name in COMPARES]
-    atoms = [atom for each in comparisons for atom in each.invars if isinstance(atom, Literal)]
-    values = [np.asarray(atom.val) for atom in atoms]
+    atoms = [atom for each in comparisons for atom in each.invars]
+    values = [np.asarray(atom.val) for atom in atoms if isinstance(atom, Literal)]
     found = {int(x) for x in values if x.ndim == 0 and x.dtype.kind in "iu" and abs(x) < 2**30}
-    return np.array([x + by for x in sorted(found)[:_NUMBERS] for by in (0, -1, 1)], np.int32)
+    classes = set[int]()
+    for made in (made_by.get(id(atom)) for atom in atoms):
+        while made is not None and made.primitive.name in ("broadcast_in_dim", "reshape"):
+            made = made_by.get(id(made.invars[0]))
+        if made is not None and made.primitive.name == "iota":
+            end = made.params["shape"][made.params["dimension"]]
+            step = max(1, -(-end // _NUMBERS))
+            classes |= {*range(end - 1, -1, -step)}
+    exact = [each for of in (found, classes - found) for each in sorted(of)[:_NUMBERS]]
+    return np.array([x + by for by in (0, -1, 1) for x in exact], np.int32)
 
 
 # The parts of what is varied, and the names of two of them.
@@ -170,9 +219,9 @@ def _draw_of(
     some become 1. Floats that are all alike, as rewards that nobody has reached yet, become random;
     and so do parameters, as of a layer that starts at 0, or a gate. What is all alike in the model
     state, in entries without rows and in columns of counts, becomes smaller and larger: a counter
-    of steps, or the weight of a term that starts later. Other floats of a batch become larger and
-    smaller, each by its own factor, as outliers are; if all are integers, as of a mask, by one
-    factor.
+    of steps, or the weight of a term that starts later; what is not alike there changes places, as
+    the weights of terms. Other floats of a batch become larger and smaller, each by its own factor,
+    as outliers are; if all are integers, as of a mask, by one factor.
 
     Args:
       part: the part that the array is in.
@@ -183,12 +232,12 @@ def _draw_of(
       smaller: as of ``varied``.
     """
     alike = low == high
+    if part == _PARAMS:
+        return functools.partial(_nearby, 0.1) if exact and alike else None
     if part != _ROWS and not alike:
-        return None
+        return None if smaller else _rolled
     if part in (_WHOLE, _STATE):
         return _later
-    if part == _PARAMS:
-        return functools.partial(_nearby, 0.1) if exact else None
     if not alike and counts:
         return _tens if exact and not smaller else None
     if not alike:
@@ -241,6 +290,13 @@ def _later(key: Any, x: Any, turn: Any) -> Any:
 def _with_outliers(smaller: bool, key: Any, x: Any, turn: Any) -> Any:
     size = turn % VARIED * jax.random.normal(key, x.shape)
     return x * jnp.exp(-jnp.abs(size) if smaller else size)
+
+
+def _rolled(key: Any, x: Any, turn: Any) -> Any:
+    """Return entries in other places, and 1 for 0, once in ``VARIED`` turns."""
+    del key
+    other = jnp.where(x == 0, 1, jnp.roll(x, 1 + turn // VARIED))
+    return jnp.where(_is_last(turn), other, x)
 
 
 def _is_last(turn: Any) -> Any:
