@@ -288,13 +288,15 @@ class AtUse:
         """Return what all parameters have in ``Leaf.shared``."""
         before = None if self.before is None else self.before[2]
         own = weight if weight is None or before is None else before + weight
-        own, total = _if_it_counts(own, self.rerun), None
-        if self.few_bits is not None and own is not None:
+        counted, total = own, None
+        if self.rerun is not None:
+            counted = jnp.where(self.rerun.counts, 1.0 if own is None else own, 0.0)
+        if self.few_bits is not None and counted is not None:
             # Known before the gradients, which wait for no sum.
-            total = sum_over_shards(own, self.shards)
+            total = sum_over_shards(counted, self.shards)
+        weights = {"weight": weight, "before": before, "own": own, "counted": counted}
         scale = scale if self.measures else None
-        of_rerun = {"rerun": self.rerun, "before": before}
-        return {"weight": weight, "total": total, "scale": scale, "norm": norm, **of_rerun}
+        return {**weights, "total": total, "rerun": self.rerun, "scale": scale, "norm": norm}
 
     def _leaf(self, place: int, x: Any, slot: Any, held: Any = None, shared: Any = None) -> "Leaf":
         partition = self.partitions[place]
@@ -404,7 +406,7 @@ class Transfer:
                 if held is not None:
                     _set_rows(held, kept.rows, lost)
             total = total.astype(self.sum_dtype)
-            own, weight = self._own(gradient, kept.shared, kept.before)
+            own, weight = self._own(gradient, kept.shared, kept.before), kept.shared["own"]
             if rerun is not None:
                 # A shard, or a microbatch, of weight 0 may hold NaN.
                 counts = True if weight is None else weight != 0
@@ -416,19 +418,17 @@ class Transfer:
                 kept.shared["norm"][...] += norm
             return total
 
-    def _own(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> tuple[Any, Any]:
-        """Return this shard's gradient, the mean of its microbatches, and its weight."""
-        weight = shared["weight"]
+    def _own(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> Any:
+        """Return this shard's gradient, the mean of its microbatches."""
         if before is None:
-            return gradient, weight
+            return gradient
         no_loss = jnp.zeros_like(shared["before"])
-        sums = add((before, no_loss, shared["before"]), gradient, no_loss, weight)
-        return mean(sums)[0], None if weight is None else sums[2]
+        sums = add((before, no_loss, shared["before"]), gradient, no_loss, shared["weight"])
+        return mean(sums)[0]
 
     def _sent(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """Return what is summed of a gradient, or of a slice of it."""
-        gradient, weight = self._own(gradient, shared, before)
-        weighed = to_average(gradient, _if_it_counts(weight, shared["rerun"]))
+        weighed = to_average(self._own(gradient, shared, before), shared["counted"])
         if self.at_use.few_bits is None:
             return as_sent(weighed, self.at_use.reduce_dtype)
         # Residuals are in units of the mean.
@@ -535,13 +535,6 @@ class Refs(NamedTuple):
     squared_norm: Any  # of this shard's own gradients; ``None`` if it is not measured
 
 
-def _if_it_counts(weight: Any, rerun: Rerun | None) -> Any:
-    """Return the weight of a shard, 0 if it is left out; ``None`` if all count the same."""
-    if rerun is None:
-        return weight
-    return jnp.where(rerun.counts, 1.0 if weight is None else weight, 0.0)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _use(transfer: Transfer, how: Product | None, value: Any, slot: Any, kept: Kept) -> jax.Array:
     """Return the full parameter, or its product with ``kept.x``; ``slot`` gets its gradient."""
@@ -584,10 +577,10 @@ class Leaf(Deferred):
     arrays: dict[str, Any]
     # The residual of all rows, which the backward pass replaces; ``None`` without.
     refs: Any
-    # What is the same for all parameters: ``weight``, float[], of this shard, or ``None`` if all
-    # count the same; ``total``, the sum of all weights, by which few bits divide; ``scale``, of the
-    # loss, where norms are measured, and ``norm``, to which the backward pass adds them; and
-    # ``before``, the sum of the weights of earlier microbatches.
+    # What is the same for all parameters: ``weight``, float[], of the rows, and ``before``, of the
+    # microbatches before them; ``own``, of both, and ``counted``, 0 if the shard is left out; each
+    # ``None`` if all count the same. ``total``, the sum over the shards, by which few bits divide.
+    # ``scale``, of the loss, where norms are measured, and ``norm``, to which these are added.
     shared: dict[str, Any]
     of_row: bool = False  # whether it is a row of the parameter, or some
     in_ring: bool = False  # whether its slices are multiplied one by one as they arrive

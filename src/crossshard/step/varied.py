@@ -107,9 +107,7 @@ def varied(
         for place in whole_numbers if len(known) else ():
             x, (of_place, of_number) = found[place], jax.random.split(key(place))
             some = jax.random.bernoulli(of_place, 0.5, x.shape) & (turn % 2 == 1) & ~stays[place]
-            # Also without their neighbours: what is beyond the labels may be NaN.
-            end = jnp.where(_is_last(turn), len(known) // 3, len(known))
-            others = known[jax.random.randint(of_number, x.shape, 0, end)].astype(x.dtype)
+            others = jax.random.choice(of_number, known, x.shape).astype(x.dtype)
             found[place] = jnp.where(some, others, x)
         for place, axis in enumerate(axes):
             x = found[place] = take_rows(found[place], axis, order)
@@ -182,7 +180,7 @@ def _counting(loss: StepLoss, rows: Any, whole: Any) -> set[int]:
 
 
 def compared_with(jaxpr: Any) -> np.ndarray[Any, Any]:
-    """Return the whole numbers that a jaxpr compares others with, and then their neighbours.
+    """Return the whole numbers that a jaxpr compares others with, and their neighbours.
 
     They are literals, and the numbers of an iota, as ``jax.nn.one_hot`` has them.
     """
@@ -200,7 +198,7 @@ def compared_with(jaxpr: Any) -> np.ndarray[Any, Any]:
             step = max(1, -(-end // _NUMBERS))
             classes |= {*range(end - 1, -1, -step)}
     exact = [each for of in (found, classes - found) for each in sorted(of)[:_NUMBERS]]
-    return np.array([x + by for by in (0, -1, 1) for x in exact], np.int32)
+    return np.array([x + by for x in exact for by in (0, -1, 1)], np.int32)
 
 
 # The parts of what is varied, and the names of two of them.
