@@ -106,11 +106,11 @@ STEPS: dict[str, tuple[str, Any, dict[str, Any], float, float]] = {
         2 * moved(2, 4 * (W + V) / 2) + summed(2, 4 * (B / 2 + 1)) + summed(2, 4 * 32 * 64),
         0,
     ),
-    # With b the loss and the number of shards that count; then whether all is finite. What is sent
-    # where it is not does not count.
+    # The loss is in one bucket with b; then whether all is finite. What is sent where it is not,
+    # the number of shards that count among it, does not count.
     "quarantine": (
         *("replicated", SGD, {"nonfinite": "quarantine"}),
-        *(summed(N, 4 * (W + V + B + 2)), summed(N, 4)),
+        *(summed(N, 4 * (W + V + B + 1)), summed(N, 4)),
     ),
 }
 # Each returns a program, the bytes of its arrays, and those of its scalars.
