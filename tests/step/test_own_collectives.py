@@ -206,10 +206,15 @@ def test_a_group_may_sum_over_its_own_shards():
 def test_a_microbatch_has_only_its_own_rows():
     with pytest.raises(LossError, match="sees only its own rows: leave accumulate_steps out"):
         stepped(contrastive, accumulate_steps=2)
+
+
+@pytest.mark.deep
+def test_microbatches_of_gathered_losses_follow_one_device():
     _, got = stepped(RIGHT["gathered losses"], accumulate_steps=2)
     assert_close(got, of_one_device(RIGHT["gathered losses"]), 1e-6)
 
 
+@pytest.mark.deep
 def test_shards_that_add_up_may_each_have_a_part():
     part = lambda w, b: contrastive(w, b) / lax.axis_size("shards")
     optimizer = crossshard.CrossShardOptimizer(optax.sgd(0.1), reduction="sum")
@@ -228,7 +233,10 @@ def test_a_term_that_starts_later_is_compared():
     step = made(lambda w, b: late(w, b, b["share"]), replicated_entries=["share"])
     with pytest.raises(LossError, match=r"other numbers in .*batch\['share'\].* is "):
         step(step.init(W), BATCH | {"share": np.float32(0)})
-    # By the number of the step.
+
+
+@pytest.mark.deep
+def test_a_term_that_the_number_of_the_step_starts_is_compared():
     counted = lambda w, s, b: (late(w, b, jnp.minimum(s / 1000, 1)), s + 1)
     for kind in ("mean", "per_shard"):
         step = made(counted, model_state=kind)
@@ -260,6 +268,7 @@ def test_a_gate_that_a_parameter_opens_later_is_compared():
         step(step.init((W, jnp.float32(0.5))), BATCH)
 
 
+@pytest.mark.deep
 def test_numbers_of_one_model_say_nothing_of_another():
     class Towers(nnx.Module):
         def __init__(self, first: int | None) -> None:
@@ -272,7 +281,9 @@ def test_numbers_of_one_model_say_nothing_of_another():
     step(step.init(Towers(None)), BATCH)
     with pytest.raises(LossError, match="by numbers it is not so"):
         step(step.init(Towers(0)), BATCH)
-    # Nor do those of one table of another shape.
+
+
+def test_numbers_of_one_table_say_nothing_of_one_of_another_shape():
     of_table = lambda w, b: contrastive(w, b, 0 if len(b["table"]) > 1 else None)
     step = made(of_table, replicated_entries=["table"])
     state, _ = step(step.init(W), BATCH | {"table": np.ones(1)})
@@ -395,6 +406,7 @@ def test_over_both_axes_of_the_shards():
         on_mesh(contrastive, axes, axes)  # it has the rows of one of them
 
 
+@pytest.mark.deep
 def test_a_module_with_a_kernel_that_xla_cannot_split():
     class Towers(nnx.Module):
         def __init__(self) -> None:
