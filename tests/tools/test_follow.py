@@ -144,7 +144,7 @@ def test_the_tutorial_is_true_word_by_word(tmp_path: Path, monkeypatch: pytest.M
 
 
 # Adam hides a wrong scale. plot.py compares the curves; about three minutes.
-@pytest.mark.deep
+@pytest.mark.soak
 def test_the_curves_of_the_tutorial_are_the_same_with_plain_sgd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
