@@ -449,7 +449,7 @@ def test_a_checkpoint_of_0_2_0_is_restored_and_compared_as_far_as_it_goes(tmp_pa
 
 
 @pytest.mark.parametrize("nonfinite", ["quarantine", "skip"])
-def test_what_0_3_0_held_back_of_weighed_sums_is_dropped(tmp_path: Path, nonfinite: str):
+def test_what_0_3_0_held_back_of_weighted_sums_is_dropped(tmp_path: Path, nonfinite: str):
     step = step_with(reduce_dtype="int8", nonfinite=nonfinite)
     state = saved(tmp_path, step, trained(step))
     edit(tmp_path / "00000002" / "manifest" / "manifest.json", as_of_5)

@@ -119,13 +119,13 @@ jax.monitoring.register_event_listener(lambda name, **_: found.update([name.spli
 for places in ([0, 1], [1, 0], [1, 2], [2, 0], [0, 1, 2], [2, 0, 1]):
     mesh = jax.sharding.Mesh(np.array(jax.devices())[places], "x")
     own = lambda x: jax.lax.psum(x * (1 + jax.lax.axis_index("x")), "x") + jax.lax.axis_index("x")
-    weighed = sum(10 * place * number for number, place in enumerate(places, 1))
+    weighted = sum(10 * place * number for number, place in enumerate(places, 1))
     if job.process_id in places:
         rows = jax.NamedSharding(mesh, jax.P("x"))
         values = 10 * np.array(places, np.float32)
         x = jax.make_array_from_callback(values.shape, rows, lambda index: values[index])
         y = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x")))(x)
-        assert y.addressable_data(0)[0] == weighed + places.index(job.process_id), (places, y)
+        assert y.addressable_data(0)[0] == weighted + places.index(job.process_id), (places, y)
 print("missed", found["compile_requests_use_cache"] - found["cache_hits"])
 """
 

@@ -1,6 +1,6 @@
 """accumulate_steps: what calls in between leave, what is sent, keys and statistics.
 
-That k microbatches are one step, weighed or not, hold the combinations, by their factor of this
+That k microbatches are one step, weighted or not, hold the combinations, by their factor of this
 name.
 """
 

@@ -89,8 +89,8 @@ def refusals_of(combination: Combination) -> list[str]:
 
 def is_taken(c: Combination) -> bool:
     """Whether a way in has the options."""
-    weighed = c.is_counted or (c.weights is not None and not c.is_update)
-    return c.is_step or (c.compared is None and c.workers is None and not weighed)
+    weighted = c.is_counted or (c.weights is not None and not c.is_update)
+    return c.is_step or (c.compared is None and c.workers is None and not weighted)
 
 
 def is_run(c: Combination) -> bool:

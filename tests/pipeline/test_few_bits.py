@@ -265,11 +265,11 @@ WEIGHTS = np.float32([[*range(1, 9)], [0, 0, 100, 0, 0, 50, 0, 0], [1, 2, 0, 0, 
 
 @pytest.mark.parametrize("how", deep_but(["replicated", "params sharded"], HOW))
 def test_what_is_held_back_is_of_the_mean_whatever_a_batch_weighs(how: str):
-    def weighed(params: Any, batch: Any) -> jax.Array:
+    def weighted(params: Any, batch: Any) -> jax.Array:
         one = lambda name: (params[name] * jnp.tensordot(batch["k"], batch[name], 1)).sum()
         return sum(one(name) for name in params) / batch["k"].sum()
 
-    step = sgd_step(weighed, 1.0, N, reduce_dtype="int4", weight="k", **HOW[how])
+    step = sgd_step(weighted, 1.0, N, reduce_dtype="int4", weight="k", **HOW[how])
     state = step.init(PARAMS)
     for t, weights in enumerate(WEIGHTS):
         state, _ = step(state, batch_of(t) | {"k": weights})

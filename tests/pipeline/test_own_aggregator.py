@@ -108,12 +108,12 @@ def test_what_is_kept_is_each_shards_own_and_goes_to_other_shards():
 
 
 def test_what_is_sent_and_what_is_kept_are_the_mean_whatever_a_batch_weighs():
-    def weighed(params: Any, batch: Any) -> jax.Array:
+    def weighted(params: Any, batch: Any) -> jax.Array:
         one = lambda name: (params[name] * jnp.tensordot(batch["k"], batch[name], 1)).sum()
         return sum(one(name) for name in params) / batch["k"].sum()
 
     weights = np.float32([[1, 2, 3, 4], [0, 0, 50, 0], [3, 0, 0, 1], [1, 1, 1, 1]])
-    step = sgd_step(weighed, 1.0, N, weight="k", aggregator=TopK(PART))
+    step = sgd_step(weighted, 1.0, N, weight="k", aggregator=TopK(PART))
     state = train(step, step.init(PARAMS), [batch_of(t) | {"k": k} for t, k in enumerate(weights)])
     for name, x in step.model(state).items():
         means = [

@@ -369,15 +369,15 @@ def _of_groups(tree: Any) -> Any:
 
 def by_train_step(combination: Combination) -> Run:
     """A whole step, built by make_train_step."""
-    is_weighed = combination.weights is not None and not combination.is_counted
+    is_weighted = combination.weights is not None and not combination.is_counted
     step = make_train_step(
         counted_loss if combination.is_counted else loss_fn,
         optimizer_of(combination),
         num_shards=N,
         weight_update="sharded" if combination.is_sharded else "replicated",
-        weight=weight_of if is_weighed else None,
+        weight=weight_of if is_weighted else None,
         # Each row of a shard has the same weight, by which the plain loss does not divide.
-        loss_over="shard" if is_weighed else "rows",
+        loss_over="shard" if is_weighted else "rows",
         **options_of(combination),
     )
     state = step.init(params_of(combination))

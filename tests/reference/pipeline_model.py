@@ -331,7 +331,7 @@ class Model:
         """The reduced gradient of a group, with the loss, the weight and the norms."""
         if self.options.counted:
             return self._reduce_counted(index, batches, weights)
-        return self._reduce_weighed(index, batches, weights)
+        return self._reduce_weighted(index, batches, weights)
 
     def _reduce_counted(self, index: int, batches: Any, counts: Any) -> dict[str, Any]:
         """The same, where each part's loss is divided by what all that are not left out count."""
@@ -341,7 +341,7 @@ class Model:
         while True:
             total, parts = counts[:, list(left)].sum(), len(left) * len(batches)
             factors = counts * (parts / total if total else 0.0)
-            found = self._reduce_weighed(index, batches, None, factors)
+            found = self._reduce_weighted(index, batches, None, factors)
             # A shard's own mean, without the factors.
             each = [counts[:, shard].sum() if shard in left else 0.0 for shard in members]
             own = [
@@ -358,7 +358,7 @@ class Model:
             # Once more, without those that are left out.
             self.traces, self.residuals, left = traces, residuals, good
 
-    def _reduce_weighed(
+    def _reduce_weighted(
         self, index: int, batches: Any, weights: Any, factors: Any = None
     ) -> dict[str, Any]:
         options, members = self.options, self.groups[index]
@@ -410,26 +410,28 @@ class Model:
         divisor: float,
     ) -> np.ndarray:
         options = self.options
-        weighed = [
+        weighted = [
             w * tree[name] if w else 0.0 * tree[name] for w, tree in zip(ws, own, strict=True)
         ]
         if options.wire is None or len(members) == 1:
             # A worker of one shard sends nothing.
-            return np.sum(weighed, axis=0)
+            return np.sum(weighted, axis=0)
         if options.wire in FEW_BITS:
             # What is held back is a part of the mean.
-            divided = [x / divisor for x in weighed]
+            divided = [x / divisor for x in weighted]
             return self._sum_in_few_bits(name, divided, members) * divisor
-        total = np.sum([round_to(x, options.wire) for x in weighed], axis=0)
+        total = np.sum([round_to(x, options.wire) for x in weighted], axis=0)
         return total if name in options.split else round_to(total, options.wire)
 
     def _sum_in_few_bits(
-        self, name: str, weighed: list[np.ndarray], members: tuple[int, ...]
+        self, name: str, weighted: list[np.ndarray], members: tuple[int, ...]
     ) -> np.ndarray:
         wire, number = str(self.options.wire), len(members)
-        if weighed[0].size < 128 * number:
-            return np.sum(weighed, axis=0)
-        given = [x + self.residuals[shard][name] for x, shard in zip(weighed, members, strict=True)]
+        if weighted[0].size < 128 * number:
+            return np.sum(weighted, axis=0)
+        given = [
+            x + self.residuals[shard][name] for x, shard in zip(weighted, members, strict=True)
+        ]
         split = name in self.options.split
         sent = [each_row(x, number, wire, split=split) for x in given]
         for x, y, shard in zip(given, sent, members, strict=True):

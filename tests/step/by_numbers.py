@@ -302,7 +302,7 @@ def trimmed_where(chosen: Callable[[Any], Any]) -> Any:
     return lambda w, b: of_rows(w, b).mean() + trimmed(of_rows(w, b) * chosen(b))
 
 
-def weighed(weights: Any, w: Any, batch: Any) -> Any:
+def weighted(weights: Any, w: Any, batch: Any) -> Any:
     """Two terms, the second of which compares rows."""
     return weights @ jnp.stack([of_rows(w, batch).mean(), trimmed(of_rows(w, batch))])
 

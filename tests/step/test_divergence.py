@@ -318,7 +318,7 @@ def test_it_is_refused_where_jax_traces():
 def test_a_comparison_does_not_meet_what_groups_and_workers_send():
     """On CPUs the program ended by a signal, or stood still."""
 
-    def weighed(params: Any, batch: Any) -> Any:
+    def weighted(params: Any, batch: Any) -> Any:
         losses = ((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - 1) ** 2).mean(1)
         return (losses * batch["mask"]).sum() / batch["mask"].sum()
 
@@ -330,7 +330,7 @@ def test_a_comparison_does_not_meet_what_groups_and_workers_send():
     optimizer = crossshard.CrossShardOptimizer(optax.sgd(0.1), group_assignment=[[0, 2], [1, 3]])
     found = []
     for compared in ({}, {"check_divergence": 1}):
-        step = make_train_step(weighed, optimizer, num_shards=4, **options, **compared)
+        step = make_train_step(weighted, optimizer, num_shards=4, **options, **compared)
         state = step.init(params)
         for batch in batches:
             state, metrics = step(state, batch)

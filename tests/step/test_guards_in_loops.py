@@ -189,7 +189,7 @@ def of_one_layer(params: Any, batch: Any) -> Any:
 WEIGHTS = np.float32([np.arange(ROWS) % 5, np.arange(ROWS) == 20])
 
 
-def weighed(params: Any, batch: Any) -> Any:
+def weighted(params: Any, batch: Any) -> Any:
     """A loss of layers in a loop that divides by what its rows weigh."""
     h = layered.scanned(layered.embedded(params, batch), params["layers"])
     return (layered.error(params, h, batch) * batch["k"]).sum() / batch["k"].sum()
@@ -202,9 +202,9 @@ FEW: dict[str, tuple[Any, dict[str, Any]]] = {
     "some layers": (some_layers, {}),
     "one layer": (of_one_layer, {"nonfinite": "skip"}),
     "four bits": (REMAT, {"reduce_dtype": "int4"}),
-    "weights": (weighed, {"weight": "k"}),
-    "weights and microbatches": (weighed, {"weight": "k", "accumulate_steps": 2}),
-    "weights and a guard": (weighed, {"weight": "k", "nonfinite": "quarantine"}),
+    "weights": (weighted, {"weight": "k"}),
+    "weights and microbatches": (weighted, {"weight": "k", "accumulate_steps": 2}),
+    "weights and a guard": (weighted, {"weight": "k", "nonfinite": "quarantine"}),
 }
 QUICK_FEW = [("parts", "checkpoint"), ("replicated", "weights and microbatches")]
 ALL_FEW = [*QUICK_FEW, ("replicated", "a guard"), ("parts", "microbatches")]

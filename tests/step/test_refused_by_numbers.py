@@ -54,7 +54,7 @@ from tests.step.by_numbers import (
     two_views,
     undecided_below,
     undecided_unlike,
-    weighed,
+    weighted,
     with_axis,
     with_bounded_gradients,
     with_capacity,
@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         {},
     ),
     "weights of two terms": (
-        lambda w, b: weighed(b["at"], w, b),
+        lambda w, b: weighted(b["at"], w, b),
         r"other numbers in .*batch\['at'\]",
         BATCH | {"at": np.float32([1, 0])},
         AT,
@@ -292,7 +292,7 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         {},
     ),
     "gates that are closed": (
-        lambda w, b: weighed(jax.nn.relu(jnp.stack([w[0, 0], w[2, 0]])), w, b),
+        lambda w, b: weighted(jax.nn.relu(jnp.stack([w[0, 0], w[2, 0]])), w, b),
         "with larger parameters or other signs",
         BATCH,
         {},
@@ -367,7 +367,7 @@ HIDDEN: dict[str, tuple[Any, str]] = {
         lambda w, b: squares(w, b).mean() + jax.nn.relu(squares(w, b).mean() - 99),
         "add of a bound of a sum over rows",
     ),
-    "relu of means, weighed": (
+    "relu of means, weighted": (
         lambda w, b: (
             squares(w, b).mean() + 2 * jax.nn.relu((embedded(w, b) ** 2).mean(0) - 50).sum()
         ),
@@ -427,7 +427,7 @@ def test_a_layer_that_starts_at_0_hides_nothing(params: str):
 
 
 def test_weights_of_terms_that_each_step_moves_are_compared():
-    step = made(lambda w, by, b: (weighed(by, w, b), by / 2 + 0.25), model_state="mean")
+    step = made(lambda w, by, b: (weighted(by, w, b), by / 2 + 0.25), model_state="mean")
     with pytest.raises(LossError, match=r"other numbers in batch.*, model_state, of rows"):
         step(step.init(W, model_state=np.float32([1, 0])), BATCH)
 

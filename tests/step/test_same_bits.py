@@ -50,7 +50,7 @@ def loss_fn(params: Any, batch: Any) -> Any:
     return costs_of(params, batch).mean()
 
 
-def weighed(params: Any, batch: Any) -> Any:
+def weighted(params: Any, batch: Any) -> Any:
     return (costs_of(params, batch) * batch["w"]).sum() / batch["w"].sum()
 
 
@@ -189,14 +189,14 @@ def test_an_update_that_is_not_elementwise_is_replicated_where_its_pieces_do_not
 
 
 def test_weights_count_and_padding_divides_over_virtual_shards():
-    options: dict[str, Any] = {"loss": weighed, "rows": 21, "weight": "w"}
+    options: dict[str, Any] = {"loss": weighted, "rows": 21, "weight": "w"}
     options |= {"virtual_shards": 8, "accumulate_steps": 2}
     found = [trained(shards, **options) for shards in (1, 4, 3)]
     assert sha(found[0]) == sha(found[1]) == sha(found[2])
     assert found[0][1]["weight"] == 14
     weights = (np.arange(21) % 3 > 0).astype(np.float32)
     batches = [batch_of(seed, 21) | {"w": weights} for seed in range(3)]
-    near(found[0][0], on_one_device(weighed, OPTIMIZERS["sgd"], batches))
+    near(found[0][0], on_one_device(weighted, OPTIMIZERS["sgd"], batches))
 
 
 def noisy(params: Any, state: Any, batch: Any, rng: Any) -> Any:

@@ -77,7 +77,7 @@ def loss(params: Any, batch: Any, rng: Any) -> Any:
     return (costs * batch["w"]).sum() / batch["w"].sum() if "w" in batch else costs.mean()
 
 
-def batches(*, weighed: bool, steps: int = STEPS) -> Iterator[Any]:
+def batches(*, weighted: bool, steps: int = STEPS) -> Iterator[Any]:
     import numpy as np
 
     rng = np.random.default_rng(2)
@@ -87,7 +87,7 @@ def batches(*, weighed: bool, steps: int = STEPS) -> Iterator[Any]:
             "t": rng.integers(0, 40, (ROWS, 5)),
             "y": rng.normal(size=ROWS).astype(np.float32),
         }
-        yield batch | {"w": (rng.random(ROWS) < 0.7).astype(np.float32)} if weighed else batch
+        yield batch | {"w": (rng.random(ROWS) < 0.7).astype(np.float32)} if weighted else batch
 
 
 def sha(*trees: Any) -> str:
@@ -112,7 +112,7 @@ def trained(shards: int, virtual: int | None, optimizer: str, **options: Any) ->
     step = crossshard.make_train_step(loss, optimizer_of(optimizer), num_shards=shards, **options)
     params = params_of("bfloat16" if "master_dtype" in options else "float32")
     state, losses = step.init(params), []
-    for batch in batches(weighed="weight" in options):
+    for batch in batches(weighted="weight" in options):
         own = {name: x[step.own_rows(ROWS)] for name, x in batch.items()}
         state, metrics = step(state, own)
         losses.append(metrics["loss"])

@@ -167,7 +167,7 @@ def as_manifest(body: dict[str, Any], file: Path, number: int) -> Manifest:
         if form == 3:
             body["fingerprint"] = _of_version_3(**body["fingerprint"])
         if form < VERSION:
-            body["leaves"] = _of_weighed_sums(body["leaves"], **body["fingerprint"])
+            body["leaves"] = _of_weighted_sums(body["leaves"], **body["fingerprint"])
             body["fingerprint"] = _of_version_5(**body["fingerprint"])
         manifest: Manifest = typed(Manifest, body)
         paths = [leaf.path for leaf in manifest.leaves]
@@ -194,8 +194,8 @@ def _of_version_3(update: Any, preprocess: Any, options: Any, **others: Any) -> 
     return {"updates": updates, "options": options, **others}
 
 
-def _of_weighed_sums(leaves: Any, options: Any, **others: Any) -> list[Any]:
-    """Rename what aggregators of crossshard 0.3.0 keep of weighed sums, so that it is dropped.
+def _of_weighted_sums(leaves: Any, options: Any, **others: Any) -> list[Any]:
+    """Rename what aggregators of crossshard 0.3.0 keep of weighted sums, so that it is dropped.
 
     They now keep parts of the mean.
     """

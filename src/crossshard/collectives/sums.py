@@ -427,7 +427,7 @@ def _spans(widths: Iterable[int]) -> Iterable[tuple[int, int]]:
     return itertools.pairwise(itertools.accumulate(widths, initial=0))
 
 
-# ---- Means: how the values of shards, or microbatches, are weighed, summed and divided.
+# ---- Means: how the values of shards, or microbatches, are weighted, summed and divided.
 
 
 def to_average(x: Any, weight: Float[Array, ""] | None) -> Inexact[Array, "..."]:

@@ -199,7 +199,7 @@ class MeanSums:
         }
 
     def own_weight(self, weight: Any) -> Any:
-        """Return what a shard's gradient is weighed by; ``None`` if its terms differ in it.
+        """Return what a shard's gradient is weighted by; ``None`` if its terms differ in it.
 
         Of a ratio that is a ``Mean`` since it has a ``weight``, the last count is that.
         """

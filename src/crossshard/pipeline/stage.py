@@ -76,16 +76,16 @@ class Gradients:
         float0.
       extra_status: the same for ``extra``.
       early: for each leaf of ``values`` whether the loss has summed it already, so that it is this
-        shard's slice of the sum; empty if no leaf is. Such a leaf is ``SUMMED``, weighed before,
+        shard's slice of the sum; empty if no leaf is. Such a leaf is ``SUMMED``, weighted before,
         and divided, too, if the aggregator ``divides_before``.
       summed_norm: before the aggregate: float32[], the squared norm of this shard's own gradients
         of the ``early`` leaves; ``None`` if no stage asks for it.
       own_weight: before the aggregate: float[], the weight of this shard, if ``weight`` is not it
-        because a ``Mean`` has weighed the gradients; else ``None``.
+        because a ``Mean`` has weighted the gradients; else ``None``.
       total_weight: before the aggregate: float[], the sum of all weights, if it is known; else
         ``None``.
-      weighed: before the aggregate: whether ``values``, ``extra`` and ``sums`` have been multiplied
-        by the weight.
+      weighted: before the aggregate: whether ``values``, ``extra`` and ``sums`` have been
+        multiplied by the weight.
       dtypes: the dtypes that the reduced ``extra`` and ``values`` are to have, leaf by leaf; stages
         may widen them on the way. After the aggregate, those of ``values``.
       divisor: after the aggregate: what the sums in ``values`` are to be divided by, if there are
@@ -109,7 +109,7 @@ class Gradients:
     status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     extra_status: Statuses = dataclasses.field(default=(), metadata={"static": True})
     early: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})
-    weighed: bool = dataclasses.field(default=False, metadata={"static": True})
+    weighted: bool = dataclasses.field(default=False, metadata={"static": True})
     dtypes: tuple[np.dtype, ...] = dataclasses.field(default=(), metadata={"static": True})
     divisor: int | None = dataclasses.field(default=None, metadata={"static": True})
 

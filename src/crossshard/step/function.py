@@ -164,7 +164,7 @@ class StepConfig:
         loss, pipeline, excludes = self.loss, self.pipeline, self.pipeline.excludes_shards
         local, opt_state, like = self._local(before, given, at_use)
         context = dataclasses.replace(context, params=like)
-        widened = local.is_weighed or loss.accumulate_steps > 1 or pipeline.loss_scale is not None
+        widened = local.is_weighted or loss.accumulate_steps > 1 or pipeline.loss_scale is not None
         if local.terms is not None and excludes and pipeline.of_own_gradient:
             raise ArgumentError(
                 f"The loss returns a Mean, whose gradients are computed again without a shard that "
@@ -182,7 +182,7 @@ class StepConfig:
             widened=widened,
             early=local.early,
         ).replace(
-            weighed=local.is_weighed,
+            weighted=local.is_weighted,
             summed_norm=local.squared_norm,
             own_weight=None if local.terms is None else local.terms.own_weight(loss.weight),
         )
@@ -216,23 +216,23 @@ class StepConfig:
         num_parts = loss.parts(context.shards.size)
         metrics = {"loss": gradients.extra["value"]}
         sums: dict[str, Any] = dict(gradients.sums)
-        weighed_by = gradients
+        weighted_by = gradients
         if loss.weight is not None:
             # A ``Mean`` has the weight in its counts.
             of_mean = sums["terms"].counts[-1] if "terms" in sums else gradients.weight
-            weighed_by = gradients.replace(weight=of_mean)
-            metrics["weight"] = weighed_by.weight
+            weighted_by = gradients.replace(weight=of_mean)
+            metrics["weight"] = weighted_by.weight
         terms = sums.get("terms", local.terms)
         if terms is not None:
             metrics |= terms.metrics() if loss.weight is None else {}
             are_empty = terms.are_empty()
             gradients = gradients if are_empty is None else gradients.skipped_if(are_empty)
-        aux = loss.reduced_aux(local, weighed_by, num_parts, context.shards.groups is not None)
+        aux = loss.reduced_aux(local, weighted_by, num_parts, context.shards.groups is not None)
         after = dataclasses.replace(
             before,
             step=before.step + 1,
             opt_state=opt_state,
-            model_state=reduced_state(local.model_state, weighed_by, num_parts),
+            model_state=reduced_state(local.model_state, weighted_by, num_parts),
         )
         return Progress(after, aux, metrics, gradients)
 

@@ -428,11 +428,11 @@ class Transfer:
 
     def _sent(self, gradient: jax.Array, shared: Mapping[str, Any], before: Any) -> jax.Array:
         """Return what is summed of a gradient, or of a slice of it."""
-        weighed = to_average(self._own(gradient, shared, before), shared["counted"])
+        weighted = to_average(self._own(gradient, shared, before), shared["counted"])
         if self.at_use.few_bits is None:
-            return as_sent(weighed, self.at_use.reduce_dtype)
+            return as_sent(weighted, self.at_use.reduce_dtype)
         # Residuals are in units of the mean.
-        return average(weighed, shared["total"], self.at_use.divisor)
+        return average(weighted, shared["total"], self.at_use.divisor)
 
     def product(self, x: jax.Array, how: Mapping[str, Any]) -> Product | None:
         """Return the product with ``x`` if it need not wait for the full parameter, else ``None``.

@@ -40,9 +40,9 @@ class LocalResult(NamedTuple):
     squared_norm: Any = None
     # What else the aggregate is to sum, by name; ``None`` for what ``StepLoss.sums`` makes of this.
     sums: dict[str, Any] | None = None
-    # Whether loss, values, weight and sums are weighed partial sums over virtual shards,
+    # Whether loss, values, weight and sums are weighted partial sums over virtual shards,
     # ``[nodes, …]`` of the trees in collectives/in_order.py, and aux is ``[virtual, …]``.
-    is_weighed: bool = False
+    is_weighted: bool = False
 
 
 def pieces_of(rows: Any, axes: BatchAxes, number: int, *, interleaved: bool = False) -> Any:

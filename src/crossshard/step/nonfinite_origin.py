@@ -282,8 +282,8 @@ class _Search:
             if place == 0:
                 break
             gradients = others[len(others) - len(jax.tree.leaves(args[0])) :]
-            weighed = [widen(x) * weight if is_inexact(x) else x for x in (loss, *gradients)]
-            total = weighed if total is None else list(map(jnp.add, total, weighed))
+            weighted = [widen(x) * weight if is_inexact(x) else x for x in (loss, *gradients)]
+            total = weighted if total is None else list(map(jnp.add, total, weighted))
             weights += weight
         if program is not None and first is not None:
             return self._in_rows(program, *first)

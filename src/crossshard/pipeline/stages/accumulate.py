@@ -90,7 +90,7 @@ def add(
     weight: jax.Array | None,
     early: tuple[bool, ...] = (),
 ) -> Sums:
-    """Return the sums with one more microbatch; ``early`` gradients are already weighed."""
+    """Return the sums with one more microbatch; ``early`` gradients are already weighted."""
 
     def one(x: Any, new: Any, weight: Any = weight) -> Any:
         if not is_inexact(new):
@@ -99,8 +99,8 @@ def add(
         # `where`, because the gradient of weight 0 may be NaN.
         return x + (wide if weight is None else jnp.where(weight != 0, wide * weight, 0))
 
-    weighed = lambda x, new, is_early: one(x, new, None if is_early else weight)
-    values = _map_leaves(weighed, early, sums[0], gradients)
+    weighted = lambda x, new, is_early: one(x, new, None if is_early else weight)
+    values = _map_leaves(weighted, early, sums[0], gradients)
     return values, one(sums[1], loss), sums[2] + (1 if weight is None else weight)
 
 

@@ -82,7 +82,7 @@ class Weigh(Stage):
     def update(self, gradients: Gradients, state: Any, context: StageContext) -> Staged:
         """Return the gradients, and the values reduced with them, times the weight."""
         weight = gradients.weight
-        if weight is None or gradients.weighed:
+        if weight is None or gradients.weighted:
             return gradients, state
         gradients = as_local(gradients, context, "weight multiplies")
         weigh = lambda leaf: to_average(leaf, weight)

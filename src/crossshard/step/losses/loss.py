@@ -196,7 +196,7 @@ class StepLoss(abc.ABC):
         def one(leaf: Any, each: AuxReduction) -> jax.Array:
             if each is AuxReduction.PER_SHARD:
                 # Stored as one of [shards, …]; that of virtual shards is already.
-                return jnp.asarray(leaf) if local.is_weighed else jnp.asarray(leaf)[None]
+                return jnp.asarray(leaf) if local.is_weighted else jnp.asarray(leaf)[None]
             total, dtype = next(totals), jnp.result_type(leaf)
             if each is AuxReduction.MEAN:
                 total = average(total, gradients.weight, number)

@@ -114,7 +114,7 @@ def prepared(
             loss.record.counts_padding |= compares
             loss.record.counts_copies |= compares
             loss.record.check_padding()
-        return _weighed(loss, run, state, arguments, weight, at_use)
+        return _weighted(loss, run, state, arguments, weight, at_use)
     key = state.skeleton, times, *types_of(arguments)
     if key not in loss.record.known:
         groups = at_use.shards.groups if at_use.shards.is_grouped else None
@@ -126,12 +126,12 @@ def prepared(
     )
     loss.record.check_padding()
     if divisor is None or not divisor.is_of_piece:
-        return _weighed(loss, run, state, arguments, weight, at_use)
+        return _weighted(loss, run, state, arguments, weight, at_use)
     splits = divisor.splits(finding)
     if not (finding.moved or splits):
         # Another sum may equal the divisor in the first batch alone.
         weight = weight if divisor.is_weight else divisor.of_batch(batch)
-        return _weighed(loss, run, state, arguments, weight, at_use)
+        return _weighted(loss, run, state, arguments, weight, at_use)
 
     in_parts = functools.partial(run, at=divisor.at if splits else ())
 
@@ -142,7 +142,7 @@ def prepared(
     return as_sums, None
 
 
-def _weighed(
+def _weighted(
     loss: StepLoss,
     run: Callable[..., Returned],
     state: TrainState,

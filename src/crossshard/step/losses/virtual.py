@@ -56,7 +56,7 @@ class VirtualLoss(StepLoss):
     def local(
         self, before: TrainState, given: Any, at_use: AtUse, counts_in: Any = None
     ) -> tuple[LocalResult, Any]:
-        """Return the weighed partial sums over the virtual shards of this one.
+        """Return the weighted partial sums over the virtual shards of this one.
 
         Raises:
           ArgumentError: its rows do not divide.
@@ -138,7 +138,7 @@ class VirtualLoss(StepLoss):
             for x, is_unread in zip(params, unread, strict=True)
         ]
         summed = structure.unflatten(values)
-        local = LocalResult(loss, summed, weight, model_state, aux, sums=others, is_weighed=True)
+        local = LocalResult(loss, summed, weight, model_state, aux, sums=others, is_weighted=True)
         of_nodes = lambda x, like: jax.ShapeDtypeStruct(x.shape, like.dtype)
         return local, jax.tree.map(of_nodes, summed, like)
 
@@ -169,7 +169,7 @@ class InOrder(Aggregator):
     def reduce(
         self, gradients: PyTree, sent: Sequence[Sent], state: PyTree, context: StageContext
     ) -> tuple[list[jax.Array], PyTree]:
-        """Return the slices of the sums of arrays ``[nodes, …]`` that are weighed already."""
+        """Return the slices of the sums of arrays ``[nodes, …]`` that are weighted already."""
         arrays, whole = [x.array for x in sent], [x.partition for x in sent]
         partitions = [
             each if each.number > 1 else dataclasses.replace(each, shape=x.shape[1:])
