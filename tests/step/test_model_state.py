@@ -261,6 +261,7 @@ def test_numbers_see_the_state_before_the_step_too(is_mean: bool) -> None:
         slope, of_one = jax.grad(in_order, has_aux=True)(w, of_one, x)
         w = w - 0.01 * slope
     assert_close(step.model(state), (w, of_one))
+    assert "by numbers its model state is a mean over the rows" in step.describe()
 
 
 # Equinox, aux.

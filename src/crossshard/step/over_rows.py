@@ -154,7 +154,12 @@ class OverRowsRecord:
             shown = "by numbers it is"
         elif self.latest.kind is OverRows.RATIO:
             shown = "in the first batch weight= is what it divides by"
-        return f"{self.latest}" + f"; {shown}" * is_shown
+        of_state = any(doubt.of_state for doubt in self.by_numbers)
+        return (
+            f"{self.latest}"
+            + f"; {shown}" * is_shown
+            + "; by numbers its model state is a mean over the rows" * of_state
+        )
 
     def check_padding(self) -> None:
         """Raise if the batch has rows of padding that may count in the loss.
