@@ -282,6 +282,29 @@ def test_snapshots_of_another_run_and_of_another_step_are_not_taken(folders: dic
         Checkpoints(folders["folder"], step).snapshot(state)
 
 
+def test_a_folder_that_is_moved_keeps_its_run_and_a_copy_is_another_one(
+    folders: dict[str, Any], tmp_path: Path
+):
+    step = step_on(2)
+    checkpoints = opened(folders, step, memory_every=1)
+    one = train(checkpoints, step, step.init(PARAMS), range(1))
+    checkpoints.save(one, "disk")
+    state = train(checkpoints, step, one, range(1, 3))
+    kept = arrays(step, trained(step, 1)), arrays(step, state)
+    moved = {**folders, "folder": folders["folder"].rename(tmp_path / "moved")}
+    found, data, _ = restored(moved, step)
+    check_same_bits(arrays(step, found), kept[1])
+    assert data == {"at": 3}
+    copied = {**folders, "folder": shutil.copytree(moved["folder"], tmp_path / "copied")}
+    with pytest.warns(CheckpointWarning, match=r"copied is a copy of .*moved\. It is a run of its"):
+        checkpoints = opened(copied, step)
+    found, data = checkpoints.restore_latest(step.abstract_init(PARAMS))
+    check_same_bits(arrays(step, found), kept[0])
+    assert data == "disk"
+    # It is told once.
+    assert restored(copied, step)[1] == "disk"
+
+
 def test_the_folder_is_private(folders: dict[str, Any], tmp_path: Path):
     step = write_two(folders)
     assert folders["memory"].stat().st_mode & 0o777 == 0o700

@@ -17,6 +17,7 @@ import stat
 import threading
 import time
 import uuid
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from jax.sharding import Mesh
 from crossshard import _check
 from crossshard.distributed.agreement import exchange
 from crossshard.distributed.identity import is_gone, machine, own_identity
-from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointWarning
 
 # Orbax writes it last. On a disk it also renames the folder of a checkpoint that is complete.
 _MARKER = "commit_success.txt"
@@ -43,6 +44,8 @@ _REMOTE = "gs://"
 MOST_BYTES = 64 << 20
 # The file that tells this run from others, if it has snapshots in memory.
 _RUN = "run.txt"
+# More than its 16 digits and a path have.
+_MOST_OF_RUN = 8192
 # The file that names the process which writes to the folder.
 WRITER = "writer.json"
 # How often a writer touches its file, and after how long without that it counts as dead, if it is
@@ -123,12 +126,7 @@ class Folder:
         own = ["", ""]
         if jax.process_index() == 0:
             try:
-                path = self.path / _RUN
-                if not path.exists():
-                    path.write_text(uuid.uuid4().hex[:16])
-                own[0] = read(path, 16).decode()
-                if not re.fullmatch(r"[0-9a-f]{16}", own[0]):
-                    raise ValueError("it has not 16 hexadecimal digits")
+                own[0] = self._own_run()
             except (OSError, ValueError) as error:
                 own[1] = str(error)
         run, why_not = json.loads(exchange("Checkpoints", json.dumps(own), mesh)[0])
@@ -139,6 +137,30 @@ class Folder:
                 f"that file."
             )
         return str(run)
+
+    def _own_run(self) -> str:
+        """Return the run of this folder, which is another one in a copy than in what was copied."""
+        path, run, where = self.path / _RUN, "", ""
+        if path.exists():
+            run, _, where = read(path, _MOST_OF_RUN).decode().partition("\n")
+            if not re.fullmatch(r"[0-9a-f]{16}", run):
+                raise ValueError("it has not 16 hexadecimal digits")
+        first = self.path / where
+        # A folder that was moved keeps its run, and so does one that has two paths.
+        is_copy = bool(where) and where != str(self.path) and _has_run(first, run)
+        if is_copy and (self.remote or not first.samefile(self.path)):
+            run = ""
+            warnings.warn(
+                f"{self.path} is a copy of {printable(where)}. It is a run of its own from now on, "
+                f"which does not go on from that one's snapshots. Give each run its own memory=, "
+                f"or they delete each other's.",
+                CheckpointWarning,
+                stacklevel=4,
+            )
+        if not run or where != str(self.path):
+            run = run or uuid.uuid4().hex[:16]
+            path.write_text(f"{run}\n{self.path}")
+        return run
 
     def _numbered(self) -> list[int]:
         names = {path.name for path in self.path.iterdir()}
@@ -208,6 +230,12 @@ class Folder:
             shutil.rmtree(path, ignore_errors=True)
         elif path.exists():
             path.rmtree()
+
+
+def _has_run(folder: Any, run: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return read(folder / _RUN, _MOST_OF_RUN).decode().startswith(run)
+    return False
 
 
 def read(path: Any, most: int) -> bytes:

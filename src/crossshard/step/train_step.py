@@ -328,8 +328,8 @@ class TrainStep:
         dropped, and a ``CheckpointWarning`` says so.
 
         Raises:
-          ArgumentError: the state is another optimizer's or preprocessor's, shards of one group
-            here differ in it, or its arrays are flattened and padded, as
+          ArgumentError: the state of the optimizer or of the preprocessor has another form, shards
+            of one group here differ in it, or its arrays are flattened and padded, as
             ``weight_update="sharded"`` alone stores them.
         """
         with self._on_step_mesh(state) as state, self._entering("reshard"):
