@@ -29,6 +29,7 @@ class Noted(Deferred):
     arrays: Any
     dtype: Any = FLOAT
     may_convert: bool = True
+    back: Any = None
     # The fewest dimensions of what has rows: a layer has none, though it has a first axis.
     stacked: int = W.ndim
     refs: Any = None
@@ -42,10 +43,13 @@ class Noted(Deferred):
 
     def used(self) -> jax.Array:
         # Two arrays, so that their slices must stay together.
-        return (self.arrays["x"] + self.arrays["zero"]).astype(self.dtype)
+        found = (self.arrays["x"] + self.arrays["zero"]).astype(self.dtype)
+        return found.astype(self.back or self.dtype)
 
-    def in_dtype(self, dtype: Any) -> "Noted | None":
-        return dataclasses.replace(self, dtype=jnp.dtype(dtype)) if self.may_convert else None
+    def in_dtype(self, dtype: Any, *, back: bool = False) -> "Noted | None":
+        own = self.dtype if back else None
+        new = dataclasses.replace(self, dtype=jnp.dtype(dtype), back=own)
+        return new if self.may_convert else None
 
     def row(self) -> "Noted | None":
         return self if self.arrays["x"].ndim >= self.stacked else None

@@ -144,6 +144,24 @@ def test_what_is_converted_twice_is_rounded_twice():
     assert [arrays for arrays, _ in gathered(step, params)] == [f"u16[{PART},{WIDTH}]"]
 
 
+@pytest.mark.parametrize("options", [{}, {"gather_dtype": "bfloat16"}])
+def test_gradients_of_many_uses_in_16_bits_add_up_in_32(options: dict[str, Any]):
+    def loss(w: Any, x: Any) -> Any:
+        outputs = [
+            (x * (1 + i / 64)).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16) for i in range(64)
+        ]
+        return sum(out.astype(jnp.float32).mean() for out in outputs)
+
+    params = np.float32(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)))
+    x = np.float32(np.random.default_rng(1).normal(1.5, 0.3, size=(2 * SHARDS, WIDTH)))
+    step = params_sharded(loss, **options)
+    (got,) = jax.tree.leaves(after(step, params, [x]).params)
+    want, _ = on_one_device(loss, SGD, params, [x])
+    moved, wanted = np.float64(got) - params, np.float64(want) - params
+    assert np.linalg.norm(moved - wanted) < 2e-3 * np.linalg.norm(wanted)
+    assert "gathered where it is used, in bfloat16" in step.describe()
+
+
 # Options.
 
 

@@ -61,8 +61,12 @@ class Deferred(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def in_dtype(self, dtype: Any) -> Self | None:
-        """Return this input in another dtype; ``None`` if it must become an array first."""
+    def in_dtype(self, dtype: Any, *, back: bool = False) -> Self | None:
+        """Return this input in another dtype; ``None`` if it must become an array first.
+
+        With ``back`` its array gets the dtype that it has now, in which gradients of several uses
+        add up.
+        """
 
     @abc.abstractmethod
     def row(self) -> Self | None:
@@ -112,9 +116,10 @@ class _Waiting:
             for each in readers
         }
         common = dtypes.pop() if len(readers) > 1 and len(dtypes) == 1 else None
-        narrow = None if common is None else deferred.in_dtype(common)
-        # Whether there are several readers, and all convert it to the dtype that it now has.
-        self.is_converted = narrow is not None
+        # Two gradients are rounded once more as they are added; of many, in few bits, the sum would
+        # lose what is small beside it. XLA leaves out the way to the other dtype and back.
+        back = len(readers) > 2
+        narrow = None if common is None else deferred.in_dtype(common, back=back)
         self._deferred, self._inside, self._note = narrow or deferred, inside, note
         self._array: Any = None
 
@@ -162,8 +167,6 @@ class _Evaluation:
             return _Waiting(x, readers[variable], inside, self.note) if is_deferred else x
 
         def apply(equation: Any, given: list[Any]) -> list[Any]:
-            if any(isinstance(x, _Waiting) and x.is_converted for x in given[:1]):
-                return [_array(given[0])]
             read = [x.read() if isinstance(x, _Waiting) else x for x in given]
             found: Sequence[Any] | None = None
             if any(isinstance(x, Deferred) for x in read):

@@ -383,12 +383,14 @@ class Transfer:
     partition: Partition  # its partition, or that of its row
     dtype: Any  # the dtype in which it is used
     sum_dtype: Any  # the dtype of the sum of its gradients
+    # The dtype that it gets back, where several uses convert it; ``None`` if it stays as it is.
+    back: Any = None
 
     def forward(self, value: jax.Array) -> jax.Array:
         """Return the full parameter."""
-        if not self.at_use.params_sharded:
-            return value
-        return self.at_use.gather([value], [self.partition], [self.dtype])[0]
+        if self.at_use.params_sharded:
+            (value,) = self.at_use.gather([value], [self.partition], [self.dtype])
+        return value if self.back is None else value.astype(self.back)
 
     def backward(self, gradient: jax.Array, kept: "Kept") -> jax.Array:
         """Return this shard's slice of the sum of all gradients; write what is kept beside it."""
@@ -628,7 +630,7 @@ class Leaf(Deferred):
         rows = self.arrays.get("rows") if self.of_row else None
         return Kept(x, None, self.refs, rows, self.shared, self.arrays.get("before"))
 
-    def in_dtype(self, dtype: Any) -> Self | None:
+    def in_dtype(self, dtype: Any, *, back: bool = False) -> Self | None:
         """Return it in a dtype of at most as many bits; one that is sent is converted once."""
         own = self.transfer.dtype
         floating = jnp.issubdtype(own, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
@@ -637,7 +639,9 @@ class Leaf(Deferred):
         if self.transfer.at_use.params_sharded and own != self.arrays["value"].dtype:
             # Two conversions round twice, and overflow in the first.
             return None
-        transfer = dataclasses.replace(self.transfer, dtype=jnp.dtype(dtype))
+        transfer = dataclasses.replace(
+            self.transfer, dtype=jnp.dtype(dtype), back=own if back else None
+        )
         if transfer.at_use.params_sharded:
             return dataclasses.replace(self, transfer=transfer)
         arrays = {**self.arrays, "value": self.arrays["value"].astype(dtype)}
