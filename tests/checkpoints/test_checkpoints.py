@@ -247,6 +247,17 @@ def test_what_else_a_state_holds(tmp_path: Path):
         check_same_bits(of_params(found), of_params(state))
 
 
+def test_a_key_of_another_kind_comes_back(tmp_path: Path):
+    step, key = step_on(2), jax.random.key(1, impl="rbg")
+    state, _ = step(step.init(PARAMS, rng=key), XS[0])
+    saved(tmp_path, step, state)
+    with pytest.raises(CheckpointMismatchError, match=r"of rbg, .*key\(0, impl='rbg'\) to init"):
+        Checkpoints(tmp_path, step).restore_latest(step.abstract_init(PARAMS))
+    found = Checkpoints(tmp_path, step).restore_latest(step.abstract_init(PARAMS, rng=key))
+    check_same_bits(arrays(step, found[0]), arrays(step, state))
+    assert (found[0].rng == state.rng).all()
+
+
 # Saving.
 
 

@@ -269,7 +269,8 @@ def _differences(
     elif not are_workers:
         yield _REFUSED, _differ("its groups are", manifest.groups, groups)
     if here is not None and manifest.rng != rng:
-        yield _REFUSED, f"its random key is of {manifest.rng}, and here of {rng}"
+        same = f"pass rng=jax.random.key(0, impl={manifest.rng!r}) to init or abstract_init"
+        yield _REFUSED, f"its random key is of {manifest.rng}, and here of {rng} ({same})"
     if here is not None:
         yield _STRICT, manifest.data.misfit(layout.mesh)
     yield _STRICT, option("reduction")

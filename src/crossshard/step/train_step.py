@@ -296,9 +296,11 @@ class TrainStep:
             self._latest = prepared.layout, prepared.types
             return self._outside(self._states.first(prepared))
 
-    def abstract_init(self, params: PyTree, *, model_state: PyTree = None) -> TrainState:
+    def abstract_init(
+        self, params: PyTree, rng: Key = 0, *, model_state: PyTree = None
+    ) -> TrainState:
         """Return the types and shardings of ``init``'s state, to ``lower`` without devices."""
-        prepared = self._states.prepare(params, 0, model_state)
+        prepared = self._states.prepare(params, rng, model_state)
         self._latest = prepared.layout, prepared.types
         return self._outside(prepared.types)
 
