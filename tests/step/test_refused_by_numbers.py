@@ -333,6 +333,9 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
 # Left to `make test-deep`.
 SLOW = {"numbers that are not finite", "a branch in later steps", "rows that are alike"}
 SLOW |= {"a term of layers in later steps", "an axis", "chunks in bfloat16", "the order"}
+SLOW |= {"a capacity that no expert reaches", "a term between two steps", "a term that fades in"}
+SLOW |= {"a factor in later steps", "a bound of a parameter", "fewer rows in later steps"}
+SLOW |= {"gains that are all 0, of sorted rows", "a gradient of 0", "a mask that is true"}
 
 
 @pytest.mark.parametrize("name", deep_but(lambda name: name not in SLOW, REFUSED))

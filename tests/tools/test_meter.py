@@ -302,17 +302,18 @@ def test_a_fault_in_a_pause_ends_it():
 
 def test_a_batch_of_other_shapes_compiles_which_is_no_time_of_training():
     step, state, x = slow(3)
-    meter, seconds = Meter(step, window=1000), 0.0
+    meter, seconds = Meter(step, window=1000), {True: 0.0, False: 0.0}
     for rows, is_new in (64, True), (64, False), (32, True), (32, False), (64, False):
         start = time.perf_counter()
         batch = x if rows == 64 else np.ones((32, 256), np.float32)
         state, metrics = step(state, batch)
         jax.block_until_ready(metrics)
         meter.update(batch, metrics)
-        seconds += 0 if is_new else time.perf_counter() - start
+        seconds[is_new] += time.perf_counter() - start
     began, last = meter._seen[0], meter._seen[-1]
     assert (last - began)[1:3].tolist() == [3, 64 + 32 + 64]
-    assert 0 < last[0] <= seconds
+    # On a busy machine the end of a step is seen late.
+    assert 0 < last[0] < seconds[False] + seconds[True] / 4
 
 
 def test_the_means_are_over_the_last_steps():
