@@ -109,12 +109,15 @@ def write(folder: Path, pattern: str, devices: str | None) -> int:
     known = program_cases.CASES if devices is None else _compiled_for(devices)
     chosen = {name: program_cases.CASES[name] for name in known if re.search(pattern, name)}
     if not chosen:
-        print(f"No case has {pattern!r} in its name; there are {', '.join(program_cases.CASES)}.")
+        near = difflib.get_close_matches(pattern, program_cases.CASES, 8, 0.3)
+        print(f"No case has {pattern!r} in its name; near it are {', '.join(near or known)}.")
         return 1
     # Files of an earlier run would be compared as if they were of this one.
     for file in folder.glob("*.hlo"):
         if file.stem in chosen or file.stem not in program_cases.CASES:
             file.unlink()
+    if others := len(list(folder.glob("*.hlo"))):
+        print(f"{others} steps of an earlier run stay in {folder}, and will be compared as well.")
     failed, number, began = [], 0, time.monotonic()
     for place, (name, make) in enumerate(chosen.items(), 1):
         started = time.monotonic()

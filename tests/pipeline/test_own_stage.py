@@ -19,7 +19,9 @@ from crossshard import (
 )
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointWarning, IncomingError
 from crossshard.pipeline import Aggregator, Phase, pipeline
+from crossshard.pipeline.stages.aggregate import Aggregate
 from crossshard.pipeline.stages.preprocess import Preprocess
+from crossshard.pipeline.update.optimize import Optimize
 from examples.gradient_noise import GradientNoise
 from tests.pipeline.ways import trained
 from tests.step.common import assert_same
@@ -228,6 +230,63 @@ class TestAStageOnEachShardsGradientMayReadAndHideAllOfIt:
         )
         with pytest.raises(ArgumentError, match=r"unit_norm= changes them in between"):
             step(step.init({"kernel": KERNEL}), BATCHES[0])
+
+
+class Signs(Stage):
+    """Sums the signs of the shards' gradients, for ``Agreed``, which has the option."""
+
+    state_field = ""
+    options = ()
+    asked_by = ("agreed",)
+    needs_local = "agreed compares"
+
+    @classmethod
+    def from_options(cls, options):
+        return cls() if options.get("agreed") else None
+
+    def update(self, gradients, state, context):
+        signs = jax.tree.map(lambda g: jnp.sign(g).astype(jnp.int8), gradients.values)
+        return gradients.replace(sums={**gradients.sums, "signs": signs}), state
+
+
+class Agreed(Signs):
+    """Keeps of the gradient what has the same sign on all shards."""
+
+    phase = Phase.UPDATE
+    options = ("agreed",)
+    needs_local = ""
+
+    def update(self, gradients, state, context):
+        number = context.shards.size
+        one = lambda g, signs: jnp.where(abs(signs) == number, g, 0)
+        kept = jax.tree.map(one, gradients.values, gradients.sums["signs"])
+        return gradients.replace(values=kept), state
+
+
+@pytest.fixture
+def agreed(monkeypatch):
+    """Lines for a rule of two halves, of which the second has the option."""
+    before = {Aggregate: (Signs,), Optimize: (Agreed,)}
+    stages = [each for kind in pipeline.STAGES for each in (*before.get(kind, ()), kind)]
+    monkeypatch.setattr(pipeline, "STAGES", tuple(stages))
+
+
+@pytest.mark.usefixtures("agreed")
+class TestARuleOfTwoHalves:
+    @pytest.mark.parametrize("wire", [None, "int8"])
+    def test_it_may_sum_integers_beside_the_gradient(self, wire):
+        step = noisy(2, agreed=True, reduce_dtype=wire)
+        state, _ = step(step.init({"kernel": KERNEL}), BATCHES[0])
+        own = [x.T @ (x @ KERNEL) * 2 / (len(x) * 32) for x in np.split(BATCHES[0], 2)]
+        want = np.where(np.sign(own[0]) == np.sign(own[1]), np.mean(own, 0), 0)
+        moved = (KERNEL - np.asarray(state.params["kernel"])) / RATE
+        assert (moved[want == 0] == 0).all()
+        np.testing.assert_allclose(moved, want, rtol=0, atol=1e-5 if wire is None else 0.05)
+
+    @pytest.mark.parametrize("way", [{"loss_over": "batch"}, {"virtual_shards": 2 * N}])
+    def test_a_step_that_has_no_gradient_of_each_shard_refuses_it(self, way):
+        with pytest.raises(ArgumentError, match=r"agreed=True compares each shard's own gradient"):
+            noisy(N, agreed=True, **way)
 
 
 # Mistakes of who writes one.

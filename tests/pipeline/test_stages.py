@@ -78,7 +78,8 @@ def test_a_stage_says_itself_what_it_is(kind: type[Stage]):
 )
 def test_a_docstring_lists_all_options(function: Any, options: Any):
     listed = function.__doc__.partition("**options: ")[2].partition("\n\n")[0]
-    assert {x for x in typing.get_type_hints(options) if f"``{x}``" not in listed} == set()
+    unlisted = {x for x in typing.get_type_hints(options) if f"``{x}``" not in listed}
+    assert unlisted == set(), f"{function.__name__} lists its options after **options:"
 
 
 def test_what_stages_say_of_shapes_is_checked():

@@ -617,7 +617,8 @@ class Pipeline:
         made = [(k, s) for k, s in self._by_kind.items() if Phase.CALL < s.phase < Phase.REDUCTION]
         needs = lambda k, s: k is Preprocess or (s.needs_local and not s.takes_summed)
         words = lambda s: s.needs_local.partition(" ")[2] or "runs on"  # the first is the option
-        found = [(kind.options, words(each)) for kind, each in made if needs(kind, each)]
+        names = lambda k: k.options or k.asked_by or ()  # of two halves, one has the option
+        found = [(names(kind), words(each)) for kind, each in made if needs(kind, each)]
         return {name: what for names, what in found for name in names if name in self.options}
 
     @property

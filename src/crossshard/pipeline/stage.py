@@ -64,7 +64,8 @@ class Gradients:
         loss, and ``"grad"``.
       weight: float[], the weight of this shard in the mean, after the aggregate the total weight;
         ``None`` if all weights are equal. Of virtual shards it is ``[nodes]``, as all values are.
-      sums: further arrays, by name, which the aggregate sums over the shards, or the group.
+      sums: further pytrees of arrays, by names that all stages share, which the aggregate sums
+        over the shards, or the group. They stay whole where ``values`` become slices.
       skip: bool[], after the aggregate: whether the step leaves everything unchanged; ``None`` for
         never.
       finite: bool[], after the aggregate: whether the reduced gradients are finite on all shards;
@@ -98,7 +99,7 @@ class Gradients:
     values: PyTree
     extra: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
     weight: jax.Array | None = None
-    sums: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    sums: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
     skip: jax.Array | None = None
     finite: jax.Array | None = None
     updated: Updated | None = None
@@ -229,8 +230,8 @@ class Stage(abc.ABC):
       scope: its name in profiles.
       state_field: the name of its state in ``CrossShardState``; empty without one.
       needs_local: for a stage before the reduction, what it does to each shard's local gradient,
-        in the words of an error, the option first; empty if it takes gradients that are already
-        summed.
+        in the words of an error, the option first, such as ``"noise perturbs"``; empty if it takes
+        gradients that are already summed.
       needs_whole: what it computes of whole arrays, in the words of an error, the option first;
         empty if each device may have its block of them.
       takes_summed: whether it also takes leaves that the backward pass has summed, since it finds

@@ -67,6 +67,11 @@ def _add_residual(x: jax.Array, held: jax.Array | None) -> jax.Array:
     return widen(x) + jnp.where(is_finite, held, is_finite.astype(held.dtype))
 
 
+def _widened(x: Sent) -> Sent:
+    """Return a gradient, or what a stage sums beside it, in the dtype in which it is summed."""
+    return x._replace(array=widen(x.array)) if is_inexact(x.array) else x
+
+
 @dataclasses.dataclass(frozen=True)
 class FewBits(BySlices):
     """The sum of gradients that are sent in few bits."""
@@ -124,7 +129,7 @@ class FewBits(BySlices):
         given = [x.array for x in few], [x.partition for x in few], shards, key
         of_few, lost = sum_in_few_bits(*given, self._tiers(shards), at_once=self.at_once)
         pairs = zip(every, is_few, strict=True)
-        wide = [x._replace(array=widen(x.array)) for x, is_sent in pairs if not is_sent]
+        wide = [_widened(x) for x, is_sent in pairs if not is_sent]
         sums = {True: iter(of_few), False: sum_by_xla(wide, shards)}
         held = [jnp.zeros_like(x) for x in leaves]
         for each, x in zip(few, lost, strict=True):
