@@ -127,8 +127,12 @@ def test_each_stage_has_its_scope():
         opt = CrossShardOptimizer(optax.adamw(1e-3), name="mine", **options)
         how: Any = {"weight_update": "sharded", "check_divergence": 9}
         every |= scopes(make_train_step(loss_fn, opt, num_shards=2, **how), 8)
+    workers: Any = {"sync_every": 2, "outer_optimizer": optax.sgd(0.7)}
+    every |= scopes(make_train_step(loss_fn, optax.sgd(0.1), num_shards=2, **workers), 8)
     listed = re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.MULTILINE)
     names = {name for cell in listed for name in re.findall(r"`(\w+)`", cell)}
+    unlisted = {kind.scope for kind in STAGES if kind.scope} - names
+    assert unlisted == set(), f"{PAGE.name} has a row for each scope"
     assert names - {"name", "accumulate"} <= every
     assert "mine" in every
     opt = CrossShardOptimizer(optax.sgd(0.1), accumulate_steps=2)
