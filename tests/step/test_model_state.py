@@ -240,6 +240,31 @@ def test_microbatches_of_a_module_see_the_state_before_the_step() -> None:
     assert len(np.unique(np.reshape(metrics["aux"], (6, 64)), axis=0)) == 6
 
 
+def test_microbatches_of_a_module_count_their_rows_and_the_step_once() -> None:
+    class Counted(nnx.Module):
+        def __init__(self) -> None:
+            self.w, self.average = nnx.Param(jnp.ones(4)), nnx.metrics.Average()
+            self.step, self.settings = nnx.Variable(jnp.int32(0)), [1, {"not": "hashable"}]
+
+    def loss(model: Counted, x: Any) -> Any:
+        losses = (x @ model.w[...]) ** 2
+        model.average.update(values=jax.lax.stop_gradient(losses))
+        model.step[...] += 1
+        return losses.mean()
+
+    step = sgd_step(loss, 0.01, 2, accumulate_steps=3)
+    state, w, seen = step.init(Counted()), jnp.ones(4), []
+    for x in X:
+        state, _ = step(state, x)
+        seen.append((x @ w) ** 2)
+        w = w - 0.01 * jax.grad(lambda w, x: ((x @ w) ** 2).mean())(w, x)
+    model = step.model(state)
+    assert_close((model.w[...], model.average.compute()), (w, jnp.concatenate(seen).mean()))
+    assert model.step[...] == len(X)
+    # Its settings have no hash.
+    assert step.predict(state, [X[0]], lambda model, x: x @ model.w[...]).shape == (len(X[0]),)
+
+
 @pytest.mark.parametrize("is_mean", [True, False])
 def test_numbers_see_the_state_before_the_step_too(is_mean: bool) -> None:
     """Microbatches of one shard, of whose loss and state no trace shows that they are means."""

@@ -1,5 +1,6 @@
 """Models: split one into trained and frozen arrays, other state and structure, and back."""
 
+import contextlib
 import dataclasses
 import inspect
 import sys
@@ -35,6 +36,12 @@ class Skeleton:
     fixed: tuple[Any, ...] | None = None  # a pytree's static leaves, ``None`` in place of arrays
     # The paths of the parameters of an NNX module that are not trained.
     frozen: frozenset[tuple[Any, ...]] = frozenset()
+
+    def __hash__(self) -> int:
+        # Attributes of a module may have no hash, such as lists: they are compared alone.
+        with contextlib.suppress(TypeError):
+            return hash((self.tree, self.fixed, self.frozen))
+        return hash(self.frozen)
 
     @property
     def is_nnx(self) -> bool:

@@ -18,6 +18,7 @@ from crossshard.jaxprs.padding import counts_nothing, vanishes_with
 from crossshard.jaxprs.proof import Proof, collectives_of, facts_of_inputs, prove, types_with
 from crossshard.jaxprs.quotient import Place, places_of, split
 from crossshard.jaxprs.row_facts import DIVIDES, OverRows, Total
+from crossshard.jaxprs.same_program import are_equal
 from crossshard.jaxprs.walk import depends, equations_of, named_axes, sources_of
 from crossshard.model.model_state import ModelState, draws
 from crossshard.model.state import TrainState
@@ -186,6 +187,11 @@ def carried(loss: StepLoss, state: TrainState, batch: Any, keys: Keys, at_use: A
     if loss.over is not LossOver.ROWS or loss.model_state is ModelState.MEAN:
         return [loss.over is not LossOver.ROWS] * number
     changed = changed_by_rows(loss, state, batch, keys, at_use)
+    types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
+    traces = _Traces(loss, state, loss.arguments(state, types, batch, keys))
+    after = jax.tree.leaves(traces.places.model_state)
+    if traces.count_rows([x for each, x in zip(changed, after, strict=True) if not each]):
+        changed = [each or traces.count_rows([x]) for each, x in zip(changed, after, strict=True)]
     return list(map(operator.or_, draws(state.model_state), changed))
 
 
@@ -230,6 +236,16 @@ class _Traces:
         with as_one_shard(alone) if alone else contextlib.nullcontext():
             of = functools.partial(self._loss.of_arguments, self._state)
             return jax.make_jaxpr(of)(*self._arguments._replace(given=given))
+
+    def count_rows(self, outputs: Sequence[int]) -> bool:
+        """Return whether outputs depend on how many rows there are, as ``seen + len(x)`` does."""
+        if not outputs:
+            return False
+        try:
+            both = [self._of_rows(rows, ()) for rows in (self._each, 2 * self._each)]
+        except Exception:  # a loss may take one number of rows
+            return False
+        return not are_equal(*(_jax.without_unread(each, outputs) for each in both))
 
     def proof_of(self, outputs: Any, times: int) -> Proof:
         """Return what is proven of some outputs, if there are so many pieces of the batch."""
