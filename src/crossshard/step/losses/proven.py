@@ -184,7 +184,7 @@ def carried(loss: StepLoss, state: TrainState, batch: Any, keys: Keys, at_use: A
     Else it is that before the step: one device that has all rows computes it once.
     """
     number = len(jax.tree.leaves(state.model_state))
-    if loss.over is not LossOver.ROWS or loss.model_state is ModelState.MEAN:
+    if not number or loss.over is not LossOver.ROWS or loss.model_state is ModelState.MEAN:
         return [loss.over is not LossOver.ROWS] * number
     changed = changed_by_rows(loss, state, batch, keys, at_use)
     types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
