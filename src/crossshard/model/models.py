@@ -215,7 +215,8 @@ def check_not_written(after: Any, params: Any, run: Callable[[Any], Any]) -> Non
         raise VariableError(
             "The loss wrote to an nnx.Param of its module, which only the optimizer updates: the "
             "value would be lost. Write it in the optimizer, with optax.keep_params_nonnegative "
-            "for example, or use another type of nnx.Variable."
+            "for example, or use another type of nnx.Variable. Of a layer that does so itself, as "
+            "nnx.WeightNorm, call a copy in the loss, nnx.clone(model): what that writes is lost."
         )
 
 
