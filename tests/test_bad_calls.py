@@ -306,7 +306,7 @@ COMPUTE = [
     bad("a loss that is an array", compute(lambda world: world.loss()), *TYPE,
         "function without arguments", "lambda:"),
     bad("a loss that is no scalar", compute(lambda world: lambda: world.w[...]), *VALUE,
-        "float32[3]", "jnp.mean", "jnp.sum", "TensorFlow"),
+        "float32[3]", "jnp.mean", "jnp.sum"),
     bad("a loss that is an int", compute(lambda world: lambda: jnp.array(3)), *TYPE,
         "floating scalar", "int32[]"),
     bad("a loss with aux", compute(lambda world: lambda: (world.loss(), 1)), *TYPE, "tuple"),

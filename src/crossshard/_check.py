@@ -184,8 +184,8 @@ def scalar(value: Any, what: str = "A loss", kinds: tuple[Any, ...] = (jnp.float
     if shape != ():
         raise ArgumentError(
             f"{what} must be a floating scalar; got {dtype}[{','.join(map(str, shape))}], of shape "
-            f"{shape}. Reduce it first, with jnp.mean, or with jnp.sum, as TensorFlow does for "
-            f"a loss that is not a scalar."
+            f"{shape}. Reduce it first: a loss with jnp.mean, a total or a count of rows "
+            f"with jnp.sum."
         )
     if not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         raise ArgumentTypeError(f"{what} must be a floating scalar; got {dtype}[].")

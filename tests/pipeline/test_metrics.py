@@ -144,6 +144,21 @@ def test_the_padding_of_slices_is_in_no_norm(inner: Any):
     np.testing.assert_allclose(metrics["param_norm"], optax.global_norm(v + updates), rtol=1e-4)
 
 
+def test_beside_a_regulariser_a_shards_gradient_is_that_of_its_part():
+    """Times the number of shards: no weight is that of all of it."""
+    mask = (np.arange(8 * N) % 8 < 1 + np.arange(8 * N) // 8).astype(np.float32)
+    mean = lambda w, batch: crossshard.Mean(
+        ((w * batch["x"]).sum(1) ** 2 * batch["mask"]).sum(), batch["mask"].sum()
+    )
+    loss = lambda w, batch: mean(w, batch) + (w**2).sum()
+    step = sgd_step(loss, RATE, N, metrics=("local_grad_norm",))
+    _, metrics = step(step.init(W[0]), {"x": X, "mask": mask})
+    each = 2 * (X @ W[0])[:, None] * X * mask[:, None]
+    parts = N * each.reshape(N, 8, -1).sum(1) / mask.sum() + 2 * W[0]
+    want = (parts**2).sum(1).mean() ** 0.5
+    np.testing.assert_allclose(metrics["local_grad_norm"], want, rtol=1e-4)
+
+
 @pytest.mark.parametrize("options", [{}, deep({"params": "sharded", "accumulate_steps": 2})])
 def test_a_mean_weighs_each_shards_gradient_by_its_count(options: dict[str, Any]):
     """As numpy does, whose rows have gradients of their own, and not all of them count."""

@@ -84,6 +84,15 @@ def unweighted(w: Any, batch: Any) -> tuple[jax.Array, Any]:
     return mean, (mean, batch["x"].sum(0))
 
 
+def test_a_mean_of_microbatches_in_16_bits_does_not_overflow():
+    loss = lambda w, x: ((w * x).mean(), {"large": jnp.float16(30000)})
+    step = make_train_step(
+        loss, optax.sgd(0.1), num_shards=2, has_aux=True, aux_reduction="mean", accumulate_steps=4
+    )
+    _, metrics = step(step.init(jnp.float32(1)), np.ones(16, np.float32))
+    assert metrics["aux"]["large"] == 30000
+
+
 def test_one_word_is_for_all_of_it_and_nothing_more_is_sent():
     step, plain = (
         sgd_step(unweighted, 0.1, 4, has_aux=True, aux_reduction=word) for word in ("mean", None)

@@ -264,7 +264,7 @@ TABLE = [
     bad("a description too soon", lambda: make()().describe(), ArgumentError, "init(params)"),
     bad("the model of no group in particular",
         lambda: (step := make(opt=wrapped(group_assignment=[[0, 1], [2, 3]]))())
-        and step.model(step.init(PARAMS)), ArgumentError, "model(state, shard=0)"),
+        and step.model(step.init(PARAMS)), ArgumentError, "shard=0"),
 ]
 # fmt: on
 

@@ -70,6 +70,13 @@ def test_examples_count_by_their_weight(weight: Any):
     assert_close(found, jax.tree.map(lambda x: x[MASK].mean(0), EXPECTED))
 
 
+def test_a_weight_that_is_no_sum_of_its_rows_is_refused():
+    # A row that counts nothing would count 1.
+    step = step_of(weight=lambda batch: jnp.maximum(batch["mask"].sum(), 1))
+    with pytest.raises(ArgumentError, match="Pass the name of the entry, such as weight='mask'"):
+        step.evaluate(step.init(W), cut(DATA, 16, 16, 13), metrics_of)
+
+
 def test_sums_of_many_batches_do_not_round():
     step = step_of()
     batches = [np.full(8, 2.0**24, np.float32), *[np.ones(8, np.float32)] * 15]

@@ -97,7 +97,7 @@ class Mean:
             _check.word("The name of a Mean", name)
         is_fixed = not isinstance(count, jax.Array) and bool(count)
         self.terms: tuple[Term, ...] = (Term(total, count, 1.0, name or "", is_fixed),)
-        self.rest: Any = 0.0
+        self.rest: Any = None  # what is added to the terms, as a regulariser
 
     def value(self) -> Float[Array, ""]:
         """Return the loss of the given rows alone, as on one device: 0 where nothing counts.
@@ -109,16 +109,18 @@ class Mean:
 
     def __repr__(self) -> str:
         terms = " + ".join(f"{t.scale} * Mean({t.total}, {t.count})" for t in self.terms)
-        return f"{terms} + {self.rest}"
+        return terms if self.rest is None else f"{terms} + {self.rest}"
 
     def _scaled(self, by: Callable[[Any], Any]) -> Mean:
         terms = tuple(dataclasses.replace(each, scale=by(each.scale)) for each in self.terms)
-        return _mean(terms, by(self.rest))
+        return _mean(terms, None if self.rest is None else by(self.rest))
 
     def __add__(self, other: Mean | ArrayLike) -> Mean:
         if isinstance(other, Mean):
-            return _mean((*self.terms, *other.terms), self.rest + other.rest)
-        return _mean(self.terms, self.rest + _factor(other, "added to"))
+            rests = [x for x in (self.rest, other.rest) if x is not None]
+            return _mean((*self.terms, *other.terms), sum(rests) if rests else None)
+        added = _factor(other, "added to")
+        return _mean(self.terms, added if self.rest is None else self.rest + added)
 
     def __mul__(self, other: ArrayLike) -> Mean:
         factor = _factor(other, "multiplied with")
@@ -178,7 +180,7 @@ def _factor(x: Any, what: str) -> Any:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["totals", "counts"],
-    meta_fields=["names", "is_never_empty"],
+    meta_fields=["names", "is_never_empty", "has_rest"],
 )
 @dataclasses.dataclass(frozen=True)
 class MeanSums:
@@ -188,6 +190,7 @@ class MeanSums:
     counts: tuple[Any, ...]
     names: tuple[str, ...]
     is_never_empty: bool  # whether some count is fixed, so that some row always counts
+    has_rest: bool  # whether something is added to the terms
 
     def metrics(self) -> dict[str, dict[str, Any]]:
         """Return the mean and the count of each term, of sums over all rows."""
@@ -199,11 +202,12 @@ class MeanSums:
         }
 
     def own_weight(self, weight: Any) -> Any:
-        """Return what a shard's gradient is weighted by; ``None`` if its terms differ in it.
+        """Return what all of a shard's gradient is weighted by; ``None`` if its parts differ.
 
         Of a ratio that is a ``Mean`` since it has a ``weight``, the last count is that.
         """
-        return self.counts[-1] if weight is not None or len(self.counts) == 1 else None
+        is_one = len(self.counts) == 1 and not self.has_rest
+        return self.counts[-1] if weight is not None or is_one else None
 
     def are_empty(self) -> Any:
         """Return whether no row counts in any term; ``None`` if some row always does."""
@@ -223,7 +227,7 @@ def sums_of(mean: Mean) -> MeanSums:
         )
     totals = tuple(_wide(jax.lax.stop_gradient(each.total)) for each in mean.terms)
     is_never_empty = any(each.is_fixed for each in mean.terms)
-    return MeanSums(totals, counts_of(mean), names, is_never_empty)
+    return MeanSums(totals, counts_of(mean), names, is_never_empty, mean.rest is not None)
 
 
 def counts_of(mean: Mean) -> tuple[Any, ...]:
@@ -267,7 +271,7 @@ def part_of_mean(mean: Mean, counts: tuple[Any, ...], parts: Any) -> Float[Array
     for each, count in zip(mean.terms, counts, strict=True):
         by = each.moved(count, parts)
         found.append(each.scale * _wide(each.total) * jnp.where(by != 0, parts / _or_one(by), 0))
-    return functools.reduce(jnp.add, found, _wide(mean.rest))
+    return functools.reduce(jnp.add, found, _wide(0.0 if mean.rest is None else mean.rest))
 
 
 def part_of_shard(mean: Mean, shards: Shards) -> tuple[Float[Array, ""], Bool[Array, ""] | None]:

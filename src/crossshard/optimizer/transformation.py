@@ -312,9 +312,11 @@ class Transformation:
         shards = self.pipeline.shards(warn=False)
         if not shards.axes and get_shard_context() is None:
             raise ShardContextError(
-                "The state of preprocess and of error feedback is one per shard, and how many "
-                "there are is not known here. Call init inside shard_map, or within "
-                "crossshard.shard_context(num_shards)."
+                "A part of this optimizer's state is one per shard, as that of preprocess=, of "
+                "accumulate_steps= and of few bits, and how many shards there are is not known "
+                "here. Write jax.shard_map(opt.init, mesh=mesh, in_specs=P(), out_specs=opt."
+                "state_specs(params, num_shards))(params); or, in a loop without shard_map, call "
+                "init within crossshard.shard_context(1)."
             )
         number = 1 if shards.axes else shards.number
         return jnp.broadcast_to(shards.as_varying(x), (number, *jnp.shape(x)))
@@ -324,9 +326,9 @@ def _local(placement: Placement, x: Any) -> Any:
     """Return one shard's array, if it has the leading axis of one shard."""
     if placement.per_shard and jnp.shape(x)[:1] != (1,):
         raise ArgumentError(
-            f"The state of preprocess and of error feedback is [1, …] on each shard; this one has "
-            f"shape {jnp.shape(x)}. Pass the state to shard_map with in_specs and out_specs of "
-            f"opt.state_specs(params, num_shards)."
+            f"What each shard has of its own, as of preprocess=, of accumulate_steps= and of few "
+            f"bits, is [1, …] there; this one has shape {jnp.shape(x)}. Pass the state to "
+            f"shard_map with in_specs and out_specs of opt.state_specs(params, num_shards)."
         )
     return placement.local(x)
 

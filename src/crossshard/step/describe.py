@@ -10,6 +10,7 @@ import jax
 from crossshard._check import is_inexact
 from crossshard._text import count, size
 from crossshard.gradients.status import leaf_name
+from crossshard.jaxprs.row_facts import OverRows
 from crossshard.model.layout import StateLayout
 from crossshard.model.model_state import ModelState
 from crossshard.model.state import TrainState
@@ -51,10 +52,15 @@ def describe(config: StepConfig, layout: StateLayout, state: TrainState) -> str:
 
 def _loss_over_rows(loss: StepLoss, shards: int) -> list[str]:
     """Describe what the loss is over the rows of the batch, if each shard has its own."""
-    known = str(loss.record)
+    known, latest, number = str(loss.record), loss.record.latest, loss.accumulate_steps
+    if loss.over_batch:
+        own = f"of each of {number} microbatches its own, and the mean of these"
+        return [f"loss: {own}"] * (number > 1)
+    if loss.is_summed and latest is not None and latest.kind is OverRows.MEAN:
+        known += "; the sum of the shards' gradients is so many times that of one device"
     if loss.over is LossOver.SHARD:
         known = "each shard's own, loss_over='shard'"
-    elif loss.record.latest is None:
+    elif latest is None:
         known = f"what it is in its rows {_ONCE}"
     return [f"loss: {known}"] if loss.is_of_pieces(shards) else []
 
@@ -90,6 +96,9 @@ def _parameters(config: StepConfig, layout: StateLayout, state: TrainState) -> l
     partitions = layout.arrays.params
     if not layout.arrays.params_sharded or all(each.number == 1 for each in partitions):
         whole = f"parameters: {_sizes(state.params, None)}, replicated"
+        if state.grouped:
+            whose = "worker" if config.pipeline.joins_groups else "group"
+            whole = f"parameters: {_sizes(state.params, layout)}, each {whose}'s own"
         names = _named(state.params, layout.uses.latest or ())
         summed = f"gradients summed row by row, in the backward pass: {', '.join(names)}"
         return [whole + _split(layout, state), *([summed] * bool(names))]

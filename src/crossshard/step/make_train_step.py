@@ -373,7 +373,7 @@ _OPTIONS = {
     "weight": (
         Needs.LOSS,
         "weighs the shards' means",
-        "Weigh the rows in the loss: (w * losses).sum() / w.sum() is that of all rows.",
+        "Weigh the rows in the loss: return crossshard.Mean((w * losses).sum(), w.sum()).",
     ),
     "nonfinite": (
         Needs.GRADIENT,

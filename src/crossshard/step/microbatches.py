@@ -11,7 +11,7 @@ from jax import lax
 
 from crossshard import _check
 from crossshard._check import is_inexact, is_number
-from crossshard.collectives.sums import average, sum_over_shards, to_average, to_sum
+from crossshard.collectives.sums import average, sum_over_shards, to_average, to_sum, widen
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, part_of_mean
 from crossshard.jaxprs.walk import depends, sources
@@ -115,7 +115,7 @@ def aux_of_microbatches(reduction: Any, aux: Any, weights: jax.Array | None) -> 
             own = leaf if weights is None else jax.vmap(to_sum)(leaf, weights)
             return own.sum(0, dtype=leaf.dtype)
         if weights is None:
-            return average(leaf.sum(0), None, len(leaf)).astype(leaf.dtype)
+            return average(widen(leaf).sum(0), None, len(leaf)).astype(leaf.dtype)
         total = jax.vmap(to_average)(leaf, weights).sum(0)
         return average(total, weights.sum()).astype(leaf.dtype)
 

@@ -37,6 +37,9 @@ from crossshard.step.microbatches import SumOf
 # parameters, frozen arrays and state, the same for all shards.
 ToRead = tuple[Skeleton, AtUse, tuple[Any, Any, Any]]
 
+# The relative difference of sums of weights that is rounding.
+_APART = 1e-3
+
 
 class OverData:
     """Runs functions on each batch of a data set, compiled once for each function and shape.
@@ -61,7 +64,13 @@ class OverData:
             jax.tree.map(lambda x: np.asarray(x, np.float64), each)
             for each in jax.device_get(list(self._over("evaluate", batches, sums)))
         ]
-        totals = jax.tree.map(lambda *each: np.sum(each, axis=0), *found)
+        *totals, apart = jax.tree.map(lambda *each: np.sum(each, axis=0), *found)
+        if apart > _APART * len(found):
+            raise ArgumentError(
+                "evaluate weighs each row alone, and of these batches weight= is another number "
+                "than the sum of its rows, as with a bound: jnp.maximum(mask.sum(), 1). Pass the "
+                "name of the entry, such as weight='mask', or leave the bound out."
+            )
         return jax.tree.map(_mean, *totals)
 
     def predict(self, predict_fn: Callable[..., Any], model: ToRead, batches: Iterable[Any]) -> Any:
@@ -190,24 +199,31 @@ class OverData:
         )
         return run(arrays, batch, counted)
 
-    def _summed(self, values: Any, batch: Any, counted: jax.Array) -> tuple[Any, Any]:
-        """Return each value's weighted sum over the examples, and the sum of their weights."""
-        weights, (leaves, tree) = self._weights(batch, counted), jax.tree.flatten(values)
-        pairs = [_sum_of(x, weights) for x in leaves]
-        totals, of_weights = zip(*lax.psum(pairs, self._where.axes), strict=True)
-        return tree.unflatten(totals), tree.unflatten(of_weights)
+    def _summed(self, values: Any, batch: Any, counted: jax.Array) -> tuple[Any, Any, Any]:
+        """Return each value's weighted sum over the examples, and the sum of their weights.
 
-    def _weights(self, batch: Any, counted: jax.Array) -> jax.Array:
-        """Return the weight of each example, ``[rows]``, or of its parts, ``[rows, …]``."""
-        weight = self._loss.weight
+        And how far these are from the weight of a shard, relative to it, added over the shards.
+        """
+        (weights, apart), (leaves, tree) = self._weights(batch, counted), jax.tree.flatten(values)
+        pairs = [_sum_of(x, weights) for x in leaves]
+        pairs, apart = lax.psum((pairs, apart), self._where.axes)
+        totals, of_weights = zip(*pairs, strict=True)
+        return tree.unflatten(totals), tree.unflatten(of_weights), apart
+
+    def _weights(self, batch: Any, counted: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the weight of each example, ``[rows]``, or of its parts, ``[rows, …]``.
+
+        And how far the sum of all is from the weight of the rows together.
+        """
+        weight, same = self._loss.weight, jnp.zeros(())
         if weight is None:
-            return counted
+            return counted, same
         if isinstance(weight, SumOf):
             # Raises if there is no such entry.
             jax.eval_shape(weight, batch)
             axis = self._where.batch_axes.tree_of(batch)[weight.key]
             entry = jnp.moveaxis(batch[weight.key], axis, 0)
-            return _times(jnp.asarray(entry, counted.dtype), counted)
+            return _times(jnp.asarray(entry, counted.dtype), counted), same
         # A function weighs a batch, so it also weighs a batch of one row.
         rows, whole = self._loss.split(batch)
         axes = self._where.batch_axes.tree_of(rows)
@@ -216,7 +232,9 @@ class OverData:
             one = jax.tree.map(jnp.expand_dims, row, axes)
             return jnp.asarray(weight(join(one, whole)), counted.dtype)
 
-        return jax.vmap(of_row, (axes,))(rows) * counted
+        alone, together = jax.vmap(of_row, (axes,))(rows), jnp.float32(weight(batch))
+        apart = jnp.abs(alone.sum() - together) / jnp.maximum(jnp.abs(together), 1e-30)
+        return alone * counted, apart
 
 
 def _check_values(values: Any, rows: int) -> None:

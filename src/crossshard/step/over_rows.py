@@ -71,7 +71,8 @@ def finding_of(facts: Any) -> Finding:
     findings = [each for term in facts.terms for each in _findings_of_term(term)]
     a_mean = "the same for any rows, or a mean over them"
     added = "what is added to the Means"
-    findings.append(_expect(is_mean(facts.rest), facts.rest, added, a_mean))
+    if facts.rest is not None:
+        findings.append(_expect(is_mean(facts.rest), facts.rest, added, a_mean))
     order = OverRows.COMPARED, OverRows.OVER_SHARDS, OverRows.UNDECIDED
     return min(
         (each for each in findings if each.kind in order),

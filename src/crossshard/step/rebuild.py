@@ -111,6 +111,12 @@ def without_in_proof(step: TrainStep) -> list[str]:
             f"it was verified in float32: it sends {' and '.join(sent)}, which no single step is "
             "exact in"
         )
+    if config.loss.over is LossOver.BATCH and config.loss.accumulate_steps > 1:
+        found.append(
+            f"one device took the same {config.loss.accumulate_steps} microbatches: with "
+            "loss_over='batch' each has its own loss, and a loss that is no mean over rows another "
+            "one than the whole batch"
+        )
     if config.pipeline.joins_groups:
         found.append(
             "it was verified as a step in which all shards reduce: workers that train alone take "
@@ -172,14 +178,11 @@ def loss_over_rows_of(step: TrainStep) -> str:
     return f"in its rows the loss is {loss.record}"
 
 
-def groups_of(step: TrainStep) -> tuple[tuple[tuple[int, ...], ...], float]:
-    """Return the shards that reduce together, and the ratio of their reduction to a mean."""
+def groups_of(step: TrainStep) -> tuple[tuple[int, ...], ...]:
+    """Return the shards that reduce together."""
     config = config_of(step)
     groups = config.pipeline.groups
-    members = (tuple(range(config.number_of_shards)),) if groups is None else groups.groups
-    is_sum = config.pipeline.reduction is Reduction.SUM
-    parts = config.loss.parts(len(members[0]))
-    return members, float(parts) if is_sum else 1.0
+    return (tuple(range(config.number_of_shards)),) if groups is None else groups.groups
 
 
 def has_equal_shards(step: TrainStep) -> bool:

@@ -330,7 +330,7 @@ class States:
         if config.is_grouped and shard is None and not joins:
             raise ArgumentError(
                 f"With group_assignment {config.pipeline.groups} the parameters differ between "
-                f"shards. Choose one: model(state, shard=0)."
+                f"shards. Choose one, such as shard=0."
             )
         # Indexing moves the index from the host to the devices.
         with jax.transfer_guard("allow"):
@@ -481,11 +481,15 @@ def key_of(path: str, *, masters: bool, average: bool) -> Key:
     return OPTIMIZER, rest
 
 
+# What the state of an option is made from, if not by its ``init`` alone.
+_MADE = {MASTERS: "from the parameters", AVERAGE: "from the parameters, or their masters"}
+
+
 def describe_changes(new: Iterable[str], gone: Iterable[str], kept: Collection[str]) -> list[str]:
     """Describe what becomes of options whose arrays are made, are dropped, or stay."""
     new, gone, found = set(new), set(gone), []
     for option in sorted(new | gone):
-        how = "from the parameters" if option in (MASTERS, AVERAGE) else "anew"
+        how = _MADE.get(option, "anew")
         if option in kept or option in new & gone:
             found.append(f"{option} keeps other arrays: new ones are made {how}, others dropped")
         elif option in new:

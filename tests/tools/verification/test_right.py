@@ -312,6 +312,10 @@ def mse_of(params: Any, batch: Any) -> Any:
     return mse(params, batch["x"], batch["y"])
 
 
+def part_of_mse(params: Any, batch: Any) -> Any:
+    return mse_of(params, batch) / jax.lax.axis_size("shards")
+
+
 def counted_loss(params: Any, count: Any, batch: Any) -> Any:
     return mse_of(params, batch) / (1.0 + count), count + 1
 
@@ -336,7 +340,7 @@ STEPS: dict[str, tuple[Any, list[Any], Any, dict[str, Any]]] = {
         {"loss_scale": "dynamic", "master_dtype": "float32", "ema": 0.9, "nonfinite": "skip"},
     ),
     "with groups": (mse_of, [], wrapped(group_assignment=[[0, 2, 4, 6], [1, 3, 5, 7]]), {}),
-    "that sums": (mse_of, [], wrapped(reduction="sum"), {}),
+    "that sums": (part_of_mse, [], wrapped(reduction="sum"), {}),
     "over the batch with dropout": (key_loss, [], ADAM, {"loss_over": "batch"}),
     "with a counter": (counted_loss, [jnp.int32(0)], ADAM, {"model_state": "mean"}),
 }

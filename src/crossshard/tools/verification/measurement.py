@@ -119,9 +119,6 @@ def is_weighted(own: np.ndarray, of: np.ndarray, within: float) -> bool:
 class Measurement:
     """Runs the step once in each way.
 
-    ``factor`` is the factor by which the update on N shards should be larger: the size of a group
-    under SUM.
-
     Raises:
       ArgumentError: there is one shard, the rows do not divide over groups, or the step does not
         start, or is not built, in the same way on 1 and on N shards.
@@ -134,12 +131,11 @@ class Measurement:
         axes: Sequence[int | None],
         key: Any,
         groups: Sequence[tuple[int, ...]],
-        factor: float = 1.0,
         *,
         has_equal_shards: bool = True,
     ) -> None:
         self._batch, self._axes, self._key = batch, axes, key
-        self._groups, self._factor = groups, factor
+        self._groups = groups
         self.number: int = sum(map(len, groups))
         if self.number < 2:
             raise ArgumentError(
@@ -168,9 +164,8 @@ class Measurement:
         self._largest = max(rms(self._update(self._one, name)) for name in names)
         idle = self._one.seen[STATISTICS].items()
         statistics = sorted({name for name, x in idle if np.any(x.values)} - {*names})
-        metrics = self._one.seen[METRIC] if factor == 1 else ()  # metrics have another factor
         own = self._runs_of_own(has_equal_shards)
-        known = ((UPDATE, names), (STATISTICS, statistics), (METRIC, metrics))
+        known = ((UPDATE, names), (STATISTICS, statistics), (METRIC, self._one.seen[METRIC]))
         compare = lambda what, name: self._compare(what, name, many, ones, own)
         self._compared = {
             what: {name: found for name in of if (found := compare(what, name))}
@@ -233,11 +228,10 @@ class Measurement:
         copies = there.of_shape(shape, self.number)
         if copies is None:
             return []
-        rounding, factor = 1e-7 + 4 * of.rounding, 1.0
+        rounding = 1e-7 + 4 * of.rounding
         if what == UPDATE:
             by_order = _ORDER_ERROR * self._largest * np.sqrt(alone.shape[-1])
             rounding = float(np.hypot(2 * of.rounding / self._rate, by_order))
-            factor = self._factor
         has_own = by_shard is not None and by_shard.shape[1:] == alone.shape[1:]
         return [
             Comparison(
@@ -247,8 +241,8 @@ class Measurement:
                 rounding=rounding,
                 is_stacked=there.values.shape[1:] != shape,
                 many=copies[list(members)] if len(copies) == self.number else copies,
-                one=factor * of_group,
-                own=factor * by_shard[list(members)] if has_own else None,
+                one=of_group,
+                own=by_shard[list(members)] if has_own else None,
             )
             for members, of_group in zip(self._groups, alone, strict=True)
         ]

@@ -266,7 +266,7 @@ def _measure_train_step(
         step.mesh,
         "Pass all rows in every process; each takes those of its own shards.",
     )
-    shards, factor = groups_of(step)
+    shards = groups_of(step)
 
     def make(optimizer: Any, number: int) -> Any:
         alone = number == 1
@@ -280,7 +280,7 @@ def _measure_train_step(
 
     axes = axes_of_batch(step).of(batch)
     equal = has_equal_shards(step)
-    return Measurement(make, (batch,), axes, None, shards, factor, has_equal_shards=equal)
+    return Measurement(make, (batch,), axes, None, shards, has_equal_shards=equal)
 
 
 def _with_faults_of_others(found: Verification, mesh: Mesh) -> Verification:
