@@ -61,7 +61,9 @@ def test_the_mean_is_that_of_all_examples():
         assert_close(found, jax.tree.map(lambda x: x.mean(0), EXPECTED))
 
 
-@pytest.mark.parametrize("weight", ["mask", lambda batch: batch["mask"].sum()])
+@pytest.mark.parametrize(
+    "weight", ["mask", lambda batch: batch["mask"].sum(), lambda batch: batch["mask"].mean()]
+)
 def test_examples_count_by_their_weight(weight: Any):
     step = step_of(weight=weight)
     # Nothing may come from rows that do not count.

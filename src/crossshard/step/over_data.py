@@ -213,7 +213,8 @@ class OverData:
     def _weights(self, batch: Any, counted: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the weight of each example, ``[rows]``, or of its parts, ``[rows, …]``.
 
-        And how far the sum of all is from the weight of the rows together.
+        And how far the sum of all is from the weight of the rows together, or from so many times
+        that: a mean over the rows weighs them alike, too.
         """
         weight, same = self._loss.weight, jnp.zeros(())
         if weight is None:
@@ -233,8 +234,9 @@ class OverData:
             return jnp.asarray(weight(join(one, whole)), counted.dtype)
 
         alone, together = jax.vmap(of_row, (axes,))(rows), jnp.float32(weight(batch))
-        apart = jnp.abs(alone.sum() - together) / jnp.maximum(jnp.abs(together), 1e-30)
-        return alone * counted, apart
+        total = alone.sum()
+        apart = jnp.minimum(abs(total - together), abs(total - len(alone) * together))
+        return alone * counted, apart / jnp.maximum(abs(total), 1e-30)
 
 
 def _check_values(values: Any, rows: int) -> None:
