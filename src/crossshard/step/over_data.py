@@ -65,7 +65,7 @@ class OverData:
             for each in jax.device_get(list(self._over("evaluate", batches, sums)))
         ]
         *totals, apart = jax.tree.map(lambda *each: np.sum(each, axis=0), *found)
-        if apart > _APART * len(found):
+        if apart.min() > _APART * len(found):
             raise ArgumentError(
                 "evaluate weighs each row alone, and of these batches weight= is another number "
                 "than the sum of its rows, as with a bound: jnp.maximum(mask.sum(), 1). Pass the "
@@ -213,10 +213,10 @@ class OverData:
     def _weights(self, batch: Any, counted: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the weight of each example, ``[rows]``, or of its parts, ``[rows, …]``.
 
-        And how far the sum of all is from the weight of the rows together, or from so many times
-        that: a mean over the rows weighs them alike, too.
+        And how far the sum of all is from the weight of the rows together, and from so many times
+        that, ``[2]``: a mean over the rows weighs them alike, too.
         """
-        weight, same = self._loss.weight, jnp.zeros(())
+        weight, same = self._loss.weight, jnp.zeros(2)
         if weight is None:
             return counted, same
         if isinstance(weight, SumOf):
@@ -235,8 +235,8 @@ class OverData:
 
         alone, together = jax.vmap(of_row, (axes,))(rows), jnp.float32(weight(batch))
         total = alone.sum()
-        apart = jnp.minimum(abs(total - together), abs(total - len(alone) * together))
-        return alone * counted, apart / jnp.maximum(abs(total), 1e-30)
+        apart = jnp.abs(total - together * jnp.array([1, len(alone)]))
+        return alone * counted, apart / jnp.maximum(jnp.abs(total), 1e-30)
 
 
 def _check_values(values: Any, rows: int) -> None:
