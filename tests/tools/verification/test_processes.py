@@ -46,7 +46,7 @@ def main(process: int, port: int, out: str) -> None:
         ("replicated", mean, {"weight_update": "replicated"}),
         ("sharded", mean, {"weight_update": "sharded", "ema": 0.9, "check_divergence": 2}),
         ("groups", mean, {"groups": [[0, 2], [1, 3]]}),
-        ("sum", mean, {"reduction": "sum"}),
+        ("sum", lambda params, x: summed(params, x) / len(X), {"reduction": "sum"}),
         ("summed", summed, {"loss_over": "shard"}),
     ]:
         wrapped = {k: options.pop(k) for k in ("groups", "reduction") if k in options}
