@@ -98,7 +98,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", ["replicated", "sharded", "groups", "sum", "rows last"])
 def test_a_right_step_is_fine(told, name):
     fine = "fine: on 4 shards and 16 rows, all 2 parameters take the step of one device\n"
-    proven = "note: in its rows the loss is a mean over the rows"
+    proven = f"note: in its rows the loss is a {'sum' if name == 'sum' else 'mean'} over the rows"
     assert [each[name] for each in told] == [fine + proven] * 2
 
 
