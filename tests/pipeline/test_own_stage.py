@@ -1,6 +1,7 @@
 """The worked example of CONTRIBUTING.md: a stage written outside of the package."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from crossshard import (
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointWarning, IncomingError
 from crossshard.pipeline import Aggregator, Phase, pipeline
 from crossshard.pipeline.stages.aggregate import Aggregate
-from crossshard.pipeline.stages.preprocess import Preprocess
+from crossshard.pipeline.stages.metrics import LocalNorms
 from crossshard.pipeline.update.optimize import Optimize
 from examples.gradient_noise import GradientNoise
 from tests.pipeline.ways import trained
@@ -87,11 +88,16 @@ class NoisySteps(GradientNoise):
         return cls(eta, GAMMA if gamma is None else gamma, seed=3)
 
 
+def lines_before(monkeypatch, lines):
+    """Add lines to the tuple of the stages, each before another one."""
+    added = [(lines[kind], kind) if kind in lines else (kind,) for kind in pipeline.STAGES]
+    monkeypatch.setattr(pipeline, "STAGES", tuple(itertools.chain(*added)))
+
+
 @pytest.fixture
 def one_more_line(monkeypatch):
     """The tuple of the stages with one more line."""
-    first, *others = pipeline.STAGES
-    monkeypatch.setattr(pipeline, "STAGES", (first, NoisySteps, *others))
+    lines_before(monkeypatch, {pipeline.STAGES[1]: NoisySteps})
 
 
 def noisy(shards, **options):
@@ -181,10 +187,7 @@ class UnitNorm(Stage):
 @pytest.fixture
 def unit_norm(monkeypatch):
     """A line for a stage that reads all of a gradient, and hides what is not finite."""
-    places = dict.fromkeys(pipeline.STAGES, ())
-    places[Preprocess] = (UnitNorm,)
-    stages = [stage for kind, own in places.items() for stage in (kind, *own)]
-    monkeypatch.setattr(pipeline, "STAGES", tuple(stages))
+    lines_before(monkeypatch, {LocalNorms: UnitNorm})
 
 
 def loss_of_two(params, x):
@@ -266,9 +269,7 @@ class Agreed(Signs):
 @pytest.fixture
 def agreed(monkeypatch):
     """Lines for a rule of two halves, of which the second has the option."""
-    before = {Aggregate: (Signs,), Optimize: (Agreed,)}
-    stages = [each for kind in pipeline.STAGES for each in (*before.get(kind, ()), kind)]
-    monkeypatch.setattr(pipeline, "STAGES", tuple(stages))
+    lines_before(monkeypatch, {Aggregate: Signs, Optimize: Agreed})
 
 
 @pytest.mark.usefixtures("agreed")

@@ -48,6 +48,31 @@ def test_one_group_of_all_shards_in_any_order_is_no_group():
     assert_close(found, trained(rule, weight_update="replicated"))
 
 
+@pytest.mark.parametrize(
+    ("wrapped", "options", "said"),
+    [
+        (
+            {"group_assignment": [[0, 1], [2, 3]]},
+            {},
+            "on each shard, each group's own",
+        ),
+        ({}, {"sync_every": 2}, "on each shard, each worker's own"),
+        ({"reduction": "sum"}, {}, "a mean over the rows; summed over the shards, its gradient is"),
+    ],
+    ids=["groups", "workers", "sum"],
+)
+def test_a_description_says_what_is_not_as_on_one_device(
+    wrapped: dict[str, Any], options: dict[str, Any], said: str
+):
+    loss = lambda w, x: ((x @ w) ** 2).mean()
+    step = make_train_step(
+        loss, CrossShardOptimizer(optax.sgd(0.1), **wrapped), num_shards=4, **options
+    )
+    state = step.init(np.ones((64, 20), np.float32))
+    step.lower(state, X)
+    assert said in step.describe()
+
+
 def _window(g: jax.Array) -> jax.Array:
     return -lax.reduce_window(g, np.float32(0), _longest, (3,) * g.ndim, (1,) * g.ndim, "SAME")
 

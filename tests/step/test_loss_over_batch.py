@@ -168,6 +168,7 @@ def test_it_says_what_it_does() -> None:
     step.abstract_init(PARAMS)
     said = "gather → gradient of one loss over the batch, summed by XLA → accumulate 2 microbatches"
     assert step.describe().startswith(said)
+    assert "loss: the mean of those of 2 microbatches" in step.describe()
 
 
 LAYERS, WIDE = 3, 256

@@ -139,7 +139,7 @@ class Folder:
         return str(run)
 
     def _own_run(self) -> str:
-        """Return the run of this folder, which is another one in a copy than in what was copied."""
+        """Return what names the run of this folder; a copy of a folder gets a name of its own."""
         path, run, where = self.path / _RUN, "", ""
         if path.exists():
             run, _, where = read(path, _MOST_OF_RUN).decode().partition("\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -117,10 +118,11 @@ class Mean:
 
     def __add__(self, other: Mean | ArrayLike) -> Mean:
         if isinstance(other, Mean):
-            rests = [x for x in (self.rest, other.rest) if x is not None]
-            return _mean((*self.terms, *other.terms), sum(rests) if rests else None)
-        added = _factor(other, "added to")
-        return _mean(self.terms, added if self.rest is None else self.rest + added)
+            terms, rest = (*self.terms, *other.terms), other.rest
+        else:
+            terms, rest = self.terms, _factor(other, "added to")
+        rests = [x for x in (self.rest, rest) if x is not None]
+        return _mean(terms, functools.reduce(operator.add, rests) if rests else None)
 
     def __mul__(self, other: ArrayLike) -> Mean:
         factor = _factor(other, "multiplied with")

@@ -47,14 +47,14 @@ def is_same_program(jaxprs: Sequence[Any], rows: Sequence[int]) -> bool:
         return False
 
 
-def are_equal(one: Any, other: Any) -> bool:
+def traces_do_the_same(one: Any, other: Any) -> bool:
     """Return whether two traces compute the same of the inputs that they read.
 
     >>> import jax
     >>> trace = lambda f, n: jax.make_jaxpr(f)(jnp.ones(n), 1.0)
-    >>> are_equal(*(trace(lambda x, count: count + 1, n) for n in (2, 4)))
+    >>> traces_do_the_same(*(trace(lambda x, count: count + 1, n) for n in (2, 4)))
     True
-    >>> are_equal(*(trace(lambda x, count: count + x.size, n) for n in (2, 4)))
+    >>> traces_do_the_same(*(trace(lambda x, count: count + x.size, n) for n in (2, 4)))
     False
     """
     try:

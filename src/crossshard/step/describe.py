@@ -54,10 +54,9 @@ def _loss_over_rows(loss: StepLoss, shards: int) -> list[str]:
     """Describe what the loss is over the rows of the batch, if each shard has its own."""
     known, latest, number = str(loss.record), loss.record.latest, loss.accumulate_steps
     if loss.over_batch:
-        own = f"of each of {number} microbatches its own, and the mean of these"
-        return [f"loss: {own}"] * (number > 1)
+        return [f"loss: the mean of those of {number} microbatches"] * (number > 1)
     if loss.is_summed and latest is not None and latest.kind is OverRows.MEAN:
-        known += "; the sum of the shards' gradients is so many times that of one device"
+        known += "; summed over the shards, its gradient is their number times that of one device"
     if loss.over is LossOver.SHARD:
         known = "each shard's own, loss_over='shard'"
     elif latest is None:

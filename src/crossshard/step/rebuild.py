@@ -99,7 +99,10 @@ def with_optimizer(
 
 
 def without_in_proof(step: TrainStep) -> list[str]:
-    """Describe what ``with_optimizer`` leaves out of a step, since no device alone does it."""
+    """Describe what is compared with one device, where that is not the step and its loss.
+
+    ``with_optimizer`` leaves out what no device alone does.
+    """
     config = config_of(step)
     sent, found = [], []
     if isinstance(config.pipeline.aggregator, FewBits):

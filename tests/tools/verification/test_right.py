@@ -395,15 +395,27 @@ def test_no_right_step_is_accused(name: str):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"reduce_dtype": "int8"}, "in float32: it sends gradients in int8"),
-        ({"sync_every": 4}, "as a step in which all shards reduce: workers"),
+        ({"reduce_dtype": "int8"}, "it was verified in float32: it sends gradients in int8"),
+        ({"sync_every": 4}, "it was verified as a step in which all shards reduce: workers"),
+        (
+            {"loss_over": "batch", "accumulate_steps": 2},
+            "one device took the same 2 microbatches",
+        ),
     ],
-    ids=["few bits", "workers"],
+    ids=["few bits", "workers", "microbatches of the batch"],
 )
 def test_what_no_device_does_alone_is_left_out_and_said(options: dict[str, Any], said: str):
     found = of_step(mse_of, [], ADAM, options)
     assert found.ok, found
-    assert f"it was verified {said}" in found.notes[-1]
+    assert said in found.notes[-1]
+
+
+def test_a_mean_over_rows_that_is_summed_is_n_times_too_large():
+    found = of_step(mse_of, [], wrapped(reduction="sum"), {})
+    assert {(fault.kind, fault.factor) for fault in found.faults} == {
+        ("update", "N"),
+        ("metric", "N"),
+    }
 
 
 # Scanned layers with sharded parameters, whose gradients are summed in the backward pass.

@@ -18,7 +18,7 @@ from crossshard.jaxprs.padding import counts_nothing, vanishes_with
 from crossshard.jaxprs.proof import Proof, collectives_of, facts_of_inputs, prove, types_with
 from crossshard.jaxprs.quotient import Place, places_of, split
 from crossshard.jaxprs.row_facts import DIVIDES, OverRows, Total
-from crossshard.jaxprs.same_program import are_equal
+from crossshard.jaxprs.same_program import traces_do_the_same
 from crossshard.jaxprs.walk import depends, equations_of, named_axes, sources_of
 from crossshard.model.model_state import ModelState, draws
 from crossshard.model.state import TrainState
@@ -181,17 +181,19 @@ def _sent(
 def carried(loss: StepLoss, state: TrainState, batch: Any, keys: Keys, at_use: AtUse) -> list[bool]:
     """Return of each array of the model state whether a microbatch takes it from the one before.
 
-    Else it is that before the step: one device that has all rows computes it once.
+    So it is with what the rows change, or their number. Else it is that before the step: one device
+    that has all rows computes it once.
     """
     number = len(jax.tree.leaves(state.model_state))
     if not number or loss.over is not LossOver.ROWS or loss.model_state is ModelState.MEAN:
         return [loss.over is not LossOver.ROWS] * number
     changed = changed_by_rows(loss, state, batch, keys, at_use)
-    types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
-    traces = _Traces(loss, state, loss.arguments(state, types, batch, keys))
+    traces = _Traces(loss, state, _arguments(loss, state, batch, keys, at_use))
+    times = loss.parts(at_use.shards.number) * loss.accumulate_steps
     after = jax.tree.leaves(traces.places.model_state)
-    if traces.count_rows([x for each, x in zip(changed, after, strict=True) if not each]):
-        changed = [each or traces.count_rows([x]) for each, x in zip(changed, after, strict=True)]
+    pairs = list(zip(changed, after, strict=True))
+    if traces.count_rows([place for is_changed, place in pairs if not is_changed], times):
+        changed = [is_changed or traces.count_rows([place], times) for is_changed, place in pairs]
     return list(map(operator.or_, draws(state.model_state), changed))
 
 
@@ -202,12 +204,18 @@ def changed_by_rows(
 
     What is the same on all shards, along the axes ``shards``, counts as changed by none.
     """
-    types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
-    arguments = loss.arguments(state, types, batch, keys)
+    arguments = _arguments(loss, state, batch, keys, at_use)
     jaxpr, tree = _trace(loss, state, arguments)
     of_rows, found = (1 << len(jax.tree.leaves(arguments.given))) - 1, sources_of(jaxpr, shards)
     after = jax.tree.leaves(_places(tree).model_state)
     return [bool(found[place] & of_rows) for place in after]
+
+
+def _arguments(
+    loss: StepLoss, state: TrainState, batch: Any, keys: Keys, at_use: AtUse
+) -> Arguments:
+    types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
+    return loss.arguments(state, types, batch, keys)
 
 
 def facts_of(loss: StepLoss, arguments: Arguments) -> tuple[list[int], Any]:
@@ -237,15 +245,16 @@ class _Traces:
             of = functools.partial(self._loss.of_arguments, self._state)
             return jax.make_jaxpr(of)(*self._arguments._replace(given=given))
 
-    def count_rows(self, outputs: Sequence[int]) -> bool:
-        """Return whether outputs depend on how many rows there are, as ``seen + len(x)`` does."""
+    def count_rows(self, outputs: Sequence[int], times: int) -> bool:
+        """Return whether outputs are others for so many times the rows, as ``seen + len(x)``."""
         if not outputs:
             return False
         try:
-            both = [self._of_rows(rows, ()) for rows in (self._each, 2 * self._each)]
-        except Exception:  # a loss may take one number of rows
+            whole = self._of_rows(times * self._each, ())
+        except Exception:  # of any kind; the proof needs this trace as well, and refuses the loss
             return False
-        return not are_equal(*(_jax.without_unread(each, outputs) for each in both))
+        of_both = (_jax.without_unread(each, outputs) for each in (self.first, whole))
+        return not traces_do_the_same(*of_both)
 
     def proof_of(self, outputs: Any, times: int) -> Proof:
         """Return what is proven of some outputs, if there are so many pieces of the batch."""
