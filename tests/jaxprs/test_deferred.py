@@ -280,6 +280,16 @@ def noted(name: Any, w: Any) -> Noted:
     return Noted(name, {"x": w, "zero": 0 * w}, jnp.asarray(w).dtype)
 
 
+@pytest.mark.parametrize(("number", "back"), [(2, None), (3, FLOAT)])
+def test_gradients_of_more_than_two_uses_add_up_in_the_dtype_of_the_input(number: int, back: Any):
+    half, used = lambda x: x.astype(jnp.bfloat16), []
+    function = lambda w, x: sum(half(x) @ half(w) for _ in range(number))
+    jaxpr = jax.make_jaxpr(function)(W[0, 0], X)
+    note = lambda name, each, inside: used.append((each.dtype.name, each.back))
+    evaluate(jaxpr, [noted("w", W[0, 0]), jnp.asarray(X)], note)
+    assert used == [("bfloat16", back)]
+
+
 @pytest.mark.parametrize(
     ("function", "kept"),
     [
