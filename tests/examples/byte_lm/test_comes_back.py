@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import glob
 import os
 import re
 import resource
@@ -63,13 +64,18 @@ def newest(folder: Path) -> int:
     )
 
 
+def snapshots(memory: Path) -> set[str]:
+    """The names of the snapshots that a run has written."""
+    # Path.glob raises if the run deletes one meanwhile.
+    return {os.path.dirname(file) for file in glob.glob(f"{memory}/*/*.json")}
+
+
 def goes_on(memory: Path) -> bool:
     """Whether a run soon takes another snapshot."""
-    names = lambda: {path.parent.name for path in memory.glob("*/*.json")}
-    before, until = names(), time.monotonic() + 5
-    while time.monotonic() < until and names() <= before:
+    before, until = snapshots(memory), time.monotonic() + 5
+    while time.monotonic() < until and snapshots(memory) <= before:
         time.sleep(0.05)
-    return not names() <= before
+    return not snapshots(memory) <= before
 
 
 def kill(pid: int) -> None:
@@ -120,7 +126,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(
     parts: dict[str, list[float]] = {}
     try:
         until = time.monotonic() + PATIENCE
-        while not [*memory.glob("*/*.json")]:
+        while not snapshots(memory):
             assert time.monotonic() < until, run.printed()
             time.sleep(0.02)
         for number in range(kills):
