@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
+from jax.experimental import pallas as pl
 
 from crossshard.jaxprs.mean_over_rows import is_free, is_mean, is_sum
 from crossshard.jaxprs.row_facts import Divided, Free, Obstacle, OverRows, Total
@@ -151,3 +152,38 @@ def test_a_derivative_that_calls_its_own_function(function: Any):
 
 def test_a_derivative_that_looks_at_the_number_of_rows():
     assert not same(lambda x: scaled_by_rows(x).sum() / len(x))
+
+
+# Kernels.
+
+
+def kernel(rows: int, *, block: int = 1, at: int = 0, factor: float = 2.0) -> Any:
+    """Return the jaxpr of a kernel, which takes three steps of ``block`` slices for each row."""
+
+    def scaled(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = x_ref[...] * factor
+
+    spec = pl.BlockSpec((block, 8), lambda i: (i, at))
+    x = jax.ShapeDtypeStruct((3 * rows * block, 8), jnp.bfloat16)
+    return jax.make_jaxpr(
+        pl.pallas_call(scaled, out_shape=x, grid=(3 * rows,), in_specs=[spec], out_specs=spec)
+    )(x)
+
+
+OTHER_KERNELS = {
+    "the same": ({}, True),
+    "larger blocks": ({"block": 2}, False),
+    "other blocks": ({"at": 1}, False),
+    "another factor": ({"factor": 3.0}, False),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_KERNELS)
+def test_a_kernel_is_the_same_on_a_grid_that_grows_with_the_rows(name: str):
+    of_one_row, expected = OTHER_KERNELS[name]
+    jaxprs = [kernel(1, **of_one_row), kernel(2), kernel(4)]
+    assert is_same_program(jaxprs, (1, 2, 4)) is expected
+
+
+def test_the_grid_of_a_kernel_grows_as_the_rows_do():
+    assert not is_same_program([kernel(1), kernel(2), kernel(4)], (1, 2, 8))

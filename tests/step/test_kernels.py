@@ -195,6 +195,16 @@ def test_a_kernel_runs_and_follows_one_device(name: str):
     assert np.linalg.norm(moved - slope) <= 3e-2 * np.linalg.norm(slope)
 
 
+@pytest.mark.parametrize("name", [name for name, (is_proven, *_) in MODELS.items() if is_proven])
+def test_a_kernel_runs_on_one_row(name: str):
+    _, model, same = MODELS[name]
+    step, rows = step_of(model), jax.tree.map(lambda x: x[:3], BATCH)
+    state, _ = step(step.init(W), rows)
+    slope = jax.jit(jax.grad(loss_of(same)))(W, rows)
+    moved = np.asarray(W - step.model(state)) / 0.5
+    assert np.linalg.norm(moved - slope) <= 1e-2 * np.linalg.norm(slope)
+
+
 # Faults: an error of a hundredth is found in bfloat16.
 
 NOT_SO = "And by numbers it is not so"

@@ -4,13 +4,14 @@ With a single row, JAX leaves out operations that would repeat it; these do not 
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from crossshard import _jax
 from crossshard.jaxprs.row_facts import is_inexact, shape_of
@@ -25,6 +26,9 @@ _COMPARED_ELSEWHERE = frozenset(
     "new_sizes num_consts out_sharding out_trees reps shape sharding sizes slice_sizes "
     "update_jaxpr".split()
 )
+# Of a kernel: the grid that it runs on with its blocks, the types of what it returns, and how it
+# takes blocks of an array.
+_OF_KERNELS = frozenset("args_tree grid_mapping out_avals result_avals tree".split())
 
 
 def is_same_program(jaxprs: Sequence[Any], rows: Sequence[int]) -> bool:
@@ -224,7 +228,7 @@ def _left_out_by_gather(equations: Sequence[Any]) -> _Places | None:
         and given
         == list(zip(few.operand_batching_dims, few.start_indices_batching_dims, strict=True))
     )
-    return [None, place, None] if same and _match_but_for_dimension_numbers(equations) else None
+    return [None, place, None] if same and _match_but_for(equations, "dimension_numbers") else None
 
 
 def _left_out_by_product(equations: Sequence[Any]) -> _Places | None:
@@ -239,16 +243,78 @@ def _left_out_by_product(equations: Sequence[Any]) -> _Places | None:
             for axes, gone in ((left, one), (right, other), (lefts, one), (rights, other))
         ]
         if [tuple(x) for both in few for x in both] == without:
-            return [one, other, at] if _match_but_for_dimension_numbers(equations) else None
+            return [one, other, at] if _match_but_for(equations, "dimension_numbers") else None
     return None
 
 
-def _match_but_for_dimension_numbers(equations: Sequence[Any]) -> bool:
-    each = [{**equation.params, "dimension_numbers": None} for equation in equations]
+def _left_out_by_reduction(equations: Sequence[Any]) -> _Places | None:
+    """Return the axes that a reduction leaves out, which includes that of the only row, or none.
+
+    Such is the gradient of what JAX repeats along other axes: one row has no axis to keep.
+    """
+    few, more, also = ({*each.params["axes"]} for each in equations)
+    shape = equations[0].invars[0].aval.shape
+    if more != also or len(few - more) != 1 or not more <= few:
+        return None
+    (axis,) = few - more
+    if shape[axis] != 1 or not _match_but_for(equations, "axes"):
+        return None
+    return [None, axis - sum(gone < axis for gone in more)]
+
+
+def _left_out_by_kernel(equations: Sequence[Any]) -> _Places | None:
+    """Return the axes that a kernel under ``vmap`` leaves out, with one row; ``None`` if none.
+
+    JAX gives its grid a dimension that takes the rows one by one, unless there is only one.
+    """
+    few, *several = (each.params["grid_mapping"] for each in equations)
+    indices = [None] * few.num_index_operands
+    for dimension in several[0].vmapped_dims:
+        grids = [tuple(np.delete(each.grid, dimension)) for each in several]
+        if any(grid != few.grid for grid in grids):
+            continue
+        blocks = zip(*(each.block_mappings for each in (few, *several)), strict=True)
+        places = [_place_of_row(each, dimension) for each in blocks]
+        kept = "grid_mapping", "out_avals"
+        if -1 not in places and _match_but_for(equations, *kept):
+            return [*indices, *places]
+    return None
+
+
+def _place_of_row(blocks: Sequence[Any], dimension: int) -> int | None:
+    """Return the axis of an array that a dimension of the grid takes slice by slice.
+
+    It is ``None`` if there is no such axis, and -1 if the blocks do not match without it.
+    """
+    few, more, _ = blocks
+    choices = [jaxpr_as_fun(each.index_map_jaxpr) for each in blocks]
+    given = few.index_map_jaxpr.in_avals
+    for place in [None, *range(len(more.block_shape))]:
+        others = [[x for i, x in enumerate(each.block_shape) if i != place] for each in blocks[1:]]
+        if any(other != [*few.block_shape] for other in others):
+            continue
+
+        def without(choice: Any, *at: Any, place: int | None = place) -> list[Any]:
+            found = choice(*at[:dimension], np.int32(0), *at[dimension:])
+            return [x for i, x in enumerate(found) if i != place]
+
+        each = [choices[0], *(functools.partial(without, choice) for choice in choices[1:])]
+        if _same([jax.make_jaxpr(choice)(*given) for choice in each], (1, 2, 4)):
+            return place
+    return -1
+
+
+def _match_but_for(equations: Sequence[Any], *names: str) -> bool:
+    each = [{**equation.params, **dict.fromkeys(names)} for equation in equations]
     return _parameters_match(each, (1, 2, 4))
 
 
-_LEFT_OUT: dict[str, Any] = {"dot_general": _left_out_by_product, "gather": _left_out_by_gather}
+_LEFT_OUT: dict[str, Any] = {
+    "dot_general": _left_out_by_product,
+    "gather": _left_out_by_gather,
+    "pallas_call": _left_out_by_kernel,
+    "reduce_sum": _left_out_by_reduction,
+}
 
 
 class _Trace:
@@ -309,9 +375,33 @@ def _parameters_match(params: Sequence[dict[str, Any]], rows: Sequence[int]) -> 
             continue
         if key in _COMPARED_ELSEWHERE or all(map(_is_jaxpr, each)):
             continue
-        if not all(other is value or bool(other == value) for other in each[1:]):
+        alike = key in _OF_KERNELS and _fields_match(each, rows)
+        if not alike and not all(other is value or bool(other == value) for other in each[1:]):
             return False
     return True
+
+
+def _fields_match(values: Sequence[Any], rows: Sequence[int]) -> bool:
+    """Return whether what a kernel runs on is equal, but for lengths that grow with the rows."""
+    one = values[0]
+    if any(type(each) is not type(one) for each in values):
+        return False
+    if isinstance(one, jax.tree_util.PyTreeDef):
+        values = [each.unflatten(range(each.num_leaves)) for each in values]
+        return _fields_match(values, rows)
+    if isinstance(one, tuple | list):
+        matches = (_fields_match(each, rows) for each in zip(*values, strict=True))
+        return len({*map(len, values)}) == 1 and all(matches)
+    if isinstance(one, int):
+        return _fit([(x,) for x in values], rows)
+    if _is_jaxpr(one):
+        return _same(values, rows)
+    if dataclasses.is_dataclass(one):
+        fields = [field.name for field in dataclasses.fields(one)]
+        return all(_fields_match([getattr(x, name) for x in values], rows) for name in fields)
+    if hasattr(one, "shape") and hasattr(one, "dtype"):
+        return len({str(x.dtype) for x in values}) == 1 and _fit([x.shape for x in values], rows)
+    return all(other is one or bool(other == one) for other in values)
 
 
 def _is_jaxpr(value: Any) -> bool:
