@@ -266,8 +266,8 @@ def test_splash_attention_is_proven_forwards():
     )
     x = jax.ShapeDtypeStruct((4, 2, 256, 128), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
-    for x in (x, one_row(x)):
-        finding = found(lambda x, w: jax.vmap(run)(x @ w, x, x), x, w)
+    for given in (x, one_row(x)):
+        finding = found(lambda x, w: jax.vmap(run)(x @ w, x, x), given, w)
         assert finding.kind is OverRows.MEAN
         # Nothing says that the kernels of the gradient are linear in it.
         assert [each.split()[1] for each in finding.assumes] == [
@@ -299,5 +299,5 @@ def test_kernels_of_jax_are_means_if_their_gradients_are_linear(name: str):
     x = jax.ShapeDtypeStruct((4, 128, 2, 128 if wide else 64), jnp.bfloat16)
     x = jax.ShapeDtypeStruct((4, 128, 64), jnp.bfloat16) if "norm" in name else x
     w = jax.ShapeDtypeStruct((x.shape[-1], x.shape[-1]), jnp.bfloat16)
-    for x in (x, one_row(x)):
-        assert found(OTHERS[name], x, w).kind is OverRows.MEAN
+    for given in (x, one_row(x)):
+        assert found(OTHERS[name], given, w).kind is OverRows.MEAN

@@ -1,5 +1,6 @@
 """model_state: state that a loss returns, averaged over the shards or one for each."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -286,7 +287,7 @@ def test_numbers_see_the_state_before_the_step_too(is_mean: bool) -> None:
         slope, of_one = jax.grad(in_order, has_aux=True)(w, of_one, x)
         w = w - 0.01 * slope
     assert_close(step.model(state), (w, of_one))
-    assert "by numbers its model state is a mean over the rows" in step.describe()
+    assert "by numbers its model state is that of the whole batch" in step.describe()
 
 
 # Equinox, aux.
@@ -488,6 +489,65 @@ def around_common(combine: Any) -> Any:
         return ((hidden - state) ** 2).mean(), after
 
     return loss
+
+
+over_all = lambda reduce, of: lambda x: reduce(of(x), "shards")
+# What a state gets that is the same on all shards, and what one device would give it.
+COMBINED: dict[str, tuple[Any, Any]] = {
+    "sums": (over_all(jax.lax.psum, lambda x: x.sum(0)), lambda x: x.sum(0)),
+    "the largest": (over_all(jax.lax.pmax, lambda x: x.max(0)), lambda x: x.max(0)),
+    "sums of means": (over_all(jax.lax.psum, lambda x: x.mean(0)), None),
+    "means of deviations": (over_all(jax.lax.pmean, lambda x: x.std(0)), None),
+    "rows of one shard": (lambda x: jax.lax.all_gather(x, "shards")[0].mean(0), None),
+    "the number of shards": (lambda x: jnp.ones(5) * jax.lax.axis_size("shards"), None),
+    "the index of a shard": (lambda x: jnp.ones(5) * jax.lax.axis_index("shards"), None),
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_a_state_that_the_loss_reads_is_that_of_the_whole_batch(name: str):
+    combine, of_one = COMBINED[name]
+    step = sgd_step(around_common(combine), 0.1, 4, model_state="per_shard", axis_name="shards")
+    state = step.init(W, model_state=np.zeros(5, np.float32))
+    if of_one is None:
+        with pytest.raises(
+            LossError, match=r"The loss reads the state model_state.* by jax.lax.psum of sums"
+        ):
+            step(state, X[0])
+        return
+    w, mean = W, np.zeros(5, np.float32)
+    for x in X:
+        state, _ = step(state, x)
+        slope, mean = jax.grad(around_common(of_one), has_aux=True)(w, mean, x)
+        w = w - 0.1 * slope
+    common.assert_close(step.model(state)[0], w, atol=1e-5)
+
+
+def test_so_is_one_that_another_is_made_of():
+    """The mean of shares of all rows, which are as many times smaller as there are shards."""
+
+    def loss(w: Any, state: Any, x: Any) -> Any:
+        hidden, (_, old) = x @ w, state
+        shares = jnp.exp(hidden) / jax.lax.psum(jnp.exp(hidden).sum(0), "shards")
+        return ((hidden - old) ** 2).mean(), (jax.lax.pmean(shares.sum(0), "shards"), state[0])
+
+    zeros = np.zeros(5, np.float32)
+    step = sgd_step(loss, 0.1, 4, model_state="per_shard", axis_name="shards")
+    with pytest.raises(LossError, match=r"reads the state model_state\[0\], which is a comparison"):
+        step.lower(step.abstract_init(W, model_state=(zeros, zeros)), X[0])
+
+
+@pytest.mark.parametrize(("reduce", "is_of_batch"), [(jax.lax.pmax, True), (jax.lax.psum, False)])
+def test_so_is_an_integer(reduce: Any, is_of_batch: bool):
+    def loss(w: Any, seen: Any, x: Any) -> Any:
+        found = reduce((x > 2).any().astype(jnp.int32), "shards")
+        return ((x @ w) ** 2).mean() * (1 + 0.1 * seen), seen + found
+
+    step = sgd_step(loss, 0.1, 4, model_state="per_shard", axis_name="shards")
+    state = step.init(W, model_state=np.int32(0))
+    raises = pytest.raises(LossError, match=r"model_state, and nothing proves.*it is not so")
+    with contextlib.nullcontext() if is_of_batch else raises:
+        step(state, X[0])
 
 
 def test_no_microbatch_reads_what_another_has_made_of_its_rows():

@@ -400,6 +400,9 @@ class _Reads(Analysis[int]):
         if equation.primitive.name in EQUALIZES and ungrouped and self._shards:
             of = 0 if self._shards <= named_axes(equation) else self.join(inputs)
             return [of] * len(equation.outvars)
+        # Of all inputs: the index of a shard differs as its rows do.
+        if equation.primitive.name == "axis_index" and self._shards & named_axes(equation):
+            return [-1]
         # All inputs, since what a Ref holds, or what a callback returns, is not tracked.
         read = -1 if has_effect(equation) else self.join(inputs)
         return [read] * len(equation.outvars)

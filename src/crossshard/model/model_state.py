@@ -189,13 +189,21 @@ def draws(state: Any) -> list[bool]:
 
     In a module these are its random streams; in a function any array may count beside a key.
     """
-    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
-    found = list[tuple[bool, bool]]()
+    own, is_variable = streams(state), lambda leaf: isinstance(leaf, nnx.Variable)
+    leaves = jax.tree.leaves(state, is_leaf=is_variable)
+    of_module = [is_variable(leaf) for leaf in leaves for _ in jax.tree.leaves(leaf)]
+    pairs = list(zip(own, of_module, strict=True))
+    any_key = any(is_key for is_key, is_in_module in pairs if not is_in_module)
+    return [is_key or (any_key and not is_in_module) for is_key, is_in_module in pairs]
+
+
+def streams(state: Any) -> list[bool]:
+    """Return of each array of a state whether it is a key, or of a random stream of a module."""
+    is_variable, found = lambda leaf: isinstance(leaf, nnx.Variable), list[bool]()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable):
         own = isinstance(leaf, nnx.RngState) if is_variable(leaf) else holds_keys(path, leaf)
-        found += [(own, is_variable(leaf))] * len(jax.tree.leaves(leaf))
-    any_key = any(own for own, of_module in found if not of_module)
-    return [own or (any_key and not of_module) for own, of_module in found]
+        found += [own] * len(jax.tree.leaves(leaf))
+    return found
 
 
 def no_sum(state: Any) -> Any:

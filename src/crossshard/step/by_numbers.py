@@ -19,7 +19,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from crossshard import _jax, _mesh
-from crossshard._check import is_inexact
 from crossshard.errors import LossError
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.kernels import Assumptions
@@ -396,7 +395,8 @@ class _Check:
             config = dataclasses.replace(self._config, loss=loss)
             reduced, after = config.reduced(self._layout, state, batch)
             found.append((reduced.extra["value"], jax.tree.leaves(reduced.values)))
-            states.append([wide(x) for x in jax.tree.leaves(after) if is_inexact(x)])
+            leaves, places = jax.tree.leaves(after), sorted(self._doubt.of_state)
+            states.append([jnp.asarray(leaves[place], jnp.float32) for place in places])
         if self._doubt.of_state:
             norm, pairs = optax.tree.norm, zip(*states, strict=True)
             each = [_relative(norm(x - y), norm(x), norm(y)) for x, y in pairs]

@@ -1,7 +1,7 @@
 """Over rows: whether a loss is a mean over rows, so that the shards' mean is the batch's."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +46,8 @@ class Doubt(NamedTuple):
     sentence: str  # says what nothing proves
     key: Any  # the types of all inputs of the loss, and what is static in its model
     divisor: Divisor | None = None  # what divides the loss, if the weight may be something else
-    of_state: bool = False  # whether it is about the model state, and not about the loss
+    # The arrays of the model state that it is about; empty if it is about the loss.
+    of_state: frozenset[int] = frozenset()
 
 
 class CopiesCountError(Exception):
@@ -159,7 +160,7 @@ class OverRowsRecord:
         return (
             f"{self.latest}"
             + f"; {shown}" * is_shown
-            + "; by numbers its model state is a mean over the rows" * of_state
+            + "; by numbers its model state is that of the whole batch" * of_state
         )
 
     def check_padding(self) -> None:
@@ -386,11 +387,47 @@ def check_state_is_mean(
         )
         if is_none:
             raise LossError(f"{name} is {said}. {explained}")
-        by_itself = of.kind is OverRows.OVER_SHARDS and not of.is_whole
-        if doubt is None and (by_itself or of.kind is OverRows.UNDECIDED):
+        if doubt is None and _is_undecided(of):
             where = f" ({of.source})" if of.source else ""
             sentence = f"Nothing proves that {name} is a mean over rows: {of.reason}{where}."
-            doubt = Doubt(of, f"{sentence} {explained}", key, of_state=True)
+            places = (place for place, (_, x) in enumerate(paths) if is_inexact(x))
+            doubt = Doubt(of, f"{sentence} {explained}", key, of_state=frozenset(places))
+    return doubt
+
+
+def _is_undecided(of: Finding) -> bool:
+    """Return whether a trace does not decide what a state is over the rows."""
+    return of.kind is OverRows.UNDECIDED or (of.kind is OverRows.OVER_SHARDS and not of.is_whole)
+
+
+def check_own_state(names: Mapping[int, str], proof: Proof, key: Any = None) -> Doubt | None:
+    """Raise LossError if states that are the same on all shards are not those of the whole batch.
+
+    Returns the doubt, if the trace does not decide that; ``key`` is its.
+
+    Args:
+      names: the names of the arrays, which the loss reads, by their places in the model state.
+      proof: what is known of these arrays after the loss.
+    """
+    doubt = None
+    for name, fact in zip(names.values(), proof.facts, strict=True):
+        of = proof.concluded(found(fact))
+        explained = (
+            "All shards have the same, but in later steps the mean of their losses is that of the "
+            "whole batch only if that is what one device makes of all rows: by jax.lax.psum of "
+            "sums, pmean of means, pmax of maxima, or all_gather of rows. Or write "
+            "loss_over='batch', with which there is one state; or loss_over='shard', if the loss "
+            "is meant as it is."
+        )
+        if of.kind in (OverRows.COMPARED, OverRows.SUM, OverRows.RATIO):
+            raise LossError(f"The loss reads the state {name}, which is {of}. {explained}")
+        if doubt is None and _is_undecided(of):
+            where = f" ({of.source})" if of.source else ""
+            sentence = (
+                f"The loss reads the state {name}, and nothing proves that it is that of the whole "
+                f"batch: {of.reason}{where}."
+            )
+            doubt = Doubt(of, f"{sentence} {explained}", key, of_state=frozenset(names))
     return doubt
 
 

@@ -20,7 +20,7 @@ from crossshard.jaxprs.quotient import Place, places_of, split
 from crossshard.jaxprs.row_facts import DIVIDES, OverRows, Total
 from crossshard.jaxprs.same_program import traces_do_the_same
 from crossshard.jaxprs.walk import depends, equations_of, named_axes, sources_of
-from crossshard.model.model_state import ModelState, draws
+from crossshard.model.model_state import ModelState, draws, streams
 from crossshard.model.state import TrainState
 from crossshard.shards.axes import as_one_shard, get_shard_context
 from crossshard.shards.batch_axes import join
@@ -34,7 +34,13 @@ from crossshard.step.divisor import (
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.loss import Arguments, Keys, LossOver, Returned, StepLoss, types_of
 from crossshard.step.microbatches import check_weight_is_read, entries_read, weight_of
-from crossshard.step.over_rows import Doubt, check_groups, check_state_is_mean, finding_of
+from crossshard.step.over_rows import (
+    Doubt,
+    check_groups,
+    check_own_state,
+    check_state_is_mean,
+    finding_of,
+)
 
 
 def _trace(loss: StepLoss, state: TrainState, arguments: Arguments) -> tuple[Any, Any]:
@@ -312,13 +318,17 @@ def _conclude(
     traces, rows, weight = _Traces(loss, state, arguments), arguments.given[0], loss.weight
     finding, proof = traces.proven(times)
     finding = dataclasses.replace(finding, is_whole=finding.is_whole or in_groups)
-    if loss.model_state is ModelState.MEAN and finding.kind is not OverRows.COMPARED:
-        of_state = traces.proof_of(traces.places.model_state, times)
-        doubt = _doubt_of_state(loss, key, state, arguments, of_state)
-        if doubt is not None:
-            loss.record.states[key] = doubt
+    doubt, after = None, traces.places.model_state
     if loss.model_state is not ModelState.MEAN:
-        _check_own_state(traces, loss, state, arguments)
+        names = _own_states_read(traces, loss, state, arguments)
+        if names:
+            of_state = traces.proof_of([jax.tree.leaves(after)[place] for place in names], times)
+            doubt = check_own_state(names, of_state, key)
+    elif finding.kind is not OverRows.COMPARED:
+        of_state = traces.proof_of(after, times)
+        doubt = _doubt_of_state(loss, key, state, arguments, of_state)
+    if doubt is not None:
+        loss.record.states[key] = doubt
     divisor = None
     if weight is not None:
         traces.note_padding()
@@ -340,17 +350,21 @@ def _conclude(
     loss.record.known[key] = finding, divisor
 
 
-def _check_own_state(
+def _own_states_read(
     traces: _Traces, loss: StepLoss, state: TrainState, arguments: Arguments
-) -> None:
-    """Raise LossError if the loss reads a state that a shard makes of its rows, or of such ones.
+) -> dict[int, str]:
+    """Return the names of the states that the loss reads, or that such ones are made of.
 
-    So does a microbatch, whose rows are not those of the others on any shard.
+    Keys and random streams are left out.
+
+    Raises:
+      LossError: a shard makes one of its own rows; or a microbatch does, whose rows are not those
+        of the others on any shard.
     """
     paths = jax.tree_util.tree_leaves_with_path(state.model_state)
     context = get_shard_context()
     if not paths or context is None:
-        return
+        return {}
     microbatches = loss.accumulate_steps > 1
     bits = sources_of(traces.first, () if microbatches else context.axis_name)
     of_loss = functools.reduce(
@@ -359,18 +373,22 @@ def _check_own_state(
     of_rows = (1 << len(jax.tree.leaves(arguments.given))) - 1
     start = len(traces.first.in_avals) - len(paths)
     after = [bits[place] for place in jax.tree.leaves(traces.places.model_state)]
-    own, known = of_rows, 0
-    while own != known:
-        known = own
+    own, read, known = of_rows, of_loss, (0, 0)
+    while (own, read) != known:
+        known = own, read
         for number, of_state in enumerate(after):
-            own |= bool(of_state & known) << (start + number)
-    for number, (path, _) in enumerate(paths):
+            own |= bool(of_state & own) << (start + number)
+            read |= of_state * (read >> (start + number) & 1)
+    is_module, names = loss.model_state is None, dict[int, str]()
+    for number, ((path, _), is_key) in enumerate(
+        zip(paths, streams(state.model_state), strict=True)
+    ):
+        name = jax.tree_util.keystr(path).removesuffix(".value")
+        name = f"{'model' if is_module else 'model_state'}{name}"
+        if read & 1 << (start + number) and not is_key:
+            names[number] = name
         if of_loss & own & 1 << (start + number):
-            name = jax.tree_util.keystr(path).removesuffix(".value")
-            is_module = loss.model_state is None
-            reads = (
-                f"The loss reads the state {'model' if is_module else 'model_state'}{name}, which"
-            )
+            reads = f"The loss reads the state {name}, which"
             mean = "" if is_module else " or write model_state='mean', if it is a mean over rows;"
             if microbatches:
                 raise LossError(
@@ -380,12 +398,13 @@ def _check_own_state(
                     f"those before it on its shard have made of it."
                 )
             raise LossError(
-                f"{reads} each shard changes by its own rows, so that in later steps the mean of "
-                f"the shards' losses is not that of the whole batch. Make it the same on all "
-                f"shards, such as by jax.lax.pmean over their axis;{mean} or write "
-                f"loss_over='batch', with which there is one state; or loss_over='shard', if each "
-                f"shard's own is meant."
+                f"{reads} each shard changes by its own rows or index, so that in later steps the "
+                f"mean of the shards' losses is not that of the whole batch. Return on all shards "
+                f"what one device makes of all rows, such as by jax.lax.psum of sums over their "
+                f"axis or pmean of means;{mean} or write loss_over='batch', with which there is "
+                f"one state; or loss_over='shard', if each shard's own is meant."
             )
+    return names
 
 
 def _doubt_of_state(
