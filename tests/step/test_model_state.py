@@ -480,6 +480,24 @@ def test_so_is_one_that_reads_it_by_way_of_another_state_or_of_each_shard():
     common.assert_close(step.model(state), (w, mean), atol=1e-5)
 
 
+def test_a_state_with_an_entry_for_each_row():
+    def carried(w: Any, state: Any, x: Any) -> Any:
+        state = jnp.tanh(x @ w + state)
+        return (state**2).mean(), state
+
+    step, start = sgd_step(carried, 0.1, 4, model_state="per_shard"), np.zeros((24, 5), np.float32)
+    with pytest.raises(TypeError) as caught:
+        step.lower(step.abstract_init(W, model_state=start), X[0])
+    assert "loss_over='batch'" in "".join(caught.value.__notes__)
+    step = sgd_step(carried, 0.1, 4, model_state="mean", loss_over="batch")
+    state, of_one, w = step.init(W, model_state=start), start, W
+    for x in X:
+        state, _ = step(state, x)
+        slope, of_one = jax.grad(carried, has_aux=True)(w, of_one, x)
+        w = w - 0.1 * slope
+    common.assert_close(step.model(state), (w, of_one), atol=1e-5)
+
+
 def around_common(combine: Any) -> Any:
     """A loss around a state that ``combine`` makes the same on all shards, if there are several."""
 

@@ -71,12 +71,17 @@ def check_same_rows(rows: Any, axes: BatchAxes) -> None:
             continue
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(rows)]
         names, along = [jax.tree_util.keystr(paths[i]) for i in (0, place)], axes.of(rows)
+        few, many = sorted([lengths[0], length])
+        each, odd = divmod(many, few or 1)
+        of_each = (
+            f" If {each} of one belong to each of the other, reshape it to [{few}, {each}, …]."
+        )
         raise ArgumentError(
             f"All arrays of a batch must have as many rows, since each is split over the shards, "
             f"here along axes {along[0]} and {along[place]}; got "
-            f"{sorted([lengths[0], length])}: batch{names[0]} has {lengths[0]}, and "
-            f"batch{names[1]} {length}. Write the axes of the rows in batch_axis=; or, if every "
-            f"shard gets an entry whole, such as a table, its name in replicated_entries=."
+            f"{[few, many]}: batch{names[0]} has {lengths[0]}, and batch{names[1]} {length}. Write "
+            f"the axes of the rows in batch_axis=; or, if every shard gets an entry whole, such as "
+            f"a table, its name in replicated_entries=.{of_each * (not odd and few > 0)}"
         )
 
 

@@ -53,8 +53,11 @@ def _trace(loss: StepLoss, state: TrainState, arguments: Arguments) -> tuple[Any
         except (TypeError, ValueError, IndexError) as error:
             if not isinstance(error, CrossshardError):
                 rows = loss.number_of_rows(join(arguments.given[0], arguments.whole))
+                has_state = bool(jax.tree.leaves(state.model_state))
+                of_state = " The model state is not split over rows; with loss_over='batch' it may"
                 error.add_note(
                     f"The loss was given {rows} rows: a shard's, or a microbatch of them."
+                    f"{f'{of_state} have an entry for each row of the batch.' * has_state}"
                 )
             raise
         found, context = (jaxpr, jax.tree.structure(types)), get_shard_context()
