@@ -147,7 +147,7 @@ class Saving:
 
     def _to_delete(self) -> list[int]:
         """Return the checkpoints that do not stay."""
-        good = self._undamaged()
+        good = self.undamaged()
         scores = {number: self._score(number) for number in good if self._best}
         told = [SimpleNamespace(step=each, metrics=scores.get(each)) for each in self.numbers]
         # The damaged ones among the newest stay, too.
@@ -207,12 +207,13 @@ class Saving:
         )
 
     def _last(self) -> str:
-        good = self._undamaged()
+        good = self.undamaged()
         if not good or not self._folder.of(good[-1]).is_dir():
             return ""
         return f" Checkpoint {good[-1]} is the last one that was, and is as it was."
 
-    def _undamaged(self) -> list[int]:
+    def undamaged(self) -> list[int]:
+        """Return the numbers of the checkpoints that no restore has found damaged, ascending."""
         return [number for number in self.numbers if number not in self.damaged]
 
 
