@@ -16,6 +16,7 @@ from crossshard.checkpoints.preemption import Preemption
 from crossshard.checkpoints.reading import Found, OnDisk, Source, read_state
 from crossshard.checkpoints.saving import Saving, notes_of
 from crossshard.checkpoints.storage import compile_copies
+from crossshard.distributed.agreement import check_agreement
 from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import (
     ArgumentError,
@@ -65,7 +66,8 @@ class Checkpoints:
 
     Raises:
       ArgumentError, ArgumentTypeError: not a folder, not a step, or not a number of at least 1; or
-        there are copies, and the hosts do not have equally many devices.
+        there are copies, and the hosts do not have equally many devices; or only some processes
+        pass ``memory``, or other numbers for it.
       CheckpointError: the folder cannot be created.
       DistributedError: the folder in memory cannot be created.
 
@@ -101,6 +103,16 @@ class Checkpoints:
         _check.whole_number("keep_best", keep_best, least=0, most=None)
         self._every = _check.whole_number("memory_every", memory_every, most=None)
         _check.whole_number("memory_copies", memory_copies, most=2)
+        check_agreement(
+            "Checkpoints",
+            lambda: {
+                "memory": "None" if memory is None else "a folder",
+                "memory_every": f"{memory_every}",
+                "memory_copies": f"{memory_copies}",
+            },
+            step.mesh,
+            "Every process passes the same; only the path of memory= may differ between hosts.",
+        )
         self._folder, self._step, self._keep = Folder(folder), step, keep
         self.restored_from = ""
         self._preemption: Preemption | None = None
@@ -150,8 +162,8 @@ class Checkpoints:
           ArgumentError, ArgumentTypeError: the state is not of this step, or is on other devices;
             JSON cannot hold the data, processes pass other data, or the folder has another run's
             checkpoints.
-          CheckpointError: it cannot be written, the one before could not be, or another run writes
-            to the folder.
+          CheckpointError: it cannot be written, the one before could not be, another run writes
+            to the folder, or not all processes see it.
         """
         _check_call("save", state, jax.Array)
         with entering_of(self._step, "save"):
