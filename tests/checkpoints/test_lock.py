@@ -130,6 +130,25 @@ def test_what_another_run_has_written_meanwhile_is_neither_in_the_way_nor_writte
     second.close()
 
 
+def test_what_another_process_has_written_is_seen_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    elsewhere(tmp_path)
+    lock, slept = Lock(tmp_path), list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        # What an earlier writer has left is seen before.
+        if len(slept) == 3:
+            elsewhere(tmp_path, token="late")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert lock.sees("late")
+    assert len(slept) == 3
+    monkeypatch.setattr(files, "_LATE", 0.05)
+    assert not lock.sees("never")
+
+
 def elsewhere(folder: Path, **change: Any) -> None:
     """A lock of another machine."""
     body = {"process": 1, "began": 1, "host": "far", "machine": "far", "since": "long ago"}

@@ -20,7 +20,12 @@ import pytest
 
 from crossshard import Checkpoints, CrossShardOptimizer, make_train_step
 from crossshard.checkpoints import memory
-from crossshard.errors import ArgumentError, CheckpointMismatchError, CheckpointWarning
+from crossshard.errors import (
+    ArgumentError,
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    CheckpointWarning,
+)
 from tests.checkpoints.common import (
     PARAMS,
     XS,
@@ -225,6 +230,43 @@ def test_damage_is_told_and_the_one_before_is_taken(folders: dict[str, Any]):
             found, data = checkpoints.restore_latest(step.abstract_init(PARAMS))
         assert data == {"at": 1}
         check_same_bits(arrays(step, found), arrays(step, trained(step, 1)))
+
+
+def test_a_snapshot_comes_before_an_older_checkpoint_if_a_newer_one_is_damaged(
+    folders: dict[str, Any],
+):
+    step = step_on(2)
+    checkpoints = opened(folders, step, memory_every=1)
+    state = step.init(PARAMS)
+    for number in range(1, 4):
+        state, _ = step(state, XS[number - 1])
+        checkpoints.snapshot(state, "memory") if number == 2 else checkpoints.save(state, "disk")
+    checkpoints.wait()
+    manifests = [folders["folder"] / f"0000000{number}/manifest/manifest.json" for number in (1, 3)]
+    first = manifests[0].read_text()
+    (snapshot,) = folders["memory"].iterdir()
+    like = step.abstract_init(PARAMS)
+    # The newer one alone, then both; what is restored stays until something is saved.
+    for manifest in reversed(manifests):
+        manifest.write_text("{}")
+        with opened(folders, step) as again:
+            with pytest.warns(CheckpointWarning, match=r"checkpoint 3: .*; snapshot 2 is taken"):
+                found, data = again.restore_latest(like)
+            assert (data, int(found.step)) == ("memory", 2)
+            assert again.restored_from == f"Snapshot 2 in {folders['memory']}"
+            check_same_bits(arrays(step, found), arrays(step, trained(step, 2)))
+    flip(snapshot / "0.bytes")
+    with (
+        pytest.warns(CheckpointWarning, match="Snapshot 2 .* passed over"),
+        pytest.raises(CheckpointDamagedError, match=r"checkpoint 3: .*; checkpoint 1: "),
+    ):
+        opened(folders, step).restore_latest(like)
+    manifests[0].write_text(first)
+    with (
+        pytest.warns(CheckpointWarning, match="Snapshot 2 .* passed over"),
+        pytest.warns(CheckpointWarning, match=r"checkpoint 3: .*; checkpoint 1 is taken"),
+    ):
+        assert opened(folders, step).restore_latest(like)[1] == "disk"
 
 
 def flip(file: Path) -> None:

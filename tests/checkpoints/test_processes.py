@@ -1,5 +1,6 @@
 """Several processes save and restore one state together, and train sharded parameters."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,8 +15,9 @@ import optax
 import pytest
 
 from crossshard import Checkpoints, make_train_step
-from crossshard.checkpoints.folder import Damaged
-from crossshard.errors import ArgumentError
+from crossshard.checkpoints import folder as files
+from crossshard.checkpoints.folder import Damaged, Lock
+from crossshard.errors import ArgumentError, CheckpointError
 from tests.checkpoints.common import PARAMS, XS, arrays, check_same_bits, step_on, trained
 from tests.processes import join, run_processes
 from tests.step.common import assert_close, on_one_device, train
@@ -46,7 +48,7 @@ def step_of(number: int, **options: Any) -> Any:
 
 
 def refusal(call: Any) -> str:
-    with pytest.raises(ArgumentError) as refused:
+    with pytest.raises((ArgumentError, CheckpointError)) as refused:
         call()
     return str(refused.value)
 
@@ -56,6 +58,7 @@ def main(process: int, port: int, out: str, folder: str) -> None:
     join(process, port)
     rows = slice(process * 8, (process + 1) * 8)
     state, said = whole(process, rows, folder)
+    said |= unlike(process, folder)
     sharded_state, of_sharded = sharded(process, rows, f"{folder}-sharded")
     Path(out).write_text(json.dumps(said | of_sharded))
     if process == 0:
@@ -101,6 +104,54 @@ def whole(process: int, rows: slice, folder: str) -> tuple[list[np.ndarray], dic
                 break
         said["stopped"] = [number, int(state.step), checkpoints.steps()[-1]]
     return found, said
+
+
+def unlike(process: int, folder: str) -> dict[str, Any]:
+    """What processes are told that pass other options, or have folders of their own."""
+    step, said = step_on(4), {}
+    state = step.init(PARAMS)
+
+    def opened(where: str = f"{folder}-unlike", memory: Any = None, **options: Any) -> Checkpoints:
+        return Checkpoints(where, step, memory=memory, **options)
+
+    own = f"{folder}-memory-{process}"
+    said["memory"] = refusal(lambda: opened(memory=None if process else own))
+    said["every"] = refusal(lambda: opened(memory=own, memory_every=2 + process))
+    said["copies"] = refusal(lambda: opened(memory=own, memory_copies=1 + process))
+    # As a process that makes one checkpoint more than the other.
+    shared = opened()
+    said["calls"] = refusal(opened if process else shared.steps)
+    late, files._LATE = files._LATE, 0.2
+    apart = opened(f"{folder}-apart-{process}")
+    said["apart"] = [refusal(lambda: apart.save(state)) for _ in range(2)]
+    said["left"] = [str(path) for path in Path(f"{folder}-apart-{process}").rglob("*")]
+    files._LATE = late
+    seen, looks = Lock.sees, list[str]()
+
+    def sees(lock: Lock, token: str) -> bool:
+        looks.append(token)
+        return seen(lock, token)
+
+    Lock.sees = sees
+    with opened(memory=f"{folder}-memory", memory_every=1) as checkpoints:
+        checkpoints.save(state, "disk")
+        checkpoints.snapshot(state, "memory")
+        checkpoints.save(dataclasses.replace(state, step=state.step + 1), "damaged")
+        checkpoints.wait()
+        said["looks"] = len(looks)
+        check = checkpoints._folder.check
+        checkpoints._folder.check = lambda number: (check(number), damaged(process, number))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            _, data = checkpoints.restore_latest(state)
+        said["snapshot"] = data, [str(each.message) for each in warned]
+    Lock.sees = seen
+    return said
+
+
+def damaged(process: int, number: int) -> None:
+    if (process, number) == (1, 1):
+        raise Damaged("only this process sees it")
 
 
 def sharded(process: int, rows: slice, folder: str) -> tuple[Any, dict[str, Any]]:
@@ -159,6 +210,26 @@ def test_processes_pass_over_and_refuse_and_stop_together(found: Any):
         assert (data, step) == ({"at": 1}, 2)
         assert "To save, process 1 passed data checksum " in each["data"]
         assert "process 1 passed" in each["refused"]
+
+
+def test_unlike_options_and_folders_are_refused_and_a_snapshot_is_taken_by_all(found: Any):
+    base, said = found
+    # Once, and the one that writes not at all.
+    assert [each["looks"] for each in said] == [0, 1]
+    for each in said:
+        at = "To Checkpoints, process 1 passed "
+        assert f"{at}memory None, and process 0 a folder" in each["memory"]
+        assert f"{at}memory_every 3, and process 0 2" in each["every"]
+        assert f"{at}memory_copies 2, and process 0 1" in each["copies"]
+        assert "Process 1 is at Checkpoints, and process 0 at steps" in each["calls"]
+        for told in each["apart"]:
+            says = "process 1 does not see what process 0 has written in "
+            assert f"{says}{base}/run-apart-0. Give all processes one folder" in told
+        assert each["left"] == []
+        data, (warning,) = each["snapshot"]
+        assert data == "memory"
+        assert "checkpoint 1: only this process sees it. It is damaged" in warning
+        assert "snapshot 0 is taken" in warning
 
 
 def test_sharded_parameters_of_two_processes_follow_one_device(found: Any):

@@ -344,8 +344,8 @@ def test_other_text_is_none(text: str):
 
 def test_each_kind_of_call_has_its_own_timeout():
     timeouts = Timeouts.read({"start": 900, "step": 60, "evaluate": 300, "init": 700}, 120)
-    calls = ("nothing", "init 1", "step 1", "step 2", "finish 1", "evaluate 1")
-    assert [timeouts.of(call) for call in calls] == [900, 700, 900, 60, 60, 300]
+    calls = ("nothing", "init 1", "steps 1", "step 1", "step 2", "finish 1", "evaluate 1")
+    assert [timeouts.of(call) for call in calls] == [900, 700, 900, 900, 60, 60, 300]
     assert Timeouts.read({"alone": 5}, 120).of("step 7") == 120
     for call in calls:
         assert Timeouts.read(7, 120).of(call) == 7

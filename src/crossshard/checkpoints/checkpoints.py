@@ -13,9 +13,10 @@ from crossshard.checkpoints.folder import Damaged, Folder
 from crossshard.checkpoints.manifest import Fingerprint, fingerprint
 from crossshard.checkpoints.memory import Snapshots
 from crossshard.checkpoints.preemption import Preemption
-from crossshard.checkpoints.reading import Found, OnDisk, read_state
+from crossshard.checkpoints.reading import Found, OnDisk, Source, read_state
 from crossshard.checkpoints.saving import Saving, notes_of
 from crossshard.checkpoints.storage import compile_copies
+from crossshard.distributed.agreement import check_agreement
 from crossshard.distributed.watch import PROGRESS
 from crossshard.errors import (
     ArgumentError,
@@ -65,7 +66,8 @@ class Checkpoints:
 
     Raises:
       ArgumentError, ArgumentTypeError: not a folder, not a step, or not a number of at least 1; or
-        there are copies, and the hosts do not have equally many devices.
+        there are copies, and the hosts do not have equally many devices; or only some processes
+        pass ``memory``, or other numbers for it.
       CheckpointError: the folder cannot be created.
       DistributedError: the folder in memory cannot be created.
 
@@ -101,6 +103,16 @@ class Checkpoints:
         _check.whole_number("keep_best", keep_best, least=0, most=None)
         self._every = _check.whole_number("memory_every", memory_every, most=None)
         _check.whole_number("memory_copies", memory_copies, most=2)
+        check_agreement(
+            "Checkpoints",
+            lambda: {
+                "memory": "None" if memory is None else "a folder",
+                "memory_every": f"{memory_every}",
+                "memory_copies": f"{memory_copies}",
+            },
+            step.mesh,
+            "Every process passes the same; only the path of memory= may differ between hosts.",
+        )
         self._folder, self._step, self._keep = Folder(folder), step, keep
         self.restored_from = ""
         self._preemption: Preemption | None = None
@@ -150,8 +162,8 @@ class Checkpoints:
           ArgumentError, ArgumentTypeError: the state is not of this step, or is on other devices;
             JSON cannot hold the data, processes pass other data, or the folder has another run's
             checkpoints.
-          CheckpointError: it cannot be written, the one before could not be, or another run writes
-            to the folder.
+          CheckpointError: it cannot be written, the one before could not be, another run writes
+            to the folder, or not all processes see it.
         """
         _check_call("save", state, jax.Array)
         with entering_of(self._step, "save"):
@@ -286,7 +298,7 @@ class Checkpoints:
             self._preemption = None
         self._saving.close()
         if self._snapshots is not None:
-            self._snapshots.close(self._saving.newest)
+            self._snapshots.close(max(self._saving.undamaged(), default=-1))
 
     def restore_latest(
         self, state: TrainState, *, strict: bool = True
@@ -476,21 +488,11 @@ class Checkpoints:
         self._saving.wait()
         # What follows may be another state after as many steps as one that is kept.
         self._saving.taken = None
+        snapshots: list[Source] = []
         if self._snapshots is not None:
             self._snapshots.forget_count()
-        if self._snapshots is not None and step is None and not (only_params or best):
-            newest = max(self.steps(), default=-1)
-            for _, snapshot in reversed(self._snapshots.candidates()):
-                if snapshot.number < newest:
-                    break
-                try:
-                    return read_state(snapshot, layout.without_owners, types, here, strict=strict)
-                except Damaged as damage:
-                    warnings.warn(
-                        f"{snapshot.name}: {damage}. It is passed over.",
-                        CheckpointWarning,
-                        stacklevel=4,
-                    )
+            if step is None and not (only_params or best):
+                snapshots = [each for _, each in self._snapshots.candidates()]
         reasons: dict[int, str] = {}
         deleted = 0
         while True:
@@ -513,22 +515,31 @@ class Checkpoints:
             left = [each for each in numbers if each not in reasons and step in (None, each)]
             scores = self._saving.scores(numbers) if best else dict.fromkeys(left, 0.0)
             left = sorted(scores.keys() & left, key=lambda each: (scores[each], each))
-            if not left:
+            if not left and not snapshots:
                 break
+            # The same in all processes. Of a snapshot and a checkpoint of one number the former.
+            in_memory = bool(snapshots) and snapshots[-1].number >= max(left, default=-1)
+            source = snapshots.pop() if in_memory else OnDisk(self._folder, left[-1])
             try:
-                source = OnDisk(self._folder, left[-1])
                 found = read_state(source, layout.without_owners, types, here, strict=strict)
             except Damaged as damage:
-                reasons[left[-1]] = str(damage)
+                if in_memory:
+                    warnings.warn(
+                        f"{source.name}: {damage}. It is passed over.",
+                        CheckpointWarning,
+                        stacklevel=4,
+                    )
+                else:
+                    reasons[source.number] = str(damage)
                 continue
             for each, why in reasons.items():
                 warnings.warn(
                     f"{self._folder.path}, checkpoint {each}: {why}. It is damaged and passed "
-                    f"over; checkpoint {source.number} is taken.",
+                    f"over; {'snapshot' if in_memory else 'checkpoint'} {source.number} is taken.",
                     CheckpointWarning,
                     stacklevel=3 if only_params else 4,
                 )
-            return found._replace(score=scores[source.number])
+            return found._replace(score=scores.get(source.number, 0.0))
         if not reasons:
             return None
         what, whole = f"No checkpoint{' with a score' if best else ''}", "is whole"

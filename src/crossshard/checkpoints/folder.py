@@ -51,6 +51,8 @@ WRITER = "writer.json"
 # How often a writer touches its file, and after how long without that it counts as dead, if it is
 # on another machine.
 _BEAT, _DEAD = 5.0, 30.0
+# How long to look for it in another process: a file system may tell of a new file seconds late.
+_LATE = 10.0
 # Many times the length of what a writer writes there.
 _MOST_OF_WRITER = 4096
 
@@ -104,7 +106,8 @@ class Folder:
                 own = self.newer(-1)
             except (OSError, ImportError) as error:  # of a bucket's library
                 own = str(error)
-        first = json.loads(exchange("Checkpoints", json.dumps(own), mesh)[0])
+        call = "Checkpoints" if create else "steps"
+        first = json.loads(exchange(call, json.dumps(own), mesh)[0])
         if isinstance(first, str):
             raise CheckpointError(
                 f"{self.path} cannot be used as a folder of checkpoints: {first}. Choose a folder "
@@ -294,13 +297,16 @@ class Lock:
 
     It is a file that names the writer. One whose process has ended is taken over: at once on the
     same machine, and from another one after half a minute in which nobody has touched the file.
+
+    Attributes:
+      token: what the file says of this writer alone.
     """
 
     def __init__(self, folder: Any):
         self._path = folder / WRITER
         # There two writers can create the same file.
         self._remote = not isinstance(folder, Path)
-        self._token = uuid.uuid4().hex
+        self.token = uuid.uuid4().hex
         self._release: Any = None
 
     @property
@@ -316,7 +322,7 @@ class Lock:
         """
         if self.held:
             holder = _writer(self._path)
-            if holder.get("token") == self._token:
+            if holder.get("token") == self.token:
                 return ""
             self.release()
             return f"{_name_of(holder)} has taken the folder over, as this process did not respond"
@@ -328,7 +334,7 @@ class Lock:
                 "host": socket.gethostname(),
                 "machine": machine(),
                 "since": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC",
-                "token": self._token,
+                "token": self.token,
             }
         )
         while not self._created(text):
@@ -337,11 +343,20 @@ class Lock:
                 return self._why_not_ours(holder)
             self._remove_unless_taken(holder)
         ended = threading.Event()
-        own = self._path, self._token, ended
+        own = self._path, self.token, ended
         threading.Thread(target=_beat, args=own, name="crossshard", daemon=True).start()
         # Also when nothing refers to the lock any longer, and at exit.
         self._release = weakref.finalize(self, _give_back, *own, os.getpid())
         return ""
+
+    def sees(self, token: str) -> bool:
+        """Return whether the file of the writer with this token is here, at once or late."""
+        end = time.monotonic() + _LATE
+        while _writer(self._path).get("token") != token:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+        return True
 
     def release(self) -> None:
         """Let others write."""
@@ -356,7 +371,7 @@ class Lock:
             self._path.write_text(text)
             # Of two that come at once, the later one has it.
             time.sleep(1)
-            return bool(_writer(self._path).get("token") == self._token)
+            return bool(_writer(self._path).get("token") == self.token)
         try:
             with open(self._path, "x") as opened:
                 opened.write(text)

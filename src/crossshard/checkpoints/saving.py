@@ -15,9 +15,9 @@ from crossshard import _check, _mesh
 from crossshard._hash import crc32, hash_later
 from crossshard.checkpoints import storage
 from crossshard.checkpoints.data import Data
-from crossshard.checkpoints.folder import Folder, Lock, in_words, read
+from crossshard.checkpoints.folder import Folder, Lock, in_words, printable, read
 from crossshard.checkpoints.manifest import FILE, Fingerprint, manifest_of
-from crossshard.distributed.agreement import check_agreement, exchange
+from crossshard.distributed.agreement import check_agreement, exchange, processes_of
 from crossshard.distributed.watch import waiting
 from crossshard.errors import CheckpointError
 from crossshard.model.layout import StateLayout
@@ -40,6 +40,8 @@ class Saving:
         # first process deletes checkpoints, so the others may still have their numbers.
         self.numbers: list[int] = folder.numbers(mesh, create=True)
         self.damaged: set[int] = set()
+        # Whether all processes have seen what the first one writes there.
+        self._shared = folder.remote
         # The number of steps of the last state; ``None`` before, and after a failure.
         self.taken: int | None = None
         self._folder, self._mesh, self._newest, self._best = folder, mesh, newest, best
@@ -86,7 +88,8 @@ class Saving:
             self._mesh,
             "Every process passes the same; where all of them stand is one dict.",
         )
-        reason = exchange("save", self._why_not_writable(), self._mesh, within="lock")[0]
+        told = exchange("save", self._why_not_writable(), self._mesh, within="lock")
+        reason = told[0] or self._why_not_shared()
         if reason:
             raise CheckpointError(
                 f"Checkpoint {number} cannot be written to {self._folder.path}: {reason}"
@@ -142,12 +145,12 @@ class Saving:
     def scores(self, numbers: list[int]) -> dict[int, float]:
         """Return the scores of those checkpoints that have one, as the first process sees them."""
         own = {each: self._score(each) for each in numbers} if jax.process_index() == 0 else {}
-        told = exchange("Checkpoints", json.dumps(list(own.items())), self._mesh)[0]
+        told = exchange("scores", json.dumps(list(own.items())), self._mesh)[0]
         return {number: score for number, score in json.loads(told) if score is not None}
 
     def _to_delete(self) -> list[int]:
         """Return the checkpoints that do not stay."""
-        good = self._undamaged()
+        good = self.undamaged()
         scores = {number: self._score(number) for number in good if self._best}
         told = [SimpleNamespace(step=each, metrics=scores.get(each)) for each in self.numbers]
         # The damaged ones among the newest stay, too.
@@ -193,6 +196,24 @@ class Saving:
             reason = str(error)
         return reason and f"{reason}.{self._last()}"
 
+    def _why_not_shared(self) -> str:
+        """Return why not all processes see what the first one writes; empty if they do."""
+        processes = processes_of(self._mesh)
+        if self._shared or jax.process_index() not in processes or processes[0] != 0:
+            return ""
+        own = json.dumps([self._lock.token, str(self._folder.path)])
+        token, path = json.loads(exchange("save", own, self._mesh)[0])
+        sees = jax.process_index() == 0 or self._lock.sees(token)
+        told = exchange("save", "sees" if sees else "", self._mesh, within="lock")
+        self._shared = all(told)
+        if self._shared:
+            return ""
+        self._lock.release()
+        return (
+            f"process {processes[told.index('')]} does not see what process 0 has written in "
+            f"{printable(path)}. Give all processes one folder that they share."
+        )
+
     def _failed(self, error: Exception) -> CheckpointError:
         """Tidy up after a checkpoint that could not be written, and return the error to raise."""
         number, self._pending = self._pending, None
@@ -207,12 +228,13 @@ class Saving:
         )
 
     def _last(self) -> str:
-        good = self._undamaged()
+        good = self.undamaged()
         if not good or not self._folder.of(good[-1]).is_dir():
             return ""
         return f" Checkpoint {good[-1]} is the last one that was, and is as it was."
 
-    def _undamaged(self) -> list[int]:
+    def undamaged(self) -> list[int]:
+        """Return the numbers of the checkpoints that no restore has found damaged, ascending."""
         return [number for number in self.numbers if number not in self.damaged]
 
 

@@ -38,7 +38,7 @@ SAME_ROWS = (
 )
 _SAME_STATE = "Put the same arrays into the state, or the variables, in every process"
 # Calls before the first step.
-EARLY = ("nothing", "init", "checkpoints", "restore")
+EARLY = ("nothing", "init", "checkpoints", "steps", "scores", "restore")
 # Calls in which processes may wait longer than in a step, unless the user names them. XLA finds a
 # program in the cache of one machine, and compiles it on another. Process 0 looks for half a minute
 # whether a writer on another machine is alive. A process that waits for a checkpoint waits for what
