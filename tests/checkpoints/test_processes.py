@@ -71,6 +71,7 @@ def whole(process: int, rows: slice, folder: str) -> tuple[list[np.ndarray], dic
             state, _ = step(state, x[rows])
             checkpoints.save(state, {"at": number})
         said["data"] = refusal(lambda: checkpoints.save(state, {"at": process}))
+    said |= others(process, step, state, folder)
     found = [np.asarray(x) for x in jax.tree.leaves(step.unshard(state))]
     # Process 1 alone sees this damage; both must take the checkpoint before.
     with warnings.catch_warnings(record=True) as warned:
@@ -101,6 +102,24 @@ def whole(process: int, rows: slice, folder: str) -> tuple[list[np.ndarray], dic
                 break
         said["stopped"] = [number, int(state.step), checkpoints.steps()[-1]]
     return found, said
+
+
+def others(process: int, step: Any, state: Any, folder: str) -> dict[str, Any]:
+    """What one process is told where each reads another checkpoint, or snapshots other data."""
+    said, (one, two) = {}, Checkpoints(folder, step).steps()
+    number = two if process else one
+    for call in ("restore", "restore_params"):
+        run = getattr(Checkpoints(folder, step), call)
+        said[call] = refusal(lambda run=run: run(state, number))
+    with Checkpoints(f"{folder}-0", step, memory=f"{folder}-memory", memory_every=1) as checkpoints:
+        said["snapshot"] = refusal(lambda: checkpoints.snapshot(state, {"at": process}))
+        checkpoints.snapshot(state, {"at": 3})
+        checkpoints.snapshot(state, {"at": 3})
+        checkpoints.wait()
+        checkpoints.snapshot(state, {"at": 3})
+        assert checkpoints._snapshots is not None
+        assert len(checkpoints._snapshots._whole) == 2
+    return said
 
 
 def sharded(process: int, rows: slice, folder: str) -> tuple[Any, dict[str, Any]]:
@@ -159,6 +178,9 @@ def test_processes_pass_over_and_refuse_and_stop_together(found: Any):
         assert (data, step) == ({"at": 1}, 2)
         assert "To save, process 1 passed data checksum " in each["data"]
         assert "process 1 passed" in each["refused"]
+        assert "To snapshot, process 1 passed data checksum " in each["snapshot"]
+        for call in ("restore", "restore_params"):
+            assert "To restore, process 1 passed checkpoint 3 of hash " in each[call]
 
 
 def test_sharded_parameters_of_two_processes_follow_one_device(found: Any):
