@@ -74,6 +74,7 @@ def whole(process: int, rows: slice, folder: str) -> tuple[list[np.ndarray], dic
             state, _ = step(state, x[rows])
             checkpoints.save(state, {"at": number})
         said["data"] = refusal(lambda: checkpoints.save(state, {"at": process}))
+    said |= others(process, step, state, folder)
     found = [np.asarray(x) for x in jax.tree.leaves(step.unshard(state))]
     # Process 1 alone sees this damage; both must take the checkpoint before.
     with warnings.catch_warnings(record=True) as warned:
@@ -154,6 +155,24 @@ def damaged(process: int, number: int) -> None:
         raise Damaged("only this process sees it")
 
 
+def others(process: int, step: Any, state: Any, folder: str) -> dict[str, Any]:
+    """What one process is told where each reads another checkpoint, or snapshots other data."""
+    said, (one, two) = {}, Checkpoints(folder, step).steps()
+    number = two if process else one
+    for call in ("restore", "restore_params"):
+        run = getattr(Checkpoints(folder, step), call)
+        said[call] = refusal(lambda run=run: run(state, number))
+    with Checkpoints(f"{folder}-0", step, memory=f"{folder}-others", memory_every=1) as checkpoints:
+        said["of snapshot"] = refusal(lambda: checkpoints.snapshot(state, {"at": process}))
+        checkpoints.snapshot(state, {"at": 3})
+        checkpoints.snapshot(state, {"at": 3})
+        checkpoints.wait()
+        checkpoints.snapshot(state, {"at": 3})
+        assert checkpoints._snapshots is not None
+        assert len(checkpoints._snapshots._whole) == 2
+    return said
+
+
 def sharded(process: int, rows: slice, folder: str) -> tuple[Any, dict[str, Any]]:
     step = step_of(4, params="sharded")
     state = step.init(LARGE)
@@ -210,6 +229,9 @@ def test_processes_pass_over_and_refuse_and_stop_together(found: Any):
         assert (data, step) == ({"at": 1}, 2)
         assert "To save, process 1 passed data checksum " in each["data"]
         assert "process 1 passed" in each["refused"]
+        assert "To snapshot, process 1 passed data checksum " in each["of snapshot"]
+        for call in ("restore", "restore_params"):
+            assert "To restore, process 1 passed checkpoint 3 of hash " in each[call]
 
 
 def test_unlike_options_and_folders_are_refused_and_a_snapshot_is_taken_by_all(found: Any):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,16 @@ import optax
 import pytest
 from flax import nnx
 
-from crossshard import CrossShardOptimizer, Mean, _jax, make_train_step, shard
+from crossshard import (
+    CrossShardOptimizer,
+    DynamicLossScale,
+    Mean,
+    _jax,
+    make_train_step,
+    shard,
+)
 from crossshard.distributed import agreement
-from crossshard.errors import ArgumentError
+from crossshard.errors import ArgumentError, CheckpointWarning, ProgramMismatchError
 from tests.processes import DEVICES, PROCESSES, join, run_processes
 
 pytestmark = pytest.mark.deep
@@ -42,7 +50,7 @@ class Net(nnx.Module):
 def refusal(call: Callable[[], Any]) -> str:
     try:
         call()
-    except ArgumentError as error:
+    except (ArgumentError, ProgramMismatchError) as error:
         return str(error)
     return "taken"
 
@@ -112,6 +120,30 @@ def between_calls(process: int) -> dict[str, Any]:
     return found
 
 
+def closed_over(process: int, make: Callable[..., Any]) -> dict[str, Any]:
+    """What one process is told of numbers that it has, and is not passed."""
+    found, own = {}, 0.5 + process
+    rate = lambda x: make(opt=optax.inject_hyperparams(optax.sgd)(learning_rate=x))
+    found["rate of init"] = refusal(lambda: rate(own).init(W))
+    found["same rate of init"] = refusal(lambda: rate(0.5).init(W))
+    scaled = lambda x: make(loss_scale=DynamicLossScale(initial=x))
+    found["scale of init"] = refusal(lambda: scaled(own).init(W))
+    step = make()
+    state = step.init(W)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        found["scale of reshard"] = refusal(lambda: scaled(own).reshard(state))
+        found["same scale"] = refusal(lambda: scaled(0.5).reshard(state))
+    batches = [np.ones((4, 3), np.float32)] * 2
+    for call in ("evaluate", "predict"):
+        run = lambda number, call=call: getattr(step, call)(
+            state, batches, lambda w, x: x @ w - number
+        )
+        found[f"number of {call}"] = refusal(lambda run=run: run(own))
+        found[f"same number of {call}"] = refusal(lambda run=run: run(0.5))
+    return found
+
+
 def main(process: int, port: int, out: str) -> None:
     """One process: what it is told of each thing that it gives otherwise than the other."""
     join(process, port)
@@ -168,6 +200,7 @@ def main(process: int, port: int, out: str) -> None:
     keys = jax.random.split(jax.random.key(process), 2)
     _, metrics = keyed(keyed.init(W), {"key": keys})
     found["keys"] = float(metrics["loss"])
+    found |= closed_over(process, make)
     found |= between_calls(process)
     # One that does not come.
     agreement._UNWATCHED_SECONDS = 1
@@ -197,6 +230,16 @@ SAID = {
     "rate": "To step, process 1 passed state.opt_state.inner_state.hyperparams['learning_rate']",
     "replaced": "To step, process 1 passed state.params checksum ",
     "variable": "To step, process 1 passed Param float32[], variable 0 of the step, checksum ",
+    **{
+        f"{what} of {call}": f"The processes would not run the same {run}: process 1 differs. Its "
+        for what, call, run in [
+            ("rate", "init", "init"),
+            ("scale", "init", "init"),
+            ("scale", "reshard", "init"),
+            ("number", "evaluate", "evaluate"),
+            ("number", "predict", "predict"),
+        ]
+    },
     "known rows": "Before init, process 1 was given something else than process 0 in a step: ",
     **{name: f"To evaluate, process 1 passed {said}" for name, (_, _, said) in EVALUATED.items()},
 }
@@ -222,7 +265,7 @@ def test_a_process_that_does_not_come_is_named(found: list[dict[str, Any]]):
 @pytest.mark.parametrize("process", range(PROCESSES))
 def test_processes_that_agree_step(found: list[dict[str, Any]], process: int):
     told = found[process]
-    assert told["same state"] == told["same rate"] == told["same variable"] == "taken"
+    assert {text for name, text in told.items() if name.startswith("same ")} == {"taken"}
     # A step of SGD with a rate of 1/2, from 0 on, ends at the mean of the rows of both.
     assert told["counted"] == pytest.approx(1.5)
     # The mean of w is 2; half of the rows are 0 and half 3, and with weights 2 of 10 are 0.

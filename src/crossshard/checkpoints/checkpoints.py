@@ -345,8 +345,8 @@ class Checkpoints:
           strict: as for ``restore_latest``.
 
         Raises:
-          ArgumentError, ArgumentTypeError: there is none of this step, or the state is not of this
-            one's step.
+          ArgumentError, ArgumentTypeError: there is none of this step, the state is not of this
+            one's step, or another process restores another checkpoint.
           CheckpointDamagedError: it is not whole.
           CheckpointError, CheckpointMismatchError: as for ``restore_latest``.
         """
@@ -416,8 +416,8 @@ class Checkpoints:
           step: one of ``steps()``; ``None`` takes the latest that is whole.
 
         Raises:
-          ArgumentError, ArgumentTypeError: there is none of this step, or the state is not of this
-            one's step.
+          ArgumentError, ArgumentTypeError: there is none of this step, the state is not of this
+            one's step, or another process restores another checkpoint.
           CheckpointDamagedError: there are checkpoints, and none is whole.
           CheckpointError: there is none, or the folder cannot be read.
           CheckpointMismatchError: the parameters have other names, shapes or dtypes, or differ

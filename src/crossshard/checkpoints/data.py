@@ -15,6 +15,9 @@ from crossshard.distributed.agreement import exchange, processes_of
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.step.prefetch import is_read_ahead
 
+# What to write where processes pass other data.
+PASS_THE_SAME = "Every process passes the same; where all of them stand is one dict."
+
 
 @dataclasses.dataclass(frozen=True)
 class Data:

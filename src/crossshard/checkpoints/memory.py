@@ -28,10 +28,11 @@ from jax.sharding import Mesh
 from crossshard import _check, _mesh
 from crossshard._hash import sha256
 from crossshard.checkpoints import storage
+from crossshard.checkpoints.data import PASS_THE_SAME
 from crossshard.checkpoints.folder import MOST_BYTES, Damaged, in_words, read_json
 from crossshard.checkpoints.hosts import Bounds, Hosts, bounds_of, holders, own_pieces, size_of
 from crossshard.checkpoints.manifest import Fingerprint, Manifest, as_manifest, manifest_of
-from crossshard.distributed.agreement import exchange, processes_of
+from crossshard.distributed.agreement import compare, exchange, processes_of
 from crossshard.distributed.identity import machine, private_folder
 from crossshard.errors import ArgumentError, CheckpointWarning
 from crossshard.model.layout import StateLayout
@@ -149,7 +150,7 @@ class Snapshots:
             ]
             pieces += [(place, bounds, _kept(piece)) for place, bounds, piece in of_next]
             count = _kept(state.step.addressable_data(0))
-        self._agree()
+        self._agree(data)
         manifest = manifest_of(layout, state, leaves, fingerprint, data)
         self._writing = self._writer.submit(self._write, manifest, count, pieces, newest)
 
@@ -188,10 +189,17 @@ class Snapshots:
         self._writer = ThreadPoolExecutor(1, "crossshard")
         self._delete(lambda name: int(name.partition("-")[0]) > newest)
 
-    def _agree(self) -> None:
-        """Tell the others what this process has written, delete what earlier starts have left."""
-        names = {*exchange("snapshot", self._written, self._mesh)}
-        if names == {self._written} and self._written and self._written not in self._whole:
+    def _agree(self, data: Any) -> None:
+        """Tell the others what this process has written, delete what earlier starts have left.
+
+        And raise unless all of them pass the same data.
+        """
+        of_data = lambda: f"checksum {sha256(dataclasses.asdict(data))[:8]}"
+        given = lambda: {"data": of_data(), "what it has written": self._written}
+        found = compare("snapshot", given, self._mesh)
+        if found is not None and found.name == "data":
+            raise found.refusal("snapshot", PASS_THE_SAME)
+        if found is None and self._written and self._written not in self._whole:
             self._whole = [*self._whole, self._written][-_KEPT:]
         self._delete(lambda name: name in self._whole or name.endswith(self._start))
 

@@ -25,7 +25,7 @@ from crossshard.checkpoints.manifest import (
     groups_of,
     read_manifest,
 )
-from crossshard.distributed.agreement import exchange
+from crossshard.distributed.agreement import check_agreement, exchange
 from crossshard.errors import CheckpointMismatchError
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
@@ -147,6 +147,12 @@ def read_state(
                 on_disk = own[key].on_disk.update(dtype=jnp.dtype(was))
                 own[key] = dataclasses.replace(own[key], on_disk=on_disk)
         wanted = {place: own[key] for key, place in places.items()}
+    check_agreement(
+        "restore",
+        lambda: {"checkpoint": f"{source.number} of hash {manifest.to_json()['sha256'][:8]}"},
+        layout.mesh,
+        "Every process must restore the same one, from a folder that all of them see.",
+    )
     # Hosts read a snapshot together, so none may have been refused before.
     with _in_all(layout):
         read = source.read(wanted, len(manifest.leaves))

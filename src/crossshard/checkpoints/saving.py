@@ -14,7 +14,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from crossshard import _check, _mesh
 from crossshard._hash import crc32, hash_later
 from crossshard.checkpoints import storage
-from crossshard.checkpoints.data import Data
+from crossshard.checkpoints.data import PASS_THE_SAME, Data
 from crossshard.checkpoints.folder import Folder, Lock, in_words, printable, read
 from crossshard.checkpoints.manifest import FILE, Fingerprint, manifest_of
 from crossshard.distributed.agreement import check_agreement, exchange, processes_of
@@ -86,7 +86,7 @@ class Saving:
                 "data": _checksum(dataclasses.asdict(data)),
             },
             self._mesh,
-            "Every process passes the same; where all of them stand is one dict.",
+            PASS_THE_SAME,
         )
         told = exchange("save", self._why_not_writable(), self._mesh, within="lock")
         reason = told[0] or self._why_not_shared()

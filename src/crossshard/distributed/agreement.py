@@ -4,6 +4,7 @@ import bisect
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -30,28 +31,37 @@ _UNWATCHED_SECONDS = 600.0
 _FOR_EVER = 1e6
 # How many characters of a process are read, and how many lines of a program are compared.
 _LONGEST, _MOST_LINES = 1 << 24, 1 << 20
+# What a program is told as, and the calls that a user passes functions to.
+_PROGRAM, _OF_A_FUNCTION = "program", ("evaluate", "predict")
 
 # The number of exchanges of each set of processes; the same in all of them.
 _exchanges: collections.Counter[tuple[int, ...]] = collections.Counter()
 
 
 def check_agreement(
-    call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh, mend: str
+    call: str,
+    given: Callable[[], Mapping[str, str]],
+    mesh: Mesh,
+    mend: str,
+    lower: Callable[[], jax.stages.Lowered] | None = None,
 ) -> None:
     """Raise, in every process of the mesh, unless all of them passed the same to a call.
 
-    ``given`` returns a text for each argument, by name; it is not called if all devices of the mesh
-    belong to one process. ``mend`` is a sentence that says what to write instead.
+    ``given`` returns a text for each argument, by name, and ``lower`` the program that the call is
+    about to run, with what it closes over; they are not called if all devices of the mesh belong to
+    one process. ``mend`` is a sentence that says what to write instead.
 
     Raises:
       ArgumentError: a process passed something else, or has not reached this call.
+      ProgramMismatchError: it would run another program.
     """
-    found = compare(call, given, mesh)
+    text = functools.cache(lambda: "" if lower is None else _jax.without_addresses(lower()))
+    told = lambda: {**given()} | ({} if lower is None else _checksum_of(text()))
+    found = compare(call, told, mesh)
+    if found is not None and found.name == _PROGRAM:
+        raise _mismatch(call, _first_line(call, text(), mesh) or found)
     if found is not None:
-        raise ArgumentError(
-            f"To {call}, process {found.odd[0]} passed {found.name} {found.passed}, and "
-            f"process {found.other} {found.expected}. {mend}"
-        )
+        raise found.refusal(call, mend)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +74,18 @@ class Disagreement:
     other: int  # the first process that passed what most did
     expected: str  # what it passed
 
+    def refusal(self, call: str, mend: str) -> ArgumentError:
+        """Return the error that says so; ``mend`` is as for ``check_agreement``."""
+        return ArgumentError(
+            f"To {call}, process {self.odd[0]} passed {self.name} {self.passed}, and "
+            f"process {self.other} {self.expected}. {mend}"
+        )
+
 
 def compare(call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh) -> Disagreement | None:
     """Return the first disagreement, the same in every process; ``None`` if there is none.
+
+    The first is that of the first argument in the order of ``given``.
 
     It takes and raises what ``check_agreement`` does.
     """
@@ -76,7 +95,7 @@ def compare(call: str, given: Callable[[], Mapping[str, str]], mesh: Mesh) -> Di
     texts = exchange(call, json.dumps(dict(given())), mesh)
     pairs = zip(processes, texts, strict=False)
     told = {process: _read(dict[str, str], text, process) for process, text in pairs}
-    for name in sorted({name for each in told.values() for name in each}):
+    for name in dict.fromkeys(name for each in told.values() for name in each):
         passed = {process: each.get(name, "nothing") for process, each in told.items()}
         # The first of the most common ones, so that of two processes the second is odd.
         common = collections.Counter(passed.values()).most_common(1)[0][0]
@@ -207,15 +226,19 @@ def check_same_program(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
         found = _difference(lowered, mesh)
     except ArgumentError as error:
         raise ProgramMismatchError(str(error)) from None
-    if found is None:
-        return
+    if found is not None:
+        raise _mismatch("step", found)
+
+
+def _mismatch(call: str, found: Disagreement) -> ProgramMismatchError:
     odd = ", ".join(map(str, found.odd))
     which = f"process {odd} differs" if len(found.odd) == 1 else f"processes {odd} differ"
-    raise ProgramMismatchError(
-        f"The processes would not run the same step: {which}. Its {found.name} is "
+    return ProgramMismatchError(
+        f"The processes would not run the same {call}: {which}. Its {found.name} is "
         f"{found.passed}; that of process {found.other} is {found.expected}. Every process "
-        f"must build the same step, with the same optimizer, options and shapes; only the rows of "
-        f"the batch are its own."
+        f"must build the same step, with the same optimizer, options and shapes"
+        f"{', and pass the same function' * (call in _OF_A_FUNCTION)}; only the rows of the batch "
+        f"are its own."
     )
 
 
@@ -225,23 +248,30 @@ def _difference(lowered: jax.stages.Lowered, mesh: Mesh) -> Disagreement | None:
     given = {
         "mesh": f"{dict(mesh.shape)} of devices {devices}",
         "JAX": f"{jax.__version__} with jaxlib {version('jaxlib')}",
-        "program": f"checksum {crc32(text)} of {text.count(chr(10))} lines",
     }
-    found = compare("a first step", lambda: given, mesh)
+    found = compare("a first step", lambda: given | _checksum_of(text), mesh)
     if found is None and mesh.devices.flat[0].platform == "cpu":
         # In its first run gloo connects the processes, and gives up if one is half a minute late.
         lowered.compile()
         exchange("a compiled step", "", mesh, within="compile")
-    if found is None or found.name != "program":
+    if found is None or found.name != _PROGRAM:
         return found
+    return _first_line("step", text, mesh) or found
+
+
+def _checksum_of(text: str) -> dict[str, str]:
+    return {_PROGRAM: f"checksum {crc32(text)} of {text.count(chr(10))} lines"}
+
+
+def _first_line(call: str, text: str, mesh: Mesh) -> Disagreement | None:
+    """Return the first line in which programs differ; every process calls it."""
     lines = text.splitlines()
 
     def differ(number: int) -> bool:
         first = {"sum": crc32("\n".join(lines[:number]))}
         return compare("the lines of a program", lambda: first, mesh) is not None
 
-    # The first line that differs.
     number = bisect.bisect_left(range(_MOST_LINES), True, key=differ)
     line = f"`{lines[number - 1].strip():.200}`" if number <= len(lines) else "nothing"
-    given = {f"line {number} of the lowered step": line}
-    return compare("a line of a program", lambda: given, mesh) or found
+    given = {f"line {number} of the lowered {call}": line}
+    return compare("a line of a program", lambda: given, mesh)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from crossshard import _check, _mesh
 from crossshard.distributed.agreement import check_agreement
@@ -58,11 +58,11 @@ class OverData:
 
     def evaluate(self, metric_fn: Callable[..., Any], model: ToRead, batches: Iterable[Any]) -> Any:
         """Return the mean of each value that ``metric_fn`` returns, over all examples."""
-        sums = lambda *batch: self._sums(metric_fn, *model, *batch)
+        given = self._sums, (metric_fn, *model)
         # In 64 bits, since the sums of many batches would round.
         found = [
             jax.tree.map(lambda x: np.asarray(x, np.float64), each)
-            for each in jax.device_get(list(self._over("evaluate", batches, sums)))
+            for each in jax.device_get([x for x, _ in self._over("evaluate", batches, *given)])
         ]
         *totals, apart = jax.tree.map(lambda *each: np.sum(each, axis=0), *found)
         if apart.min() > _APART * len(found):
@@ -75,8 +75,8 @@ class OverData:
 
     def predict(self, predict_fn: Callable[..., Any], model: ToRead, batches: Iterable[Any]) -> Any:
         """Return the values of all rows of this process, in their order; see ``TrainStep``."""
-        run = lambda batch, counted: (self._rows(predict_fn, *model, batch, counted), counted)
-        batch_by_batch, found = self._over("predict", batches, run), list[Any]()
+        given = self._rows, (predict_fn, *model)
+        batch_by_batch, found = self._over("predict", batches, *given), list[Any]()
         latest = next(batch_by_batch)
         for each in batch_by_batch:
             # Fetched one batch later, while the devices compute the next one.
@@ -88,18 +88,22 @@ class OverData:
     # A batch.
 
     def _over(
-        self, call: str, batches: Iterable[Any], run: Callable[[Any, jax.Array], Any]
-    ) -> Iterator[Any]:
-        """Yield what ``run(batch, counted)`` returns for each batch, once it is on the devices."""
+        self, call: str, batches: Iterable[Any], run: Any, given: tuple[Any, ...]
+    ) -> Iterator[tuple[Any, jax.Array]]:
+        """Yield what ``run(*given, batch, counted)`` returns for each batch, and which rows count.
+
+        Before, it is compared with what the other processes run.
+        """
+        seen, lower = set[Any](), functools.partial(run.lower, *given)
         check_batches(batches)
         where = self._where
         longest, number = 0, 0
         for batch in batches:
             with self._entering(call), _mesh.in_place_of_the_users_mesh(where.mesh):
                 with jax.transfer_guard("allow"):
-                    placed, counted = self._place(call, batch, longest, number)
-                found = run(placed, counted)
-            yield found
+                    placed, counted = self._place(call, batch, longest, number, lower, seen)
+                found = run(*given, placed, counted)
+            yield found, counted
             number += 1
             longest = max(longest, counted.shape[0] * where.parts // where.number)
         with self._entering(call):
@@ -107,8 +111,19 @@ class OverData:
         if not number:
             raise ArgumentError("There is no batch: batches is empty.")
 
-    def _place(self, call: str, batch: Any, longest: int, before: int) -> tuple[Any, jax.Array]:
-        """Put a batch on the devices, padded; also return which rows count, float32[rows]."""
+    def _place(
+        self,
+        call: str,
+        batch: Any,
+        longest: int,
+        before: int,
+        lower: Callable[..., Any],
+        seen: set[Any],
+    ) -> tuple[Any, jax.Array]:
+        """Put a batch on the devices, padded; also return which rows count, float32[rows].
+
+        ``lower`` lowers what runs on it, which is compared if this kind of batch was not seen.
+        """
         where = self._where
         batch = jax.tree.map(lambda leaf: _mesh.on_mesh(leaf, None), copied(batch))
         rows, whole = where.split(batch)
@@ -129,7 +144,21 @@ class OverData:
             f"{dtype_on_device(leaf)}{list(resized(leaf.shape, axis, number))}"
             for leaf, axis in zip(leaves, axes, strict=True)
         )
-        self._check_agreement(call, f"{before} and a further one of {each}")
+
+        def lowered() -> jax.stages.Lowered:
+            """Lower for the types of what is put on the devices below."""
+            total = number * where.number // where.parts
+            on = lambda x, shape, to: jax.ShapeDtypeStruct(shape, dtype_on_device(x), sharding=to)
+            of_rows = lambda x, axis: on(x, resized(x.shape, axis, total), where.along(axis))
+            of_whole = lambda x: on(x, x.shape, NamedSharding(where.mesh, PartitionSpec()))
+            along = where.batch_axes.tree_of(rows)
+            both = jax.tree.map(of_rows, rows, along), jax.tree.map(of_whole, whole)
+            return lower(join(*both), on(counted, (total,), where.along(0)))
+
+        kind = each, jax.tree.structure(rows), str(jax.tree.map(np.shape, whole))
+        is_new = None if kind in seen else lowered
+        self._check_agreement(call, f"{before} and a further one of {each}", is_new)
+        seen.add(kind)
         if not is_placed:
             put_rows = lambda x, axis: put(padded(x, axis, number), where.along(axis))
             rows = jax.tree.map(put_rows, rows, where.batch_axes.tree_of(rows))
@@ -138,8 +167,8 @@ class OverData:
             counted = counted[:own]
         return join(rows, where.place_whole(whole)), put(counted, where.along(0))
 
-    def _check_agreement(self, call: str, batches: str) -> None:
-        """Raise unless all processes now pass a batch with the same number of rows, or none does.
+    def _check_agreement(self, call: str, batches: str, lower: Any = None) -> None:
+        """Raise unless all processes now run the same on as many rows, or none of them has a batch.
 
         It runs before each batch: with JAX's CPU devices the host would hang in a sum that others
         never join. On accelerators the last batch is still running meanwhile.
@@ -150,6 +179,7 @@ class OverData:
             self._where.mesh,
             "Pass as many batches in every process, of as many rows, of which only the last may "
             "have fewer: they are padded to the longest before them.",
+            lower,
         )
 
     def _on_shards(

@@ -190,7 +190,10 @@ class States:
         }
         for name, tree in zip(("params", "params", "model_state"), initial.arrays, strict=True):
             _check.arrays(name, tree)
-        self._check_equal_everywhere("init", parts)
+        # The optimizer's own init may put in numbers of this process, such as a learning rate.
+        with _mesh.in_place_of_the_users_mesh(self._config.mesh):
+            lower = lambda: initial.make.lower(*initial.given)
+            self._check_equal_everywhere("init", parts, lower)
         both = (initial.arrays, initial.key)
         arrays, key = jax.tree.map(lambda x, to: put_whole(x, to.sharding), both, initial.given)
         with _mesh.in_place_of_the_users_mesh(self._config.mesh):
@@ -198,14 +201,15 @@ class States:
                 return initial.make(arrays, key)
             return _in_pieces(initial, jax.tree.leaves((arrays, key)))
 
-    def _check_equal_everywhere(self, call: str, parts: dict[str, Any]) -> None:
-        """Raise ArgumentError unless all processes have the same arrays."""
+    def _check_equal_everywhere(self, call: str, parts: dict[str, Any], lower: Any = None) -> None:
+        """Raise unless all processes have the same arrays, and would run the same program."""
         check_agreement(
             call,
             lambda: {name: checksum(tree) for name, tree in parts.items()},
             self._config.mesh,
             "Replicated arrays must be equal in every process: create them from the same seed, or "
             "load the same checkpoint.",
+            lower,
         )
 
     # From this step and to it.
@@ -571,6 +575,8 @@ def completed(
         found = jax.eval_shape(make, state.params, masters)
     else:
         run = jax.jit(make, out_shardings=[shardings[place] for place in places])
+        lower = lambda: run.lower(state.params, masters)
+        check_agreement("init", dict, layout.mesh, "", lower)
         found = run(state.params, masters)
     for place, x in zip(places, found, strict=True):
         leaves[place] = x

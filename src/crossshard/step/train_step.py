@@ -289,6 +289,7 @@ class TrainStep:
             to be trained, parameters are split over the shard axes, or another process passes
             something else.
           ArgumentTypeError: a leaf is neither an array nor hashable, or ``rng`` is not a key.
+          ProgramMismatchError: the optimizer's own ``init`` makes something else in another one.
         """
         # The caller asks init to move arrays to the devices.
         with jax.transfer_guard("allow"), self._entering("init"):
@@ -332,7 +333,8 @@ class TrainStep:
         Raises:
           ArgumentError: the state of the optimizer or of the preprocessor has another form, shards
             of one group here differ in it, or its arrays are flattened and padded, as
-            ``weight_update="sharded"`` alone stores them.
+            ``weight_update="sharded"`` alone stores them; or another process passes another state.
+          ProgramMismatchError: what a new option keeps would be made otherwise in another process.
         """
         with self._on_step_mesh(state) as state, self._entering("reshard"):
             moved = self._states.reshard(state)
@@ -407,6 +409,7 @@ class TrainStep:
             processes pass unequal numbers of batches, parameters differ between groups and
             ``shard`` is ``None``, or there is no moving average.
           ArgumentTypeError: ``batches`` is a single batch, or a value is not a real array.
+          ProgramMismatchError: the function of another process computes something else.
 
         >>> import jax.numpy as jnp, optax
         >>> from crossshard import make_train_step
