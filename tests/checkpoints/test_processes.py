@@ -124,7 +124,8 @@ def unlike(process: int, folder: str) -> dict[str, Any]:
     said["calls"] = refusal(opened if process else shared.steps)
     late, files._LATE = files._LATE, 0.2
     apart = opened(f"{folder}-apart-{process}")
-    said["apart"] = [refusal(lambda: apart.save(state)) for _ in range(2)]
+    # Written to its end, or a process that expects a refusal would not end.
+    said["apart"] = [refusal(lambda: (apart.save(state), apart.close())) for _ in range(2)]
     said["left"] = [str(path) for path in Path(f"{folder}-apart-{process}").rglob("*")]
     files._LATE = late
     seen, looks = Lock.sees, list[str]()
