@@ -407,6 +407,24 @@ def test_other_dtypes_are_refused_and_converted_if_asked(tmp_path: Path):
     np.testing.assert_array_equal(found.params["w"], state.params["w"].astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("options", [{}, {"weight_update": "sharded"}, {"params": "sharded"}])
+def test_new_master_weights_are_the_parameters_before_they_are_rounded(
+    options: dict[str, Any], tmp_path: Path
+):
+    state = saved(tmp_path, step_with())
+    step = step_with(master_dtype="float32", **options)
+    says = "master_dtype is new"
+    found = restored(tmp_path, step, jnp.bfloat16, strict=False, says=says)
+    whole = step.unshard(found)
+    np.testing.assert_array_equal(whole.params["w"], state.params["w"].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(whole.opt_state.inner_state.masters["w"], state.params["w"])
+    like = step.abstract_init({"w": jnp.zeros_like(W, jnp.bfloat16)})
+    with pytest.raises(
+        CheckpointMismatchError, match=r"bfloat16 here\. .*, or restore into a state"
+    ):
+        Checkpoints(tmp_path, step).restore_params(like)
+
+
 # Older checkpoints.
 
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -47,6 +47,8 @@ _REFUSED = "or choose another folder"
 _PARAMS = "or take the parameters alone: restore_params(state), or step.init(other.model(state))"
 _OF_SHARD = "or begin with one shard's parameters: step.init(other.model(state, shard=0))"
 _STRICT = "or go on with restore_latest(state, strict=False), which keeps what fits"
+# Instead of that, for parameters alone.
+_CONVERT = "or restore into a state with its dtypes, and convert the model for step.init"
 _SAID = ""
 # Where the arrays of a model are in a state, and those of workers after the last synchronisation.
 _TRAINED, _FROZEN, _ANCHOR = ".params", ".frozen", ".opt_state.outer.anchor"
@@ -136,6 +138,7 @@ def read_state(
             if becomes is not _SAID and (strict or becomes is not _STRICT):
                 # An option may be the reason.
                 also = f" ({'; '.join(others)})" if others else ""
+                becomes = _CONVERT if here is None and becomes is _STRICT else becomes
                 raise CheckpointMismatchError(
                     f"{source.name} is not of this step: {what}{also}. "
                     f"Build the step as it was when it was saved, {becomes}."
@@ -166,8 +169,9 @@ def read_state(
                 more = f", as do {len(wrong) - 1} more arrays" if len(wrong) > 1 else ""
                 raise Damaged(f"{wrong[0]} has not the values that were written{more}")
         like, tree = jax.tree.flatten((state.params, state.frozen) if here is None else types)
+        from_of = {key: _read_for(key, places) for key in own}
         arrays = [
-            storage.from_disk(x, read[places[key]]) if key in places else NEW
+            storage.from_disk(x, read[places[from_of[key]]]) if from_of[key] in places else NEW
             for key, x in zip(own, like, strict=True)
         ]
         if here is None:
@@ -244,6 +248,13 @@ def _of_model(
 def _by_option(leaves: list[Any], fingerprint: Fingerprint) -> dict[Key, Any]:
     masters, average = (fingerprint.options.get(each) is not None for each in (MASTERS, AVERAGE))
     return {key_of(leaf.path, masters=masters, average=average): leaf for leaf in leaves}
+
+
+def _read_for(key: Key, places: Container[Key]) -> Key:
+    """Return which array is read: for new master weights, the parameter before it is rounded."""
+    option, path = key
+    is_new = option == MASTERS and key not in places
+    return ("", path.replace(".masters", _TRAINED, 1)) if is_new else key
 
 
 def _differences(
