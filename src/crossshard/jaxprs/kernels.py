@@ -37,9 +37,8 @@ from crossshard.jaxprs.walk import (
 )
 
 _ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
-# Primitives whose jaxpr defines what they compute, whatever runs in its place; and the parameter
-# that holds it.
-DEFINED_BY_JAXPR = {"composite": "jaxpr", "custom_vmap_call": "call"}
+# Primitives whose jaxpr defines what they compute, whatever runs in its place.
+DEFINED_BY_JAXPR = frozenset(("composite", "custom_vmap_call"))
 # How the name of a function begins that the user has marked with ``crossshard.rowwise``.
 ROWWISE = "crossshard_rowwise"
 
@@ -134,8 +133,7 @@ def of_kernel(
     if not _is_kernel(pair.one):
         return None
     if pair.name in DEFINED_BY_JAXPR:
-        within = [each.params[DEFINED_BY_JAXPR[pair.name]] for each in (pair.one, pair.other)]
-        return follow(analysis, within, inputs)
+        return follow(analysis, [jaxprs_within(each)[0] for each in pair[:2]], inputs)
     unknown = pair.undecided(f"{_name_of(pair.one)} of what is no row")
     powers = any(getattr(fact, "power", 0) for fact in inputs)
     if not all(isinstance(fact, Free | Rows) for fact in inputs):

@@ -33,6 +33,7 @@ from crossshard.jaxprs.walk import (
     control_flow,
     equations_within,
     has_own_derivative,
+    jaxprs_within,
     opened,
 )
 
@@ -102,7 +103,7 @@ class Trial:
                 turn = [x[steps - 1 if reverse else 0] for x in given[first:]]
                 within(body, [*given[:first], *turn])
             case None if equation.primitive.name in DEFINED_BY_JAXPR:
-                return within(equation.params[DEFINED_BY_JAXPR[equation.primitive.name]], given)
+                return within(jaxprs_within(equation)[0], given)
         return _jax.bound(equation, given)
 
     def _try(self, operation: Operation, given: Sequence[Any], *, differentiated: bool) -> None:
