@@ -133,6 +133,7 @@ def check_front_picture(work: Path, name: str) -> None:
 
 
 # About four minutes on two cores, half of which are the installation and the plan.
+@pytest.mark.multiprocess
 @pytest.mark.deep
 def test_the_tutorial_is_true_word_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert follow_all(TUTORIAL, tmp_path / "work", monkeypatch) == 0
