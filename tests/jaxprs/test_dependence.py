@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from crossshard.jaxprs.walk import varying_axes_of_outputs
+from crossshard.jaxprs.walk import sources_of, varying_axes_of_outputs
 
 MESH = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
@@ -122,3 +122,13 @@ def test_what_is_called_equal_is_equal(name: str):
             if axis not in axes:
                 first = np.take(value, [0], axis=place)
                 np.testing.assert_array_equal(value, np.broadcast_to(first, value.shape))
+
+
+def test_what_is_summed_over_one_axis_after_the_other_is_the_same_on_all_shards():
+    def reduced(x: Any) -> Any:
+        of_both = lax.psum(lax.pmean(x, "a"), "b"), lax.pmax(x, ("a", "b"))
+        return *of_both, lax.psum(x, "a"), lax.axis_index("b"), doubled(x)
+
+    jaxpr = jax.make_jaxpr(reduced, axis_env=[("a", 2), ("b", 4)])(1.0)
+    assert sources_of(jaxpr, ("a", "b")) == [0, 0, 1, -1, 1]
+    assert sources_of(jaxpr) == [1, 1, 1, 0, 1]

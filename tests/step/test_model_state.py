@@ -555,6 +555,46 @@ def test_so_is_one_that_another_is_made_of():
         step.lower(step.abstract_init(W, model_state=(zeros, zeros)), X[0])
 
 
+@jax.custom_vjp
+def scaled_backward(x: Any, by: Any) -> Any:
+    del by
+    return x
+
+
+scaled_backward.defvjp(lambda x, by: (x, by), lambda by, g: (g / (1 + by), jnp.zeros_like(by)))
+
+
+def test_a_gradient_reads_a_state_too():
+    def loss(w: Any, state: Any, x: Any) -> Any:
+        hidden = x @ w
+        return (scaled_backward(hidden, state) ** 2).mean(), 0.5 * state + abs(hidden).mean(0)
+
+    step = sgd_step(loss, 0.1, 4, model_state="per_shard")
+    with pytest.raises(LossError, match=r"reads the state model_state, which each shard"):
+        step.lower(step.abstract_init(W, model_state=np.zeros(5, np.float32)), X[0])
+
+
+def test_the_state_that_is_wrong_is_named_and_a_lowered_step_has_no_first_call():
+    """Of maxima, where nothing was seen, and of counts of a part of the rows, which are many."""
+
+    def loss(w: Any, state: Any, x: Any) -> Any:
+        hidden, (most, count) = x @ w, state
+        seen = jax.lax.stop_gradient(hidden)
+        bound = jnp.where(jnp.isfinite(most), most, 0)
+        most = jnp.maximum(most, jax.lax.pmax(jnp.where(seen > 1e9, seen, -jnp.inf).max(0), "shards"))
+        count += jax.lax.pmax((seen > 0).sum(0), "shards").astype(jnp.float32)
+        return ((hidden - bound) ** 2).mean() * (1 + 0 * count).mean(), (most, count)
+
+    step = sgd_step(loss, 0.1, 4, model_state="per_shard", axis_name="shards")
+    start = np.full(5, -np.inf, np.float32), np.full(5, 1e6, np.float32)
+    state = step.init(W, model_state=start)
+    for call in (step, step.lower, step.trace):
+        with pytest.raises(LossError, match=r"it is not so: .*model_state\[1\] is .* apart"):
+            call(state, X[0])
+    step.lower(*jax.eval_shape(lambda *given: given, state, X[0]))
+    assert "its first call compares its model state" in step.describe()
+
+
 @pytest.mark.parametrize(("reduce", "is_of_batch"), [(jax.lax.pmax, True), (jax.lax.psum, False)])
 def test_so_is_an_integer(reduce: Any, is_of_batch: bool):
     def loss(w: Any, seen: Any, x: Any) -> Any:

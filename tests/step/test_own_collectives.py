@@ -130,12 +130,16 @@ def made(loss: Loss, **options: Any) -> Any:
     return crossshard.make_train_step(loss, **options)
 
 
+def types_of(*given: Any) -> Any:
+    return jax.eval_shape(lambda *given: given, *given)
+
+
 def stepped(loss: Loss, lowers: bool = False, **options: Any) -> Any:
     """The step and the parameters after one step, which may have been lowered before."""
     step = made(loss, **options)
     state = step.init(W)
     if lowers:
-        step.lower(state, BATCH)
+        step.lower(*types_of(state, BATCH))
     state, _ = step(state, BATCH)
     return step, jax.device_get(step.model(state))
 
@@ -169,8 +173,10 @@ def test_what_is_not_is_refused(name: str):
     state = step.init(W)
     with pytest.raises(LossError, match=said):
         step(state, BATCH)
-    # It may have been lowered before.
-    step.lower(state, BATCH)
+    # It may have been lowered before, but not with numbers.
+    step.lower(*types_of(state, BATCH))
+    with pytest.raises(LossError, match=said):
+        step.lower(state, BATCH)
     with pytest.raises(LossError, match=said):
         step(state, BATCH)
     stepped(loss, loss_over="shard")
@@ -296,7 +302,7 @@ def test_numbers_of_one_batch_say_nothing_of_a_step_lowered_for_another():
     of_table = lambda w, b: contrastive(w, b, 0 if len(b["table"]) > 1 else None)
     step = made(of_table, replicated_entries=["table"])
     state = step.init(W)
-    step.lower(state, BATCH | {"table": np.ones(2)})
+    step.lower(*types_of(state, BATCH | {"table": np.ones(2)}))
     state, _ = step(state, BATCH | {"table": np.ones(1)})
     for _ in range(2):
         with pytest.raises(LossError, match="by numbers it is not so"):

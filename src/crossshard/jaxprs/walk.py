@@ -354,13 +354,17 @@ def sources(function: Callable[..., Any], *args: Any) -> list[int]:
     return sources_of(jax.make_jaxpr(function)(*args))
 
 
-def sources_of(jaxpr: Any, shards: Iterable[str] = ()) -> list[int]:
+def sources_of(jaxpr: Any, shards: Iterable[str] = (), *, derived: bool = False) -> list[int]:
     """Return, for each output of a jaxpr, the inputs on which it depends, as bits.
 
-    What is the same on all shards, along these axes, such as a sum over them, depends on none.
+    What is the same on all shards, along these axes, such as a sum over them, depends on none. If
+    ``derived``, its derivative may depend on them, too, by a rule of the user's.
     """
-    reads = _Reads(frozenset(shards))
-    return list(follow(reads, [jaxpr], [1 << i for i in range(len(opened(jaxpr).invars))]))
+    inputs = [1 << i for i in range(len(opened(jaxpr).invars))]
+    # What is summed over one axis after the other is the same along each of them.
+    axes: list[str | None] = [*shards]
+    along = [follow(_Reads(axis, derived), [jaxpr], inputs) for axis in axes or [None]]
+    return [functools.reduce(operator.or_, bits) for bits in zip(*along, strict=True)]
 
 
 def inputs_read(equation: Any) -> list[list[int]]:
@@ -380,8 +384,8 @@ def bits_through(equation: Any, inputs: Sequence[int]) -> Sequence[int]:
 class _Reads(Analysis[int]):
     """The inputs on which a value may depend, as bits."""
 
-    def __init__(self, shards: frozenset[str] = frozenset()):
-        self._shards = shards
+    def __init__(self, axis: str | None = None, derived: bool = False):
+        self._axis, self._derived = axis, derived
 
     def constant(self, values: Sequence[Any]) -> int:
         del values
@@ -397,15 +401,21 @@ class _Reads(Analysis[int]):
     def transfer(self, equations: Equations, inputs: Sequence[int]) -> Sequence[int]:
         (equation,) = equations
         ungrouped = equation.params.get("axis_index_groups") is None
-        if equation.primitive.name in EQUALIZES and ungrouped and self._shards:
-            of = 0 if self._shards <= named_axes(equation) else self.join(inputs)
-            return [of] * len(equation.outvars)
+        is_over = self._axis in named_axes(equation)
+        if equation.primitive.name in EQUALIZES and ungrouped and is_over:
+            return [0] * len(equation.outvars)
         # Of all inputs: the index of a shard differs as its rows do.
-        if equation.primitive.name == "axis_index" and self._shards & named_axes(equation):
+        if equation.primitive.name == "axis_index" and is_over:
             return [-1]
         # All inputs, since what a Ref holds, or what a callback returns, is not tracked.
         read = -1 if has_effect(equation) else self.join(inputs)
         return [read] * len(equation.outvars)
+
+    def returned(
+        self, equations: Equations, inputs: Sequence[int], outputs: Sequence[int]
+    ) -> Sequence[int]:
+        by_rule = self._derived and has_own_derivative(equations[0])
+        return [self.join(inputs)] * len(outputs) if by_rule else outputs
 
 
 # Which of its inputs a function returns.

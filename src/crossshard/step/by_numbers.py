@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from crossshard import _jax, _mesh
+from crossshard._check import is_inexact
 from crossshard.errors import LossError
 from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.kernels import Assumptions
@@ -390,19 +391,17 @@ class _Check:
             state, batch = jax.tree.map(wide, (state, batch))
         pieces = self._config.loss.pieces(self._layout.number_of_shards)
         of_pieces = changed(of_each, accumulate_steps=pieces)
-        found, states = [], []
+        found, states = [], [jax.tree.leaves(state.model_state)]
         for loss in (of_all, of_pieces):
             config = dataclasses.replace(self._config, loss=loss)
             reduced, after = config.reduced(self._layout, state, batch)
             found.append((reduced.extra["value"], jax.tree.leaves(reduced.values)))
-            leaves, places = jax.tree.leaves(after), sorted(self._doubt.of_state)
-            states.append([jnp.asarray(leaves[place], jnp.float32) for place in places])
+            states.append(jax.tree.leaves(after))
         if self._doubt.of_state:
-            norm, pairs = optax.tree.norm, zip(*states, strict=True)
-            each = [_relative(norm(x - y), norm(x), norm(y)) for x, y in pairs]
-            largest = functools.reduce(jnp.maximum, each)
-            zero = jnp.zeros_like(largest)
-            return jnp.stack([*[largest] * 4, 1.0, zero, zero])
+            of = ([tree[place] for tree in states] for place, _ in self._doubt.of_state)
+            each = jnp.stack([_apart(*arrays) for arrays in of])
+            largest = jnp.max(each)
+            return jnp.stack([*[largest] * 4, 1.0, 0.0, jnp.argmax(each)])
         (whole, slopes), (mean, others) = found
         if self._config.loss.is_summed:
             # Each shard may have its part of a sum.
@@ -433,7 +432,8 @@ class _Check:
         if values <= allowed and gradients <= allowed and of_leaf <= _OF_LEAF * allowed:
             return
         if self._doubt.of_state:
-            numbers += f"it is {values:.2g} of the largest apart from that of the whole batch"
+            name = self._doubt.of_state[int(leaf)][1]
+            numbers += f"{name} is {values:.2g} of the largest apart from that of the whole batch"
             if not math.isfinite(values):
                 raise self._not_finite(f": {numbers}")
             raise LossError(f"{self._doubt.sentence} And by numbers it is not so: {numbers}.")
@@ -600,6 +600,19 @@ def _less_rounding(found: Any) -> Any:
     values, gradients, both, mean, norm, *of_leaf = found
     share = norm / max(norm, abs(both) / 10) if norm else 1.0
     return values, gradients * share, both, mean, norm, *of_leaf
+
+
+def _apart(before: Any, whole: Any, mean: Any) -> jax.Array:
+    """Return how far two changes of a state are apart, relative to these, but for rounding."""
+    eps = float(jnp.finfo(whole.dtype).eps) if is_inexact(whole) else 0.0
+    was, one, other = (jnp.asarray(x, jnp.float32) for x in (before, whole, mean))
+    was = jnp.where(jnp.isfinite(was), was, 0)
+    # What is infinite in both, or in NaN, is the same.
+    same = (one == other) | (jnp.isnan(one) & jnp.isnan(other))
+    norm = lambda x: optax.tree.norm(jnp.where(same & ~jnp.isfinite(one), 0, x))
+    apart = norm(one - other)
+    found = _relative(apart, norm(one - was), norm(other - was))
+    return jnp.where(apart <= 16 * eps * norm(one), 0, found)
 
 
 def _relative(difference: Any, *values: Any) -> jax.Array:

@@ -46,8 +46,8 @@ class Doubt(NamedTuple):
     sentence: str  # says what nothing proves
     key: Any  # the types of all inputs of the loss, and what is static in its model
     divisor: Divisor | None = None  # what divides the loss, if the weight may be something else
-    # The arrays of the model state that it is about; empty if it is about the loss.
-    of_state: frozenset[int] = frozenset()
+    # The places and names of the arrays of the model state that it is about; none if of the loss.
+    of_state: tuple[tuple[int, str], ...] = ()
 
 
 class CopiesCountError(Exception):
@@ -157,10 +157,12 @@ class OverRowsRecord:
         elif self.latest.kind is OverRows.RATIO:
             shown = "in the first batch weight= is what it divides by"
         of_state = any(doubt.of_state for doubt in self.by_numbers)
+        is_open = any(doubt not in self.by_numbers for doubt in self.states.values())
         return (
             f"{self.latest}"
             + f"; {shown}" * is_shown
             + "; by numbers its model state is that of the whole batch" * of_state
+            + "; its first call compares its model state with that of the whole batch" * is_open
         )
 
     def check_padding(self) -> None:
@@ -390,8 +392,12 @@ def check_state_is_mean(
         if doubt is None and _is_undecided(of):
             where = f" ({of.source})" if of.source else ""
             sentence = f"Nothing proves that {name} is a mean over rows: {of.reason}{where}."
-            places = (place for place, (_, x) in enumerate(paths) if is_inexact(x))
-            doubt = Doubt(of, f"{sentence} {explained}", key, of_state=frozenset(places))
+            floats = tuple(
+                (place, f"model_state{jax.tree_util.keystr(path)}")
+                for place, (path, x) in enumerate(paths)
+                if is_inexact(x)
+            )
+            doubt = Doubt(of, f"{sentence} {explained}", key, of_state=floats)
     return doubt
 
 
@@ -427,7 +433,7 @@ def check_own_state(names: Mapping[int, str], proof: Proof, key: Any = None) -> 
                 f"The loss reads the state {name}, and nothing proves that it is that of the whole "
                 f"batch: {of.reason}{where}."
             )
-            doubt = Doubt(of, f"{sentence} {explained}", key, of_state=frozenset(names))
+            doubt = Doubt(of, f"{sentence} {explained}", key, of_state=(*names.items(),))
     return doubt
 
 

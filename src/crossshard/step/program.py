@@ -195,10 +195,18 @@ class Program:
             check_by_numbers(self._config, self._states.layout(state), state, batch, doubt)
             shown.add(doubt)
 
-    def _postpone(self, flat: FlatState, types: Any) -> None:
-        """Keep the doubts of a step that was lowered for its first call with these types."""
+    def _postpone(self, state: Any, batch: Any, flat: FlatState, types: Any) -> None:
+        """Keep the doubts of a step that was lowered for its first call with these types.
+
+        Numbers remove them at once, if there are any: what is compiled from it has no first call.
+        """
         doubts = self._config.loss.record.postponed
-        if doubts:
+        no_numbers = jax.ShapeDtypeStruct | jax.core.Tracer
+        are_types = any(isinstance(x, no_numbers) for x in jax.tree.leaves((state, batch)))
+        if not (are_types or self._in_processes):
+            for doubt in doubts:
+                self._remove(doubt, state, self.placer(batch))
+        elif doubts:
             self._postponed.setdefault(types_of((flat, types)), []).extend(doubts)
         doubts.clear()
 
@@ -210,7 +218,7 @@ class Program:
             self._config.loss.record.as_lowered()
             self._choose_options(flat, types)
             lowered = self._use_compiled(lambda compiled: compiled.lower(flat, types))
-            self._postpone(flat, types)
+            self._postpone(state, batch, flat, types)
         nested = lambda both: (both[0].state(), both[1])
         return _jax.with_trees(lowered, nested)
 
@@ -220,7 +228,7 @@ class Program:
             self._config.loss.record.as_lowered()
             types = self.placer.abstract(batch)
             traced = self._nested.trace(state, types)
-            self._postpone(FlatState.of(state), types)
+            self._postpone(state, batch, FlatState.of(state), types)
         return traced
 
     def _check_same(self, flat: FlatState, batch: Any) -> None:

@@ -369,10 +369,10 @@ def _own_states_read(
     if not paths or context is None:
         return {}
     microbatches = loss.accumulate_steps > 1
-    bits = sources_of(traces.first, () if microbatches else context.axis_name)
-    of_loss = functools.reduce(
-        operator.or_, (bits[place] for place in jax.tree.leaves(traces.places.loss))
-    )
+    shards = () if microbatches else context.axis_name
+    bits, of_gradient = (sources_of(traces.first, shards, derived=is_) for is_ in (False, True))
+    places = jax.tree.leaves(traces.places.loss)
+    of_loss = functools.reduce(operator.or_, (of_gradient[place] for place in places))
     of_rows = (1 << len(jax.tree.leaves(arguments.given))) - 1
     start = len(traces.first.in_avals) - len(paths)
     after = [bits[place] for place in jax.tree.leaves(traces.places.model_state)]
