@@ -33,7 +33,9 @@ def found(loss: Loss, microbatches: int = 1) -> Finding:
         of.append(over_rows(function, BATCH, W, times=times, shards=("shards",)))
         return x
 
-    mesh = jax.sharding.AbstractMesh((SHARDS, 2), ("shards", "model"))
+    mesh = jax.sharding.AbstractMesh(
+        (SHARDS, 2), ("shards", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
     spec = jax.P("shards")
     run = jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     jax.eval_shape(run, jax.ShapeDtypeStruct((SHARDS,), jnp.float32))
@@ -253,7 +255,9 @@ OF_TWO_AXES: dict[str, tuple[Loss, OverRows]] = {
 @pytest.mark.parametrize("name", OF_TWO_AXES)
 def test_shards_along_two_axes_are_joined_one_after_the_other(name: str):
     loss, kind = OF_TWO_AXES[name]
-    mesh, spec = jax.sharding.AbstractMesh((SHARDS, 2), ("a", "b")), jax.P(("a", "b"))
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((SHARDS, 2), ("a", "b"), axis_types=auto)
+    spec = jax.P(("a", "b"))
     of: list[Finding] = []
 
     def look(x: Any) -> Any:

@@ -581,7 +581,9 @@ def test_the_state_that_is_wrong_is_named_and_a_lowered_step_has_no_first_call()
         hidden, (most, count) = x @ w, state
         seen = jax.lax.stop_gradient(hidden)
         bound = jnp.where(jnp.isfinite(most), most, 0)
-        most = jnp.maximum(most, jax.lax.pmax(jnp.where(seen > 1e9, seen, -jnp.inf).max(0), "shards"))
+        most = jnp.maximum(
+            most, jax.lax.pmax(jnp.where(seen > 1e9, seen, -jnp.inf).max(0), "shards")
+        )
         count += jax.lax.pmax((seen > 0).sum(0), "shards").astype(jnp.float32)
         return ((hidden - bound) ** 2).mean() * (1 + 0 * count).mean(), (most, count)
 

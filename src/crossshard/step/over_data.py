@@ -94,7 +94,7 @@ class OverData:
 
         Before, it is compared with what the other processes run.
         """
-        seen, lower = set[Any](), functools.partial(run.lower, *given)
+        seen, lower = set[Any](), lambda *batch: run.lower(*given, *batch)
         check_batches(batches)
         where = self._where
         longest, number = 0, 0
