@@ -104,11 +104,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("there is no GPU, or no JAX for CUDA")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs jobs of processes first, which take longest: at the end no worker waits for another."""
-    items.sort(key=lambda item: item.get_closest_marker("multiprocess") is None)
-
-
 def pytest_collection_finish() -> None:
     """Leaves what was imported out of every later collection of garbage, a tenth of all time."""
     gc.collect()
