@@ -15,6 +15,7 @@ from flax import nnx
 import crossshard
 from crossshard import CrossShardOptimizer, make_train_step
 from crossshard.errors import ArgumentError, LossError
+from crossshard.step import by_numbers
 from tests.quick import deep
 from tests.step import common
 from tests.step.common import sgd_step, train
@@ -595,6 +596,21 @@ def test_the_state_that_is_wrong_is_named_and_a_lowered_step_has_no_first_call()
             call(state, X[0])
     step.lower(*jax.eval_shape(lambda *given: given, state, X[0]))
     assert "its first call compares its model state" in step.describe()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "whole", "is_same"),
+    [
+        (jnp.float32, 10.5, False),
+        (jnp.float32, 11 - 1e-5, True),
+        (jnp.bfloat16, 10.5, False),
+        (jnp.bfloat16, 10.9375, True),
+        (jnp.int32, 10, False),
+    ],
+)
+def test_changes_of_a_state_differ_by_more_than_rounding(dtype: Any, whole: float, is_same: bool):
+    given = [jnp.full(3, x, dtype) for x in (10, whole, 11)]
+    assert (by_numbers._apart(*given) <= 1e-4) == is_same
 
 
 @pytest.mark.parametrize(("reduce", "is_of_batch"), [(jax.lax.pmax, True), (jax.lax.psum, False)])

@@ -604,7 +604,9 @@ def _less_rounding(found: Any) -> Any:
 
 def _apart(before: Any, whole: Any, mean: Any) -> jax.Array:
     """Return how far two changes of a state are apart, relative to these, but for rounding."""
+    # Sums in another order are less exact, and coarser floats are rounded once more.
     eps = float(jnp.finfo(whole.dtype).eps) if is_inexact(whole) else 0.0
+    rounding = max(16 * float(jnp.finfo(jnp.float32).eps), 2 * eps) if eps else 0.0
     was, one, other = (jnp.asarray(x, jnp.float32) for x in (before, whole, mean))
     was = jnp.where(jnp.isfinite(was), was, 0)
     # What is infinite in both, or in NaN, is the same.
@@ -612,7 +614,7 @@ def _apart(before: Any, whole: Any, mean: Any) -> jax.Array:
     norm = lambda x: optax.tree.norm(jnp.where(same & ~jnp.isfinite(one), 0, x))
     apart = norm(one - other)
     found = _relative(apart, norm(one - was), norm(other - was))
-    return jnp.where(apart <= 16 * eps * norm(one), 0, found)
+    return jnp.where(apart <= rounding * norm(one), 0, found)
 
 
 def _relative(difference: Any, *values: Any) -> jax.Array:

@@ -416,15 +416,14 @@ def check_own_state(names: Mapping[int, str], proof: Proof, key: Any = None) -> 
       proof: what is known of these arrays after the loss.
     """
     doubt = None
+    explained = (
+        "All shards have the same, but in later steps the mean of their losses is that of the "
+        "whole batch only if that is what one device makes of all rows: by jax.lax.psum of sums, "
+        "pmean of means, pmax of maxima, or all_gather of rows. Or write loss_over='batch', with "
+        "which there is one state; or loss_over='shard', if the loss is meant as it is."
+    )
     for name, fact in zip(names.values(), proof.facts, strict=True):
         of = proof.concluded(found(fact))
-        explained = (
-            "All shards have the same, but in later steps the mean of their losses is that of the "
-            "whole batch only if that is what one device makes of all rows: by jax.lax.psum of "
-            "sums, pmean of means, pmax of maxima, or all_gather of rows. Or write "
-            "loss_over='batch', with which there is one state; or loss_over='shard', if the loss "
-            "is meant as it is."
-        )
         if of.kind in (OverRows.COMPARED, OverRows.SUM, OverRows.RATIO):
             raise LossError(f"The loss reads the state {name}, which is {of}. {explained}")
         if doubt is None and _is_undecided(of):

@@ -195,20 +195,23 @@ class Program:
             check_by_numbers(self._config, self._states.layout(state), state, batch, doubt)
             shown.add(doubt)
 
-    def _postpone(self, state: Any, batch: Any, flat: FlatState, types: Any) -> None:
-        """Keep the doubts of a step that was lowered for its first call with these types.
+    def _settle(self, state: Any, batch: Any, types: Any) -> None:
+        """Remove the doubts of a step that was lowered, or keep them for its first call.
 
-        Numbers remove them at once, if there are any: what is compiled from it has no first call.
+        If it was lowered for arrays, their numbers are compared at once: what is compiled from it
+        has no first call. Of several processes this one may be the only one that lowers.
         """
-        doubts = self._config.loss.record.postponed
+        record = self._config.loss.record
+        doubts, record.postponed = record.postponed, []
         no_numbers = jax.ShapeDtypeStruct | jax.core.Tracer
         are_types = any(isinstance(x, no_numbers) for x in jax.tree.leaves((state, batch)))
-        if not (are_types or self._in_processes):
-            for doubt in doubts:
-                self._remove(doubt, state, self.placer(batch))
+        if doubts and (are_types or self._in_processes):
+            key = types_of((FlatState.of(state), types))
+            self._postponed.setdefault(key, []).extend(doubts)
         elif doubts:
-            self._postponed.setdefault(types_of((flat, types)), []).extend(doubts)
-        doubts.clear()
+            placed = self.placer(batch)
+            for doubt in doubts:
+                self._remove(doubt, state, placed)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the program for a state and a batch, or for their types."""
@@ -218,7 +221,7 @@ class Program:
             self._config.loss.record.as_lowered()
             self._choose_options(flat, types)
             lowered = self._use_compiled(lambda compiled: compiled.lower(flat, types))
-            self._postpone(state, batch, flat, types)
+            self._settle(state, batch, types)
         nested = lambda both: (both[0].state(), both[1])
         return _jax.with_trees(lowered, nested)
 
@@ -228,7 +231,7 @@ class Program:
             self._config.loss.record.as_lowered()
             types = self.placer.abstract(batch)
             traced = self._nested.trace(state, types)
-            self._postpone(state, batch, FlatState.of(state), types)
+            self._settle(state, batch, types)
         return traced
 
     def _check_same(self, flat: FlatState, batch: Any) -> None:

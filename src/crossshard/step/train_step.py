@@ -262,6 +262,10 @@ class TrainStep:
         """Lower the step for arrays, or for their types (see ``abstract_init``).
 
         The batch is as for a call: if there are several processes, this one's own rows.
+
+        Raises:
+          LossError: the loss is refused, as in a call. What only numbers decide is compared if
+            state and batch are arrays, in one process; else ``describe()`` says what is open.
         """
         check_state(state)
         return self._program.lower(state, batch)

@@ -53,12 +53,13 @@ def _trace(loss: StepLoss, state: TrainState, arguments: Arguments) -> tuple[Any
         except (TypeError, ValueError, IndexError) as error:
             if not isinstance(error, CrossshardError):
                 rows = loss.number_of_rows(join(arguments.given[0], arguments.whole))
-                has_state = bool(jax.tree.leaves(state.model_state))
-                of_state = " The model state is not split over rows; with loss_over='batch' it may"
-                error.add_note(
-                    f"The loss was given {rows} rows: a shard's, or a microbatch of them."
-                    f"{f'{of_state} have an entry for each row of the batch.' * has_state}"
-                )
+                note = f"The loss was given {rows} rows: a shard's, or a microbatch of them."
+                if jax.tree.leaves(state.model_state):
+                    note += (
+                        " The model state is not split over rows; with loss_over='batch' it may "
+                        "have an entry for each row of the batch."
+                    )
+                error.add_note(note)
             raise
         found, context = (jaxpr, jax.tree.structure(types)), get_shard_context()
         if loss.same_bits is not None and context is not None:
