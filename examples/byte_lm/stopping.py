@@ -24,14 +24,14 @@ class Stopping:
       processes: those that stop together.
 
     Attributes:
-      signal: the first one that came; ``None`` before.
+      signal: the first one that came, to any of the processes; ``None`` before.
       failure: the message of the first failed write; ``None`` without one.
     """
 
     def __init__(self, processes: Processes) -> None:
         self.signal: int | None = None
         self.failure: str | None = None
-        self._processes = processes
+        self._processes, self._has_come = processes, False
 
     def agree(self) -> bool:
         """Whether to stop; all processes ask at the same point, and get the same answer."""
@@ -66,13 +66,14 @@ class Stopping:
             signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        # Others may have told of it already: a launcher sends it to one process after the other.
+        if self._has_come:
             # An exception may be caught, or wait for other processes.
             if os.isatty(1):
                 os.write(1, _SHOW_CURSOR)
             complain("stopped at once; metrics.jsonl has every step that was taken.")
             os._exit(128 + number)
-        self.signal = number
+        self._has_come, self.signal = True, self.signal or number
 
 
 def complain(why: str) -> None:

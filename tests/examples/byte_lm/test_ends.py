@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from examples.byte_lm import run as running
-from examples.byte_lm.processes import ALONE
+from examples.byte_lm.processes import ALONE, Processes
 from examples.byte_lm.stopping import Stopping
 from tests.examples.byte_lm.small import (
     PATIENCE,
@@ -72,8 +72,9 @@ def test_a_reader_that_leaves_ends_the_run_with_everything_written(tmp_path, sto
 @pytest.mark.deep
 def test_a_disk_that_fills_ends_the_run_with_what_there_is_and_code_1(tmp_path):
     words = ["--steps", "400", "--shards", "2"]
-    # No file may grow beyond 16 blocks of 512 bytes.
-    process = start(tmp_path, *words, shell='ulimit -f 16; exec "$@"')
+    # No file may grow beyond 16 blocks of 512 bytes, nor would one of a compiled program.
+    without_cache = {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+    process = start(tmp_path, *words, shell='ulimit -f 16; exec "$@"', env=without_cache)
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     metrics = tmp_path / "out" / "metrics.jsonl"
@@ -127,6 +128,20 @@ with Stopping(ALONE) as stopping:
     assert ran.returncode == 130
     assert ran.stdout == "kept\n"
     assert ran.stderr.strip().startswith("byte_lm: stopped at once;")
+
+
+class Told(Processes):
+    """Processes of which another one has had a signal, and this one not yet."""
+
+    def largest(self, value: int) -> int:
+        return max(value, signal.SIGTERM)
+
+
+def test_a_signal_that_comes_after_that_of_another_process_is_the_first():
+    with Stopping(Told()) as stopping:
+        assert stopping.agree()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping.signal == signal.SIGTERM
 
 
 def test_signals_that_are_ignored_stay_ignored_and_the_others_come_back():
