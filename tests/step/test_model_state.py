@@ -154,10 +154,10 @@ def test_what_has_no_weight_does_not_count(loss: Any, kind: str, shards: int, mi
     options = {"model_state": kind, "weight": "mask", "accumulate_steps": microbatches}
     step = sgd_step(loss, 0.1, shards, **options)
     state = step.init(np.float32(1), model_state=START)
-    state, _ = step(state, {"x": X[0][:8], "mask": np.zeros(8)})
+    state, _ = step(state, {"x": X[0][:8], "mask": np.zeros(8, bool)})
     assert_close(step.model(state), (1.0, START))
     # Without rows: shards 1 and 2 of 4, or the second microbatch of 0, and the first of 1.
-    mask = np.float32([1, 1, 0, 0, 0, 0, 1, 0])
+    mask = np.array([1, 1, 0, 0, 0, 0, 1, 0], bool)
     state, metrics = step(state, {"x": X[0][:8], "mask": mask})
     rows = X[0][:8].sum(1)
     own = 0.5 * (2 + np.array([rows[:2].mean(), rows[6]]))
@@ -368,6 +368,7 @@ def test_a_mean_over_rows_is_that_of_the_batch(name: str):
 
 OF_WEIGHTED = {
     "what counts": lambda old, h, mask: (h * mask).sum(0) / mask.sum(),
+    "what counts, or 0": lambda old, h, mask: (h * mask).sum(0) / jnp.maximum(mask.sum(), 1),
     "all of all": lambda old, h, mask: old + jax.lax.pmean(h.mean(0), "shards"),
     "sum of all": lambda old, h, mask: old + jax.lax.psum((h * mask).sum(0), "shards"),
 }
@@ -404,6 +405,35 @@ def test_a_mean_over_what_another_weight_counts_is_not_averaged(name: str):
     step = step_with_weights(after, 4)
     with pytest.raises(LossError, match=f"model_state is .*{reason}.* jax.lax.pmean"):
         step.lower(step.abstract_init(W, model_state=np.ones(5, np.float32)), MASKED)
+
+
+OF_CHANGED_WEIGHTS = {
+    "more than one": lambda old, h, mask: (h * mask).sum(0) / (mask.sum() + 1),
+    "at least four": lambda old, h, mask: (h * mask).sum(0) / jnp.maximum(mask.sum(), 4),
+    "unmasked": lambda old, h, mask: h.sum(0) / jnp.maximum(mask.sum(), 1),
+    "by parameters": lambda old, h, mask: (h * gate(h, mask)).sum(0) / gate(h, mask).sum(),
+}
+
+
+def gate(h: jax.Array, mask: jax.Array) -> jax.Array:
+    return jax.nn.sigmoid(h[:, :1]) * mask
+
+
+@pytest.mark.parametrize("name", OF_CHANGED_WEIGHTS)
+def test_a_mean_that_divides_by_more_than_the_weight_is_not_averaged(name: str):
+    step = step_with_weights(OF_CHANGED_WEIGHTS[name], 4)
+    state = step.init(W, model_state=np.ones(5, np.float32))
+    with pytest.raises(LossError, match=r"weight= is what model_state divides by.*it is not so"):
+        step(state, MASKED)
+
+
+def test_a_batch_in_which_nothing_counts_shows_nothing():
+    step = step_with_weights(OF_WEIGHTED["what counts, or 0"], 4)
+    state = step.init(W, model_state=np.ones(5, np.float32))
+    with pytest.raises(LossError, match=r"no row of this batch counts, .* another batch"):
+        step(state, {**MASKED, "mask": np.zeros(24, np.float32)})
+    state, _ = step(state, MASKED)
+    assert "by numbers" in step.describe()
 
 
 @pytest.mark.parametrize("name", OF_ALL_ROWS)

@@ -250,6 +250,11 @@ class _Check:
                 failure = error
                 continue
             allowed = (2.0 if inner is None else _ROUNDED) * min(precision, _COARSEST)
+            if self._doubt.of_state and not found[4]:
+                raise LossError(
+                    f"{self._doubt.sentence} And no row of this batch counts, which cannot show "
+                    f"it. Let the first call have another batch."
+                )
             self._check_apart(found, allowed)
             of_others = f" and other numbers in {', '.join(names)}" * bool(names)
             more, of_larger = more[: len(turns)], more[len(turns) :]
@@ -400,8 +405,11 @@ class _Check:
         if self._doubt.of_state:
             of = ([tree[place] for tree in states] for place, _ in self._doubt.of_state)
             each = jnp.stack([_apart(*arrays) for arrays in of])
-            largest = jnp.max(each)
-            return jnp.stack([*[largest] * 4, 1.0, 0.0, jnp.argmax(each)])
+            largest, weight = jnp.max(each), self._config.loss.weight
+            # A step in which nothing counts leaves the state as it was, whatever the loss returns.
+            counts = 1.0 if weight is None else 1.0 * (weight_of(weight, batch) != 0)
+            largest = jnp.where(counts, largest, 0)
+            return jnp.stack([*[largest] * 4, counts, 0.0, jnp.argmax(each)])
         (whole, slopes), (mean, others) = found
         if self._config.loss.is_summed:
             # Each shard may have its part of a sum.

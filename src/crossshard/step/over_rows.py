@@ -335,7 +335,7 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
 def check_state_is_mean(
     model_state: Any,
     proof: Proof,
-    is_weight: Callable[[Finding], bool] | None,
+    is_weight: Callable[[Finding, int], bool | None] | None,
     unequal: bool,
     microbatches: int,
     key: Any = None,
@@ -347,8 +347,8 @@ def check_state_is_mean(
     Args:
       model_state: the state before the loss.
       proof: what is known of the one after it.
-      is_weight: tells of a ratio of sums whether the shards' weights may be what it divides by;
-        ``None`` if they have none.
+      is_weight: tells of a ratio of sums, and its place, whether the shards' weights are what it
+        divides by, ``None`` if nothing shows that; ``None`` if they have no weights.
       unequal: whether the weights may differ.
       microbatches: of how many on each shard the states are averaged, too.
     """
@@ -358,7 +358,8 @@ def check_state_is_mean(
         # What is the same on all shards differs between these.
         its_rows = f"for the rows of each of its {microbatches} microbatches"
         leave_out = "leave out accumulate_steps, and "
-    for (path, leaf), fact in zip(paths, proof.facts, strict=True):
+    at_once = "leave out weight=, and " * (is_weight is not None)
+    for place, ((path, leaf), fact) in enumerate(zip(paths, proof.facts, strict=True)):
         of = proof.concluded(found(fact))
         name = f"model_state{jax.tree_util.keystr(path)}"
         if not is_inexact(leaf):
@@ -373,9 +374,14 @@ def check_state_is_mean(
             continue
         is_none, said = of.kind in (OverRows.COMPARED, OverRows.SUM), str(of)
         remedy = "Return such means, as of squares, and compute from them where the state is used"
+        not_shown = f"{name} is a mean over rows: {of.reason}" * _is_undecided(of)
         if of.kind is OverRows.RATIO:
-            is_none = is_weight is None or not is_weight(of)
-            said += ", and weight= is not what it divides by" * (is_weight is not None)
+            divides = is_weight is not None and is_weight(of, place)
+            is_none = divides is False
+            not_shown = f"weight= is what {name} divides by" * (divides is None)
+            if is_weight is not None:
+                said += ", and weight= is not what it divides by"
+                remedy = "Divide by the sum that weight= counts, without a bound or an epsilon"
         elif unequal and isinstance(fact, Total) and is_mean(fact):
             is_none = True
             said = f"{OverRows.MEAN.value}, which count alike in it, and weight= lets shards differ"
@@ -384,14 +390,14 @@ def check_state_is_mean(
             f"With model_state='mean' a step averages what each shard returns {its_rows}, which is "
             f"the state of the whole batch only if it is a mean over rows. {remedy}; or "
             f"{leave_out}return what is the same on all shards, by jax.lax.pmean, psum or "
-            f"all_gather over their axis; or write loss_over='batch', with which it is one "
-            f"device's; or loss_over='shard', if each shard's own is meant."
+            f"all_gather over their axis; or {at_once}write loss_over='batch', with which "
+            f"it is one device's; or loss_over='shard', if each shard's own is meant."
         )
         if is_none:
             raise LossError(f"{name} is {said}. {explained}")
-        if doubt is None and _is_undecided(of):
+        if doubt is None and not_shown:
             where = f" ({of.source})" if of.source else ""
-            sentence = f"Nothing proves that {name} is a mean over rows: {of.reason}{where}."
+            sentence = f"Nothing proves that {not_shown}{where}."
             floats = tuple(
                 (place, f"model_state{jax.tree_util.keystr(path)}")
                 for place, (path, x) in enumerate(paths)

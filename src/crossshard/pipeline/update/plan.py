@@ -339,8 +339,8 @@ class Planner:
                 f"The optimizer cannot update these parameters, or needs more than gradients and "
                 f"the loss, which is all that a step has: {type(error).__name__}, "
                 f"{str(error).splitlines()[0]}. One with a line search, or that takes the gradient "
-                f"of each example, or parameters of a form of its own, is for the Optax idiom: "
-                f"init and update, in a loop of your own."
+                f"of each example, or parameters of a form of its own, as optax.lookahead, is for "
+                f"the Optax idiom: init and update, in a loop of your own."
             ) from error
         was, now = _types_by_name(params, state), _types_by_name(*after)
         if name := next((name for name in now | was if was.get(name) != now.get(name)), None):

@@ -29,6 +29,7 @@ from crossshard.step.divisor import (
     as_mean,
     check_weight_of_mean,
     divisor_of,
+    is_exact,
     wrong_weight_error,
 )
 from crossshard.step.gather import AtUse
@@ -330,7 +331,7 @@ def _conclude(
             doubt = check_own_state(names, of_state, key)
     elif finding.kind is not OverRows.COMPARED:
         of_state = traces.proof_of(after, times)
-        doubt = _doubt_of_state(loss, key, state, arguments, of_state)
+        doubt = _doubt_of_state(traces, loss, key, state, arguments, of_state)
     if doubt is not None:
         loss.record.states[key] = doubt
     divisor = None
@@ -412,7 +413,12 @@ def _own_states_read(
 
 
 def _doubt_of_state(
-    loss: StepLoss, key: Any, state: TrainState, arguments: Arguments, proof: Proof
+    traces: _Traces,
+    loss: StepLoss,
+    key: Any,
+    state: TrainState,
+    arguments: Arguments,
+    proof: Proof,
 ) -> Doubt | None:
     """Return what is in doubt of a model state that is averaged, if anything is."""
     weight: Any = loss.weight
@@ -421,9 +427,13 @@ def _doubt_of_state(
             state.model_state, proof, None, False, loss.accumulate_steps, key
         )
 
-    def is_weight(of: Finding) -> bool:
-        found = divisor_of(of, proof.jaxpr, arguments, loss.split, weight)
-        return found is None or found.is_weight
+    def is_weight(of: Finding, place: int) -> bool | None:
+        divisor = divisor_of(of, proof.jaxpr, arguments, loss.split, weight)
+        if divisor is None or not divisor.is_weight or not of.moved:
+            return None if divisor is None else divisor.is_weight
+        alone = _jax.without_unread(proof.jaxpr, [place])
+        shown = is_exact(of) and traces.placed(divisor, of, alone).vanishes
+        return True if shown else None
 
     of_rows = lambda rows: weight(join(rows, arguments.whole))
     unequal = depends(of_rows, arguments.given[0])
