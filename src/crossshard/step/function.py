@@ -301,14 +301,18 @@ class StepConfig:
             measures=pipeline.measures_local and not sums_later,
         )
 
+    def _specs_by_group(self, layout: StateLayout) -> tuple[Any, Any]:
+        """Return the spec of what each group has alone, such as a loss, and those of ``aux``."""
+        per_shard = PartitionSpec(layout.axes)
+        per_group = PartitionSpec() if layout.groups is None else per_shard
+        return per_group, self.loss.aux_specs(per_shard, per_group, layout.shards.number)
+
     def _out_specs(self, layout: StateLayout, state: TrainState, updates: bool) -> Progress:
         """Return the specs of the results of ``shard_map``."""
-        names, per_shard = layout.axes, PartitionSpec(layout.axes)
-        replicated: Any = PartitionSpec()
-        per_group: Any = replicated if layout.groups is None else per_shard
-        aux = self.loss.aux_specs(per_shard, per_group, layout.shards.number)
+        (per_group, aux), names = self._specs_by_group(layout), layout.axes
         if updates:
             return Progress(layout.specs(state), aux, per_group)
+        replicated: Any = PartitionSpec()
         spec_of = lambda partition, _: spec_over(partition.spec(names), names)
         values = map_partitions(spec_of, layout.arrays.params, state.params)
         # All but the values is the same on all shards.
@@ -318,10 +322,8 @@ class StepConfig:
 
     def specs_of_metrics(self, layout: StateLayout, metrics: dict[str, Any]) -> dict[str, Any]:
         """Return the specs of a step's metrics, by name."""
-        replicated, per_shard = PartitionSpec(), PartitionSpec(layout.axes)
-        per_group = replicated if layout.groups is None else per_shard
-        aux = self.loss.aux_specs(per_shard, per_group, layout.shards.number)
-        kinds = {"aux": aux, "divergence": replicated}
+        per_group, aux = self._specs_by_group(layout)
+        kinds = {"aux": aux, "divergence": PartitionSpec()}
         spread = lambda spec, tree: jax.tree.map(lambda _: spec, tree)
         is_spec = lambda x: isinstance(x, PartitionSpec)
         return {

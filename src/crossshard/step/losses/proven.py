@@ -393,23 +393,28 @@ def _own_states_read(
         if read & 1 << (start + number) and not is_key:
             names[number] = name
         if of_loss & own & 1 << (start + number):
-            reads = f"The loss reads the state {name}, which"
-            mean = "" if is_module else " or write model_state='mean', if it is a mean over rows;"
-            if microbatches:
-                raise LossError(
-                    f"{reads} each microbatch changes by its own rows, so that the next one "
-                    f"computes another loss than the whole batch has. Leave out accumulate_steps;"
-                    f"{mean} or write loss_over='shard', if each microbatch is meant to read what "
-                    f"those before it on its shard have made of it."
-                )
-            raise LossError(
-                f"{reads} each shard changes by its own rows or index, so that in later steps the "
-                f"mean of the shards' losses is not that of the whole batch. Return on all shards "
-                f"what one device makes of all rows, such as by jax.lax.psum of sums over their "
-                f"axis or pmean of means;{mean} or write loss_over='batch', with which there is "
-                f"one state; or loss_over='shard', if each shard's own is meant."
-            )
+            raise _own_state_error(name, of_module=is_module, of_microbatch=microbatches)
     return names
+
+
+def _own_state_error(name: str, *, of_module: bool, of_microbatch: bool) -> LossError:
+    """Return the error for a loss that reads a state of the rows of a shard, or a microbatch."""
+    reads = f"The loss reads the state {name}, which"
+    mean = "" if of_module else " or write model_state='mean', if it is a mean over rows;"
+    if of_microbatch:
+        return LossError(
+            f"{reads} each microbatch changes by its own rows, so that the next one computes "
+            f"another loss than the whole batch has. Leave out accumulate_steps;{mean} or write "
+            f"loss_over='shard', if each microbatch is meant to read what those before it on its "
+            f"shard have made of it."
+        )
+    return LossError(
+        f"{reads} each shard changes by its own rows or index, so that in later steps the mean of "
+        f"the shards' losses is not that of the whole batch. Return on all shards what one device "
+        f"makes of all rows, such as by jax.lax.psum of sums over their axis or pmean of means;"
+        f"{mean} or write loss_over='batch', with which there is one state; or loss_over='shard', "
+        f"if each shard's own is meant."
+    )
 
 
 def _doubt_of_state(
