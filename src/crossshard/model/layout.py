@@ -14,6 +14,7 @@ from crossshard import _jax
 from crossshard._check import is_inexact
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError
+from crossshard.model.merged import merged, on_first_shard
 from crossshard.model.model_state import ModelState, holds_keys
 from crossshard.model.models import Skeleton
 from crossshard.model.state import TrainState
@@ -323,14 +324,19 @@ class StateLayout:
     def on_other_shards(self, state: TrainState) -> TrainState:
         """Move a state with one set of parameters from another number of shards to this layout's.
 
-        New per-shard arrays are the mean of the old ones, unless a stage's ``moved_to`` differs.
+        New per-shard arrays are the mean of the old ones, unless a stage's ``moved_to`` differs,
+        or they are a metric, which goes on from that of all rows.
         The result is stored as this layout stores it.
         """
         common = lambda placement, x: one_for_all(x) if placement.per_shard else x
         one, before, number = self._map(common, state), state.opt_state, self.number_of_shards
+        if state.per_shard:
+            one = dataclasses.replace(one, model_state=merged(state))
         spread = self._spread(one)
         opt_state = self.pipeline.moved_to(before, spread.opt_state, number)
-        return self.pack(dataclasses.replace(spread, opt_state=opt_state))
+        model_state = on_first_shard(spread) if spread.per_shard else spread.model_state
+        spread = dataclasses.replace(spread, opt_state=opt_state, model_state=model_state)
+        return self.pack(spread)
 
     # The checks of a state.
 

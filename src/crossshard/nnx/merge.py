@@ -12,7 +12,8 @@ import numpy as np
 from crossshard import _check, _mesh
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import VariableError
-from crossshard.nnx.per_shard import is_per_shard, number_of_shards, stacked
+from crossshard.model.merged import metrics_among
+from crossshard.nnx.per_shard import number_of_shards, stacked
 from crossshard.nnx.slots import HasSlots
 from crossshard.shards.cut import one_for_all
 from crossshard.shards.devices import on_every_device
@@ -60,10 +61,9 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
             held |= set(map(id, each._held_back()))
         elif isinstance(each, nnx.Metric):
             unknown |= {id(variable) for _, variable in nnx.iter_graph(each)}
-    for kind, merge in ((nnx.metrics.Average, _average), (nnx.metrics.Welford, _welford)):
-        for each in found if shard is None else ():
-            if isinstance(each, kind):
-                unknown -= set(map(id, merge(each)))
+    for variables, of_all in metrics_among(found if shard is None else ()):
+        _put_together(variables, of_all)
+        unknown -= set(map(id, variables))
     for variable in found:
         number = number_of_shards(variable) if isinstance(variable, nnx.Variable) else None
         if number is None or id(variable) in held:
@@ -88,34 +88,14 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
     return merged
 
 
-def _average(metric: Any) -> list[AnyVariable]:
-    """Add up an average of which shards have counted other numbers of rows."""
-    # Of equal counts, the mean of the totals has the same average.
-    of_all = lambda count, total: (count.sum(), total.sum())
-    variables = [metric.count, metric.total]
-    return _put_together(variables, of_all) if is_per_shard(metric.count) else variables
-
-
-def _welford(metric: Any) -> list[AnyVariable]:
-    """Put statistics together by the formula of Chan, Golub and LeVeque (1979)."""
-
-    def of_all(count: Any, mean: Any, m2: Any) -> Any:
-        total = count.sum()
-        whole = (count / jnp.maximum(total, 1) * mean).sum()
-        return total, whole, (m2 + count * (mean - whole) ** 2).sum()
-
-    return _put_together([metric.count, metric.mean, metric.m2], of_all)
-
-
-def _put_together(variables: list[AnyVariable], of_all: Callable[..., Any]) -> list[AnyVariable]:
-    """Write into scalar variables what a function makes of their ``[shards]``; return them."""
+def _put_together(variables: list[AnyVariable], of_all: Callable[..., Any]) -> None:
+    """Write into scalar variables what a function makes of their ``[shards]``."""
     if number := next(filter(None, map(number_of_shards, variables)), None):
         values = [on_every_device(stacked(variable.get_raw_value())) for variable in variables]
         rows = lambda values: [jnp.broadcast_to(x, (number,)) for x in values]
         found = _mesh.of_rows(lambda values: of_all(*rows(values)), values)
         for variable, value in zip(variables, found, strict=True):
             variable.set_raw_value(value)
-    return variables
 
 
 def _counts(variable: AnyVariable, values: Any) -> bool:

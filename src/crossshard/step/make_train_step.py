@@ -45,8 +45,8 @@ class StepOptions(Options, total=False):
         is sent in 16 bits. Another one rounds what the loss sees; ``int8``, ``int4`` and
         ``float8_e4m3fn`` are sent in blocks that share a scale.
       aux_reduction: how ``metrics["aux"]`` is reduced over the shards, or the group: ``"mean"``,
-        weighted as the loss is, ``"sum"``, ``"per_shard"`` as for ``None``, or a pytree prefix of
-        ``aux`` with these.
+        weighted by ``weight=``, ``"sum"``, ``"per_shard"`` as for ``None``, or a pytree prefix of
+        ``aux`` with these. Nobody checks that what is averaged is a mean over rows.
       rng_per: ``"shard"``: ``rng`` is one key, a different one on each shard, or with
         ``loss_over="batch"`` the same for all. ``"row"``: it is keys ``[rows]``, one for each row,
         folded from the step's number and the row's place in the global batch, so that noise does

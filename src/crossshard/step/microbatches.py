@@ -84,7 +84,7 @@ class AuxReduction(enum.StrEnum):
     """How an array of ``aux`` is reduced over the shards, or the group; see ``StepOptions``."""
 
     PER_SHARD = "per_shard"  # not at all: ``[shards, …]``
-    MEAN = "mean"  # weighted as the loss is
+    MEAN = "mean"  # weighted by weight=; beside a Mean all shards count the same
     SUM = "sum"  # over the shards whose weight is not zero
 
 

@@ -20,6 +20,7 @@ from crossshard.distributed.agreement import check_agreement
 from crossshard.distributed.watch import waiting
 from crossshard.errors import ArgumentError, ArgumentTypeError, CheckpointWarning
 from crossshard.model.layout import StateLayout, strong_copy
+from crossshard.model.merged import check_alike, differing, merged
 from crossshard.model.model_state import check_initial
 from crossshard.model.models import check_params, combine, partition
 from crossshard.model.state import TrainState
@@ -262,6 +263,13 @@ class States:
                     f"{what}. Choose one shard's parameters with other.model(state, shard=0) and "
                     f"init with them."
                 )
+            name = differing(state) if state.per_shard else ""
+            if name:
+                text = (
+                    f"{name} differs between the shards of the state, and on those of this step it "
+                    f"begins with the first one's."
+                )
+                warnings.warn(text, CheckpointWarning, stacklevel=3)
             types = jax.eval_shape(layout.on_other_shards, state)
             return self._run(layout.on_other_shards, state, layout.shardings(types))
         return self._run(layout.pack, state, layout.shardings(state))
@@ -345,8 +353,11 @@ class States:
                 params = jax.tree.map(lambda x: x[shard], params)
             model_state = state.model_state
             if state.per_shard:
-                of_shard = lambda x: one_for_all(x) if shard is None else x[shard]
-                model_state = jax.tree.map(of_shard, model_state)
+                if shard is None:
+                    check_alike(state)
+                    model_state = merged(state)
+                else:
+                    model_state = jax.tree.map(lambda x: x[shard], model_state)
             return params, state.frozen, model_state
 
     def _average(self, state: TrainState) -> Any:

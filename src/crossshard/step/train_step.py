@@ -350,9 +350,10 @@ class TrainStep:
 
         Args:
           state: a state of this step.
-          shard: the shard whose model to return. If ``None``, model state that differs between
-            shards is averaged if floating (statistics), otherwise taken from the first shard; with
-            ``sync_every`` the parameters are those after the last synchronisation.
+          shard: the shard whose model to return. If ``None``, floats of the model state that differ
+            between shards are averaged (statistics), random streams are those of the first shard,
+            and ``nnx.metrics.Average`` and ``Welford`` those of all rows; with ``sync_every`` the
+            parameters are those after the last synchronisation.
           ema: whether to return the moving average of the parameters, in their dtypes.
 
         Returns:
@@ -360,8 +361,8 @@ class TrainStep:
           ``params="sharded"`` its arrays are sharded over the devices, as those of the state.
 
         Raises:
-          ArgumentError: parameters differ between groups, and ``shard`` is ``None``; or there is no
-            moving average.
+          ArgumentError: ``shard`` is ``None``, and parameters differ between groups, or an integer
+            or flag of the model state between shards; or there is no moving average.
         """
         with self._on_step_mesh(state) as state:
             return self._states.model(state, self._states.arrays(state, shard, ema))
