@@ -85,6 +85,15 @@ def check_same_rows(rows: Any, axes: BatchAxes) -> None:
         )
 
 
+def _sequence_of_numbers(path: Any, paths: Sequence[tuple[Any, Any]]) -> str:
+    """Return the name of the outermost list or tuple around a leaf, if it has numbers alone."""
+    around = path
+    while around and isinstance(around[-1], jax.tree_util.SequenceKey):
+        around = around[:-1]
+    inside = [np.shape(leaf) for other, leaf in paths if other[: len(around)] == around]
+    return "" if around == path or any(inside) else f"batch{jax.tree_util.keystr(around)}"
+
+
 def check_batches(batches: Any) -> None:
     """Raise unless this is an iterable of batches, and not a single one."""
     is_one = isinstance(batches, dict | str | bytes) or hasattr(batches, "dtype")
@@ -359,10 +368,14 @@ class BatchPlacer:
         for (path, leaf), axis in zip(paths, self.batch_axes.of_rows(rows), strict=True):
             where = f"batch{jax.tree_util.keystr(path)}"
             if is_number(leaf) and not np.shape(leaf):
+                advice = (
+                    "Name it in replicated_entries, or write None for it in batch_axis, so that "
+                    "every shard gets it whole."
+                )
+                if sequence := _sequence_of_numbers(path, paths):
+                    advice = f"Write numpy.asarray({sequence}): of a list, each element is a leaf."
                 raise ArgumentError(
-                    f"{where} is a scalar, which has no rows to split over the shards. Name it "
-                    f"in replicated_entries, or write None for it in batch_axis, so that every "
-                    f"shard gets it whole."
+                    f"{where} is a scalar, which has no rows to split over the shards. {advice}"
                 )
             _check.array(where, leaf, or_type=or_types)
             if not leaf.shape[axis]:
