@@ -63,6 +63,11 @@ def test_metrics_are_those_of_all_rows_also_on_other_shards() -> None:
     assert found[1] == 3 * ROWS
     of_rows = lambda model, batch: jnp.full(len(batch["x"]), model.metrics.mean.compute())
     assert_close(step.evaluate(state, BATCHES[:1], of_rows), found[0], rtol=1e-5)
+    # A model that was trained goes on with what its metrics have counted, once.
+    again = step_on(2)
+    state, _ = again(again.init(step.model(state)), BATCHES[0])
+    expected, _ = one(expected, BATCHES[0])
+    assert_close(measured(again.model(state)), measured(one.model(expected)), rtol=1e-5)
 
 
 def usage(w: Any, used: Any, batch: Any) -> tuple[jax.Array, Any]:

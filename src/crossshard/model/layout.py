@@ -291,7 +291,7 @@ class StateLayout:
     def _spread(self, state: TrainState) -> TrainState:
         """Broadcast the per-shard arrays of a replicated state to ``[shards, …]``.
 
-        Each shard gets its own random streams.
+        Each shard gets its own random streams, and the first one what metrics have counted.
         """
         number = self.number_of_shards
         on_each = lambda x: jnp.broadcast_to(x, (number, *x.shape))
@@ -312,7 +312,8 @@ class StateLayout:
         model_state = jax.tree_util.tree_map_with_path(
             streams, state.model_state, is_leaf=is_variable
         )
-        return dataclasses.replace(spread, model_state=model_state)
+        spread = dataclasses.replace(spread, model_state=model_state)
+        return dataclasses.replace(spread, model_state=on_first_shard(spread))
 
     def is_of_these_shards(self, state: TrainState) -> bool:
         """Return whether a state has the per-shard arrays of this layout, for as many shards."""
@@ -334,9 +335,7 @@ class StateLayout:
             one = dataclasses.replace(one, model_state=merged(state))
         spread = self._spread(one)
         opt_state = self.pipeline.moved_to(before, spread.opt_state, number)
-        model_state = on_first_shard(spread) if spread.per_shard else spread.model_state
-        spread = dataclasses.replace(spread, opt_state=opt_state, model_state=model_state)
-        return self.pack(spread)
+        return self.pack(dataclasses.replace(spread, opt_state=opt_state))
 
     # The checks of a state.
 

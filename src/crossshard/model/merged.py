@@ -41,7 +41,7 @@ def merged(state: TrainState) -> Any:
     that of the first shard.
     """
     one = jax.tree.map(one_for_all, state.model_state)
-    if not state.skeleton.is_nnx:
+    if not _has_metrics(state):
         return one
     modules = [_module(state, each) for each in (state.model_state, one)]
     of_shards, of_one = (metrics_among(_nodes(each)) for each in modules)
@@ -55,9 +55,9 @@ def merged(state: TrainState) -> Any:
 def on_first_shard(state: TrainState) -> Any:
     """Return a model state of ``[shards, …]`` whose metrics are 0 on all shards but the first.
 
-    So those of all rows before count once, when they are put together again.
+    So what all shards have got counts once, when it is put together again.
     """
-    if not state.skeleton.is_nnx:
+    if not _has_metrics(state):
         return state.model_state
     module = _module(state, state.model_state)
     for variable in (each for variables, _ in metrics_among(_nodes(module)) for each in variables):
@@ -72,7 +72,7 @@ def differing(state: TrainState) -> str:
     empty if none does.
     """
     known, others = set[int](), set[int]()
-    if state.skeleton.is_nnx:
+    if _has_metrics(state):
         nodes = _nodes(_module(state, state.model_state))
         arrays = lambda found: {id(x.get_raw_value()) for x in found if isinstance(x, nnx.Variable)}
         known |= arrays(x for variables, _ in metrics_among(nodes) for x in variables)
@@ -103,6 +103,14 @@ def check_alike(state: TrainState) -> None:
             f"sum, or the largest. Choose a shard, such as shard=0; or let the loss make it the "
             f"same on all shards, such as by jax.lax.psum of what each adds."
         )
+
+
+def _has_metrics(state: TrainState) -> bool:
+    if not state.skeleton.is_nnx:
+        return False
+    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
+    variables = jax.tree.leaves(state.model_state, is_leaf=is_variable)
+    return any(isinstance(each, nnx.metrics.MetricState) for each in variables)
 
 
 def _module(state: TrainState, model_state: Any) -> Any:
