@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from crossshard import make_train_step
+from crossshard import CrossShardOptimizer, make_train_step
 from crossshard.errors import ArgumentError, CheckpointWarning
 from tests.step.common import assert_close
 
@@ -111,3 +111,75 @@ def test_of_a_counter_that_differs_only_the_user_knows_what_it_is(kind: str | No
     with pytest.warns(CheckpointWarning, match=r"differs between the shards of the state"):
         moved = made(2).reshard(state)
     assert made(2).model(moved) is not None
+
+
+class Normalized(nnx.Module):
+    """Reads a metric of each feature of some rows, and has a key that nobody reads."""
+
+    def __init__(self, rows: Any = None) -> None:
+        self.w, self.key = nnx.Param(jnp.ones(3)), nnx.Variable(jax.random.key(0))
+        self.seen = nnx.metrics.Welford()
+        for name in ("mean", "m2"):
+            setattr(self.seen, name, nnx.metrics.MetricState(jnp.zeros(3)))
+        self.seen.count.set_value(jnp.uint16(0))
+        if rows is not None:
+            self.seen.count.set_value(jnp.uint16(len(rows)))
+            self.seen.mean.set_value(rows.mean(0))
+            self.seen.m2.set_value(rows.var(0) * len(rows))
+
+
+def normalized(model: Normalized, batch: Any) -> jax.Array:
+    spread = jnp.sqrt(model.seen.m2[...] / model.seen.count[...])
+    return (((batch["x"] - model.seen.mean[...]) / spread @ model.w[...]) ** 2).mean()
+
+
+def test_a_loss_reads_a_metric_that_all_shards_have() -> None:
+    rows, found = BATCHES[2]["x"], []
+    for shards in ([1, 1, 1], [4, 2, 8]):
+        step = step_on(shards[0], normalized)
+        state, losses = step.init(Normalized(rows)), []
+        for number, batch in zip(shards, BATCHES, strict=True):
+            step = step_on(number, normalized)
+            state, metrics = step(step.reshard(state), batch)
+            losses.append(metrics["loss"])
+        model = step.model(state)
+        assert model.seen.count[...].dtype == jnp.uint16
+        assert model.seen.count[...] == ROWS
+        found.append((losses, model.w[...], model.seen.mean[...], model.seen.m2[...]))
+    assert_close(*found, rtol=1e-5)
+
+
+def test_what_is_counted_over_all_shards_counts_once() -> None:
+    def gathered(model: Measured, batch: Any) -> jax.Array:
+        losses = (batch["x"] @ model.w[...]) ** 2
+        seen = jax.lax.all_gather(jax.lax.stop_gradient(losses), "shards", tiled=True)
+        model.metrics.spread.update(values=seen)
+        return losses.mean()
+
+    step = step_on(4, gathered)
+    state, _ = step(step.init(Measured()), BATCHES[0])
+    two = step_on(2, gathered)
+    state, _ = two(two.reshard(state), BATCHES[1])
+    assert two.model(state).metrics.spread.count[...] == 2 * ROWS
+
+
+def test_a_shard_that_does_not_count_leaves_all_of_a_metric() -> None:
+    def weighted(model: Measured, batch: Any) -> jax.Array:
+        losses = (batch["x"] @ model.w[...]) ** 2
+        model.metrics.spread.update(values=jax.lax.stop_gradient(losses))
+        return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+    step, mask = step_on(4, weighted, weight="mask"), np.arange(ROWS) < 12
+    state, _ = step(step.init(Measured()), BATCHES[0] | {"mask": mask})
+    found = step.model(state).metrics.spread
+    seen = (BATCHES[0]["x"][mask].sum(1)) ** 2
+    assert_close((found.count[...], found.mean[...]), (12, seen.mean()), rtol=1e-5)
+
+
+def test_groups_go_on_with_a_metric_each() -> None:
+    groups = [[0, 2], [1, 3]]
+    opt = CrossShardOptimizer(optax.sgd(1e-3), group_assignment=groups)
+    step = make_train_step(normalized, opt, num_shards=4)
+    state = step.init(Normalized(BATCHES[2]["x"]))
+    counts = [int(step.model(state, shard=shard).seen.count[...]) for shard in range(4)]
+    assert [sum(counts[shard] for shard in group) for group in groups] == [ROWS, ROWS]

@@ -407,11 +407,18 @@ def test_a_mean_over_what_another_weight_counts_is_not_averaged(name: str):
         step.lower(step.abstract_init(W, model_state=np.ones(5, np.float32)), MASKED)
 
 
+NOT_SO = "weight= is what model_state divides by.*it is not so"
 OF_CHANGED_WEIGHTS = {
-    "more than one": lambda old, h, mask: (h * mask).sum(0) / (mask.sum() + 1),
-    "at least four": lambda old, h, mask: (h * mask).sum(0) / jnp.maximum(mask.sum(), 4),
-    "unmasked": lambda old, h, mask: h.sum(0) / jnp.maximum(mask.sum(), 1),
-    "by parameters": lambda old, h, mask: (h * gate(h, mask)).sum(0) / gate(h, mask).sum(),
+    "more than one": (lambda old, h, mask: (h * mask).sum(0) / (mask.sum() + 1), "is not what it"),
+    "at least two": (
+        lambda old, h, mask: (h * mask).sum(0) / jnp.maximum(mask.sum(), 2),
+        "is not what it",
+    ),
+    "unmasked": (lambda old, h, mask: h.sum(0) / jnp.maximum(mask.sum(), 1), NOT_SO),
+    "by parameters": (
+        lambda old, h, mask: (h * gate(h, mask)).sum(0) / gate(h, mask).sum(),
+        NOT_SO,
+    ),
 }
 
 
@@ -421,9 +428,10 @@ def gate(h: jax.Array, mask: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("name", OF_CHANGED_WEIGHTS)
 def test_a_mean_that_divides_by_more_than_the_weight_is_not_averaged(name: str):
-    step = step_with_weights(OF_CHANGED_WEIGHTS[name], 4)
+    after, reason = OF_CHANGED_WEIGHTS[name]
+    step = step_with_weights(after, 4)
     state = step.init(W, model_state=np.ones(5, np.float32))
-    with pytest.raises(LossError, match=r"weight= is what model_state divides by.*it is not so"):
+    with pytest.raises(LossError, match=reason):
         step(state, MASKED)
 
 

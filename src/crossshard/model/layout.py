@@ -3,18 +3,19 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from crossshard import _jax
 from crossshard._check import is_inexact
 from crossshard._flax import nnx
 from crossshard.errors import ArgumentError
-from crossshard.model.merged import merged, on_first_shard
+from crossshard.model.merged import counted_by_all, merged, shared_out
 from crossshard.model.model_state import ModelState, holds_keys
 from crossshard.model.models import Skeleton
 from crossshard.model.state import TrainState
@@ -288,10 +289,11 @@ class StateLayout:
         )
         return self.pack(self._spread(state))
 
-    def _spread(self, state: TrainState) -> TrainState:
+    def _spread(self, state: TrainState, by_all: Sequence[Any] = ()) -> TrainState:
         """Broadcast the per-shard arrays of a replicated state to ``[shards, …]``.
 
-        Each shard gets its own random streams, and the first one what metrics have counted.
+        Each shard gets its own random streams, and its part of what metrics have counted, but for
+        those ``by_all`` says.
         """
         number = self.number_of_shards
         on_each = lambda x: jnp.broadcast_to(x, (number, *x.shape))
@@ -313,7 +315,11 @@ class StateLayout:
             streams, state.model_state, is_leaf=is_variable
         )
         spread = dataclasses.replace(spread, model_state=model_state)
-        return dataclasses.replace(spread, model_state=on_first_shard(spread))
+        positions, parts = np.arange(number), number
+        if self.groups is not None and not self.pipeline.joins_groups:
+            positions, parts = self.groups.position_of, self.groups.size
+        model_state = shared_out(spread, positions, parts, by_all)
+        return dataclasses.replace(spread, model_state=model_state)
 
     def is_of_these_shards(self, state: TrainState) -> bool:
         """Return whether a state has the per-shard arrays of this layout, for as many shards."""
@@ -331,9 +337,11 @@ class StateLayout:
         """
         common = lambda placement, x: one_for_all(x) if placement.per_shard else x
         one, before, number = self._map(common, state), state.opt_state, self.number_of_shards
+        by_all: Sequence[Any] = ()
         if state.per_shard:
             one = dataclasses.replace(one, model_state=merged(state))
-        spread = self._spread(one)
+            by_all = counted_by_all(state)
+        spread = self._spread(one, by_all)
         opt_state = self.pipeline.moved_to(before, spread.opt_state, number)
         return self.pack(dataclasses.replace(spread, opt_state=opt_state))
 

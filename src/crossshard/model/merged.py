@@ -1,7 +1,8 @@
 """Merged: one model state for all shards of those that each of them has, such as statistics."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +15,62 @@ from crossshard.model.models import combine
 from crossshard.model.state import TrainState
 from crossshard.shards.cut import one_for_all
 
-# The variables of a metric, and what makes of their arrays, [shards], those of all rows.
-Metric = tuple[list[AnyVariable], Callable[..., tuple[Any, ...]]]
+
+class Metric(NamedTuple):
+    """A metric over rows: its count, and what it has besides."""
+
+    variables: list[AnyVariable]
+    # Makes of their arrays, [shards, …], those of all rows, in the same dtypes.
+    of_all: Callable[..., list[Any]]
+    adds_up: tuple[bool, ...]  # of each variable whether it is a sum over rows
+
+    def arrays(self) -> list[Any]:
+        """Return the arrays of its variables."""
+        return [each.get_raw_value() for each in self.variables]
+
+    def write(self, arrays: Iterable[Any]) -> None:
+        """Write arrays into its variables."""
+        for variable, x in zip(self.variables, arrays, strict=True):
+            variable.set_raw_value(x)
 
 
 def metrics_among(nodes: Iterable[Any]) -> Iterator[Metric]:
     """Yield those of the nodes of a module that are a metric over rows."""
     for each in nodes:
         if isinstance(each, nnx.metrics.Average):
-            yield [each.count, each.total], lambda count, total: (count.sum(0), total.sum(0))
+            yield Metric([each.count, each.total], _of_all(_added), (True, True))
         elif isinstance(each, nnx.metrics.Welford):
-            yield [each.count, each.mean, each.m2], _welford
+            yield Metric([each.count, each.mean, each.m2], _of_all(_welford), (True, False, True))
 
 
-def _welford(count: Any, mean: Any, m2: Any) -> tuple[Any, ...]:
+def _of_all(put_together: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
+    def of_all(*arrays: Any) -> list[Any]:
+        # What all shards have alike was counted over all of them, such as of gathered rows.
+        alike = functools.reduce(jnp.logical_and, map(_alike, arrays))
+        pairs = zip(arrays, put_together(*arrays), strict=True)
+        return [jnp.where(alike, x[0], found).astype(x.dtype) for x, found in pairs]
+
+    return of_all
+
+
+def _added(count: Any, total: Any) -> Sequence[Any]:
+    return count.sum(0), total.sum(0)
+
+
+def _welford(count: Any, mean: Any, m2: Any) -> Sequence[Any]:
     """Put statistics together by the formula of Chan, Golub and LeVeque (1979)."""
-    total = count.sum()
-    whole = (count / jnp.maximum(total, 1) * mean).sum()
-    return total, whole, (m2 + count * (mean - whole) ** 2).sum()
+    of_each = _like(count, mean)
+    whole = (of_each / jnp.maximum(of_each.sum(0), 1) * mean).sum(0)
+    return count.sum(0), whole, (m2 + of_each * (mean - whole) ** 2).sum(0)
+
+
+def _like(count: Any, x: Any) -> Any:
+    """Return counts with as many axes as an array, whose last ones they may lack."""
+    return count.reshape(count.shape + (1,) * (x.ndim - count.ndim))
+
+
+def _alike(x: Any) -> Any:
+    return ((x == x[0]) | ((x != x) & (x[0] != x[0]))).all()
 
 
 def merged(state: TrainState) -> Any:
@@ -45,24 +84,59 @@ def merged(state: TrainState) -> Any:
         return one
     modules = [_module(state, each) for each in (state.model_state, one)]
     of_shards, of_one = (metrics_among(_nodes(each)) for each in modules)
-    for (variables, of_all), (targets, _) in zip(of_shards, of_one, strict=True):
-        found = of_all(*(each.get_raw_value() for each in variables))
-        for target, x in zip(targets, found, strict=True):
-            target.set_raw_value(x)
+    for each, target in zip(of_shards, of_one, strict=True):
+        target.write(each.of_all(*each.arrays()))
     return state.skeleton.split(modules[1])[-1]
 
 
-def on_first_shard(state: TrainState) -> Any:
-    """Return a model state of ``[shards, …]`` whose metrics are 0 on all shards but the first.
+def counted_by_all(state: TrainState) -> list[Any]:
+    """Return of each metric of a state of ``[shards, …]`` whether several shards have the same."""
+    found = metrics_among(_nodes(_module(state, state.model_state))) if _has_metrics(state) else ()
+    alike = lambda arrays: functools.reduce(jnp.logical_and, map(_alike, arrays))
+    return [len(each.arrays()[0]) > 1 and alike(each.arrays()) for each in found]
 
-    So what all shards have got counts once, when it is put together again.
+
+def shared_out(state: TrainState, positions: Any, parts: int, by_all: Sequence[Any] = ()) -> Any:
+    """Return a model state of ``[shards, …]`` whose metrics are shared out among the shards.
+
+    So what all shards have got counts once, when it is put together again. The mean and the
+    variance of a part are those of all.
+
+    Args:
+      state: the state, in which each shard has all.
+      positions: the part that each shard takes.
+      parts: how many parts there are.
+      by_all: of each metric whether all shards are to have all, as ``counted_by_all`` says.
     """
-    if not _has_metrics(state):
+    if parts == 1 or not _has_metrics(state):
         return state.model_state
     module = _module(state, state.model_state)
-    for variable in (each for variables, _ in metrics_among(_nodes(module)) for each in variables):
-        variable.set_raw_value(variable.get_raw_value().at[1:].set(0))
+    for place, each in enumerate(metrics_among(_nodes(module))):
+        count, *_ = arrays = each.arrays()
+        at = _like(jnp.asarray(positions), count)
+        # Parts that all are alike would be taken for what all shards have counted.
+        uneven = (count % parts == 0) & (count // parts > 1)
+        moves = (at == 0).astype(count.dtype) - (at == parts - 1).astype(count.dtype)
+        part = count // parts + (at < count % parts) + jnp.where(uneven, moves, 0)
+        share, written = part / jnp.maximum(count, 1), []
+        for x, adds_up in zip(arrays, each.adds_up, strict=True):
+            own = x if not adds_up else part if x is count else x * _like(share, x)
+            whole = by_all[place] if by_all else False
+            written.append(jnp.where(whole, x, own).astype(x.dtype))
+        each.write(written)
     return state.skeleton.split(module)[-1]
+
+
+def together(state: TrainState, flags: list[bool]) -> list[bool]:
+    """Return flags of the arrays of a model state, where those of a metric have the same."""
+    found = list(flags)
+    if _has_metrics(state):
+        places = {id(x): place for place, x in enumerate(jax.tree.leaves(state.model_state))}
+        for each in metrics_among(_nodes(_module(state, state.model_state))):
+            of_metric = [places[id(x)] for x in each.arrays()]
+            for place in of_metric:
+                found[place] = any(flags[other] for other in of_metric)
+    return found
 
 
 def differing(state: TrainState) -> str:
@@ -72,11 +146,12 @@ def differing(state: TrainState) -> str:
     empty if none does.
     """
     known, others = set[int](), set[int]()
-    if _has_metrics(state):
+    if state.skeleton.is_nnx:
         nodes = _nodes(_module(state, state.model_state))
-        arrays = lambda found: {id(x.get_raw_value()) for x in found if isinstance(x, nnx.Variable)}
-        known |= arrays(x for variables, _ in metrics_among(nodes) for x in variables)
-        others |= arrays(x for each in nodes if isinstance(each, nnx.Metric) for x in _nodes(each))
+        known = {id(x) for each in metrics_among(nodes) for x in each.arrays()}
+        metrics = [each for each in nodes if isinstance(each, nnx.Metric)]
+        inside = [x for each in metrics for x in _nodes(each) if isinstance(x, nnx.Variable)]
+        others = {id(x) for each in inside for x in jax.tree.leaves(each.get_raw_value())}
     leaves = jax.tree_util.tree_leaves_with_path(state.model_state)
     for (path, x), is_stream in zip(leaves, streams(state.model_state), strict=True):
         counts = id(x) in others or not (is_stream or is_inexact(x))
@@ -91,7 +166,7 @@ def _differs(x: Any) -> bool:
         return False  # its numbers are not known
     # Indexing moves the index from the host to the devices.
     with jax.transfer_guard("allow"):
-        return bool((x != x[0]).any())
+        return not bool(_alike(x))
 
 
 def check_alike(state: TrainState) -> None:
@@ -100,8 +175,9 @@ def check_alike(state: TrainState) -> None:
     if name:
         raise ArgumentError(
             f"{name} differs between the shards, and only you know which value is that of all: a "
-            f"sum, or the largest. Choose a shard, such as shard=0; or let the loss make it the "
-            f"same on all shards, such as by jax.lax.psum of what each adds."
+            f"sum, or the largest. Choose a shard, such as shard=0, whose statistics are then "
+            f"taken, too; or let the loss make it the same on all shards, such as by jax.lax.psum "
+            f"of what each adds."
         )
 
 

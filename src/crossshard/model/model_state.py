@@ -201,7 +201,7 @@ def streams(state: Any) -> list[bool]:
     """Return of each array of a state whether it is a key, or of a random stream of a module."""
     is_variable, found = lambda leaf: isinstance(leaf, nnx.Variable), list[bool]()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable):
-        own = isinstance(leaf, nnx.RngState) if is_variable(leaf) else holds_keys(path, leaf)
+        own = isinstance(leaf, nnx.RngState) or holds_keys(path, leaf)
         found += [own] * len(jax.tree.leaves(leaf))
     return found
 

@@ -13,7 +13,7 @@ from crossshard import _check, _mesh
 from crossshard._flax import AnyVariable, describe_variable, nnx
 from crossshard.errors import VariableError
 from crossshard.model.merged import metrics_among
-from crossshard.nnx.per_shard import number_of_shards, stacked
+from crossshard.nnx.per_shard import is_per_shard, number_of_shards, stacked
 from crossshard.nnx.slots import HasSlots
 from crossshard.shards.cut import one_for_all
 from crossshard.shards.devices import on_every_device
@@ -61,9 +61,9 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
             held |= set(map(id, each._held_back()))
         elif isinstance(each, nnx.Metric):
             unknown |= {id(variable) for _, variable in nnx.iter_graph(each)}
-    for variables, of_all in metrics_among(found if shard is None else ()):
-        _put_together(variables, of_all)
-        unknown -= set(map(id, variables))
+    for metric in metrics_among(found if shard is None else ()):
+        _put_together(metric.variables, metric.of_all)
+        unknown -= set(map(id, metric.variables))
     for variable in found:
         number = number_of_shards(variable) if isinstance(variable, nnx.Variable) else None
         if number is None or id(variable) in held:
@@ -92,7 +92,9 @@ def _put_together(variables: list[AnyVariable], of_all: Callable[..., Any]) -> N
     """Write into scalar variables what a function makes of their ``[shards]``."""
     if number := next(filter(None, map(number_of_shards, variables)), None):
         values = [on_every_device(stacked(variable.get_raw_value())) for variable in variables]
-        rows = lambda values: [jnp.broadcast_to(x, (number,)) for x in values]
+        is_own = list(map(is_per_shard, variables))
+        of_each = lambda x, own: x if own else jnp.broadcast_to(x, (number, *x.shape))
+        rows = lambda values: list(map(of_each, values, is_own))
         found = _mesh.of_rows(lambda values: of_all(*rows(values)), values)
         for variable, value in zip(variables, found, strict=True):
             variable.set_raw_value(value)

@@ -267,7 +267,8 @@ class States:
             if name:
                 text = (
                     f"{name} differs between the shards of the state, and on those of this step it "
-                    f"begins with the first one's."
+                    f"begins with the first one's. A loss may make it the same on all shards, such "
+                    f"as by jax.lax.psum of what each adds."
                 )
                 warnings.warn(text, CheckpointWarning, stacklevel=3)
             types = jax.eval_shape(layout.on_other_shards, state)

@@ -20,6 +20,7 @@ from crossshard.jaxprs.quotient import Place, places_of, split
 from crossshard.jaxprs.row_facts import DIVIDES, OverRows, Total
 from crossshard.jaxprs.same_program import traces_do_the_same
 from crossshard.jaxprs.walk import depends, equations_of, named_axes, sources_of
+from crossshard.model.merged import together
 from crossshard.model.model_state import ModelState, draws, streams
 from crossshard.model.state import TrainState
 from crossshard.shards.axes import as_one_shard, get_shard_context
@@ -219,7 +220,7 @@ def changed_by_rows(
     jaxpr, tree = _trace(loss, state, arguments)
     of_rows, found = (1 << len(jax.tree.leaves(arguments.given))) - 1, sources_of(jaxpr, shards)
     after = jax.tree.leaves(_places(tree).model_state)
-    return [bool(found[place] & of_rows) for place in after]
+    return together(state, [bool(found[place] & of_rows) for place in after])
 
 
 def _arguments(
@@ -436,6 +437,8 @@ def _doubt_of_state(
         divisor = divisor_of(of, proof.jaxpr, arguments, loss.split, weight)
         if divisor is None or not divisor.is_weight or not of.moved:
             return None if divisor is None else divisor.is_weight
+        if of.moved != "guard" and not is_exact(dataclasses.replace(of, counts=True)):
+            return False
         alone = _jax.without_unread(proof.jaxpr, [place])
         shown = is_exact(of) and traces.placed(divisor, of, alone).vanishes
         return True if shown else None
