@@ -292,8 +292,8 @@ class StateLayout:
     def _spread(self, state: TrainState, by_all: Sequence[Any] = ()) -> TrainState:
         """Broadcast the per-shard arrays of a replicated state to ``[shards, …]``.
 
-        Each shard gets its own random streams, and its part of what metrics have counted, but for
-        those ``by_all`` says.
+        Each shard gets its own random streams, and its part of what metrics have counted; all of
+        it, of a metric that ``by_all`` says so of.
         """
         number = self.number_of_shards
         on_each = lambda x: jnp.broadcast_to(x, (number, *x.shape))

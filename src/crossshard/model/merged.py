@@ -46,7 +46,7 @@ def metrics_among(nodes: Iterable[Any]) -> Iterator[Metric]:
 def _of_all(put_together: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
     def of_all(*arrays: Any) -> list[Any]:
         # What all shards have alike was counted over all of them, such as of gathered rows.
-        alike = functools.reduce(jnp.logical_and, map(_alike, arrays))
+        alike = _alike(*arrays)
         pairs = zip(arrays, put_together(*arrays), strict=True)
         return [jnp.where(alike, x[0], found).astype(x.dtype) for x, found in pairs]
 
@@ -69,8 +69,10 @@ def _like(count: Any, x: Any) -> Any:
     return count.reshape(count.shape + (1,) * (x.ndim - count.ndim))
 
 
-def _alike(x: Any) -> Any:
-    return ((x == x[0]) | ((x != x) & (x[0] != x[0]))).all()
+def _alike(*arrays: Any) -> Any:
+    """Return whether all shards have the same in arrays of ``[shards, …]``; NaN is the same."""
+    same = lambda x: ((x == x[0]) | ((x != x) & (x[0] != x[0]))).all()
+    return functools.reduce(jnp.logical_and, map(same, arrays))
 
 
 def merged(state: TrainState) -> Any:
@@ -92,15 +94,14 @@ def merged(state: TrainState) -> Any:
 def counted_by_all(state: TrainState) -> list[Any]:
     """Return of each metric of a state of ``[shards, …]`` whether several shards have the same."""
     found = metrics_among(_nodes(_module(state, state.model_state))) if _has_metrics(state) else ()
-    alike = lambda arrays: functools.reduce(jnp.logical_and, map(_alike, arrays))
-    return [len(each.arrays()[0]) > 1 and alike(each.arrays()) for each in found]
+    return [len(each.arrays()[0]) > 1 and _alike(*each.arrays()) for each in found]
 
 
 def shared_out(state: TrainState, positions: Any, parts: int, by_all: Sequence[Any] = ()) -> Any:
     """Return a model state of ``[shards, …]`` whose metrics are shared out among the shards.
 
-    So what all shards have got counts once, when it is put together again. The mean and the
-    variance of a part are those of all.
+    So it counts once when it is put together again. The mean and the variance of a part are those
+    of all; where fewer rows were counted than there are shards, some have none.
 
     Args:
       state: the state, in which each shard has all.
