@@ -89,7 +89,7 @@ def merge_shards(node: _Node, shard: int | None = None) -> _Node:
 
 
 def _put_together(variables: list[AnyVariable], of_all: Callable[..., Any]) -> None:
-    """Write into scalar variables what a function makes of their ``[shards]``."""
+    """Write into variables what a function makes of their ``[shards, …]``."""
     if number := next(filter(None, map(number_of_shards, variables)), None):
         values = [on_every_device(stacked(variable.get_raw_value())) for variable in variables]
         is_own = list(map(is_per_shard, variables))

@@ -437,6 +437,7 @@ def _doubt_of_state(
         divisor = divisor_of(of, proof.jaxpr, arguments, loss.split, weight)
         if divisor is None or not divisor.is_weight or not of.moved:
             return None if divisor is None else divisor.is_weight
+        # A bound of 1 is right for whole counts, which a trace may not show: numbers decide.
         if of.moved != "guard" and not is_exact(dataclasses.replace(of, counts=True)):
             return False
         alone = _jax.without_unread(proof.jaxpr, [place])
