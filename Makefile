@@ -42,7 +42,7 @@ $(READY): pyproject.toml $(wildcard constraints/*.txt)
 demo: environment  ## train a small model on eight virtual CPU devices
 	$(VENV)/bin/python -m examples.byte_lm --optimizer muon --schedule cosine --steps 700
 
-test: environment  ## run the tests, in about six minutes on two cores
+test: environment  ## run the tests, in six to eight minutes on two cores
 	$(VENV)/bin/python -m pytest $(SHARED) $(PYTEST_ARGS)
 
 test-deep: environment  ## run the tests that make test leaves out (installs Ray, 0.5 GB)
