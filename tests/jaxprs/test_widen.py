@@ -81,6 +81,19 @@ def test_a_derivative_of_its_own_is_kept():
     np.testing.assert_allclose(np.float32(slope), [0.25, 1.75])
 
 
+def test_a_backward_pass_of_its_own_has_32_bits():
+    product = jax.custom_vjp(lambda x, w, shift: jnp.roll(x, shift, 0) @ w)
+    product.defvjp(
+        lambda x, w, shift: (jnp.roll(x, shift, 0) @ w, (x, w, shift)),
+        # Another number than autodiff's, which would be seen.
+        lambda kept, slope: (slope @ kept[1].T, 3 * jnp.roll(kept[0], kept[2], 0).T @ slope, None),
+    )
+    x, shift = X.astype(jnp.bfloat16), jnp.int32(2)
+    loss = lambda w: (product(x.astype(w.dtype), w, shift) ** 2).sum()
+    found = jax.grad(lambda w: in_32_bits(jax.make_jaxpr(loss)(x), [w])[0])(jnp.float32(x))
+    np.testing.assert_allclose(found, jax.grad(loss)(jnp.float32(x)), rtol=1e-5)
+
+
 def chosen(x: Any, w: Any, at: Any) -> Any:
     """One part for each kind of condition: of rows, of a constant, and of neither."""
     of_rows = jnp.where(x > 0, x, 0).sum()

@@ -132,6 +132,7 @@ GRADIENTS = {
     "multiplies_by_the_number_of_rows": lambda g: g * len(g) / 12,
     "is_a_little_more_for_more_rows": lambda g: g * (1 + 0.002 * len(g)),
     "takes_the_sign": jnp.sign,
+    "casts_to_8_bits": lambda g: g.astype(jnp.float8_e4m3fn).astype(g.dtype),
     "centres_over_rows_in_a_callback": lambda g: opaque(lambda g: g - g.mean(0), g),
 }
 

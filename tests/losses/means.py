@@ -89,6 +89,22 @@ def fixed_point_with_an_implicit_gradient(p, b):
     return squares(solve(p["a"], b["v"]), b["z"])
 
 
+def gradients_in_8_bits_with_a_scale_for_each_row(p, b):
+    """A product with a backward pass of its own, as those for fp8 are."""
+
+    def in_8_bits(g):
+        size = jnp.abs(g).max(-1, keepdims=True) / 448
+        size = jnp.where(size == 0, 1, size)
+        return (g / size).astype(jnp.float8_e4m3fn).astype(g.dtype) * size
+
+    product = jax.custom_vjp(jnp.matmul)
+    product.defvjp(
+        lambda x, w: (x @ w, (x, w)),
+        lambda kept, g: (in_8_bits(g) @ kept[1].T, kept[0].T @ in_8_bits(g)),
+    )
+    return squares(product(jnp.tanh(product(b["v"], p["a"])), p["b"]), b["z"])
+
+
 def callback_one_row_after_another(p, b):
     of_row = lambda x: opaque(np.sort, x, vmap_method="sequential")
     return squares(jax.vmap(of_row)(b["v"] @ p["a"]), b["z"])

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from crossshard import CrossShardOptimizer, make_train_step
+from crossshard.errors import ArgumentError
 from tests.reference.pipeline_model import round_to
 from tests.step.common import sgd_step, train
 
@@ -107,3 +108,31 @@ def test_a_schedule_warms_the_average_up(weight_update: str, dtype: str):
     assert optax.tree.get(state.opt_state, "ema_count") == len(X)
     assert "moving average by " in step.describe()
     assert " at 0x" not in step.describe()
+
+
+def sam() -> Any:
+    """An optimizer whose type says that it takes more than its update does."""
+    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
+    return optax.contrib.sam(optax.sgd(0.2), adversary, sync_period=2)
+
+
+@pytest.mark.parametrize("options", [{"ema": 0.9}, {"master_dtype": "float32"}])
+def test_an_optimizer_that_takes_no_loss_gets_none(options: Any):
+    loss = lambda w, x: ((x @ w - 1) ** 2).mean()
+    x, w = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32), jnp.zeros(4)
+    step = make_train_step(loss, sam(), num_shards=2, **options)
+    state, own = step.init(w), sam().init(w)
+    for _ in range(4):
+        state, _ = step(state, x)
+        updates, own = sam().update(jax.grad(loss)(w, x), own, w)
+        w = optax.apply_updates(w, updates)
+    np.testing.assert_allclose(state.params, w, rtol=1e-5)
+
+
+def test_a_wrapper_that_hands_it_the_loss_is_told_from_other_faults():
+    step = make_train_step(lambda w, x: (x @ w).mean(), optax.chain(sam()), num_shards=2)
+    with pytest.raises(ArgumentError, match=r"takes none.*optax\.GradientTransformation\(part\."):
+        step.init(jnp.zeros(4))
+    part = sam()
+    plain = optax.chain(optax.GradientTransformation(part.init, part.update))
+    make_train_step(lambda w, x: (x @ w).mean(), plain, num_shards=2).init(jnp.zeros(4))

@@ -58,6 +58,7 @@ from tests.step.by_numbers import (
     with_axis,
     with_bounded_gradients,
     with_capacity,
+    with_gradients_in_8_bits,
     within_a_budget,
 )
 
@@ -389,6 +390,10 @@ HIDDEN: dict[str, tuple[Any, str]] = {
     "a bounded gradient": (
         lambda w, b: (with_bounded_gradients(embedded(w, b)) ** 2).mean(),
         "in a gradient of its own, max of what changes with the number of rows",
+    ),
+    "a gradient in 8 bits": (
+        lambda w, b: 5e4 * (with_gradients_in_8_bits(embedded(w, b)) ** 2).mean(),
+        "a cast of what changes with the number of rows.*Divide by a scale before the cast",
     ),
     "neighbours, with a tolerance": (
         lambda w, b: (

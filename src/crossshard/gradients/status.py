@@ -157,7 +157,7 @@ def _status(
         f"gradient that happens to be equal on all shards). If this optimizer stands inside "
         f"optax.MultiSteps, what arrived is no gradient but its sums, which are the same on all "
         f"shards: write CrossShardOptimizer(opt, accumulate_steps=k) in its place, with sums for "
-        f"each shard."
+        f"each shard. The grad= of a line search is reduced, too: pass this shard's own."
     )
 
 

@@ -717,6 +717,12 @@ class _OverRows(Analysis[Fact]):
             found = follow(without_rules, rules, [*inputs, *slopes])
         except Mismatch:
             return unknown
+        if backward:
+            # The gradient of what has no rows is a sum over them: it says nothing of the outputs.
+            found = [
+                replace(x, of_all=False) if isinstance(x, Obstacle) and isinstance(by, Total) else x
+                for x, by in zip(found, [*expected, *returned], strict=True)
+            ]
         obstacle = obstacle or worst(found)
         if obstacle is not None:
             reason = f"{OF_GRADIENT}{obstacle.reason}"

@@ -38,6 +38,7 @@ OF_PLACE = "the position of a row"
 OF_SHARD = "axis_index"
 OF_NUMBER = "the number of rows"
 OF_FIXED = "what changes with the number of rows, and of a fixed number"
+OF_RANGE = "of what changes with the number of rows, to a type of at most 8 bits"
 OF_GRADIENT = "in a gradient of its own, "
 SAME_NOISE = "noise from a key that is the same on every shard"
 DECIDED = "something of all rows decides"
@@ -232,6 +233,15 @@ class Pair(NamedTuple):
             return out == np.bool_ or (is_inexact(self.one.invars[0]) and not is_inexact_type(out))
         return self.name == "div" and not is_inexact_type(out)
 
+    def narrows(self) -> bool:
+        """Return whether it casts to so few bits that small numbers become 0."""
+        out, params = self.one.outvars[0].aval.dtype, self.one.params
+        if self.name == "reduce_precision":
+            return bool(params["exponent_bits"] + params["mantissa_bits"] < 8)
+        if self.name != "convert_element_type" or not is_inexact_type(out):
+            return False
+        return bool(jnp.finfo(out).bits <= 8)
+
 
 # Parameters that hold the lengths of axes; and the function of a scatter, which its name implies.
 _OF_SHAPE = frozenset(
@@ -373,7 +383,7 @@ def power_of(pair: Pair, facts: Sequence[Fact]) -> int | None:
     name, powers = pair.name, list(map(_power, facts))
     if not any(powers):
         return 0
-    if pair.converts():
+    if pair.converts() or pair.narrows():
         return None
     if name in ("mul", "dot_general", "conv_general_dilated"):
         return sum(powers)
@@ -400,6 +410,8 @@ def of_unlike_powers(pair: Pair, facts: Sequence[Fact]) -> Obstacle:
     A bound of rows, or a comparison with one, that stays with more rows is another one for a shard.
     What is tiny or huge only guards, which numbers decide.
     """
+    if pair.narrows():
+        return pair.compared(f"a cast {OF_RANGE}")
     numbers = [abs(x.number) for x in facts if isinstance(x, Free) and x.number and not x.power]
     bounds = pair.name in _BOUNDS and any(_TINY < x < 1 / _TINY for x in numbers)
     if bounds and any(isinstance(x, Rows | OneRow) and x.power for x in facts):

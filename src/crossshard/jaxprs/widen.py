@@ -22,6 +22,7 @@ from crossshard.jaxprs.primitives import (
     REDUCTIONS,
 )
 from crossshard.jaxprs.rewrite import evaluate
+from crossshard.jaxprs.same_program import rule_of_derivative, takes_cotangents
 from crossshard.jaxprs.walk import (
     Call,
     Cond,
@@ -54,7 +55,8 @@ _DTYPES = "new_dtype", "preferred_element_type"
 def in_32_bits(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     """Return the outputs of a jaxpr, in which floats have at least 32 bits.
 
-    Kernels, and functions with a derivative of their own, compute in the dtypes that they know.
+    Kernels, and functions with a forward derivative of their own, compute in the dtypes that they
+    know.
     """
     return evaluate(jaxpr, list(map(wide, inputs)), _apply, literal=lambda x: wide(x.val))
 
@@ -65,6 +67,10 @@ def _apply(equation: Any, given: list[Any], inner: Any = in_32_bits) -> Sequence
     match control_flow(equation):
         case Call(jaxpr) if not has_own_derivative(equation):
             return inner(jaxpr, given)
+        case Call() if takes_cotangents(equation) and all(
+            is_inexact(x.aval) for x in equation.outvars
+        ):
+            return _with_own_gradient(equation, given)
         case Cond(branches):
             return lax.switch(given[0], list(map(run, branches)), *given[1:])
         # A loop over rows, each of which ends by itself, has a condition for each.
@@ -97,6 +103,25 @@ def _apply(equation: Any, given: list[Any], inner: Any = in_32_bits) -> Sequence
     ]
     found = _jax.bound(equation, narrow)
     return found if has_ref(equation) else list(map(wide, found))
+
+
+def _with_own_gradient(equation: Any, given: list[Any]) -> Sequence[Any]:
+    """Return the outputs of a function with a backward pass of its own, and let it have 32 bits."""
+    rule, outputs = rule_of_derivative(equation), [x.aval for x in equation.outvars]
+    varied = [place for place, x in enumerate(equation.invars) if is_inexact(x.aval)]
+
+    def forward(*args: Any) -> Any:
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in outputs]
+        return in_32_bits(rule, [*args, *zeros])[len(varied) :], args
+
+    def backward(args: Any, slopes: Any) -> tuple[Any, ...]:
+        found = dict(zip(varied, in_32_bits(rule, [*args, *slopes]), strict=False))
+        return tuple(found.get(place) for place in range(len(args)))
+
+    run = jax.custom_vjp(lambda *args: forward(*args)[0])
+    run.defvjp(forward, backward)
+    found: Sequence[Any] = run(*given)
+    return found
 
 
 # What a value depends on, as bits; a constant on nothing.

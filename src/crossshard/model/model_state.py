@@ -63,7 +63,8 @@ def check_initial(
         raise ArgumentError(
             f"model_state[{OVERWRITTEN!r}] takes its next values from the backward pass, such as "
             f"the maxima of fp8 over all rows, and a shard sees its own. Write "
-            f"make_train_step(..., loss_over='batch'), and the values are one device's."
+            f"make_train_step(..., loss_over='batch'), without accumulate_steps, and the values "
+            f"are one device's."
         )
     _check.arrays("model_state", model_state, or_types=True)
     is_type = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)

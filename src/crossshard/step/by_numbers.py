@@ -55,6 +55,7 @@ from crossshard.step.losses.loss import LossOver, StepLoss
 from crossshard.step.losses.proven import facts_of
 from crossshard.step.microbatches import pieces_of, weight_of
 from crossshard.step.over_rows import (
+    LEAVE_OUT,
     REMEDIES,
     Doubt,
     OverRowsRecord,
@@ -462,6 +463,7 @@ class _Check:
         told = f"{_OF_SHARDS} {alone * (pieces > 1)}" if by_itself else f"{_COUNTS} "
         raise LossError(
             f"{self._doubt.sentence} And by numbers it is not so: {numbers}. {told}{REMEDIES}"
+            + LEAVE_OUT * (pieces > 1)
         )
 
     # Single operations.

@@ -23,6 +23,7 @@ from crossshard.jaxprs.row_facts import (
     OF_GRADIENT,
     OF_NUMBER,
     OF_PLACE,
+    OF_RANGE,
     PART_OF_SHARDS,
     SAME_NOISE,
     Free,
@@ -37,6 +38,8 @@ REMEDIES = (
     "Write loss_over='batch', and the loss is given all rows; or loss_over='shard', if each "
     "shard's own loss is meant."
 )
+# What to say besides, if there are microbatches.
+LEAVE_OUT = " Leave out accumulate_steps beside loss_over='batch': a microbatch is not all rows."
 
 
 class Doubt(NamedTuple):
@@ -193,7 +196,8 @@ class OverRowsRecord:
           UndecidedError: that is not known.
         """
         finding, divisor = self.known[key]
-        if summed and finding.reason.startswith(OF_GRADIENT) and finding.reason.endswith(OF_FIXED):
+        of_size = finding.reason.endswith((OF_FIXED, OF_RANGE))
+        if summed and finding.reason.startswith(OF_GRADIENT) and of_size:
             # The gradient of a sum is for each row what it is with more of them.
             finding = dataclasses.replace(finding, kind=OverRows.UNDECIDED)
         self.latest = finding
@@ -206,7 +210,7 @@ class OverRowsRecord:
                 f"{AS_MEAN} Or: {REMEDIES}"
             )
         if refusal:
-            raise LossError(refusal)
+            raise LossError(refusal + LEAVE_OUT * (microbatches > 1 and refusal.endswith(REMEDIES)))
         doubts = list[tuple[str, Divisor | None]]()
         of_states = [self.states[key]] if key in self.states else []
         of_ratio = ""
@@ -304,6 +308,12 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
             f"jax.vmap and jnp.take_along_axis do; or mark a function that computes each row alone "
             f"with crossshard.rowwise, and numbers try it. Or: {REMEDIES}"
         )
+    if reason.endswith(OF_RANGE):
+        return (
+            f"The loss has, {reason}{where}. What a shard casts is as many times larger as there "
+            f"are shards, so that other numbers of it become 0. Divide by a scale before the cast, "
+            f"such as the largest number of each row, and multiply by it afterwards. Or: {REMEDIES}"
+        )
     if finding.of:
         return (
             f"The loss returns a Mean, and {finding.of} {reason}{where}. Return the sum over the "
@@ -353,11 +363,12 @@ def check_state_is_mean(
       microbatches: of how many on each shard the states are averaged, too.
     """
     paths, doubt = jax.tree_util.tree_leaves_with_path(model_state), None
-    its_rows, leave_out = "for its own rows", ""
+    its_rows, leave_out, of_batch = "for its own rows", "", "loss_over='batch'"
     if microbatches > 1:
         # What is the same on all shards differs between these.
         its_rows = f"for the rows of each of its {microbatches} microbatches"
         leave_out = "leave out accumulate_steps, and "
+        of_batch += " and no accumulate_steps"
     at_once = "leave out weight=, and " * (is_weight is not None)
     for place, ((path, leaf), fact) in enumerate(zip(paths, proof.facts, strict=True)):
         of = proof.concluded(found(fact))
@@ -390,8 +401,8 @@ def check_state_is_mean(
             f"With model_state='mean' a step averages what each shard returns {its_rows}, which is "
             f"the state of the whole batch only if it is a mean over rows. {remedy}; or "
             f"{leave_out}return what is the same on all shards, by jax.lax.pmean, psum or "
-            f"all_gather over their axis; or {at_once}write loss_over='batch', with which "
-            f"it is one device's; or loss_over='shard', if each shard's own is meant."
+            f"all_gather over their axis; or {at_once}write {of_batch}, with which it is one "
+            f"device's; or loss_over='shard', if each shard's own is meant."
         )
         if is_none:
             raise LossError(f"{name} is {said}. {explained}")

@@ -69,7 +69,7 @@ class Optimize(Stage):
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer, with a moving average and master weights if asked for."""
-        optimizer = self.inner
+        optimizer = self.inner if takes_loss(self.inner) else without_loss(self.inner)
         if self.ema is not None:
             optimizer = with_moving_average(optimizer, self.ema)
         if self.master_dtype is not None:
@@ -187,6 +187,20 @@ def takes_loss(optimizer: optax.GradientTransformation) -> bool:
     """Return whether an optimizer's update accepts the loss, as the extra argument ``value``."""
     kinds = {p.name: p.kind for p in inspect.signature(optimizer.update).parameters.values()}
     return "value" in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
+
+
+def without_loss(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer that may be handed the loss, of one whose update takes none, as SAM's."""
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        del value
+        return inner.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 @dataclasses.dataclass(frozen=True)

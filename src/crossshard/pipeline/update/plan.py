@@ -335,6 +335,12 @@ class Planner:
         except CrossshardError:
             raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, TypeError) and str(error).endswith("argument 'value'"):
+                raise ArgumentError(
+                    f"The optimizer hands the loss, value=, to a part that takes none, though its "
+                    f"type says so: {error}. Write optax.GradientTransformation(part.init, "
+                    f"part.update) in the place of that part, such as optax.contrib.sam(...)."
+                ) from error
             raise ArgumentError(
                 f"The optimizer cannot update these parameters, or needs more than gradients and "
                 f"the loss, which is all that a step has: {type(error).__name__}, "
