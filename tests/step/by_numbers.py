@@ -282,6 +282,20 @@ def with_bounded_gradients(x: Any) -> Any:
 with_bounded_gradients.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -2, 2),))
 
 
+def with_gradients_by_size(x: Any, w: Any) -> Any:
+    """A product whose backward pass rounds each row's gradient by its size."""
+    product = jax.custom_vjp(jnp.matmul)
+
+    def backward(kept: Any, g: Any) -> Any:
+        size = jnp.abs(g).max(1, keepdims=True)
+        size = jnp.where(size == 0, 1, size)
+        g = (g / size).astype(jnp.float8_e4m3fn).astype(g.dtype) * size
+        return g @ kept[1].T, kept[0].T @ g
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+    return product(x, w)
+
+
 @jax.custom_vjp
 def with_gradients_in_8_bits(x: Any) -> Any:
     return x

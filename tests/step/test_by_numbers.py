@@ -50,6 +50,7 @@ from tests.step.by_numbers import (
     two_layers,
     with_bounded_gradients,
     with_capacity,
+    with_gradients_by_size,
 )
 
 WAYS: tuple[dict[str, Any], ...] = (
@@ -130,6 +131,12 @@ TAKEN: dict[str, tuple[Any, Callable[..., Any] | None, Any, dict[str, Any]]] = {
     ),
     "a shard without weight": (masked, lambda w, b: masked(w, b), ZERO_SHARDS, WEIGHTED),
     "gradients of the whole batch": (of_few_gradients(0), None, MANY, {}),
+    "gradients that are rounded by the size of each": (
+        lambda w, b: (jnp.tanh(with_gradients_by_size(b["x"], w)) ** 2).mean(),
+        lambda w, b: (jnp.tanh(with_gradients_by_size(b["x"], w)) ** 2).mean(),
+        BATCH,
+        {},
+    ),
     # It changes nothing, and only divides.
     "relu of a count": (
         lambda w, b: plain_sum(w, b) / (jax.nn.relu(b["mask"].sum()) + 1e-8),
