@@ -136,3 +136,14 @@ def test_a_wrapper_that_hands_it_the_loss_is_told_from_other_faults():
     part = sam()
     plain = optax.chain(optax.GradientTransformation(part.init, part.update))
     make_train_step(lambda w, x: (x @ w).mean(), plain, num_shards=2).init(jnp.zeros(4))
+
+
+@pytest.mark.parametrize(
+    "update",
+    [lambda u, s, p=None: (jnp.full(4, value=u), s), lambda u, s, value, params=None: (u, s)],
+)
+def test_another_fault_of_an_update_is_said_as_it_is(update: Any):
+    optimizer = optax.GradientTransformationExtraArgs(lambda p: (), update)
+    step = make_train_step(lambda w, x: (x @ w).mean(), optimizer, num_shards=2)
+    with pytest.raises(ArgumentError, match=r"cannot update these parameters.*argument 'value'"):
+        step.init(jnp.zeros(4))

@@ -104,6 +104,12 @@ def test_a_loop_that_rows_end_is_given_no_larger_ones():
 ZERO_SHARDS = BATCH | {"mask": np.float32(np.arange(16) >= 8)}
 
 
+of_8_bits = jax.custom_vjp(lambda x, w: x.astype(w.dtype) @ w)
+of_8_bits.defvjp(
+    lambda x, w: (of_8_bits(x, w), (x, w)),
+    lambda kept, g: ((g @ kept[1].T).astype(kept[0].dtype), kept[0].astype(g.dtype).T @ g),
+)
+
 # A loss, one of the same numbers, the batch and the options.
 TAKEN: dict[str, tuple[Any, Callable[..., Any] | None, Any, dict[str, Any]]] = {
     "a mask of ones": (
@@ -134,6 +140,13 @@ TAKEN: dict[str, tuple[Any, Callable[..., Any] | None, Any, dict[str, Any]]] = {
     "gradients that are rounded by the size of each": (
         lambda w, b: (jnp.tanh(with_gradients_by_size(b["x"], w)) ** 2).mean(),
         lambda w, b: (jnp.tanh(with_gradients_by_size(b["x"], w)) ** 2).mean(),
+        BATCH,
+        {},
+    ),
+    # JAX wants the gradient of what has 8 bits in 8 bits, and nothing reads it.
+    "rows of 8 bits": (
+        lambda w, b: (of_8_bits(b["x"].astype(jnp.float8_e4m3fn), w) ** 2).mean(),
+        lambda w, b: (of_8_bits(b["x"].astype(jnp.float8_e4m3fn), w) ** 2).mean(),
         BATCH,
         {},
     ),

@@ -30,6 +30,7 @@ from crossshard.jaxprs.row_facts import (
     MEETS_EARLIER,
     OF_GRADIENT,
     OF_PLACE,
+    OF_RANGE,
     OF_SHARD,
     Chunks,
     Divided,
@@ -48,6 +49,7 @@ from crossshard.jaxprs.row_facts import (
     are_counts,
     cotangent,
     is_inexact,
+    is_narrow,
     is_slope,
     is_zero,
     joined,
@@ -718,16 +720,23 @@ class _OverRows(Analysis[Fact]):
         except Mismatch:
             return unknown
         if backward:
-            # The gradient of what has no rows is a sum over them: it says nothing of the outputs.
-            found = [
-                replace(x, of_all=False) if isinstance(x, Obstacle) and isinstance(by, Total) else x
-                for x, by in zip(found, [*expected, *returned], strict=True)
-            ]
+            atoms = filter(is_inexact, [*one.invars, *one.outvars])
+            found = list(map(_of_own_gradient, found, [*expected, *returned], atoms))
         obstacle = obstacle or worst(found)
         if obstacle is not None:
             reason = f"{OF_GRADIENT}{obstacle.reason}"
             return replace(obstacle, reason=reason, equation=obstacle.equation or pair.one)
         return None if all(map(is_slope, found, [*expected, *returned])) else unknown
+
+
+def _of_own_gradient(fact: Fact, expected: Fact, atom: Any) -> Fact:
+    """Return the fact of a gradient that a function of the user's returns for one of its inputs."""
+    if not isinstance(fact, Obstacle):
+        return fact
+    if fact.reason.endswith(OF_RANGE) and is_narrow(atom.aval.dtype):
+        return expected  # JAX wants it in the dtype of the input, and autodiff casts it so
+    # Of an input that has no rows it is a sum over them: it says nothing of the outputs.
+    return replace(fact, of_all=False) if isinstance(expected, Total) else fact
 
 
 def _solvers_of(equation: Any) -> list[tuple[Any, list[int]]]:

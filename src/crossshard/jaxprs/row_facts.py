@@ -238,9 +238,7 @@ class Pair(NamedTuple):
         out, params = self.one.outvars[0].aval.dtype, self.one.params
         if self.name == "reduce_precision":
             return bool(params["exponent_bits"] + params["mantissa_bits"] < 8)
-        if self.name != "convert_element_type" or not is_inexact_type(out):
-            return False
-        return bool(jnp.finfo(out).bits <= 8)
+        return self.name == "convert_element_type" and is_narrow(out)
 
 
 # Parameters that hold the lengths of axes; and the function of a scatter, which its name implies.
@@ -281,6 +279,11 @@ def shape_of(atom: Any) -> tuple[int, ...]:
 def is_inexact(atom: Any) -> bool:
     """Return whether a variable has floats or complex numbers."""
     return is_inexact_type(atom.aval.dtype)
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Return whether floats have at most 8 bits."""
+    return is_inexact_type(dtype) and bool(jnp.finfo(dtype).bits <= 8)
 
 
 def is_inexact_type(dtype: Any) -> bool:

@@ -310,9 +310,10 @@ def _refusal(finding: Finding, where: str, summed: bool, microbatches: int) -> s
         )
     if reason.endswith(OF_RANGE):
         return (
-            f"The loss is not linear: {reason}{where}. What a shard casts is as many times larger as there "
-            f"are shards, so that other numbers of it become 0. Divide by a scale before the cast, "
-            f"such as the largest number of each row, and multiply by it afterwards. Or: {REMEDIES}"
+            f"The loss is not linear: {reason}{where}. What a shard casts is as many times larger "
+            f"as there are shards, so that other numbers of it become 0. Divide by a scale before "
+            f"the cast, such as the largest number of each row, and multiply by it afterwards. Or: "
+            f"{REMEDIES}"
         )
     if finding.of:
         return (

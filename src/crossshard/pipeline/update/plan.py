@@ -328,6 +328,15 @@ class Planner:
         pairs = zip(params, stays, strict=True)
         return tuple(each if still else self._slices(split_one, each) for each, still in pairs)
 
+    def _runs_without_loss(self) -> bool:
+        """Return whether the optimizer takes what it was made with, and no loss."""
+        try:
+            update = lambda u, state, params: self.optimizer.update(u, state, params=params)
+            jax.eval_shape(update, self.params, self._state, self.params)
+        except Exception:  # of any kind: an optimizer may raise anything
+            return False
+        return True
+
     def _check_state_stays(self) -> None:
         params, state = self.params, self._state
         try:
@@ -335,7 +344,7 @@ class Planner:
         except CrossshardError:
             raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, TypeError) and str(error).endswith("argument 'value'"):
+            if self._runs_without_loss():
                 raise ArgumentError(
                     f"The optimizer hands the loss, value=, to a part that takes none, though its "
                     f"type says so: {error}. Write optax.GradientTransformation(part.init, "
