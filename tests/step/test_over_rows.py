@@ -146,7 +146,7 @@ def test_one_shard_has_nothing_to_prove_but_for_its_microbatches():
     step = make_train_step(loss, optax.sgd(0.1), num_shards=1)
     step.lower(step.abstract_init(W), BATCH)
     step = make_train_step(loss, optax.sgd(0.1), num_shards=1, accumulate_steps=2)
-    said = "compares rows.*Leave out accumulate_steps beside loss_over='batch'"
+    said = "compares rows.*meant. And leave out accumulate_steps, with which"
     with pytest.raises(LossError, match=said):
         step.lower(step.abstract_init(W), BATCH)
 

@@ -39,7 +39,10 @@ REMEDIES = (
     "shard's own loss is meant."
 )
 # What to say besides, if there are microbatches.
-LEAVE_OUT = " Leave out accumulate_steps beside loss_over='batch': a microbatch is not all rows."
+LEAVE_OUT = (
+    " And leave out accumulate_steps, with which a loss sees the rows of a microbatch, also one "
+    "that names the axis of the shards."
+)
 
 
 class Doubt(NamedTuple):
