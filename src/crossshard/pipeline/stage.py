@@ -79,7 +79,7 @@ class Gradients:
       early: for each leaf of ``values`` whether the loss has summed it already, so that it is this
         shard's slice of the sum; empty if no leaf is. Such a leaf is ``SUMMED``, weighted before,
         and divided, too, if the aggregator ``divides_before``.
-      summed_norm: before the aggregate: float32[], the squared norm of this shard's own gradients
+      early_squares: before the aggregate: float32[], the sum of squares of this shard's gradients
         of the ``early`` leaves; ``None`` if no stage asks for it.
       own_weight: before the aggregate: float[], the weight of this shard, if ``weight`` is not it
         because a ``Mean`` has weighted the gradients; else ``None``.
@@ -104,7 +104,7 @@ class Gradients:
     finite: jax.Array | None = None
     updated: Updated | None = None
     state_has_nans: PyTree = ()
-    summed_norm: jax.Array | None = None
+    early_squares: jax.Array | None = None
     own_weight: jax.Array | None = None
     total_weight: jax.Array | None = None
     status: Statuses = dataclasses.field(default=(), metadata={"static": True})

@@ -183,7 +183,7 @@ class StepConfig:
             early=local.early,
         ).replace(
             weighted=local.is_weighted,
-            summed_norm=local.squared_norm,
+            early_squares=local.squared_norm,
             own_weight=None if local.terms is None else local.terms.own_weight(loss.weight),
         )
         if pipeline.nonfinite is not None:
@@ -203,7 +203,7 @@ class StepConfig:
                 found, opt_state, _ = self._local(inputs[0], inputs[1], marked, of_mean)
                 extra = {**gradients.extra, "value": found.loss}
                 values, norm = found.values, found.squared_norm
-                return gradients.replace(values=values, extra=extra, summed_norm=norm), opt_state
+                return gradients.replace(values=values, extra=extra, early_squares=norm), opt_state
 
             # XLA for TPUs would copy the optimizer's state, which this does not read.
             read = dataclasses.replace(before, opt_state=before.opt_state._replace(inner_state=()))

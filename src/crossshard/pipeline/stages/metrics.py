@@ -62,8 +62,8 @@ class LocalNorms(Stage):
         squared = squared_norm(
             [x for x, is_early in zip(leaves, early, strict=True) if not is_early]
         )
-        if gradients.summed_norm is not None:
-            squared += gradients.summed_norm
+        if gradients.early_squares is not None:
+            squared += gradients.early_squares
         own, sums = gradients.own_weight, dict(gradients.sums)
         if own is not None:
             squared = average(squared, own)
