@@ -185,7 +185,9 @@ class Meter:
     def _look(self) -> None:
         """Note which steps are done by now."""
         now, total = time.perf_counter(), self._seen[-1]
-        while self._running and self._running[0][0].is_ready():
+        # JAX may know of a step later than of the next one, which cannot have ended before it.
+        ready = [number for number, (loss, _) in enumerate(self._running, 1) if loss.is_ready()]
+        for _ in range(max(ready, default=0)):
             total = total + self._running.popleft()[1]
         if total is not self._seen[-1]:
             total[0] = now - self._stood
