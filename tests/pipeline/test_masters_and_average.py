@@ -138,9 +138,19 @@ def test_a_wrapper_that_hands_it_the_loss_is_told_from_other_faults():
     make_train_step(lambda w, x: (x @ w).mean(), plain, num_shards=2).init(jnp.zeros(4))
 
 
+def reads_the_loss(u: Any, s: Any, params: Any = None, value: Any = None) -> Any:
+    if value is not None:
+        raise TypeError("a number as argument 'value'")
+    return u, s
+
+
 @pytest.mark.parametrize(
     "update",
-    [lambda u, s, p=None: (jnp.full(4, value=u), s), lambda u, s, value, params=None: (u, s)],
+    [
+        lambda u, s, p=None: (jnp.full(4, value=u), s),
+        lambda u, s, value, params=None: (u, s),
+        reads_the_loss,
+    ],
 )
 def test_another_fault_of_an_update_is_said_as_it_is(update: Any):
     optimizer = optax.GradientTransformationExtraArgs(lambda p: (), update)

@@ -32,6 +32,7 @@ from tests.step.by_numbers import (
     centred_gradients,
     compared,
     counted_once,
+    in_8_bits,
     in_bfloat16,
     in_chunks,
     in_epoch,
@@ -58,7 +59,7 @@ from tests.step.by_numbers import (
     with_axis,
     with_bounded_gradients,
     with_capacity,
-    with_gradients_in_8_bits,
+    with_gradients,
     within_a_budget,
 )
 
@@ -392,7 +393,16 @@ HIDDEN: dict[str, tuple[Any, str]] = {
         "in a gradient of its own, max of what changes with the number of rows",
     ),
     "a gradient in 8 bits": (
-        lambda w, b: 5e4 * (with_gradients_in_8_bits(embedded(w, b)) ** 2).mean(),
+        lambda w, b: 5e4 * (with_gradients(in_8_bits, embedded(w, b)) ** 2).mean(),
+        "a cast of what changes with the number of rows.*Divide by a scale before the cast",
+    ),
+    "a gradient that is rounded to 8 bits": (
+        lambda w, b: (
+            5e4
+            * (
+                with_gradients(lambda g: jax.lax.reduce_precision(g, 5, 2), embedded(w, b)) ** 2
+            ).mean()
+        ),
         "a cast of what changes with the number of rows.*Divide by a scale before the cast",
     ),
     "neighbours, with a tolerance": (

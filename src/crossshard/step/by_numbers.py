@@ -463,7 +463,7 @@ class _Check:
         told = f"{_OF_SHARDS} {alone * (pieces > 1)}" if by_itself else f"{_COUNTS} "
         raise LossError(
             f"{self._doubt.sentence} And by numbers it is not so: {numbers}. {told}{REMEDIES}"
-            + LEAVE_OUT * (pieces > 1)
+            + LEAVE_OUT * (pieces > 1 and not by_itself)
         )
 
     # Single operations.

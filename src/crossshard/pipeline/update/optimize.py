@@ -192,7 +192,7 @@ def takes_loss(optimizer: optax.GradientTransformation) -> bool:
 def without_loss(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that may be handed the loss, of one whose update takes none, as SAM's."""
+    """Return an optimizer that drops the loss, for one whose update takes none, as SAM's."""
 
     def update(
         updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra_args: Any

@@ -328,12 +328,14 @@ class Planner:
         pairs = zip(params, stays, strict=True)
         return tuple(each if still else self._slices(split_one, each) for each, still in pairs)
 
-    def _runs_without_loss(self) -> bool:
-        """Return whether the optimizer takes what it was made with, and no loss."""
+    def _is_of_loss(self, error: Exception) -> bool:
+        """Return whether an update raised an error since it was handed the loss."""
+        if not str(error).endswith("unexpected keyword argument 'value'"):
+            return False
         try:
             update = lambda u, state, params: self.optimizer.update(u, state, params=params)
             jax.eval_shape(update, self.params, self._state, self.params)
-        except Exception:  # of any kind: an optimizer may raise anything
+        except Exception:  # of any kind: then the first error is the one to tell
             return False
         return True
 
@@ -344,7 +346,7 @@ class Planner:
         except CrossshardError:
             raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if self._runs_without_loss():
+            if self._is_of_loss(error):
                 raise ArgumentError(
                     f"The optimizer hands the loss, value=, to a part that takes none, though its "
                     f"type says so: {error}. Write optax.GradientTransformation(part.init, "
