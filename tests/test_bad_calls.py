@@ -94,6 +94,13 @@ def apply(pairs: Callable[[World], Any], **kwargs: Any) -> Callable[[World], Any
     return alone(lambda world: world.opt.apply_gradients(pairs(world), **kwargs))
 
 
+def with_assigned_rate(world: World) -> None:
+    opt = CrossShardOptimizer(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+    opt.build([world.w])
+    opt.state.inner_state.hyperparams["learning_rate"] = 0.5
+    opt.minimize(world.loss, var_list=[world.w])
+
+
 def with_rule(rule: Any) -> Callable[[World], Any]:
     """A whole step with another rule, which cannot have variables for slots."""
     return alone(
@@ -291,6 +298,8 @@ RUNNERS = [
         "must be a function"),
     bad("inputs and no computation", lambda world: crossshard.shard(inputs=[X]), *TYPE,
         "no computation"),
+    bad("a step without inputs", lambda world: crossshard.shard(lambda x: x, num_shards=2), *TYPE,
+        "takes (x)", "shard(num_shards=2)(<lambda>)"),
     bad("an output that is a string", lambda world: crossshard.shard(lambda x: "done", [X], 2),
         *TYPE, "returned a str", "arrays"),
     bad("no replicas", lambda world: replicate(lambda x: x, []), *VALUE, "one list per"),
@@ -313,6 +322,8 @@ COMPUTE = [
     bad("no variables", compute(var_list=[]), *VALUE, "No variables to optimize."),
     bad("an int variable", compute(var_list=lambda world: [world.whole]), *VARIABLE,
         "Param int32[3]", "must be floating"),
+    bad("a rate that was assigned", alone(with_assigned_rate), *VARIABLE, "0.5 (float)",
+        "['learning_rate'][...] = value"),
     bad("the same variable twice", compute(var_list=lambda world: [world.w, world.v, world.w]),
         *VARIABLE, "Param 'w' float32[3]", "twice"),
     bad("variables by name", compute(var_list="w"), *TYPE, "str", "'w'", "list of nnx variables"),

@@ -136,6 +136,28 @@ def test_calls_that_are_counted_are_of_the_same_variables(make: Any, whole: bool
         step_of("b", whole)(model, opt, X[2])
 
 
+@pytest.mark.parametrize(
+    "copy",
+    [nnx.clone, lambda nodes: nnx.merge(*nnx.split(nodes)), crossshard.merge_shards],
+    ids=["clone", "merge", "merge_shards"],
+)
+def test_a_set_that_comes_first_in_a_copy_has_no_slots_of_another(copy: Any):
+    found = {}
+    for name, copied in (("alike", lambda nodes: nodes), ("copy", copy)):
+        model, opt = Two(), sgd(0.1, 0.9)
+        for x in X[:2]:
+            step_of("a")(model, opt, x)
+        model, opt = copied([model, opt])
+        for x, part in zip(X, "bbab", strict=True):
+            step_of(part)(model, opt, x)
+        assert list(opt.slots.variables) == ["kernel", "kernel#1"]
+        # In a copy of both sets they are told apart, too.
+        model, opt = copied([model, opt])
+        step_of("b")(model, opt, X[0])
+        found[name] = [model.a.kernel[...], model.b.kernel[...]]
+    np.testing.assert_allclose(found["copy"], found["alike"], atol=1e-6)
+
+
 # Twins: two sets of the same names.
 
 

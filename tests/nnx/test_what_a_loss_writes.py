@@ -1,13 +1,15 @@
-"""What a loss writes besides its gradients, in a step in which something is not finite."""
+"""What a loss writes besides its gradients: to what it trains, too, and where it is not finite."""
 
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import crossshard
+from crossshard.errors import VariableError
 from tests.stateful import sgd
 
 N, ROWS = 4, 8
@@ -78,3 +80,73 @@ def test_a_shard_that_is_not_finite_keeps_what_it_had(options: Any):
         assert int(model.count[...]) == 2 * (t + 1)
     assert np.isfinite(crossshard.merge_shards(model).average[...]).all() == bool(options)
     assert np.isfinite(model.linear.kernel[...]).all() == bool(options)
+
+
+# What it writes to the variables that it trains.
+
+
+class Clipped(nnx.Linear):
+    """Bounds the norm of each column of its kernel before it is used."""
+
+    def __call__(self, x: Any) -> Any:
+        kernel = self.kernel[...]
+        self.kernel[...] = kernel * jnp.minimum(1, 0.5 / jnp.linalg.norm(kernel, axis=0))
+        return super().__call__(x)
+
+
+class Doubling(nnx.Linear):
+    """Writes what its rows decide."""
+
+    def __call__(self, x: Any) -> Any:
+        self.kernel[...] *= 1 + x.mean()
+        return super().__call__(x)
+
+
+def of_linear(layer: Any) -> Any:
+    return lambda rngs: layer(nnx.Linear(3, 1, rngs=rngs), rngs=rngs)
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize(
+    "make",
+    [
+        of_linear(nnx.WeightNorm),
+        of_linear(nnx.SpectralNorm),
+        lambda rngs: Clipped(3, 1, rngs=rngs),
+    ],
+    ids=["WeightNorm", "SpectralNorm", "a bound"],
+)
+def test_a_layer_may_write_to_its_own_kernel(make: Any, momentum: float | None):
+    one, many = make(nnx.Rngs(0)), make(nnx.Rngs(0))
+    plain, opt = nnx.Optimizer(one, optax.sgd(0.1, momentum), wrt=nnx.Param), sgd(0.1, momentum)
+    loss = lambda model, x, y: ((model(x)[:, 0] - y) ** 2).mean()
+
+    @nnx.jit
+    def on_one(model: Any, opt: Any, x: Any, y: Any) -> None:
+        opt.update(model, nnx.grad(loss)(model, x, y))
+
+    @crossshard.shard(num_shards=N)
+    def on_many(model: Any, opt: Any, x: Any, y: Any) -> None:
+        opt.minimize(lambda: loss(model, x, y), var_list=model)
+
+    start = nnx.to_flat_state(nnx.state(nnx.clone(one), nnx.Param))
+    for x, y in zip(np.nan_to_num(X[:3]), np.nan_to_num(Y[:3]), strict=True):
+        on_one(one, plain, x.reshape(-1, 3), y.reshape(-1))
+        on_many(many, opt, x.reshape(-1, 3), y.reshape(-1))
+    ends = (nnx.to_flat_state(nnx.state(model, nnx.Param)) for model in (one, many))
+    for (_, was), (path, wanted), (_, found) in zip(start, *ends, strict=True):
+        assert np.abs(wanted[...] - was[...]).max() > 1e-3, path
+        np.testing.assert_allclose(found[...], wanted[...], atol=1e-6, err_msg=str(path))
+
+
+def test_what_differs_between_shards_is_not_written_to_one_model():
+    model, opt = Doubling(3, 1, rngs=nnx.Rngs(0)), sgd(0.1)
+    was = np.asarray(model.kernel[...])
+
+    @crossshard.shard(num_shards=N)
+    def step(model: Any, opt: Any, x: Any) -> None:
+        opt.minimize(lambda: (model(x) ** 2).mean(), var_list=model)
+
+    with pytest.raises(VariableError, match="one model on all 4"):
+        step(model, opt, X[0].reshape(-1, 3))
+    np.testing.assert_array_equal(model.kernel[...], was)

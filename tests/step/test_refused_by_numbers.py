@@ -444,6 +444,23 @@ def test_a_layer_that_starts_at_0_hides_nothing(params: str):
         step(state, BATCH)
 
 
+@pytest.mark.parametrize(
+    ("start", "kept"), [(0, lambda share: 1 - share), deep((1, lambda share: share))]
+)
+def test_a_share_of_rows_that_is_trained_hides_nothing(start: int, kept: Any):
+    """All rows are kept at first; of whole numbers, all or none are."""
+
+    def loss(p: Any, b: Any) -> Any:
+        of_rows = ((b["x"] @ p["w"]) ** 2).sum(1)
+        rank = jnp.argsort(jnp.argsort(of_rows))
+        is_kept = rank < len(of_rows) * kept(jax.lax.stop_gradient(p["share"]))
+        return jnp.where(is_kept, of_rows, 0).mean() + (p["share"] - 0.5) ** 2
+
+    step = made(loss)
+    with pytest.raises(LossError, match=r"the position of a row.*other numbers in .*params"):
+        step(step.init({"w": W, "share": np.float32(start)}), BATCH)
+
+
 def test_weights_of_terms_that_each_step_moves_are_compared():
     step = made(lambda w, by, b: (weighted(by, w, b), by / 2 + 0.25), model_state="mean")
     with pytest.raises(LossError, match=r"other numbers in batch.*, model_state, of rows"):

@@ -268,8 +268,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
         Args:
           loss: a function without arguments that returns a floating scalar. It may also write to
-            other variables, such as batch statistics, if they were given to the step, or are below
-            ``var_list``.
+            variables, such as batch statistics, if they were given to the step, or are below
+            ``var_list``. What it writes to a variable that it is differentiated by, as
+            ``nnx.WeightNorm`` does, must be the same on all shards that reduce together.
           var_list: an NNX module, or a list of variables; every ``nnx.Param`` that was given to
             the step if ``None``.
           gate_gradients: 0, 1 or 2; this argument and the next two are TensorFlow's, and have no
@@ -285,8 +286,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         Raises:
           ArgumentError, ArgumentTypeError: the loss is not a function or does not return a scalar,
             or there are no variables.
-          VariableError: a variable that is not floating, or a duplicate; or the loss writes to one
-            that was not given.
+          VariableError: a variable that is not floating, or a duplicate; the loss writes to one
+            that was not given, or to one of ``var_list`` what differs between shards.
           VariableTypeError: an item of ``var_list`` is not a variable.
         """
         del aggregation_method, colocate_gradients_with_ops
@@ -313,15 +314,17 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         found = named_variables(var_list, roots_of_step())
         variables = [variable for variable, _ in found.values()]
         below = Given([roots_of_step(), var_list])
-        others = [v for v in below.variables if id(v) not in found]
-        before = [other.get_raw_value() for other in others]
+        # A layer may write to what it is trained with, too, as nnx.WeightNorm does.
+        bound_here = [*variables, *(v for v in below.variables if id(v) not in found)]
+        before = [variable.get_raw_value() for variable in bound_here]
+        values, of_others = before[: len(variables)], before[len(variables) :]
         reached: set[int] = set()
 
         def of_values(values: list[Any]) -> Any:
-            marked = [_mark(value, place, reached) for place, value in enumerate(values)]
-            with _flax.rebound([*variables, *others], [*marked, *before], below.modules):
+            given = [_mark(value, place, reached) for place, value in enumerate(values)] + of_others
+            with _flax.rebound(bound_here, given, below.modules):
                 out = loss()
-                after = [other.get_raw_value() for other in others]
+                after = [variable.get_raw_value() for variable in bound_here]
                 below.check_nothing_new()
             empty = None
             is_mean.append(isinstance(out, Mean))
@@ -329,9 +332,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 out, empty = part_of_shard(out, self._shards_of_mean())
             value = jnp.asarray(_check.scalar(out))
             divided = value if divisor == 1 or divide_after else value / divisor
-            return divided, (value, written(before, after), empty)
+            return divided, (value, written(given, after), empty)
 
-        values = [variable.get_raw_value() for variable in variables]
         # In 16 bits, a small gradient that is divided could underflow before it is summed.
         divide_after = divisor > 1 and any(jnp.finfo(value.dtype).bits < 32 for value in values)
         names, scale = self._pipeline.axis_name or None, self._loss_scale()
@@ -349,13 +351,15 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             found_here = Gradients(gradients, {"value": value})
             sound = are_finite(found_here) & is_sound(found_here)
             one = lambda new: any(map(shards.invariant_axes, jax.tree.leaves(new)))
-            own = map(around.is_own, others) if around else (not one(new) for new in kept)
+            own = map(around.is_own, bound_here) if around else (not one(new) for new in kept)
             # One value for all shards must stay one, whatever this shard has found.
             keep = [sound if each else True for each in own]
             kept = list(map(_unless_not_finite, keep, kept, before))
-        for other, new in zip(others, kept, strict=True):
+        for variable, new in zip(bound_here, kept, strict=True):
             for value_after in new:
-                other.set_raw_value(value_after)
+                variable.set_raw_value(value_after)
+        if around is not None and self._pipeline.over_all_shards:
+            around.written_by_loss += [v for v, new in zip(variables, kept, strict=False) if new]
         weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
         self.computed.note(found, shards.number, value, weight)
         self.computed.are_means += is_mean
@@ -477,7 +481,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         self._check_replicated()
         found = named_variables(var_list, roots_of_step())
         variables = [variable for variable, _ in found.values()]
-        self._make_slots(self.slots.keyed(variables, found))
+        self._make_slots(self.slots.keyed(variables, found, roots_of_step()))
 
     def get_slot(self, var: AnyVariable, name: str) -> AnyVariable | None:
         """Return the slot of a variable, as a variable; ``None`` if there is no such slot.
@@ -564,8 +568,9 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         """Return the variables that have a gradient by key; a place stands for a missing name."""
         by_place = {id(v): (v, f"#{place}") for place, (_, v) in enumerate(pairs)}
         variables = [variable for gradient, variable in pairs if gradient is not None]
-        named = known_names(variables, roots_of_step())
-        return self.slots.keyed(variables, by_place | named | self.computed.names)
+        roots = roots_of_step()
+        names = by_place | known_names(variables, roots) | self.computed.names
+        return self.slots.keyed(variables, names, roots)
 
     def _check_one_model(self, variables: Sequence[AnyVariable], number: int) -> None:
         """Raise if shards that share their gradients have variables of their own."""
@@ -600,8 +605,8 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         if not missing:
             return
 
-        make = lambda: self.slots.make(self._pipeline.init, missing)
-        around, made_in = bound(), self._made_in
+        around, made_in, roots = bound(), self._made_in, roots_of_step()
+        make = lambda: self.slots.make(self._pipeline.init, missing, roots)
         needed: list[AnyVariable | HasSlots] = [*missing.values(), self]
         given = [around is not None and around.has(each) for each in needed]
         if around is not None and all(given):
@@ -625,13 +630,15 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
 
 def _flatten(optimizer: CrossShardOptimizer) -> tuple[Any, Any]:
     # Equal for an optimizer and its rebuilt copies.
-    static = optimizer._transformation, tuple(optimizer.slots.variables)
-    return ((jax.tree_util.GetAttrKey("state"), optimizer.slots.tree),), static
+    slots = optimizer.slots
+    static = optimizer._transformation, tuple(slots.variables), tuple(slots.paths.items())
+    return ((jax.tree_util.GetAttrKey("state"), slots.tree),), static
 
 
 def _unflatten(static: Any, children: Any) -> CrossShardOptimizer:
-    transformation, keys = static
-    return CrossShardOptimizer._create(transformation, SlotStore(dict.fromkeys(keys), *children))
+    transformation, keys, paths = static
+    slots = SlotStore(dict.fromkeys(keys), dict(paths), *children)
+    return CrossShardOptimizer._create(transformation, slots)
 
 
 # As with nnx.Optimizer, its children in JAX's trees and NNX's graphs are its slots.

@@ -84,11 +84,14 @@ class Given:
       variables: every variable below them that holds arrays, in a fixed order.
       optimizers: every optimizer below them.
       modules: every NNX module below them.
+      written_by_loss: variables of one model for all shards, to which a loss of the traced step
+        has written.
     """
 
     def __init__(self, values: Any, shards: int | None = None):
         found = jax.tree.leaves(values, is_leaf=is_stateful)
         self.roots = list(filter(is_stateful, found))
+        self.written_by_loss: list[AnyVariable] = []
         leaves, nodes, self._tree = _flatten(found)
         self.optimizers = [node for node in nodes if isinstance(node, HasSlots)]
         self.modules = [node for node in nodes if not isinstance(node, HasSlots)]
@@ -483,7 +486,17 @@ class Program:
         with _mesh.in_place_of_the_users_mesh(self._mesh):
             traced, after = jax.make_jaxpr(run, return_shape=True)(*given)
         axes = jax.tree.structure(after).unflatten(varying_axes_of_outputs(traced))
-        return [any(jax.tree.leaves(value)) for value in axes]
+        differs = [any(jax.tree.leaves(value)) for value in axes]
+        for variable, is_own in zip(call.given.variables, differs, strict=True):
+            if is_own and any(variable is each for each in call.given.written_by_loss):
+                raise VariableError(
+                    f"The loss writes values that differ between shards to "
+                    f"{describe_variable(variable)}, which its optimizer trains as one model on "
+                    f"all {self._mesh.size}. Write the same on all shards, such as "
+                    f"crossshard.cross_replica_sum(x) / {self._mesh.size}; or write to a variable "
+                    f"that is no nnx.Param, such as nnx.BatchStat."
+                )
+        return differs
 
     def _local(self, variable: AnyVariable, placement: Placement, value: Any) -> Any:
         """Return one shard's part of a variable's value; random streams become distinct."""

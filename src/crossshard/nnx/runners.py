@@ -301,7 +301,7 @@ def shard(
     Raises:
       ArgumentError: a number of shards below 1 or above the number of devices; an axis that does
         not divide evenly; arrays of different lengths; lists of the wrong length.
-      ArgumentTypeError: ``inputs`` is not a list.
+      ArgumentTypeError: ``inputs`` is not a list, or is missing.
       NestedContextError: called inside a shard context.
       VariableError: the computation reads or writes a variable that is not below its arguments.
 
@@ -321,7 +321,10 @@ def shard(
             f"inputs must be a list with one item per argument of the computation; got "
             f"{type(inputs).__name__}."
         )
-    return _runner(computation, where, axes, outputs)(*(inputs or []))
+    run = _runner(computation, where, axes, outputs)
+    if inputs is None:
+        _check_takes_none(computation, number)
+    return run(*(inputs or []))
 
 
 def _runner(computation: Any, *options: Any) -> ShardedFunction:
@@ -444,6 +447,23 @@ def _stack(place: int, values: tuple[Any, ...], rows: NamedSharding) -> Any:
             f"Argument {place} must have the same structure and shapes on all replicas: {error}"
         ) from None
     return jax.tree.map(lambda x: put_whole(x, rows), stacked)
+
+
+def _check_takes_none(computation: Callable[..., Any], number: int) -> None:
+    """Raise ArgumentTypeError if a computation without inputs takes some."""
+    try:
+        signature = inspect.signature(computation)
+    except ValueError:  # of a function in C
+        return
+    try:
+        signature.bind()
+    except TypeError:
+        name = getattr(computation, "__name__", "computation")
+        raise ArgumentTypeError(
+            f"shard({name}, num_shards={number}) runs {name} now, which takes {signature}, and got "
+            f"no inputs. For a function to be called later write shard(num_shards={number})"
+            f"({name}); or pass inputs, a list of its arguments."
+        ) from None
 
 
 def _check_callable(computation: Any) -> Callable[..., Any]:

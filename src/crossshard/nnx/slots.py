@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -91,6 +92,18 @@ def known_names(variables: Iterable[AnyVariable], roots: Iterable[Any]) -> Named
         prefix = f"{index}/" if len(in_roots) > 1 else ""
         found |= {id(variable): (variable, prefix + name) for name, variable in named}
     return found
+
+
+def _by_path(roots: Iterable[Any]) -> dict[str, AnyVariable]:
+    """Return variables by path, of those modules among the roots whose type is that of no other."""
+    modules = [root for root in roots if isinstance(root, nnx.Pytree)]
+    number = collections.Counter(map(type, modules))
+    return {
+        f"{type(module).__qualname__}/{path}": variable
+        for module in modules
+        if number[type(module)] == 1
+        for path, variable in _paths(module, nnx.Variable)
+    }
 
 
 def _paths(module: nnx.Pytree, kind: type[AnyVariable]) -> list[tuple[str, AnyVariable]]:
@@ -194,6 +207,17 @@ def as_params(keyed: Mapping[str, AnyVariable]) -> dict[str, Any]:
     return {_Key(key): variable.get_value() for key, variable in keyed.items()}
 
 
+def _read(slot: Any) -> Any:
+    """Return the array of a slot, or of a shared variable of the state."""
+    if not is_variable(slot):
+        raise VariableError(
+            f"The optimizer's state has {_check.described(slot)} where it had a variable: it was "
+            f"assigned. Write to the variable, as in opt.state.inner_state.hyperparams["
+            f"'learning_rate'][...] = value."
+        )
+    return stacked(slot.get_value())
+
+
 class _NoName:
     """A dict key that raises if it is read as text, but sorts, as JAX requires."""
 
@@ -234,12 +258,20 @@ class SlotStore:
     """The Optax state of an optimizer over the variables that it updates, each with a key.
 
     A dict in the state that mirrors the variables holds the slots of one name. All else is shared,
-    such as a step count. A copy keeps the keys and binds its own variables on first use.
+    such as a step count. A copy keeps the keys and binds its own variables on first use: by their
+    paths in the modules of the step, and else by name.
     """
 
-    def __init__(self, variables: Mapping[str, AnyVariable | None] | None = None, tree: Any = None):
+    def __init__(
+        self,
+        variables: Mapping[str, AnyVariable | None] | None = None,
+        paths: Mapping[str, str] | None = None,
+        tree: Any = None,
+    ):
         # The variables by key, in order of first use; None in a copy.
         self.variables: dict[str, AnyVariable | None] = dict(variables or {})
+        # By key, the path of a variable in a module of the step that made its slots.
+        self.paths: dict[str, str] = dict(paths or {})
         # The state with a variable at every leaf; None before the first step.
         self.tree: Any = tree
         # In a copy, the keys that have slots.
@@ -248,13 +280,19 @@ class SlotStore:
 
     # Keys.
 
-    def keyed(self, variables: Sequence[AnyVariable], names: Named) -> dict[str, AnyVariable]:
+    def keyed(
+        self, variables: Sequence[AnyVariable], names: Named, roots: Sequence[Any]
+    ) -> dict[str, AnyVariable]:
         """Return variables by key; a new one gets its name, with a number if that is taken.
+
+        ``roots`` are those of the step.
 
         Raises:
           VariableError: in a copy, where the order of first use may be another one, several
             variables have a name, and not all of them are given.
         """
+        places = _by_path(roots) if self._of_copy else {}
+        self._bind_by_path(places)
         given = [names[id(variable)][1] for variable in variables if id(variable) in names]
         known = [key.partition("#")[0] for key in self.variables]
         # Keys without a variable are those of a copy: its variables get them by name or index.
@@ -268,7 +306,8 @@ class SlotStore:
                 key = next(key for key in itertools.chain([name], numbered) if key not in taken)
                 has_twin = key != name or f"{name}#1" in self.variables
                 are_all = 1 < given.count(name) == known.count(name)
-                if name in self._of_copy and has_twin and not are_all:
+                is_of_twins = has_twin and not are_all
+                if is_of_twins and not self._are_elsewhere(name, variable, places):
                     raise VariableError(
                         f"Several variables of one optimizer are named {name}, and in a copy, as "
                         f"of nnx.clone, nnx.merge, nnx.jit, nnx.cond or nnx.scan, their slots "
@@ -283,6 +322,21 @@ class SlotStore:
     def key_of(self, variable: Any) -> str | None:
         """Return the key of a variable; ``None`` if it has none."""
         return next((key for key, known in self.variables.items() if known is variable), None)
+
+    def _bind_by_path(self, places: Mapping[str, AnyVariable]) -> None:
+        number = collections.Counter(self.paths.values())
+        for key, path in self.paths.items():
+            if self.variables[key] is None and number[path] == 1:
+                self.variables[key] = places.get(path)
+
+    def _are_elsewhere(self, name: str, variable: Any, places: Mapping[str, AnyVariable]) -> bool:
+        """Return whether all with slots of this name are known to be others than the variable."""
+        keys = [key for key in self._of_copy if key.partition("#")[0] == name]
+        if not keys:
+            return True
+        others = [places.get(self.paths.get(key, "")) for key in keys]
+        is_there = any(variable is each for each in places.values())
+        return is_there and not any(each is None or each is variable for each in others)
 
     def bind(self, variables: Mapping[str, AnyVariable]) -> dict[str, AnyVariable]:
         """Bind variables to the keys that have slots; return the variables without slots.
@@ -306,10 +360,16 @@ class SlotStore:
 
     # Creating.
 
-    def make(self, init: Callable[[Any], Any], missing: Mapping[str, AnyVariable]) -> None:
+    def make(
+        self,
+        init: Callable[[Any], Any],
+        missing: Mapping[str, AnyVariable],
+        roots: Sequence[Any],
+    ) -> None:
         """Add the initial state of variables that have none; shared state stays as it is.
 
-        There is one state per shard if any of the variables differ between shards.
+        There is one state per shard if any of the variables differ between shards. ``roots`` are
+        those of the step.
         """
         if self.variables:
             self.check_shared(init, {**self.variables, **missing})
@@ -331,6 +391,8 @@ class SlotStore:
         both = lambda old, new: {**old, **new} if _is_slots(old) else old
         self.tree = self._map(both, new) if self.variables else new
         self.variables.update(missing)
+        paths = {id(variable): path for path, variable in _by_path(roots).items()}
+        self.paths |= {key: paths[id(v)] for key, v in missing.items() if id(v) in paths}
 
     def check_shared(self, init: Callable[[Any], Any], variables: Mapping[str, Any]) -> None:
         """Raise unless the initial state of these variables has the shared leaves of the state."""
@@ -386,8 +448,7 @@ class SlotStore:
 
     def values(self, keys: Iterable[str] | None = None) -> Any:
         """Return the state that an optimizer takes: the tree of the arrays of ``all``."""
-        read = lambda variable: stacked(variable.get_value())
-        return jax.tree.map(read, self._of(keys), is_leaf=is_variable)
+        return jax.tree.map(_read, self._of(keys), is_leaf=is_variable)
 
     def write(self, keys: Iterable[str], state: Any) -> None:
         """Write the state after a step of these variables, with the structure of ``values``."""

@@ -261,9 +261,13 @@ def _tens(key: Any, x: Any, turn: Any) -> Any:
 
 
 def _nearby(size: float, key: Any, x: Any, turn: Any) -> Any:
-    """Return random numbers around those of an array; a single one, as of a gate, up and down."""
+    """Return random numbers around those of an array; a single one, as of a gate, up and down.
+
+    It does not only move by whole numbers: it may be a share, such as that of the rows to keep.
+    """
     if x.size == 1:
-        return x + turn % VARIED * jnp.where(turn % 2, 1, -1) * jnp.maximum(jnp.abs(x), 1)
+        by = turn % VARIED * jnp.where(turn % 2, 1, -1) * jnp.maximum(jnp.abs(x), 1)
+        return x + by * jnp.where((turn > VARIED) & (turn < 2 * VARIED - 1), 1 / 3, 1)
     found = x + size * jax.random.normal(key, x.shape)
     return found if size < 1 else found * jnp.where(_is_last(turn), 10, 1)
 
