@@ -61,8 +61,8 @@ _KNOWN = (
         "preprocess=",
     ),
 )
-# Whose loss adds a mean over rows and a term that is none.
-_ADDS_UNLIKE_TERMS = {"segmentation"}
+# Whose loss divides a sum over rows plus a number.
+_ADDS_A_NUMBER = {"segmentation"}
 # How a file says what it uses, and what a reader calls it.
 _LIBRARIES = {
     "import equinox": "Equinox",
@@ -126,10 +126,9 @@ class Program:
         """The first try, where that is refused; ``None`` where it is right."""
         text = self.text("after")
         known = next((each for each in _KNOWN if each.changes[0][0] in text), None)
-        if known is not None and self.name in _ADDS_UNLIKE_TERMS:
-            return dataclasses.replace(
-                known, said="The loss adds terms that depend differently on the number of rows"
-            )
+        if known is not None and self.name in _ADDS_A_NUMBER:
+            said = "The loss compares rows of the batch: div of a sum over rows plus a number"
+            return dataclasses.replace(known, said=said)
         return known
 
     def first_try(self) -> str:

@@ -335,6 +335,23 @@ def test_arithmetic() -> None:
         step(step.init(W), BATCHES[0])
 
 
+@pytest.mark.filterwarnings("error")
+def test_means_that_vmap_makes_are_added_up() -> None:
+    def members(params: Any, batch: Any) -> Any:
+        one = lambda bias, x: (((x - bias) ** 2).sum(), jnp.where(x > 0, 1, 0).sum())
+        return jax.vmap(one)(params["bias"][:4], batch["x"].T)
+
+    step = sgd_step(lambda p, b: jax.vmap(Mean)(*members(p, b)), RATE, 4)
+    with pytest.raises(ArgumentError, match=r"of shape \(4,\).*sum\(Mean"):
+        step(step.init(W), BATCHES[0])
+    added = lambda p, b: sum(
+        Mean(total, count) for total, count in zip(*members(p, b), strict=True)
+    )
+    step = sgd_step(added, RATE, 4)
+    state, _ = step(step.init(W), BATCHES[0])
+    assert_close(step.model(state), on_one(added, BATCHES[:1]))
+
+
 def test_in_16_bits_the_quotient_is_taken_in_32() -> None:
     def loss(params: Any, batch: Any) -> Mean:
         predicted = batch["x"].astype(jnp.bfloat16) @ params["kernel"].astype(jnp.bfloat16)

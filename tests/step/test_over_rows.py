@@ -86,7 +86,28 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
             *("step/test_over_rows.py:", "loss_over='batch'", "loss_over='shard'"),
         ),
     ),
-    "a number beside a sum": (dice, {}, (f"adds {TERMS}",)),
+    "a number beside a sum": (dice, {}, ("div of a sum over rows plus a number (",)),
+    "a bound of means": (
+        lambda w, batch: jnp.maximum((batch["x"] @ w).mean(0), 0.5).sum(),
+        {},
+        ("max of a sum over rows (", "test_over_rows.py:", "as max is not"),
+    ),
+    # What is at fault is the bound, and not what comes after it.
+    "a bound of means, added": (
+        lambda w, batch: mean(w, batch) + jnp.maximum((batch["x"] @ w).mean(0), 0.5).sum(),
+        {},
+        ("max of a sum over rows (", "as max is not"),
+    ),
+    "a number that is added to a sum": (
+        lambda w, batch: (batch["x"] @ w).sum() + 1e-6,
+        {},
+        ("a number that is added to a sum over rows (", "test_over_rows.py:"),
+    ),
+    "what a sum divides": (
+        lambda w, batch: (w**2).sum() / (batch["x"] @ w).sum(),
+        {},
+        ("div of a sum over rows (", "as div is not"),
+    ),
     # However small, so that numbers would not show it.
     "decay by rows": (decayed(1e-9), {}, OF_DECAY),
     "a mask": (masked, {}, ("Pass weight='mask'",)),

@@ -234,6 +234,13 @@ def sums_of(mean: Mean) -> MeanSums:
 
 def counts_of(mean: Mean) -> tuple[Any, ...]:
     """Return the count of each term, float[], which raises if a gradient would flow through it."""
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(mean)]
+    if shape := max(shapes):
+        raise ArgumentError(
+            f"A loss is one number, and it returned a Mean with arrays of shape {shape}, as "
+            f"jax.vmap makes of several. Return totals and counts from the mapped function, and "
+            f"add up: sum(Mean(total, count) for total, count in zip(totals, counts))."
+        )
     return tuple(
         _counted(jnp.asarray(each.count, float), f"the Mean {each.name or place + 1!s}")
         for place, each in enumerate(mean.terms)
@@ -290,7 +297,7 @@ def part_of_shard(mean: Mean, shards: Shards) -> tuple[Float[Array, ""], Bool[Ar
 def _wide(x: Any) -> Any:
     """Return ``x`` in at least 32 bits, in which totals are divided."""
     x = jnp.asarray(x)
-    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(float)
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.result_type(float)
     return x.astype(jnp.promote_types(dtype, jnp.float32))
 
 

@@ -140,7 +140,6 @@ def facts_of_outputs(
         return (differs,) * len(traces[0].out_avals)
 
 
-_NOT_LINEAR = "something of a sum over rows that is not linear"
 _COUNTS = "it computes with the number of rows"
 
 
@@ -189,10 +188,14 @@ def found(fact: Fact) -> Finding:
             return Finding(OverRows.MEAN)
         case Total(power=1, moved=""):
             return Finding(OverRows.SUM)
-        case Total(moved=str(moved)) if moved:
-            return Finding(OverRows.COMPARED, _NOT_LINEAR)
-        case Divided(Free()) | NonZero():
-            return Finding(OverRows.COMPARED, _NOT_LINEAR)
+        case Total(moved="plus", equation=equation):
+            reason = "a number that is added to a sum over rows"
+            return Finding(OverRows.COMPARED, reason, _jax.sources_of(equation))
+        case Total(moved="max" | "guard", equation=equation) | Divided(Free(), equation=equation):
+            reason = f"{equation.primitive.name} of a sum over rows"
+            return Finding(OverRows.COMPARED, reason, _jax.sources_of(equation))
+        case NonZero():
+            return Finding(OverRows.COMPARED, "a sum over rows decides")
         case Free(power) | Total(power) | Divided(Total(power)) if power < 0:
             return Finding(OverRows.UNDECIDED, FALLS)
         case _:

@@ -143,6 +143,7 @@ class Total:
     bound: float = 0.0
     counts: bool = False  # whether it was a sum of integers before it was moved
     single: bool = False  # whether it is one number
+    equation: Any = field(default=None, compare=False)  # the one that did something to it
 
     def is_same(self, other: "Total") -> bool:
         """Return whether it is known to be the same value as another sum."""

@@ -478,6 +478,10 @@ def of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
 def _of_sums(pair: Pair, inputs: Sequence[Fact]) -> Fact:
     name, sums = pair.name, [fact for fact in inputs if not isinstance(fact, Free)]
     mixed = _mixed(pair, inputs, f"{name} of a sum over rows")
+    bounded = [fact for fact in sums if isinstance(fact, Total) and fact.moved == "max"]
+    if bounded and (name in LINEAR or name in ADDS):
+        # The bound is what is not linear.
+        mixed = replace(mixed, reason="max of a sum over rows", equation=bounded[0].equation)
     if any(isinstance(fact, NonZero) for fact in inputs):
         return _guarded(pair, inputs)
     if not all(isinstance(fact, Free | Total) for fact in inputs):
@@ -628,7 +632,7 @@ def _guarded(pair: Pair, inputs: Sequence[Fact]) -> Fact:
             case [Free(0, number=number), Total(single=True) as total] if guard.tests(total):
                 if total.moved:
                     return total
-                return replace(total, moved="guard", bound=number or 0.0)
+                return replace(total, moved="guard", bound=number or 0.0, equation=pair.one)
             case [Free(0, number=number), Divided(Total(), by) as ratio] if guard.tests(by):
                 return ratio.together(guard, adds=number != 0)
             case [Free(number=0), Divided(Free(), by) as inverse] if guard.tests(by):
@@ -659,7 +663,7 @@ def _divided(pair: Pair, inputs: Sequence[Fact], mixed: Obstacle) -> Fact:
             return Divided(Free(power - by), divisor, pair.one, at=at)
         # As in the Dice loss: a sum plus a number, which each shard would add once more.
         case [Total(moved="plus"), _]:
-            return pair.compared(ADDS_UNLIKE)
+            return pair.compared("div of a sum over rows plus a number")
     return mixed
 
 
@@ -667,7 +671,7 @@ def _at_least(inputs: Sequence[Fact], mixed: Obstacle) -> Fact:
     match sorted(inputs, key=lambda fact: isinstance(fact, Free)):
         case [Total(power, moved="" | "guard") as total, Free(0, _, float(bound))]:
             if power in (0, 1):
-                return replace(total, moved="max", bound=bound)
+                return replace(total, moved="max", bound=bound, equation=mixed.equation)
     return mixed
 
 
@@ -682,7 +686,7 @@ def added(facts: Sequence[Fact], mixed: Obstacle) -> Fact:
         case Total(power, moved=""), Free(by, number=number) if power == by:
             return Total(power, bound=math.inf if number is None or one.bound else number)
         case Total(1, moved="" | "guard"), Free(0, _, float(number)) if abs(number) <= _SMALL:
-            return replace(one, moved="plus", bound=number)
+            return replace(one, moved="plus", bound=number, equation=mixed.equation)
         case Divided(Total(power)), Free(by) if power == by:
             return replace(one, adds=True)
         case Total(power, moved=""), Total(by, moved="") if power == by:
