@@ -65,7 +65,8 @@ def _apply(equation: Any, given: list[Any], inner: Any = in_32_bits) -> Sequence
     """Return the outputs of an equation; ``inner`` evaluates what it calls."""
     run = lambda jaxpr: lambda *args: inner(jaxpr, args)
     match control_flow(equation):
-        case Call(jaxpr) if not has_own_derivative(equation):
+        # A rule may call the function whose rule it is, and is not differentiated itself.
+        case Call(jaxpr) if not has_own_derivative(equation) or inner is _in_rule:
             return inner(jaxpr, given)
         case Call() if takes_cotangents(equation) and all(
             is_inexact(x.aval) for x in equation.outvars
@@ -105,6 +106,12 @@ def _apply(equation: Any, given: list[Any], inner: Any = in_32_bits) -> Sequence
     return found if has_ref(equation) else list(map(wide, found))
 
 
+def _in_rule(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Return the outputs of a rule of derivatives as ``in_32_bits`` does."""
+    apply = functools.partial(_apply, inner=_in_rule)
+    return evaluate(jaxpr, list(map(wide, inputs)), apply, literal=lambda x: wide(x.val))
+
+
 def _with_own_gradient(equation: Any, given: list[Any]) -> Sequence[Any]:
     """Return the outputs of a function with a backward pass of its own, and let it have 32 bits."""
     rule, outputs = rule_of_derivative(equation), [x.aval for x in equation.outvars]
@@ -112,10 +119,10 @@ def _with_own_gradient(equation: Any, given: list[Any]) -> Sequence[Any]:
 
     def forward(*args: Any) -> Any:
         zeros = [jnp.zeros(x.shape, x.dtype) for x in outputs]
-        return in_32_bits(rule, [*args, *zeros])[len(varied) :], args
+        return _in_rule(rule, [*args, *zeros])[len(varied) :], args
 
     def backward(args: Any, slopes: Any) -> tuple[Any, ...]:
-        found = dict(zip(varied, in_32_bits(rule, [*args, *slopes]), strict=False))
+        found = dict(zip(varied, _in_rule(rule, [*args, *slopes]), strict=False))
         return tuple(found.get(place) for place in range(len(args)))
 
     run = jax.custom_vjp(lambda *args: forward(*args)[0])

@@ -358,8 +358,16 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         for variable, new in zip(bound_here, kept, strict=True):
             for value_after in new:
                 variable.set_raw_value(value_after)
-        if around is not None and self._pipeline.over_all_shards:
-            around.written_by_loss += [v for v, new in zip(variables, kept, strict=False) if new]
+        trained = [v for v, new in zip(variables, kept, strict=False) if new]
+        if trained and shards.number > 1 and not self._pipeline.over_all_shards:
+            raise VariableError(
+                f"The loss writes to {describe_variable(trained[0])}, which the optimizer trains "
+                f"in groups of shards, and nothing shows that all of a group write the same. Write "
+                f"to a variable that is no nnx.Param; or bound it in the optimizer, as "
+                f"optax.keep_params_nonnegative does."
+            )
+        if around is not None:
+            around.written_by_loss += trained
         weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
         self.computed.note(found, shards.number, value, weight)
         self.computed.are_means += is_mean
@@ -602,6 +610,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
     def _make_slots(self, keyed: Mapping[str, AnyVariable]) -> None:
         """Make the slots of those variables that have none; raise where they would be lost."""
         missing = self.slots.bind(keyed)
+        self.slots.check_shapes(self._pipeline.init, keyed)
         if not missing:
             return
 

@@ -227,11 +227,12 @@ def _has_arrays(variable: Any, shards: int | None, optimizers: Sequence[HasSlots
     if None not in (number, shards) and number != shards:
         trees = [optimizer.slots.tree for optimizer in optimizers]
         is_state = any(variable is x for x in jax.tree.leaves(trees, is_leaf=is_variable))
-        whose, to_merge = (" of the optimizer's state", "opt") if is_state else ("", "model")
+        whose = " of the optimizer's state" if is_state else ""
         raise VariableError(
             f"{describe_variable(variable)}{whose} differs between {number} shards, and this step "
-            f"runs on {shards}. Use crossshard.merge_shards({to_merge}), or write one value for "
-            f"all shards with variable.set_value(value)."
+            f"runs on {shards}. Write model, opt = crossshard.merge_shards((model, opt)), of both, "
+            f"or the optimizer would start anew; or write one value for all shards with "
+            f"variable.set_value(value)."
         )
     return all(map(is_numeric, jax.tree.leaves(value)))
 
@@ -488,7 +489,11 @@ class Program:
         axes = jax.tree.structure(after).unflatten(varying_axes_of_outputs(traced))
         differs = [any(jax.tree.leaves(value)) for value in axes]
         for variable, is_own in zip(call.given.variables, differs, strict=True):
-            if is_own and any(variable is each for each in call.given.written_by_loss):
+            if (
+                is_own
+                and self._mesh.size > 1
+                and any(variable is each for each in call.given.written_by_loss)
+            ):
                 raise VariableError(
                     f"The loss writes values that differ between shards to "
                     f"{describe_variable(variable)}, which its optimizer trains as one model on "

@@ -97,11 +97,11 @@ def known_names(variables: Iterable[AnyVariable], roots: Iterable[Any]) -> Named
 def _by_path(roots: Iterable[Any]) -> dict[str, AnyVariable]:
     """Return variables by path, of those modules among the roots whose type is that of no other."""
     modules = [root for root in roots if isinstance(root, nnx.Pytree)]
-    number = collections.Counter(map(type, modules))
+    number = collections.Counter(type(module).__qualname__ for module in modules)
     return {
         f"{type(module).__qualname__}/{path}": variable
         for module in modules
-        if number[type(module)] == 1
+        if number[type(module).__qualname__] == 1
         for path, variable in _paths(module, nnx.Variable)
     }
 
@@ -218,6 +218,14 @@ def _read(slot: Any) -> Any:
     return stacked(slot.get_value())
 
 
+def _type_of(leaf: Any) -> Any:
+    """Return the shape and dtype of a variable, of one shard; anything else as it is."""
+    if not is_variable(leaf):
+        return leaf
+    x = stacked(leaf.get_value())
+    return jax.ShapeDtypeStruct(x.shape[is_per_shard(leaf) :], x.dtype)
+
+
 class _NoName:
     """A dict key that raises if it is read as text, but sorts, as JAX requires."""
 
@@ -258,8 +266,8 @@ class SlotStore:
     """The Optax state of an optimizer over the variables that it updates, each with a key.
 
     A dict in the state that mirrors the variables holds the slots of one name. All else is shared,
-    such as a step count. A copy keeps the keys and binds its own variables on first use: by their
-    paths in the modules of the step, and else by name.
+    such as a step count. A copy keeps the keys and binds its own variables on first use: by name,
+    unless the step shows that a variable has another path than those with slots of its name.
     """
 
     def __init__(
@@ -277,6 +285,10 @@ class SlotStore:
         # In a copy, the keys that have slots.
         nodes = filter(_is_slots, jax.tree.leaves(tree, is_leaf=_is_slots))
         self._of_copy = {key for node in nodes for key in node}
+        self._unchecked = set(self._of_copy)
+        self._twins: dict[str, list[str]] = {}
+        for key in sorted(self._of_copy):
+            self._twins.setdefault(key.partition("#")[0], []).append(key)
 
     # Keys.
 
@@ -292,7 +304,7 @@ class SlotStore:
             variables have a name, and not all of them are given.
         """
         places = _by_path(roots) if self._of_copy else {}
-        self._bind_by_path(places)
+        path_of = {id(variable): path for path, variable in places.items()}
         given = [names[id(variable)][1] for variable in variables if id(variable) in names]
         known = [key.partition("#")[0] for key in self.variables]
         # Keys without a variable are those of a copy: its variables get them by name or index.
@@ -302,12 +314,13 @@ class SlotStore:
             key = self.key_of(variable)
             if key is None:
                 _, name = names[id(variable)]
+                key = self._key_by_path(name, path_of.get(id(variable)), places)
+            if key is None:
                 numbered = (f"{name}#{count}" for count in itertools.count(1))
                 key = next(key for key in itertools.chain([name], numbered) if key not in taken)
                 has_twin = key != name or f"{name}#1" in self.variables
                 are_all = 1 < given.count(name) == known.count(name)
-                is_of_twins = has_twin and not are_all
-                if is_of_twins and not self._are_elsewhere(name, variable, places):
+                if name in self._of_copy and has_twin and not are_all:
                     raise VariableError(
                         f"Several variables of one optimizer are named {name}, and in a copy, as "
                         f"of nnx.clone, nnx.merge, nnx.jit, nnx.cond or nnx.scan, their slots "
@@ -319,24 +332,29 @@ class SlotStore:
             keyed[key] = variable
         return keyed
 
+    def _key_by_path(
+        self, name: str, path: str | None, places: Mapping[str, AnyVariable]
+    ) -> str | None:
+        """Return the key of a variable of a copy by its path; ``None`` if paths do not tell.
+
+        They do if the step shows it beside all variables that had slots of its name.
+        """
+        twins = self._twins.get(name, [])
+        at = [self.paths.get(key, "") for key in twins]
+        if path is None or not twins or len({*at}) < len(at) or not places.keys() >= {*at}:
+            return None
+        bound = [(self.variables[key], places[each]) for key, each in zip(twins, at, strict=True)]
+        if any(was is not None and was is not now for was, now in bound):
+            return None
+        self.variables.update(zip(twins, (now for _, now in bound), strict=True))
+        if path in at:
+            return twins[at.index(path)]
+        numbered = (f"{name}#{count}" for count in itertools.count(1))
+        return next(key for key in numbered if key not in self.variables)
+
     def key_of(self, variable: Any) -> str | None:
         """Return the key of a variable; ``None`` if it has none."""
         return next((key for key, known in self.variables.items() if known is variable), None)
-
-    def _bind_by_path(self, places: Mapping[str, AnyVariable]) -> None:
-        number = collections.Counter(self.paths.values())
-        for key, path in self.paths.items():
-            if self.variables[key] is None and number[path] == 1:
-                self.variables[key] = places.get(path)
-
-    def _are_elsewhere(self, name: str, variable: Any, places: Mapping[str, AnyVariable]) -> bool:
-        """Return whether all with slots of this name are known to be others than the variable."""
-        keys = [key for key in self._of_copy if key.partition("#")[0] == name]
-        if not keys:
-            return True
-        others = [places.get(self.paths.get(key, "")) for key in keys]
-        is_there = any(variable is each for each in places.values())
-        return is_there and not any(each is None or each is variable for each in others)
 
     def bind(self, variables: Mapping[str, AnyVariable]) -> dict[str, AnyVariable]:
         """Bind variables to the keys that have slots; return the variables without slots.
@@ -397,19 +415,13 @@ class SlotStore:
     def check_shared(self, init: Callable[[Any], Any], variables: Mapping[str, Any]) -> None:
         """Raise unless the initial state of these variables has the shared leaves of the state."""
 
-        def type_of(leaf: Any) -> Any:
-            if not is_variable(leaf):
-                return leaf
-            x = stacked(leaf.get_value())
-            return jax.ShapeDtypeStruct(x.shape[is_per_shard(leaf) :], x.dtype)
-
         def shared(tree: Any) -> set[tuple[str, Any]]:
             is_leaf = lambda node: is_variable(node) or _is_slots(node)
             leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
             name = lambda path: jax.tree_util.keystr(path).lstrip(".")
-            return {(name(path), type_of(x).shape) for path, x in leaves if not _is_slots(x)}
+            return {(name(path), _type_of(x).shape) for path, x in leaves if not _is_slots(x)}
 
-        of_these = jax.eval_shape(init, {_Key(key): type_of(v) for key, v in variables.items()})
+        of_these = jax.eval_shape(init, {_Key(key): _type_of(v) for key, v in variables.items()})
         if other := sorted(shared(self.tree) ^ shared(of_these)):
             raise ArgumentError(
                 f"The optimizer has {other[0][0]} in its state for all of its variables together, "
@@ -417,6 +429,37 @@ class SlotStore:
                 f"Write one optimizer for each set of variables, or make this state with "
                 f"jax.tree.map over the parameters."
             )
+
+    def check_shapes(self, init: Callable[[Any], Any], variables: Mapping[str, Any]) -> None:
+        """Raise VariableError in a copy where slots of a name have other shapes than its variable.
+
+        They are of a variable that had the name before.
+        """
+        new: dict[str, Any] = {key: variables[key] for key in variables if key in self._unchecked}
+        self._unchecked -= new.keys()
+        if not new:
+            return
+
+        def shapes(tree: Any) -> dict[tuple[str, str], Any]:
+            nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_slots)
+            return {
+                (jax.tree_util.keystr(path), key): [
+                    _type_of(x).shape for x in jax.tree.leaves(node[key], is_leaf=is_variable)
+                ]
+                for path, node in nodes
+                if _is_slots(node)
+                for key in new.keys() & node.keys()
+            }
+
+        made = shapes(jax.eval_shape(init, {_Key(key): _type_of(v) for key, v in new.items()}))
+        for (path, key), shape in shapes(self.tree).items():
+            if made.get((path, key), shape) != shape:
+                raise VariableError(
+                    f"The optimizer is a copy, and its slots of {key}, of shape {shape[0]}, are of "
+                    f"another variable than {describe_variable(new[key])}. Create a new optimizer "
+                    f"where a model gets other layers; or write one optimizer for each set of "
+                    f"variables."
+                )
 
     # Reading and writing.
 
