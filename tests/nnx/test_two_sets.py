@@ -222,6 +222,52 @@ def test_in_a_copy_slots_of_one_twin_are_not_shared_with_another():
         update_b(b, opt, X[1])
 
 
+def test_a_path_is_not_that_of_one_twin():
+    """A step is given one twin alone, at the path of the other."""
+    a, b, opt = Twin(), Twin(), sgd(0.1, 0.9)
+    opt.build(a)
+    for x in X[:2]:
+        update_b(b, opt, x)
+    a, b, opt = nnx.clone([a, b, opt])
+    for twin in (a, b):
+        with pytest.raises(VariableError, match="one optimizer for each set"):
+            update_a(twin, opt, X[2])
+
+
+def test_a_loop_goes_on_with_the_slots_of_a_step():
+    @crossshard.shard(num_shards=2)
+    def once(model: Any, opt: Any, x: Any) -> None:
+        opt.minimize(lambda: loss_of(model, x), var_list=model)
+
+    @crossshard.shard(num_shards=2)
+    def twice(model: Any, opt: Any, x: Any) -> None:
+        def body(_: Any, both: Any) -> Any:
+            model, opt = both
+            opt.minimize(lambda: loss_of(model, x), var_list=model)
+            return both
+
+        nnx.fori_loop(0, 2, body, (model, opt))
+
+    found = []
+    for later in ([once, once], [twice]):
+        model, opt = Two(), sgd(0.1, 0.9)
+        model.unused = None
+        once(model, opt, X[0])
+        for step in later:
+            step(model, opt, X[1])
+        found.append(model.a.kernel[...])
+    np.testing.assert_allclose(*found, atol=1e-6)
+
+
+def test_slots_of_another_shape_are_refused_in_a_copy():
+    model, opt = Two(), sgd(0.1, 0.9)
+    step_of("b")(model, opt, X[0])
+    model.b = nnx.Linear(3, 1, use_bias=False, rngs=nnx.Rngs(0))
+    model, opt = nnx.clone([model, opt])
+    with pytest.raises(VariableError, match=r"kernel, of shape \(3, 3\), are of another.*3,1\]"):
+        step_of("b")(model, opt, X[1])
+
+
 def test_in_a_branch_the_slots_of_twins_are_not_swapped():
     a, b, opt = Twin(), Twin(), sgd(0.1, 0.9)
     opt.build(a)

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import crossshard
 from crossshard.errors import VariableError
@@ -139,6 +141,47 @@ def test_a_layer_may_write_to_its_own_kernel(make: Any, momentum: float | None):
         np.testing.assert_allclose(found[...], wanted[...], atol=1e-6, err_msg=str(path))
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_value_and_grad_keeps_what_a_loss_writes(remat: bool):
+    one, many = (nnx.WeightNorm(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)) for _ in "12")
+    called = nnx.remat(lambda model, x: model(x)) if remat else lambda model, x: model(x)
+    loss = lambda model, x: (called(model, x) ** 2).mean()
+    opt = sgd(0.1)
+    plain = nnx.Optimizer(one, optax.sgd(0.1), wrt=nnx.Param)
+    sharded = nnx.Optimizer(many, opt, wrt=nnx.Param)
+
+    @crossshard.shard(num_shards=N)
+    def step(model: Any, state: Any, x: Any) -> None:
+        _, gradients = crossshard.value_and_grad(loss, optimizer=opt)(model, x)
+        state.update(model, gradients)
+
+    for x in np.nan_to_num(X[:3]).reshape(3, -1, 3):
+        plain.update(one, nnx.grad(loss)(one, x))
+        step(many, sharded, x)
+    wanted, found = one.layer_instance.kernel[...], many.layer_instance.kernel[...]
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_with_types_what_a_loss_writes_is_each_shards_own(remat: bool):
+    mesh = jax.make_mesh((N,), "shards", axis_types=(jax.sharding.AxisType.Auto,))
+    model = nnx.WeightNorm(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+    linear = nnx.remat(lambda model, x: model(x)) if remat else lambda model, x: model(x)
+    used = model.layer_instance if remat else model
+    loss = lambda model, x: (linear(model, x) ** 2).mean()
+
+    @nnx.shard_map(mesh=mesh, in_specs=(P(), P("shards")), out_specs=P("shards"))
+    def step(model: Any, x: Any) -> Any:
+        return crossshard.value_and_grad(loss)(model, x)[0][None]
+
+    x = np.nan_to_num(X[0]).reshape(-1, 3)
+    if remat:  # which writes back what was there
+        assert step(used, x).shape == (N,)
+        return
+    with pytest.raises(VariableError, match="of which a shard has its own under check_vma=True"):
+        step(used, x)
+
+
 def test_what_differs_between_shards_is_not_written_to_one_model():
     model, opt = Doubling(3, 1, rngs=nnx.Rngs(0)), sgd(0.1)
     was = np.asarray(model.kernel[...])
@@ -150,3 +193,13 @@ def test_what_differs_between_shards_is_not_written_to_one_model():
     with pytest.raises(VariableError, match="one model on all 4"):
         step(model, opt, X[0].reshape(-1, 3))
     np.testing.assert_array_equal(model.kernel[...], was)
+    # Nothing shows that shards of a group would write the same.
+    opt = sgd(0.1, group_assignment=[[0, 1], [2, 3]])
+    with pytest.raises(VariableError, match="in groups of shards"):
+        step(model, opt, X[0].reshape(-1, 3))
+    # One shard has all rows.
+    crossshard.shard(
+        lambda model, opt, x: opt.minimize(lambda: (model(x) ** 2).mean(), var_list=model),
+        [model, sgd(0.1), X[0].reshape(-1, 3)],
+    )
+    assert np.abs(crossshard.merge_shards(model).kernel[...] - was).max() > 1e-3

@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import crossshard
 from crossshard.errors import LossError
 from tests.quick import deep, deep_but
 from tests.step.by_numbers import (
@@ -60,6 +62,7 @@ from tests.step.by_numbers import (
     with_bounded_gradients,
     with_capacity,
     with_gradients,
+    with_half_gradients,
     within_a_budget,
 )
 
@@ -114,6 +117,12 @@ REFUSED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     ),
     "a term in one step": (
         lambda w, b: in_epoch(w, b, jnp.where(b["at"] == 70_000, 1.0, 0.0)),
+        "with another value where no row decides",
+        LATER,
+        AT,
+    ),
+    "a term in one step, and a rule that calls its function": (
+        lambda w, b: in_epoch(with_half_gradients(w), b, jnp.where(b["at"] == 70_000, 1.0, 0.0)),
         "with another value where no row decides",
         LATER,
         AT,
@@ -459,6 +468,28 @@ def test_a_share_of_rows_that_is_trained_hides_nothing(start: int, kept: Any):
     step = made(loss)
     with pytest.raises(LossError, match=r"the position of a row.*other numbers in .*params"):
         step(step.init({"w": W, "share": np.float32(start)}), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("params", "microbatches"), [("replicated", 1), deep(("sharded", 2))], ids=["plain", "sharded"]
+)
+def test_what_compares_rows_once_they_are_easy_is_no_mean(params: str, microbatches: int):
+    """Rows that are classified right do not count, but at least the worst eighth does."""
+    rng = np.random.default_rng(0)
+    label = np.int32(rng.integers(0, 9, 64))
+    batch = {"x": np.float32(rng.normal(size=(9, 8))[label]), "label": label}
+
+    def loss(p: Any, b: Any) -> Any:
+        logits = jax.nn.standardize(jnp.tanh(b["x"] @ p["body"])) @ p["head"]
+        of_rows = optax.softmax_cross_entropy_with_integer_labels(logits, b["label"])
+        sure = jax.lax.stop_gradient(jnp.exp(-of_rows))
+        kept = (sure < 0.7) | (jnp.argsort(jnp.argsort(sure)) < len(sure) // 8)
+        return crossshard.Mean(jnp.where(kept, of_rows, 0).sum(), kept.sum())
+
+    start = {"body": rng.normal(size=(8, 32)) / 3, "head": np.zeros((32, 9))}
+    step = made(loss, params=params, accumulate_steps=microbatches)
+    with pytest.raises(LossError, match="steps along its gradient have moved, of rows"):
+        step(step.init(jax.tree.map(np.float32, start)), batch)
 
 
 def test_weights_of_terms_that_each_step_moves_are_compared():

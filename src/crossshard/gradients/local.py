@@ -21,9 +21,9 @@ from jax import lax
 from crossshard import _check, _jax
 from crossshard._annotations import PyTree
 from crossshard._check import is_inexact, is_number
-from crossshard._flax import AnyVariable, nnx, rebound
+from crossshard._flax import AnyVariable, describe_variable, nnx, rebound
 from crossshard.collectives.sums import widen
-from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError
+from crossshard.errors import ArgumentError, ArgumentTypeError, AxisError, VariableError
 from crossshard.gradients.mean import Mean, part_of_shard
 from crossshard.jaxprs.walk import (
     Analysis,
@@ -31,6 +31,7 @@ from crossshard.jaxprs.walk import (
     equations_within,
     follow,
     has_own_derivative,
+    is_identity,
     named_axes,
 )
 from crossshard.shards.axes import (
@@ -236,20 +237,44 @@ def _nnx_grad(
         for place, arg in enumerate(args)
     ]
     with rebound(parameters, values):
-        check_sums(lambda: _jaxpr_of_parameters(loss, numbers, local, kwargs), names)
-        return nnx.grad(loss, argnums=numbers, has_aux=True)(*local, **kwargs)
+        run, given = _of_parameters(loss, numbers, local, kwargs)
+        check_sums(lambda: jax.make_jaxpr(lambda given: run(given)[0])(given), names)
+        found = nnx.grad(loss, argnums=numbers, has_aux=True)(*local, **kwargs)
+        after = [v.get_raw_value() for v in parameters]
+        written = [new for new, was in zip(after, values, strict=True) if new is not was]
+        # nnx.remat and similar write every variable back, with its old value.
+        if written and is_identity(lambda given: run(given)[1], given):
+            written = []
+    for variable, new in zip(parameters, after, strict=True):
+        if not any(new is each for each in written):
+            continue
+        if jax.tree.map(jax.typeof, new) != jax.tree.map(jax.typeof, variable.get_raw_value()):
+            raise VariableError(
+                f"The loss writes to {describe_variable(variable)}, of which a shard has its own "
+                f"under check_vma=True, and so of what is written. Write shard_map(..., "
+                f"check_vma=False); or write to a variable that is no nnx.Param."
+            )
+        variable.set_raw_value(new)
+    return found
 
 
-def _jaxpr_of_parameters(
+def _of_parameters(
     loss: Callable[..., Any], numbers: tuple[int, ...], args: list[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Return the jaxpr of the loss as a function of what ``nnx.grad`` differentiates."""
+) -> tuple[Callable[[Any], Any], Any]:
+    """Return the loss as a function of what ``nnx.grad`` differentiates, and that.
+
+    The function also returns what is there after the loss.
+    """
     is_parameter = lambda path, leaf: path[0] in numbers and isinstance(leaf, nnx.Param)
     split: Any = nnx.split(tuple(args), is_parameter, ...)
     graph, parameters, others = split
-    # Copies, so that what the loss writes does not stay.
-    of = lambda given: loss(*nnx.merge(graph, given, others, copy=True), **kwargs)[0]
-    return jax.make_jaxpr(of)(parameters)
+
+    def run(given: Any) -> tuple[Any, Any]:
+        # Copies, so that what the loss writes does not stay.
+        copies: Any = nnx.merge(graph, given, others, copy=True)
+        return loss(*copies, **kwargs)[0], nnx.split(copies, is_parameter, ...)[1]
+
+    return run, parameters
 
 
 def _jax_grad(

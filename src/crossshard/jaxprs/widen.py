@@ -52,13 +52,14 @@ _ANY_DTYPE = (
 _DTYPES = "new_dtype", "preferred_element_type"
 
 
-def in_32_bits(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+def in_32_bits(jaxpr: Any, inputs: Sequence[Any], apply: Any = None) -> list[Any]:
     """Return the outputs of a jaxpr, in which floats have at least 32 bits.
 
     Kernels, and functions with a forward derivative of their own, compute in the dtypes that they
-    know.
+    know. ``apply`` evaluates an equation, if it is another function than here.
     """
-    return evaluate(jaxpr, list(map(wide, inputs)), _apply, literal=lambda x: wide(x.val))
+    literal = lambda x: wide(x.val)
+    return evaluate(jaxpr, list(map(wide, inputs)), apply or _apply, literal=literal)
 
 
 def _apply(equation: Any, given: list[Any], inner: Any = in_32_bits) -> Sequence[Any]:
@@ -108,8 +109,7 @@ def _apply(equation: Any, given: list[Any], inner: Any = in_32_bits) -> Sequence
 
 def _in_rule(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     """Return the outputs of a rule of derivatives as ``in_32_bits`` does."""
-    apply = functools.partial(_apply, inner=_in_rule)
-    return evaluate(jaxpr, list(map(wide, inputs)), apply, literal=lambda x: wide(x.val))
+    return in_32_bits(jaxpr, inputs, functools.partial(_apply, inner=_in_rule))
 
 
 def _with_own_gradient(equation: Any, given: list[Any]) -> Sequence[Any]:

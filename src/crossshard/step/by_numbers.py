@@ -78,6 +78,9 @@ _OF_SHARDS = (
 )
 _REORDERED, _COPIED = "with the rows in another order", "with copies of one row in each part"
 _SAME, _LARGER = "with the same rows in each part", "with larger parameters or other signs"
+_TRAINED = "with parameters that steps along its gradient have moved"
+# So many steps, each of this part of a leaf's size, or of 1 if that is less.
+_STEPS, _OF_SIZE = 16, 0.05
 
 
 class _NotDecidedError(Exception):
@@ -189,15 +192,21 @@ class _Check:
         given: list[Any],
         turns: Sequence[Turn] = (),
         passing: Sequence[Turn] = (),
+        steps: int | None = None,
     ) -> tuple[list[Any], float]:
         """Run a function on all processes; return its results, and the precision of its floats.
 
         ``given`` are pairs of a state and a batch. Each run has other noise. After them come those
         of each turn, the first of which the result is finite, if any; they are added to ``given``.
         A turn is given the whole numbers that the function compares others with. Those that are
-        passing come last, and are not added.
+        passing come behind them, and are not added. With ``steps`` the function returns parameters,
+        too, and the results of so many come last, each of which starts from those of the last.
         """
-        jitted = jax.jit(self._with_noise(function), out_shardings=self._everywhere)
+        wheres = jax.tree.map(lambda x: x.sharding, given[0][0].params)
+        jitted = jax.jit(
+            self._with_noise(function),
+            out_shardings=self._everywhere if steps is None else (self._everywhere, wheres),
+        )
         traced = jitted.trace(np.uint32(0), *given[0])
         precision = max(map(precision_of, equations_of(traced.jaxpr)), default=0.0)
         run, results = traced.lower().compile(), list[Any]()
@@ -205,11 +214,17 @@ class _Check:
         others = (turn(numbers) for turn in (*turns, *passing))
         for seed, pairs in enumerate(itertools.chain(first, others)):
             for pair in pairs:
-                found = jax.device_get(run(np.uint32(seed), *pair))
+                found = run(np.uint32(seed), *pair)
+                found = jax.device_get(found if steps is None else found[0])
                 if np.isfinite(found).all():
                     break
             results.append(found)
             given += [pair] if len(given) <= seed < len(first) + len(turns) else []
+        state, batch, *_ = given[0]
+        for _ in range(steps or 0):
+            found, params = run(np.uint32(0), state, batch)
+            state = dataclasses.replace(state, params=params)
+            results.append(jax.device_get(found))
         return results, precision
 
     def _not_finite(self, of: str) -> LossError:
@@ -237,6 +252,8 @@ class _Check:
         in it, unless it cannot be traced so.
         """
         (state, batch), (turns, larger, names) = self._given, self._varied()
+        # Where rows end a loop, it may not end for other parameters.
+        steps = 0 if self._doubt.finding.reason.endswith(ENDS_LOOP) else _STEPS
         by_hand = [functools.partial(self._by_hand, of_each=of_each) for of_each in (False, True)]
         arounds = None, self._under_vmap, *by_hand
         both = state.params, state.frozen
@@ -246,7 +263,7 @@ class _Check:
             given = [self._given]
             try:
                 comparing = self._comparing(around, inner)
-                (found, *more), precision = self._run(comparing, given, turns, larger)
+                (found, *more), precision = self._run(comparing, given, turns, larger, steps)
             except Exception as error:  # a loss may raise anything on other shapes
                 failure = error
                 continue
@@ -258,7 +275,8 @@ class _Check:
                 )
             self._check_apart(found, allowed)
             of_others = f" and other numbers in {', '.join(names)}" * bool(names)
-            more, of_larger = more[: len(turns)], more[len(turns) :]
+            passing, more = more[len(turns) :], more[: len(turns)]
+            of_larger, of_steps = passing[: len(larger)], passing[len(larger) :]
             for kind, rows in enumerate((_REORDERED, _COPIED, _SAME)):
                 of_kind = more[kind * VARIED : (kind + 1) * VARIED]
                 some = [each for each in of_kind if np.isfinite(each).all()]
@@ -274,6 +292,9 @@ class _Check:
                     values, gradients, whole, mean, norm, *_ = each
                     both_apart = min(values, gradients), 0, whole, mean, norm, 0, 0
                     self._check_apart(both_apart, allowed, f"{_LARGER}{of_others}, ")
+            for each in of_steps:
+                if np.isfinite(each).all():
+                    self._check_apart(_of_first(each, found), allowed, f"{_TRAINED}, ")
             if not any(each[4] for each in (found, *more)):
                 raise LossError(
                     f"{self._doubt.sentence} And the gradient of this batch is 0, which cannot "
@@ -319,7 +340,7 @@ class _Check:
 
         def run(state: TrainState, batch: Any, numbers: Any) -> Any:
             gates.numbers = numbers
-            return compared(state, batch)
+            return compared(state, batch)[0]
 
         try:
             jax.eval_shape(self._with_noise(run), np.uint32(0), state, batch, gates.numbers)
@@ -391,8 +412,9 @@ class _Check:
         large gradient nothing counts that the others are off.
 
         If the model state is in doubt: how far two of these are apart, in the place of losses.
+        With that it returns the parameters after a step along the gradient.
         """
-        state = self._of_one_group(state)
+        params, state = state.params, self._of_one_group(state)
         if widen:
             state, batch = jax.tree.map(wide, (state, batch))
         pieces = self._config.loss.pieces(self._layout.number_of_shards)
@@ -403,6 +425,9 @@ class _Check:
             reduced, after = config.reduced(self._layout, state, batch)
             found.append((reduced.extra["value"], jax.tree.leaves(reduced.values)))
             states.append(jax.tree.leaves(after))
+        params = jax.tree.unflatten(
+            jax.tree.structure(params), list(map(_moved, jax.tree.leaves(params), found[0][1]))
+        )
         if self._doubt.of_state:
             of = ([tree[place] for tree in states] for place, _ in self._doubt.of_state)
             each = jnp.stack([_apart(*arrays) for arrays in of])
@@ -410,7 +435,7 @@ class _Check:
             # A step in which nothing counts leaves the state as it was, whatever the loss returns.
             counts = 1.0 if weight is None else 1.0 * (weight_of(weight, batch) != 0)
             largest = jnp.where(counts, largest, 0)
-            return jnp.stack([*[largest] * 4, counts, 0.0, jnp.argmax(each)])
+            return jnp.stack([*[largest] * 4, counts, 0.0, jnp.argmax(each)]), params
         (whole, slopes), (mean, others) = found
         if self._config.loss.is_summed:
             # Each shard may have its part of a sum.
@@ -428,7 +453,7 @@ class _Check:
         counts &= largest > _LEAST * jnp.abs(whole) / 10
         of_leaves = jnp.where(counts, _relative(*sizes), 0)
         worst = jnp.max(of_leaves), jnp.argmax(of_leaves)
-        return jnp.stack([values, _relative(*norms), whole, mean, norms[1], *worst])
+        return jnp.stack([values, _relative(*norms), whole, mean, norms[1], *worst]), params
 
     def _check_apart(self, found: Any, allowed: float, numbers: str = "") -> None:
         """Raise if losses or gradients are further apart than is allowed, or float32 rounds.
@@ -610,6 +635,23 @@ def _less_rounding(found: Any) -> Any:
     values, gradients, both, mean, norm, *of_leaf = found
     share = norm / max(norm, abs(both) / 10) if norm else 1.0
     return values, gradients * share, both, mean, norm, *of_leaf
+
+
+def _of_first(found: Any, first: Any) -> Any:
+    """Return what ``_compared`` did of trained parameters, relative to the first ones.
+
+    Of what is left of a loss, or of a gradient, most may be rounding; another loss differs in both.
+    """
+    values, gradients, whole, mean, norm, _, leaf = found
+    share = lambda x, of: abs(x) / max(abs(x), abs(of)) if x else 0.0
+    apart = values * share(whole, first[2]), gradients * share(norm, first[4])
+    return min(apart), 0, whole, mean, norm, 0, leaf
+
+
+def _moved(x: Any, slope: Any) -> Any:
+    """Return a parameter after a step along its gradient."""
+    size = jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(x))), 1)
+    return (x - _OF_SIZE * size * jnp.sign(slope)).astype(x.dtype)
 
 
 def _apart(before: Any, whole: Any, mean: Any) -> jax.Array:
