@@ -175,7 +175,7 @@ def test_with_types_what_a_loss_writes_is_each_shards_own(remat: bool):
         return crossshard.value_and_grad(loss)(model, x)[0][None]
 
     x = np.nan_to_num(X[0]).reshape(-1, 3)
-    if remat:  # which writes back what was there
+    if remat:  # it writes nothing
         assert step(used, x).shape == (N,)
         return
     with pytest.raises(VariableError, match="of which a shard has its own under check_vma=True"):

@@ -31,7 +31,6 @@ from crossshard.jaxprs.walk import (
     equations_within,
     follow,
     has_own_derivative,
-    is_identity,
     named_axes,
 )
 from crossshard.shards.axes import (
@@ -237,16 +236,11 @@ def _nnx_grad(
         for place, arg in enumerate(args)
     ]
     with rebound(parameters, values):
-        run, given = _of_parameters(loss, numbers, local, kwargs)
-        check_sums(lambda: jax.make_jaxpr(lambda given: run(given)[0])(given), names)
+        check_sums(lambda: _jaxpr_of_parameters(loss, numbers, local, kwargs), names)
         found = nnx.grad(loss, argnums=numbers, has_aux=True)(*local, **kwargs)
         after = [v.get_raw_value() for v in parameters]
-        written = [new for new, was in zip(after, values, strict=True) if new is not was]
-        # nnx.remat and similar write every variable back, with its old value.
-        if written and is_identity(lambda given: run(given)[1], given):
-            written = []
-    for variable, new in zip(parameters, after, strict=True):
-        if not any(new is each for each in written):
+    for variable, was, new in zip(parameters, values, after, strict=True):
+        if new is was:
             continue
         if jax.tree.map(jax.typeof, new) != jax.tree.map(jax.typeof, variable.get_raw_value()):
             raise VariableError(
@@ -258,23 +252,16 @@ def _nnx_grad(
     return found
 
 
-def _of_parameters(
+def _jaxpr_of_parameters(
     loss: Callable[..., Any], numbers: tuple[int, ...], args: list[Any], kwargs: dict[str, Any]
-) -> tuple[Callable[[Any], Any], Any]:
-    """Return the loss as a function of what ``nnx.grad`` differentiates, and that.
-
-    The function also returns what is there after the loss.
-    """
+) -> Any:
+    """Return the jaxpr of the loss as a function of what ``nnx.grad`` differentiates."""
     is_parameter = lambda path, leaf: path[0] in numbers and isinstance(leaf, nnx.Param)
     split: Any = nnx.split(tuple(args), is_parameter, ...)
     graph, parameters, others = split
-
-    def run(given: Any) -> tuple[Any, Any]:
-        # Copies, so that what the loss writes does not stay.
-        copies: Any = nnx.merge(graph, given, others, copy=True)
-        return loss(*copies, **kwargs)[0], nnx.split(copies, is_parameter, ...)[1]
-
-    return run, parameters
+    # Copies, so that what the loss writes does not stay.
+    of = lambda given: loss(*nnx.merge(graph, given, others, copy=True), **kwargs)[0]
+    return jax.make_jaxpr(of)(parameters)
 
 
 def _jax_grad(
