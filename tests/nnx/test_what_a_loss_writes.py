@@ -197,7 +197,12 @@ def test_what_differs_between_shards_is_not_written_to_one_model():
     opt = sgd(0.1, group_assignment=[[0, 1], [2, 3]])
     with pytest.raises(VariableError, match="in groups of shards"):
         step(model, opt, X[0].reshape(-1, 3))
+    # A group of one shard has nobody who could write something else.
+    model = Doubling(3, 1, rngs=nnx.Rngs(0))
+    step(model, sgd(0.1, group_assignment=[[0], [1], [2], [3]]), X[0].reshape(-1, 3))
+    assert np.ptp(model.kernel[...].array, axis=0).max() > 1e-3
     # One shard has all rows.
+    model = Doubling(3, 1, rngs=nnx.Rngs(0))
     crossshard.shard(
         lambda model, opt, x: opt.minimize(lambda: (model(x) ** 2).mean(), var_list=model),
         [model, sgd(0.1), X[0].reshape(-1, 3)],

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.sharding import AxisType
 
 import crossshard
 from crossshard.errors import LossError
+from crossshard.jaxprs.walk import equations_of
+from crossshard.step.by_numbers import is_ended_by_numbers
 from tests.quick import deep_but
 from tests.step.by_numbers import (
     BATCH,
@@ -324,6 +327,27 @@ def test_on_the_mesh_that_is_set():
         found = moved(made(a_mean), BATCH)
         np.testing.assert_allclose(found, jax.jit(jax.grad(plain))(W, BATCH), rtol=1e-5, atol=1e-5)
         refused(lambda w, b: in_order(w, b)[0], NOT_SO)
+
+
+def test_loops_that_numbers_end_are_told_from_counted_ones():
+    """With parameters of other steps a fixed point may not be one, and the loop goes on."""
+    of = lambda cond: jax.make_jaxpr(
+        lambda start: lax.while_loop(cond, lambda x: (x[0] + 1, x[1] / 2, x[1] < 1), start)
+    )((0, 1.0, False))
+    conditions = lambda x: x[0] < 9, lambda x: x[1] > 0.1, lambda x: ~x[2], lambda x: x[2]
+    ended = [any(map(is_ended_by_numbers, equations_of(of(cond)))) for cond in conditions]
+    assert ended == [False, True, True, True]
+
+    # Here the loss grows with what the loop needs to end.
+    def loss(p: Any, b: Any) -> Any:
+        by = lax.stop_gradient(p["by"].sum())
+        found = lax.while_loop(
+            lambda x: jnp.abs(x[0] - x[1]) > 1e-4, lambda x: (jnp.cos(by * x[0]), x[0]), (1.0, 0.0)
+        )
+        return found[0] * in_order(p["w"], b).mean() - p["by"].sum()
+
+    step = made(loss)
+    step(step.init({"by": np.float32([0.3, 0.3]), "w": W}), BATCH)
 
 
 def test_jax_does_not_stop_at_what_the_comparison_makes_nan():

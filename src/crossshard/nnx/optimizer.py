@@ -359,14 +359,14 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             for value_after in new:
                 variable.set_raw_value(value_after)
         trained = [v for v, new in zip(variables, kept, strict=False) if new]
-        if trained and shards.number > 1 and not self._pipeline.over_all_shards:
+        if trained and shards.size > 1 and not self._pipeline.over_all_shards:
             raise VariableError(
                 f"The loss writes to {describe_variable(trained[0])}, which the optimizer trains "
                 f"in groups of shards, and nothing shows that all of a group write the same. Write "
                 f"to a variable that is no nnx.Param; or bound it in the optimizer, as "
                 f"optax.keep_params_nonnegative does."
             )
-        if around is not None:
+        if around is not None and self._pipeline.over_all_shards:
             around.written_by_loss += trained
         weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
         self.computed.note(found, shards.number, value, weight)

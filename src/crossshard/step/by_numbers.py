@@ -25,7 +25,7 @@ from crossshard.gradients.status import Reduction
 from crossshard.jaxprs.kernels import Assumptions
 from crossshard.jaxprs.mean_over_rows import Finding, facts_of_outputs
 from crossshard.jaxprs.row_facts import ENDS_LOOP, OverRows
-from crossshard.jaxprs.walk import equations_of
+from crossshard.jaxprs.walk import While, control_flow, equations_of, opened
 from crossshard.jaxprs.widen import (
     OF_PARAMS,
     OF_ROWS,
@@ -221,7 +221,9 @@ class _Check:
             results.append(found)
             given += [pair] if len(given) <= seed < len(first) + len(turns) else []
         state, batch, *_ = given[0]
-        for _ in range(steps or 0):
+        # A loop that numbers end, as at a fixed point, may not end for other parameters.
+        ends = not any(map(is_ended_by_numbers, equations_of(traced.jaxpr)))
+        for _ in range(steps or 0 if ends else 0):
             found, params = run(np.uint32(0), state, batch)
             state = dataclasses.replace(state, params=params)
             results.append(jax.device_get(found))
@@ -252,8 +254,6 @@ class _Check:
         in it, unless it cannot be traced so.
         """
         (state, batch), (turns, larger, names) = self._given, self._varied()
-        # Where rows end a loop, it may not end for other parameters.
-        steps = 0 if self._doubt.finding.reason.endswith(ENDS_LOOP) else _STEPS
         by_hand = [functools.partial(self._by_hand, of_each=of_each) for of_each in (False, True)]
         arounds = None, self._under_vmap, *by_hand
         both = state.params, state.frozen
@@ -263,7 +263,7 @@ class _Check:
             given = [self._given]
             try:
                 comparing = self._comparing(around, inner)
-                (found, *more), precision = self._run(comparing, given, turns, larger, steps)
+                (found, *more), precision = self._run(comparing, given, turns, larger, _STEPS)
             except Exception as error:  # a loss may raise anything on other shapes
                 failure = error
                 continue
@@ -635,6 +635,15 @@ def _less_rounding(found: Any) -> Any:
     values, gradients, both, mean, norm, *of_leaf = found
     share = norm / max(norm, abs(both) / 10) if norm else 1.0
     return values, gradients * share, both, mean, norm, *of_leaf
+
+
+def is_ended_by_numbers(equation: Any) -> bool:
+    """Return whether it is a loop that anything but a count of its turns may end."""
+    call = control_flow(equation)
+    if not isinstance(call, While):
+        return False
+    compared = [x.aval.dtype for each in opened(call.cond).eqns for x in each.invars]
+    return not compared or not all(jnp.issubdtype(dtype, jnp.integer) for dtype in compared)
 
 
 def _of_first(found: Any, first: Any) -> Any:
