@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "crossshard"
 # The words by which a file knows a way of the step.
 FEATURES = {
     "workers": r"\bsync_(every|streaming)\b|\bouter_(optimizer|reduce_dtype)\b|\bLocalSGD",
-    "virtual shards": r"\bvirtual_shards\b|\bsame_bits\b|\bVirtualLoss\b",
+    "virtual shards": r"\bvirtual_shards\b|\bVirtualLoss\b",
     "a loss over the batch": r"\bhas_one_state\b|\bover_batch\b|\bBatchLoss\b",
 }
 

@@ -133,11 +133,11 @@ def find_majority(words: jax.Array, shards: Shards) -> Majority:
     # to send do not depend on the number of shards.
     counts = sum_over_shards(bits.astype(jnp.int32), shards)
     common = jnp.sum(
-        (2 * counts > shards.size).astype(jnp.uint32) << places, axis=1, dtype=jnp.uint32
+        (2 * counts > shards.group_size).astype(jnp.uint32) << places, axis=1, dtype=jnp.uint32
     )
     healthy = words == common
     number = sum_over_shards(healthy.astype(jnp.int32), shards)
-    return Majority(common, healthy, number == shards.size, 2 * number > shards.size)
+    return Majority(common, healthy, number == shards.group_size, 2 * number > shards.group_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Sentinel:
                 pairs = zip(majority, of_group, strict=True)
                 majority = Majority(*map(jnp.concatenate, pairs))
             suspect = jnp.any(~(majority.healthy & majority.decided))
-            own = jnp.arange(shards.number) == shards.index()
+            own = jnp.arange(shards.num_shards) == shards.index()
             undecided = jnp.any(~majority.decided)[None]
             flags = on_any(jnp.concatenate([~majority.equal, own & suspect, undecided]))
             differ, suspects = flags[: len(leaves)], flags[len(leaves) : -1]
@@ -228,7 +228,9 @@ class Sentinel:
 
         none = lambda number: jnp.zeros(number, bool)
         clean = jnp.bool_(False)
-        nothing = Divergence(jnp.int32(-1), clean, clean, none(shards.number), none(len(leaves)))
+        nothing = Divergence(
+            jnp.int32(-1), clean, clean, none(shards.num_shards), none(len(leaves))
+        )
         if self.every == 1:
             return compare(leaves)
         # The results of a loop overwrite its inputs, which XLA may copy in a conditional.
@@ -238,7 +240,7 @@ class Sentinel:
 
 def _repaired(healthy: jax.Array, decided: jax.Array, shards: Shards, x: Any) -> jax.Array:
     """Replace a bad copy by the first healthy one, if it is known which are healthy."""
-    place, places = shards.position(), jnp.arange(shards.size)
+    place, places = shards.index_in_group(), jnp.arange(shards.group_size)
     counts = sum_over_shards(((places == place) & healthy).astype(jnp.int32), shards)
     words = to_words(x)
     of_first = jnp.where(place == jnp.argmax(counts), words, 0)

@@ -260,7 +260,7 @@ class Agreed(Signs):
     needs_local = ""
 
     def update(self, gradients, state, context):
-        number = context.shards.size
+        number = context.shards.group_size
         one = lambda g, signs: jnp.where(abs(signs) == number, g, 0)
         kept = jax.tree.map(one, gradients.values, gradients.sums["signs"])
         return gradients.replace(values=kept), state

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from orbax.checkpoint import future
 
 from crossshard import _mesh
+from crossshard._hash import key_data
 from crossshard.checkpoints.folder import ARRAYS, NOTES, Damaged, in_words
 from crossshard.model.layout import StateLayout
 from crossshard.model.state import TrainState
@@ -71,9 +72,8 @@ def _unpacked(placement: Placement, shape: tuple[int, ...], dtype: Any) -> jax.S
     return jax.eval_shape(functools.partial(_unpack, placement), jax.ShapeDtypeStruct(shape, dtype))
 
 
-def _unpack(placement: Placement, x: Any) -> jax.Array:
-    whole = placement.unpack(x)
-    return jax.random.key_data(whole) if is_key(whole) else whole
+def _unpack(placement: Placement, x: Any) -> Any:
+    return key_data(placement.unpack(x))
 
 
 def to_disk(leaf: Leaf, x: jax.Array) -> jax.Array:

@@ -103,9 +103,9 @@ def all_to_all(
     x = _numeric(x, "all_to_all")
     concat = _dimension(x, concat_dimension, "concat_dimension")
     split = _dimension(x, split_dimension, "split_dimension")
-    if _check.whole_number("split_count", split_count, least=None) != shards.size:
+    if _check.whole_number("split_count", split_count, least=None) != shards.group_size:
         raise ArgumentError(
-            f"split_count must be the number of shards in a group, {shards.size}; "
+            f"split_count must be the number of shards in a group, {shards.group_size}; "
             f"got {split_count!r}."
         )
     if x.shape[split] % split_count:
@@ -114,7 +114,7 @@ def all_to_all(
             f"{x.shape[split]}, which is not divisible by {split_count} shards."
         )
     with _scope(name, "all_to_all"):
-        if shards.size == 1:
+        if shards.group_size == 1:
             return x
         check_bound(shards, "exchanged between")
         if shards.manual:
@@ -128,7 +128,7 @@ def all_to_all(
             )
         gathered = gather_over_group(x, shards)
         blocks = jnp.stack(jnp.split(gathered, split_count, axis=split + 1))
-        return jnp.concatenate(list(blocks[shards.position()]), axis=concat)
+        return jnp.concatenate(list(blocks[shards.index_in_group()]), axis=concat)
 
 
 def collective_permute(
@@ -160,7 +160,7 @@ def collective_permute(
     """
     shards = _shards("collective_permute", axis_name)
     x = _numeric(x, "collective_permute")
-    pairs = _check_pairs(source_target_pairs, shards.number)
+    pairs = _check_pairs(source_target_pairs, shards.num_shards)
     with _scope(name, "collective_permute"):
         if not shards.axes:
             check_bound(shards, "sent between")
@@ -168,7 +168,7 @@ def collective_permute(
         if shards.manual:
             return lax.ppermute(shards.as_varying(x), shards.axes, pairs)
         # Under vmap, ppermute needs a full permutation, so gather and index instead.
-        source_of = np.full(shards.number, -1)
+        source_of = np.full(shards.num_shards, -1)
         source_of[[target for _, target in pairs]] = [source for source, _ in pairs]
         source = jnp.asarray(source_of)[shards.index()]
         received = gather_over_shards(x, shards)[source]

@@ -292,7 +292,7 @@ Tier = tuple[tuple[str, ...], Any]
 
 def takes_few_bits(x: Any, shards: Shards) -> bool:
     """Return whether an array fills blocks; smaller ones are sent as they are."""
-    return shards.size > 1 and jnp.isrealobj(x) and x.size >= shards.size * LANES
+    return shards.group_size > 1 and jnp.isrealobj(x) and x.size >= shards.group_size * LANES
 
 
 def sum_in_few_bits(
@@ -328,7 +328,7 @@ def sum_in_few_bits(
         given = [x.reshape(each.shape) for x, each in pairs]
         sums, lost = on_blocks(run, given, partitions, shards, key, out_specs=both)
         return sums, [x.reshape(each.shape) for x, each in zip(lost, xs, strict=True)]
-    rows = [_as_rows(x.reshape(each.shape), each, shards.size) for x, each in pairs]
+    rows = [_as_rows(x.reshape(each.shape), each, shards.group_size) for x, each in pairs]
     buckets: dict[Any, list[int]] = {}
     for at, (row, partition) in enumerate(zip(rows, partitions, strict=True)):
         alone = row.shape[1] >= _MANY
@@ -342,7 +342,8 @@ def sum_in_few_bits(
         if whole:
             total, kept = tiered.gather(total)
             if kept is not None:
-                missing = missing.and_then(jnp.zeros_like(total).at[shards.position()].set(kept))
+                here = shards.index_in_group()
+                missing = missing.and_then(jnp.zeros_like(total).at[here].set(kept))
         ends = list(itertools.accumulate(rows[at].shape[1] for at in places))
         for at, start, end in zip(places, [0, *ends], ends, strict=False):
             x, partition = xs[at], partitions[at]
@@ -419,7 +420,7 @@ class _TieredSum:
             if axes != own.axes:
                 own = dataclasses.replace(
                     own,
-                    number=math.prod(map(lax.axis_size, axes)),
+                    num_shards=math.prod(map(lax.axis_size, axes)),
                     axes=axes,
                     torus_factors=(),
                     slices=1,
@@ -430,7 +431,7 @@ class _TieredSum:
     def scatter(self, x: jax.Array) -> tuple[jax.Array, _Missing]:
         """Return the sum of this shard's rows, ``[rows, 128]``, and what was not sent of ``x``."""
         ways, missing = self._of_tiers, _Missing()
-        sizes = [own.size for _, own in reversed(ways)]
+        sizes = [own.group_size for _, own in reversed(ways)]
         x = x.reshape(*sizes, *x.shape[1:])
         for nth, (wire, own) in enumerate(ways):
             # The axes of the tiers that are left come first, that of this tier last of them.
@@ -484,7 +485,7 @@ class _TieredSum:
         """Return ``[shards, rows, 128]``, zero but for the sums of this shard in inner tiers."""
         missing = jnp.moveaxis(missing, 0, -3)
         for _, own in reversed(inner):
-            is_own = jnp.arange(own.number) == own.index()
+            is_own = jnp.arange(own.num_shards) == own.index()
             missing = jnp.where(is_own[:, None, None], missing[..., None, :, :], 0)
         return missing.reshape(-1, *missing.shape[-2:])
 
@@ -502,7 +503,7 @@ class _TieredSum:
         key = jax.random.fold_in(self.key, nth)
         for shards in those:
             # Shards with the same place in their groups may send the same.
-            key = jax.random.fold_in(key, shards.position())
+            key = jax.random.fold_in(key, shards.index_in_group())
         return key
 
 

@@ -87,22 +87,22 @@ def sum_in_order(
       shards: the shards.
       virtual: which of the nodes there are.
     """
-    if shards.number == 1:
+    if shards.num_shards == 1:
         return [sum_of_nodes(x) for x in xs]
 
     def move(bucket: Bucket) -> list[jax.Array]:
         split = bucket[0][1].number > 1
-        packed = [_by_shard(x, each, shards.number) for x, each in bucket]
+        packed = [_by_shard(x, each, shards.num_shards) for x, each in bucket]
         columns = packed[0] if len(packed) == 1 else jnp.concatenate(packed, axis=2)
         nodes, _, width = columns.shape
         if not width:  # all arrays are empty, since their rows travel in another array
             return [jnp.zeros(x.shape[1:], x.dtype) for x, _ in bucket]
         if not split:
-            padding = -width % shards.number
+            padding = -width % shards.num_shards
             columns = jnp.pad(columns[:, 0], ((0, 0), (0, padding)))
-            width = (width + padding) // shards.number
-            columns = columns.reshape(nodes, shards.number, width)
-        received = exchange(columns, 1, shards).reshape(shards.number * nodes, width)
+            width = (width + padding) // shards.num_shards
+            columns = columns.reshape(nodes, shards.num_shards, width)
+        received = exchange(columns, 1, shards).reshape(shards.num_shards * nodes, width)
         total = sum_of_nodes(virtual.filled(received))
         if not split:
             total = gather_slices(total, 0, shards)

@@ -178,7 +178,7 @@ class _Ring:
 
 def _rings(shards: Shards) -> list[_Ring]:
     """Return the rings of a sum, in its order; a gather takes them the other way round."""
-    everyone = [list(range(shards.number))]
+    everyone = [list(range(shards.num_shards))]
     return [_Ring(name, members or everyone) for name, members in shards.scatter_schedule()]
 
 

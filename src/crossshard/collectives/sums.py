@@ -38,11 +38,11 @@ def wide(dtype: Any) -> Any:
 
 def check_bound(shards: Shards, done: str) -> None:
     """Raise ShardContextError if there are several shards, but no bound axis to sum over."""
-    if shards.number > 1 and not shards.axes:
+    if shards.num_shards > 1 and not shards.axes:
         raise ShardContextError(
-            f"The shard context has {shards.number} shards, but no mesh axis is bound here, so "
+            f"The shard context has {shards.num_shards} shards, but no mesh axis is bound here, so "
             f"nothing can be {done} them. Run the step with "
-            f"crossshard.shard(num_shards={shards.number}), or inside jax.shard_map."
+            f"crossshard.shard(num_shards={shards.num_shards}), or inside jax.shard_map."
         )
 
 
@@ -67,7 +67,7 @@ def sum_over_shards(x: Any, shards: Shards) -> Any:
 
 
 def _sum_over_group(x: Any, shards: Shards) -> Any:
-    if shards.size == 1 or jnp.size(x) == 0:
+    if shards.group_size == 1 or jnp.size(x) == 0:
         return x
     check_bound(shards, "summed over")
     if not shards.manual:
@@ -75,7 +75,7 @@ def _sum_over_group(x: Any, shards: Shards) -> Any:
         parts = gather_over_shards(x, shards)[shards.groups.members].sum(1)
         return parts[jnp.asarray(shards.groups.group_of)[shards.index()]]
     # psum rejects groups under check_vma=True. These two accept them, and send the same bytes.
-    flat = jnp.pad(jnp.ravel(x), (0, -jnp.size(x) % shards.size))
+    flat = jnp.pad(jnp.ravel(x), (0, -jnp.size(x) % shards.group_size))
     total = _gather_sums(scatter_sum(flat, 0, shards), shards)
     return total[: jnp.size(x)].reshape(jnp.shape(x))
 
@@ -124,7 +124,7 @@ def _gather_sums(x: jax.Array, shards: Shards) -> jax.Array:
     if not _jax.has_coordinator():
         return gather(x)
     # The derivative of an all-gather is a reduce-scatter, and that of an exchange an exchange.
-    by_exchange = lambda x: exchange(jnp.tile(x, shards.size), 0, shards).ravel()
+    by_exchange = lambda x: exchange(jnp.tile(x, shards.group_size), 0, shards).ravel()
     return shards.by_platform(x, cpu=by_exchange, default=gather)
 
 
@@ -133,10 +133,10 @@ def exchange(x: jax.Array, axis: int, shards: Shards) -> jax.Array:
 
     Their sum is the result of a reduce-scatter, and this sends as many bytes.
     """
-    before, length, after = x.shape[:axis], x.shape[axis] // shards.size, x.shape[axis + 1 :]
-    parts = jnp.moveaxis(x.reshape(*before, shards.size, length, *after), axis, 0)
+    before, length, after = x.shape[:axis], x.shape[axis] // shards.group_size, x.shape[axis + 1 :]
+    parts = jnp.moveaxis(x.reshape(*before, shards.group_size, length, *after), axis, 0)
     if shards.groups is not None and not shards.manual:
-        return gather_over_group(parts, shards)[:, shards.position()]
+        return gather_over_group(parts, shards)[:, shards.index_in_group()]
     return lax.all_to_all(
         shards.as_varying(parts),
         shards.axes,
@@ -205,11 +205,11 @@ def send_sum(x: jax.Array, shards: Shards) -> jax.Array:
     """Return the sum; that of 16-bit arrays as float32, rounded to 16 bits outside of ``vmap``."""
     if not _is_narrow(x):
         return sum_over_shards(x, shards)
-    if not shards.manual or shards.number == 1:
+    if not shards.manual or shards.num_shards == 1:
         return sum_over_shards(x.astype(jnp.float32), shards)
 
     def by_exchange(x: jax.Array) -> jax.Array:
-        flat = jnp.pad(x.ravel(), (0, -x.size % shards.size))
+        flat = jnp.pad(x.ravel(), (0, -x.size % shards.group_size))
         part = _sum_of_exchanged(flat, 0, shards).astype(x.dtype)
         whole = lax.bitcast_convert_type(gather_slices(_as_bits(part), 0, shards), x.dtype)
         return whole[: x.size].reshape(x.shape)
@@ -375,7 +375,7 @@ def by_bucket(
 ) -> list[jax.Array]:
     """Apply ``move`` to all arrays, small ones of one dtype in buckets; the order is kept."""
     # vmap does not communicate, and arrays that vary over different axes cannot share a bucket.
-    buckets_pay = shards.manual and not shards.has_vma and shards.number > 1
+    buckets_pay = shards.manual and not shards.has_vma and shards.num_shards > 1
     kinds = [(x.dtype, partition) for x, partition in zip(xs, partitions, strict=True)]
     number, seen = Counter(kinds), Counter[object]()
     members_of: dict[object, list[int]] = {}

@@ -291,7 +291,7 @@ def part_of_shard(mean: Mean, shards: Shards) -> tuple[Float[Array, ""], Bool[Ar
     own = jax.lax.stop_gradient(shards.as_varying(jnp.stack(counts_of(mean))))
     counts = tuple(sum_over_shards(own, shards))
     found = dataclasses.replace(sums_of(mean), counts=counts)
-    return part_of_mean(mean, counts, shards.size), found.are_empty()
+    return part_of_mean(mean, counts, shards.group_size), found.are_empty()
 
 
 def _wide(x: Any) -> Any:

@@ -121,7 +121,7 @@ def _status(
 ) -> GradientStatus:
     if declared is GradientStatus.SUMMED and grouped:
         raise IncomingError(
-            f"{name} is declared as summed over all {shards.number} shards, but this optimizer "
+            f"{name} is declared as summed over all {shards.num_shards} shards, but this optimizer "
             f"reduces over groups, and a group's sum cannot be recovered from the total. "
             f"Differentiate with crossshard.value_and_grad."
         )
@@ -141,7 +141,7 @@ def _status(
     axes = shards.invariant_axes(gradient)
     if not axes:
         return GradientStatus.LOCAL
-    if shards.number == 1:
+    if shards.num_shards == 1:
         return GradientStatus.REDUCED
     number = math.prod(map(lax.axis_size, axes))
     mistake = (

@@ -61,7 +61,7 @@ LINEAR = _MOVES | _names(
     "stop_gradient"
 )
 ADDS = _names("add add_any sub")
-# They change no element.
+# They change no element, but for a conversion; see ``Pair.converts``.
 MOVES = _names("broadcast_in_dim convert_element_type copy copy_p reshape stop_gradient")
 # The inputs that choose elements; the elements of all others are copied, or added up.
 CHOOSES: dict[str, slice] = {

@@ -81,7 +81,7 @@ class StateLayout:
     @property
     def number_of_shards(self) -> int:
         """The number of shards."""
-        return self.shards.number
+        return self.shards.num_shards
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from crossshard.gradients.status import inside_optimizer
 from crossshard.jaxprs.walk import depends, is_identity
 from crossshard.model.model_state import OVERWRITTEN
 from crossshard.pipeline.update.optimize import takes_loss
+from crossshard.shards.cut import param_name
 
 _WRITE = (
     "Write an NNX filter, such as nnx.LoRAParam, for an NNX module, or a function of path and "
@@ -83,7 +84,7 @@ def partition(model: Any, wrt: Any = None) -> tuple[Any, ...]:
         raise ArgumentError(
             f"There is nothing to train: {type(model).__name__} has no floating array."
         )
-    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(parts[2])]
+    names = [param_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(parts[2])]
     raise ArgumentError(
         f"wrt chooses none of the model's parameters, of which the first is "
         f"{(names or ['params'])[0]}, so there is nothing to train. {_WRITE}"
@@ -126,7 +127,7 @@ def check_params(
         ]
         others = [place for place, is_lora in enumerate(of_lora) if not is_lora]
         if any(of_lora) and others and _moves(optimizer, params, others):
-            name = _name(paths[others[0]][0])
+            name = param_name(paths[others[0]][0])
             raise ArgumentError(
                 f"The model has nnx.LoRAParam, and the optimizer would also train others, such as "
                 f"{name}. To train only nnx.LoRAParam, write make_train_step(..., "
@@ -149,11 +150,6 @@ def _refuse_states(model: Any) -> None:
                 f"The parameters hold {what}, {type(node).__name__}, whose arrays would be "
                 f"trained. Write {instead}."
             )
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    # The path of an NNX variable's array ends in `.value`.
-    return "params" + jax.tree_util.keystr(path).removesuffix(".value")
 
 
 def _moves(

@@ -303,7 +303,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
                 f"differentiated; got {type(loss).__name__}. Write lambda: loss_fn(model, x)."
             )
         shards = self._pipeline.shards()
-        divisor, around = self._pipeline.divisor(shards.size), bound()
+        divisor, around = self._pipeline.divisor(shards.group_size), bound()
         if var_list is None:
             if around is None:
                 raise ArgumentError(
@@ -359,7 +359,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
             for value_after in new:
                 variable.set_raw_value(value_after)
         trained = [v for v, new in zip(variables, kept, strict=False) if new]
-        if trained and shards.size > 1 and not self._pipeline.over_all_shards:
+        if trained and shards.group_size > 1 and not self._pipeline.over_all_shards:
             raise VariableError(
                 f"The loss writes to {describe_variable(trained[0])}, which the optimizer trains "
                 f"in groups of shards, and nothing shows that all of a group write the same. Write "
@@ -369,7 +369,7 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         if around is not None and self._pipeline.over_all_shards:
             around.written_by_loss += trained
         weight = None if empty is None else jnp.where(empty, 0.0, 1.0)
-        self.computed.note(found, shards.number, value, weight)
+        self.computed.note(found, shards.num_shards, value, weight)
         self.computed.are_means += is_mean
         of_each = enumerate(zip(gradients, variables, strict=True))
         return [(g if place in reached else None, v) for place, (g, v) in of_each]
@@ -416,10 +416,13 @@ class CrossShardOptimizer(optax.GradientTransformationExtraArgs, HasSlots):
         variables = [variable for _, variable in given]
         shards, declared = self._pipeline.shards(warn=False), self._pipeline.incoming is not None
         origin = check_incoming(incoming) or self.computed.origin(
-            variables, shards.number, self._pipeline.divisor(shards.size), declared=declared
+            variables,
+            shards.num_shards,
+            self._pipeline.divisor(shards.group_size),
+            declared=declared,
         )
         if origin is not GradientStatus.REDUCED:
-            self._check_one_model(variables, shards.number)
+            self._check_one_model(variables, shards.num_shards)
         # A shard of which no row counts in a ``Mean``; if that is so on all, nothing changes.
         is_own = incoming is None and origin is GradientStatus.SCALED
         weight = self.computed.weight_of(variables) if is_own else None

@@ -39,7 +39,6 @@ from crossshard.pipeline.update.plan import (
     Planner,
     WeightUpdate,
     check_blocks,
-    check_weight_update,
 )
 from crossshard.shards.axes import (
     Shards,
@@ -102,7 +101,7 @@ class Transformation:
             check_incoming(incoming),
             options=options,
         )
-        where = check_weight_update(weight_update)
+        where = _check.choice("weight_update", weight_update, WeightUpdate)
         if where is WeightUpdate.AUTO:
             raise ArgumentError(
                 "weight_update='auto' is for make_train_step, which shards the state itself; pass "
@@ -155,7 +154,7 @@ class Transformation:
         if self.weight_update is WeightUpdate.SHARDED:
             shards = self.pipeline.shards()
             plan = self._plan(params, shards)
-            index = shards.position()
+            index = shards.index_in_group()
             local = lambda partition, x: partition.local_slice(x, index)
             state = state._replace(inner_state=map_partitions(local, plan.state, state.inner_state))
         return self._map_stages(self._on_each_shard, state)
@@ -224,7 +223,7 @@ class Transformation:
                 params,
                 extra_args,
                 self._arrays(like, state.inner_state, shards),
-                self.pipeline.divisor(shards.size),
+                self.pipeline.divisor(shards.group_size),
             )
             reduced, after = self.pipeline.update(gradients, state, context)
             assert reduced.updated is not None
@@ -318,7 +317,7 @@ class Transformation:
                 "state_specs(params, num_shards))(params); or, in a loop without shard_map, call "
                 "init within crossshard.shard_context(1)."
             )
-        number = 1 if shards.axes else shards.number
+        number = 1 if shards.axes else shards.num_shards
         return jnp.broadcast_to(shards.as_varying(x), (number, *jnp.shape(x)))
 
 
@@ -355,7 +354,7 @@ def _check_functions(given: Mapping[str, Any], params: Any, shards: Shards) -> N
         reduces.append(jnp.shape(value) == () and not shards.is_varying(value))
 
     for name, function in given.items():
-        if shards.number == 1 or not callable(function):
+        if shards.num_shards == 1 or not callable(function):
             continue
         reduces: list[bool] = []
         if shards.has_vma:

@@ -39,11 +39,11 @@ class Peers:
     @property
     def number(self) -> int:
         """The number of these shards."""
-        return self.shards.size
+        return self.shards.group_size
 
     def index(self) -> jax.Array:
         """Return the position of this shard among them, int32[]."""
-        return self.shards.position()
+        return self.shards.index_in_group()
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Return the sum of ``x`` over them, in its shape and dtype; bools are counted in int32."""
@@ -158,7 +158,7 @@ class Aggregator(abc.ABC):
         check_like(totals, gradients, f"The sums that {name} returned")
         whole = jax.tree.leaves(context.arrays.to_owners(totals))
         others = sum_by_xla([each for each in sent if each.place is None], shards)
-        index = shards.position()
+        index = shards.index_in_group()
         own = lambda x: x.partition.local_slice(whole[x.place], index)
         return [next(others) if x.place is None else own(x) for x in sent], after
 

@@ -506,11 +506,11 @@ class Pipeline:
         if self.excludes_shards:
             if gradients.weight is None:
                 # A constant instead of a sum, for which all gradients would wait.
-                total = typed(jnp.asarray(context.shards.size, float))
+                total = typed(jnp.asarray(context.shards.group_size, float))
             gradients = gradients.replace(weight=as_counted(gradients.weight))
         reduced, state = after_reduction(*after_local(gradients.replace(total_weight=total)))
         with jax.named_scope(self.nonfinite.scope):
-            none = typed(jnp.zeros(context.shards.number, jnp.float32))
+            none = typed(jnp.zeros(context.shards.num_shards, jnp.float32))
             reduced = reduced.replace(sums={**reduced.sums, REPORTED: none})
             done = reduced, state.aggregate
 

@@ -211,7 +211,7 @@ class StageContext:
         Each shard has a copy. If a bit of one copy flips, and the copy decides when its shard
         communicates, the other shards wait for that shard forever.
         """
-        number = self.shards.number
+        number = self.shards.num_shards
         if number == 1:
             return count
         own = jnp.where(jnp.arange(number) == self.shards.index(), count, 0)
@@ -342,7 +342,7 @@ def as_local(gradients: Gradients, context: StageContext, what: str) -> Gradient
     early = gradients.early or (False,) * len(gradients.status)
     pairs = list(zip(gradients.status, early, strict=True))
     summed = {status for status, is_early in pairs if status in _SUMMED and not is_early}
-    if summed and context.shards.number > 1:
+    if summed and context.shards.num_shards > 1:
         raise IncomingError(
             f"{what} each shard's local gradient before it is reduced, and these gradients are "
             f"already {summed.pop()}. Differentiate with crossshard.value_and_grad, or leave "

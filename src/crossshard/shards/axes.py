@@ -218,7 +218,7 @@ def check_group_assignment(group_assignment: Any) -> GroupAssignment | None:
 class Shards:
     """The current shards, and which of them reduce together."""
 
-    number: int  # the number of all shards
+    num_shards: int  # the number of all shards
     axes: tuple[str, ...] = ()  # their bound axes, major first; empty if none is bound
     manual: bool = False  # whether every axis is a mesh axis, of shard_map or pmap
     has_vma: bool = False  # whether types track what varies over the axes (``check_vma=True``)
@@ -248,9 +248,9 @@ class Shards:
         return dataclasses.replace(self, groups=columns)
 
     @property
-    def size(self) -> int:
+    def group_size(self) -> int:
         """The number of shards that reduce together."""
-        return self.number if self.groups is None else self.groups.size
+        return self.num_shards if self.groups is None else self.groups.size
 
     @property
     def is_grouped(self) -> bool:
@@ -287,7 +287,7 @@ class Shards:
             return [(self.axes, self.members)]
         if not self.torus_factors:
             return [(axis, None) for axis in self.axes]
-        indices = np.arange(self.number).reshape(self.torus_factors)
+        indices = np.arange(self.num_shards).reshape(self.torus_factors)
         return [
             (self.axes[0], np.moveaxis(indices, factor, -1).reshape(-1, size).tolist())
             for factor, size in enumerate(self.torus_factors)
@@ -297,7 +297,7 @@ class Shards:
         """Return the index of this shard, int32[]."""
         return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
 
-    def position(self) -> jax.Array:
+    def index_in_group(self) -> jax.Array:
         """Return this shard's index in its group, int32[]; its slices have the same index."""
         index = self.index()
         return index if self.groups is None else jnp.asarray(self.groups.position_of)[index]
@@ -335,7 +335,7 @@ def current_shards(
     """
     shards = _current_shards(axis_name, warn, what)
     if groups is not None:
-        groups.check_covers(shards.number)
+        groups.check_covers(shards.num_shards)
     return dataclasses.replace(shards, groups=groups)
 
 

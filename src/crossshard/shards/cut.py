@@ -389,7 +389,7 @@ def other_axes_of(
       ArgumentError: an array is on another mesh, or is split over the shards.
     """
     found = tuple(
-        _other_axes_of(_name(path[1:]), x, mesh, axes, params_sharded)
+        _other_axes_of(param_name(path[1:]), x, mesh, axes, params_sharded)
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
     )
     return found if any(found) else ()
@@ -464,13 +464,14 @@ def check_fits(params: Any, other_axes: Sequence[PartitionSpec], mesh: Mesh) -> 
         except ValueError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise ArgumentError(
-                f"{_name(path)}, of shape {x.shape}, is split as {own}, which a "
+                f"{param_name(path)}, of shape {x.shape}, is split as {own}, which a "
                 f"mesh of {dict(mesh.shape)} cannot: {reason}. For a state of another mesh write "
                 f"step.reshard(other.unshard(state))."
             ) from error
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def param_name(path: tuple[Any, ...]) -> str:
+    """Return the name of a parameter in messages, given its path."""
     return "params" + jax.tree_util.keystr(path).removesuffix(".value")
 
 

@@ -23,6 +23,7 @@ from crossshard.errors import (
     ShardContextError,
 )
 from crossshard.shards.axes import GroupAssignment, Shards, check_axis_name, check_num_shards
+from crossshard.shards.random_streams import is_key
 
 AXIS = "shards"
 
@@ -310,7 +311,7 @@ def put(x: Any, sharding: NamedSharding, *, whole: bool = False) -> jax.Array:
     if jax.process_count() == 1 or not getattr(x, "is_fully_addressable", True):
         return jax.device_put(x, sharding)
     x = x if hasattr(x, "dtype") else np.asarray(x, jnp.result_type(x))
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         data = put(jax.random.key_data(x), sharding, whole=whole)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     local = np.asarray(x)

@@ -118,7 +118,7 @@ class BatchPlacer:
         self._own = own_shards(NamedSharding(mesh, PartitionSpec(axes)), self.number)
         self.parts: int = len(self._own)
         self._virtual = VirtualShards(loss.parts(self.number), self.number)
-        self._loss, self._weight = loss, loss.weight
+        self._loss, self._weight = loss, loss.weight_fn
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._shardings: dict[int, NamedSharding] = {}
         # The shardings and dimensions of batches that were on the devices already.
@@ -214,7 +214,7 @@ class BatchPlacer:
         rows = _check.whole_number("rows", rows)
         pieces = virtual.number * microbatches
         if rows % pieces:
-            kind = "shards" if self._loss.same_bits is None else "virtual shards"
+            kind = "shards" if self._loss.virtual_shards is None else "virtual shards"
             raise ArgumentError(
                 f"{rows} rows do not divide over {virtual.number} {kind}"
                 f"{f' of {microbatches} microbatches' * (microbatches > 1)}. Pass a multiple of "
@@ -398,7 +398,7 @@ class BatchPlacer:
         check_same_rows(rows, self.batch_axes)
         number, parts = leaf.shape[axis], self._multiple(leaf)
         microbatches = self._loss.accumulate_steps
-        kind = "shards" if self._loss.same_bits is None else "virtual shards"
+        kind = "shards" if self._loss.virtual_shards is None else "virtual shards"
         pieces = f"{parts // microbatches} {kind}"
         pieces += f" of {microbatches} microbatches" * (microbatches > 1)
         if self._weight is None:
@@ -466,8 +466,8 @@ def zeros_in_padding(loss: StepLoss, rows: Any, whole: Any) -> Any:
     finite as of the row; unless the trace does not show that these count nothing.
     """
     leaves, tree = jax.tree.flatten(rows)
-    copies = loss.weight is not None and not loss.record.counts_copies
-    is_read = entries_read(loss.weight, rows, whole) if copies else [True] * len(leaves)
+    copies = loss.weight_fn is not None and not loss.record.counts_copies
+    is_read = entries_read(loss.weight_fn, rows, whole) if copies else [True] * len(leaves)
     return tree.unflatten(is_read)
 
 

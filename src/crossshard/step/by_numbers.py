@@ -152,7 +152,7 @@ class _Check:
             function=self._function,
             is_summed=False,
             accumulate_steps=1,
-            same_bits=None,
+            virtual_shards=None,
             record=OverRowsRecord(proves=False),
         )
 
@@ -283,7 +283,7 @@ class _Check:
                 for each in some:
                     self._check_apart(_less_rounding(each), allowed, f"{rows}{of_others}, ")
                 # With a weight, a row that does not count may be all that a piece has.
-                if not some and self._config.loss.weight is None:
+                if not some and self._config.loss.weight_fn is None:
                     raise self._not_finite(f" {rows}")
             for each in of_larger:
                 if np.isfinite(each).all():
@@ -317,7 +317,7 @@ class _Check:
     def _comparing(self, around: Any, inner: Any) -> Callable[..., Any]:
         """Return ``_compared`` for a loss in two transformations, the outer one of all rows."""
         whole, outer = LossOver.BATCH, _composed(around, inner)
-        of_all = changed(self._loss, over=whole, weight=None, around=outer)
+        of_all = changed(self._loss, over=whole, weight_fn=None, around=outer)
         of_each = changed(self._loss, around=inner)
         return functools.partial(self._compared, of_all, of_each, widen=inner is not None)
 
@@ -431,7 +431,7 @@ class _Check:
         if self._doubt.of_state:
             of = ([tree[place] for tree in states] for place, _ in self._doubt.of_state)
             each = jnp.stack([_apart(*arrays) for arrays in of])
-            largest, weight = jnp.max(each), self._config.loss.weight
+            largest, weight = jnp.max(each), self._config.loss.weight_fn
             # A step in which nothing counts leaves the state as it was, whatever the loss returns.
             counts = 1.0 if weight is None else 1.0 * (weight_of(weight, batch) != 0)
             largest = jnp.where(counts, largest, 0)
@@ -547,7 +547,7 @@ class _Check:
                 trials.append(trial.tried)
                 return jnp.stack(trial.apart)[None]
 
-            with shard_context(shards.number, axis_name=shards.axes):
+            with shard_context(shards.num_shards, axis_name=shards.axes):
                 return to_read(layout, before).call_on_both(of_params, before.params, before.frozen)
 
         def on_shards(state: TrainState, batch: Any) -> Any:
@@ -582,12 +582,12 @@ class _Check:
     def _two_pieces(self, rows: Any, of_rows: Any) -> tuple[Any, Any]:
         """Return the rows of two pieces: of this shard and another, or two of the only shard."""
         loss, shards = self._config.loss, self._layout.shards
-        number = loss.batch_axes.lengths(rows)[0] // loss.pieces(shards.number)
+        number = loss.batch_axes.lengths(rows)[0] // loss.pieces(shards.num_shards)
         of = lambda part: jax.tree.map(lambda x, axis: take_rows(x, axis, part), rows, of_rows)
         one = of(slice(number))
-        if shards.number == 1:
+        if shards.num_shards == 1:
             return one, of(slice(number, 2 * number))
-        to_next = [(place, (place + 1) % shards.number) for place in range(shards.number)]
+        to_next = [(place, (place + 1) % shards.num_shards) for place in range(shards.num_shards)]
         return one, jax.tree.map(lambda x: lax.ppermute(x, shards.axes, to_next), one)
 
 
@@ -686,7 +686,7 @@ def _relative(difference: Any, *values: Any) -> jax.Array:
 def _check_weight(config: StepConfig, batch: Any, finding: Finding, divisor: Divisor) -> None:
     """Raise unless the weight and the divisor are equal in each piece of a batch."""
     loss, axes = config.loss, config.axes
-    weight, pieces = loss.weight, loss.pieces(config.number_of_shards)
+    weight, pieces = loss.weight_fn, loss.pieces(config.number_of_shards)
     assert weight is not None
 
     def both(batch: Any) -> jax.Array:

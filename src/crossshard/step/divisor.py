@@ -49,7 +49,9 @@ class Divisor(NamedTuple):
 
     of_batch: Callable[[Any], Any]  # computes it, float[], from a batch
     is_of_piece: bool  # whether it computes it from a piece of a batch
-    is_weight: bool  # whether the weight is shown to be it, but for a constant, for any batch
+    divides_by_weight: (
+        bool  # whether the weight is shown to be it, but for a constant, for any batch
+    )
     vanishes: bool = True  # whether what it divides is shown to be 0 where nothing counts
     # Where the loss of a piece divides, and chooses where nothing counts; empty if unknown.
     at: frozenset[Place] = frozenset()
@@ -308,7 +310,7 @@ def doubt_of_ratio(
             f"counts another entry. Pass weight={entry!r}."
         )
     is_of_piece = divisor is not None and divisor.is_of_piece
-    is_weight = divisor is not None and divisor.is_weight
+    is_weight = divisor is not None and divisor.divides_by_weight
     if not is_of_piece and not (is_weight and is_exact(finding)):
         # The sum depends on more than the batch, or the trace does not show it.
         raise LossError(

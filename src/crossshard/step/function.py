@@ -132,7 +132,7 @@ class StepConfig:
             metrics = jax.tree.map(with_axis, done.metrics)
             return done._replace(state=layout.stored(done.state), metrics=metrics)
 
-        # This runs with check_vma=False: gradients are local by construction, and parameters equal.
+        # ``_jax.shard_map`` passes check_vma=False: gradients are local, and parameters are equal.
         on_all_shards = _jax.shard_map(
             on_one_shard,
             mesh=layout.mesh,
@@ -184,7 +184,7 @@ class StepConfig:
         ).replace(
             weighted=local.is_weighted,
             early_squares=local.squared_norm,
-            own_weight=None if local.terms is None else local.terms.own_weight(loss.weight),
+            own_weight=None if local.terms is None else local.terms.own_weight(loss.weight_fn),
         )
         if pipeline.nonfinite is not None:
             has_nans = new_nans(local.model_state, before.model_state)
@@ -193,14 +193,14 @@ class StepConfig:
             callbacks: Any = {"others": lambda w: loss.sums(loss.with_weight(local, w, before))}
         else:
             callbacks, gradients = {}, gradients.replace(sums=loss.sums(local))
-        again = loss.can_rerun and _computes_again(local, context.shards.size, excludes)
+        again = loss.can_rerun and _computes_again(local, context.shards.group_size, excludes)
         if pipeline.nonfinite is not None and again:
 
             def rerun(gradients: Gradients, inputs: Any, how: Rerun) -> Staged:
                 # A Mean's gradients are divided by the count of the shards that count.
-                of_mean = gradients.weight if local.terms is not None and excludes else None
+                counts_in = gradients.weight if local.terms is not None and excludes else None
                 marked = dataclasses.replace(at_use, rerun=how)
-                found, opt_state, _ = self._local(inputs[0], inputs[1], marked, of_mean)
+                found, opt_state, _ = self._local(inputs[0], inputs[1], marked, counts_in)
                 extra = {**gradients.extra, "value": found.loss}
                 values, norm = found.values, found.squared_norm
                 return gradients.replace(values=values, extra=extra, early_squares=norm), opt_state
@@ -213,18 +213,18 @@ class StepConfig:
         if excludes:
             weight = own_weight(gradients, local.weight, context)
             local = loss.with_weight(local, weight, before)
-        num_parts = loss.parts(context.shards.size)
+        num_parts = loss.parts(context.shards.group_size)
         metrics = {"loss": gradients.extra["value"]}
         sums: dict[str, Any] = dict(gradients.sums)
         weighted_by = gradients
-        if loss.weight is not None:
+        if loss.weight_fn is not None:
             # A ``Mean`` has the weight in its counts.
-            of_mean = sums["terms"].counts[-1] if "terms" in sums else gradients.weight
-            weighted_by = gradients.replace(weight=of_mean)
+            total_weight = sums["terms"].counts[-1] if "terms" in sums else gradients.weight
+            weighted_by = gradients.replace(weight=total_weight)
             metrics["weight"] = weighted_by.weight
         terms = sums.get("terms", local.terms)
         if terms is not None:
-            metrics |= terms.metrics() if loss.weight is None else {}
+            metrics |= terms.metrics() if loss.weight_fn is None else {}
             are_empty = terms.are_empty()
             gradients = gradients if are_empty is None else gradients.skipped_if(are_empty)
         aux = loss.reduced_aux(local, weighted_by, num_parts, context.shards.groups is not None)
@@ -260,15 +260,15 @@ class StepConfig:
     def _context(self, layout: StateLayout, batch: Any) -> StageContext:
         """Return the context in which the stages run on these rows."""
         shards = layout.shards
-        is_global, weight = isinstance(layout.arrays, Global), self.loss.weight
+        is_global, weight = isinstance(layout.arrays, Global), self.loss.weight_fn
         rows, is_whole = self.loss.number_of_rows(batch), self.loss.over_batch
         return StageContext(
             shards,
             arrays=layout.arrays,
             # XLA has summed the gradient of a loss over the batch, which is not divided.
-            divisor=1 if is_whole else self.pipeline.divisor(self.loss.parts(shards.size)),
+            divisor=1 if is_whole else self.pipeline.divisor(self.loss.parts(shards.group_size)),
             over_batch=is_whole,
-            examples=rows // shards.number if weight is None else 1,
+            examples=rows // shards.num_shards if weight is None else 1,
             skips_by_loop=shards.groups is None and not is_global and shards.platform == "cpu",
             apply_updates=True,
         )
@@ -305,7 +305,7 @@ class StepConfig:
         """Return the spec of what each group has alone, such as a loss, and those of ``aux``."""
         per_shard = PartitionSpec(layout.axes)
         per_group = PartitionSpec() if layout.groups is None else per_shard
-        return per_group, self.loss.aux_specs(per_shard, per_group, layout.shards.number)
+        return per_group, self.loss.aux_specs(per_shard, per_group, layout.shards.num_shards)
 
     def _out_specs(self, layout: StateLayout, state: TrainState, updates: bool) -> Progress:
         """Return the specs of the results of ``shard_map``."""
@@ -335,7 +335,7 @@ class StepConfig:
         """Describe the stages in the order in which they run, in one line."""
         return self.pipeline.describe(
             ("update",) if arrays is None else arrays.steps,
-            weighted=self.loss.weight is not None,
+            weighted=self.loss.weight_fn is not None,
             params_sharded=arrays is not None and arrays.params_sharded,
             of_loss=self.loss.gradient_in_words,
             microbatches=self.loss.accumulate_steps,

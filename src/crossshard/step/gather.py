@@ -109,7 +109,7 @@ class AtUse:
         return tree.unflatten([jax.ShapeDtypeStruct(p.shape, x.dtype) for x, p in pairs])
 
     @property
-    def early(self) -> tuple[bool, ...]:
+    def always_early(self) -> tuple[bool, ...]:
         """Whether each gradient is summed where it is computed, whatever the loss is."""
         return tuple(self.params_sharded and each.travels_alone for each in self.partitions)
 
@@ -118,7 +118,7 @@ class AtUse:
         leaves, tree = jax.tree.flatten(self.types(params))
         types = [
             jax.ShapeDtypeStruct(self._shape(each), x.dtype) if is_early else x
-            for x, each, is_early in zip(leaves, self.partitions, self.early, strict=True)
+            for x, each, is_early in zip(leaves, self.partitions, self.always_early, strict=True)
         ]
         return tree.unflatten(types)
 
@@ -126,12 +126,10 @@ class AtUse:
         """Call a function of the parameters, which are gathered where it uses them."""
         if not self.params_sharded:
             return function(params)
-        leaves, late = (
-            jax.tree.leaves(params),
-            {i for i, is_early in enumerate(self.early) if is_early},
-        )
-        inputs = self._at_start(leaves, late)
-        for place in late:
+        leaves = jax.tree.leaves(params)
+        gathered_at_use = {i for i, is_early in enumerate(self.always_early) if is_early}
+        inputs = self._at_start(leaves, gathered_at_use)
+        for place in gathered_at_use:
             inputs[place] = self._leaf(place, leaves[place], None)
         return _call_traced(self._traced(function, params), inputs)
 
@@ -177,17 +175,19 @@ class AtUse:
         read = [place for place, each in enumerate(unread) if not each]
         rows = [place for place in read if self.partitions[place].row is not None]
         # Without the trace the loss gets all parameters as they are.
-        traced, late = None, set[int]()
-        if self.params_sharded or (rows and not self.sums_later):
+        traced, gathered_at_use = None, set[int]()
+        if self.params_sharded:
             traced = self._traced(loss_of, params, others)
-            late = {i for i, is_early in enumerate(self.early) if is_early}
-            late = late if self.params_sharded else self._used_in_rows(traced, leaves, rows, others)
-            traced = traced if self.params_sharded or late else None
-        whole = self._at_start(leaves, late)
+            gathered_at_use = {i for i, is_early in enumerate(self.always_early) if is_early}
+        elif rows and not self.sums_later:
+            traced = self._traced(loss_of, params, others)
+            gathered_at_use = self._used_in_rows(traced, leaves, rows, others)
+            traced = traced if gathered_at_use else None
+        whole = self._at_start(leaves, gathered_at_use)
         given = list(whole)
-        for place in late.intersection(read):
+        for place in gathered_at_use.intersection(read):
             given[place] = self._slot(place, leaves[place])
-        refs = self._refs(late.intersection(read))
+        refs = self._refs(gathered_at_use.intersection(read))
         shared = self._shared(weight, loss_scale, refs.squared_norm)
 
         uses: dict[int, list[str]] = {}
@@ -202,7 +202,7 @@ class AtUse:
             if traced is None:
                 loss, aux = loss_of(tree.unflatten(inputs), *others)
             else:
-                for place in late:
+                for place in gathered_at_use:
                     slot = None if unread[place] else inputs[place]
                     held = refs.held.get(place)
                     inputs[place] = self._leaf(place, leaves[place], slot, held, shared)
@@ -221,14 +221,15 @@ class AtUse:
         ]
         for place, gradient in zip(read, found, strict=True):
             gradients[place] = gradient
-        early = tuple(place in late for place in range(len(leaves))) if late else ()
+        early = tuple(place in gathered_at_use for place in range(len(leaves)))
+        early = early if gathered_at_use else ()
         return out, tree.unflatten(gradients), early, of_others, self._written(refs)
 
-    def _at_start(self, leaves: Sequence[Any], late: set[int]) -> list[Any]:
-        """Gather the sharded parameters, except those in ``late``, which wait for their use."""
+    def _at_start(self, leaves: Sequence[Any], gathered_at_use: set[int]) -> list[Any]:
+        """Gather the sharded parameters, except those that are gathered where they are used."""
         if not self.params_sharded:
             return list(leaves)
-        places = [place for place in range(len(leaves)) if place not in late]
+        places = [place for place in range(len(leaves)) if place not in gathered_at_use]
         partitions = [self.partitions[place] for place in places]
         found = list(leaves)
         gathered = self.gather([leaves[place] for place in places], partitions)

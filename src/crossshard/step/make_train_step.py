@@ -23,7 +23,7 @@ from crossshard.pipeline.pipeline import Options, Pipeline, check_names, names_o
 from crossshard.pipeline.stages.aggregate import check_weighable
 from crossshard.pipeline.stages.few_bits import FewBits
 from crossshard.pipeline.stages.metrics import need_local
-from crossshard.pipeline.update.plan import ParamsPlacement, WeightUpdate, check_weight_update
+from crossshard.pipeline.update.plan import ParamsPlacement, WeightUpdate
 from crossshard.shards.devices import mesh_and_axes, number_of_shards
 from crossshard.step.batches import check_entries
 from crossshard.step.function import StepConfig
@@ -222,7 +222,7 @@ def make_train_step(
         pipeline = pipeline.with_workers(number)
     pipeline = _check_pipeline(pipeline, number, weight)
     virtual = check_virtual_shards(options.get("virtual_shards"), number)
-    sharding = check_weight_update(weight_update)
+    sharding = _check.choice("weight_update", weight_update, WeightUpdate)
     placement = _check.choice("params", params, ParamsPlacement)
     if sharding is WeightUpdate.AUTO and wrapped.weight_update is WeightUpdate.SHARDED:
         sharding = WeightUpdate.SHARDED
@@ -258,14 +258,14 @@ def make_train_step(
         function=loss_fn,
         takes_rng=takes_rng,
         has_aux=has_aux,
-        weight=weigh,
+        weight_fn=weigh,
         accumulate_steps=accumulate_steps,
         model_state=kind,
         aux_reduction=reduced,
         batch_axes=batch_axes,
         key_per_row=rng_per is RngPer.ROW,
         is_summed=pipeline.reduction is Reduction.SUM,
-        same_bits=virtual,
+        virtual_shards=virtual,
     )
     if virtual is not None:
         pipeline = pipeline.with_options(aggregator=InOrder(virtual))

@@ -11,6 +11,7 @@ from jax import lax
 
 from crossshard import _check
 from crossshard._check import is_inexact, is_number
+from crossshard.collectives.in_order import sum_of_nodes
 from crossshard.collectives.sums import average, sum_over_shards, to_average, to_sum, widen
 from crossshard.errors import ArgumentError, ArgumentTypeError
 from crossshard.gradients.mean import Mean, MeanSums, counts_of, part_of_mean
@@ -23,7 +24,7 @@ from crossshard.shards.batch_axes import BatchAxes, VirtualShards, join
 class LocalResult(NamedTuple):
     """What one shard computes from its rows."""
 
-    loss: Any  # float[], the mean loss
+    loss: Any  # float[], the mean loss, or see ``is_weighted``
     values: Any  # its gradient
     weight: Any  # float[], the weight of the rows; ``None`` if all shards count the same
     model_state: Any  # the model state after the loss
@@ -53,7 +54,7 @@ def pieces_of(rows: Any, axes: BatchAxes, number: int, *, interleaved: bool = Fa
       axes: the axes of its rows.
       number: the number of pieces, which divides that of the rows.
       interleaved: whether the rows are those of all shards. A microbatch then has every
-        ``number``-th row, so as many of each shard, whatever the number of shards.
+        ``number``-th row, so that each shard gives equally many, whatever their number.
     """
 
     def one(x: Any, axis: int) -> Any:
@@ -245,7 +246,7 @@ class Counting:
         counts = self.counts or self.over_shards(jnp.stack(counts_of(mean)))
         pieces: Any = self.pieces
         if self.counts_in is not None:
-            of_shard = self.pieces // self.shards.size
+            of_shard = self.pieces // self.shards.group_size
             pieces = sum_over_shards(self.counts_in, self.shards) * of_shard
         return part_of_mean(mean, counts, pieces)
 
@@ -257,11 +258,6 @@ class Counting:
 
     def in_order(self, counts: jax.Array, virtual: VirtualShards) -> tuple[Any, ...]:
         """Sum counts ``[virtual shards here, terms]`` in one order for any number of shards."""
-        every = jnp.zeros((self.shards.number, *counts.shape), counts.dtype)
+        every = jnp.zeros((self.shards.num_shards, *counts.shape), counts.dtype)
         every = sum_over_shards(every.at[self.shards.index()].set(counts), self.shards)
-        rows = list(virtual.filled(every.reshape(-1, counts.shape[-1])))
-        while len(rows) > 1:
-            odd = rows[len(rows) // 2 * 2 :]
-            pairs = zip(rows[::2], rows[1::2], strict=False)
-            rows = [one + other for one, other in pairs] + odd
-        return tuple(rows[0])
+        return tuple(sum_of_nodes(virtual.filled(every.reshape(-1, counts.shape[-1]))))

@@ -37,7 +37,7 @@ from crossshard.step.function import StepConfig
 from crossshard.step.gather import AtUse
 from crossshard.step.losses import changed
 from crossshard.step.losses.loss import LossOver, StepLoss
-from crossshard.step.losses.rows import compute_part, start_counting
+from crossshard.step.losses.rows import begin_trace, compute_part
 from crossshard.step.over_rows import OverRowsRecord, UndecidedError
 
 # After so many bad rows no more are looked for. Of a loss that compares rows each row is left out
@@ -231,7 +231,7 @@ class _Search:
     def __init__(self, config: StepConfig, layout: StateLayout, state: TrainState, batch: Any):
         loss, number = config.loss, config.number_of_shards
         self._config, self._layout, self._state = config, layout, state
-        self._loss = changed(loss, same_bits=None, record=OverRowsRecord())
+        self._loss = changed(loss, virtual_shards=None, record=OverRowsRecord())
         self._own = own_shards(NamedSharding(layout.mesh, PartitionSpec(layout.axes)), number)
         # The shards, and the numbers that their parts have for random keys.
         virtual = VirtualShards(loss.parts(number), number)
@@ -325,7 +325,7 @@ class _Search:
             params, frozen, model_state, scale, batch, shard = given
             arrays: Any = {"params": params, "frozen": frozen, "model_state": model_state}
             here = dataclasses.replace(own, opt_state=CrossShardState(loss_scale=scale), **arrays)
-            counting = start_counting(loss, here, batch, at_use, None)
+            counting = begin_trace(loss, here, batch, at_use, None)
             found = compute_part(loss, here, batch, at_use, shard, counting)
             weight = 1.0 if found.weight is None else found.weight
             weight = weight if found.terms is None else found.terms.counts[-1]

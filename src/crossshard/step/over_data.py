@@ -50,7 +50,9 @@ class OverData:
 
     def __init__(self, config: StepConfig, entering: Callable[[str], Any]):
         self._loss, self._entering = config.loss, entering
-        self._where = BatchPlacer(config.mesh, config.axes, changed(config.loss, same_bits=None))
+        self._where = BatchPlacer(
+            config.mesh, config.axes, changed(config.loss, virtual_shards=None)
+        )
         once, rows = functools.partial(jax.jit, static_argnums=(0, 1, 2)), self._where.along(0)
         sums = functools.partial(self._on_shards, self._summed, PartitionSpec())
         as_is = functools.partial(self._on_shards, lambda values, *_: values, rows.spec)
@@ -246,7 +248,7 @@ class OverData:
         And how far the sum of all is from the weight of the rows together, and from so many times
         that, ``[2]``: a mean over the rows weighs them alike, too.
         """
-        weight, same = self._loss.weight, jnp.zeros(2)
+        weight, same = self._loss.weight_fn, jnp.zeros(2)
         if weight is None:
             return counted, same
         if isinstance(weight, SumOf):

@@ -66,7 +66,7 @@ class Program:
             params_sharded=config.params_sharded,
             beside=any(stage.sends_beside for stage in config.pipeline.stages),
             few_bits=isinstance(config.pipeline.aggregator, FewBits),
-            same_bits=loss.same_bits is not None,
+            same_bits=loss.virtual_shards is not None,
         )
         self._automatic = _mesh.under_automatic_axes(self._run, mesh, self._specs)
         self._compiled: Any = self._jit(self._automatic)
@@ -76,7 +76,7 @@ class Program:
         self._nested = jax.jit(self._run_nested)
         # Whether the options may depend on the program, which has not been traced. The same bits on
         # any number of shards take the same options on all of them.
-        self._is_open = bool(self.options) and takes_o1() and loss.same_bits is None
+        self._is_open = bool(self.options) and takes_o1() and loss.virtual_shards is None
 
     def _jit(self, run: Callable[..., Any]) -> Any:
         donated = (0,) if self._config.donate else ()

@@ -18,7 +18,7 @@ from crossshard.errors import ArgumentError
 from crossshard.gradients.status import Reduction
 from crossshard.guards import SELDOM
 from crossshard.jaxprs.primitives import DRAWS
-from crossshard.jaxprs.walk import equations_within
+from crossshard.jaxprs.walk import equations_of
 from crossshard.model.models import partition
 from crossshard.pipeline.pipeline import Pipeline
 from crossshard.pipeline.stages.few_bits import FewBits
@@ -84,7 +84,7 @@ def with_optimizer(
         options={name: pipeline.options[name] for name in pipeline.of_own_gradient},
     )
     mesh, loss = _own_shard(config.mesh, config.axes), config.loss
-    one = changed(loss, accumulate_steps=1, same_bits=None)
+    one = changed(loss, accumulate_steps=1, virtual_shards=None)
     own = dataclasses.replace(
         config,
         pipeline=of_one,
@@ -207,8 +207,4 @@ def number_of_parameters(params: Any, wrt: Any) -> int:
 
 def draws(traced: Any) -> bool:
     """Return whether a traced program draws random numbers."""
-    return any(
-        each.primitive.name in DRAWS
-        for equation in traced.jaxpr.eqns
-        for each in (equation, *equations_within(equation))
-    )
+    return any(each.primitive.name in DRAWS for each in equations_of(traced.jaxpr))

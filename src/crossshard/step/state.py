@@ -133,7 +133,7 @@ class States:
                 # A stage on each shard's own gradient may read them all.
                 leave_unread=not pipeline.of_own_gradient,
                 other_axes=split[: len(leaves)],
-                virtual_shards=config.loss.same_bits,
+                virtual_shards=config.loss.virtual_shards,
             )
             self._known[key] = StateLayout(
                 mesh,

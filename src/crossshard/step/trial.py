@@ -36,6 +36,8 @@ from crossshard.jaxprs.walk import (
     jaxprs_within,
     opened,
 )
+from crossshard.jaxprs.widen import wide
+from crossshard.shards.random_streams import quick_key
 
 # The changes that are tried, and how far each may change the result of a row, in units of the
 # operation's precision. One program rounds a row's result in one way; with another number of rows
@@ -203,7 +205,7 @@ class Trial:
             self.apart.append(jnp.stack([distance, distance / (precision * limits[change])]))
 
         for place, fact in enumerate(outputs):
-            x, parts = whole[place], [_wide(half[place]) for half in (one, other)]
+            x, parts = whole[place], [wide(half[place]) for half in (one, other)]
             # The sum of two halves may be less than either, and as exact as these.
             sums = [] if isinstance(fact, Rows) else parts
             note(_ORDER, fact, x, _taken(moved[place], fact, np.argsort(order)), *sums)
@@ -214,7 +216,7 @@ class Trial:
             else:
                 note(_NUMBER, fact, x, parts[0] + parts[1], *sums)
             for each in scaled:
-                note(_SCALE, fact, x, 2 * _wide(each[place]), *sums)
+                note(_SCALE, fact, x, 2 * wide(each[place]), *sums)
 
 
 def _with_distinct_rows(operation: Operation, given: Sequence[Any]) -> list[Any]:
@@ -235,7 +237,7 @@ def _with_distinct_rows(operation: Operation, given: Sequence[Any]) -> list[Any]
 
 def _random(aval: Any, seed: int, rows: Fact) -> jax.Array:
     """Draw random slopes, with another mean in the second half of the rows than in the first."""
-    noise = jax.random.normal(jax.random.key(seed), aval.shape, jnp.float32)
+    noise = jax.random.normal(quick_key(seed), aval.shape, jnp.float32)
     if isinstance(rows, Rows):
         number = aval.shape[rows.axis] // (rows.outer * rows.inner)
         signs = np.where(np.arange(number) < number // 2, 1, -1)
@@ -259,17 +261,12 @@ def _distance(one: Any, other: Any, *more: Any) -> jax.Array:
     """Return the distance of two arrays, relative to the largest; of integers, how many differ."""
     if not is_inexact(one):
         return jnp.sqrt(jnp.mean(one != other, dtype=jnp.float32)) if one.size else jnp.float32(0)
-    one, other = _wide(one), _wide(other)
+    one, other = wide(one), wide(other)
     same = (one == other) | (jnp.isnan(one) & jnp.isnan(other))
     norm = lambda x: jnp.sqrt(jnp.sum(jnp.where(same & ~jnp.isfinite(x), 0, jnp.abs(x)) ** 2))
     apart = jnp.sqrt(jnp.sum(jnp.where(same, 0, jnp.abs(one - other)) ** 2))
-    largest = functools.reduce(jnp.maximum, map(norm, (one, other, *map(_wide, more))))
+    largest = functools.reduce(jnp.maximum, map(norm, (one, other, *map(wide, more))))
     # An array of nothing but NaN shows nothing.
     shows = ~jnp.isnan(one).all() if one.size else jnp.bool_(True)
     found = jnp.where(apart == 0, 0, apart / largest)
     return jnp.where(shows, found, jnp.nan).astype(jnp.float32)
-
-
-def _wide(x: Any) -> Any:
-    """Cast an array of floats to at least float32."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_inexact(x) else x

@@ -17,6 +17,7 @@ from crossshard.jaxprs.walk import equations_of, sources, sources_of
 from crossshard.jaxprs.widen import COMPARES
 from crossshard.model.state import TrainState
 from crossshard.shards.batch_axes import join, take_rows
+from crossshard.shards.random_streams import quick_key
 from crossshard.step.losses.loss import StepLoss
 
 # With how many batches a loss is compared where the first hides what later ones show: with the rows
@@ -89,8 +90,8 @@ def varied(
     number, pieces = leaves[0].shape[axes[0]], shards * loss.pieces(shards)
 
     def drawn(turn: Any, given: dict[int, Any], stays: Any, known: Any) -> dict[int, Any]:
-        key = lambda place: jax.random.fold_in(jax.random.key(turn), place)
-        of_rows = key(len(leaves))
+        keys = jax.random.split(quick_key(turn), (len(leaves) + 1, 4))
+        of_rows = keys[-1, 0]
         order = jax.random.permutation(of_rows, number)
         copies = order[jnp.arange(number) * pieces // number]
         same = order[jnp.arange(number) % (number // pieces)]
@@ -100,21 +101,22 @@ def varied(
         flips = (turn < 2 * VARIED) & (turn % VARIED == 1) & ~stays[-1]
         for place, draw in draws.items():
             x = given[place]
-            other, of_signs = draw(key(place), x, turn), key(len(leaves) + 1 + place)
-            sign = jax.random.rademacher(of_signs, x.shape) if place in signs else 1
+            other = draw(keys[place, 0], x, turn)
+            sign = jax.random.rademacher(keys[place, 1], x.shape) if place in signs else 1
             other = jnp.where(flips, other * sign, other).astype(x.dtype)
             found[place] = jnp.where(stays[place], x, other)
         for place in whole_numbers if len(known) else ():
-            x, (of_place, of_number) = found[place], jax.random.split(key(place))
-            some = jax.random.bernoulli(of_place, 0.5, x.shape) & (turn % 2 == 1) & ~stays[place]
-            others = jax.random.choice(of_number, known, x.shape).astype(x.dtype)
+            x = found[place]
+            some = jax.random.bernoulli(keys[place, 2], 0.5, x.shape)
+            some &= (turn % 2 == 1) & ~stays[place]
+            others = known[_below(len(known), keys[place, 3], x.shape)].astype(x.dtype)
             found[place] = jnp.where(some, others, x)
         for place, axis in enumerate(axes):
             x = found[place] = take_rows(found[place], axis, order)
             if place in flags:
                 full = jnp.expand_dims(jnp.arange(number) < number // pieces, [*range(1, x.ndim)])
                 often = jnp.where(jnp.moveaxis(full, 0, axis), 1.0, 0.1)
-                some = jax.random.bernoulli(key(place), often, x.shape).astype(x.dtype)
+                some = jax.random.bernoulli(keys[place, 0], often, x.shape).astype(x.dtype)
                 found[place] = jnp.where((turn == 2) & ~stays[place], some, x)
             else:
                 found[place] = _of_one_token(one_token, of_rows, x, axis)
@@ -135,7 +137,7 @@ def varied(
     def scaled(times: Any, flips: Any, xs: dict[int, Any]) -> dict[int, Any]:
         found = dict[int, Any]()
         for place, x in xs.items():
-            some = jax.random.rademacher(jax.random.key(place), x.shape)
+            some = jax.random.rademacher(quick_key(place), x.shape)
             sign = jnp.where(times == _TIMES[0], -1, jnp.where(times == _TIMES[1], some, 1))
             by = jnp.where(flips, sign, 1) * (times if place in large else 1)
             found[place] = (x * by).astype(x.dtype)
@@ -160,8 +162,9 @@ def varied(
     path_of = lambda path: f"batch{jax.tree_util.keystr(path[1:])}"
     name_of = lambda path: _NAMES.get(path[0].idx) or path_of(path)
     turns = [functools.partial(of_turn, turn, 1) for turn in range(_TURNS)]
+    # Of rows in another order, and of copies of one in each piece, which are further apart.
     of_larger = [
-        functools.partial(of_turn, VARIED * (nth % 2), times) for nth, times in enumerate(_TIMES)
+        functools.partial(of_turn, turn, times) for times in _TIMES for turn in (0, VARIED)
     ]
     names = dict.fromkeys(name_of(paths[place][0]) for place in sorted({*draws, *of_rows}))
     return turns, of_larger if gates else [], list(names)
@@ -169,7 +172,7 @@ def varied(
 
 def _counting(loss: StepLoss, rows: Any, whole: Any) -> set[int]:
     """Return the places of the arrays with rows that a weight, or a ``Mean``, counts rows with."""
-    weight, read = loss.weight, list[int]()
+    weight, read = loss.weight_fn, list[int]()
     if weight is not None:
         read += sources(lambda rows: weight(join(rows, whole)), rows)
     for jaxpr, tree in loss.record.traces.values():
@@ -180,9 +183,10 @@ def _counting(loss: StepLoss, rows: Any, whole: Any) -> set[int]:
 
 
 def compared_with(jaxpr: Any) -> np.ndarray[Any, Any]:
-    """Return the whole numbers that a jaxpr compares others with, and their neighbours.
+    """Return the whole numbers that a jaxpr compares others with.
 
-    They are literals, and the numbers of an iota, as ``jax.nn.one_hot`` has them.
+    They are literals, with their neighbours, and the numbers of an iota, as ``jax.nn.one_hot`` has
+    them.
     """
     made_by = {id(out): each for each in equations_of(jaxpr) for out in each.outvars}
     comparisons = [each for each in equations_of(jaxpr) if each.primitive.name in COMPARES]
@@ -197,8 +201,9 @@ def compared_with(jaxpr: Any) -> np.ndarray[Any, Any]:
             end = made.params["shape"][made.params["dimension"]]
             step = max(1, -(-end // _NUMBERS))
             classes |= {*range(end - 1, -1, -step)}
-    exact = [each for of in (found, classes - found) for each in sorted(of)[:_NUMBERS]]
-    return np.array([x + by for x in exact for by in (0, -1, 1)], np.int32)
+    near = {x + by for x in sorted(found)[:_NUMBERS] for by in (0, -1, 1)}
+    # What is beyond the classes may be NaN.
+    return np.array([*sorted(near), *sorted(classes - near)[:_NUMBERS]], np.int32)
 
 
 # The parts of what is varied, and the names of two of them.
@@ -310,5 +315,10 @@ def _of_one_token(is_set: Any, key: Any, x: Any, axis: int) -> Any:
     if x.ndim < 2 or not x.size:
         return x
     along = int(axis == 0)
-    place = jax.random.randint(key, (1,), 0, x.shape[along])
+    place = _below(x.shape[along], key, (1,))
     return jnp.where(is_set, jnp.take(x, place, along), x)
+
+
+def _below(end: int, key: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Return random integers from 0 to ``end``, without it; ``jax.random`` would draw twice."""
+    return jax.random.bits(key, shape) % jnp.uint32(end)

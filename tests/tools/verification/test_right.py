@@ -472,12 +472,12 @@ def test_a_right_sharded_step_is_fine():
 
 # What the backward pass does to a gradient that it sums, and the factor that is told.
 FAULTS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
-    "summed, not averaged": ("N", lambda g, shards: shards.number * g),
-    "averaged twice": ("1/N", lambda g, shards: g / shards.number),
+    "summed, not averaged": ("N", lambda g, shards: shards.num_shards * g),
+    "averaged twice": ("1/N", lambda g, shards: g / shards.num_shards),
     "rows of a shard left out": ("", lambda g, shards: jnp.where(shards.index() == 6, 0, g)),
     "rounded": (
         "",
-        lambda g, shards: jax.lax.reduce_precision(g, 8, 7) if shards.number > 1 else g,
+        lambda g, shards: jax.lax.reduce_precision(g, 8, 7) if shards.num_shards > 1 else g,
     ),
 }
 

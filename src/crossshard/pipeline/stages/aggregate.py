@@ -167,7 +167,7 @@ class Aggregate(Stage):
         # Slices have other shapes than parameters.
         has_slices = any(gradients.early) or context.arrays.params_sharded
         # Nothing is reduced on a single shard, or under the user's own jit.
-        if context.params is not None and not has_slices and context.shards.number > 1:
+        if context.params is not None and not has_slices and context.shards.num_shards > 1:
             check_shapes(gradients.values, context.params)
         divides_before, total = self.aggregator.divides_before, gradients.total_weight
         if divides_before:
@@ -202,7 +202,7 @@ class Aggregate(Stage):
             if status[place] is None or early[place]:
                 return leaf
             own = widen(self.aggregator.one(leaf))
-            return partitions[place].local_slice(own, context.shards.position())
+            return partitions[place].local_slice(own, context.shards.index_in_group())
 
         extra, values = tree.unflatten(list(map(summed, range(len(leaves)), leaves)))
         dtypes = gradients.dtypes

@@ -230,7 +230,7 @@ class LocalSGD(Stage):
         arrays: Arrays = Replicated()
         if isinstance(context.arrays, Sharded):
             # The shards of a worker split the pieces between them.
-            size = context.shards.size
+            size = context.shards.group_size
             partitions = [partition_for(x.shape, size) for x in jax.tree.leaves(anchor)]
             arrays = Sharded(tuple(partitions), context.shards)
         mean, aggregate = self._mean(arrays.split(pseudogradient), arrays, aggregate, context)
@@ -305,7 +305,7 @@ def _residuals_of_shard(arrays: Arrays, size: int, held: PyTree) -> PyTree:
     """Return what this shard holds back, in full: its slices, and its share of arrays not split."""
     if not isinstance(arrays, Sharded):
         return jax.tree.map(lambda x: x * (1 / size), held)
-    index = arrays.shards.position()
+    index = arrays.shards.index_in_group()
 
     def one(x: jax.Array | None, partition: Partition) -> jax.Array | None:
         if x is None or partition.number == 1:

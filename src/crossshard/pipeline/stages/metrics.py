@@ -160,7 +160,7 @@ def _updated_params(updated: Updated) -> Any:
 
 
 def _of_noise(gradients: Gradients, context: StageContext) -> Mapping[str, Any]:
-    sums, number, total = gradients.sums, context.shards.size, gradients.weight
+    sums, number, total = gradients.sums, context.shards.group_size, gradients.weight
     parts: Any = number if total is None else total
     active, examples = sums.get("shards_with_weight", number), context.examples * parts
     local = sums["squared_norm"] / parts

@@ -293,7 +293,7 @@ def _of_loss_and_state(gradients: Gradients) -> list[Any]:
 def _at_own_index(own: Float[Array, ""], context: StageContext) -> Float[Array, " shards"]:
     """Return zeros, with this shard's value at its index."""
     shards = context.shards
-    return jnp.where(jnp.arange(shards.number) == shards.index(), own, 0)
+    return jnp.where(jnp.arange(shards.num_shards) == shards.index(), own, 0)
 
 
 def with_finite(
@@ -321,9 +321,9 @@ def _own_part(x: Any, shards: Shards) -> Any:
     if not jnp.shape(x):
         return x
     axis = int(np.argmax(x.shape))
-    length = -(-x.shape[axis] // shards.size)
+    length = -(-x.shape[axis] // shards.group_size)
     # The last parts may overlap: the start of a slice is moved back until it fits.
-    return lax.dynamic_slice_in_dim(x, shards.position() * length, length, axis)
+    return lax.dynamic_slice_in_dim(x, shards.index_in_group() * length, length, axis)
 
 
 def if_not_finite(

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from crossshard import _check
@@ -15,7 +14,7 @@ from crossshard.gradients.status import inside_optimizer
 from crossshard.pipeline.stage import Gradients, Phase, Stage, StageContext, Staged
 from crossshard.pipeline.update.optimize import check_transformation
 from crossshard.shards.cut import PER_SHARD, REPLICATED
-from crossshard.shards.random_streams import own_stream
+from crossshard.shards.random_streams import is_key, own_stream
 
 # The values that attributes of a user's own stage may have, and the words for them in an error.
 _OF_STAGES: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -66,10 +65,9 @@ class Preprocess(Stage):
         shards = context.shards
 
         def own(x: Any) -> Any:
-            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
             x = shards.as_varying(x)
             # With the same key, every shard would draw the same numbers.
-            return own_stream(x, shards.index()) if is_key and shards.axes else x
+            return own_stream(x, shards.index()) if is_key(x) and shards.axes else x
 
         state = jax.tree.map(own, state)
         params = jax.tree.map(shards.as_varying, context.params)

@@ -90,7 +90,7 @@ class Replicated(Arrays):
     shards: Shards | None = None  # the shards; ``None`` if they are not known
     # Runs the update leaf by leaf, each leaf in a program of its own, so that bits do not depend on
     # the number of shards; ``None`` to run the optimizer as it is.
-    apart: Arrays | None = None
+    leaf_by_leaf: Arrays | None = None
 
     where = "replicated"
     steps = ("update on every shard",)
@@ -111,7 +111,7 @@ class Replicated(Arrays):
         return structure.unflatten(bucketed_gather(leaves, self.params, self.shards))
 
     def run(self, *args: Any) -> tuple[Any, Any]:
-        return super().run(*args) if self.apart is None else self.apart.run(*args)
+        return super().run(*args) if self.leaf_by_leaf is None else self.leaf_by_leaf.run(*args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Sharded(Arrays):
     def split(self, tree: Any) -> Any:
         if self.params_sharded:
             return tree
-        index = self.shards.position()
+        index = self.shards.index_in_group()
         local = lambda partition, x: partition.local_slice(x, index)
         return map_partitions(local, self.params, tree)
 
@@ -218,5 +218,5 @@ def _unpadded(x: Any, partition: Partition, shards: Shards) -> Any:
     size, number = math.prod(partition.local_shape), math.prod(partition.shape)
     if size * partition.number == number:
         return x
-    left = number - shards.position() * size
+    left = number - shards.index_in_group() * size
     return jnp.where((jnp.arange(size) < left).reshape(partition.local_shape), x, 0)

@@ -117,7 +117,7 @@ class Optimize(Stage):
             state, params = before
             reduced = gradients.settled().values
             updates, after = arrays.run(run, reduced, state, params, loss, opaque_false)
-            if params is None and context.shards.number > 1:
+            if params is None and context.shards.num_shards > 1:
                 check_shapes(reduced, updates, "its update")
             return (after, optax.apply_updates(params, updates) if applies else None), updates
 

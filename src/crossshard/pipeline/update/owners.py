@@ -27,7 +27,7 @@ from crossshard.jaxprs.leafwise import Leafwise
 from crossshard.jaxprs.rewrite import Pieces, in_loop
 from crossshard.pipeline.update.arrays import Arrays, Update, squared_norm_of_slices
 from crossshard.shards.axes import Shards
-from crossshard.shards.cut import Partition, TileShape, partition_along_axis
+from crossshard.shards.cut import ANY, Partition, TileShape, partition_along_axis
 
 # An array, by its place in a list, or one of its layers along the first axis.
 Block = tuple[int, int | None]
@@ -36,7 +36,6 @@ Values = Mapping[int, Any]
 
 # Rows of more bytes take too much memory at once.
 _WINDOW = 1 << 26
-_PLAIN = TileShape()
 
 
 # ---- Blocks in the rows of their owners.
@@ -253,7 +252,7 @@ def _slices_to_owners(
 ) -> Callable[[int], dict[Block, jax.Array]]:
     """Send this shard's slices; return a function that returns an owner's whole blocks on it."""
     given = {block: take(slices, block) for block in blocks.shapes}
-    sent = [blocks.row(owner, given).ravel() for owner in range(shards.number)]
+    sent = [blocks.row(owner, given).ravel() for owner in range(shards.num_shards)]
     received = resplit(jnp.stack(sent), 0, 0, shards)
 
     def at_owner(owner: int) -> dict[Block, jax.Array]:
@@ -286,7 +285,7 @@ def _slices_from_owners(blocks: Blocks, sent: jax.Array, shards: Shards) -> dict
     """Return this shard's slices of all arrays, from what each owner sends."""
     received = resplit(sent, 0, 0, shards)
     found: dict[Block, jax.Array] = {}
-    for owner in range(shards.number):
+    for owner in range(shards.num_shards):
         found |= blocks.within(owner, received[owner])
     return _joined(found)
 
@@ -334,7 +333,7 @@ class Owners(Arrays):
         owned = sorted(self.owners.items())
         return tuple(
             tuple(block for block, owner in owned if owner == shard)
-            for shard in range(self.shards.number)
+            for shard in range(self.shards.num_shards)
         )
 
     def resplit_axis(self, leaf: int) -> int:
@@ -352,7 +351,7 @@ class Owners(Arrays):
         """The blocks of parameters that travel whole, to and from their owners."""
         whole = (block for block in self.owners if self.params[block[0]].number == 1)
         types = _types_of(whole, self.params, self.types[0])
-        return blocks_of(types, self.owners, self.shards.number, self.tile, _WINDOW)
+        return blocks_of(types, self.owners, self.shards.num_shards, self.tile, _WINDOW)
 
     @functools.cached_property
     def exchanged(self) -> frozenset[int]:
@@ -366,7 +365,7 @@ class Owners(Arrays):
         # Of the state also arrays that are not cut, which each shard then has in full.
         sent = [each for each in owners if of_state or partitions[each[0]].number > 1]
         types = _types_of(sent, partitions, like)
-        return blocks_of(types, owners, self.shards.number, _PLAIN)
+        return blocks_of(types, owners, self.shards.num_shards, ANY)
 
     def partitions_of(self, gradients: Any) -> Sequence[Partition]:
         """Return the partitions of the slices and rows."""
@@ -392,7 +391,7 @@ class Owners(Arrays):
         if self.params_sharded:
             return tree
         leaves, structure = jax.tree.flatten(tree)
-        index = self.shards.position()
+        index = self.shards.index_in_group()
         pairs = zip(self.params, leaves, strict=True)
         slices = [partition.local_slice(x, index) for partition, x in pairs]
         return structure.unflatten(pack_own(self.blocks, slices, index))
@@ -433,7 +432,7 @@ class Owners(Arrays):
         """The blocks of the state, as their owners keep them."""
         wholes = [Partition(x.shape) for x in self.types[1]]
         types = _types_of(self.owners_of_state, wholes, self.types[1])
-        return blocks_of(types, self.owners_of_state, self.shards.number, self.tile)
+        return blocks_of(types, self.owners_of_state, self.shards.num_shards, self.tile)
 
     @functools.cached_property
     def state(self) -> tuple[Partition, ...]:  # type: ignore[override]
@@ -444,7 +443,7 @@ class Owners(Arrays):
     @functools.cached_property
     def state_in_slices(self) -> tuple[Partition, ...]:
         """The partition of each array of the state, with those of owners in their own shapes."""
-        slices = lambda x: partition_along_axis(x.shape, self.shards.number, self.tile)
+        slices = lambda x: partition_along_axis(x.shape, self.shards.num_shards, self.tile)
         return self._of_state(list(map(slices, self.types[1])))
 
     def _of_state(self, of_owners: Sequence[Partition]) -> tuple[Partition, ...]:
@@ -455,7 +454,7 @@ class Owners(Arrays):
             if leaf is None or self.params[leaf].number == 1:
                 return Partition(shape)
             if leaf in self.leafwise.stacked:
-                return Partition(shape, self.shards.number, 0, self.tile)
+                return Partition(shape, self.shards.num_shards, 0, self.tile)
             return self.params[leaf]
 
         return tuple(one(*each) for each in enumerate(self.leafwise.of_state))
@@ -470,7 +469,8 @@ class Owners(Arrays):
                 kept |= each.within(shard, state[each.places[0]])
             return [_by_owner(each, self.state_in_slices, shard, kept) for each in slices]
 
-        found, sent = list(state), _on_owner(range(self.shards.number), self.shards.index(), own)
+        shards = self.shards
+        found, sent = list(state), _on_owner(range(shards.num_shards), shards.index(), own)
         for blocks, each in zip(slices, sent, strict=True):
             for place, x in _slices_from_owners(blocks, each, self.shards).items():
                 found[place] = x
@@ -488,7 +488,8 @@ class Owners(Arrays):
                 kept |= at_owner(shard)
             return [each.row(shard, kept) for each in self.state_blocks]
 
-        found, rows = list(state), _on_owner(range(self.shards.number), self.shards.index(), own)
+        shards = self.shards
+        found, rows = list(state), _on_owner(range(shards.num_shards), shards.index(), own)
         for each, row in zip(self.state_blocks, rows, strict=True):
             found = each.put(found, row)
         return found
@@ -641,7 +642,7 @@ class _Run:
                 [each.row(shard, kept) for each in plan.state_blocks],
             )
 
-        kinds = [self._kind(shard, slices) for shard in range(self._shards.number)]
+        kinds = [self._kind(shard, slices) for shard in range(self._shards.num_shards)]
         whole, sent, kept = _on_owner(kinds, self._index, own)
         updates, after = list(updates), list(after)
         for blocks, row in zip(plan.blocks, whole, strict=True):

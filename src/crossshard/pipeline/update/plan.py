@@ -19,7 +19,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from crossshard import _check, _jax
+from crossshard import _jax
 from crossshard.errors import ArgumentError, CrossshardError, WeightUpdateError
 from crossshard.gradients.status import inside_optimizer, leaf_name
 from crossshard.jaxprs.leafwise import NotLeafwise, find_leafwise
@@ -52,11 +52,6 @@ class WeightUpdate(enum.StrEnum):
     AUTO = "auto"
     REPLICATED = "replicated"
     SHARDED = "sharded"
-
-
-def check_weight_update(weight_update: object) -> WeightUpdate:
-    """Return the checked value, or raise an ArgumentError that lists the values."""
-    return _check.choice("weight_update", weight_update, WeightUpdate)
 
 
 class ParamsPlacement(enum.StrEnum):
@@ -131,7 +126,7 @@ class Planner:
         """
         if self.wanted is WeightUpdate.REPLICATED:
             return self._replicated, "as requested"
-        if self.shards.size == 1:
+        if self.shards.group_size == 1:
             return self._replicated, "there is one shard"
         # Sharded parameters keep their shapes, so that they are split along an axis.
         params = self._cut(partition_along_axis if self.params_sharded else partition_for)
@@ -150,7 +145,7 @@ class Planner:
         alike = zip(whole_state, _split_alike(whole_state, params), stays, strict=True)
         state = tuple(whole if still else split for whole, split, still in alike)
         arguments = whole_and_slices(self.params, self._state, params, state)
-        if self._apart is None and is_elementwise(self._update, *arguments):
+        if self._leaf_by_leaf is None and is_elementwise(self._update, *arguments):
             kept = state, self._unread.gradients, self.params_sharded
             return Sharded(params, self.shards, *kept), "the update is elementwise"
         return self._if_not_elementwise(params, arguments)
@@ -158,11 +153,11 @@ class Planner:
     def _if_not_elementwise(self, params: Partitions, arguments: Any) -> tuple[Arrays, str]:
         """Plan the update leaf by leaf if possible, else replicated, or on global arrays."""
         auto, same_bits = self.wanted is WeightUpdate.AUTO, self.virtual_shards is not None
-        if self.virtual_shards is not None and self.virtual_shards % self.shards.number:
+        if self.virtual_shards is not None and self.virtual_shards % self.shards.num_shards:
             whole = dataclasses.replace(self._replicated, params_sharded=self.params_sharded)
             return whole, (
                 f"it is not elementwise, and {self.virtual_shards} virtual shards do not divide "
-                f"over {self.shards.number}"
+                f"over {self.shards.num_shards}"
             )
         only_slices = self.mesh is None or self.shards.groups is not None
         not_leafwise = ""
@@ -175,7 +170,7 @@ class Planner:
                 f"without groups."
             )
         # For equal bits, an update that one shard compiles as one program must be one everywhere.
-        may_have_owners = self._apart is not None or not same_bits
+        may_have_owners = self._leaf_by_leaf is not None or not same_bits
         if may_have_owners and not (only_slices or any(self.other_axes)):
             # A gradient that nothing reads is not sent, so its leaf has no owner.
             pairs = zip(params, self._unread.gradients, strict=True)
@@ -213,7 +208,7 @@ class Planner:
         Raises:
           NotLeafwise: it cannot be computed leaf by leaf.
         """
-        number, virtual, tile = self.shards.number, self.virtual_shards, self._tile
+        number, virtual, tile = self.shards.num_shards, self.virtual_shards, self._tile
         # XLA for CPUs does not overlap a sum with other work, so this gains nothing there.
         sums_in_loops = virtual is None and self.shards.platform != "cpu"
         partitions, cut = [_within_layers(each) for each in params], dict[int, Partition]()
@@ -299,11 +294,14 @@ class Planner:
     def _replicated(self) -> Replicated:
         """Every array replicated."""
         return Replicated(
-            *self._partitions, self._unread.gradients, shards=self.shards, apart=self._apart
+            *self._partitions,
+            self._unread.gradients,
+            shards=self.shards,
+            leaf_by_leaf=self._leaf_by_leaf,
         )
 
     @functools.cached_property
-    def _apart(self) -> Owners | None:
+    def _leaf_by_leaf(self) -> Owners | None:
         """A plan that compiles each leaf on its own, for bits that are the same everywhere."""
         if self.virtual_shards is None:
             return None
@@ -319,7 +317,7 @@ class Planner:
         return None
 
     def _slices(self, split_one: Callable[..., Partition], whole: Partition) -> Partition:
-        return split_one(whole.shape, self.shards.size, self._tile, whole.other_axes)
+        return split_one(whole.shape, self.shards.group_size, self._tile, whole.other_axes)
 
     def _cut(self, split_one: Callable[..., Partition]) -> Partitions:
         """Return the partitions of parameters in slices; unchanged parameters are not split."""

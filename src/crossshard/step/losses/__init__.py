@@ -11,12 +11,12 @@ from crossshard.step.losses.rows import RowsLoss
 from crossshard.step.losses.virtual import VirtualLoss
 
 
-def loss_over(over: LossOver, *, same_bits: int | None = None, **fields: Any) -> StepLoss:
+def loss_over(over: LossOver, *, virtual_shards: int | None = None, **fields: Any) -> StepLoss:
     """Return the loss of a step, given what it is over and its other fields."""
     kind: type[StepLoss] = BatchLoss if over is LossOver.BATCH else RowsLoss
-    if same_bits is not None:
+    if virtual_shards is not None:
         kind = VirtualLoss
-    return kind(over=over, same_bits=same_bits, **fields)
+    return kind(over=over, virtual_shards=virtual_shards, **fields)
 
 
 def changed(loss: StepLoss, **fields: Any) -> StepLoss:
@@ -41,10 +41,10 @@ def check_virtual_shards(given: Any, shards: int) -> int | None:
 def written(loss: StepLoss) -> dict[str, Any]:
     """Return what a checkpoint stores of a loss, and a restore compares, by the options' names."""
     return {
-        "weight": loss.weight,
+        "weight": loss.weight_fn,
         "accumulate_steps": loss.accumulate_steps,
         "model_state": loss.model_state,
         "loss_over": loss.over,
         "rng_per='row'": loss.key_per_row,
-        "virtual_shards": loss.same_bits,
+        "virtual_shards": loss.virtual_shards,
     }

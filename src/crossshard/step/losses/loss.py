@@ -103,7 +103,7 @@ class StepLoss(abc.ABC):
     takes_rng: bool = False  # whether it takes a PRNG key
     has_aux: bool = False  # whether it returns ``(loss, aux)``
     # The weight function of the mean; ``None`` if all shards count the same.
-    weight: Weight | None = None
+    weight_fn: Weight | None = None
     accumulate_steps: int = 1  # the number of microbatches of a shard's rows
     # How the state that it returns is kept; ``None`` if it returns none.
     model_state: ModelState | None = None
@@ -115,7 +115,7 @@ class StepLoss(abc.ABC):
     is_summed: bool = False  # whether the shards' losses are added up
     # The loss is computed in this many parts, so that its bits do not depend on the number of
     # shards. ``None`` if they may.
-    same_bits: int | None = None
+    virtual_shards: int | None = None
     # A transformation of the call, such as ``vmap``, with which ``by_numbers`` runs it; ``None``
     # for a plain call.
     around: Callable[[Callable[..., Returned]], Callable[..., Returned]] | None = None
@@ -180,7 +180,7 @@ class StepLoss(abc.ABC):
 
         A ratio that is a ``Mean`` weighs its own gradients, so its last count is the weight.
         """
-        if self.weight is None or terms is None:
+        if self.weight_fn is None or terms is None:
             return weight
         own = terms.counts[-1]
         return own if weight is None else own * weight
@@ -232,11 +232,11 @@ class StepLoss(abc.ABC):
 
     def parts(self, shards: int) -> int:
         """Return how many parts of the batch have a loss of their own."""
-        return self.same_bits or shards
+        return self.virtual_shards or shards
 
     def opaque_false(self, state: TrainState) -> jax.Array | None:
         """Return ``StageContext.opaque_false``, if bits must not depend on the number of shards."""
-        return None if self.same_bits is None else opaque_false(state.step)
+        return None if self.virtual_shards is None else opaque_false(state.step)
 
     def pieces(self, shards: int) -> int:
         """Return how many pieces a shard's rows are cut into, at most."""

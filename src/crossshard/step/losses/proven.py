@@ -64,7 +64,7 @@ def _trace(loss: StepLoss, state: TrainState, arguments: Arguments) -> tuple[Any
                 error.add_note(note)
             raise
         found, context = (jaxpr, jax.tree.structure(types)), get_shard_context()
-        if loss.same_bits is not None and context is not None:
+        if loss.virtual_shards is not None and context is not None:
             # Before the proof, which would say of a sum over shards what to divide it by.
             check_alone(jaxpr, context.axis_name)
         if any(isinstance(x, jax.core.Tracer) for x in jaxpr.consts):
@@ -89,7 +89,7 @@ def prepared(
     ``LossOver.ROWS`` this raises unless the loss is proven to be a mean over the rows. A ratio is
     returned as a ``Mean``, which counts its rows itself, so that there is no weight.
     """
-    times = loss.parts(at_use.shards.number) * loss.accumulate_steps
+    times = loss.parts(at_use.shards.num_shards) * loss.accumulate_steps
     is_proven = loss.over is LossOver.ROWS and loss.record.proves and times > 1
     types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)
 
@@ -109,14 +109,14 @@ def prepared(
         returned: Returned = jax.tree.unflatten(tree, found)
         return returned
 
-    if (is_proven or loss.weight is not None) and jax.tree.leaves(state.model_state):
+    if (is_proven or loss.weight_fn is not None) and jax.tree.leaves(state.model_state):
         changed = changed_by_rows(loss, state, batch, keys, at_use, at_use.shards.axes)
         loss.record.changed_by_rows = changed
     weight = None
-    if loss.weight is not None:
+    if loss.weight_fn is not None:
         of_batch = lambda batch, both: run(both, batch).loss
-        check_weight_is_read(loss.weight, batch, of_batch, types)
-        weight = weight_of(loss.weight, batch)
+        check_weight_is_read(loss.weight_fn, batch, of_batch, types)
+        weight = weight_of(loss.weight_fn, batch)
     arguments = loss.arguments(state, types, batch, keys)
     if not is_proven:
         if loss.over is LossOver.SHARD and times > 1 and weight is not None:
@@ -135,7 +135,7 @@ def prepared(
         check_groups(sent, groups)
         _conclude(loss, key, state, arguments, times, in_groups=bool(sent))
     finding, divisor = loss.record.checked(
-        key, arguments.given[0], loss.weight, loss.is_summed, loss.accumulate_steps
+        key, arguments.given[0], loss.weight_fn, loss.is_summed, loss.accumulate_steps
     )
     loss.record.check_padding()
     if divisor is None or not divisor.is_of_piece:
@@ -143,7 +143,7 @@ def prepared(
     splits = divisor.splits(finding)
     if not (finding.moved or splits):
         # Another sum may equal the divisor in the first batch alone.
-        weight = weight if divisor.is_weight else divisor.of_batch(batch)
+        weight = weight if divisor.divides_by_weight else divisor.of_batch(batch)
         return _weighted(loss, run, state, arguments, weight, at_use)
 
     in_parts = functools.partial(run, at=divisor.at if splits else ())
@@ -167,7 +167,7 @@ def _weighted(
 
     The gradient of what a shard sends holds the losses of others, which have other weights.
     """
-    if weight is None or at_use.shards.number == 1:
+    if weight is None or at_use.shards.num_shards == 1:
         return run, weight
     is_mean, sent = _sent(loss, state, arguments, at_use)
     if is_mean or not sent:
@@ -201,7 +201,7 @@ def carried(loss: StepLoss, state: TrainState, batch: Any, keys: Keys, at_use: A
         return [loss.over is not LossOver.ROWS] * number
     changed = changed_by_rows(loss, state, batch, keys, at_use)
     traces = _Traces(loss, state, _arguments(loss, state, batch, keys, at_use))
-    times = loss.parts(at_use.shards.number) * loss.accumulate_steps
+    times = loss.parts(at_use.shards.num_shards) * loss.accumulate_steps
     after = jax.tree.leaves(traces.places.model_state)
     pairs = list(zip(changed, after, strict=True))
     if traces.count_rows([place for is_changed, place in pairs if not is_changed], times):
@@ -301,7 +301,7 @@ class _Traces:
         if collectives_of(of_loss[0]):
             of_loss += [_jax.without_unread(self._of_rows(2 * self._each, ()), read)]
         record, (rows, _) = self._loss.record, self._arguments.given
-        is_read = entries_read(self._loss.weight, rows, self._arguments.whole)
+        is_read = entries_read(self._loss.weight_fn, rows, self._arguments.whole)
         every = [True] * len(is_read)
         record.counts_padding |= not counts_nothing(of_loss, every, self._each)
         record.counts_copies |= not counts_nothing(of_loss, is_read, self._each)
@@ -321,7 +321,7 @@ def _conclude(
     ``arguments`` are the types of one of the ``times`` pieces of the batch. If it sums over a
     group of shards that trains alone (``in_groups``), no comparison with one shard is of it.
     """
-    traces, rows, weight = _Traces(loss, state, arguments), arguments.given[0], loss.weight
+    traces, rows, weight = _Traces(loss, state, arguments), arguments.given[0], loss.weight_fn
     finding, proof = traces.proven(times)
     finding = dataclasses.replace(finding, is_whole=finding.is_whole or in_groups)
     doubt, after = None, traces.places.model_state
@@ -346,7 +346,7 @@ def _conclude(
         elif finding.reason == DIVIDES:
             found = divisor_of(finding, proof.jaxpr, arguments, loss.split, weight)
             # Numbers of the first batch would only show that they are equal there.
-            if found is not None and not found.is_weight:
+            if found is not None and not found.divides_by_weight:
                 raise wrong_weight_error(weight, finding, "")
         # What is the same on all shards is so with any weights.
         own = [fact for fact in proof.facts if isinstance(fact, Total) and is_mean(fact)]
@@ -427,7 +427,7 @@ def _doubt_of_state(
     proof: Proof,
 ) -> Doubt | None:
     """Return what is in doubt of a model state that is averaged, if anything is."""
-    weight: Any = loss.weight
+    weight: Any = loss.weight_fn
     if weight is None:
         return check_state_is_mean(
             state.model_state, proof, None, False, loss.accumulate_steps, key
@@ -435,8 +435,8 @@ def _doubt_of_state(
 
     def is_weight(of: Finding, place: int) -> bool | None:
         divisor = divisor_of(of, proof.jaxpr, arguments, loss.split, weight)
-        if divisor is None or not divisor.is_weight or not of.moved:
-            return None if divisor is None else divisor.is_weight
+        if divisor is None or not divisor.divides_by_weight or not of.moved:
+            return None if divisor is None else divisor.divides_by_weight
         # A bound of 1 is right for whole counts, which a trace may not show: numbers decide.
         if of.moved != "guard" and not is_exact(dataclasses.replace(of, counts=True)):
             return False

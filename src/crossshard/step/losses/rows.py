@@ -38,18 +38,18 @@ def compute_shard(
     loss: StepLoss, state: TrainState, batch: Any, at_use: AtUse, counts_in: Any = None
 ) -> LocalResult:
     """Compute the loss and gradients of the given rows, or of their microbatches."""
-    counting = start_counting(loss, state, batch, at_use, counts_in)
+    counting = begin_trace(loss, state, batch, at_use, counts_in)
     return compute_part(loss, state, batch, at_use, at_use.shards.index(), counting)
 
 
-def start_counting(
+def begin_trace(
     loss: StepLoss, state: TrainState, batch: Any, at_use: AtUse, counts_in: Any
 ) -> Counting:
     """Forget old traces, and find how a ``Mean`` is counted in the step that is traced now."""
     loss.record.traces.clear()
-    pieces = loss.parts(at_use.shards.size) * loss.accumulate_steps
+    pieces = loss.parts(at_use.shards.group_size) * loss.accumulate_steps
     counting = Counting(at_use.shards, pieces, counts_in)
-    if pieces == at_use.shards.size and loss.same_bits is None:
+    if pieces == at_use.shards.group_size and loss.virtual_shards is None:
         return counting
     return dataclasses.replace(counting, counts=_counts(loss, state, batch, at_use, counting))
 
@@ -59,7 +59,7 @@ def _counts(
 ) -> tuple[Any, ...] | None:
     """Return the counts of a ``Mean`` over the whole batch; ``None`` if it is a number."""
     shard, (rows, whole) = at_use.shards.index(), loss.split(batch)
-    number, shards = loss.accumulate_steps, at_use.shards.number
+    number, shards = loss.accumulate_steps, at_use.shards.num_shards
     virtual = VirtualShards(loss.parts(shards), shards)
 
     def of_piece(rows: Any, model_state: Any, shard: Any, index: Any) -> tuple[Any, Any]:
@@ -77,10 +77,10 @@ def _counts(
         pieces = pieces_of(rows, loss.batch_axes, number, interleaved=loss.over_batch)
 
         first, was = jax.tree.map(lambda x: x[0], pieces), state.model_state
-        goes_on = _carried(loss, state, join(first, whole), shard, at_use)
+        carried_over = _carried(loss, state, join(first, whole), shard, at_use)
 
         def one(before: Any, piece: Any) -> tuple[Any, Any]:
-            counts, after = of_piece(piece[1], chosen(goes_on, before, was), shard, piece[0])
+            counts, after = of_piece(piece[1], chosen(carried_over, before, was), shard, piece[0])
             return as_stored(after, before), jnp.stack(counts)
 
         return lax.scan(one, was, (jnp.arange(number), pieces))[1].sum(0)
@@ -96,7 +96,7 @@ def _counts(
         types, _ = jax.eval_shape(of_piece, of_one, state.model_state, shard, jnp.int32(0))
         if not types:
             return None
-        if loss.same_bits is None:
+        if loss.virtual_shards is None:
             return counting.over_shards(_pruned(of_shard, rows, shard))
         return counting.in_order(_pruned(of_parts, rows), virtual)
 
@@ -124,11 +124,11 @@ def compute_part(
     # The rows divide evenly: this was checked when the batch was placed.
     pieces = pieces_of(rows, loss.batch_axes, number, interleaved=loss.over_batch)
     first, was = jax.tree.map(lambda x: x[0], pieces), state.model_state
-    with shard_context(at_use.shards.number, axis_name=at_use.shards.axes):
-        goes_on = _carried(loss, state, join(first, whole), shard, at_use)
+    with shard_context(at_use.shards.num_shards, axis_name=at_use.shards.axes):
+        carried_over = _carried(loss, state, join(first, whole), shard, at_use)
     # A state that is averaged over the shards is averaged over microbatches, too.
     kind = loss.model_state
-    averages = kind is ModelState.MEAN and not any(goes_on)
+    averages = kind is ModelState.MEAN and not any(carried_over)
 
     def after_one(before: Any, found: LocalResult) -> Any:
         after = as_stored(found.model_state, was)
@@ -149,12 +149,12 @@ def compute_part(
         jax.eval_shape(look, first, state.model_state, jnp.int32(0))
         sums_in_loops = seen[0]
     in_scan = at_use_in_scan.types_of_gradients(state.params)
-    zero, early = zeros(in_scan), at_use_in_scan.early
+    zero, early = zeros(in_scan), at_use_in_scan.always_early
 
     def one(carry: Any, piece: Any) -> tuple[Any, Any]:
         sums, model_state = carry
         index, rows = piece
-        found = compute(at_use_in_scan, rows, chosen(goes_on, model_state, was), index)
+        found = compute(at_use_in_scan, rows, chosen(carried_over, model_state, was), index)
         sums = add(sums, found.values, found.loss, found.weight, early)
         others = found.aux, found.terms, found.weight
         return (sums, after_one(model_state, found)), others
@@ -171,7 +171,7 @@ def compute_part(
         index, rows = jax.tree.map(lambda x: x[-1], numbered)
         # The backward pass adds gradients of the scaled loss to them, and returns the mean.
         last = dataclasses.replace(at_use, before=_scaled(sums, scale_of(state)))
-        end = compute(last, rows, chosen(goes_on, model_state, was), index)
+        end = compute(last, rows, chosen(carried_over, model_state, was), index)
         early, residuals, norm = end.early, end.residuals, end.squared_norm
         own = chosen(early, jax.tree.map(jnp.zeros_like, sums[0]), end.values)
         sums = add(sums, own, end.loss, end.weight)
@@ -230,7 +230,7 @@ def _compute_rows(
             )
         return counting.of_piece(out.loss), (out.model_state, out.aux, sums_of(out.loss))
 
-    with shard_context(shards.number, axis_name=shards.axes):
+    with shard_context(shards.num_shards, axis_name=shards.axes):
         run, weight = prepared(loss, state, batch, keys, at_use)
         if loss.model_state is ModelState.MEAN and not loss.over_batch:
             types = at_use.types(state.params), at_use.types_of_frozen(state.frozen)

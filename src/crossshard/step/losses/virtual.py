@@ -32,7 +32,7 @@ from crossshard.shards.batch_axes import VirtualShards, join
 from crossshard.step.gather import AtUse
 from crossshard.step.losses.loss import StepLoss
 from crossshard.step.losses.proven import check_alone
-from crossshard.step.losses.rows import compute_part, start_counting
+from crossshard.step.losses.rows import begin_trace, compute_part
 from crossshard.step.microbatches import LocalResult, pieces_of
 
 
@@ -68,7 +68,7 @@ class VirtualLoss(StepLoss):
             frozen = at_use.frozen.whole(state.frozen)
             state = dataclasses.replace(state, frozen=frozen)
             at_use = dataclasses.replace(at_use, frozen=None)
-        number, shard = at_use.shards.number, at_use.shards.index()
+        number, shard = at_use.shards.num_shards, at_use.shards.index()
         virtual = VirtualShards(self.parts(number), number)
         count = virtual.most
         size, microbatches = self.number_of_rows(given), self.accumulate_steps
@@ -80,7 +80,7 @@ class VirtualLoss(StepLoss):
                 f"shard."
             )
         counting, (rows, whole) = (
-            start_counting(self, state, given, at_use, counts_in),
+            begin_trace(self, state, given, at_use, counts_in),
             self.split(given),
         )
         shared = state.params, state.frozen, state.model_state, whole, counting.counts
@@ -175,7 +175,7 @@ class InOrder(Aggregator):
             each if each.number > 1 else dataclasses.replace(each, shape=x.shape[1:])
             for x, each in zip(arrays, whole, strict=True)
         ]
-        virtual = VirtualShards(self.virtual_shards, context.shards.number)
+        virtual = VirtualShards(self.virtual_shards, context.shards.num_shards)
         return sum_in_order(arrays, partitions, context.shards, virtual), state
 
     def describe(self) -> str:
