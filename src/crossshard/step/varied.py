@@ -32,23 +32,23 @@ _NUMBERS = 16  # how many of the whole numbers that a loss compares others with 
 def varied(
     loss: StepLoss, shards: int, state: TrainState, batch: Any, *, smaller: bool, where: Any
 ) -> tuple[Sequence[Turn], Sequence[Turn], list[str]]:
-    """Return turns, each of a state and a batch with other numbers, and the names of what has some.
+    """Return turns, each of which yields a state and a batch with other numbers; and their names.
 
-    And turns that have larger parameters, too, if they are not alike, or such of the other sign:
-    training carries a loss over a bound that it starts below. They are of their own, since units
-    that this saturates hide what others show.
+    The second turns have larger parameters, or parameters of the other sign: training carries a
+    loss over a bound that it starts below. They are separate, since units that are saturated then
+    hide what others show.
 
-    A turn goes on with fewer other numbers, for a loss that is not finite: first entries from -1 to
-    1 stay, as the probabilities do that a logarithm needs, then others one by one, and then all.
-    Behind the first of these all signs stay, and what is not alike where no row decides. It is
-    given whole numbers that some of those in the rows become, as ``compared_with`` finds them.
+    If the loss is not finite, a turn goes on with fewer other numbers: first entries from -1 to 1
+    stay, such as the probabilities that a logarithm needs, then others one by one, and then all.
+    Later on all signs stay, and what is not alike where no row decides. A turn is given the whole
+    numbers of ``compared_with``, and puts some of them in the place of others.
 
-    The rows change places, so that shards have others; or each piece has copies of one, as if they
-    were sorted by class: a batch in which all pieces look alike hides what happens only to many
-    rows of one kind, as those beyond an expert's capacity. So does one with as many flags in each:
-    once they all are in the first piece, and few in the others. Or all pieces have the same rows,
-    which a loss may count once, as ids that are there twice. The tokens of a row are all alike,
-    too, in every other batch behind the first ones.
+    First the rows change places, so that shards have others. Then each piece has copies of one row,
+    as if the rows were sorted by class: where all pieces look alike, nothing shows what happens
+    only to many rows of one kind, such as those beyond an expert's capacity. Once all flags of the
+    first piece are set, and few of the others. At last all pieces have the same rows, as with ids
+    that are there twice, which a loss may count once. In every other one of these turns all tokens
+    of a row are alike.
 
     Args:
       loss: the loss.
