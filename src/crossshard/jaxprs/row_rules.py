@@ -747,7 +747,7 @@ def of_undecided(pair: Pair, inputs: Sequence[Fact], obstacle: Obstacle) -> Obst
         return replace(obstacle, of_all=True)
     if name == "mul" and obstacle.reason == DIVIDES and any(isinstance(x, Total) for x in inputs):
         return obstacle  # its inverse is multiplied with
-    return pair.compared(f"{name} of a sum over rows, or of a part of them")
+    return pair.compared(f"{name} of a sum over rows, of some of them, or of rows in other places")
 
 
 def may_guard(values: Sequence[Fact]) -> bool:
